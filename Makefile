@@ -1,0 +1,52 @@
+# Each target makes `.venv` when there is none. PYTHON=... chooses the interpreter; pip's own variables are honoured.
+SHELL := /bin/bash
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test check format bench wheel clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+env: $(VENV)/.installed ## make or update .venv (Python 3.11 or newer)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@bash scripts/make_venv.sh $(VENV)
+	$(INSTALL) -e '.[flows,dev]'
+	@touch $@
+
+# Apart from env: where hqq is installed transformers imports it, and every start takes two seconds longer.
+$(VENV)/.bench: $(VENV)/.installed
+	$(INSTALL) -e '.[bench]'
+	@touch $@
+
+demo: env ## calibrate, publish, load, generate and measure on the embedded model; DEMO_ARGS=--short
+	@mkdir -p build
+	$(RUN) -m kvq_calib.demo --json build/demo.json $(DEMO_ARGS)
+
+test: export OMP_NUM_THREADS ?= 1
+test: export TOKENIZERS_PARALLELISM ?= false
+test: env ## run the tests on 2 processes; PYTEST_ARGS="-m 'not slow'"
+	env -u TRITON_INTERPRET $(RUN) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+check: env ## formatting, lint, types, import arrows
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright
+	$(VENV)/bin/lint-imports --no-logo
+
+format: env ## let ruff format and fix
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+bench: $(VENV)/.bench ## run the benchmarks; BENCH_ARGS=...
+	$(RUN) benchmarks/decode.py $(BENCH_ARGS)
+
+wheel: env ## build sdist and wheel into dist/
+	$(RUN) -m build --no-isolation --outdir dist .
+
+clean: ## remove what was built, not .venv
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

