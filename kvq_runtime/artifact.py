@@ -1,0 +1,175 @@
+"""Save and load a fitted recipe: one safetensors file, whose sha256 is its identity. See artifacts/README.md.
+
+The file describes itself in one metadata key, `kvq`: canonical JSON of schema, recipe, fingerprint, provenance, fit,
+and `content`, a digest of all of that and of the data. Loading checks, in this order, and says which check failed:
+
+    header → size → sha256 → schema → content → recipe → fingerprint → tensors → finite
+"""
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256 as hash_of
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from kvq_runtime import codec, files, fingerprint, header, strict_json
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.fingerprint import Fingerprint
+from kvq_runtime.recipe import Recipe
+
+SCHEMA = 1
+CHECKS = ("header", "size", "sha256", "schema", "content", "recipe", "fingerprint", "tensors", "finite")
+WIDEST = 1 << 20
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A recipe with its fitted tensors.
+
+    tensors      {"layers.0.key.predict.mean": ...}: exactly those of `codec.all_specs(recipe, fingerprint.geometry)`
+    provenance   JSON: model, revision, corpus, seed, environment, ...: where it comes from; no time, host or path
+    fit          JSON: what the fit itself measured
+    schema       of the file; decides the major version
+    """
+
+    recipe: Recipe
+    fingerprint: Fingerprint
+    tensors: Mapping[str, Tensor]
+    provenance: Mapping[str, Any]
+    fit: Mapping[str, Any]
+    schema: int = SCHEMA
+
+
+def to_bytes(artifact: Artifact) -> bytes:
+    """The file. The same content gives the same bytes, in every process; what could not be loaded again is refused."""
+    about = {
+        "schema": artifact.schema,
+        "recipe": artifact.recipe.to_json(),
+        "fingerprint": artifact.fingerprint.to_json(),
+        "provenance": dict(artifact.provenance),
+        "fit": dict(artifact.fit),
+    }
+    data = seal({**artifact.tensors, **artifact.fingerprint.probes}, about)
+    from_bytes(data)
+    return data
+
+
+def seal(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
+    """A file of any tensors and metadata, with the digest of its content added; nothing is checked."""
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    draft = safetensors.torch.save(plain, {"kvq": ""})
+    start = 8 + int.from_bytes(draft[:8], "little")
+    entries = strict_json.loads(draft[8:start], "header")
+    entries.pop("__metadata__")
+    sealed = {**about, "content": _content(about, entries, memoryview(draft)[start:])}
+    return safetensors.torch.save(plain, {"kvq": strict_json.dumps(sealed)})
+
+
+def _content(about: Mapping[str, Any], entries: Mapping[str, Any], data: memoryview) -> str:
+    described = strict_json.dumps({"kvq": about, "tensors": entries})
+    found = hash_of(described.encode())
+    found.update(data)
+    return found.hexdigest()
+
+
+def save(artifact: Artifact, path: Path | str) -> str:
+    """Write the file, whole or not at all; returns its sha256."""
+    data, path = to_bytes(artifact), Path(path)
+    files.replace(path, data, path.parent, mode=0o644)
+    return hash_of(data).hexdigest()
+
+
+def load(path: Path | str, sha256: str | None = None, size: int | None = None) -> Artifact:
+    """Load a file: opened once, no links followed, every check made before a tensor is used.
+
+    sha256, size   what a registry or a lock says the file must be
+    Raises ArtifactError, its message naming the file and the check.
+    """
+    with files.opened(Path(path)) as (file, found):
+        try:
+            return _load(file, found, sha256, size)
+        except ArtifactError as error:
+            raise type(error)(f"{path}: {error}") from None
+
+
+def from_bytes(data: bytes, sha256: str | None = None) -> Artifact:
+    """`load` for bytes at hand."""
+    return _load(io.BytesIO(data), len(data), sha256, None)
+
+
+def describe(path: Path | str) -> dict[str, Any]:
+    """What a file says of itself, from its header alone: nothing but the header is checked."""
+    with files.opened(Path(path)) as (file, size):
+        return _about(header.read(file, size))
+
+
+def _load(file: BinaryIO, found: int, sha256: str | None, size: int | None) -> Artifact:
+    head = header.read(file, found)
+    if size is not None and found != size:
+        raise ArtifactError(f"size: the file has {found} bytes, {size} are expected; fetch it again")
+    file.seek(0)
+    data = file.read(found)
+    digest = hash_of(data).hexdigest()
+    if sha256 is not None and digest != sha256:
+        raise ArtifactError(f"sha256: the file has {digest}, {sha256} is expected; it was changed, fetch it again")
+    if len(data) != found or not data.startswith(head.raw):
+        raise ArtifactError("header: the file changed while it was read")
+    about = _about(head)
+    stated = about.pop("content")
+    content = _content(about, head.entries, memoryview(data)[len(head.raw) :])
+    if content != stated:
+        raise ArtifactError(f"content: the file holds {content}, says {stated!r:.80}; it was changed, fetch it again")
+    artifact = _described(about, head)
+    try:
+        tensors = safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise ArtifactError(f"header: safetensors refuses it: {error}") from None
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(f"finite: {name} holds NaN or infinity; fit it again")
+    geometry = artifact.fingerprint.geometry
+    probes = {name: tensors[name] for name in fingerprint.specs(geometry)}
+    fitted = {name: tensors[name] for name in codec.all_specs(artifact.recipe, geometry)}
+    return replace(artifact, tensors=fitted, fingerprint=replace(artifact.fingerprint, probes=probes))
+
+
+def _about(head: header.Header) -> dict[str, Any]:
+    about = strict_json.loads(head.kvq, "header: kvq")
+    schema = about.get("schema") if isinstance(about, dict) else None
+    if type(schema) is not int or schema != SCHEMA:
+        raise ArtifactError(f"schema: the file has {schema!r:.40}, this kvq reads {SCHEMA}; use another kvq-runtime")
+    names = {"schema", "recipe", "fingerprint", "provenance", "fit", "content"}
+    strict_json.keys(about, names, "schema: kvq")
+    if not isinstance(about["provenance"], dict) or not isinstance(about["fit"], dict):
+        raise ArtifactError("schema: provenance and fit must be objects")
+    return about
+
+
+def _described(about: dict[str, Any], head: header.Header) -> Artifact:
+    """The artifact without its tensors, after comparing what the header lists with what recipe and model ask for."""
+    stamp = fingerprint.from_json(about["fingerprint"], {})
+    geometry, found = stamp.geometry, head.specs()
+    if 2 * geometry.layers > len(found) or geometry.width > WIDEST:
+        raise ArtifactError(f"fingerprint: {geometry} in a file of {len(found)} tensors; every layer has 2 probes")
+    try:
+        recipe = Recipe.from_json(about["recipe"]).check(geometry)
+    except (ValueError, TypeError) as error:
+        raise ArtifactError(f"recipe: {error}") from None
+    expected = codec.all_specs(recipe, geometry) | fingerprint.specs(geometry)
+    foreign, missing = sorted(set(found) - set(expected)), sorted(set(expected) - set(found))
+    if foreign or missing:
+        raise ArtifactError(f"tensors: foreign {foreign[:3]}, missing {missing[:3]}, for recipe {recipe.name}")
+    for name, (shape, dtype) in expected.items():
+        if found[name] != (tuple(shape), dtype):
+            raise ArtifactError(f"tensors: {name} is {_spec(*found[name])}; {_spec(shape, dtype)} is expected")
+    return Artifact(recipe, stamp, {}, about["provenance"], about["fit"], about["schema"])
+
+
+def _spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -1,0 +1,187 @@
+"""What the `kvq` commands do: each takes parsed arguments, prints, and returns an exit code."""
+
+import dataclasses
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from kvq_runtime import artifact, compare, describe, files, reference, upkeep
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.events import State
+from kvq_runtime.local import LocalRegistry
+from kvq_runtime.recipe import presets
+from kvq_runtime.reference import Lock, Reference
+from kvq_runtime.registry import choose, load_artifact, open_registry, resolve
+from kvq_runtime.table import print_record, print_table
+
+
+def list_names(args: Namespace) -> int:
+    """One row a name: what production is, the newest version, recipe and model."""
+    registry, broken = open_registry(args.registry), 0
+    rows = []
+    for name in registry.names():
+        try:
+            rows.append(_list_row(registry, registry.state(name)))
+        except ArtifactError as error:
+            broken = 1
+            rows.append({"name": name, "recipe": f"cannot be read: {error}"})
+    print_table(rows, args.json)
+    return broken
+
+
+def _list_row(registry: LocalRegistry, state: State) -> dict[str, Any]:
+    newest = state.newest()
+    row = {"name": state.name, "production": state.at(reference.PRODUCTION), "newest": newest and newest.version}
+    row |= {"versions": len(state.versions)}
+    if newest is None:
+        return row | {"recipe": "(every version is yanked)"}
+    about = artifact.describe(registry.fetch(newest))
+    model = about["provenance"].get("model")
+    return row | {
+        "recipe": about["recipe"].get("name") if isinstance(about["recipe"], dict) else None,
+        "model": model.get("id") if isinstance(model, dict) else model,
+        "published": newest.at,
+    }
+
+
+def show(args: Namespace) -> int:
+    """Everything about one version, with what was measured of it since."""
+    found = resolve(args.reference, args.registry, args.lock)
+    fitted = artifact.load(found.path, found.sha256, found.size)
+    record: dict[str, Any] = dataclasses.asdict(found) | {"path": str(found.path)}
+    if found.registry:
+        registry = open_registry(found.registry)
+        state = registry.existing(found.name)
+        version = state.get(found.version)
+        record["published"] = version.at
+        record["aliases"] = [alias for alias in state.aliases if state.at(alias) == found.version]
+        record["files"] = dict(version.files)
+        record["evaluations"] = registry.evaluations(found.sha256)
+    print_record(record | describe.artifact_record(fitted), args.json)
+    return 0
+
+
+def pull(args: Namespace) -> int:
+    """Copy a version and the files beside it into a folder, checked; with --lock, pin it."""
+    found = resolve(args.reference, args.registry)
+    if not found.registry:
+        raise ValueError(f"{args.reference} is a file already; pull takes a name in a registry")
+    registry = open_registry(found.registry)
+    beside = registry.existing(found.name).get(found.version).files
+    data = files.read(found.path, found.size)
+    artifact.from_bytes(data, found.sha256)
+    folder = Path(args.output or found.name)
+    written = {"kvq.safetensors": data} | {name: _read_beside(registry, entry) for name, entry in beside.items()}
+    files.make_folder(folder)
+    for name, content in written.items():
+        files.replace(folder / name, content, folder, mode=0o644)
+    if args.lock:
+        pinned = Lock(args.reference, registry.url, found.name, found.version, found.sha256, found.size)
+        reference.write_lock(Path(args.lock), pinned)
+    paths = [str(folder / name) for name in written]
+    print_record(dataclasses.asdict(found) | {"path": str(found.path), "files": paths, "lock": args.lock}, args.json)
+    return 0
+
+
+def _read_beside(registry: LocalRegistry, entry: Any) -> bytes:
+    path = registry.blob(entry["sha256"])
+    data = files.read(path, entry["size"])
+    found, _ = files.digest(path)
+    if found != entry["sha256"]:
+        raise ArtifactError(f"{path}: sha256: the file has {found}; kvq doctor says what to do")
+    return data
+
+
+def verify(args: Namespace) -> int:
+    """Load an artifact with every check, and list them."""
+    found = resolve(args.reference, args.registry, args.lock)
+    artifact.load(found.path, found.sha256, found.size)
+    against = "lock" if args.lock else "registry" if found.registry else None
+    rows = []
+    for check in artifact.CHECKS:
+        compared = check not in ("size", "sha256") or against
+        result = "ok" if compared else "not compared: a path, and no --lock"
+        rows.append({"check": check, "result": result})
+    print_table(rows, args.json)
+    return 0
+
+
+def promote(args: Namespace) -> int:
+    """Point an alias to a version."""
+    registry, name, version = _target(args, "promote")
+    state = registry.promote(name, version, args.alias, args.expect)
+    return _print_alias(state, args)
+
+
+def rollback(args: Namespace) -> int:
+    """Point an alias to the version it had before."""
+    return _print_alias(open_registry(args.registry).rollback(args.name, args.alias), args)
+
+
+def _print_alias(state: State, args: Namespace) -> int:
+    had = state.aliases[args.alias]
+    record = {"name": state.name, "alias": args.alias, "version": had[-1], "before": had[-2] if len(had) > 1 else None}
+    print_record(record, args.json)
+    return 0
+
+
+def yank(args: Namespace) -> int:
+    """Withdraw a version."""
+    registry, name, version = _target(args, "yank")
+    registry.yank(name, version, args.reason)
+    print_record({"name": name, "version": version, "yanked": args.reason}, args.json)
+    return 0
+
+
+def _target(args: Namespace, what: str) -> tuple[LocalRegistry, str, str]:
+    """The version that a change is about: it must be chosen by the user, not by a default."""
+    wanted = reference.parse(args.reference)
+    if not isinstance(wanted, Reference) or wanted.by == "default":
+        raise ValueError(f"{what} {args.reference}: say which version, as in {what} NAME@1.2.0")
+    registry = open_registry(args.registry)
+    version, _ = choose(registry.existing(wanted.name), wanted)
+    return registry, wanted.name, version.version
+
+
+def history(args: Namespace) -> int:
+    """Every change of a name."""
+    rows = []
+    for event in open_registry(args.registry).existing(args.name).events:
+        row = {"number": event.number, "at": event.at, "change": event.change.kind}
+        row |= {name: getattr(event.change, name, None) for name in ("version", "alias", "reason", "sha256")}
+        rows.append(row)
+    print_table(rows, args.json)
+    return 0
+
+
+def diff(args: Namespace) -> int:
+    """What differs between two artifacts."""
+    a, b = (load_artifact(given, args.registry) for given in (args.a, args.b))
+    print_table(compare.differences(a, b), args.json)
+    return 0
+
+
+def gc(args: Namespace) -> int:
+    """Remove what nothing names."""
+    registry = open_registry(args.registry)
+    removed = upkeep.collect(registry, args.grace, args.dry_run)
+    rows = [{"removed": not args.dry_run, "path": str(path.relative_to(registry.root))} for path in removed]
+    print_table(rows, args.json)
+    return 0
+
+
+def doctor(args: Namespace) -> int:
+    """Everything that is wrong with the registry; 1 if any of it is a fault."""
+    found = upkeep.examine(open_registry(args.registry))
+    print_table([dataclasses.asdict(finding) for finding in found], args.json)
+    return int(any(finding.level == "fault" for finding in found))
+
+
+def recipes(args: Namespace) -> int:
+    """Every recipe that comes with kvq."""
+    known = presets().values()
+    rows = [describe.recipe_row(recipe, describe.REFERENCE_MODEL) for recipe in known]
+    if args.json:
+        rows = [row | {"settings": recipe.to_json()} for row, recipe in zip(rows, known, strict=True)]
+    print_table(rows, args.json)
+    return 0

@@ -1,0 +1,64 @@
+"""Put a recipe or an artifact into the words of a table."""
+
+import dataclasses
+from typing import Any
+
+from kvq_runtime.artifact import Artifact
+from kvq_runtime.codec import Codec
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import HALVES, Half, Recipe, Side
+
+REFERENCE_MODEL = Geometry(layers=28, kv_heads=4, head_size=128)  # Qwen2.5-7B
+
+
+def mean_bits(recipe: Recipe, geometry: Geometry) -> float:
+    """What a stored element costs in bits, over keys and values of all layers; sinks and recent window apart."""
+    costs: dict[Side, float] = {}
+    places: list[tuple[int, Half]] = [(layer, half) for layer in range(geometry.layers) for half in HALVES]
+    for layer, half in places:
+        side = recipe.side(layer, half)
+        if side not in costs:
+            costs[side] = Codec(recipe, layer, half, geometry, {}).bits()
+    return sum(costs[recipe.side(layer, half)] for layer, half in places) / len(places)
+
+
+def artifact_record(fitted: Artifact) -> dict[str, Any]:
+    """What an artifact holds, as nested fields."""
+    return {
+        "recipe": recipe_row(fitted.recipe, fitted.fingerprint.geometry),
+        "fingerprint": fitted.fingerprint.to_json(),
+        "provenance": dict(fitted.provenance),
+        "fit": dict(fitted.fit),
+        "tensors": len(fitted.tensors),
+        "tensor_bytes": sum(tensor.nbytes for tensor in fitted.tensors.values()),
+    }
+
+
+def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
+    """A recipe in one line: stages, window, and mean bits per element over all layers."""
+    others = {layer: " | ".join(map(_stages, pair)) for layer, pair in recipe.layers.items()}
+    return {
+        "name": recipe.name,
+        "position": recipe.position,
+        "bits": round(mean_bits(recipe, geometry), 4),
+        "fitted": recipe.fitted,
+        "keys": _stages(recipe.key),
+        "values": _stages(recipe.value) if recipe.value != recipe.key else "as keys",
+        "layers": "; ".join(f"{layer}: {text}" for layer, text in others.items()),
+        "window": "/".join(map(str, recipe.key.window)),
+        "summary": recipe.summary,
+    }
+
+
+def _stages(side: Side) -> str:
+    """The stages of a side, as in `linear > hadamard > grid(dim=2 size=16 group=all)`."""
+    parts = []
+    for stage in (side.predict, side.rotate, side.quantize):
+        if stage is None:
+            continue
+        settings = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)}
+        if stage is not side.quantize:
+            settings = {f.name: settings[f.name] for f in dataclasses.fields(stage) if settings[f.name] != f.default}
+        inside = " ".join(f"{name}={value}" for name, value in settings.items())
+        parts.append(f"{stage.kind}({inside})" if inside else stage.kind)
+    return " > ".join(parts) + (", per channel" if side.axis == "channel" else "")

@@ -1,0 +1,97 @@
+"""Check a safetensors header before any other code sees the file.
+
+    8 bytes n, little endian | n bytes of JSON, padded with spaces | data
+
+n is at most 1 MB; the JSON has no duplicate keys and bounded depth; tensors are named
+layers.{i}.{key|value}.{stage}.{field}; their byte ranges follow each other without gap or overlap, have the size that
+shape and dtype ask for, and end with the file.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+
+from kvq_runtime import strict_json
+from kvq_runtime.errors import ArtifactError
+
+LIMIT = 1 << 20
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8, "I32": torch.int32}
+_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(key|value)\.[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a checked header says.
+
+    raw       the bytes before the data
+    kvq       the text of our one metadata key
+    entries   the JSON of the tensors: {name: {"dtype", "shape", "data_offsets"}}
+    """
+
+    raw: bytes
+    kvq: str
+    entries: dict[str, Any]
+
+    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """{name: (shape, dtype)} of every tensor."""
+        return {name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in self.entries.items()}
+
+
+def read(file: BinaryIO, size: int) -> Header:
+    """Read and check the header of a file of `size` bytes; nothing of the data is read."""
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise ArtifactError(f"header: {size} bytes are no safetensors file; it is truncated, or another kind of file")
+    length = int.from_bytes(prefix, "little")
+    if length > LIMIT:
+        raise ArtifactError(f"header: {length} bytes long; at most {LIMIT} are allowed")
+    if 8 + length > size:
+        raise ArtifactError(f"header: {length} bytes long in a file of {size}; it is truncated, fetch it again")
+    text = file.read(length)
+    if len(text) < length:
+        raise ArtifactError("header: the file became shorter while it was read")
+    if not text.startswith(b"{") or not text.rstrip(b" ").endswith(b"}"):
+        raise ArtifactError("header: not a JSON object padded with spaces; this is no safetensors file")
+    found = strict_json.loads(text, "header", depth=4)
+    metadata = strict_json.keys(found.pop("__metadata__", None), {"kvq"}, "header: __metadata__")
+    if not isinstance(metadata["kvq"], str):
+        raise ArtifactError("header: __metadata__.kvq must be text")
+    _check_entries(found, size - 8 - length)
+    return Header(prefix + text, metadata["kvq"], found)
+
+
+def _check_entries(entries: dict[str, Any], data: int) -> None:
+    ranges = []
+    for name, entry in entries.items():
+        if not _NAME.fullmatch(name):
+            raise ArtifactError(f"header: tensor name {name!r:.80}; layers.N.key|value.stage.field is meant")
+        ranges.append((*_range(name, entry), name))
+    end = 0
+    for begin, stop, name in sorted(ranges):
+        if begin != end:
+            raise ArtifactError(f"header: {name} begins at {begin}, but the data before it end at {end}")
+        end = stop
+    if end != data:
+        what = "it is truncated, fetch it again" if end > data else "bytes follow that belong to no tensor"
+        raise ArtifactError(f"header: the tensors end at {end}, the data at {data}; {what}")
+
+
+def _range(name: str, entry: Any) -> tuple[int, int]:
+    strict_json.keys(entry, {"dtype", "shape", "data_offsets"}, f"header: {name}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ArtifactError(f"header: {name} has dtype {dtype!r:.40}; use one of {sorted(DTYPES)}")
+    if not _sizes(shape) or len(shape) > 4 or not _sizes(offsets) or len(offsets) != 2:
+        raise ArtifactError(f"header: {name} has shape {shape!r:.80}, offsets {offsets!r:.80}; whole numbers are meant")
+    begin, end = offsets
+    needed = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != needed:
+        raise ArtifactError(f"header: {name} is {dtype} {shape}, {needed} bytes, but its offsets hold {end - begin}")
+    return begin, end
+
+
+def _sizes(given: Any) -> bool:
+    return isinstance(given, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in given)

@@ -1,0 +1,150 @@
+"""Parse what users write: names, versions, aliases, references, registry addresses and lock files.
+
+    reference   name · name@1.2.0 · name@production · name@sha256:<64 hex digits> · path/to/file.safetensors
+    registry    file:///path, a folder, or hf://org
+
+Every name is checked here before any path is joined.
+"""
+
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, urlsplit
+
+from kvq_runtime import files, strict_json
+from kvq_runtime.errors import ArtifactError, NotFound
+
+SUFFIX = ".safetensors"
+PRODUCTION = "production"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
+_VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
+_ALIAS = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+def is_name(given: str) -> bool:
+    """Whether a series of versions may be called this."""
+    return isinstance(given, str) and bool(_NAME.fullmatch(given)) and not given.endswith(SUFFIX)
+
+
+def check_name(given: str) -> str:
+    """The name of a series of versions, or a ValueError."""
+    if not is_name(given):
+        raise ValueError(
+            f"name {given!r:.120}; use 1 to 96 of a-z 0-9 . _ -, the first a letter or digit, not ending in {SUFFIX}"
+        )
+    return given
+
+
+def check_version(given: str) -> str:
+    """A version, or a ValueError."""
+    if not isinstance(given, str) or not _VERSION.fullmatch(given):
+        raise ValueError(f"version {given!r:.80}; use three numbers, as in 1.2.0")
+    return given
+
+
+def check_alias(given: str) -> str:
+    """An alias, or a ValueError."""
+    if not isinstance(given, str) or not _ALIAS.fullmatch(given) or given == "sha256":
+        raise ValueError(f"alias {given!r:.80}; use 1 to 32 of a-z 0-9 -, the first a letter, as in production")
+    return given
+
+
+def check_sha256(given: str) -> str:
+    """A digest, or a ValueError."""
+    if not isinstance(given, str) or not _SHA256.fullmatch(given):
+        raise ValueError(f"sha256 {given!r:.80}; use 64 digits of 0-9 a-f")
+    return given
+
+
+def check_file(given: str) -> str:
+    """The name of a file beside a version, or a ValueError."""
+    if not isinstance(given, str) or not _FILE.fullmatch(given) or given.endswith(SUFFIX):
+        raise ValueError(f"file name {given!r:.120}; use 1 to 96 of A-Z a-z 0-9 . _ -, and no folder")
+    return given
+
+
+def order(version: str) -> tuple[int, ...]:
+    """What versions are sorted by."""
+    return tuple(int(part) for part in version.split("."))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A name and, at most, one way to choose among its versions."""
+
+    name: str
+    by: Literal["default", "version", "alias", "sha256"] = "default"
+    value: str = ""
+
+
+def parse(given: str | Path) -> Reference | Path:
+    """What a user means; ValueError for text that is neither a reference nor a path to a .safetensors file."""
+    if isinstance(given, Path) or given.endswith(SUFFIX):
+        return Path(given)
+    name, at, value = given.partition("@")
+    check_name(name)
+    if not at:
+        return Reference(name)
+    if value.startswith("sha256:"):
+        return Reference(name, "sha256", check_sha256(value.removeprefix("sha256:")))
+    if value[:1].isdigit():
+        return Reference(name, "version", check_version(value))
+    return Reference(name, "alias", check_alias(value))
+
+
+def registry_url(given: str | Path | None = None) -> str:
+    """The registry in use: given, else $KVQ_REGISTRY, else $KVQ_HOME/registry, else ~/.kvq/registry."""
+    home = Path(os.environ.get("KVQ_HOME") or Path.home() / ".kvq")
+    return str(given or os.environ.get("KVQ_REGISTRY") or (home / "registry").absolute().as_uri())
+
+
+def local_root(url: str) -> Path:
+    """The folder of a file:// registry, or a ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
+        return Path(unquote(parts.path))
+    if "://" not in url:
+        return Path(url).absolute()
+    if parts.scheme == "hf":
+        raise ValueError(f"registry {url}: only file:// is supported by this version")
+    raise ValueError(f"registry {url}; use file:///folder, with three slashes, or a folder")
+
+
+@dataclass(frozen=True)
+class Lock:
+    """What a reference meant when it was pulled: one file, pinned by its digest."""
+
+    reference: str
+    registry: str
+    name: str
+    version: str
+    sha256: str
+    size: int
+
+
+def write_lock(path: Path, lock: Lock) -> None:
+    """Write a lock file."""
+    files.replace(path, (strict_json.dumps(asdict(lock)) + "\n").encode(), path.parent, mode=0o644)
+
+
+def read_lock(path: Path | str) -> Lock:
+    """Read a lock file; ArtifactError names what is wrong in it."""
+    what = f"lock: {path}"
+    try:
+        data = files.read(Path(path), 1 << 16)
+    except NotFound:
+        raise NotFound(f"{what}: no such file; kvq pull REFERENCE --lock {path} writes it") from None
+    given = strict_json.keys(strict_json.loads(data, what), set(Lock.__dataclass_fields__), what)
+    try:
+        lock = Lock(**given)
+        for check, given in ((check_name, lock.name), (check_version, lock.version), (check_sha256, lock.sha256)):
+            check(given)
+        if type(lock.size) is not int or not isinstance(lock.reference, str) or not isinstance(lock.registry, str):
+            raise ValueError("size must be a whole number, reference and registry text")
+    except ValueError as error:
+        raise ArtifactError(f"{what}: {error}; pull again") from None
+    return lock

@@ -1,0 +1,68 @@
+"""Print what commands found: aligned text for people, JSON for programs."""
+
+import json as json_module
+from typing import Any
+
+
+def print_table(rows: list[dict[str, Any]], json: bool) -> None:
+    """Print rows under their keys; with `json`, a JSON list of them."""
+    if json:
+        print(json_module.dumps(rows, indent=2, default=str))
+        return
+    if not rows:
+        print("(nothing)")
+        return
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[cell(row.get(name)) for name in names] for row in rows]
+    widths = [max(len(line[i]) for line in [names, *cells]) for i in range(len(names))]
+    numeric = [all(_is_number(row.get(name)) for row in rows) for name in names]
+    for line in [names, *cells]:
+        padded = [
+            text.rjust(w) if right else text.ljust(w) for text, w, right in zip(line, widths, numeric, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def print_record(record: dict[str, Any], json: bool) -> None:
+    """Print one thing, a line a field, nested fields as a.b; with `json`, a JSON object."""
+    if json:
+        print(json_module.dumps(record, indent=2, default=str))
+        return
+    lines = flatten(record)
+    width = max(map(len, lines), default=0)
+    for name, value in lines.items():
+        print(f"{printable(name.ljust(width))}  {cell(value)}".rstrip())
+
+
+def flatten(value: Any, start: str = "") -> dict[str, Any]:
+    """Nested objects as one of dotted names; lists of objects by index."""
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        items = enumerate(value)
+    else:
+        return {start: value}
+    parts = [flatten(item, f"{start}.{name}" if start else str(name)) for name, item in items]
+    return {name: item for part in parts for name, item in part.items()}
+
+
+def cell(value: Any) -> str:
+    """A value as a reader wants it; what came out of files cannot move the cursor."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(cell(item) for item in value)
+    return printable(str(value))
+
+
+def printable(text: str) -> str:
+    """The text with every character that is not printable written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))

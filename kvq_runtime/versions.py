@@ -1,0 +1,47 @@
+"""Give the next version its number.
+
+PATCH   a recalibration: the same recipe, and the same provenance but for model id, revision and environment
+MINOR   another setting, or another corpus or choice of it
+MAJOR   another schema, or a model with another fingerprint
+"""
+
+from typing import Literal
+
+from kvq_runtime import fingerprint
+from kvq_runtime.artifact import Artifact
+from kvq_runtime.events import State, Version
+from kvq_runtime.reference import order
+
+FIRST = "1.0.0"
+_NO_SETTING = {"model", "revision", "environment"}
+
+
+def highest(state: State) -> Version | None:
+    """The version with the highest number, yanked or not: numbers are never used twice."""
+    return max(state.versions.values(), key=lambda version: order(version.version), default=None)
+
+
+def following(version: str, old: Artifact, new: Artifact) -> str:
+    """The number after `version`, which is `old`'s."""
+    major, minor, patch = order(version)
+    match changed(old, new):
+        case "major":
+            return f"{major + 1}.0.0"
+        case "minor":
+            return f"{major}.{minor + 1}.0"
+        case "patch":
+            return f"{major}.{minor}.{patch + 1}"
+
+
+def changed(old: Artifact, new: Artifact) -> Literal["major", "minor", "patch"]:
+    """Which part of the version changes from `old` to `new`."""
+    near = fingerprint.distances(old.fingerprint, new.fingerprint).values()
+    other_model = fingerprint.differences(old.fingerprint, new.fingerprint) or any(
+        distance > fingerprint.TOLERANCE for distance in near
+    )
+    if old.schema != new.schema or other_model:
+        return "major"
+    settings = [{k: v for k, v in one.provenance.items() if k not in _NO_SETTING} for one in (old, new)]
+    if old.recipe != new.recipe or settings[0] != settings[1]:
+        return "minor"
+    return "patch"

@@ -1,0 +1,68 @@
+"""A tiny artifact that is all right, and how to make one that is all right but for one thing."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_runtime import codec, fingerprint, header, strict_json
+from kvq_runtime.artifact import Artifact, seal, to_bytes
+from kvq_runtime.fingerprint import Fingerprint
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.stages.predict import Linear, Mean
+from kvq_runtime.stages.rtn import Rtn
+
+GEOMETRY = Geometry(layers=2, kv_heads=2, head_size=8)
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+WEIGHT = "layers.1.key.predict.weight"
+HEADER_LIMIT = header.LIMIT
+
+
+def recipe(bits: int = 2) -> Recipe:
+    """Two layers: a mean, then a linear prediction."""
+    side = Side(quantize=Rtn(bits=bits, group=8), predict=Linear(), sinks=1, recent=4, block=8)
+    first = replace(side, predict=Mean())
+    return Recipe("tiny", side, side, "pre", {0: (first, first)}, "a recipe for tests")
+
+
+def _random(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tiny(seed: int = 0, model: int = 0, bits: int = 2, corpus: str = "a" * 64, environment: str = "cpu") -> Artifact:
+    """An artifact whose tensors depend on `seed`, and whose model on `model`."""
+    tensors = {n: _random(seed, *spec) for n, spec in codec.all_specs(recipe(bits), GEOMETRY).items()}
+    probes = {n: _random(1000 + model, *spec) for n, spec in fingerprint.specs(GEOMETRY).items()}
+    provenance = {"model": "tiny-model", "revision": "main", "corpus": corpus, "seed": 0, "environment": environment}
+    fit = {"layers": [{"key": 0.25, "value": 0.5}, {"key": 0.125, "value": 0.75}]}
+    return Artifact(recipe(bits), Fingerprint(GEOMETRY, ROPE, False, probes), tensors, provenance, fit)
+
+
+def data(seed: int = 0, **settings: Any) -> bytes:
+    """Its file."""
+    return to_bytes(tiny(seed, **settings))
+
+
+def parts(good: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """The metadata (with `content`), the entries, and the data of a file."""
+    length = int.from_bytes(good[:8], "little")
+    found = strict_json.loads(good[8 : 8 + length], "header")
+    about = strict_json.loads(found.pop("__metadata__")["kvq"], "kvq")
+    return about, found, good[8 + length :]
+
+
+def resealed(tensors: Mapping[str, Tensor | None] | None = None, **about: Any) -> bytes:
+    """A file whose digests are all right, with other tensors (None takes one out) or other metadata."""
+    good = tiny()
+    given, _, _ = parts(to_bytes(good))
+    given.pop("content")
+    own = {**good.tensors, **good.fingerprint.probes, **(tensors or {})}
+    return seal({name: tensor for name, tensor in own.items() if tensor is not None}, given | about)
+
+
+def with_header(text: bytes, body: bytes = b"") -> bytes:
+    """A file of any header."""
+    return len(text).to_bytes(8, "little") + text + body
