@@ -1,0 +1,194 @@
+"""Compose the stages of one Side into what encodes and decodes one layer's keys or values.
+
+Everything here has shape [N, T, C]: N blocks, T tokens, C channels of all heads. What passes between layers is
+*centred*: without the mean, which `restore` puts back. Encoding works in float32; decoding in bfloat16, with float32 sums inside
+matrix products: its rounding is far below the quantizer's, and it is several times faster.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvq_runtime import rope
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import HALVES, Half, Recipe
+from kvq_runtime.stages import predict
+from kvq_runtime.stages.exact import Exact
+
+Specs = predict.Specs
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a block is predicted from.
+
+    rope    cos and sin of its tokens, [N, T, K] each, where keys are encoded after RoPE with their mean removed
+    keys    this layer's decoded keys, centred; for values
+    below   the decoded (keys, values) of the layers underneath, centred, nearest first
+    """
+
+    rope: tuple[Tensor, Tensor] | None = None
+    keys: Tensor | None = None
+    below: Sequence[tuple[Tensor, Tensor]] = ()
+
+
+class Codec:
+    """Encode and decode one layer's keys or values, as `recipe` says, with the tensors fitted for it.
+
+    tensors   {"predict.weight": ..., ...}, exactly those of `specs`
+    """
+
+    def __init__(self, recipe: Recipe, layer: int, half: Half, geometry: Geometry, tensors: Mapping[str, Tensor]):
+        self.side = recipe.side(layer, half)
+        self.layer, self.geometry = layer, geometry
+        self.half: Half = half
+        self.predictor = self.side.predictor(layer, half)
+        self.reads_keys, self.below = self.side.inputs(layer, half)
+        self.tensors = dict(tensors)
+        self._predict_tensors = {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
+        self._turn_mean = half == "key" and recipe.position == "post" and self.predictor is not None
+        self._width = geometry.width if self.side.axis == "token" else self.side.block
+        self._turn, self._back = _matrices(self.side.rotate, self.side.quantize, self._width, geometry, _CPU)
+
+    def to(self, device: torch.device) -> "Codec":
+        """Move every tensor to the device."""
+        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        self._predict_tensors = {name.split(".", 1)[1]: tensor for name, tensor in self.tensors.items()}
+        self._turn, self._back = _matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
+        return self
+
+    @property
+    def shared(self) -> list[Tensor]:
+        """Tensors that do not grow with tokens: fitted ones and rotations."""
+        return [*self.tensors.values(), *(matrix for matrix in (self._turn, self._back) if matrix is not None)]
+
+    def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
+        """Encode blocks [N, block, C] (any T for per-token sides): the fields of the quantizer, each [N, ...]."""
+        if isinstance(self.side.quantize, Exact):
+            return self.side.quantize.encode(x_NTC, self.geometry)
+        x = x_NTC.float()
+        if self.predictor is not None:
+            x = x - self.mean(context)
+        predicted = self.predicted(context)
+        if predicted is not None:
+            x = x - predicted.float()
+        x = x if self.side.axis == "token" else x.mT
+        if self._turn is not None:
+            x = _grouped(x, self._turn)
+        return self.side.quantize.encode(x, self.geometry)
+
+    def decode(self, fields: Mapping[str, Tensor], context: Context) -> Tensor:
+        """Decode blocks to [N, T, C], centred: bfloat16, or the stored dtype of `exact`."""
+        x = self.side.quantize.decode(fields, self._width, self.geometry)
+        if self._back is not None:
+            x = _grouped(x, self._back)
+        x = x if self.side.axis == "token" else x.mT
+        predicted = self.predicted(context)
+        return x if predicted is None else predicted.add_(x)
+
+    def restore(self, x_NTC: Tensor, context: Context) -> Tensor:
+        """Put the mean back: the keys or values themselves, in the recipe's position."""
+        return x_NTC if self.predictor is None else x_NTC + self.mean(context).to(x_NTC.dtype)
+
+    def mean(self, context: Context) -> Tensor:
+        """The mean that is removed, float32: [C], or [N, T, C] where it turns with the position."""
+        mean_C = self._predict_tensors["mean"]
+        if not self._turn_mean:
+            return mean_C
+        assert context.rope is not None, "a mean after RoPE needs the cos and sin in use"
+        mean_HD = mean_C.unflatten(0, (self.geometry.kv_heads, -1))
+        cos, sin = (part.float() for part in context.rope)
+        return rope.rotate(mean_HD.expand(*cos.shape[:2], -1, -1), cos, sin).flatten(-2)
+
+    def inputs(self, context: Context) -> Tensor:
+        """The inputs of the prediction, side by side: [N, T, I]."""
+        which = HALVES.index(self.half)
+        parts = [context.keys] if self.reads_keys else []
+        parts += [context.below[depth - 1][which] for depth in self.below]
+        assert all(part is not None for part in parts), "a prediction without what it reads"
+        return torch.cat([part.to(torch.bfloat16) for part in parts], -1)  # type: ignore[union-attr]
+
+    def predicted(self, context: Context) -> Tensor | None:
+        """The centred prediction, bfloat16; None where only a mean, or nothing, is predicted."""
+        if not isinstance(self.predictor, predict.Linear):
+            return None
+        return self.predictor.apply(self.inputs(context), self._predict_tensors)
+
+    def fields(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Names, shapes and dtypes of one encoded block; `dtype` is the model's."""
+        rows = self.side.block if self.side.axis == "token" else self.geometry.width
+        return self.side.quantize.fields(rows, self._width, self.geometry, dtype)
+
+    def bits(self, dtype: torch.dtype = torch.bfloat16) -> float:
+        """What a stored element costs, in bits: codes and everything stored beside them."""
+        stored = sum(math.prod(shape) * kind.itemsize for shape, kind in self.fields(dtype).values())
+        return 8 * stored / (self.side.block * self.geometry.width)
+
+
+def specs(recipe: Recipe, layer: int, half: Half, geometry: Geometry) -> Specs:
+    """The tensors an artifact holds for one side of one layer: {"predict.weight": (shape, dtype), ...}."""
+    side = recipe.side(layer, half)
+    keys, below = side.inputs(layer, half)
+    predictor = side.predictor(layer, half)
+    if predictor is None:
+        return {}
+    fields = predictor.specs(geometry.width * (keys + len(below)), geometry.width)
+    return {f"predict.{name}": spec for name, spec in fields.items()}
+
+
+def all_specs(recipe: Recipe, geometry: Geometry) -> Specs:
+    """Every tensor of a fitted recipe under its name in the artifact, `layers.{i}.{key|value}.{stage}.{field}`."""
+    return {
+        f"layers.{layer}.{half}.{name}": spec
+        for layer in range(geometry.layers)
+        for half in HALVES
+        for name, spec in specs(recipe, layer, half, geometry).items()
+    }
+
+
+def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> list[tuple[Codec, Codec]]:
+    """The codecs of all layers, (keys, values) each, from the tensors of an artifact."""
+
+    def one(layer: int, half: Half) -> Codec:
+        start = f"layers.{layer}.{half}."
+        names = specs(recipe, layer, half, geometry)
+        return Codec(recipe, layer, half, geometry, {name: tensors[start + name] for name in names})
+
+    return [(one(layer, "key"), one(layer, "value")) for layer in range(geometry.layers)]
+
+
+def _grouped(x_NRW: Tensor, matrix_WW: Tensor) -> Tensor:
+    size = len(matrix_WW)
+    return (x_NRW.reshape(-1, size) @ matrix_WW).view(x_NRW.shape)
+
+
+@lru_cache(maxsize=64)
+def _matrices(
+    rotate, quantize, width: int, geometry: Geometry, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """The rotation before rounding (float32); and the rotation back (bfloat16), its rows in stored order."""
+    order = quantize.order(width, geometry)
+    if rotate is None and torch.equal(order, torch.arange(width)):
+        return None, None
+    turn = rotate.matrix(width, geometry) if rotate is not None else None
+    period = _period(order)
+    size = math.lcm(period, len(turn)) if turn is not None else period
+    full = torch.block_diag(*[turn] * (size // len(turn))) if turn is not None else torch.eye(size)
+    back = full.mT[order[:size]].to(device, torch.bfloat16).contiguous()
+    return (turn.to(device) if turn is not None else None), back
+
+
+def _period(order: Tensor) -> int:
+    """The shortest run after which the stored order repeats itself."""
+    width = len(order)
+    for size in (n for n in range(1, width + 1) if width % n == 0):
+        if torch.equal(
+            order.view(-1, size) - torch.arange(0, width, size)[:, None], order[:size].expand(width // size, -1)
+        ):
+            return size
+    return width

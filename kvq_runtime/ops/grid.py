@@ -1,0 +1,144 @@
+"""Encode vectors of d elements by the nearest of n grid points that are optimal for a standard Gaussian.
+
+A group of K elements is K/d vectors; vector i is elements (i, i + K/d, i + 2K/d, ...), so that each component of the
+grid meets a contiguous slice of the group. One scale per group: the group is divided by its root mean square, encoded,
+and the stored scale is the least-squares one, s = ⟨x, ĝ⟩ / ⟨ĝ, ĝ⟩, which costs nothing and undoes the shrinking of
+decoded vectors.
+
+Source: Malinovskii et al., 2024 (HIGGS), algorithm 1; AQUA-KV uses d=2, n=16, 64, 256 for 2, 3 and 4 bits.
+Differs: the least-squares scale (they store the norm), float16 (their cache keeps float32).
+"""
+
+from functools import lru_cache
+from hashlib import sha256
+from importlib import resources
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+# sha256 of each grid's float32 little-endian bytes; `python scripts/build_grids.py` builds them again.
+DIGESTS: dict[tuple[int, int], str] = {
+    (2, 16): "367091fd25bd3b3fc6f43a4a60b6f61bfa5a8f4a3ff9442e0890158d642b0501",
+    (2, 64): "4c4416b2496308747d9b3121cda3580185a2ecd0e2261c6e13512cea0faaf812",
+    (2, 256): "7cd1f1c7104bb30848b6e6ae0d0ef20d7e1592fa2b1d178b87ca0197203947c2",
+    (4, 64): "a2d8bf226429c50162a1235eb345ce12293206d9818792ca5f02e04b1a2e717d",
+    (4, 256): "1854945beba13c801ddeaccb9bd57686046602972750da358ca0d5f710867379",
+    (8, 256): "a1dfb8dc3bb3a0867b69ad8b708c1bb3df3fa612cb10e2332fc52bdf40bd425d",
+}
+
+# Cells of a two-dimensional grid's table: squares of 1/128 within ±4. A power of two, so that finding a cell is exact.
+_FINE, _SIDE = 128, 1024
+
+
+@lru_cache(maxsize=1)
+def _file() -> dict[str, Tensor]:
+    return load((resources.files("kvq_runtime") / "ops" / "grids.safetensors").read_bytes())
+
+
+def sizes() -> list[tuple[int, int]]:
+    """The (dimension, points) pairs there is a grid for."""
+    return sorted(tuple(int(part[1:]) for part in name.split("_")) for name in _file())  # type: ignore[misc]
+
+
+@lru_cache(maxsize=16)
+def points(dim: int, size: int) -> Tensor:
+    """The grid, float32 [size, dim], checked against its pinned digest."""
+    name = f"d{dim}_n{size}"
+    if name not in _file():
+        raise ValueError(f"no grid with dim={dim} size={size}; there are {sizes()}")
+    grid = _file()[name]
+    digest = sha256(grid.numpy().tobytes()).hexdigest()
+    if digest != DIGESTS[dim, size]:
+        raise RuntimeError(f"grid {name} has sha256 {digest}, pinned is {DIGESTS[dim, size]}; reinstall kvq-runtime")
+    return grid
+
+
+def scan(x_ND: Tensor, grid: Tensor) -> Tensor:
+    """The index of the nearest point of any grid, lowest on a tie: float [N, d] and [n, d] to int64 [N].
+
+    argmin |x - g|² = argmax x·g - |g|²/2. The maximum is found in two steps, over the maxima of runs of points and then
+    inside the best run, because an argmax costs ten times a maximum.
+    """
+    size = columns = len(grid)
+    while columns > 16 and columns % 2 == 0:
+        columns //= 2
+    runs_DN = grid.view(columns, -1, grid.shape[1]).transpose(0, 1).reshape(grid.shape).mT  # column c: a point of run c
+    bias = -0.5 * runs_DN.square().sum(0)
+    strips = x_ND.split(_strip(x_ND) // size)
+    return torch.cat([_scan(torch.addmm(bias, strip, runs_DN), columns) for strip in strips])
+
+
+def _scan(scores_NS: Tensor, columns: int) -> Tensor:
+    best, size = scores_NS, scores_NS.shape[1]
+    while best.shape[1] > columns:
+        best = torch.maximum(*best.chunk(2, 1))
+    run = best.max(1).indices
+    start = torch.arange(0, scores_NS.numel(), size, device=run.device).add_(run)
+    inside = start[:, None] + torch.arange(0, size, columns, device=run.device)
+    step = scores_NS.flatten().index_select(0, inside.flatten()).view(inside.shape).max(1).indices
+    return run.mul_(size // columns).add_(step)
+
+
+def _strip(x: Tensor) -> int:
+    """How many numbers to work on at once: on a CPU, about what its cache holds."""
+    return 1 << (26 if x.is_cuda else 19)
+
+
+@lru_cache(maxsize=16)
+def _cells(size: int, device: torch.device) -> Tensor:
+    """The nearest point throughout each square cell, int16 [_SIDE²]; -1 where it is not one and the same.
+
+    The points nearer to g than to any other are a convex set: if it has the four corners it has the cell.
+    """
+    grid = points(2, size).to(device, torch.float64)
+    axis = torch.arange(_SIDE + 1, dtype=torch.float64, device=device).sub_(_SIDE // 2).div_(_FINE)
+    rows = [scan(torch.cartesian_prod(axis[i : i + 1], axis), grid) for i in range(len(axis))]
+    corner = torch.stack(rows).to(torch.int16)
+    cells = corner[:-1, :-1].clone()
+    for other in (corner[1:, :-1], corner[:-1, 1:], corner[1:, 1:]):
+        cells[cells != other] = -1
+    cells[[0, -1]] = cells[:, [0, -1]] = -1  # what lies beyond the table is clamped into these
+    return cells.flatten()
+
+
+def nearest(x: Tensor, dim: int, size: int) -> Tensor:
+    """The index of the grid point nearest to each vector, as `scan` finds it: float32 [..., d] to int32 [...].
+
+    In two dimensions nearly every vector lies in a cell of the plane that has one nearest point; only the others are
+    scanned, in float64.
+    """
+    grid = points(dim, size).to(x.device)
+    if dim != 2:
+        return scan(x.reshape(-1, dim), grid).view(x.shape[:-1]).int()
+    row, column = ((part * _FINE).floor_().int().add_(_SIDE // 2).clamp_(0, _SIDE - 1) for part in x.unbind(-1))
+    codes = _cells(size, x.device).index_select(0, row.mul_(_SIDE).add_(column).flatten()).int()
+    unclear = (codes < 0).nonzero()[:, 0]
+    vectors = torch.stack([part.flatten().index_select(0, unclear) for part in x.unbind(-1)], 1)
+    codes[unclear] = scan(vectors.double(), grid.double()).int()
+    return codes.view(x.shape[:-1])
+
+
+def encode(x: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
+    """Encode float32 groups [..., K]: codes uint8 [..., K/d] and scale float16 [...]."""
+    groups = x.reshape(-1, x.shape[-1])
+    rows = max(1, _strip(x) // 8 // x.shape[-1])
+    codes, scale = zip(*(_encode(strip, dim, size) for strip in groups.split(rows)), strict=True)
+    return torch.cat(codes).view(*x.shape[:-1], x.shape[-1] // dim), torch.cat(scale).view(x.shape[:-1])
+
+
+def _encode(x_NK: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
+    rms = torch.linalg.vector_norm(x_NK, dim=1).div_(x_NK.shape[1] ** 0.5)
+    streams = (x_NK / rms.where(rms > 0, 1.0)[:, None]).unflatten(1, (dim, -1))
+    codes = nearest(streams.mT, dim, size)
+    grid = points(dim, size).to(x_NK.device)
+    chosen = [part.index_select(0, codes.flatten()).view(codes.shape) for part in grid.mT.contiguous()]
+    dot = sum(torch.linalg.vecdot(stream, part) for stream, part in zip(streams.unbind(1), chosen, strict=True))
+    norm = grid.square().sum(1).index_select(0, codes.flatten()).view(codes.shape).sum(1)
+    return codes.to(torch.uint8), (rms * dot / norm).half()
+
+
+def decode(codes: Tensor, scale: Tensor, grid: Tensor) -> Tensor:
+    """Decode codes uint8 [..., K/d] and scale [...] to float32 [..., K], in the group's own order."""
+    vectors = grid[codes.int()]
+    return vectors.mT.flatten(-2) * scale.float()[..., None]

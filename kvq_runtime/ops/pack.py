@@ -1,0 +1,57 @@
+"""Pack small integer codes into bytes, planar: byte j of a plane holds codes j, j + n/s, j + 2n/s, ...
+
+A width of b bits is a sum of planes of 8, 4, 2 and 1 bits (3 = 2 + 1, 6 = 4 + 2), the low bits first, so that no code
+straddles a byte and every stream inside a plane meets a contiguous slice of whatever it is multiplied with.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def planes(bits: int) -> tuple[int, ...]:
+    """The plane widths, low bits first, that `bits` (1 to 8) is stored as."""
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits={bits}; codes have 1 to 8 bits")
+    return tuple(width for width in (8, 4, 2, 1) if bits & width)
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Bytes that `count` codes of `bits` bits take; a plane is padded to whole bytes."""
+    return sum(-(-count * width // 8) for width in planes(bits))
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack integer codes [..., n] in [0, 2**bits) into uint8 [..., packed_size(n, bits)]."""
+    count, codes = codes.shape[-1], codes.to(torch.uint8)
+    packed, shift = [], 0
+    for width in planes(bits):
+        per_byte = 8 // width
+        plane = (codes >> shift) & ((1 << width) - 1) if bits < 8 else codes
+        missing = -count % per_byte
+        if missing:
+            plane = torch.nn.functional.pad(plane, (0, missing))
+        streams = plane.unflatten(-1, (per_byte, -1))
+        byte = streams[..., 0, :]
+        for stream in range(1, per_byte):
+            byte = byte | (streams[..., stream, :] << (stream * width))
+        packed.append(byte)
+        shift += width
+    return torch.cat(packed, -1) if len(packed) > 1 else packed[0].contiguous()
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Undo `pack`: uint8 [..., packed_size(count, bits)] to uint8 codes [..., count]."""
+    codes, start, shift = None, 0, 0
+    for width in planes(bits):
+        per_byte, size = 8 // width, -(-count * width // 8)
+        byte = packed[..., start : start + size]
+        mask = (1 << width) - 1
+        streams = [(byte >> (stream * width)) & mask for stream in range(per_byte)] if width < 8 else [byte]
+        plane = torch.cat(streams, -1)[..., :count] if per_byte > 1 else byte
+        codes = plane if codes is None else codes | (plane << shift)
+        start, shift = start + size, shift + width
+    assert codes is not None
+    return codes

@@ -1,0 +1,252 @@
+"""Name the stages of a quantizer and their settings. Every method of the field is a Recipe; a recipe is plain JSON.
+
+position  "pre": keys are encoded as they are before RoPE · "post": as the model caches them
+Side      predict → rotate → quantize, per token or per channel, and the tokens kept exact around it
+Recipe    a Side for keys, one for values, and other Sides for single layers
+"""
+
+import dataclasses
+import json
+import pkgutil
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.stages import exact, grid, predict, rotate, rtn
+
+KINDS: dict[str, dict[str, type]] = {
+    "predict": {kind.kind: kind for kind in predict.KINDS},
+    "rotate": {kind.kind: kind for kind in rotate.KINDS},
+    "quantize": {kind.kind: kind for module in (exact, grid, rtn) for kind in module.KINDS},
+}
+Half = Literal["key", "value"]
+HALVES: tuple[Half, ...] = get_args(Half)
+
+
+@dataclass(frozen=True)
+class Side:
+    """How the keys, or the values, of a layer are stored.
+
+    predict   what is subtracted first, or None
+    rotate    the rotation of what is left, or None
+    quantize  the rounding
+    axis      "token": groups are channels of one token; "channel": groups are tokens of one channel, inside a block
+    sinks     tokens at the start of every row that stay exact
+    recent    newest tokens that stay exact, at least
+    block     tokens that are encoded together
+    """
+
+    quantize: Any
+    predict: Any = None
+    rotate: Any = None
+    axis: Literal["token", "channel"] = "token"
+    sinks: int = 4
+    recent: int = 128
+    block: int = 128
+
+    @property
+    def window(self) -> tuple[int, int, int]:
+        """(sinks, recent, block): what decides when a token is encoded."""
+        return self.sinks, self.recent, self.block
+
+    def inputs(self, layer: int, half: Half) -> tuple[bool, tuple[int, ...]]:
+        """What the prediction of this layer reads: (this layer's decoded keys?, which layers below)."""
+        if not isinstance(self.predict, predict.Linear):
+            return False, ()
+        below = tuple(depth for depth in self.predict.below if depth <= layer)
+        return (half == "value" and self.predict.keys and bool(below or not self.predict.below)), below
+
+    def predictor(self, layer: int, half: Half) -> Any:
+        """The predictor of this layer: with nothing underneath to predict from, the mean."""
+        keys, below = self.inputs(layer, half)
+        if isinstance(self.predict, predict.Linear) and not keys and not below:
+            return predict.Mean()
+        return self.predict
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A quantizer for the whole cache of a model, named in lower case (`aqua-2bit`)."""
+
+    name: str
+    key: Side
+    value: Side
+    position: Literal["pre", "post"] = "post"
+    layers: Mapping[int, tuple[Side, Side]] = field(default_factory=dict)
+    summary: str = field(default="", compare=False)
+
+    def at(self, layer: int) -> tuple[Side, Side]:
+        """The Sides of keys and values in this layer."""
+        return self.layers.get(layer, (self.key, self.value))
+
+    def side(self, layer: int, half: Half) -> Side:
+        """One of the two Sides of this layer."""
+        return self.at(layer)[HALVES.index(half)]
+
+    @property
+    def sides(self) -> list[Side]:
+        """Every Side the recipe names."""
+        return [self.key, self.value, *(side for pair in self.layers.values() for side in pair)]
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the recipe has stages that need calibration."""
+        return any(side.predict is not None for side in self.sides)
+
+    @property
+    def chained(self) -> bool:
+        """Whether a layer is predicted from decoded layers, so that layers are encoded and read in order."""
+        return any(isinstance(side.predict, predict.Linear) for side in self.sides)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the cache must be told beside keys and values: "positions" (with the cos and sin in use) or nothing."""
+        turned = self.position == "pre" or any(pair[0].predict is not None for pair in self._pairs())
+        return frozenset({"positions"} if turned else ())
+
+    def _pairs(self) -> list[tuple[Side, Side]]:
+        return [(self.key, self.value), *self.layers.values()]
+
+    def check(self, geometry: Geometry | None = None) -> "Recipe":
+        """Return the recipe, or raise a ValueError that says what cannot be, and what to do."""
+        if self.position not in ("pre", "post"):
+            raise ValueError(f'{self.name}: position={self.position!r}; use "pre" or "post"')
+        for side in self.sides:
+            self._check_side(side)
+        windows = {(pair[0].window, pair[1].window) for pair in self._pairs()}
+        if len(windows) > 1:
+            raise ValueError(f"{self.name}: sinks, recent and block differ by layer; they belong to the whole recipe")
+        if self.chained and self.key.window != self.value.window:
+            raise ValueError(
+                f"{self.name}: keys and values of a predicted recipe are encoded together; give both the same "
+                f"sinks, recent and block (given {self.key.window} and {self.value.window})"
+            )
+        if geometry is not None:
+            self._check_geometry(geometry)
+        return self
+
+    def _check_side(self, side: Side) -> None:
+        for name, least in (("sinks", 0), ("recent", 0), ("block", 1)):
+            given = getattr(side, name)
+            if not isinstance(given, int) or isinstance(given, bool) or not least <= given <= 1 << 20:
+                raise ValueError(f"{self.name}: {name}={given!r}; use a whole number from {least} to {1 << 20}")
+        if side.axis not in ("token", "channel"):
+            raise ValueError(f'{self.name}: axis={side.axis!r}; use "token" or "channel"')
+        if not isinstance(side.quantize, tuple(KINDS["quantize"].values())):
+            raise ValueError(f"{self.name}: quantize={side.quantize!r}; use one of {sorted(KINDS['quantize'])}")
+        if isinstance(side.quantize, exact.Exact) and (side.rotate or side.predict or side.axis != "token"):
+            raise ValueError(f"{self.name}: exact keeps tokens as they are; drop predict, rotate and axis")
+
+    def _check_geometry(self, geometry: Geometry) -> None:
+        beyond = [layer for layer in self.layers if not 0 <= layer < geometry.layers]
+        if beyond:
+            raise ValueError(f"{self.name}: settings for layers {beyond}, but the model has {geometry.layers}")
+        for layer in range(geometry.layers):
+            for half in HALVES:
+                side = self.side(layer, half)
+                width = geometry.width if side.axis == "token" else side.block
+                try:
+                    side.quantize.order(width, geometry)
+                    if side.rotate is not None:
+                        side.rotate.size(width, geometry)
+                except ValueError as error:
+                    raise ValueError(f"{self.name}, layer {layer} {half}: {error}") from None
+
+    def to_json(self) -> dict:
+        """The recipe as JSON; `from_json` gives back an equal one."""
+        sides = {"key": _side_json(self.key), "value": _side_json(self.value)}
+        layers = {
+            str(layer): {half: _side_json(side) for half, side in zip(HALVES, pair, strict=True)}
+            for layer, pair in sorted(self.layers.items())
+        }
+        return {"name": self.name, "position": self.position, **sides, "layers": layers, "summary": self.summary}
+
+    @staticmethod
+    def from_json(given: Any) -> "Recipe":
+        """Read a recipe; unknown keys, kinds and types are refused with a ValueError."""
+        _keys(given, {"name", "position", "key", "value", "layers", "summary"}, "recipe")
+        for name in ("name", "position", "summary"):
+            if not isinstance(given.get(name, ""), str):
+                raise ValueError(f"recipe: {name} must be text, not {given[name]!r}")
+        layers = given.get("layers", {})
+        if not isinstance(layers, dict) or any(layer not in map(str, range(1 << 12)) for layer in layers):
+            raise ValueError("recipe: layers must be an object whose names are layer numbers")
+        for layer in layers.values():
+            _keys(layer, {"key", "value"}, "recipe layer")
+        return Recipe(
+            name=given["name"],
+            position=given["position"],
+            key=_side_from(given["key"]),
+            value=_side_from(given["value"]),
+            layers={int(n): (_side_from(pair["key"]), _side_from(pair["value"])) for n, pair in layers.items()},
+            summary=given.get("summary", ""),
+        ).check()
+
+
+def _side_json(side: Side) -> dict:
+    given = {f.name: getattr(side, f.name) for f in dataclasses.fields(side)}
+    for stage in KINDS:
+        if given[stage] is not None:
+            settings = json.loads(json.dumps(dataclasses.asdict(given[stage])))
+            given[stage] = {"kind": given[stage].kind} | settings
+    return given
+
+
+def _side_from(given: Any) -> Side:
+    names = {f.name for f in dataclasses.fields(Side)}
+    _keys(given, names, "side", optional=names - {"quantize"})
+    stages = {stage: _stage_from(stage, given.get(stage)) for stage in KINDS}
+    return Side(**{**given, **stages})
+
+
+def _stage_from(stage: str, given: Any) -> Any:
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not isinstance(given.get("kind"), str) or given["kind"] not in KINDS[stage]:
+        raise ValueError(f"{stage}={given!r:.200}; use an object with a kind of {sorted(KINDS[stage])}")
+    cls = KINDS[stage][given["kind"]]
+    settings = {key: value for key, value in given.items() if key != "kind"}
+    types = {f.name: f.default for f in dataclasses.fields(cls)}
+    _keys(settings, set(types), f"{stage} {cls.kind}", optional=set(types))
+    for name, value in settings.items():
+        if not _like(value, types[name], name):
+            raise ValueError(f"{stage} {cls.kind}: {name}={value!r:.200}; a value like {types[name]!r} is meant")
+    return cls(**settings)
+
+
+def _like(value: Any, example: Any, name: str) -> bool:
+    """Whether a JSON value has the type of a setting's default."""
+    if isinstance(example, tuple):
+        return isinstance(value, list) and len(value) <= 8 and all(_like(item, 1, name) for item in value)
+    if isinstance(example, bool) or isinstance(value, bool):
+        return isinstance(example, bool) and isinstance(value, bool)
+    if name == "group":
+        return isinstance(value, (int, str))
+    return isinstance(value, (int, float) if isinstance(example, float) else type(example))
+
+
+def _keys(given: Any, names: set[str], what: str, optional: Set[str] = frozenset({"summary", "layers"})) -> None:
+    if not isinstance(given, dict):
+        raise ValueError(f"{what}: an object is meant, not {given!r:.200}")
+    unknown, missing = set(given) - names, names - set(given) - optional
+    if unknown or missing:
+        raise ValueError(f"{what}: unknown keys {sorted(unknown)}, missing keys {sorted(missing)}")
+
+
+def presets() -> dict[str, Recipe]:
+    """Every recipe that comes with kvq, by name: each file of `kvq_runtime/recipes` lists its own in `recipes()`."""
+    package = import_module("kvq_runtime.recipes")
+    files = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    found = [recipe for name in files for recipe in import_module(f"kvq_runtime.recipes.{name}").recipes()]
+    return {recipe.name: recipe for recipe in found}
+
+
+def preset(name: str) -> Recipe:
+    """The recipe of this name; `kvq recipes` lists them."""
+    known = presets()
+    if name not in known:
+        close = [other for other in known if other.split("-")[0] == name.split("-")[0]] or sorted(known)
+        raise ValueError(f"no recipe {name!r}; there are {', '.join(close)} (kvq recipes lists all)")
+    return known[name]

@@ -1,0 +1,73 @@
+"""AQUA-KV: predict each layer's keys from the decoded keys below and its values from [decoded keys, values below];
+store what is left with HIGGS (or any other rounding). The first layer, which has nothing below, gets 4 bits.
+
+Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; the variants are the rows of its tables 1, 5 and 9.
+Differs: the first layer's mean is removed too; HIGGS as in `higgs.py`.
+"""
+
+from dataclasses import replace
+
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipes import higgs, quarot, rtn
+from kvq_runtime.stages.exact import Exact
+from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
+
+
+def aqua(name: str, side: Side, first: Side, key=None, value=None, position="pre", summary="") -> Recipe:
+    """AQUA-KV over any rounding: `side` for the predicted layers, `first` for layer 0."""
+    keys = replace(side, predict=key if key is not None else Linear())
+    values = replace(side, predict=value if value is not None else Linear())
+    if not isinstance(first.quantize, Exact):
+        first = replace(first, predict=Mean())
+    first = replace(first, sinks=side.sinks, recent=side.recent, block=side.block)
+    return Recipe(f"aqua-{name}", keys, values, position, {0: (first, first)}, summary or f"AQUA-KV, {name}")
+
+
+def _variants() -> list[Recipe]:
+    two, four, plain = higgs.side("2bit"), higgs.side("4bit"), Linear()
+    unpredicted, channel = (replace(two, predict=None) for _ in range(2))
+    channel = replace(two, axis="channel")
+
+    def of(name: str, summary: str, first: Side = four, side: Side = two, **settings) -> Recipe:
+        return aqua(f"2bit-{name}", side, first, summary=f"AQUA-KV, 2 bits: {summary}", **settings)
+
+    def inputs(name: str, summary: str, **settings) -> Recipe:
+        return of(name, summary, key=Linear(below=settings.get("below", (1,))), value=Linear(**settings))
+
+    return [
+        of("agnostic", "fitted on exact inputs, for any rounding", key=Linear(fit="clean"), value=Linear(fit="clean")),
+        of("rrr", "reduced-rank, 256", key=LowRank(), value=LowRank()),
+        of("mlp", "two-layer MLP (reference)", key=MLP(), value=MLP()),
+        of("mlp-no-norm", "two-layer MLP without normalization", key=MLP(norm="none"), value=MLP(norm="none")),
+        of("gptq", "predictors in 4 bits", key=Linear(storage="gptq4"), value=Linear(storage="gptq4")),
+        of("mean", "only the mean", key=Mean(), value=Mean()),
+        of("first-16bit", "first layer as it is", first=Side(quantize=Exact())),
+        of("first-3bit", "first layer 3 bits", first=higgs.side("3bit")),
+        of("first-2bit", "first layer 2 bits", first=two),
+        of("slow", "the d=4 grid", side=higgs.side("2bit-slow")),
+        of("sinks-0", "no exact sinks", side=replace(two, sinks=0)),
+        of("sinks-64", "64 exact sinks", side=replace(two, sinks=64)),
+        replace(of("no-value", "values unpredicted"), value=unpredicted),
+        replace(of("no-key", "keys unpredicted"), key=unpredicted),
+        inputs("no-keys-to-values", "values from values below alone", keys=False),
+        of("no-values-to-values", "values from keys alone", key=plain, value=Linear(below=())),
+        inputs("below-1-2", "inputs from both layers below", below=(1, 2)),
+        inputs("below-2", "inputs from two layers below alone", below=(2,)),
+        of("post", "keys after RoPE", position="post"),
+        of("channel", "HIGGS per channel", side=channel),
+        of("quanto", "over Quanto, groups of 64", side=rtn.side(2), first=rtn.side(4)),
+        of("quanto-post", "over Quanto, keys after RoPE", side=rtn.side(2), first=rtn.side(4), position="post"),
+        of("quanto-1024", "over Quanto, one group per token", side=rtn.side(2, "all"), first=rtn.side(4, "all")),
+        of("quarot", "over QuaRot", side=quarot.side(2), first=quarot.side(4)),
+    ]
+
+
+def recipes() -> list[Recipe]:
+    """The paper's bit widths, its sub-2-bit grids, and its ablations at 2 bits."""
+    four = higgs.side("4bit")
+    main = [
+        aqua(bits, higgs.side(bits), four, summary=f"AQUA-KV over HIGGS, {bits}")
+        for bits in higgs.GRIDS
+        if "slow" not in bits
+    ]
+    return main + _variants()

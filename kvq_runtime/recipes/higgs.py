@@ -1,0 +1,33 @@
+"""HIGGS: rotate by a signed Hadamard, then take the nearest point of a Gaussian grid. No calibration at all.
+
+`mean-higgs-*` removes the calibrated mean of each channel first (AQUA-KV's "only bias" row, table 9): on models with
+biased key projections that is most of the gain, and it costs nothing at decode.
+
+Source: Malinovskii et al., 2024 (HIGGS), as used on caches by Shutova et al., 2025 (AQUA-KV), section 4.1.
+Differs: signs, least-squares scales, and at least `recent` exact tokens at any time (their buffer empties at a flush).
+"""
+
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.predict import Mean
+from kvq_runtime.stages.rotate import Hadamard
+
+# bits per element → (dimension, points); "2bit-slow" is AQUA-KV's grid without a fast GPU kernel
+GRIDS = {"1bit": (8, 256), "1.5bit": (4, 64), "2bit": (2, 16), "2bit-slow": (4, 256), "3bit": (2, 64), "4bit": (2, 256)}
+
+
+def side(bits: str, group: str = "all", predict=None) -> Side:
+    """A side of HIGGS at these bits, with one scale per token ("all") or per head."""
+    dim, size = GRIDS[bits]
+    return Side(quantize=Grid(dim, size, group), rotate=Hadamard(group), predict=predict)
+
+
+def recipes() -> list[Recipe]:
+    """Plain, per head, and with the mean removed before RoPE."""
+    found = []
+    for bits in GRIDS:
+        plain, head, mean = side(bits), side(bits, "head"), side(bits, predict=Mean())
+        found.append(Recipe(f"higgs-{bits}", plain, plain, summary=f"HIGGS, {bits}, keys after RoPE"))
+        found.append(Recipe(f"higgs-head-{bits}", head, head, summary=f"HIGGS, {bits}, a scale per head"))
+        found.append(Recipe(f"mean-higgs-{bits}", mean, mean, position="pre", summary=f"HIGGS, {bits}, mean removed"))
+    return found

@@ -1,0 +1,43 @@
+"""Rotate and unrotate keys by their position, with the cosines and sines that the model really uses.
+
+Half layout, as in transformers: channel f of the first half and channel f of the second make a pair. K = rotated
+channels / 2; channels beyond 2 K are not rotated. The inverse divides by cos² + sin², which is the squared scaling of
+YaRN and its like, and which also takes out the rounding of a 16-bit cosine.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A model's rotation: cos and sin of position × frequency, times `scaling`, rounded to the model's dtype."""
+
+    frequencies_K: Tensor
+    scaling: float
+    dtype: torch.dtype
+
+    def tables(self, positions_NT: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [N, T, K] each, at whole positions."""
+        angles = positions_NT[..., None].float() * self.frequencies_K
+        return (angles.cos() * self.scaling).to(self.dtype), (angles.sin() * self.scaling).to(self.dtype)
+
+
+def rotate(x_NTHD: Tensor, cos_NTK: Tensor, sin_NTK: Tensor) -> Tensor:
+    """Apply RoPE: [N, T, H, D] with cos and sin [N or 1, T, K]; the result has the dtype of `x`."""
+    half = cos_NTK.shape[-1]
+    cos, sin = cos_NTK[:, :, None].to(x_NTHD.dtype), sin_NTK[:, :, None].to(x_NTHD.dtype)
+    turned = x_NTHD if 2 * half == x_NTHD.shape[-1] else x_NTHD[..., : 2 * half]
+    # whole rows and one roll: slices of half a head are an order of magnitude slower on a CPU
+    out = turned * torch.cat([cos, cos], -1)
+    out.addcmul_(turned.roll(half, -1), torch.cat([-sin, sin], -1))
+    return out if turned is x_NTHD else torch.cat([out, x_NTHD[..., 2 * half :]], -1)
+
+
+def unrotate(x_NTHD: Tensor, cos_NTK: Tensor, sin_NTK: Tensor) -> Tensor:
+    """Undo `rotate`, in float32."""
+    cos, sin = cos_NTK.float(), sin_NTK.float()
+    norm = cos.square() + sin.square()
+    return rotate(x_NTHD.float(), cos / norm, -sin / norm)

@@ -1,0 +1,92 @@
+"""Quantize by the nearest point of a grid that is optimal for Gaussian vectors: HIGGS's quantizer."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import grid, pack
+from kvq_runtime.stages import groups
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Encode `dim` elements by one of `size` points, log2(size)/dim bits per element, with one scale per group.
+
+    dim, size   2 with 16, 64 or 256 (2, 3, 4 bits); 4 with 64 or 256 (1.5, 2 bits); 8 with 256 (1 bit)
+    group       "all", "head", or elements per scale
+    """
+
+    kind: ClassVar[str] = "grid"
+    dim: int = 2
+    size: int = 16
+    group: str | int = "all"
+
+    def __post_init__(self):
+        groups.check(self.group)
+        if (self.dim, self.size) not in grid.DIGESTS:
+            raise ValueError(f"no grid with dim={self.dim} size={self.size}; there are {sorted(grid.DIGESTS)}")
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return self.size.bit_length() - 1
+
+    def _group(self, width: int, geometry: Geometry) -> int:
+        size = groups.size(self.group, width, geometry)
+        if size % self.dim:
+            raise ValueError(f"grid: a group of {size} elements is no multiple of dim={self.dim}")
+        return size
+
+    def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
+        """Names, shapes and dtypes of what one block [rows, width] is stored as."""
+        size = self._group(width, geometry)
+        return {
+            "codes": ((rows, width // size, pack.packed_size(size // self.dim, self.bits)), torch.uint8),
+            "scale": ((rows, width // size), torch.float16),
+        }
+
+    def encode(self, x_NRW: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+        x = x_NRW.unflatten(-1, (-1, self._group(x_NRW.shape[-1], geometry)))
+        codes, scale = grid.encode(x, self.dim, self.size)
+        return {"codes": pack.pack(codes, self.bits), "scale": scale}
+
+    def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
+        """Look codes up, bf16, in stored order (see `order`): one gather of d, or 2 d, elements per index."""
+        count = self._group(width, geometry) // self.dim
+        packed, scale = fields["codes"], fields["scale"]
+        paired = self._paired(count)
+        indices = packed if paired else pack.unpack(packed, self.bits, count)
+        table = _table(self.dim, self.size, paired, packed.device)
+        rows = table.index_select(0, indices.flatten().int()).view(torch.bfloat16)
+        return rows.view(*scale.shape, count * self.dim).mul_(scale[..., None]).flatten(-2)
+
+    def order(self, width: int, geometry: Geometry) -> Tensor:
+        """order[j] is the natural place, inside `width`, of the j-th decoded element."""
+        size = self._group(width, geometry)
+        count = size // self.dim
+        code = torch.arange(count)
+        if self._paired(count):
+            code = code.view(2, -1).mT.flatten()
+        inside = (code[:, None] + torch.arange(self.dim) * count).flatten()
+        return (torch.arange(0, width, size)[:, None] + inside).flatten()
+
+    def _paired(self, count: int) -> bool:
+        """Whether a byte holds two whole codes, so that one lookup serves both."""
+        return self.bits == 4 and count % 2 == 0
+
+
+@lru_cache(maxsize=32)
+def _table(dim: int, size: int, paired: bool, device: torch.device) -> Tensor:
+    """The grid in bf16 as rows of 32- or 64-bit words (a gather of words is several times faster than of elements)."""
+    points = grid.points(dim, size).to(device, torch.bfloat16)
+    if paired:
+        points = torch.cat([points.repeat(size, 1), points.repeat_interleave(size, 0)], 1)
+    width = points.shape[1]
+    return points.contiguous().view(torch.int32 if width == 2 else torch.int64).view(len(points), -1).squeeze(-1)
+
+
+KINDS = (Grid,)

@@ -1,0 +1,169 @@
+"""Predict a layer's keys or values, so that only what could not be predicted is stored.
+
+Every predictor first removes the side's calibrated mean μ (for keys the mean before RoPE; after RoPE, position t has
+mean R_t μ). What a chain of layers hands upward is centred too, so a prediction is
+
+    mean       x̂ = μ
+    linear     x̂ = μ + z W + b                z = the inputs, side by side
+    low rank   x̂ = μ + (z A) U + b
+    MLP        x̂ = μ + gelu(norm(z) W₁ + b₁) W₂ + b
+
+Inputs z of keys: the decoded keys of the layers `below`; of values: this layer's decoded keys (if `keys`), then the
+decoded values of the layers `below`. A layer with too few layers underneath predicts its mean.
+
+Source: Shutova et al., 2025 (AQUA-KV), algorithm 1 and tables 1 and 9.
+Differs: the mean is removed also where nothing is underneath; inputs are [keys, values below] in this order, as in the
+authors' code (the paper writes the reverse).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.ops import pack, rtn
+
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+GPTQ_BITS = 4
+GPTQ_GROUP = 64
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Predict the calibrated mean: the cheapest AQUA-KV there is, and free at decode."""
+
+    kind: ClassVar[str] = "mean"
+
+    def specs(self, inputs: int, width: int) -> Specs:
+        return {"mean": ((width,), torch.float32)}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Predict linearly from decoded neighbours.
+
+    below   which layers underneath are inputs: 1 is the next one down
+    keys    values only: this layer's decoded keys are inputs too
+    storage "bf16", or "gptq4": 4-bit codes rounded against the Gram matrix of the inputs
+    fit     "decoded": on the inputs that inference will see (quantizer-specific); "clean": on exact ones (agnostic)
+    ridge   added to the diagonal of the inputs' covariance, relative to its mean
+    """
+
+    kind: ClassVar[str] = "linear"
+    below: tuple[int, ...] = (1,)
+    keys: bool = True
+    storage: Literal["bf16", "gptq4"] = "bf16"
+    fit: Literal["decoded", "clean"] = "decoded"
+    ridge: float = 1e-3
+
+    def __post_init__(self):
+        object.__setattr__(self, "below", tuple(self.below))
+        if len(set(self.below)) != len(self.below) or any(depth not in (1, 2, 3) for depth in self.below):
+            raise ValueError(f"below={list(self.below)}; inputs come from 1, 2 or 3 layers below, each once")
+        if not self.below and not self.keys:
+            raise ValueError("a linear prediction without inputs; use predict=mean")
+        for name, allowed in (("storage", ("bf16", "gptq4")), ("fit", ("decoded", "clean"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}; use one of {allowed}")
+        if not 0 <= self.ridge < 1:
+            raise ValueError(f"ridge={self.ridge}; use at least 0 and less than 1")
+
+    def specs(self, inputs: int, width: int) -> Specs:
+        fields: Specs = {"mean": ((width,), torch.float32), "bias": ((width,), torch.float32)}
+        if self.storage == "bf16":
+            return fields | {"weight": ((inputs, width), torch.bfloat16)}
+        groups = (width, -(-inputs // GPTQ_GROUP))
+        codes = (*groups, pack.packed_size(min(GPTQ_GROUP, inputs), GPTQ_BITS))
+        return fields | {
+            "codes": (codes, torch.uint8),
+            "step": (groups, torch.float16),
+            "low": (groups, torch.float16),
+        }
+
+    def apply(self, z_NTI: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        """The centred prediction, in the dtype of the inputs."""
+        return _affine(z_NTI, self.weight(tensors, z_NTI.shape[-1]).to(z_NTI.dtype), tensors["bias"])
+
+    def weight(self, tensors: dict[str, Tensor], inputs: int) -> Tensor:
+        """W, [inputs, width], unpacked if it is stored in 4 bits."""
+        if self.storage == "bf16":
+            return tensors["weight"]
+        codes_OGK = pack.unpack(tensors["codes"], GPTQ_BITS, min(GPTQ_GROUP, inputs))
+        rows = rtn.decode(codes_OGK, tensors["step"], tensors["low"], GPTQ_BITS)
+        return rows.flatten(1)[:, :inputs].mT.to(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class LowRank(Linear):
+    """Predict through `rank` directions: reduced-rank regression on centred data.
+
+    Source: Reinsel and Velu, 1998; AQUA-KV uses rank 256.
+    Differs: AQUA-KV's code does not centre the inputs, so its bias is wrong wherever their mean is not zero.
+    """
+
+    kind: ClassVar[str] = "low_rank"
+    rank: int = 256
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank}; use at least 1")
+        if self.storage != "bf16":
+            raise ValueError(f'storage={self.storage!r}; a low-rank prediction is stored in "bf16"')
+
+    def specs(self, inputs: int, width: int) -> Specs:
+        rank = min(self.rank, inputs, width)
+        return {
+            "mean": ((width,), torch.float32),
+            "bias": ((width,), torch.float32),
+            "down": ((inputs, rank), torch.bfloat16),
+            "up": ((rank, width), torch.bfloat16),
+        }
+
+    def apply(self, z_NTI: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        inner = z_NTI @ tensors["down"].to(z_NTI.dtype)
+        return _affine(inner, tensors["up"].to(z_NTI.dtype), tensors["bias"])
+
+
+@dataclass(frozen=True)
+class MLP(Linear):
+    """Predict by two layers with a doubled hidden width: the paper's reference point, too costly to serve.
+
+    norm    "layer": the inputs are layer-normalized; "none": the paper's variant without
+    """
+
+    kind: ClassVar[str] = "mlp"
+    norm: Literal["layer", "none"] = "layer"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.norm not in ("layer", "none") or self.storage != "bf16":
+            raise ValueError(
+                f'norm={self.norm!r}, storage={self.storage!r}; use norm "layer" or "none", stored in "bf16"'
+            )
+
+    def specs(self, inputs: int, width: int) -> Specs:
+        return {
+            "mean": ((width,), torch.float32),
+            "bias": ((width,), torch.float32),
+            "hidden": ((inputs, 2 * inputs), torch.bfloat16),
+            "hidden_bias": ((2 * inputs,), torch.float32),
+            "out": ((2 * inputs, width), torch.bfloat16),
+        }
+
+    def apply(self, z_NTI: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        if self.norm == "layer":
+            z_NTI = torch.nn.functional.layer_norm(z_NTI, z_NTI.shape[-1:])
+        hidden = _affine(z_NTI, tensors["hidden"].to(z_NTI.dtype), tensors["hidden_bias"])
+        hidden = torch.nn.functional.gelu(hidden)
+        return _affine(hidden, tensors["out"].to(z_NTI.dtype), tensors["bias"])
+
+
+def _affine(z_NTI: Tensor, weight_IO: Tensor, bias_O: Tensor) -> Tensor:
+    flat = torch.addmm(bias_O.to(z_NTI.dtype), z_NTI.flatten(0, -2), weight_IO)
+    return flat.view(*z_NTI.shape[:-1], flat.shape[-1])
+
+
+KINDS = (Mean, Linear, LowRank, MLP)
+Predict = Mean | Linear | LowRank | MLP

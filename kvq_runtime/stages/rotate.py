@@ -1,0 +1,46 @@
+"""Rotate a token's channels before they are rounded, so that every code meets the same, bell-shaped distribution."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import hadamard
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """Rotate by a signed Hadamard matrix in groups.
+
+    group   "all": all heads of a token together, in groups of the largest power of two (at most 1024) that divides
+            the width; "head": inside each head (80 is 5 blocks of 16); or a size, a power of two
+    seed    of the signs
+    """
+
+    kind: ClassVar[str] = "hadamard"
+    group: str | int = "all"
+    seed: int = 0
+
+    def __post_init__(self):
+        if isinstance(self.group, str) and self.group not in ("all", "head"):
+            raise ValueError(f'group={self.group!r}; use "all", "head" or a power of two')
+        if isinstance(self.group, int) and (self.group < 1 or self.group & (self.group - 1)):
+            raise ValueError(f"group={self.group}; a Hadamard group is a power of two")
+
+    def size(self, width: int, geometry: Geometry) -> int:
+        """The group size for vectors of `width` (the model's width, or a block's tokens)."""
+        if isinstance(self.group, int):
+            if width % self.group:
+                raise ValueError(f"rotate: group={self.group} does not divide the width {width}")
+            return self.group
+        size = geometry.head_size if self.group == "head" and width == geometry.width else width
+        return min(size & -size, 1024)
+
+    def matrix(self, width: int, geometry: Geometry) -> Tensor:
+        """The orthogonal matrix of one group, float32."""
+        return hadamard.matrix(self.size(width, geometry), self.seed)
+
+
+KINDS = (Hadamard,)
+Rotate = Hadamard

@@ -1,0 +1,61 @@
+"""Quantize by plain rounding between the ends of a group: KIVI's, Quanto's and QuaRot's quantizer."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import pack, rtn
+from kvq_runtime.stages import groups
+
+
+@dataclass(frozen=True)
+class Rtn:
+    """Round to `bits` in groups.
+
+    bits    1, 2, 3, 4 or 8
+    group   channels per group where the side works per token, tokens where it works per channel; or "all", "head"
+    range   "minmax": step and low end per group; "absmax": symmetric, a step alone
+    """
+
+    kind: ClassVar[str] = "rtn"
+    bits: int = 2
+    group: str | int = 64
+    range: Literal["minmax", "absmax"] = "minmax"
+
+    def __post_init__(self):
+        groups.check(self.group)
+        if self.bits not in (1, 2, 3, 4, 8):
+            raise ValueError(f"bits={self.bits}; use 1, 2, 3, 4 or 8")
+        if self.range not in ("minmax", "absmax"):
+            raise ValueError(f'range={self.range!r}; use "minmax" or "absmax"')
+
+    def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
+        """Names, shapes and dtypes of what one block [rows, width] is stored as."""
+        size = groups.size(self.group, width, geometry)
+        fields = {
+            "codes": ((rows, width // size, pack.packed_size(size, self.bits)), torch.uint8),
+            "step": ((rows, width // size), torch.float16),
+        }
+        return fields | ({"low": fields["step"]} if self.range == "minmax" else {})
+
+    def encode(self, x_NRW: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+        x = x_NRW.unflatten(-1, (-1, groups.size(self.group, x_NRW.shape[-1], geometry)))
+        encoded = rtn.encode_minmax(x, self.bits) if self.range == "minmax" else rtn.encode_absmax(x, self.bits)
+        fields = dict(zip(("codes", "step", "low"), encoded, strict=False))
+        return fields | {"codes": pack.pack(fields["codes"], self.bits)}
+
+    def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
+        size = groups.size(self.group, width, geometry)
+        codes = pack.unpack(fields["codes"], self.bits, size)
+        return rtn.decode(codes, fields["step"], fields.get("low"), self.bits).to(torch.bfloat16).flatten(-2)
+
+    def order(self, width: int, geometry: Geometry) -> Tensor:
+        """Where each decoded element belongs: rounding keeps the natural order."""
+        groups.size(self.group, width, geometry)
+        return torch.arange(width)
+
+
+KINDS = (Rtn,)

@@ -1,0 +1,188 @@
+"""Recipes are JSON both ways, and what cannot be is refused in a sentence."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvq_runtime import codec
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe, Side, preset, presets
+from kvq_runtime.stages.exact import Exact
+from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
+from kvq_runtime.stages.rotate import Hadamard
+from kvq_runtime.stages.rtn import Rtn
+
+PRESETS = presets()
+GEOMETRY = Geometry(layers=4, kv_heads=2, head_size=64)
+PLAIN = Side(Rtn(2))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_json(name):
+    recipe = PRESETS[name]
+    again = Recipe.from_json(json.loads(json.dumps(recipe.to_json())))
+    assert again == recipe and again.summary == recipe.summary
+    assert again.to_json() == recipe.to_json()
+    assert recipe.name == name and recipe.summary
+    assert recipe.check(GEOMETRY) is recipe
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_names_what_it_needs(name):
+    """Nothing is fitted exactly when no tensor is expected; a chain has layers that read other layers."""
+    recipe = PRESETS[name]
+    specs = codec.all_specs(recipe, GEOMETRY)
+    assert bool(specs) == recipe.fitted
+    assert recipe.chained == any("weight" in n or "down" in n or "codes" in n or "hidden" in n for n in specs)
+    if recipe.position == "pre":
+        assert recipe.needs == {"positions"}
+    assert not any(name.startswith("layers.0.") and name.endswith("bias") for name in specs if "predict" not in name)
+
+
+def given() -> dict:
+    return copy.deepcopy(PRESETS["aqua-2bit"].to_json())
+
+
+def changed(path: str, value) -> dict:
+    recipe = given()
+    at = recipe
+    *parents, last = path.split("/")
+    for part in parents:
+        at = at[part]
+    at[last] = value
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("colour", "red"),
+        ("key/colour", "red"),
+        ("key/quantize/colour", "red"),
+        ("layers/0/colour", {}),
+        ("key/quantize/kind", "magic"),
+        ("key/quantize/kind", ["grid"]),
+        ("key/quantize", None),
+        ("key/quantize", "grid"),
+        ("key/quantize/dim", "2"),
+        ("key/quantize/dim", 2.5),
+        ("key/quantize/dim", True),
+        ("key/quantize/size", 17),
+        ("key/quantize/group", 0),
+        ("key/quantize/group", 1.5),
+        ("key/quantize/group", "most"),
+        ("key/rotate/group", 48),
+        ("key/rotate/seed", "zero"),
+        ("key/predict/kind", "oracle"),
+        ("key/predict/below", 1),
+        ("key/predict/below", [4]),
+        ("key/predict/below", [1, 1]),
+        ("key/predict/below", [1.0]),
+        ("key/predict/ridge", -1),
+        ("key/predict/ridge", float("nan")),
+        ("key/predict/keys", 1),
+        ("key/predict/storage", "gptq7"),
+        ("key/predict/fit", "guessed"),
+        ("value/predict", {"kind": "mlp", "norm": "most"}),
+        ("value/predict", {"kind": "low_rank", "rank": 0}),
+        ("value/quantize", {"kind": "rtn", "bits": 5}),
+        ("value/quantize", {"kind": "rtn", "range": "most"}),
+        ("key/axis", "diagonal"),
+        ("key/sinks", -1),
+        ("key/sinks", True),
+        ("key/recent", 1.5),
+        ("key/block", 0),
+        ("key/block", 1 << 30),
+        ("position", "middle"),
+        ("position", None),
+        ("name", 7),
+        ("summary", ["x"]),
+        ("layers", []),
+        ("layers", {"first": {}}),
+        ("layers/0", {"key": {}}),
+        ("key", None),
+    ],
+)
+def test_what_is_unknown_is_refused(path, value):
+    with pytest.raises(ValueError, match=r"."):
+        Recipe.from_json(changed(path, value))
+
+
+@pytest.mark.parametrize("missing", ["name", "position", "key", "value"])
+def test_what_is_missing_is_refused(missing):
+    recipe = given()
+    del recipe[missing]
+    with pytest.raises(ValueError, match=missing):
+        Recipe.from_json(recipe)
+
+
+@pytest.mark.parametrize("nothing", [None, [], "aqua-2bit", 3])
+def test_a_recipe_is_an_object(nothing):
+    with pytest.raises(ValueError, match="an object is meant"):
+        Recipe.from_json(nothing)
+
+
+def test_defaults_may_be_left_out():
+    side = {"quantize": {"kind": "grid"}}
+    recipe = Recipe.from_json({"name": "small", "position": "post", "key": side, "value": side})
+    assert recipe == Recipe("small", Side(Grid()), Side(Grid()))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (Recipe("r", PLAIN, PLAIN, "sideways"), 'use "pre" or "post"'),
+        (Recipe("r", replace(PLAIN, block=0), PLAIN), "whole number from 1"),
+        (Recipe("r", Side(Exact(), predict=Mean()), PLAIN), "drop predict and rotate"),
+        (Recipe("r", Side(Exact(), rotate=Hadamard()), PLAIN), "drop predict and rotate"),
+        (Recipe("r", Side("grid"), PLAIN), "use one of"),
+        (Recipe("r", PLAIN, PLAIN, layers={1: (replace(PLAIN, sinks=0), PLAIN)}), "belong to the whole recipe"),
+        (Recipe("r", replace(PLAIN, predict=Linear()), replace(PLAIN, recent=0)), "the same sinks, recent and block"),
+        (Recipe("r", PLAIN, PLAIN, layers={4: (PLAIN, PLAIN)}), "the model has 4"),
+        (Recipe("r", Side(Rtn(2, 48)), PLAIN), r"layer 0 key: group=48 does not divide 128; use one of"),
+        (Recipe("r", PLAIN, Side(Rtn(2, 48), axis="channel")), "layer 0 value: group=48 does not divide 128"),
+        (Recipe("r", Side(Grid(8, 256, 4)), PLAIN), "no multiple of dim=8"),
+        (Recipe("r", Side(Rtn(2), rotate=Hadamard(256)), PLAIN), "group=256 does not divide the width 128"),
+    ],
+)
+def test_check_says_what_cannot_be(recipe, message):
+    with pytest.raises(ValueError, match=message):
+        recipe.check(GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Grid(3, 16),
+        lambda: Grid(group="most"),
+        lambda: Rtn(7),
+        lambda: Hadamard(24),
+        lambda: Linear(below=(), keys=False),
+        lambda: LowRank(storage="gptq4"),
+        lambda: MLP(norm="most"),  # type: ignore[arg-type]
+        lambda: Geometry(0, 1, 1),
+        lambda: Geometry(1, 1.0, 1),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_that_no_stage_has(make):
+    with pytest.raises(ValueError, match="; "):
+        make()
+
+
+def test_inputs_of_a_prediction():
+    """Keys read keys below, values this layer's keys and values below; with nothing underneath, the mean."""
+    side = Side(Grid(), predict=Linear(below=(1, 2)))
+    assert side.inputs(0, "key") == (False, ()) and isinstance(side.predictor(0, "key"), Mean)
+    assert side.inputs(1, "key") == (False, (1,))
+    assert side.inputs(3, "value") == (True, (1, 2))
+    keys_only = Side(Grid(), predict=Linear(below=()))
+    assert keys_only.inputs(0, "value") == (True, ())
+    assert isinstance(keys_only.predictor(2, "key"), Mean)
+
+
+def test_a_name_that_is_none_is_answered_with_names():
+    with pytest.raises(ValueError, match=r"no recipe 'aqua-5bit'; there are .*aqua-2bit"):
+        preset("aqua-5bit")
