@@ -1,0 +1,46 @@
+"""List the models that kvq knows by name, with the calibration that suits them.
+
+A revision of None means: whatever commit the Hub's main branch names at the first download. `models.resolve` returns
+that commit; a run writes it into its plan and provenance, and from then on asks for it by its hash.
+"""
+
+from dataclasses import dataclass
+
+# The papers' corpus. Its main branch holds a loading script, which datasets 5 refuses; this is the Hub's own parquet
+# conversion of it. That it exists has not been checked against the Hub: if it does not, the error says so, and
+# --corpus takes any other source.
+REDPAJAMA = "togethercomputer/RedPajama-Data-1T-Sample@refs/convert/parquet"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What kvq knows of a model: where it is, and the calibration that suits it (the papers' by default)."""
+
+    name: str
+    hub: str | None
+    revision: str | None = None
+    corpus: str = REDPAJAMA
+    samples: int = 256
+    seq_len: int = 8192
+
+
+def _entries() -> list[Entry]:
+    demo = Entry("demo", None, corpus="demo", samples=96, seq_len=1024)
+    families = {
+        "Qwen/Qwen2.5": ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B"),
+        "Qwen/Qwen3": ("0.6B", "1.7B", "4B", "8B", "14B", "32B"),
+        "meta-llama/Llama-3.1": ("8B", "70B"),
+        "meta-llama/Llama-3.2": ("1B", "3B"),
+        "mistralai/Mistral": ("7B-v0.3",),  # v0.1 has sliding windows
+    }
+    hub_ids = [f"{family}-{size}" for family, sizes in families.items() for size in sizes]
+    return [demo, *(Entry(hub.split("/")[1].lower(), hub) for hub in hub_ids)]
+
+
+CATALOG: dict[str, Entry] = {entry.name: entry for entry in _entries()}
+
+
+def entry(name: str) -> Entry:
+    """The catalog's entry, or the defaults for a folder or Hub id that it does not list."""
+    hub_ids = {known.hub: known for known in CATALOG.values() if known.hub}
+    return CATALOG.get(name) or hub_ids.get(name) or Entry(name, None)

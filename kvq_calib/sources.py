@@ -1,0 +1,114 @@
+"""Read the documents of a corpus: the embedded text, a local file, or a dataset of the Hub handed in by corpus.py.
+
+demo              the standard library's documentation
+FILE.txt          documents separated by <|endoftext|>, else the whole file as one document
+FILE.jsonl        one JSON object a line, key `text`; also .jsonl.gz and .jsonl.zst
+FILE.parquet      column `text`
+"""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import TextIOBase
+from pathlib import Path
+from typing import Any
+
+from kvq_calib import stdlib_text
+
+SEPARATOR = "<|endoftext|>"
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A corpus.
+
+    name    what provenance calls it: no path
+    texts   read by index, perhaps lazily
+    ids     sha256 of each text; the order of ids is the order of texts
+    """
+
+    name: str
+    texts: Sequence[str] | Any
+    ids: Sequence[str]
+
+    @property
+    def digest(self) -> str:
+        """Of the set of documents: the same for every file format and order."""
+        return hashlib.sha256("".join(sorted(set(self.ids))).encode()).hexdigest()
+
+
+def of(name: str, texts: Sequence[str]) -> Documents:
+    """Name the documents of a corpus by what they say."""
+    return Documents(name, texts, [hashlib.sha256((text or "").encode()).hexdigest() for text in texts])
+
+
+def demo() -> Documents:
+    """The embedded corpus."""
+    return of("demo", [text for _, text in stdlib_text.documents()])
+
+
+def local(path: Path) -> Documents:
+    """The documents of a local file. Raises ValueError, naming the line, for one that cannot be read."""
+    name = path.name.lower()
+    if not path.is_file():
+        raise ValueError(f"corpus {path} is not a file; give one of {', '.join(SUFFIXES)}")
+    if name.endswith(".txt"):
+        texts = _text(path)
+    elif name.endswith(SUFFIXES[1:4]):
+        texts = list(_lines(path))
+    elif name.endswith(".parquet"):
+        texts = _parquet(path)
+    else:
+        raise ValueError(f"corpus {path.name} has no known suffix; use {', '.join(SUFFIXES)}")
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise ValueError(f"corpus {path.name} holds no text")
+    return of(path.name, texts)
+
+
+def _text(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split(SEPARATOR)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"corpus {path.name} is not UTF-8 at byte {error.start}; convert it") from error
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with _unpacked(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"corpus {path.name}, line {number}: not JSON ({error.msg})") from error
+            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+                keys = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
+                raise ValueError(
+                    f"corpus {path.name}, line {number}: found {keys}; a document is a string under 'text'"
+                )
+            yield row["text"].encode("utf-8", "replace").decode()  # JSON may hold half a surrogate pair
+
+
+def _unpacked(path: Path) -> TextIOBase:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{path.name} needs the package zstandard: pip install zstandard") from error
+        return zstandard.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _parquet(path: Path) -> list[str]:
+    import pyarrow.parquet as parquet
+
+    columns = parquet.read_schema(path).names
+    if "text" not in columns:
+        raise ValueError(f"corpus {path.name} has columns {', '.join(columns)}; documents are in a column 'text'")
+    return [text or "" for text in parquet.read_table(path, columns=["text"]).column("text").to_pylist()]

@@ -1,0 +1,167 @@
+"""Gather what fits need in one pass over the tokens: sums in float64, and a sample of rows.
+
+One partial per (layer, chunk): an empty statistic and `update` with that chunk alone. One reducer: an empty statistic
+of the same settings and `merge(0, partial)`, `merge(1, partial)`, ... So a sum has one order of addition, whatever
+the number of workers, and the same bytes.
+
+    Moments       n, Σx, Σx² by channel                        → mean, variance
+    CrossMoments  n, Σx, Σy, XᵀX, XᵀY, Σ‖y‖² of shifted data   → covariances, exactly centred
+    Sample        the rows with the k smallest hashes of (seed, sequence, position)
+
+Everything shifts by a vector near the mean before it is squared: a mean a thousand deviations away, as keys with biases
+have, would otherwise take with it the digits that the covariance is in.
+
+O = outputs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvq_calib.sample import Sample, in_order
+
+__all__ = ["Centred", "CrossMoments", "MeanVariance", "Moments", "Sample"]
+
+TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
+
+
+@dataclass(frozen=True)
+class MeanVariance:
+    """count, and by channel the mean and the variance (divided by count), float64."""
+
+    count: float
+    mean_C: Tensor
+    variance_C: Tensor
+
+
+@dataclass(frozen=True)
+class Centred:
+    """Covariances (divided by count) of inputs x and outputs y, float64; yy is by channel."""
+
+    count: float
+    mean_x_I: Tensor
+    mean_y_O: Tensor
+    xx_II: Tensor
+    xy_IO: Tensor
+    yy_O: Tensor
+
+
+class _Sums:
+    """A statistic that is a sum of tensors, and what such a one adds up: `sums`, by name, float64."""
+
+    def __init__(self, settings: dict[str, Tensor], sums: dict[str, Tensor]):
+        self.settings, self.sums = settings, sums
+        self.merged = 0
+
+    def merge(self, index: int, partial: Self) -> None:
+        """Add the partial of chunk `index`: 0 first, then each next one."""
+        in_order(index, self.merged)
+        for name, setting in self.settings.items():
+            if not torch.equal(setting, partial.settings[name].to(setting.device)):
+                raise ValueError(f"chunk {index} was summed with another {name}; partials of one statistic share it")
+        for name, total in self.sums.items():
+            total += partial.sums[name].to(total.device)
+        self.merged += 1
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything as tensors, for a checkpoint."""
+        return {**self.settings, **self.sums, "merged": torch.tensor(self.merged)}
+
+    def _load(self, state: Mapping[str, Tensor]) -> Self:
+        self.sums = {name: state[name].clone() for name in self.sums}
+        self.merged = int(state["merged"])
+        return self
+
+
+class Moments(_Sums):
+    """Sum x and x² by channel.
+
+    shift_C   subtracted first; None: zero
+    """
+
+    def __init__(self, width: int, device: torch.device | str = "cpu", shift_C: Tensor | None = None):
+        shift = torch.zeros(width) if shift_C is None else shift_C
+        super().__init__({"shift": shift.to(device, torch.float64)}, _zeros(device, count=(), x=(width,), xx=(width,)))
+
+    def update(self, x_NTC: Tensor, mask_NT: Tensor | None = None) -> None:
+        """Add the rows where the mask is true."""
+        for (x,) in _tiles(mask_NT, x_NTC):
+            x = x.to(self.settings["shift"]) - self.settings["shift"]
+            self.sums["count"] += len(x)
+            self.sums["x"] += x.sum(0)
+            self.sums["xx"] += x.square().sum(0)
+
+    def value(self) -> MeanVariance:
+        count = _count(self.sums)
+        mean = self.sums["x"] / count
+        variance = (self.sums["xx"] / count - mean.square()).clamp_min(0)
+        return MeanVariance(count, mean + self.settings["shift"], variance)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        return cls(len(state["shift"]), state["shift"].device, state["shift"])._load(state)
+
+
+class CrossMoments(_Sums):
+    """Sum the products of inputs x with themselves and with outputs y.
+
+    shift_x_I, shift_y_O   vectors near the means: products are float32, where those of large means would not fit
+    """
+
+    def __init__(self, shift_x_I: Tensor, shift_y_O: Tensor):
+        inputs, outputs, device = len(shift_x_I), len(shift_y_O), shift_x_I.device
+        shapes = {"x": (inputs,), "y": (outputs,), "xx": (inputs, inputs), "xy": (inputs, outputs), "yy": (outputs,)}
+        shifts = {"shift_x": shift_x_I.float(), "shift_y": shift_y_O.to(device).float()}
+        super().__init__(shifts, _zeros(device, count=(), **shapes))
+
+    def update(self, x_NTI: Tensor, y_NTO: Tensor, mask_NT: Tensor | None = None) -> None:
+        """Add the rows where the mask is true."""
+        for x, y in _tiles(mask_NT, x_NTI, y_NTO):
+            x = x.float() - self.settings["shift_x"]
+            y = y.float() - self.settings["shift_y"]
+            self.sums["count"] += len(x)
+            self.sums["x"] += x.sum(0, dtype=torch.float64)
+            self.sums["y"] += y.sum(0, dtype=torch.float64)
+            self.sums["xx"] += x.mT @ x
+            self.sums["xy"] += x.mT @ y
+            self.sums["yy"] += y.square().sum(0, dtype=torch.float64)
+
+    def value(self) -> Centred:
+        count = _count(self.sums)
+        x, y = self.sums["x"] / count, self.sums["y"] / count
+        xx = self.sums["xx"] / count - torch.outer(x, x)
+        return Centred(
+            count=count,
+            mean_x_I=x + self.settings["shift_x"],
+            mean_y_O=y + self.settings["shift_y"],
+            xx_II=(xx + xx.mT) / 2,
+            xy_IO=self.sums["xy"] / count - torch.outer(x, y),
+            yy_O=(self.sums["yy"] / count - y.square()).clamp_min(0),
+        )
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        return cls(state["shift_x"], state["shift_y"])._load(state)
+
+
+def _tiles(mask_NT: Tensor | None, *parts: Tensor):
+    """Rows [R, C] of each part, TILE at a time, without those that the mask leaves out."""
+    flat = [part.flatten(0, -2) for part in parts]
+    kept = None if mask_NT is None else mask_NT.to(flat[0].device).flatten().nonzero()[:, 0]
+    for start in range(0, len(flat[0]) if kept is None else len(kept), TILE):
+        tile = slice(start, start + TILE)
+        yield [part[tile] if kept is None else part[kept[tile]] for part in flat]
+
+
+def _zeros(device, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    return {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
+
+
+def _count(sums: Mapping[str, Tensor]) -> float:
+    count = float(sums["count"])
+    if count < 1:
+        raise ValueError("no tokens were counted; a statistic needs at least one")
+    return count

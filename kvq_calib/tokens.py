@@ -1,0 +1,64 @@
+"""Turn texts into token ids with the tokenizer of a model's folder."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+
+class Encoder:
+    """The tokenizer of a model.
+
+    digest     sha256 of its file
+    boundary   what parts documents that are packed: "bos", the tokenizer's own start of a text, or "eos" after each
+    """
+
+    def __init__(self, folder: Path):
+        self._tokenizer, self.digest = _load(folder)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        starts = self._tokenizer.num_special_tokens_to_add(False) > 0
+        self.boundary = "bos" if starts else "eos"
+        self._end = [] if starts else [_eos(folder, self._tokenizer)]
+
+    def plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text alone."""
+        return [found.ids for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def bounded(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, with the token that parts it from its neighbour."""
+        return [found.ids + self._end for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=True)]
+
+
+def _load(folder: Path) -> tuple[Tokenizer, str]:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        return Tokenizer.from_file(str(file)), hashlib.sha256(file.read_bytes()).hexdigest()
+    from transformers import AutoTokenizer  # converts other formats, which takes seconds
+
+    try:
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {error}") from error
+    return found, hashlib.sha256(found.to_str().encode()).hexdigest()
+
+
+def _eos(folder: Path, tokenizer: Tokenizer) -> int:
+    """The end-of-text token, from tokenizer_config.json, else config.json."""
+    named = _json(folder / "tokenizer_config.json").get("eos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    found = tokenizer.token_to_id(named) if named else None
+    if found is None:
+        found = _json(folder / "config.json").get("eos_token_id")
+        found = found[0] if isinstance(found, list) else found
+    if found is None:
+        raise ValueError(
+            f"{folder} names no end-of-text token (eos_token), which parts packed documents; use mode crop"
+        )
+    return found
+
+
+def _json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

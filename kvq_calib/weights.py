@@ -1,0 +1,206 @@
+"""Read a model folder in Hugging Face format: its configuration, and single tensors from its safetensors files.
+
+Nothing here builds a model or runs code that came with one: `config.json` is data, weights are safetensors only.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from kvq_calib import catalog
+from kvq_runtime import fingerprint
+from kvq_runtime.geometry import Geometry
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not change with the length
+_WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """One model on disk.
+
+    id         what provenance calls it: the catalog's or the folder's name, or the Hub id
+    revision   the Hub commit the files belong to; None for a local folder
+    """
+
+    path: Path
+    id: str
+    revision: str | None
+    config: Mapping[str, Any]
+
+    @property
+    def entry(self) -> catalog.Entry:
+        """What the catalog says of it, or its defaults."""
+        return catalog.entry(self.id)
+
+    @property
+    def architecture(self) -> str:
+        return self.config["architectures"][0]
+
+    @property
+    def head_size(self) -> int:
+        # Qwen2.5's configurations have no head_dim, Mistral's may hold null
+        return self.config.get("head_dim") or self.hidden // self.query_heads
+
+    @property
+    def query_heads(self) -> int:
+        return self.config["num_attention_heads"]
+
+    @property
+    def hidden(self) -> int:
+        return self.config["hidden_size"]
+
+    @property
+    def context(self) -> int:
+        """The longest sequence the model was made for."""
+        return self.config["max_position_embeddings"]
+
+    @property
+    def vocabulary(self) -> int:
+        return self.config["vocab_size"]
+
+    @property
+    def geometry(self) -> Geometry:
+        heads = self.config.get("num_key_value_heads") or self.query_heads
+        return Geometry(self.config["num_hidden_layers"], heads, self.head_size)
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.architecture == "Qwen3ForCausalLM"
+
+    @cached_property
+    def names(self) -> Mapping[str, str]:
+        """The file that holds each tensor."""
+        index = self.path / "model.safetensors.index.json"
+        if index.is_file():
+            return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        with safe_open(self.path / "model.safetensors", "pt") as file:
+            return dict.fromkeys(file.keys(), "model.safetensors")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights as stored."""
+        found = _slice(self._file("model.norm.weight"), "model.norm.weight").get_dtype()
+        if found not in _DTYPE:
+            raise ValueError(f"{self.id} is stored as {found}; use weights in {', '.join(_DTYPE)}")
+        return _DTYPE[found]
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, as stored; it lies on the CPU in memory mapped from the file."""
+        return _open(self._file(name)).get_tensor(name)
+
+    def layer_names(self, layer: int) -> list[str]:
+        """The tensors of one decoder layer, without `model.layers.{i}.`."""
+        start = f"model.layers.{layer}."
+        # inv_freq: buffers that old checkpoints stored and that transformers computes
+        return sorted(n.removeprefix(start) for n in self.names if n.startswith(start) and not n.endswith("inv_freq"))
+
+    def layer_bytes(self, layer: int) -> int:
+        """The bytes of one decoder layer, as stored."""
+        return sum(self._bytes(f"model.layers.{layer}.{name}") for name in self.layer_names(layer))
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of all tensors, as stored."""
+        return sum(map(self._bytes, self.names))
+
+    def fingerprint(self) -> fingerprint.Fingerprint:
+        """What an artifact remembers of the model it was fitted to."""
+        return fingerprint.from_config(
+            self.config, lambda layer, name: self.tensor(f"model.layers.{layer}.self_attn.{name}.weight")
+        )
+
+    def check(self) -> "ModelFiles":
+        """Refuse what cannot be captured faithfully; return the model itself."""
+        if self.config.get("auto_map"):
+            raise ValueError(f"{self.id} needs code from its own repository (auto_map); kvq runs no remote code")
+        found = (self.config.get("architectures") or [None])[0]
+        if found not in ARCHITECTURES:
+            raise ValueError(f"{self.id} has architecture {found}; supported are {', '.join(ARCHITECTURES)}")
+        if self.config.get("quantization_config"):
+            raise ValueError(f"{self.id} has quantized weights; calibrate the 16-bit model it was made from")
+        _check_rope(self)
+        _check_windows(self)
+        _check_weights(self)
+        return self
+
+    def _file(self, name: str) -> Path:
+        if name not in self.names:
+            raise ValueError(f"{self.id} has no tensor {name!r}; is the folder complete?")
+        return self.path / self.names[name]
+
+    def _bytes(self, name: str) -> int:
+        stored = _slice(self._file(name), name)
+        return _WIDTH.get(stored.get_dtype(), 1) * math.prod(stored.get_shape())
+
+
+def read(path: Path, id: str, revision: str | None = None) -> ModelFiles:
+    """Open the folder of a model and check that it can be captured."""
+    config = path / "config.json"
+    if not config.is_file():
+        raise ValueError(f"{path} has no config.json; give the folder of a model in Hugging Face format")
+    return ModelFiles(path, id, revision, json.loads(config.read_text(encoding="utf-8"))).check()
+
+
+def _check_rope(files: ModelFiles) -> None:
+    rope = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(ROPE_TYPES)}: types whose "
+                         "frequencies change with the length have no one key before RoPE")  # fmt: skip
+
+
+def _check_windows(files: ModelFiles) -> None:
+    config = files.config
+    kinds = config.get("layer_types")
+    if files.architecture == "MistralForCausalLM":
+        # transformers' default, for configurations that do not say
+        sliding = config.get("sliding_window", 4096) is not None
+    elif kinds is not None:
+        sliding = any(kind != "full_attention" for kind in kinds)
+    else:
+        first = config.get("max_window_layers", 28)
+        windowed = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
+        sliding = windowed and first < config["num_hidden_layers"]
+    if sliding:
+        raise ValueError(
+            f"{files.id} has sliding-window attention layers; supported are models whose layers all attend to every "
+            "token (Mistral from v0.2 on, Qwen with use_sliding_window=false)"
+        )
+
+
+def _check_weights(files: ModelFiles) -> None:
+    single, index = files.path / "model.safetensors", files.path / "model.safetensors.index.json"
+    if not single.is_file() and not index.is_file():
+        others = [p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in sorted(files.path.glob(pattern))]
+        found = f"; found {others[0]}, which may run code when it is opened: convert it" if others else ""
+        raise ValueError(f"{files.id} has no model.safetensors in {files.path}{found}")
+    for shard in sorted(set(files.names.values())):
+        if Path(shard).name != shard or not (files.path / shard).is_file():
+            raise ValueError(f"{files.id}: the index names {shard!r}, which is not in {files.path}; download it again")
+    missing = [i for i in range(files.geometry.layers) if not files.layer_names(i)]
+    if missing:
+        raise ValueError(f"{files.id}: no weights for layer {missing[0]} of {files.geometry.layers}")
+
+
+def _open(path: Path):
+    return _mapped(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _mapped(path: Path, changed: int):
+    return safe_open(path, "pt")
+
+
+def _slice(path: Path, name: str):
+    return _open(path).get_slice(name)

@@ -1,0 +1,243 @@
+"""The same text gives the same sequences however it is stored, and held-out text is never fitted on."""
+
+import gzip
+import hashlib
+import json
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import huggingface_hub
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from kvq_calib import corpus, stdlib_text
+from kvq_calib.parts import part
+from kvq_calib.sources import SEPARATOR, of
+
+
+def _texts(count: int = 80, words: int = 120) -> list[str]:
+    """Documents of different lengths, of which no two share a line."""
+    draw = random.Random(0)
+    return [
+        "\n".join(f"{number} says {draw.choice('abcdefgh')} {draw.random():.6f}" for _ in range(draw.randint(2, words)))
+        for number in range(count)
+    ]
+
+
+def _jsonl(texts: list[str]) -> bytes:
+    return "\n".join(json.dumps({"text": text, "more": 1}) for text in texts).encode()
+
+
+def _write(path: Path, texts: list[str]) -> str:
+    match path.suffix:
+        case ".txt":
+            path.write_text(SEPARATOR.join(texts))
+        case ".gz":
+            path.write_bytes(gzip.compress(_jsonl(texts)))
+        case ".zst":
+            path.write_bytes(zstandard.ZstdCompressor().compress(_jsonl(texts)))
+        case ".parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+        case _:
+            path.write_bytes(_jsonl(texts))
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", ["crop", "pack"])
+def test_format_and_order_do_not_matter(tmp_path: Path, demo_model: Path, mode):
+    texts = _texts()
+    first = corpus.select(_write(tmp_path / "c.jsonl", texts), demo_model, 12, 64, mode=mode)
+    for suffix in ("txt", "jsonl.gz", "jsonl.zst", "parquet"):
+        shuffled = random.Random(suffix).sample(texts, len(texts)) + texts[:3]  # repetitions do not count
+        other = corpus.select(_write(tmp_path / f"c.{suffix}", shuffled), demo_model, 12, 64, mode=mode)
+        assert other.digest == first.digest, suffix
+        assert other.description | {"source": ""} == first.description | {"source": ""}
+
+
+def test_the_digest_is_of_little_endian_int32(tmp_path: Path, demo_model: Path):
+    batch = corpus.select(_write(tmp_path / "c.jsonl", _texts()), demo_model, 3, 50)
+    ids = batch.tokens_BT.flatten().tolist()
+    assert batch.tokens_BT.shape == (3, 50) and len(set(ids)) > 20
+    assert batch.digest == hashlib.sha256(struct.pack(f"<{len(ids)}i", *ids)).hexdigest()
+    assert json.loads(json.dumps(batch.description)) == batch.description
+    assert str(tmp_path) not in json.dumps(batch.description)
+
+
+@pytest.mark.parametrize("source", ["demo", "many", "few", "one"])
+def test_fit_and_held_out_share_nothing(source: str, tmp_path: Path):
+    if source == "one":
+        book = "\n".join(_texts(400))
+        documents = corpus.load(_write(tmp_path / "book.txt", [book]))
+    else:
+        count = {"many": 300, "few": 2}.get(source, 0)
+        documents = corpus.load("demo") if source == "demo" else of(source, _texts(count, 20))
+    fit, held, everything = (list(part(documents, split).texts) for split in ("fit", "held-out", "all"))
+    assert fit and held and not set(fit) & set(held)
+    if source == "one":
+        assert "".join(fit) + "".join(held) == "".join(everything) == book
+    else:
+        assert sorted(fit + held) == sorted(everything) == sorted(set(documents.texts))
+    share = sum(map(len, held)) / sum(map(len, everything))
+    assert 0 < share < (1 if source == "few" else 0.2), share
+
+
+def test_lines_of_held_out_text_are_never_fitted_on_whatever_the_seed(tmp_path: Path, demo_model: Path):
+    source = _write(tmp_path / "c.jsonl", _texts())
+    tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
+
+    def lines(split, seed):
+        batch = corpus.select(source, demo_model, 8, 64, seed, split, "pack" if split == "held-out" else "auto")
+        return {line for row in batch.tokens_BT.tolist() for line in tokenizer.decode(row).split("\n")[1:-1]}
+
+    held = lines("held-out", 0)
+    assert held and not any(held & lines("fit", seed) for seed in range(4))
+
+
+def test_the_seed_chooses(tmp_path: Path, demo_model: Path):
+    source = _write(tmp_path / "c.jsonl", _texts())
+    digests = {corpus.select(source, demo_model, 4, 64, seed).digest for seed in range(5)}
+    assert len(digests) == 5
+
+
+def test_a_crop_is_a_run_of_tokens_from_the_middle_of_one_document(tmp_path: Path, demo_model: Path):
+    texts = _texts()
+    tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
+    documents = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    batch = corpus.select(_write(tmp_path / "c.jsonl", texts), demo_model, 20, 100, mode="crop")
+    starts, used = [], []
+    for row in batch.tokens_BT.tolist():
+        found = [(n, i) for n, ids in enumerate(documents) for i in range(len(ids) - 99) if ids[i : i + 100] == row]
+        assert len(found) == 1
+        used.append(found[0][0])
+        starts.append(found[0][1] / (len(documents[found[0][0]]) - 99))
+    assert len(set(used)) == 20  # one from each
+    assert min(starts) < 0.3 and max(starts) > 0.7 and batch.description["boundary"] == "none"
+
+
+def test_packing_parts_documents_and_loses_nothing(tmp_path: Path, demo_model: Path):
+    texts = _texts(30, 10)
+    tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
+    eos = tokenizer.token_to_id("<|endoftext|>")
+    total = sum(len(tokenizer.encode(text).ids) + 1 for text in texts)
+    batch = corpus.select(_write(tmp_path / "c.jsonl", texts), demo_model, total // 16, 16, split="all")
+    stream = batch.tokens_BT.flatten().tolist()
+    assert batch.description["mode"] == "pack" and batch.description["boundary"] == "eos"
+    whole = "".join(tokenizer.decode(stream, skip_special_tokens=False)).split(SEPARATOR)
+    assert set(whole[:-1]) <= set(texts) and len(whole) >= 29 and stream.count(eos) == len(whole) - 1
+
+
+def test_a_tokenizer_that_begins_texts_parts_them_so(tmp_path: Path):
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "[UNK]": 2, "a": 3, "b": 4}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source = _write(tmp_path / "c.jsonl", ["a a a", "b b b"])
+    batch = corpus.select(source, tmp_path, 2, 4, split="all", mode="pack")
+    assert sorted(batch.tokens_BT.tolist()) == [[0, 3, 3, 3], [0, 4, 4, 4]]
+    assert batch.description["boundary"] == "bos"
+    assert sorted(corpus.select(source, tmp_path, 2, 3, split="all").tokens_BT.tolist()) == [[3, 3, 3], [4, 4, 4]]
+    with pytest.raises(ValueError, match="not 9"):
+        corpus.select(source, tmp_path, 9, 4, split="all")
+
+
+@pytest.mark.parametrize("mode", ["crop", "pack", "auto"])
+def test_too_little_text_says_how_much_there_is(tmp_path: Path, demo_model: Path, mode):
+    source = _write(tmp_path / "c.jsonl", _texts())
+    with pytest.raises(ValueError, match=r"the fit part of c\.jsonl gives \d+ sequences of 300 tokens") as error:
+        corpus.select(source, demo_model, 10_000, 300, mode=mode)
+    available = int(str(error.value).split("gives ")[1].split()[0])
+    assert corpus.select(source, demo_model, available, 300, mode=mode).tokens_BT.shape == (available, 300)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("c.jsonl", b'{"text": "a"}\n{"question": "b", "answer": "c"}', r"line 2: found 'question', 'answer'"),
+        ("c.jsonl", b'{"text": "a"}\n\n{"text": ', "line 3: not JSON"),
+        ("c.jsonl", b"[1]", "line 1: found list"),
+        ("c.txt", b"fine \xff", "not UTF-8 at byte 5"),
+        ("c.txt", b" \n", "holds no text"),
+        ("c.csv", b"text", r"no known suffix; use \.txt"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes, message: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        corpus.load(str(tmp_path / name))
+
+
+def test_files_that_are_missing_or_without_text_are_named(tmp_path: Path):
+    with pytest.raises(ValueError, match="is not a file"):
+        corpus.load(str(tmp_path / "none.jsonl"))
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"]}), tmp_path / "c.parquet")
+    with pytest.raises(ValueError, match="has columns content"):
+        corpus.load(str(tmp_path / "c.parquet"))
+
+
+COMMIT = "0123456789" * 4
+
+
+def test_a_hub_dataset_is_pinned_to_a_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path):
+    asked = []
+
+    def info(_, repo, revision=None):
+        asked.append((repo, revision))
+        return SimpleNamespace(sha=COMMIT)
+
+    def load(repo, config, revision, split):
+        asked.append((repo, config, revision, split))
+        return datasets.Dataset.from_dict({"text": _texts()})
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert corpus.pin("org/name:en@refs/convert/parquet") == f"org/name:en@{COMMIT}"
+    batch = corpus.select("org/name:en", demo_model, 4, 64)
+    assert asked == [("org/name", "refs/convert/parquet"), ("org/name", None), ("org/name", "en", COMMIT, "train")]
+    assert batch.description["source"] == f"org/name:en@{COMMIT}"
+    assert batch.digest == corpus.select(_write(tmp_path / "c.jsonl", _texts()), demo_model, 4, 64).digest
+    asked.clear()
+    assert corpus.pin(f"org/name@{COMMIT}") == f"org/name@{COMMIT}" and not asked
+    assert corpus.pin("demo") == "demo" and corpus.pin("folder/file.txt") == "folder/file.txt"
+
+
+def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    def offline(*_, **__):
+        raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", offline)
+    with pytest.raises(RuntimeError, match=r"could not ask the Hub for org/name: no route.* or a local file"):
+        corpus.load("org/name")
+
+
+def test_the_embedded_corpus_is_large_enough_and_clean():
+    documents = dict(stdlib_text.documents())
+    assert len(documents) > 300 and sum(map(len, documents.values())) > 1_500_000
+    assert "Command-line parsing library" in documents["argparse.py"]
+    assert not any("site-packages" in name or "/test/" in name for name in documents)
+
+
+def test_docstrings_are_those_that_python_has():
+    import difflib
+    import inspect
+
+    found = dict(stdlib_text.documents())["difflib.py"]
+    for thing in (difflib, difflib.SequenceMatcher, difflib.SequenceMatcher.ratio, difflib.ndiff):
+        assert inspect.cleandoc(thing.__doc__) in found, thing
+
+
+def test_without_docstrings_or_sources_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    code = "from kvq_calib import stdlib_text; stdlib_text.documents()"
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "run without -OO" in done.stderr.splitlines()[-1]
+    monkeypatch.setattr(stdlib_text.sysconfig, "get_path", lambda _: str(tmp_path))
+    stdlib_text.documents.cache_clear()
+    with pytest.raises(RuntimeError, match="has no source files"):
+        stdlib_text.documents()

@@ -1,0 +1,149 @@
+"""Laws of the statistics: chunks merged are one pass over everything; means cost no digits; samples know no chunks."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvq_calib.statistics import CrossMoments, Moments, Sample
+
+
+def _data(rows: int = 96, width: int = 6, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, 8, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _relative(found: torch.Tensor, expected: np.ndarray) -> float:
+    return float(np.abs(found.numpy() - expected).max() / np.abs(expected).max())
+
+
+def test_moments_of_chunks_are_those_of_everything():
+    x, mask = _data(), torch.rand(96, 8, generator=torch.Generator().manual_seed(1)) < 0.7
+    total = Moments(6)
+    for index, (part, kept) in enumerate(zip(x.split(10), mask.split(10), strict=True)):
+        partial = Moments(6)
+        partial.update(part[:4], kept[:4])
+        partial.update(part[4:], kept[4:])
+        total.merge(index, partial)
+    rows = x[mask].numpy()
+    value = total.value()
+    assert value.count == mask.sum()
+    assert _relative(value.mean_C, rows.mean(0)) < 1e-9
+    assert _relative(value.variance_C, rows.var(0)) < 1e-9
+
+
+def test_moments_keep_a_small_variance_under_a_large_mean():
+    x = _data() * 1e-2 + 1e3
+    moments = Moments(6, shift_C=x[0, 0])
+    moments.update(x)
+    assert _relative(moments.value().variance_C, x.flatten(0, 1).numpy().var(0)) < 1e-9
+    assert _relative(moments.value().mean_C, x.flatten(0, 1).numpy().mean(0)) < 1e-9
+
+
+def _covariances(x: np.ndarray, y: np.ndarray):
+    x, y = x - x.mean(0), y - y.mean(0)
+    return x.T @ x / len(x), x.T @ y / len(x), (y * y).mean(0)
+
+
+def test_cross_moments_of_chunks_are_those_of_everything():
+    # multiples of 1/8: their products are exact in float32, so that only the sums are tested
+    x, y = ((_data(seed=s) * 8).round() / 8 for s in (1, 2))
+    mask = torch.ones(96, 8, dtype=torch.bool)
+    mask[:, :2] = False
+    total = CrossMoments(x[0, 0].float(), y[0, 0].float())
+    for index, parts in enumerate(zip(x.split(7), y.split(7), mask.split(7), strict=True)):
+        partial = CrossMoments(x[0, 0].float(), y[0, 0].float())
+        partial.update(*parts)
+        total.merge(index, partial)
+    value = total.value()
+    xx, xy, yy = _covariances(x[mask].numpy(), y[mask].numpy())
+    assert value.count == mask.sum()
+    for found, expected in ((value.xx_II, xx), (value.xy_IO, xy), (value.yy_O, yy)):
+        assert _relative(found, expected) < 1e-9
+    assert torch.equal(value.xx_II, value.xx_II.mT)
+
+
+def test_cross_moments_keep_small_covariances_under_large_means():
+    x, y = (((_data(2000, seed=s) + 1e3).float()) for s in (3, 4))
+    y = y + x  # so that there is something to find
+    sums = CrossMoments(x[:1].mean((0, 1)), y[:1].mean((0, 1)))
+    sums.update(x, y)
+    value = sums.value()
+    xx, xy, yy = _covariances(x.flatten(0, 1).double().numpy(), y.flatten(0, 1).double().numpy())
+    assert _relative(value.xx_II, xx) < 1e-6
+    assert _relative(value.xy_IO, xy) < 1e-6
+    assert _relative(value.yy_O, yy) < 1e-6
+
+
+def test_a_statistic_survives_its_checkpoint():
+    x = _data()
+    whole, resumed = CrossMoments(x[0, 0], x[0, 1]), CrossMoments(x[0, 0], x[0, 1])
+    for index, part in enumerate(x.split(24)):
+        partial = CrossMoments(x[0, 0], x[0, 1])
+        partial.update(part, part.flip(-1))
+        partial = CrossMoments.from_state(partial.state())
+        whole.merge(index, partial)
+        resumed = CrossMoments.from_state(resumed.state())
+        resumed.merge(index, partial)
+    for name, tensor in whole.state().items():
+        assert torch.equal(tensor, resumed.state()[name]), name
+    moments = Moments(6, shift_C=x[0, 0])
+    moments.update(x)
+    again = Moments.from_state(moments.state())
+    assert torch.equal(moments.value().variance_C, again.value().variance_C)
+
+
+@pytest.mark.parametrize("make", [lambda: Moments(2), lambda: CrossMoments(*torch.zeros(2, 2)), lambda: Sample(3, 2)])
+def test_partials_are_added_in_order(make):
+    total = make()
+    total.merge(0, make())
+    for wrong in (0, 2):
+        with pytest.raises(ValueError, match=f"merge of chunk {wrong}; the next one is 1"):
+            total.merge(wrong, make())
+
+
+def test_partials_of_other_settings_are_refused():
+    with pytest.raises(ValueError, match="another shift_x"):
+        CrossMoments(torch.zeros(2), torch.zeros(2)).merge(0, CrossMoments(torch.ones(2), torch.zeros(2)))
+    with pytest.raises(ValueError, match="seed=1"):
+        Sample(3, 2).merge(0, Sample(3, 2, seed=1))
+
+
+def test_nothing_has_no_moments():
+    moments = Moments(6)
+    moments.update(_data(), torch.zeros(96, 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match="no tokens"):
+        moments.value()
+
+
+def _sample(x: torch.Tensor, chunk: int, order: list[int], seed: int = 0) -> Sample:
+    total = Sample(40, 6, seed, torch.float64)
+    starts = range(0, len(x), chunk)
+    for index, place in enumerate(order if order else range(len(starts))):
+        rows = torch.arange(starts[place], min(starts[place] + chunk, len(x)))
+        partial = Sample(40, 6, seed, torch.float64)
+        partial.update(x[rows, :5], rows)
+        partial.update(x[rows, 5:], rows, start=5)
+        total.merge(index, Sample.from_state(partial.state()))
+    return total
+
+
+def test_a_sample_does_not_depend_on_chunks_or_order():
+    x = _data()
+    expected = _sample(x, 96, []).value()
+    for chunk, order in ((7, []), (24, [3, 1, 0, 2]), (1, [])):
+        found = _sample(x, chunk, order).value()
+        for name in ("rows_RC", "sequence_R", "position_R"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), (chunk, name)
+    assert torch.equal(expected.rows_RC, x[expected.sequence_R, expected.position_R])
+    assert not torch.equal(_sample(x, 96, [], seed=1).value().rows_RC, expected.rows_RC)
+
+
+def test_a_sample_is_spread_evenly_and_respects_its_mask():
+    sample = Sample(4000, 1)
+    mask = torch.ones(512, 64, dtype=torch.bool)
+    mask[:, :4] = False
+    sample.update(torch.zeros(512, 64, 1), torch.arange(512), mask_NT=mask)
+    value = sample.value()
+    assert len(value.rows_RC) == 4000 and value.position_R.min() == 4
+    # of 60 positions each has 66.7 ± 8 rows; six deviations
+    counts = torch.bincount(value.position_R, minlength=64)[4:]
+    assert (counts - 4000 / 60).abs().max() < 6 * (4000 / 60) ** 0.5
