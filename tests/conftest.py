@@ -1,0 +1,36 @@
+"""Where the tests find real models and text, and what every run needs."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The folder of the embedded model."""
+    return REPOSITORY / "artifacts" / "demo-model"
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """Models and text that are not part of the project, under KVQ_TEST_DATA."""
+    folder = os.environ.get("KVQ_TEST_DATA")
+    if not folder:
+        pytest.skip("KVQ_TEST_DATA is not set: it names the folder of the larger test models and texts")
+    path = Path(folder)
+    assert path.is_dir(), f"KVQ_TEST_DATA={folder} is no folder"
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """One thread, no network, and a registry of the test's own."""
+    torch.set_num_threads(1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("KVQ_HOME", str(tmp_path / "kvq-home"))
+    monkeypatch.delenv("KVQ_REGISTRY", raising=False)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)

@@ -1,0 +1,90 @@
+"""The runtime imports, and loads an artifact, where nothing but its own three dependencies is installed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = sorted((ROOT / "artifacts" / "golden").rglob("*.safetensors"))
+ABSENT = [
+    "prefect",
+    "datasets",
+    "sklearn",
+    "pandas",
+    "pydantic",
+    "kvq_calib",
+    "transformers",
+    "triton",
+    "matplotlib",
+    "pyarrow",
+    "scipy",
+    "psutil",
+    "zstandard",
+    "fastapi",
+]
+OPTIONAL = {"kvq_runtime.hf"}  # needs the extra hf
+
+BLOCKED = f"""
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {ABSENT!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def run(body: str, *arguments: str, home: Path) -> subprocess.CompletedProcess:
+    """Run Python with those modules blocked, outside the checkout."""
+    environment = {"KVQ_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error::ImportWarning", "-c", BLOCKED + body, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=home, env=environment, timeout=120)
+
+
+def modules() -> list[str]:
+    """Every module of the runtime that must import without extras."""
+    files = (ROOT / "kvq_runtime").rglob("*.py")
+    names = {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for f in files}
+    return sorted(n for n in names if n not in OPTIONAL and not n.startswith("kvq_runtime.kernels"))
+
+
+def test_the_blockade_blocks(tmp_path):
+    for name in ABSENT:
+        done = run(f"import {name}", home=tmp_path)
+        assert done.returncode == 1 and "(blocked)" in done.stderr, name
+
+
+def test_every_module_imports(tmp_path):
+    names = modules()
+    assert "kvq_runtime.codec" in names
+    body = "import importlib, json\nfor name in json.loads(sys.argv[1]): importlib.import_module(name)"
+    done = run(body, json.dumps(names), home=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_are_golden_artifacts():
+    assert GOLDEN, "artifacts/golden holds no artifact; one tiny artifact per method and schema version belongs there"
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.relative_to(ROOT / "artifacts" / "golden").as_posix())
+def test_an_artifact_loads_and_builds(path, tmp_path):
+    body = """
+from kvq_runtime import artifact, codec
+loaded = artifact.load(sys.argv[1])
+pairs = codec.build(loaded.recipe, loaded.fingerprint.geometry, loaded.tensors)
+print(loaded.recipe.name, len(pairs))
+"""
+    done = run(body, str(path), home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    name, layers = done.stdout.split()
+    assert name and int(layers) >= 1
+
+
+def test_the_command_runs_without_extras(tmp_path):
+    done = run("sys.argv = ['kvq', 'list']\nfrom kvq_runtime.cli import main\nsys.exit(main())", home=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,96 @@
+"""The script that makes the embedded model: repeatable, resumable, and with biases that grow."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts import train_demo_model as script
+
+SENTENCE = "the cache of a small model holds keys and values of every token that it has seen"
+WORDS = SENTENCE.split()
+TEXTS = [" ".join(WORDS[(i * k) % len(WORDS)] for i in range(600)) for k in (1, 3, 5, 7)]
+
+
+@pytest.fixture(autouse=True)
+def small_text(monkeypatch):
+    """Text that is quick to tokenize, and a state saved after every step."""
+    monkeypatch.setattr(script, "read", lambda sources, split: TEXTS if split == "fit" else TEXTS[:2])
+    monkeypatch.setattr(script, "EVERY", -1.0)
+
+
+def run(folder, *more: str) -> float:
+    state = ["--state", str(folder / "state.pt")]
+    given = ["--out", str(folder / "model"), "--length", "64", "--batch", "2", "--steps", "6"]
+    return script.main([*given, *state, *more])
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto").state_dict()
+
+
+def test_a_run_learns_and_can_be_loaded(tmp_path):
+    result = run(tmp_path, "--steps", "15")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert result < 0.5 * len(tokenizer), "no better than guessing among half of the tokens"
+    assert tokenizer.decode(tokenizer("keys and values")["input_ids"]) == "keys and values"
+    assert model.dtype == torch.bfloat16
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            assert projection.bias.abs().max() > 1e-3
+    assert not (tmp_path / "state.pt").exists()
+
+
+def test_an_interrupted_run_ends_as_an_undisturbed_one(tmp_path, monkeypatch):
+    one, two = tmp_path / "one", tmp_path / "two"
+    run(one)
+    sample = script.sample
+
+    def stop_at_three(tokens, settings, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return sample(tokens, settings, step)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(script, "sample", stop_at_three)
+        run(two)
+    assert torch.load(two / "state.pt", weights_only=True)["step"] == 3
+    seen = []
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            script, "sample", lambda tokens, settings, step: seen.append(step) or sample(tokens, settings, step)
+        )
+        run(two)
+    assert seen == [3, 4, 5]
+    first, second = weights(one), weights(two)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_state_of_another_run_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(script, "perplexity", lambda *_: pytest.fail("the run should have been interrupted"))
+        patched.setattr(script, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(tmp_path)
+    with pytest.raises(ValueError, match="other text or settings"):
+        run(tmp_path, "--seed", "1")
+
+
+def test_going_on_from_a_model_keeps_its_tokenizer_and_starts_at_its_weights(tmp_path, demo_model):
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype="auto").state_dict()
+    run(tmp_path, "--start-from", str(demo_model), "--steps", "0")
+    found = weights(tmp_path)
+    assert all(torch.equal(found[name], model[name]) for name in model)
+    saved = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert saved.get_vocab() == AutoTokenizer.from_pretrained(demo_model).get_vocab()
+
+
+def test_a_seed_fixes_the_weights():
+    first, again, other = (script.make_model(2048, seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_held_out_perplexity_needs_a_window():
+    with pytest.raises(ValueError, match="give more text"):
+        script.perplexity(None, torch.zeros(64, dtype=torch.long), length=64)
