@@ -66,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except ModuleNotFoundError as error:
+        return _say("kvq", f"{error.name} is not installed: pip install 'kvq-runtime[calib]'", 1)
     except NotFound as error:
         return _say("kvq", error, 3)
     except Conflict as error:
@@ -92,7 +94,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=_version())
-    add = _adder(top.add_subparsers(title="commands", metavar="COMMAND", required=True))
+    commands_of = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add = _adder(commands_of)
 
     add("list", commands.list_names, "names in the registry", "kvq list --json")
     command = add("show", commands.show, "settings, origin, errors and evaluations of a version", "kvq show NAME@1.2.0")
@@ -135,6 +138,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--dry-run", action="store_true", help="say what would be removed")
     add("doctor", commands.doctor, "find what is wrong with the registry, and say what to do", "kvq doctor")
     add("recipes", commands.recipes, "every recipe that comes with kvq (bits: Qwen2.5-7B)", "kvq recipes --json")
+    for command in sorted(metadata.entry_points(group="kvq.commands"), key=lambda command: command.name):
+        command.load()(commands_of)
     return top
 
 

@@ -1,0 +1,137 @@
+"""Keep a run's files so that it can be killed at any moment: a layer's folder appears whole, or not at all.
+
+    <run>/plan.json                     the plan, and the numeric environment in it
+    <run>/layer-start/                  tokens, and the hidden states under the first layer, a file per chunk
+    <run>/layer-0003/                   hidden states above layer 3, and per recipe its decoded keys and values, a file
+                                        per chunk; fit.safetensors, the fitted tensors; done.json, sha256 of every file
+    <run>/layer-0004.partial/           the layer at work
+
+A layer's folder is written under its partial name, every file is fsynced, then the folder is renamed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvq_calib.plan import Plan
+
+
+class AlreadyRunning(RuntimeError):
+    """Another process works on the same plan in the same folder."""
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold the run folder; a lock of the operating system, so it ends with the process however that ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise AlreadyRunning(f"already running: another process calibrates this plan in {folder}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def open_run(plan: Plan, folder: Path) -> None:
+    """Write the plan, or compare it with the one that is there."""
+    path, given = folder / "plan.json", json.dumps(plan.to_json(), sort_keys=True, indent=1)
+    if not path.exists():
+        _write(path, given)
+    elif (found := path.read_text()) != given:
+        theirs, ours = (json.loads(text) for text in (found, given))
+        differ = sorted(key for key in ours if theirs.get(key) != ours[key])
+        raise ValueError(
+            f"{folder} holds the run of another plan, or of another numeric environment ({', '.join(differ)} differ); "
+            "use another run folder, or delete this one"
+        )
+
+
+def folder_of(run: Path, layer: int) -> Path:
+    """The folder of a finished layer; -1 is what lies under the first."""
+    return run / ("layer-start" if layer < 0 else f"layer-{layer:04d}")
+
+
+@contextmanager
+def layer_folder(run: Path, layer: int, noted: dict) -> Iterator[Path]:
+    """Give a partial folder to fill; on leaving, seal it with digests and what is `noted`, and rename it into place."""
+    final = folder_of(run, layer)
+    partial = final.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    yield partial
+    files = sorted(path for path in partial.iterdir() if path.is_file())
+    _write(partial / "done.json", json.dumps(noted | {"files": {p.name: _seal(p) for p in files}}, sort_keys=True))
+    _fsync(partial)
+    partial.rename(final)
+    _fsync(run)
+
+
+def record(run: Path, layer: int) -> dict | None:
+    """What was noted when a layer was finished, or None."""
+    folder = folder_of(run, layer)
+    return json.loads((folder / "done.json").read_text()) if folder.is_dir() else None
+
+
+def verify(run: Path, layer: int, kinds: tuple[str, ...] | None = None) -> None:
+    """Compare a finished layer's files with their digests; `kinds`: only files whose name starts so."""
+    folder = folder_of(run, layer)
+    for name, digest in (record(run, layer) or {"files": {}})["files"].items():
+        if kinds is not None and not name.startswith(kinds):
+            continue
+        if not (folder / name).is_file() or _digest(folder / name) != digest:
+            raise RuntimeError(f"checkpoint {folder / name} is missing or damaged; delete {run} to start over")
+
+
+def thin(run: Path, layer: int, depth: int, last: bool) -> None:
+    """Delete what no layer above `layer` reads: older hidden states, older decoded keys and values."""
+    for older in range(-1, layer + 1):
+        for path in folder_of(run, older).glob("*-?????.safetensors"):
+            if last or older <= layer - depth or (older < layer and path.name.startswith("hidden-")):
+                path.unlink()
+
+
+def save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write tensors; they are made durable when their layer is sealed."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def load(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """Read tensors, memory-mapped on a CPU."""
+    return load_file(path, device=device)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    _fsync(partial)
+    partial.rename(path)
+    _fsync(path.parent)
+
+
+def _seal(path: Path) -> str:
+    _fsync(path)
+    return _digest(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,186 @@
+"""`kvq-calibrate`: fit recipes to a model and publish the artifacts.
+
+Exit codes
+    0    done (also when the very same artifact was there already)
+    1    a check or the machine failed: disk, memory, a damaged checkpoint, no network
+    2    usage: an unknown option, model, recipe or corpus, or settings that cannot be
+    3    not found
+    4    conflict: the same plan is already running, or the version is taken
+    130  interrupted; the same command goes on where it stopped
+"""
+
+import argparse
+import os
+import sys
+import time
+
+EXIT_CODES = (__doc__ or "").partition("\n\n")[2]
+EPILOG = f"""\
+examples
+    kvq-calibrate --model demo                                  the embedded model, in a minute
+    kvq-calibrate --model qwen2.5-7b                            256 sequences of 8192 tokens of RedPajama
+    kvq-calibrate --model ./my-model --corpus text.jsonl --recipe aqua-2bit --recipe aqua-3bit
+    kvq-calibrate --model meta-llama/Llama-3.1-8B --device cuda --dry-run
+    kvq-calibrate --list-models
+
+One pass over the model serves all recipes. A run that is interrupted, or killed, goes on at the layer where it was
+when the same command is given again. `kvq recipes` lists the recipes; `kvq eval` measures what was made.
+
+{EXIT_CODES}"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    try:
+        args = parser().parse_args(argv)
+        return _calibrate(args)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    except ModuleNotFoundError as error:
+        if (error.name or "kvq").startswith("kvq"):
+            raise
+        return _say(f"{error.name} is not installed: pip install 'kvq-runtime[calib]' (with --prefect: [flows])", 1)
+    except KeyboardInterrupt:
+        return _say("interrupted; the same command goes on at the layer where it was", 130)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from kvq_calib import checkpoint, job, models
+    from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+    from kvq_runtime.table import print_table
+
+    if args.list_models:
+        rows = [{"model": e.name, "hub": e.hub or "embedded", "corpus": e.corpus} for e in models.CATALOG.values()]
+        print_table(rows, args.json)
+        return 0
+    try:
+        asked = _job(args)
+        files, plan = asked.prepare()
+        for note in job.preflight(asked, files, plan):
+            _say(note)
+        if args.dry_run:
+            return _show_plan(asked, files, plan, args.json)
+        begun = time.perf_counter()
+        done, spent = _through_prefect(asked) if _wants_prefect(args) else _here(asked, plan, args.quiet)
+        print_table([made.row(full=args.json) for made in done], args.json)
+        if not args.json and spent:
+            _cost(time.perf_counter() - begun, spent)
+        return 0
+    except checkpoint.AlreadyRunning as error:
+        return _say(error, 4)
+    except NotFound as error:
+        return _say(error, 3)
+    except Conflict as error:
+        return _say(error, 4)
+    except ArtifactError as error:
+        return _say(error, 1)
+    except ValueError as error:
+        return _say(error, 2)
+    except (OSError, RuntimeError) as error:
+        return _say(error, 1)
+
+
+def _job(args: argparse.Namespace):
+    from kvq_calib.job import Job
+
+    if args.model is None:
+        raise ValueError("--model is missing: a name of --list-models, a folder, or a Hub id")
+    names = ("model", "revision", "corpus", "samples", "seq_len", "held_out", "seed", "device", "dtype", "threads")
+    given = {name: getattr(args, name) for name in (*names, "registry", "name", "version", "run")}
+    return Job(recipes=tuple(args.recipe or ["aqua-2bit"]), publish=not args.no_publish, **given)
+
+
+def _here(asked, plan, quiet: bool):
+    from kvq_calib import job
+    from kvq_calib.progress import Bar
+
+    bar = Bar(plan, quiet)
+    try:
+        return job.run(asked, bar)
+    finally:
+        bar.close()
+
+
+def _wants_prefect(args: argparse.Namespace) -> bool:
+    return args.prefect or bool(os.environ.get("PREFECT_API_URL"))
+
+
+def _through_prefect(asked):
+    from kvq_calib import flow
+
+    return flow.run(asked)
+
+
+def _show_plan(asked, files, plan, json: bool) -> int:
+    from kvq_runtime.table import print_record
+
+    needs = plan.needs(files)
+    record = {
+        "model": plan.model,
+        "revision": plan.revision or "local",
+        "layers": plan.geometry.layers,
+        "recipes": [recipe.name for recipe in plan.recipes],
+        "artifacts": [asked.artifact_name(files, recipe.name) for recipe in plan.recipes],
+        "corpus": plan.corpus,
+        "samples": f"{plan.samples} ({plan.held_out} held out)",
+        "seq_len": plan.seq_len,
+        "tokens": plan.tokens,
+        "chunks": f"{len(plan.chunks)} of at most {plan.chunk} sequences",
+        "device": f"{plan.device}, {plan.dtype}, {plan.threads} threads",
+        "memory": f"{(needs['layer'] + needs['chunk']) / 1e6:.0f} MB: one layer and one chunk",
+        "disk": f"{needs['disk'] / 1e6:.0f} MB at most",
+        "run folder": str(asked.folder(plan)),
+        "plan": plan.digest,
+    }
+    print_record(record, json)
+    return 0
+
+
+def _cost(wall: float, spent: dict[str, float]) -> None:
+    forward = spent.pop("forward", 0.0)
+    parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items())
+    total = forward + sum(spent.values())
+    print(
+        f"\n{wall:.1f} s. The layers took {total:.1f} s, {total / forward if forward else 0:.2f} times "
+        f"the model's own forward pass in them ({forward:.1f} s): {parts}."
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        "kvq-calibrate",
+        description="Fit KV-cache quantizers to a model, and publish the artifacts to a registry.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = top.add_argument_group("what").add_argument
+    add("--model", metavar="NAME|PATH|HUB-ID", help="a catalog name (--list-models), a folder, or org/name on the Hub")
+    add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
+    add("--recipe", action="append", metavar="NAME", help="a recipe to fit; repeat for several (default aqua-2bit)")
+    add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]")
+    add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")
+    add("--seq-len", type=int, metavar="L", help="tokens per sequence")
+    add("--held-out", type=int, metavar="N", help="sequences that only measure the fit (default: an eighth)")
+    add("--seed", type=int, default=0, metavar="S", help="of the choice of text (default 0)")
+    add = top.add_argument_group("where").add_argument
+    add("--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the forward pass (default: the model's)")
+    add("--threads", type=int, default=1, metavar="N", help="CPU threads; a part of the plan (default 1)")
+    add("--run", metavar="DIR", help="folder of the run's files (default: $KVQ_HOME/runs/PLAN)")
+    add("--registry", metavar="URL", help="file:///folder (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)")
+    add("--name", metavar="NAME", help="of the artifact (default: MODEL-RECIPE)")
+    add("--version", metavar="V", help="1.2.0; default: the next number")
+    add("--no-publish", action="store_true", help="fit, and leave the result in the run folder")
+    add = top.add_argument_group("how").add_argument
+    add("--prefect", action="store_true", help="run as a Prefect flow (also when PREFECT_API_URL is set)")
+    add("--dry-run", action="store_true", help="check everything, print the plan, and stop")
+    add("--list-models", action="store_true", help="print the catalog")
+    add("--json", action="store_true", help="print JSON")
+    add("--quiet", action="store_true", help="no progress bar")
+    return top
+
+
+def _say(message: object, code: int = 0) -> int:
+    print(f"kvq-calibrate: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,122 @@
+"""`make demo`: the whole line on the embedded model. Calibrate, publish, load, generate, measure."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+ABOUT = "4.1 million parameters; figures of so small a model say little about a large one"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo; returns its exit code."""
+    top = argparse.ArgumentParser("kvq_calib.demo", description=__doc__)
+    top.add_argument("--short", action="store_true", help="less text, for a quick check")
+    top.add_argument("--json", metavar="FILE", default="build/demo.json", help="where the table goes too")
+    args = top.parse_args(argv)
+    os.environ.setdefault("KVQ_HOME", str(Path("build/kvq").absolute()))
+    begun = time.perf_counter()
+    rows = demonstrate(*((24, 2, 512) if args.short else (96, 12, 1024)))
+    result = {"model": "demo", "note": ABOUT, "seconds": round(time.perf_counter() - begun, 1), "rows": rows}
+    path = Path(args.json)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{result['seconds']:.0f} s in all; the table is in {path}. ({ABOUT})")
+    return 0
+
+
+def demonstrate(samples: int, windows: int, length: int) -> list[dict]:
+    """Calibrate with `samples` sequences, and measure on `windows` held-out windows of `length` tokens."""
+    from kvq_calib import corpus, models
+    from kvq_calib.job import Job
+    from kvq_runtime.table import print_table
+
+    asked = Job("demo", recipes=("aqua-2bit", "mean-higgs-2bit"), samples=samples, threads=torch.get_num_threads())
+    print(f"1. Calibrate AQUA-KV on {samples} sequences of the standard library's own documentation, and publish.")
+    cost = _calibrate(asked)
+    print(f"   {cost}")
+    files = models.resolve("demo")
+    print("\n2. Load the published artifact and generate with it.")
+    _generate(files)
+    print(f"\n3. Measure on {windows} held-out windows of {length} tokens.")
+    rows = _measure(files, corpus.select("demo", files.path, windows, length, split="held-out"))
+    print_table([{name: _shown(name, value) for name, value in row.items()} for row in rows], json=False)
+    return rows
+
+
+def _calibrate(asked) -> str:
+    from kvq_calib import job
+    from kvq_calib.progress import Bar
+
+    _, plan = asked.prepare()
+    bar = Bar(plan)
+    done, spent = job.run(replace(asked, corpus=plan.corpus), bar)
+    bar.close()
+    for made in done:
+        print(f"   {made.name}@{made.version}  sha256 {made.sha256[:12]}")
+    forward, total = spent["forward"], sum(spent.values())
+    return f"{total:.1f} s for two recipes, {total / forward:.1f} times the model's own forward pass ({forward:.1f} s)"
+
+
+def _generate(files) -> None:
+    from transformers import AutoTokenizer
+
+    from kvq_calib.evaluate.record import load_model
+    from kvq_runtime.hf import KVQCache
+
+    model, tokenizer = load_model(files), AutoTokenizer.from_pretrained(files.path, local_files_only=True)
+    inputs = tokenizer("The function returns a list of all the ", return_tensors="pt")
+    cache = KVQCache.from_pretrained("demo-aqua-2bit", model=model)
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=400, do_sample=True, top_k=20, pad_token_id=0)
+    written = tokenizer.decode(out[0], skip_special_tokens=True).replace("\n", " ")
+    print(f"   {written[:300]} ...\n\n" + "\n".join("   " + line for line in str(cache.memory_report()).splitlines()))
+
+
+def _measure(files, batch) -> list[dict]:
+    from tqdm import tqdm
+
+    from kvq_calib.evaluate import record
+
+    names = ("higgs-2bit", "demo-mean-higgs-2bit", "demo-aqua-2bit")
+    subjects = [record.find(name, files) for name in names]
+    protocol = record.Protocol(error_windows=0)
+    with tqdm(total=record.work(files, batch, len(subjects), protocol), unit="tok", unit_scale=True, desc="held-out",
+              disable=not sys.stderr.isatty()) as bar:  # fmt: skip
+        records = record.evaluate(files, batch, subjects, protocol, progress=bar.update)
+    exact = records[0]["result"]["reference_perplexity"]
+    rows = [
+        {
+            "recipe": "16 bit",
+            "bits": 16.0,
+            "bits at 4096": 16.0,
+            "bytes": 1.0,
+            "perplexity": exact,
+            "against 16 bit": 0.0,
+        }
+    ]
+    for name, found in zip(names, (one["result"] for one in records), strict=True):
+        bits = found["bits"]
+        rows.append({
+            "recipe": name.removeprefix("demo-"),
+            "bits": bits["asymptotic"],
+            "bits at 4096": bits["at_4096"],
+            "bytes": bits["bytes_at_4096"] / bits["exact_bytes_at_4096"],
+            "perplexity": found["perplexity"],
+            "against 16 bit": found["relative"],
+        })  # fmt: skip
+    return rows
+
+
+def _shown(name: str, value) -> str:
+    if name in ("bytes", "against 16 bit"):
+        return f"{value:+.1%}" if name == "against 16 bit" else f"{value:.1%}"
+    return f"{value:.2f}" if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Fit one recipe in one layer, chunk by chunk: key statistics → solve → decode keys, value statistics → solve → decode.
+
+Algorithm 1 of AQUA-KV with the runtime's own codec: what a layer is predicted from are the layers below as inference
+will decode them. Each pass over the chunks gives one partial per chunk; partials are added in ascending order.
+
+Source: Shutova et al., 2025 (AQUA-KV), algorithm 1.
+Differs: each row's exact sinks are left out of the fit (they are never encoded); the authors fit on all positions.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq_calib.fit import predict as fits
+from kvq_calib.fit.mlp import fit_mlp
+from kvq_calib.statistics import CrossMoments, MeanVariance, Sample
+from kvq_runtime import rope
+from kvq_runtime.codec import Codec, Context
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Half, Recipe
+from kvq_runtime.stages.predict import MLP, Linear, LowRank
+
+SAMPLE_ROWS = 4096  # tokens that an iterative fit sees
+
+Pair = tuple[Tensor, Tensor]
+Partial = tuple[CrossMoments, Sample | None]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One chunk as a recipe's codecs see it: [N, block, C], sinks filled with the token after them.
+
+    k, v       keys in the recipe's position, and values, float32
+    mask_NT    which tokens are ever encoded
+    rope       cos and sin of every token, [N, block, K]
+    sequences  the number of each block's sequence; `starts` its first position
+    """
+
+    k: Tensor
+    v: Tensor
+    mask_NT: Tensor
+    rope: Pair
+    sequences: Tensor
+    starts: Tensor
+
+
+def blocks(recipe: Recipe, geometry: Geometry, k_NTC: Tensor, v_NTC: Tensor, tables: Pair, sequences: range) -> Blocks:
+    """Cut captured keys (before RoPE) and values [sequences, tokens, C] into whole blocks."""
+    size, sinks = recipe.key.block, max(recipe.key.sinks, recipe.value.sinks)
+    count = k_NTC.shape[1] // size
+    position = torch.arange(count * size, device=k_NTC.device).clamp(min=sinks)
+    cos, sin = (table[:, position] for table in tables)
+    k, v = k_NTC[:, position].float(), v_NTC[:, position].float()
+    if recipe.position == "post":
+        k = rope.rotate(k.unflatten(-1, (geometry.kv_heads, -1)), cos, sin).flatten(-2)
+    rows = len(k)
+    mask = (torch.arange(count * size, device=k.device) >= sinks).expand(rows, -1)
+
+    def cut(x: Tensor) -> Tensor:
+        return x.expand(rows, *x.shape[1:]).reshape(rows * count, size, *x.shape[2:])
+
+    numbers = torch.tensor(list(sequences)).repeat_interleave(count)
+    starts = (torch.arange(count) * size).repeat(rows)
+    return Blocks(cut(k), cut(v), cut(mask), (cut(cos), cut(sin)), numbers, starts)
+
+
+class SideFit:
+    """The fit of keys or of values: an empty statistic, its update by a chunk, its solution."""
+
+    def __init__(self, recipe: Recipe, layer: int, half: Half, geometry: Geometry, moments: MeanVariance):
+        self.mean_C = moments.mean_C.float()
+        self._arguments = (recipe, layer, half, geometry)
+        predictor = recipe.side(layer, half).predictor(layer, half)
+        self.tensors = {"predict.mean": self.mean_C} if predictor is not None else {}
+        self.codec = Codec(*self._arguments, self.tensors)
+        self.predictor = predictor
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether anything beside the mean is fitted."""
+        return isinstance(self.predictor, Linear)
+
+    def empty(self) -> Partial:
+        """The statistics before any chunk: moments of inputs and target, both centred, and tokens for an MLP."""
+        width, (keys, below) = len(self.mean_C), self.codec.side.inputs(self.codec.layer, self.codec.half)
+        inputs = width * (keys + len(below))
+        shifts = self.mean_C.new_zeros(inputs), self.mean_C.new_zeros(width)
+        sample = Sample(SAMPLE_ROWS, inputs + width) if isinstance(self.predictor, MLP) else None
+        return CrossMoments(*shifts), sample
+
+    def partial(self, data: Blocks, context: Context) -> Partial:
+        """What one chunk says."""
+        moments, sample = self.empty()
+        z_NTI = self.codec.inputs(context).float()
+        y_NTC = (data.k if self.codec.half == "key" else data.v) - self.codec.mean(context)
+        moments.update(z_NTI, y_NTC, data.mask_NT)
+        if sample is not None:
+            rows = torch.cat([z_NTI, y_NTC], -1)
+            for number, start, row, mask in zip(data.sequences, data.starts.tolist(), rows, data.mask_NT, strict=True):
+                sample.update(row[None], number[None], start, mask[None])
+        return moments, sample
+
+    def solve(self, partials: Iterable[Partial], seed: int) -> None:
+        """Add the partials in ascending order, and fit."""
+        moments, sample = self.empty()
+        for index, (part, rows) in enumerate(partials):
+            moments.merge(index, part)
+            if sample is not None and rows is not None:
+                sample.merge(index, rows)
+        found = moments.value()
+        predictor = self.predictor
+        assert isinstance(predictor, Linear), "a mean is fitted by its moments"
+        if isinstance(predictor, MLP):
+            assert sample is not None
+            rows = sample.value().rows_RC
+            inputs = len(found.mean_x_I)
+            fitted = fit_mlp(rows[:, :inputs], rows[:, inputs:], seed, predictor.norm)
+        elif isinstance(predictor, LowRank):
+            fitted = fits.fit_low_rank(found, predictor.rank, predictor.ridge)
+        elif predictor.storage == "gptq4":
+            fitted = fits.fit_gptq(found, predictor.ridge)
+        else:
+            fitted = fits.fit_linear(found, predictor.ridge)
+        fitted = fitted | {"mean": self.mean_C}
+        self.tensors = {f"predict.{name}": tensor for name, tensor in fitted.items()}
+        self.codec = Codec(*self._arguments, self.tensors).to(self.mean_C.device)
+
+    def decode(self, data: Blocks, context: Context) -> Tensor:
+        """The chunk encoded and decoded, centred."""
+        x = data.k if self.codec.half == "key" else data.v
+        return self.codec.decode(self.codec.encode(x, context), context)
+
+    def errors(self, data: Blocks, context: Context, decoded: Tensor) -> Tensor:
+        """Sums over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number."""
+        x = data.k if self.codec.half == "key" else data.v
+        turned = self.codec.mean(context) if self.tensors else self.mean_C
+        centred = x - turned
+        predicted = self.codec.predicted(context)
+        residual = centred if predicted is None else centred - predicted.float()
+        error = (centred if self.tensors else x) - decoded.float()
+        mask = data.mask_NT[..., None]
+        sums = [(part.double().square() * mask).sum() for part in (x, centred, residual, error)]
+        return torch.stack([*sums, data.mask_NT.sum().double()])
+
+
+def summary(sums: Tensor) -> dict[str, float]:
+    """The measures of one side from summed `errors`: relative to the variance about the mean."""
+    energy, variance, residual, error, _ = sums.tolist()
+    return {
+        "relative_error": error / variance if variance else 0.0,
+        "explained_variance": 1 - residual / variance if variance else 0.0,
+        "mean_energy": 1 - variance / energy if energy else 0.0,
+    }

@@ -1,0 +1,135 @@
+"""Turn statistics of (inputs z, target y) into the tensors of one side's predictor.
+
+    linear     W = (C + λ·tr(C)/I · 1)⁻¹ X            C = cov(z), X = cov(z, y), λ the recipe's ridge
+    low rank   W V Vᵀ, V the leading eigenvectors of Wᵀ (C + λ·…) W: the best map of that rank
+    gptq       W rounded one input at a time, the error of each pushed into the inputs that follow
+
+An MLP is fitted by `mlp.py`. Everything is centred, so the bias is not damped: b = mean(y) - mean(z) W, with the W that
+is stored, so that it also takes up the mean of W's rounding.
+
+Source: Shutova et al., 2025 (AQUA-KV), section 3 and table 9; Reinsel and Velu, 1998 (reduced-rank regression); Frantar
+et al., 2023 (GPTQ), algorithm 1.
+Differs: AQUA-KV's code damps the bias, sums in float32, and centres neither side of the low-rank fit.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvq_calib.statistics import Centred
+from kvq_runtime.ops import pack, rtn
+from kvq_runtime.stages.predict import GPTQ_BITS, GPTQ_GROUP, Linear, LowRank
+
+Tensors = dict[str, Tensor]
+
+
+def fit_linear(joint: Centred, ridge: float) -> Tensors:
+    """Centred ridge regression: {"weight": bf16 [I, O], "bias": float32 [O]}."""
+    weight = ridge_map(joint, ridge).to(torch.bfloat16)
+    return {"weight": weight, "bias": _bias(joint, weight)}
+
+
+def fit_low_rank(joint: Centred, rank: int, ridge: float) -> Tensors:
+    """Centred reduced-rank ridge regression: {"down": bf16 [I, r], "up": bf16 [r, O], "bias": float32 [O]}."""
+    weight = ridge_map(joint, ridge)
+    fitted_OO = weight.mT @ joint.xy_IO  # = Wᵀ (C + λ…) W
+    vectors = torch.linalg.eigh((fitted_OO + fitted_OO.mT) / 2).eigenvectors
+    basis_OR = fixed_sign(vectors.flip(1)[:, : min(rank, *weight.shape)])
+    down, up = (weight @ basis_OR).to(torch.bfloat16), basis_OR.mT.to(torch.bfloat16).contiguous()
+    return {"down": down, "up": up, "bias": _bias(joint, down.double() @ up.double())}
+
+
+def fit_gptq(joint: Centred, ridge: float) -> Tensors:
+    """Centred ridge regression, stored in 4 bits: {"codes", "step", "low", "bias"}."""
+    found = gptq(ridge_map(joint, ridge), _damped(joint.xx_II, ridge))
+    return found | {"bias": _bias(joint, Linear(storage="gptq4").weight(found, len(joint.xx_II)))}
+
+
+def ridge_map(joint: Centred, ridge: float) -> Tensor:
+    """W, float64 [I, O]; zero where the inputs do not vary at all."""
+    if not joint.xx_II.diagonal().any():
+        return torch.zeros_like(joint.xy_IO)
+    return torch.cholesky_solve(joint.xy_IO, _cholesky(_damped(joint.xx_II, ridge), int(joint.count)))
+
+
+def fixed_sign(vectors_NR: Tensor) -> Tensor:
+    """Turn each column so that its largest component is positive: eigenvectors come with either sign."""
+    largest = vectors_NR.abs().argmax(0, keepdim=True)
+    return vectors_NR * vectors_NR.gather(0, largest).sign()
+
+
+def gptq(weight_IO: Tensor, covariance_II: Tensor, bits: int = GPTQ_BITS, group: int = GPTQ_GROUP) -> Tensors:
+    """Round W against the (damped) covariance of its inputs: codes uint8 [O, I/group, packed], step and low float16.
+
+    After input i is rounded with error e, the inputs j > i move by -e · U_ij / U_ii, where UᵀU is the inverse of the
+    covariance: the move that makes up best for the error. A group's ends are taken when its first input is reached.
+    """
+    inputs, weight = len(weight_IO), weight_IO.double().clone()
+    group = min(group, inputs)
+    inverse = torch.cholesky_inverse(_cholesky(covariance_II.double(), 0))
+    upper = _cholesky(inverse, 0).mT
+    found: dict[str, list[Tensor]] = {"codes": [], "step": [], "low": []}
+    for start in range(0, inputs, group):
+        end = min(start + group, inputs)
+        _, step, low = rtn.encode_minmax(weight[start:end].mT.float(), bits)
+        codes_OK, errors_KO = _round_group(weight[start:end], upper[start:end, start:end], step, low, bits)
+        weight[end:] -= upper[start:end, end:].mT @ errors_KO
+        codes_OK = functional.pad(codes_OK, (0, group - codes_OK.shape[1]))
+        for name, part in (("codes", pack.pack(codes_OK, bits)), ("step", step), ("low", low)):
+            found[name].append(part)
+    return {name: torch.stack(parts, 1) for name, parts in found.items()}
+
+
+def _round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Round the inputs of one group in turn: codes [O, K], and each input's error over its U_ii, [K, O]."""
+    rest, step, low = weight_KO.clone(), step.double(), low.double()
+    codes, errors = [], []
+    for i in range(len(rest)):
+        code = ((rest[i] - low) / step.where(step > 0, 1.0)).round_().clamp_(0, 2**bits - 1)
+        error = (rest[i] - (low + step * code)) / upper_KK[i, i]
+        rest[i + 1 :] -= torch.outer(upper_KK[i, i + 1 :], error)
+        codes.append(code.to(torch.uint8))
+        errors.append(error)
+    return torch.stack(codes, 1), torch.stack(errors)
+
+
+def linear_map(predictor: Linear, tensors: Tensors, inputs: int) -> Tensor:
+    """The map that a linear or low-rank predictor's stored tensors make, float64 [I, O]."""
+    if isinstance(predictor, LowRank):
+        return tensors["down"].double() @ tensors["up"].double()
+    return predictor.weight(tensors, inputs).double()
+
+
+def residual_variance(joint: Centred, weight_IO: Tensor) -> Tensor:
+    """The variance of y - z W, per channel: float64 [O]."""
+    weight = weight_IO.double()
+    quadratic = (weight * (joint.xx_II @ weight)).sum(0)
+    return joint.yy_O - 2 * (weight * joint.xy_IO).sum(0) + quadratic
+
+
+def explained(joint: Centred, weight_IO: Tensor) -> float:
+    """The share of the targets' variance, over all channels, that z W explains: at most 1."""
+    total = float(joint.yy_O.sum())
+    return 1 - float(residual_variance(joint, weight_IO).sum()) / total if total > 0 else 0.0
+
+
+def _bias(joint: Centred, weight_IO: Tensor) -> Tensor:
+    return (joint.mean_y_O - joint.mean_x_I @ weight_IO.double()).float()
+
+
+def _damped(covariance_II: Tensor, ridge: float) -> Tensor:
+    diagonal = covariance_II.diagonal()
+    return covariance_II + torch.diag(ridge * diagonal.mean().expand_as(diagonal))
+
+
+def _cholesky(matrix_II: Tensor, count: int) -> Tensor:
+    """The lower factor; what is not positive definite by rounding alone gets a little more on its diagonal."""
+    for jitter in (0.0, 1e-10, 1e-8, 1e-6):
+        factor, info = torch.linalg.cholesky_ex(_damped(matrix_II, jitter))
+        if not info and bool(factor.isfinite().all()):
+            return factor
+    source, state = f" from {count} samples" if count else "", "finite" if matrix_II.isfinite().all() else "not finite"
+    raise RuntimeError(
+        f"the covariance of {len(matrix_II)} inputs{source} ({state}) is not positive definite; "
+        "use more samples, or a larger ridge"
+    )

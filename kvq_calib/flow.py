@@ -1,0 +1,76 @@
+"""The stage graph as a Prefect flow: functions of `run.py` and `job.py`, a task a layer. Only importer of prefect.
+
+Checkpoints in the run folder are the only truth for resuming, so Prefect's caching is off; tasks pass paths and names,
+never tensors. Where PREFECT_API_URL is not set, Prefect starts a server of its own for the length of the run.
+"""
+
+import os
+from dataclasses import asdict, replace
+
+_QUIET = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_EPHEMERAL_ENABLED": "true",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
+    "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
+    "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+}
+for _name, _value in _QUIET.items():  # read by prefect when it is imported
+    os.environ.setdefault(_name, _value)
+
+from prefect import flow, task  # noqa: E402
+from prefect.artifacts import create_table_artifact  # noqa: E402
+from prefect.cache_policies import NO_CACHE  # noqa: E402
+
+from kvq_calib import checkpoint, job  # noqa: E402
+from kvq_calib import run as graph  # noqa: E402
+
+
+def _work(asked: job.Job) -> graph.Run:
+    files, plan = asked.prepare()
+    return graph.Run(plan, files, asked.folder(plan))
+
+
+@task(name="prepare", cache_policy=NO_CACHE, persist_result=False)
+def prepare(asked: job.Job) -> int:
+    """Check what would stop the run, choose the text, and say at which layer the run goes on."""
+    work = _work(asked)
+    job.preflight(asked, work.files, work.plan)
+    graph.start(work)
+    return graph.first_unfinished(work)
+
+
+@task(name="layer", task_run_name="layer-{layer}", cache_policy=NO_CACHE, persist_result=False)
+def layer(asked: job.Job, layer: int) -> None:
+    """Capture one layer and fit every recipe in it."""
+    work = _work(asked)
+    graph.fit_layer(work, graph.start(work), layer)
+
+
+@task(name="publish", cache_policy=NO_CACHE, persist_result=False)
+def publish(asked: job.Job) -> list[dict]:
+    """Put the artifacts together and publish them."""
+    work = _work(asked)
+    done = list(job.publish(asked, work.files, graph.artifacts(work)))
+    create_table_artifact(table=[made.row() for made in done], key="kvq-artifacts", description="What was made")
+    return [asdict(made) for made in done]
+
+
+@flow(name="kvq-calibrate", validate_parameters=False)
+def calibrate(asked: dict) -> list[dict]:
+    """Calibrate a model and publish its artifacts; `asked` holds the fields of a Job."""
+    given = job.Job(**{**asked, "recipes": tuple(asked["recipes"])})
+    _, plan = given.prepare()
+    given = replace(given, corpus=plan.corpus, revision=plan.revision)
+    with checkpoint.claimed(given.folder(plan)):
+        for number in range(prepare(given), plan.geometry.layers):
+            layer(given, number)
+        return publish(given)
+
+
+def run(asked: job.Job) -> tuple[list[job.Done], dict[str, float]]:
+    """Run the flow from this process; what it made, and seconds by stage."""
+    made = calibrate(asdict(asked))
+    return [job.Done(**one) for one in made], graph.seconds(_work(asked))

@@ -1,0 +1,161 @@
+"""Say what a calibration will do before it does it: the plan is all that its bytes depend on."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from kvq_calib import corpus
+from kvq_calib.weights import ModelFiles
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.stages.predict import Linear
+
+CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One calibration: a model, recipes, a corpus, and the numbers that its result depends on.
+
+    samples, held_out   sequences in all, and how many of them only measure the fit
+    chunk               sequences per chunk, the unit of work: never a matter of workers or free memory
+    dtype, threads      of the forward pass; `environment` has the versions and the device beside them
+    """
+
+    model: str
+    revision: str | None
+    geometry: Geometry
+    recipes: tuple[Recipe, ...]
+    corpus: str
+    samples: int
+    seq_len: int
+    seed: int = 0
+    held_out: int = 0
+    chunk: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    environment: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        names = [recipe.name for recipe in self.recipes]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"recipes {names}; name at least one, and each once")
+        for name, least in (("samples", 1), ("seq_len", 2), ("held_out", 0), ("chunk", 1), ("threads", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}; use at least {least}")
+        if self.held_out >= self.samples:
+            raise ValueError(f"held_out={self.held_out} leaves none of {self.samples} samples to fit on; use fewer")
+        for recipe in self.recipes:
+            recipe.check(self.geometry)
+            if not recipe.fitted:
+                raise ValueError(f"recipe {recipe.name} has nothing to fit; use KVQCache.from_recipe({recipe.name!r})")
+            if recipe.key.block > self.seq_len or recipe.key.sinks >= self.seq_len:
+                raise ValueError(
+                    f"seq_len={self.seq_len} is shorter than a block of {recipe.name} ({recipe.key.block})"
+                )
+
+    @property
+    def chunks(self) -> list[range]:
+        """The sequences of each chunk; a chunk is fitted on or held out as a whole."""
+        fitted = self.samples - self.held_out
+        starts = [*range(0, fitted, self.chunk), *range(fitted, self.samples, self.chunk)]
+        return [range(a, b) for a, b in zip(starts, [*starts[1:], self.samples], strict=True)]
+
+    @property
+    def fitted_chunks(self) -> int:
+        """How many chunks are fitted on; the rest, if any, are held out."""
+        return math.ceil((self.samples - self.held_out) / self.chunk)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return self.samples * self.seq_len
+
+    @property
+    def depth(self) -> int:
+        """How many decoded layers underneath a layer may read."""
+        sides = [side.predict for recipe in self.recipes for side in recipe.sides]
+        return max((max(p.below, default=0) for p in sides if isinstance(p, Linear)), default=0)
+
+    def to_json(self) -> dict:
+        """The plan as JSON: no clock, no host, no path."""
+        given = asdict(self) | {"recipes": [recipe.to_json() for recipe in self.recipes]}
+        return given | {"geometry": asdict(self.geometry)}
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the plan: the name of its run folder."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def needs(self, files: ModelFiles) -> dict[str, int]:
+        """Bytes of memory on the device, and of disk in the run folder, at the most."""
+        width, itemsize = self.geometry.width, getattr(torch, self.dtype).itemsize
+        token_rows = min(self.chunk, self.samples) * self.seq_len
+        layer = max(files.layer_bytes(i) for i in range(self.geometry.layers)) * itemsize // files.dtype.itemsize
+        hidden = self.tokens * files.hidden * itemsize
+        decoded = self.tokens * 2 * width * 2 * len(self.recipes)
+        chunk = token_rows * (6 * files.hidden + 8 * width) * itemsize
+        return {
+            "layer": layer,
+            "chunk": chunk,
+            "disk": 2 * hidden + self.tokens * 2 * width * itemsize + (self.depth + 2) * decoded,
+        }
+
+
+def environment(device: str, dtype: str, threads: int) -> dict:
+    """What the bytes of a run depend on beside its plan: versions and the kind of machine, no name of it."""
+    found = {"torch": torch.__version__, "transformers": version("transformers"), "machine": platform.machine()}
+    found |= {"dtype": dtype, "threads": threads, "device": device, "cpu": torch.backends.cpu.get_cpu_capability()}
+    if device.startswith("cuda"):
+        found["device"] = torch.cuda.get_device_name()
+    return found
+
+
+def make(
+    files: ModelFiles,
+    recipes: tuple[Recipe, ...],
+    source: str | None = None,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    seed: int = 0,
+    held_out: int | None = None,
+    device: str = "cpu",
+    dtype: str | None = None,
+    threads: int = 1,
+) -> Plan:
+    """Complete a plan with the model's defaults; a Hub corpus is pinned to a revision here."""
+    from kvq_calib.capture import default_dtype
+
+    known = files.entry
+    samples = known.samples if samples is None else samples
+    seq_len = min(known.seq_len, files.context) if seq_len is None else seq_len
+    kind = dtype or str(default_dtype(files, torch.device(device))).removeprefix("torch.")
+    return Plan(
+        model=files.id,
+        revision=files.revision,
+        geometry=files.geometry,
+        recipes=recipes,
+        corpus=corpus.pin(source or known.corpus),
+        samples=samples,
+        seq_len=seq_len,
+        seed=seed,
+        held_out=samples // 8 if held_out is None else held_out,
+        chunk=max(1, CHUNK_TOKENS // seq_len),
+        device=device,
+        dtype=kind,
+        threads=threads,
+        environment=environment(device, kind, threads),
+    )
+
+
+def home() -> Path:
+    """Where kvq keeps registry and runs: $KVQ_HOME, else ~/.kvq."""
+    return Path(os.environ.get("KVQ_HOME") or Path.home() / ".kvq")

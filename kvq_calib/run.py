@@ -1,0 +1,275 @@
+"""The stage graph as plain functions: prepare → layer 0 → layer 1 → ... → artifacts.
+
+Each function reads what the one before left in the run folder, so any of them can be a task of a workflow engine, and
+a run that was killed goes on at the layer where it was. One pass over the model serves all recipes of the plan.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvq_calib import checkpoint, corpus
+from kvq_calib.capture import Stream
+from kvq_calib.fit.layer import Blocks, SideFit, blocks, summary
+from kvq_calib.plan import Plan
+from kvq_calib.statistics import MeanVariance, Moments
+from kvq_calib.weights import ModelFiles
+from kvq_runtime.artifact import Artifact
+from kvq_runtime.codec import Codec, Context
+from kvq_runtime.recipe import HALVES, Recipe, Side
+from kvq_runtime.stages.predict import Linear
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a progress callback hears: this many of a layer's units of work are done."""
+
+    layer: int
+    layers: int
+    stage: str
+    done: int
+    total: int
+    tokens: int
+
+
+Listener = Callable[[Progress], None]
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A plan at work: where its files are, whose weights it reads, and who hears of its progress."""
+
+    plan: Plan
+    files: ModelFiles
+    folder: Path
+    listener: Listener = lambda progress: None
+
+    def say(self, layer: int, stage: str, done: int, total: int, tokens: int = 0) -> None:
+        """Report progress."""
+        self.listener(Progress(layer, self.plan.geometry.layers, stage, done, total, tokens))
+
+
+def calibrate(run: Run) -> dict[str, Artifact]:
+    """Do the whole plan, or what is left of it, and return an artifact per recipe."""
+    with checkpoint.claimed(run.folder):
+        stream = start(run)
+        for layer in range(first_unfinished(run), run.plan.geometry.layers):
+            fit_layer(run, stream, layer)
+        return artifacts(run)
+
+
+def start(run: Run) -> Stream:
+    """Set the numeric environment, open the run folder and the model, and prepare the text."""
+    plan = run.plan
+    torch.set_num_threads(plan.threads)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(plan.device.startswith("cuda"))
+    checkpoint.open_run(plan, run.folder)
+    stream = Stream(run.files, plan.device, getattr(torch, plan.dtype))
+    prepare(run, stream)
+    return stream
+
+
+def first_unfinished(run: Run) -> int:
+    """The layer at which the run goes on. What that layer reads is checked against its digests."""
+    last = max((n for n in range(run.plan.geometry.layers) if checkpoint.record(run.folder, n)), default=-1)
+    if last < run.plan.geometry.layers - 1:
+        checkpoint.verify(run.folder, last)
+        for layer in range(max(0, last - run.plan.depth + 1), last):
+            checkpoint.verify(run.folder, layer, tuple(recipe.name for recipe in run.plan.recipes))
+    for layer in range(last):
+        checkpoint.verify(run.folder, layer, ("fit",))
+    return last + 1
+
+
+def prepare(run: Run, stream: Stream) -> None:
+    """Choose the tokens and embed them: what lies under the first layer."""
+    plan = run.plan
+    if checkpoint.record(run.folder, -1) is not None:
+        return
+    batch = corpus.select(plan.corpus, run.files.path, plan.samples, plan.seq_len, plan.seed)
+    with checkpoint.layer_folder(run.folder, -1, {"corpus": batch.description}) as folder:
+        for index, rows in enumerate(plan.chunks):
+            tokens = batch.tokens_BT[rows.start : rows.stop]
+            checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / _chunk("hidden", index))
+
+
+def fit_layer(run: Run, stream: Stream, layer: int) -> None:
+    """Capture one layer, fit every recipe in it, and leave what the next layer reads."""
+    plan, started = run.plan, time.perf_counter()
+    record: dict = {"layer": layer, "fit": {}, "seconds": {}}
+    with checkpoint.layer_folder(run.folder, layer, record) as folder:
+        moments = _capture(run, stream, layer, folder, record["seconds"])
+        record["seconds"]["capture"] = time.perf_counter() - started - record["seconds"]["forward"]
+        tensors: dict[str, Tensor] = {}
+        for recipe in plan.recipes:
+            begun = time.perf_counter()
+            fitted, measures = _fit_recipe(run, stream, layer, recipe, moments[_sinks(recipe)], folder)
+            tensors |= {f"{recipe.name}/{name}": tensor for name, tensor in fitted.items()}
+            record["fit"][recipe.name] = measures
+            record["seconds"][recipe.name] = time.perf_counter() - begun
+        checkpoint.save(tensors, folder / "fit.safetensors")
+        if not any(_clean(side) for recipe in plan.recipes for side in recipe.sides):
+            for index in range(len(plan.chunks)):
+                (folder / _chunk("capture", index)).unlink()
+    checkpoint.thin(run.folder, layer, max(plan.depth, 1), last=layer == plan.geometry.layers - 1)
+
+
+def _capture(
+    run: Run, stream: Stream, layer: int, folder: Path, seconds: dict
+) -> dict[int, tuple[MeanVariance, MeanVariance]]:
+    """Run the layer on every chunk; return mean and variance of keys and values, for each number of sinks left out."""
+    plan, before = run.plan, checkpoint.folder_of(run.folder, layer - 1)
+    width, device = plan.geometry.width, stream.device
+    sums = {sinks: (Moments(width, device), Moments(width, device)) for sinks in {_sinks(r) for r in plan.recipes}}
+    module = stream.layer(layer)
+    for index, rows in enumerate(plan.chunks):
+        hidden = checkpoint.load(before / _chunk("hidden", index))["hidden"]
+        begun = time.perf_counter()
+        captured = module.forward(hidden)
+        seconds["forward"] = seconds.get("forward", 0.0) + time.perf_counter() - begun
+        checkpoint.save({"hidden": captured.h_BTE.cpu()}, folder / _chunk("hidden", index))
+        checkpoint.save({"k": captured.k_NTC.cpu(), "v": captured.v_NTC.cpu()}, folder / _chunk("capture", index))
+        if index < plan.fitted_chunks:
+            for sinks, pair in sums.items():
+                for total, x_NTC in zip(pair, (captured.k_NTC, captured.v_NTC), strict=True):
+                    partial = Moments(width, device)
+                    partial.update(x_NTC[:, sinks:])
+                    total.merge(index, partial)
+        run.say(layer, "capture", index + 1, len(plan.chunks), len(rows) * plan.seq_len)
+    return {sinks: (keys.value(), values.value()) for sinks, (keys, values) in sums.items()}
+
+
+def _fit_recipe(
+    run: Run, stream: Stream, layer: int, recipe: Recipe, moments: tuple[MeanVariance, MeanVariance], folder: Path
+) -> tuple[dict[str, Tensor], dict]:
+    """Keys first, then values, each: statistics over the fitted chunks, solution, every chunk decoded."""
+    plan, geometry = run.plan, run.plan.geometry
+    work = RecipeWork(run, stream, layer, recipe, folder)
+    found: dict[str, Tensor] = {}
+    measures: dict = {}
+    for half, mean in zip(HALVES, moments, strict=True):
+        side = SideFit(recipe, layer, half, geometry, mean)
+        if side.needs_statistics:
+            read = (work.data(index, half, _clean(side.codec.side)) for index in range(plan.fitted_chunks))
+            side.solve((side.partial(*chunk) for chunk in read), plan.seed)
+        sums = torch.zeros(5, dtype=torch.float64)
+        for index in range(len(plan.chunks)):
+            data, context = work.data(index, half, clean=False)
+            decoded = side.decode(data, context)
+            work.keep(index, half, decoded)
+            if index >= plan.fitted_chunks or plan.held_out == 0:
+                sums += side.errors(data, context, decoded).cpu()
+            run.say(layer, f"{recipe.name} {half}s", index + 1, len(plan.chunks))
+        work.fits[half] = side
+        found |= {f"layers.{layer}.{half}.{name}": tensor.cpu() for name, tensor in side.tensors.items()}
+        measures[half] = summary(sums)
+    return found, measures
+
+
+class RecipeWork:
+    """One recipe in one layer: reads a chunk as its codecs see it, and keeps what it decodes for the next layer."""
+
+    def __init__(self, run: Run, stream: Stream, layer: int, recipe: Recipe, folder: Path):
+        self.run, self.stream, self.layer, self.recipe, self.folder = run, stream, layer, recipe, folder
+        self.fits: dict[str, SideFit] = {}
+        self._tables = stream.rope(run.plan.seq_len)
+
+    def data(self, index: int, half: str, clean: bool) -> tuple[Blocks, Context]:
+        """A chunk, and what it is predicted from: as decoded, or, `clean`, as it was."""
+        data = self._blocks(self.layer, index, self.folder)
+        predict = self.recipe.side(self.layer, "key" if half == "key" else "value").predict
+        depths = range(1, min(max(getattr(predict, "below", ()), default=0), self.layer) + 1)
+        below = [self._clean(d, index) if clean else self._decoded(d, index) for d in depths]
+        keys = None
+        if half == "value" and getattr(predict, "keys", False):
+            keys = _centred(self.fits["key"].codec, data.k, data) if clean else self._load(self.folder, index)["key"]
+        return data, Context(rope=data.rope, keys=keys, below=below)
+
+    def keep(self, index: int, half: str, decoded: Tensor) -> None:
+        """Store decoded keys, or values, of a chunk."""
+        name = _chunk(f"{self.recipe.name}-{half}", index)
+        checkpoint.save({half: decoded.cpu()}, self.folder / name)
+
+    def _load(self, folder: Path, index: int) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for half in HALVES:
+            path = folder / _chunk(f"{self.recipe.name}-{half}", index)
+            if path.exists():
+                found |= checkpoint.load(path, str(self.stream.device))
+        return found
+
+    def _decoded(self, depth: int, index: int) -> Pair:
+        found = self._load(checkpoint.folder_of(self.run.folder, self.layer - depth), index)
+        return found["key"], found["value"]
+
+    def _clean(self, depth: int, index: int) -> Pair:
+        """The exact keys and values of a layer below, centred by its own fitted means."""
+        layer = self.layer - depth
+        folder = checkpoint.folder_of(self.run.folder, layer)
+        data = self._blocks(layer, index, folder)
+        fitted = checkpoint.load(folder / "fit.safetensors", str(self.stream.device))
+        pair = []
+        for half, x in zip(HALVES, (data.k, data.v), strict=True):
+            mean = fitted.get(f"{self.recipe.name}/layers.{layer}.{half}.predict.mean")
+            tensors = {"predict.mean": mean} if mean is not None else {}
+            pair.append(_centred(Codec(self.recipe, layer, half, self.run.plan.geometry, tensors), x, data))
+        return pair[0], pair[1]
+
+    def _blocks(self, layer: int, index: int, folder: Path) -> Blocks:
+        captured = checkpoint.load(folder / _chunk("capture", index), str(self.stream.device))
+        rows = self.run.plan.chunks[index]
+        return blocks(self.recipe, self.run.plan.geometry, captured["k"], captured["v"], self._tables, rows)
+
+
+def artifacts(run: Run) -> dict[str, Artifact]:
+    """Put the layers together: an artifact per recipe."""
+    plan, tensors, notes = run.plan, {}, []
+    for layer in range(plan.geometry.layers):
+        tensors |= checkpoint.load(checkpoint.folder_of(run.folder, layer) / "fit.safetensors")
+        notes.append(checkpoint.record(run.folder, layer) or {})
+    given = plan.to_json()
+    provenance = {
+        name: given[name] for name in ("model", "revision", "samples", "seq_len", "seed", "held_out", "environment")
+    }
+    provenance["corpus"] = (checkpoint.record(run.folder, -1) or {})["corpus"]
+    return {
+        recipe.name: Artifact(
+            recipe=recipe,
+            fingerprint=run.files.fingerprint(),
+            tensors={n.split("/", 1)[1]: t for n, t in tensors.items() if n.split("/", 1)[0] == recipe.name},
+            provenance=provenance,
+            fit={"layers": [note["fit"][recipe.name] for note in notes]},
+        )
+        for recipe in plan.recipes
+    }
+
+
+def seconds(run: Run) -> dict[str, float]:
+    """Where the time of a finished run went: "forward" (the model itself), "capture" around it, and each recipe."""
+    totals: dict[str, float] = {}
+    for layer in range(run.plan.geometry.layers):
+        for stage, spent in (checkpoint.record(run.folder, layer) or {})["seconds"].items():
+            totals[stage] = totals.get(stage, 0.0) + spent
+    return totals
+
+
+def _centred(codec: Codec, x_NTC: Tensor, data: Blocks) -> Tensor:
+    return x_NTC if codec.predictor is None else x_NTC - codec.mean(Context(rope=data.rope))
+
+
+def _clean(side: Side) -> bool:
+    return isinstance(side.predict, Linear) and side.predict.fit == "clean"
+
+
+def _sinks(recipe: Recipe) -> int:
+    return max(recipe.key.sinks, recipe.value.sinks)
+
+
+def _chunk(kind: str, index: int) -> str:
+    return f"{kind}-{index:05d}.safetensors"

@@ -1,0 +1,117 @@
+"""Add golden artifacts: one small artifact per method, and what it decodes a fixed block to.
+
+    python scripts/make_golden.py            writes what is missing in artifacts/golden/v1; never changes what is there
+
+An artifact that was published once must load and decode to the same numbers for ever: `tests/test_golden.py` reads every
+file here. The model is no model: keys and values are a fixed chain of sines, so that nothing has to be kept to
+make them again.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvq_calib.fit.layer import SideFit, blocks
+from kvq_calib.statistics import Moments
+from kvq_runtime import artifact
+from kvq_runtime.codec import Context, build
+from kvq_runtime.fingerprint import Fingerprint, probe
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import HALVES, Recipe, preset
+from kvq_runtime.rope import Rotary
+
+FOLDER = Path(__file__).parents[1] / "artifacts" / "golden" / "v1"
+GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
+TOKENS, SEQUENCES = 128, 4
+METHODS = (
+    "mean-higgs-2bit", "mean-higgs-3bit", "aqua-1bit", "aqua-1.5bit", "aqua-2bit", "aqua-3bit", "aqua-4bit",
+    "aqua-2bit-rrr", "aqua-2bit-mlp", "aqua-2bit-gptq", "aqua-2bit-post", "aqua-2bit-quarot",
+    "aqua-2bit-channel", "aqua-2bit-below-1-2", "aqua-2bit-first-16bit",
+)  # fmt: skip
+
+
+def activations(layer: int) -> tuple[Tensor, Tensor]:
+    """Keys before RoPE and values of one layer, [SEQUENCES, TOKENS, C]: waves that change slowly from layer to layer."""
+    token = torch.arange(SEQUENCES * TOKENS, dtype=torch.float64).view(SEQUENCES, TOKENS, 1)
+    channel = torch.arange(GEOMETRY.width, dtype=torch.float64)
+    keys = torch.sin(token * (0.37 + 0.11 * channel) + 0.3 * layer) + 0.2 * torch.sin(token * channel**1.5 + layer)
+    values = torch.sin(token * (0.23 + 0.07 * channel) - 0.2 * layer) + 0.3 * torch.cos(token * channel**1.2 - layer)
+    return (keys + 2 * torch.cos(channel)).float(), values.float()
+
+
+def rotary() -> Rotary:
+    """The rotation of the model that there is none of."""
+    half = GEOMETRY.head_size // 2
+    return Rotary(10000.0 ** (-torch.arange(half) / half), 1.0, torch.float32)
+
+
+def fit(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The artifact's tensors, and the decoded keys and values of the first sequence in every layer, centred."""
+    tensors: dict[str, Tensor] = {}
+    decoded: dict[str, Tensor] = {}
+    tables, below = rotary().tables(torch.arange(TOKENS)[None]), []
+    for layer in range(GEOMETRY.layers):
+        captured = activations(layer)
+        data = blocks(recipe, GEOMETRY, *captured, tables, range(SEQUENCES))
+        found: list[Tensor] = []
+        for half, x_NTC in zip(HALVES, captured, strict=True):
+            moments = Moments(GEOMETRY.width)
+            moments.update(x_NTC[:, recipe.key.sinks :])
+            side = SideFit(recipe, layer, half, GEOMETRY, moments.value())
+            context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
+            if side.needs_statistics:
+                side.solve([side.partial(data, context)], seed=0)
+            found.append(side.decode(data, context))
+            tensors |= {f"layers.{layer}.{half}.{name}": tensor for name, tensor in side.tensors.items()}
+            decoded[f"layers.{layer}.{half}"] = found[-1][:1].half()
+        below = [(found[0], found[1]), *below][:3]
+    return tensors, decoded
+
+
+def read(made: artifact.Artifact) -> dict[str, Tensor]:
+    """What a loaded artifact encodes and decodes the same activations to."""
+    decoded: dict[str, Tensor] = {}
+    tables, below = rotary().tables(torch.arange(TOKENS)[None]), []
+    for layer, codecs in enumerate(build(made.recipe, GEOMETRY, made.tensors)):
+        data = blocks(made.recipe, GEOMETRY, *(x[:1] for x in activations(layer)), tables, range(1))
+        found: list[Tensor] = []
+        for codec, x_NTC in zip(codecs, (data.k, data.v), strict=True):
+            context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
+            found.append(codec.decode(codec.encode(x_NTC, context), context))
+            decoded[f"layers.{layer}.{codec.half}"] = found[-1].half()
+        below = [(found[0], found[1]), *below][:3]
+    return decoded
+
+
+def fingerprint() -> Fingerprint:
+    """The fingerprint of the model that there is none of."""
+    weights = {
+        f"layers.{n}.{half}.fingerprint.probe": activations(n)[i][0] for n in range(3) for i, half in enumerate(HALVES)
+    }
+    probes = {name: probe(weight) for name, weight in weights.items()}
+    return Fingerprint(GEOMETRY, {"rope_type": "default", "rope_theta": 10000.0}, False, probes)
+
+
+def main() -> int:
+    """Write what is missing."""
+    torch.set_num_threads(1)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name in METHODS:
+        path = FOLDER / f"{name}.safetensors"
+        if path.exists():
+            continue
+        tensors, decoded = fit(preset(name))
+        made = artifact.Artifact(
+            preset(name), fingerprint(), tensors, {"model": "golden", "text": "sines"}, {"layers": []}
+        )
+        save_file(decoded, FOLDER / f"{name}.expected", metadata=None)
+        artifact.save(made, path)
+        print(f"{path.name}  {path.stat().st_size} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

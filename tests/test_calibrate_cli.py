@@ -1,0 +1,118 @@
+"""kvq-calibrate as a user meets it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from kvq_calib import cli
+from kvq_calib.job import Job
+from kvq_runtime import registry
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny-model"
+    folder.mkdir()
+    tiny.save(folder, "llama", layers=2)
+    tiny.text(folder)
+    return folder
+
+
+def arguments(model: Path, *more: str) -> list[str]:
+    corpus = str(model / "corpus.txt")
+    return ["--model", str(model), "--corpus", corpus, "--samples", "4", "--seq-len", "128", *more]
+
+
+def test_it_publishes_what_it_says_and_the_same_again_is_the_same_version(model, capsys):
+    assert cli.main(arguments(model, "--recipe", "aqua-2bit", "--recipe", "aqua-3bit", "--json")) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["artifact"] for row in rows] == ["tiny-model-aqua-2bit@1.0.0", "tiny-model-aqua-3bit@1.0.0"]
+    for row in rows:
+        assert registry.resolve(row["artifact"]).sha256 == row["sha256"]
+        assert registry.load_artifact(row["artifact"]).recipe.name == row["recipe"]
+    assert cli.main(arguments(model, "--recipe", "aqua-2bit", "--recipe", "aqua-3bit", "--json")) == 0
+    assert json.loads(capsys.readouterr().out) == rows
+
+
+def test_another_seed_is_another_minor_version_and_a_number_can_be_given(model, capsys):
+    for seed, version in (("0", "1.0.0"), ("1", "1.1.0")):
+        assert cli.main(arguments(model, "--seed", seed, "--json")) == 0
+        assert json.loads(capsys.readouterr().out)[0]["artifact"].endswith(f"@{version}")
+    assert cli.main(arguments(model, "--seed", "2", "--version", "3.0.0", "--json")) == 0
+    assert json.loads(capsys.readouterr().out)[0]["artifact"].endswith("@3.0.0")
+    assert cli.main(arguments(model, "--seed", "3", "--version", "3.0.0")) == 4
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(model, capsys, tmp_path):
+    assert cli.main(arguments(model, "--dry-run", "--json", "--run", str(tmp_path / "run"))) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["tokens"] == 512 and record["layers"] == 2 and record["artifacts"] == ["tiny-model-aqua-2bit"]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--model", "qwen2.5-8b"], "qwen2.5-7b"),
+        (["--recipe", "aqua-9bit"], "aqua-2bit"),
+        (["--recipe", "higgs-2bit"], "from_recipe"),
+        (["--recipe", "aqua-2bit", "--recipe", "aqua-2bit"], "once"),
+        (["--held-out", "4"], "held_out=4"),
+        (["--seq-len", "64"], "block"),
+        (["--samples", "100000"], "sequences"),
+        (["--corpus", "nowhere.txt"], "nowhere.txt"),
+        (["--name", "../up"], "../up"),
+        (["--version", "one"], "one"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_work(model, capsys, arguments, says):
+    given = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "128"]
+    assert cli.main([*given, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err and not captured.out
+    assert "Traceback" not in captured.err
+
+
+def test_no_model_and_help(capsys):
+    assert cli.main([]) == 2
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "examples" in shown and "130" in shown
+    assert cli.main(["--list-models"]) == 0
+    assert "qwen2.5-7b" in capsys.readouterr().out
+
+
+def test_an_interrupt_exits_with_130_and_the_same_command_goes_on(model, capsys, monkeypatch, tmp_path):
+    from kvq_calib import run as runs
+
+    fit, stopped = runs.fit_layer, []
+
+    def interrupted(run, stream, layer):
+        if layer == 1 and not stopped:
+            stopped.append(layer)
+            raise KeyboardInterrupt
+        fit(run, stream, layer)
+
+    monkeypatch.setattr(runs, "fit_layer", interrupted)
+    given = arguments(model, "--run", str(tmp_path / "run"), "--json")
+    assert cli.main(given) == 130
+    assert (tmp_path / "run" / "layer-0000").is_dir()
+    assert cli.main(given) == 0
+    assert not (tmp_path / "run" / "layer-0001.partial").exists()
+
+
+def test_the_flow_makes_the_same_bytes_as_the_process(model, monkeypatch, tmp_path):
+    from dataclasses import replace
+
+    from kvq_calib import job
+
+    asked = Job(str(model), corpus=str(model / "corpus.txt"), samples=4, seq_len=128, publish=False)
+    here, _ = job.run(replace(asked, run=str(tmp_path / "here")))
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    from kvq_calib import flow
+
+    there, spent = flow.run(replace(asked, run=str(tmp_path / "there")))
+    assert [made.sha256 for made in there] == [made.sha256 for made in here]
+    assert spent["forward"] > 0

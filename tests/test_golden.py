@@ -1,0 +1,46 @@
+"""An artifact that was published once loads and decodes to the same numbers, for ever."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvq_runtime import artifact
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = sorted((ROOT / "artifacts" / "golden").glob("v*/*.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import make_golden
+    finally:
+        sys.path.pop(0)
+    return make_golden
+
+
+def test_there_is_a_golden_artifact_of_every_method(golden):
+    assert {path.stem for path in GOLDEN} >= set(golden.METHODS)
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_a_golden_artifact_decodes_to_the_numbers_it_always_did(golden, path):
+    made = artifact.load(path)
+    expected = load_file(path.with_suffix(".expected"))
+    decoded = golden.read(made)
+    assert decoded.keys() == expected.keys()
+    for name, stored in expected.items():
+        far = (decoded[name].float() - stored.float()).abs()
+        # another machine may round a near tie the other way: a few codes, not the numbers as a whole
+        assert far.median() <= 2**-8, name
+        assert float((far > 0.05).float().mean()) < 0.02, name
+        assert torch.corrcoef(torch.stack([decoded[name].flatten().float(), stored.flatten().float()]))[0, 1] > 0.999
+
+
+def test_a_golden_artifact_written_again_has_the_same_bytes():
+    for path in GOLDEN:
+        assert artifact.to_bytes(artifact.load(path)) == path.read_bytes(), path.name

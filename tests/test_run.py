@@ -1,0 +1,158 @@
+"""A run is its plan: whoever does it, however often it is killed, the artifact has the same bytes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from filelock import FileLock
+
+from kvq_calib import checkpoint, models
+from kvq_calib import plan as plans
+from kvq_calib import run as runs
+from kvq_runtime import artifact
+from kvq_runtime.recipe import preset
+
+RECIPES = ("aqua-2bit", "aqua-2bit-agnostic", "aqua-2bit-post", "aqua-2bit-below-1-2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.save(folder, layers=4)
+    tiny.text(folder)
+    return folder
+
+
+def a_run(model: Path, folder: Path, names=RECIPES, **settings) -> runs.Run:
+    files = models.resolve(str(model))
+    given = {"samples": 10, "seq_len": 256, "held_out": 2} | settings
+    made = plans.make(files, tuple(preset(name) for name in names), str(model / "corpus.txt"), **given)
+    return runs.Run(made, files, folder)
+
+
+def digests(fitted) -> dict[str, bytes]:
+    return {name: artifact.to_bytes(made) for name, made in fitted.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, tmp_path_factory) -> dict[str, bytes]:
+    return digests(runs.calibrate(a_run(model, tmp_path_factory.mktemp("run"))))
+
+
+def test_one_recipe_alone_has_the_tensors_it_has_among_others(model, undisturbed, tmp_path):
+    alone = runs.calibrate(a_run(model, tmp_path, ("aqua-2bit",)))["aqua-2bit"]
+    among = artifact.from_bytes(undisturbed["aqua-2bit"])
+    assert alone.tensors.keys() == among.tensors.keys()
+    assert all(torch.equal(alone.tensors[name], among.tensors[name]) for name in alone.tensors)
+
+
+class Killed(BaseException):
+    """Stands for a process that ends at this point: nothing that follows is run."""
+
+
+def test_interrupted_in_every_stage_of_every_layer_it_resumes_to_the_same_bytes(model, undisturbed, tmp_path):
+    stages = 0
+
+    def stop_later(progress):
+        nonlocal seen
+        seen += 1
+        if seen > limit:
+            raise Killed
+
+    for limit in (0, 3, 11, 20, 33, 47):
+        seen = 0
+        work = a_run(model, tmp_path / str(limit))
+        broken = runs.Run(work.plan, work.files, work.folder, stop_later)
+        with pytest.raises(Killed):
+            runs.calibrate(broken)
+        begun = []
+        again = runs.Run(work.plan, work.files, work.folder, lambda p, begun=begun: begun.append(p.layer))
+        assert digests(runs.calibrate(again)) == undisturbed, f"stopped after {limit} units"
+        stages += begun[0] > 0
+    assert stages > 0, "no run went on above the first layer"
+
+
+def test_killed_with_signal_9_it_resumes_to_the_same_bytes(model, undisturbed, tmp_path):
+    program = (
+        "import sys; from kvq_calib.cli import main; "
+        f"sys.exit(main(['--model', {str(model)!r}, '--corpus', {str(model / 'corpus.txt')!r}, '--samples', '10', "
+        f"'--seq-len', '256', '--held-out', '2', '--run', {str(tmp_path / 'run')!r}, '--json', "
+        + ", ".join(f"'--recipe', '{name}'" for name in RECIPES)
+        + "]))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "layer-0001").is_dir() and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    left = sorted(path.name for path in (tmp_path / "run").glob("layer-*"))
+    assert "layer-0003" not in left
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    import hashlib
+
+    published = {row["recipe"]: row["sha256"] for row in json.loads(done.stdout)}
+    assert published == {name: hashlib.sha256(data).hexdigest() for name, data in undisturbed.items()}
+
+
+def test_a_second_run_of_the_same_plan_is_refused_while_the_first_works(model, tmp_path):
+    work = a_run(model, tmp_path)
+    with FileLock(tmp_path / "lock"), pytest.raises(checkpoint.AlreadyRunning, match="already running"):
+        runs.calibrate(work)
+
+
+def test_a_run_folder_of_another_plan_or_environment_is_refused(model, tmp_path):
+    runs.calibrate(a_run(model, tmp_path, ("aqua-2bit",), samples=4))
+    with pytest.raises(ValueError, match="seed"):
+        runs.calibrate(a_run(model, tmp_path, ("aqua-2bit",), samples=4, seed=1))
+    with pytest.raises(ValueError, match="environment"):
+        runs.calibrate(a_run(model, tmp_path, ("aqua-2bit",), samples=4, threads=2))
+
+
+def test_a_damaged_checkpoint_is_named(model, tmp_path):
+    work = a_run(model, tmp_path, ("aqua-2bit",), samples=4)
+
+    def stop(progress):
+        if progress.layer == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        runs.calibrate(runs.Run(work.plan, work.files, work.folder, stop))
+    victim = next((tmp_path / "layer-0001").glob("hidden-*"))
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    os.chmod(victim, 0o644)
+    victim.write_bytes(data)
+    with pytest.raises(RuntimeError, match="damaged"):
+        runs.calibrate(work)
+
+
+def test_a_finished_run_holds_no_activations(model, tmp_path):
+    runs.calibrate(a_run(model, tmp_path, ("aqua-2bit",), samples=4))
+    assert not list(tmp_path.rglob("*-?????.safetensors"))
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*")) < 1 << 20
+
+
+def test_prediction_explains_what_the_mean_does_not(undisturbed):
+    layers = artifact.from_bytes(undisturbed["aqua-2bit"]).fit["layers"]
+    assert layers[0]["key"]["explained_variance"] == 0
+    assert all(layer[half]["explained_variance"] > 0.2 for layer in layers[1:] for half in ("key", "value"))
+    assert all(layer["key"]["mean_energy"] > 0.2 for layer in layers), "the tiny model has biased keys"
+
+
+def test_the_clean_fit_is_no_better_on_decoded_inputs(undisturbed):
+    specific, agnostic = (
+        artifact.from_bytes(undisturbed[name]).fit["layers"] for name in ("aqua-2bit", "aqua-2bit-agnostic")
+    )
+    worse = [
+        a["value"]["relative_error"] >= 0.98 * s["value"]["relative_error"]
+        for s, a in zip(specific, agnostic, strict=True)
+    ]
+    assert all(worse)
