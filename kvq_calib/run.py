@@ -20,7 +20,7 @@ from kvq_calib.statistics import MeanVariance, Moments
 from kvq_calib.weights import ModelFiles
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.codec import Codec, Context
-from kvq_runtime.recipe import HALVES, Recipe, Side
+from kvq_runtime.recipe import HALVES, Half, Recipe, Side
 from kvq_runtime.stages.predict import Linear
 
 
@@ -134,7 +134,7 @@ def _capture(
         captured = module.forward(hidden)
         seconds["forward"] = seconds.get("forward", 0.0) + time.perf_counter() - begun
         checkpoint.save({"hidden": captured.h_BTE.cpu()}, folder / _chunk("hidden", index))
-        checkpoint.save({"k": captured.k_NTC.cpu(), "v": captured.v_NTC.cpu()}, folder / _chunk("capture", index))
+        checkpoint.save({"key": captured.k_NTC.cpu(), "value": captured.v_NTC.cpu()}, folder / _chunk("capture", index))
         if index < plan.fitted_chunks:
             for sinks, pair in sums.items():
                 for total, x_NTC in zip(pair, (captured.k_NTC, captured.v_NTC), strict=True):
@@ -180,15 +180,17 @@ class RecipeWork:
         self.fits: dict[str, SideFit] = {}
         self._tables = stream.rope(run.plan.seq_len)
 
-    def data(self, index: int, half: str, clean: bool) -> tuple[Blocks, Context]:
+    def data(self, index: int, half: Half, clean: bool) -> tuple[Blocks, Context]:
         """A chunk, and what it is predicted from: as decoded, or, `clean`, as it was."""
-        data = self._blocks(self.layer, index, self.folder)
-        predict = self.recipe.side(self.layer, "key" if half == "key" else "value").predict
+        data = self._blocks(half, index, self.folder)
+        predict = self.recipe.side(self.layer, half).predict
         depths = range(1, min(max(getattr(predict, "below", ()), default=0), self.layer) + 1)
         below = [self._clean(d, index) if clean else self._decoded(d, index) for d in depths]
         keys = None
         if half == "value" and getattr(predict, "keys", False):
-            keys = _centred(self.fits["key"].codec, data.k, data) if clean else self._load(self.folder, index)["key"]
+            keys = self._load(self.folder, index, ("key",))["key"]
+            if clean:
+                keys = _centred(self.fits["key"].codec, self._blocks("key", index, self.folder))
         return data, Context(rope=data.rope, keys=keys, below=below)
 
     def keep(self, index: int, half: str, decoded: Tensor) -> None:
@@ -196,12 +198,10 @@ class RecipeWork:
         name = _chunk(f"{self.recipe.name}-{half}", index)
         checkpoint.save({half: decoded.cpu()}, self.folder / name)
 
-    def _load(self, folder: Path, index: int) -> dict[str, Tensor]:
+    def _load(self, folder: Path, index: int, halves: tuple[str, ...] = HALVES) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for half in HALVES:
-            path = folder / _chunk(f"{self.recipe.name}-{half}", index)
-            if path.exists():
-                found |= checkpoint.load(path, str(self.stream.device))
+        for half in halves:
+            found |= checkpoint.load(folder / _chunk(f"{self.recipe.name}-{half}", index), str(self.stream.device))
         return found
 
     def _decoded(self, depth: int, index: int) -> Pair:
@@ -210,21 +210,19 @@ class RecipeWork:
 
     def _clean(self, depth: int, index: int) -> Pair:
         """The exact keys and values of a layer below, centred by its own fitted means."""
-        layer = self.layer - depth
+        layer, geometry = self.layer - depth, self.run.plan.geometry
         folder = checkpoint.folder_of(self.run.folder, layer)
-        data = self._blocks(layer, index, folder)
         fitted = checkpoint.load(folder / "fit.safetensors", str(self.stream.device))
         pair = []
-        for half, x in zip(HALVES, (data.k, data.v), strict=True):
+        for half in HALVES:
             mean = fitted.get(f"{self.recipe.name}/layers.{layer}.{half}.predict.mean")
-            tensors = {"predict.mean": mean} if mean is not None else {}
-            pair.append(_centred(Codec(self.recipe, layer, half, self.run.plan.geometry, tensors), x, data))
+            codec = Codec(self.recipe, layer, half, geometry, {"predict.mean": mean} if mean is not None else {})
+            pair.append(_centred(codec, self._blocks(half, index, folder)))
         return pair[0], pair[1]
 
-    def _blocks(self, layer: int, index: int, folder: Path) -> Blocks:
-        captured = checkpoint.load(folder / _chunk("capture", index), str(self.stream.device))
-        rows = self.run.plan.chunks[index]
-        return blocks(self.recipe, self.run.plan.geometry, captured["k"], captured["v"], self._tables, rows)
+    def _blocks(self, half: Half, index: int, folder: Path) -> Blocks:
+        captured = checkpoint.load(folder / _chunk("capture", index), str(self.stream.device))[half]
+        return blocks(self.recipe, half, self.run.plan.geometry, captured, self._tables, self.run.plan.chunks[index])
 
 
 def artifacts(run: Run) -> dict[str, Artifact]:
@@ -259,8 +257,8 @@ def seconds(run: Run) -> dict[str, float]:
     return totals
 
 
-def _centred(codec: Codec, x_NTC: Tensor, data: Blocks) -> Tensor:
-    return x_NTC if codec.predictor is None else x_NTC - codec.mean(Context(rope=data.rope))
+def _centred(codec: Codec, data: Blocks) -> Tensor:
+    return data.x if codec.predictor is None else data.x - codec.mean(Context(rope=data.rope))
 
 
 def _clean(side: Side) -> bool:

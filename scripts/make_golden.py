@@ -2,7 +2,7 @@
 
     python scripts/make_golden.py            writes what is missing in artifacts/golden/v1; never changes what is there
 
-An artifact that was published once must load and decode to the same numbers for ever: `tests/test_golden.py` reads every
+An artifact that was published once must load and decode to the same numbers for ever: `tests/test_golden.py` reads all
 file here. The model is no model: keys and values are a fixed chain of sines, so that nothing has to be kept to
 make them again.
 """
@@ -34,7 +34,7 @@ METHODS = (
 
 
 def activations(layer: int) -> tuple[Tensor, Tensor]:
-    """Keys before RoPE and values of one layer, [SEQUENCES, TOKENS, C]: waves that change slowly from layer to layer."""
+    """Keys before RoPE and values of one layer, [SEQUENCES, TOKENS, C]: waves that change slowly upward."""
     token = torch.arange(SEQUENCES * TOKENS, dtype=torch.float64).view(SEQUENCES, TOKENS, 1)
     channel = torch.arange(GEOMETRY.width, dtype=torch.float64)
     keys = torch.sin(token * (0.37 + 0.11 * channel) + 0.3 * layer) + 0.2 * torch.sin(token * channel**1.5 + layer)
@@ -54,10 +54,9 @@ def fit(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     decoded: dict[str, Tensor] = {}
     tables, below = rotary().tables(torch.arange(TOKENS)[None]), []
     for layer in range(GEOMETRY.layers):
-        captured = activations(layer)
-        data = blocks(recipe, GEOMETRY, *captured, tables, range(SEQUENCES))
         found: list[Tensor] = []
-        for half, x_NTC in zip(HALVES, captured, strict=True):
+        for half, x_NTC in zip(HALVES, activations(layer), strict=True):
+            data = blocks(recipe, half, GEOMETRY, x_NTC, tables, range(SEQUENCES))
             moments = Moments(GEOMETRY.width)
             moments.update(x_NTC[:, recipe.key.sinks :])
             side = SideFit(recipe, layer, half, GEOMETRY, moments.value())
@@ -76,11 +75,11 @@ def read(made: artifact.Artifact) -> dict[str, Tensor]:
     decoded: dict[str, Tensor] = {}
     tables, below = rotary().tables(torch.arange(TOKENS)[None]), []
     for layer, codecs in enumerate(build(made.recipe, GEOMETRY, made.tensors)):
-        data = blocks(made.recipe, GEOMETRY, *(x[:1] for x in activations(layer)), tables, range(1))
         found: list[Tensor] = []
-        for codec, x_NTC in zip(codecs, (data.k, data.v), strict=True):
+        for codec, x_NTC in zip(codecs, activations(layer), strict=True):
+            data = blocks(made.recipe, codec.half, GEOMETRY, x_NTC[:1], tables, range(1))
             context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
-            found.append(codec.decode(codec.encode(x_NTC, context), context))
+            found.append(codec.decode(codec.encode(data.x, context), context))
             decoded[f"layers.{layer}.{codec.half}"] = found[-1].half()
         below = [(found[0], found[1]), *below][:3]
     return decoded

@@ -143,7 +143,8 @@ def test_a_finished_run_holds_no_activations(model, tmp_path):
 def test_prediction_explains_what_the_mean_does_not(undisturbed):
     layers = artifact.from_bytes(undisturbed["aqua-2bit"]).fit["layers"]
     assert layers[0]["key"]["explained_variance"] == 0
-    assert all(layer[half]["explained_variance"] > 0.2 for layer in layers[1:] for half in ("key", "value"))
+    assert all(layer["value"]["explained_variance"] > 0.2 for layer in layers[1:])
+    assert all(layer["key"]["explained_variance"] > 0.2 for layer in layers[2:]), "a random layer 0 tells nothing"
     assert all(layer["key"]["mean_energy"] > 0.2 for layer in layers), "the tiny model has biased keys"
 
 

@@ -30,40 +30,39 @@ Partial = tuple[CrossMoments, Sample | None]
 
 @dataclass(frozen=True)
 class Blocks:
-    """One chunk as a recipe's codecs see it: [N, block, C], sinks filled with the token after them.
+    """One chunk's keys, or values, as codecs see them: [N, block, C], sinks filled with the token after them.
 
-    k, v       keys in the recipe's position, and values, float32
+    x          keys in the recipe's position, or values, float32
     mask_NT    which tokens are ever encoded
     rope       cos and sin of every token, [N, block, K]
     sequences  the number of each block's sequence; `starts` its first position
     """
 
-    k: Tensor
-    v: Tensor
+    x: Tensor
     mask_NT: Tensor
     rope: Pair
     sequences: Tensor
     starts: Tensor
 
 
-def blocks(recipe: Recipe, geometry: Geometry, k_NTC: Tensor, v_NTC: Tensor, tables: Pair, sequences: range) -> Blocks:
-    """Cut captured keys (before RoPE) and values [sequences, tokens, C] into whole blocks."""
+def blocks(recipe: Recipe, half: Half, geometry: Geometry, x_NTC: Tensor, tables: Pair, sequences: range) -> Blocks:
+    """Cut captured keys (before RoPE) or values [sequences, tokens, C] into whole blocks."""
     size, sinks = recipe.key.block, max(recipe.key.sinks, recipe.value.sinks)
-    count = k_NTC.shape[1] // size
-    position = torch.arange(count * size, device=k_NTC.device).clamp(min=sinks)
+    count, rows = x_NTC.shape[1] // size, len(x_NTC)
+    x = x_NTC[:, : count * size].to(torch.float32, copy=True)
+    x[:, :sinks] = x[:, sinks : sinks + 1]
+    position = torch.arange(count * size, device=x.device).clamp(min=sinks)
     cos, sin = (table[:, position] for table in tables)
-    k, v = k_NTC[:, position].float(), v_NTC[:, position].float()
-    if recipe.position == "post":
-        k = rope.rotate(k.unflatten(-1, (geometry.kv_heads, -1)), cos, sin).flatten(-2)
-    rows = len(k)
-    mask = (torch.arange(count * size, device=k.device) >= sinks).expand(rows, -1)
+    if half == "key" and recipe.position == "post":
+        x = rope.rotate(x.unflatten(-1, (geometry.kv_heads, -1)), cos, sin).flatten(-2)
+    mask = (torch.arange(count * size, device=x.device) >= sinks).expand(rows, -1)
 
-    def cut(x: Tensor) -> Tensor:
-        return x.expand(rows, *x.shape[1:]).reshape(rows * count, size, *x.shape[2:])
+    def cut(part: Tensor) -> Tensor:
+        return part.expand(rows, *part.shape[1:]).reshape(rows * count, size, *part.shape[2:])
 
     numbers = torch.tensor(list(sequences)).repeat_interleave(count)
     starts = (torch.arange(count) * size).repeat(rows)
-    return Blocks(cut(k), cut(v), cut(mask), (cut(cos), cut(sin)), numbers, starts)
+    return Blocks(cut(x), cut(mask), (cut(cos), cut(sin)), numbers, starts)
 
 
 class SideFit:
@@ -94,7 +93,7 @@ class SideFit:
         """What one chunk says."""
         moments, sample = self.empty()
         z_NTI = self.codec.inputs(context).float()
-        y_NTC = (data.k if self.codec.half == "key" else data.v) - self.codec.mean(context)
+        y_NTC = data.x - self.codec.mean(context)
         moments.update(z_NTI, y_NTC, data.mask_NT)
         if sample is not None:
             rows = torch.cat([z_NTI, y_NTC], -1)
@@ -129,12 +128,11 @@ class SideFit:
 
     def decode(self, data: Blocks, context: Context) -> Tensor:
         """The chunk encoded and decoded, centred."""
-        x = data.k if self.codec.half == "key" else data.v
-        return self.codec.decode(self.codec.encode(x, context), context)
+        return self.codec.decode(self.codec.encode(data.x, context), context)
 
     def errors(self, data: Blocks, context: Context, decoded: Tensor) -> Tensor:
         """Sums over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number."""
-        x = data.k if self.codec.half == "key" else data.v
+        x = data.x
         turned = self.codec.mean(context) if self.tensors else self.mean_C
         centred = x - turned
         predicted = self.codec.predicted(context)

@@ -93,8 +93,7 @@ def _cells(size: int, device: torch.device) -> Tensor:
     """
     grid = points(2, size).to(device, torch.float64)
     axis = torch.arange(_SIDE + 1, dtype=torch.float64, device=device).sub_(_SIDE // 2).div_(_FINE)
-    rows = [scan(torch.cartesian_prod(axis[i : i + 1], axis), grid) for i in range(len(axis))]
-    corner = torch.stack(rows).to(torch.int16)
+    corner = scan(torch.cartesian_prod(axis, axis), grid).to(torch.int16).view(len(axis), -1)
     cells = corner[:-1, :-1].clone()
     for other in (corner[1:, :-1], corner[:-1, 1:], corner[1:, 1:]):
         cells[cells != other] = -1
