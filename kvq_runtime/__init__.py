@@ -1,4 +1,4 @@
-"""kvq_runtime: serve calibrated, packed key/value caches. Imports torch, safetensors and huggingface-hub, nothing more."""
+"""Serve calibrated, packed key/value caches. Imports torch, safetensors and huggingface-hub, nothing more."""
 
 from typing import TYPE_CHECKING
 
@@ -15,5 +15,6 @@ def __getattr__(name: str):
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise ModuleNotFoundError("KVQCache needs transformers: pip install 'kvq-runtime[hf]'", name="transformers") from None
+        text = "KVQCache needs transformers: pip install 'kvq-runtime[hf]'"
+        raise ModuleNotFoundError(text, name="transformers") from None
     return KVQCache

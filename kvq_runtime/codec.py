@@ -1,8 +1,8 @@
 """Compose the stages of one Side into what encodes and decodes one layer's keys or values.
 
 Everything here has shape [N, T, C]: N blocks, T tokens, C channels of all heads. What passes between layers is
-*centred*: without the mean, which `restore` puts back. Encoding works in float32; decoding in bfloat16, with float32 sums inside
-matrix products: its rounding is far below the quantizer's, and it is several times faster.
+*centred*: without the mean, which `restore` puts back. Encoding works in float32; decoding in bfloat16, with float32
+sums inside matrix products: its rounding is far below the quantizer's, and it is several times faster.
 """
 
 import math

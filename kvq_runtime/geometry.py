@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of one model's cache: `layers` × `kv_heads` × `head_size` elements per token, for keys and for values."""
+    """The shape of one model's cache: `layers` × `kv_heads` × `head_size` keys per token, and as many values."""
 
     layers: int
     kv_heads: int

@@ -36,6 +36,23 @@ def rotate(x_NTHD: Tensor, cos_NTK: Tensor, sin_NTK: Tensor) -> Tensor:
     return out if turned is x_NTHD else torch.cat([out, x_NTHD[..., 2 * half :]], -1)
 
 
+def spread(cos_NTK: Tensor, sin_NTK: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
+    """The factors of every channel of all heads, [N, T, C] each: of the channel itself, and of its partner."""
+    rest = size - 2 * cos_NTK.shape[-1]
+    cos = torch.nn.functional.pad(torch.cat([cos_NTK, cos_NTK], -1), (0, rest), value=1.0)
+    sin = torch.nn.functional.pad(torch.cat([-sin_NTK, sin_NTK], -1), (0, rest))
+    return cos.repeat(1, 1, heads), sin.repeat(1, 1, heads)
+
+
+def rotate_rows(x_NTC: Tensor, cos_NTC: Tensor, sin_NTC: Tensor, heads: int, half: int) -> None:
+    """`rotate` in place, all heads side by side, with factors of `spread`."""
+    x_NTHD = x_NTC.unflatten(-1, (heads, -1))
+    partner = x_NTHD.roll(half, -1)
+    if 2 * half < x_NTHD.shape[-1]:
+        partner[..., : 2 * half] = x_NTHD[..., : 2 * half].roll(half, -1)
+    x_NTC.mul_(cos_NTC).addcmul_(partner.flatten(-2), sin_NTC)
+
+
 def unrotate(x_NTHD: Tensor, cos_NTK: Tensor, sin_NTK: Tensor) -> Tensor:
     """Undo `rotate`, in float32."""
     cos, sin = cos_NTK.float(), sin_NTK.float()

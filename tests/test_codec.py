@@ -143,6 +143,11 @@ def test_error_on_gaussian_data_is_the_grids(size, rotate):
 def test_bits_are_the_bytes_that_are_held(name, head_size):
     geometry = Geometry(3, 4, head_size)
     recipe = presets()[name]
+    stages = [side.quantize for side in recipe.sides if side.quantize.kind == "polar"]
+    if head_size == 80 and any(stage.levels == 0 and stage.group == "head" for stage in stages):
+        with pytest.raises(ValueError, match="levels=0 does not fit a vector of 80 elements"):
+            recipe.check(geometry)
+        return
     tensors = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in codec.all_specs(recipe, geometry).items()}
     for layer, pair in enumerate(codec.build(recipe, geometry, tensors)):
         for half, made in zip(("key", "value"), pair, strict=True):

@@ -62,7 +62,7 @@ class Grid:
         indices = packed if paired else pack.unpack(packed, self.bits, count)
         table = _table(self.dim, self.size, paired, packed.device)
         rows = table.index_select(0, indices.flatten().int()).view(torch.bfloat16)
-        return rows.view(*scale.shape, count * self.dim).mul_(scale[..., None]).flatten(-2)
+        return rows.view(*scale.shape, count * self.dim).mul_(scale.bfloat16()[..., None]).flatten(-2)
 
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place, inside `width`, of the j-th decoded element."""

@@ -1,0 +1,126 @@
+"""Time one decode step with each cache, as a ratio to transformers' own caches in the same run.
+
+A step of generation reads the whole cache once. Every cache is filled with the same prompt; then the caches take turns,
+one token each, so that whatever else the machine does falls on all of them alike. Medians; ratios to DynamicCache and to
+the faster of the two QuantizedCaches (2 bits, groups of 64, 128 recent tokens).
+
+python benchmarks/decode.py [--model demo] [--recipes higgs-2bit,aqua-2bit] [--lengths 512,1024,2048,4096] [--json FILE]
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, QuantizedCache
+
+from kvq_runtime import codec
+from kvq_runtime.hf import KVQCache, geometry_of
+from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.table import print_table
+
+DEMO = Path(__file__).parent.parent / "artifacts" / "demo-model"
+PEERS = ("quanto-2bit", "hqq-2bit")
+Makers = dict[str, Callable[[], Cache]]
+
+
+def random_tensors(recipe: Recipe, model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
+    """Tensors of the right shapes: time does not depend on what is in them."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name, (shape, dtype) in codec.all_specs(recipe, geometry_of(model)).items():
+        x = 0.02 * torch.randn(shape, generator=generator)
+        found[name] = x.to(dtype) if dtype.is_floating_point else (100 * x).to(dtype)
+    return found or None
+
+
+def makers(model: PreTrainedModel, recipes: list[str], artifacts: list[str]) -> Makers:
+    """Every cache that takes part, by name."""
+    peer: dict[str, Any] = {"config": model.config, "nbits": 2, "q_group_size": 64, "residual_length": 128}
+
+    def of_recipe(name: str) -> Callable[[], Cache]:
+        recipe = preset(name)
+        return lambda: KVQCache(recipe, model, random_tensors(recipe, model))
+
+    def of_artifact(reference: str) -> Callable[[], Cache]:
+        return lambda: KVQCache.from_pretrained(reference, model)
+
+    return {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "quanto-2bit": lambda: QuantizedCache("quanto", axis_key=0, axis_value=0, **peer),
+        "hqq-2bit": lambda: QuantizedCache("hqq", axis_key=1, axis_value=1, **peer),
+        **{name: of_recipe(name) for name in recipes},
+        **{reference: of_artifact(reference) for reference in artifacts},
+    }
+
+
+@torch.inference_mode()
+def measure(model: PreTrainedModel, made: Makers, length: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of each step of each cache, `length` tokens after the first."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(0, model.config.vocab_size, (1, length + steps + 2), generator=generator)
+    caches = {name: make() for name, make in made.items()}
+    for cache in caches.values():
+        model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
+    times: dict[str, list[float]] = {name: [] for name in caches}
+    for step in range(length, length + steps + 2):
+        for name, cache in caches.items():
+            start = time.perf_counter()
+            model(ids[:, step : step + 1], past_key_values=cache)
+            times[name].append(time.perf_counter() - start)
+    return {name: found[2:] for name, found in times.items()}  # two to warm up
+
+
+def rows(length: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """One row for each cache: median, ratios to the stock caches of the same run, mean of all steps."""
+    middle = {name: median(found) for name, found in times.items()}
+    peer = min(middle[name] for name in PEERS)
+    return [
+        {
+            "tokens": length,
+            "cache": name,
+            "median_ms": 1e3 * middle[name],
+            "mean_ms": 1e3 * sum(found) / len(found),
+            "over_dynamic": middle[name] / middle["dynamic"],
+            "over_fastest_quantized": middle[name] / peer,
+        }
+        for name, found in times.items()
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print a table, write JSON lines; exit code 1 if a cache is slower than transformers' quantized ones."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(DEMO), help="a folder or a Hub id (default: the embedded model)")
+    parser.add_argument("--recipes", default="higgs-2bit,aqua-2bit", help="timed with random tensors where fitted")
+    parser.add_argument("--artifact", action="append", default=[], help="a reference to a published artifact")
+    parser.add_argument("--lengths", default="512,1024,2048,4096", help="tokens in the cache")
+    parser.add_argument("--steps", type=int, default=48, help="steps of each cache at each length")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, one JSON object each")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    source = str(DEMO) if given.model == "demo" else given.model
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, given.dtype)).eval()
+    made = makers(model, [name for name in given.recipes.split(",") if name], given.artifact)
+    found = []
+    for length in (int(text) for text in given.lengths.split(",")):
+        found += rows(length, measure(model, made, length, given.steps))
+    about = {"machine": platform.machine(), "threads": given.threads, "torch": torch.__version__, "dtype": given.dtype}
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text("".join(json.dumps(row | about) + "\n" for row in found))
+    print_table(found, json=False)
+    ours = [row for row in found if row["cache"] not in (*PEERS, "dynamic")]
+    return int(any(row["over_fastest_quantized"] >= 1 for row in ours))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

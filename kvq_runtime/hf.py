@@ -1,0 +1,271 @@
+"""Serve a compressed cache as a transformers Cache. The only file that imports transformers.
+
+transformers hands a cache keys (after RoPE), values and the layer's number, nothing else. What a recipe needs beside
+them, padding, positions, the cos and sin in use, comes through forward pre-hooks that `KVQCache(model=...)` puts on the
+model once. They act only when `past_key_values` is a KVQCache. No model file is touched.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from kvq_runtime import fingerprint, registry
+from kvq_runtime.artifact import Artifact
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.memory import MemoryReport
+from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.rope import Rotary
+
+_VARYING_ROPE = ("dynamic", "longrope")  # their frequencies change with the length of the text
+_hooked: WeakSet[nn.Module] = WeakSet()
+
+
+class KVQLayer(CacheLayerMixin):
+    """One layer's view of the shared BlockCache."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, blocks: BlockCache, index: int):
+        super().__init__()
+        self.blocks, self.index = blocks, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: streams are made at the first update."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Take in keys and values [B, H, T, D] and return all of them, history decoded."""
+        if self.index not in self.blocks.layers:
+            self._store(key_states, value_states)
+            return key_states, value_states
+        keys, values = self._store(key_states, value_states)
+        heads = key_states.shape[1]
+        return keys.unflatten(-1, (heads, -1)).transpose(1, 2), values.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def _store(self, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        k_BTC, v_BTC = (x.transpose(1, 2).flatten(2).detach() for x in (keys_BHTD, values_BHTD))
+        return self.blocks.update(self.index, k_BTC, v_BTC)
+
+    def get_seq_length(self) -> int:
+        """Tokens held by every layer: those of a forward pass that stopped midway do not count."""
+        return self.blocks.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys that the next query meets, offset of the first)."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No bound."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held, or -1 before the first update."""
+        return len(self.blocks.layers[self.index][0].sinks_BSC) if self.index in self.blocks.layers else -1
+
+    def offload(self) -> None:
+        """Refused: the packed cache stays on its device."""
+        raise RuntimeError("a KVQCache is not offloaded: it is small already; use offloading=False")
+
+    prefetch = offload
+
+
+class KVQCache(Cache):
+    """A transformers cache that holds packed codes.
+
+    cache = KVQCache.from_pretrained("qwen2.5-7b-aqua-2bit@1.2.0", model=model)
+    out = model.generate(**inputs, past_key_values=cache)
+    print(cache.memory_report())
+    """
+
+    def __init__(self, recipe: Recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None):
+        config = model.config.get_text_config(decoder=True)
+        geometry = geometry_of(model)
+        stock = DynamicCache(config=config).layers
+        other = [index for index, layer in enumerate(stock) if type(layer) is not DynamicLayer]
+        if len(other) == len(stock):
+            raise ValueError("no layer of this model attends to all tokens: there is nothing that kvq would compress")
+        self.blocks = BlockCache(recipe, geometry, tensors, [n for n in range(len(stock)) if n not in other])
+        if other and recipe.chained:
+            raise ValueError(
+                f"{recipe.name} predicts each layer from the one below, but layers {other} do not attend to all "
+                "tokens; use a recipe without prediction (kvq recipes lists them)"
+            )
+        kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if kind in _VARYING_ROPE and recipe.needs:
+            raise ValueError(
+                f"{recipe.name} undoes RoPE, but rope_type={kind} changes with length; use a post-RoPE recipe"
+            )
+        layers = [layer if index in other else KVQLayer(self.blocks, index) for index, layer in enumerate(stock)]
+        super().__init__(layers=layers)  # type: ignore[arg-type]
+        self._mask: Tensor | None = None
+        self._announced = True
+        _hook(model)
+
+    @classmethod
+    def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel) -> "KVQCache":
+        """Make a cache for a recipe that needs no calibration, by name or as a Recipe."""
+        return cls(preset(recipe) if isinstance(recipe, str) else recipe, model)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        reference: str | Path,
+        model: PreTrainedModel,
+        registry_url: str | None = None,
+        lock: str | Path | None = None,
+        allow_other_weights: bool = False,
+    ) -> "KVQCache":
+        """Make a cache from a published artifact: `name`, `name@1.2.0`, `name@production`, or a path.
+
+        registry_url         where to look (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)
+        lock                 a lock file that pins version and sha256
+        allow_other_weights  load an artifact that was calibrated on other weights of the same shape
+        Raises ArtifactError if the file is not what the registry or the lock says, or belongs to another model.
+        """
+        artifact = registry.load_artifact(str(reference), registry_url, lock)
+        return cls.from_artifact(artifact, model, allow_other_weights)
+
+    @classmethod
+    def from_artifact(cls, artifact: Artifact, model: PreTrainedModel, allow_other_weights: bool = False) -> "KVQCache":
+        """Make a cache from a loaded artifact, after comparing fingerprints."""
+        fingerprint.compare(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
+        return cls(artifact.recipe, model, artifact.tensors)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes held, by kind, and what 16 bits would hold."""
+        return self.blocks.memory_report()
+
+    def begin(self, attention_mask: Tensor | None) -> None:
+        """Start a forward pass: undo one that stopped midway, and keep the padding mask for `announce`."""
+        stock = [layer for layer in self.layers if isinstance(layer, DynamicLayer)]
+        shortest = min([self.blocks.length, *(layer.get_seq_length() for layer in stock)])
+        self.blocks.settle()
+        if self.blocks.length > shortest:
+            self.blocks.crop(shortest)
+        for layer in stock:
+            if layer.get_seq_length() > shortest:
+                layer.crop(shortest - layer.get_seq_length()) if shortest else layer.reset()
+        self._mask, self._announced = attention_mask, False
+
+    def announce(
+        self, positions_BT: Tensor | None, cos_sin: tuple[Tensor, Tensor] | None, rotary: nn.Module | None
+    ) -> None:
+        """Tell the cache which tokens are real and where they stand; once per forward pass."""
+        if self._announced:
+            return
+        self._announced = True
+        mask, self._mask, real = self._mask, None, None
+        if mask is not None and mask.ndim == 2 and positions_BT is not None:
+            real = mask[:, -positions_BT.shape[-1] :].bool()
+        turning = None
+        if self.blocks.recipe.needs and cos_sin is not None and positions_BT is not None:
+            turning = _rotary(rotary, cos_sin, positions_BT)
+        self.blocks.timeline.announce(real, positions_BT if self.blocks.recipe.needs else None, turning)
+
+    def reset(self) -> None:
+        """Forget every token; the cache can be used again."""
+        self.blocks.reset()
+        self._each("reset")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest tokens; the number is negative, as transformers passes it."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}); pass the tokens to drop as a negative number")
+        if tokens_to_remove < 0 and self.blocks.layers:
+            self.blocks.crop(max(0, self.blocks.length + tokens_to_remove))
+        self._each("crop", tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the rows in this order (beam search)."""
+        self.blocks.select(beam_idx)
+        self._each("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        if self.blocks.layers:
+            rows = torch.arange(len(next(iter(self.blocks.layers.values()))[0].sinks_BSC))
+            self.blocks.select(rows.repeat_interleave(repeats))
+        self._each("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self.blocks.select(indices)
+        self._each("batch_select_indices", indices)
+
+    def _each(self, method: str, *args) -> None:
+        """Call transformers' own layers (sliding windows, say), which keep their own tensors."""
+        for layer in self.layers:
+            if not isinstance(layer, KVQLayer) and getattr(layer, "is_initialized", False):
+                getattr(layer, method)(*args)
+
+
+def geometry_of(model: PreTrainedModel) -> Geometry:
+    """The shape of a loaded model's cache."""
+    config = model.config.get_text_config(decoder=True)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Geometry(config.num_hidden_layers, config.num_key_value_heads or config.num_attention_heads, head_size)
+
+
+def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
+    """The fingerprint of a loaded model: shape, RoPE, and a probe of its key and value projections."""
+    attention = _attention(model)
+
+    def weight(layer: int, name: str) -> Tensor:
+        return getattr(attention[layer], name).weight.detach()
+
+    return fingerprint.from_config(model.config.get_text_config(decoder=True).to_dict(), weight)
+
+
+def _rotary(module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], positions_BT: Tensor) -> Rotary:
+    """The model's rotation, checked against the cos that this forward pass uses."""
+    if module is None or not hasattr(module, "inv_freq"):
+        raise RuntimeError("the model has no rotary embedding with inv_freq; use a post-RoPE recipe without a mean")
+    cos = cos_sin[0]
+    frequencies_K = torch.as_tensor(module.inv_freq).float()
+    turning = Rotary(frequencies_K, float(getattr(module, "attention_scaling", 1.0)), cos.dtype)
+    if positions_BT.shape[-1] > 1:
+        expected = turning.tables(positions_BT)[0]
+        given = cos[..., : expected.shape[-1]].expand_as(expected)
+        if not torch.allclose(given.float(), expected.float(), rtol=0, atol=2**-6):
+            raise RuntimeError(
+                "the cos in use is not that of the model's inv_freq and positions; use a post-RoPE recipe"
+            )
+    return turning
+
+
+def _hook(model: PreTrainedModel) -> None:
+    """Put the pre-hooks on a model, once."""
+    decoder = model.get_decoder()
+    if decoder in _hooked:
+        return
+    _hooked.add(decoder)
+
+    def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if isinstance(kwargs.get("past_key_values"), KVQCache):
+            kwargs["past_key_values"].begin(kwargs.get("attention_mask"))
+
+    def announce(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, KVQCache):
+            cache.announce(
+                kwargs.get("position_ids"), kwargs.get("position_embeddings"), getattr(decoder, "rotary_emb", None)
+            )
+
+    decoder.register_forward_pre_hook(begin, with_kwargs=True)
+    for attention in _attention(model):
+        attention.register_forward_pre_hook(announce, with_kwargs=True)
+
+
+def _attention(model: PreTrainedModel) -> list[nn.Module]:
+    """The attention module of every layer."""
+    return [layer.self_attn for layer in model.get_decoder().layers]  # type: ignore[union-attr]

@@ -1,0 +1,147 @@
+"""Report what a cache holds, in bytes: nothing estimated, every tensor's storage counted as allocated."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvq_runtime.codec import Codec
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import HALVES, Recipe, presets
+
+if TYPE_CHECKING:
+    from kvq_runtime.cache import BlockCache
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What a cache holds.
+
+    total_bytes        sequence_bytes + shared_bytes
+    exact_bytes        what a 16-bit cache of the same tokens holds
+    bits_per_element   sequence_bytes at these tokens, in bits per key or value element
+    all_bits           total_bytes at these tokens, likewise
+    asymptotic_bits    what one more encoded element costs, in a cache of the model's dtype
+    sequence_bytes     grow with tokens and batch; `parts` has them by kind
+    shared_bytes       the artifact's tensors and rotations, once per process
+    scratch_peak       most bytes of decoded tensors alive at once so far
+    smaller_from       tokens (batch 1) from which all bytes are fewer than those of the plain HIGGS recipe of the next
+                       width at or above the recipe's asymptotic bits; None if never
+    """
+
+    recipe: str
+    tokens: int
+    batch: int
+    total_bytes: int
+    exact_bytes: int
+    bits_per_element: float
+    all_bits: float
+    asymptotic_bits: float
+    sequence_bytes: int
+    shared_bytes: int
+    scratch_peak: int
+    smaller_from: int | None
+    parts: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(cache: BlockCache) -> MemoryReport:
+        """Count a cache."""
+        parts: dict[str, int] = {}
+        batch, elements, dtype = 0, 0, torch.bfloat16
+        for pair in cache.layers.values():
+            for stream in pair:
+                batch, dtype = len(stream.sinks_BSC), stream.sinks_BSC.dtype
+                elements += batch * stream.length * cache.geometry.width
+                for kind, size in stream.bytes().items():
+                    parts[kind] = parts.get(kind, 0) + size
+        parts["timeline"] = sum(tensor.untyped_storage().nbytes() for tensor in cache.timeline.tensors)
+        shared = shared_bytes([codec for pair in cache.codecs for codec in pair])
+        sequence = sum(parts.values())
+        return MemoryReport(
+            recipe=cache.recipe.name,
+            tokens=cache.length,
+            batch=batch,
+            total_bytes=sequence + shared,
+            exact_bytes=2 * elements,
+            bits_per_element=8 * sequence / max(1, elements),
+            all_bits=8 * (sequence + shared) / max(1, elements),
+            asymptotic_bits=asymptotic_bits(cache.recipe, cache.geometry, dtype),
+            sequence_bytes=sequence,
+            shared_bytes=shared,
+            scratch_peak=cache.scratch_peak,
+            smaller_from=smaller_from(cache.recipe, cache.geometry, shared),
+            parts=parts,
+        )
+
+    def as_dict(self) -> dict:
+        """Plain numbers, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        ratio = self.exact_bytes / max(1, self.total_bytes)
+        kinds = ", ".join(f"{kind} {_human(size)}" for kind, size in self.parts.items() if size)
+        return (
+            f"{self.recipe}: {self.tokens} tokens x {self.batch} rows hold {_human(self.total_bytes)}; "
+            f"16 bit would hold {_human(self.exact_bytes)} ({ratio:.1f} times as much)\n"
+            f"  sequence {_human(self.sequence_bytes)} ({kinds}) · shared {_human(self.shared_bytes)} · "
+            f"scratch at most {_human(self.scratch_peak)}\n"
+            f"  bits per element: {self.asymptotic_bits:.3f} asymptotic · {self.bits_per_element:.3f} sequence now · "
+            f"{self.all_bits:.3f} all now"
+        )
+
+
+def shared_bytes(codecs: list[Codec]) -> int:
+    """Bytes of fitted tensors and rotations, each storage once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for codec in codecs for tensor in codec.shared}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+def asymptotic_bits(recipe: Recipe, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
+    """What one more encoded element costs, on average over layers, keys and values."""
+    bits = 0.0
+    for layer in range(geometry.layers):
+        for half in HALVES:
+            bits += side_bits(recipe, layer, half, geometry, dtype)
+    return bits / (2 * geometry.layers)
+
+
+def side_bits(recipe: Recipe, layer: int, half, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Bits per encoded element of one side of one layer, without its fitted tensors."""
+    side = recipe.side(layer, half)
+    rows, width = (side.block, geometry.width) if side.axis == "token" else (geometry.width, side.block)
+    fields = side.quantize.fields(rows, width, geometry, dtype)
+    stored = sum(torch.Size(shape).numel() * kind.itemsize for shape, kind in fields.values())
+    return 8 * stored / (side.block * geometry.width)
+
+
+def smaller_from(recipe: Recipe, geometry: Geometry, shared: int) -> int | None:
+    """Tokens from which a recipe's bytes are fewer than those of plain HIGGS at the next width (see MemoryReport)."""
+    own = asymptotic_bits(recipe, geometry)
+    plain = {
+        name: asymptotic_bits(other, geometry)
+        for name, other in presets().items()
+        if name.startswith("higgs-") and "head" not in name and not _refused(other, geometry)
+    }
+    wider = [bits for name, bits in plain.items() if bits >= own and name != recipe.name]
+    if not wider or recipe.name in plain:
+        return None
+    gain = (min(wider) - own) * 2 * geometry.layers * geometry.width / 8
+    return None if gain <= 0 else -int(-shared // gain)
+
+
+def _refused(recipe: Recipe, geometry: Geometry) -> bool:
+    try:
+        recipe.check(geometry)
+    except ValueError:
+        return True
+    return False
+
+
+def _human(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

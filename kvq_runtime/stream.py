@@ -1,0 +1,151 @@
+"""Hold one layer's keys or values: encoded blocks in slabs, append only, and the exact tokens that follow them."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.codec import Codec
+
+SLAB = 32  # blocks
+_SLACK = 64  # tokens that one step may add before the window is made larger and smaller again
+
+
+class Stream:
+    """Encoded blocks, then the window, in the model's dtype; the first tokens of each row once more, exact.
+
+    A slab holds 32 blocks; only the last grows, by doubling. The window is a buffer in which live tokens move to the
+    front when its end is reached, once per block.
+    """
+
+    def __init__(self, codec: Codec, batch: int, dtype: torch.dtype, device: torch.device):
+        self.codec, self.side = codec, codec.side
+        self.blocks = 0
+        self.slabs: list[dict[str, Tensor]] = []
+        self._buffer = torch.empty(batch, 0, codec.geometry.width, dtype=dtype, device=device)
+        self._start = self._stop = 0
+        self._kept: tuple[int, Tensor] | None = None
+        self.sinks_BSC = torch.zeros(batch, self.side.sinks, codec.geometry.width, dtype=dtype, device=device)
+
+    @property
+    def encoded(self) -> int:
+        """Tokens in blocks."""
+        return self.blocks * self.side.block
+
+    @property
+    def window_BTC(self) -> Tensor:
+        """The exact tokens after the blocks."""
+        return self._buffer[:, self._start : self._stop]
+
+    @property
+    def length(self) -> int:
+        """All tokens."""
+        return self.encoded + self._stop - self._start
+
+    @property
+    def due(self) -> int:
+        """Blocks that the window holds beyond the recent tokens."""
+        return max(0, self._stop - self._start - self.side.recent) // self.side.block
+
+    def append(self, x_BTC: Tensor) -> None:
+        """Add tokens to the window."""
+        live, count = self._stop - self._start, x_BTC.shape[1]
+        if self._stop + count > self._buffer.shape[1]:
+            if live + count <= self._buffer.shape[1] and live <= self._start:
+                self._buffer[:, :live] = self.window_BTC
+            else:
+                self._rebuffer(live + count)
+            self._start, self._stop = 0, live
+        self._buffer[:, self._stop : self._stop + count] = x_BTC
+        self._stop += count
+
+    def trim(self) -> None:
+        """Give back the room that a long prompt took in the window."""
+        if self._buffer.shape[1] > self.side.recent + self.side.block + _SLACK:
+            live = self._stop - self._start
+            self._rebuffer(live)
+            self._start, self._stop = 0, live
+
+    def _rebuffer(self, needed: int) -> None:
+        steady = self.side.recent + self.side.block
+        room = needed if needed > steady else min(steady, max(needed, 64, 2 * (self._stop - self._start)))
+        buffer = self._buffer.new_empty(len(self._buffer), room, self._buffer.shape[2])
+        buffer[:, : self._stop - self._start] = self.window_BTC
+        self._buffer = buffer
+
+    def store(self, fields: dict[str, Tensor]) -> None:
+        """Append the encoded form of the window's oldest block, and drop its exact tokens."""
+        place = self.blocks % SLAB
+        if place == 0 and self.blocks // SLAB == len(self.slabs):
+            self.slabs.append(
+                {name: field[:, None].clone(memory_format=torch.contiguous_format) for name, field in fields.items()}
+            )
+        else:
+            slab = self.slabs[self.blocks // SLAB]
+            for name, field in fields.items():
+                if place == slab[name].shape[1]:
+                    grown = field.new_empty(len(field), min(2 * place, SLAB), *field.shape[1:])
+                    grown[:, :place] = slab[name]
+                    slab[name] = grown
+                slab[name][:, place] = field
+        self.blocks += 1
+        self._start += self.side.block
+
+    def keep(self, length: int) -> None:
+        """Keep the window of the first `length` tokens, until `release`: blocks are about to be made of it."""
+        if length > self.encoded:
+            self._kept = (self.blocks, self.window_BTC[:, : length - self.encoded].clone())
+
+    def release(self) -> None:
+        """Drop what `keep` kept."""
+        self._kept = None
+
+    def keeps(self, length: int) -> bool:
+        """Whether `crop(length)` finds the window of that time."""
+        return self._kept is not None and length == self._kept[0] * self.side.block + self._kept[1].shape[1]
+
+    def fields(self, start: int, stop: int) -> dict[str, Tensor]:
+        """The fields of blocks `start` to `stop` of one slab, [B, blocks, ...] each."""
+        slab = self.slabs[start // SLAB]
+        return {name: field[:, start % SLAB : (stop - 1) % SLAB + 1] for name, field in slab.items()}
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """(first, last + 1) of the blocks of each slab."""
+        for start in range(0, self.blocks, SLAB):
+            yield start, min(start + SLAB, self.blocks)
+
+    def crop(self, length: int, survivors_BTC: Tensor | None) -> None:
+        """Keep `length` tokens; `survivors` are the decoded tokens of a block that is cut."""
+        if self._kept is not None and self.keeps(length):
+            self.blocks, survivors_BTC = self._kept
+            self._kept = None
+        elif length >= self.encoded:
+            self._stop = self._start + length - self.encoded
+            return
+        else:
+            self.blocks = length // self.side.block
+        del self.slabs[-(-self.blocks // SLAB) :]
+        self._start = self._stop = 0
+        if survivors_BTC is not None:
+            self.append(survivors_BTC)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self.slabs = [{name: field.index_select(0, rows) for name, field in slab.items()} for slab in self.slabs]
+        self._buffer = self._buffer.index_select(0, rows)
+        self._kept = None
+        self.sinks_BSC = self.sinks_BSC.index_select(0, rows)
+
+    def bytes(self) -> dict[str, int]:
+        """Allocated bytes by kind."""
+        kept = _bytes(self._kept[1]) if self._kept is not None else 0
+        found = {"window": _bytes(self._buffer) + kept, "sinks": _bytes(self.sinks_BSC)}
+        for slab in self.slabs:
+            for name, field in slab.items():
+                kind = "codes" if name in ("codes", "x") else "scales"
+                found[kind] = found.get(kind, 0) + _bytes(field)
+        return found
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,136 @@
+"""Keep what is true of a sequence's tokens in every layer: how many there are, which are real, where they stand.
+
+Slots are places in the cache, the same for all rows; a padded slot holds no real token. Without padding, and with
+positions that count from 0, nothing is stored.
+"""
+
+import torch
+from torch import Tensor
+
+from kvq_runtime import rope
+from kvq_runtime.rope import Rotary
+
+
+class Timeline:
+    """The slots of one cache. `announce` says what the next tokens are; `extend` takes them in."""
+
+    def __init__(self):
+        self.length = 0
+        self.real_BT: Tensor | None = None
+        self.positions_BT: Tensor | None = None
+        self.rotary: Rotary | None = None
+        self._spread: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._next: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def announce(self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None) -> None:
+        """Say which of the next tokens are real and at which positions they stand; None: all, and counting on."""
+        self._next = (real_BT, positions_BT)
+        self.rotary = rotary or self.rotary
+
+    def extend(self, batch: int, count: int, device: torch.device) -> None:
+        """Append `count` slots."""
+        real, positions = self._next
+        self._next = (None, None)
+        self._spread.clear()
+        if positions is not None and positions.shape[-1] != count:
+            raise RuntimeError(f"positions for {positions.shape[-1]} tokens were announced, but {count} arrived")
+        slots = torch.arange(self.length, self.length + count, device=device)
+        if self.real_BT is None and real is not None and not bool(real.all()):
+            self.real_BT = torch.ones(batch, self.length, dtype=torch.bool, device=device)
+        if self.real_BT is not None:
+            new = real if real is not None else torch.ones(batch, count, dtype=torch.bool, device=device)
+            self.real_BT = torch.cat([self.real_BT, new.expand(batch, -1)], 1)
+        if (
+            self.positions_BT is None
+            and positions is not None
+            and not torch.equal(positions, slots.expand_as(positions))
+        ):
+            self.positions_BT = torch.arange(self.length, dtype=torch.int32, device=device).expand(batch, -1)
+        if self.positions_BT is not None:
+            new = (
+                positions
+                if positions is not None
+                else self.positions_BT[:, -1:] + 1 + torch.arange(count, device=device)
+            )
+            self.positions_BT = torch.cat([self.positions_BT, new.to(torch.int32).expand(batch, -1)], 1)
+        self.length += count
+
+    def crop(self, length: int) -> None:
+        """Forget every slot from `length` on."""
+        self._spread.clear()
+        self.length = length
+        self.real_BT = self.real_BT[:, :length].clone() if self.real_BT is not None and length else None
+        self.positions_BT = self.positions_BT[:, :length].clone() if self.positions_BT is not None and length else None
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self._spread.clear()
+        self.real_BT = self.real_BT[rows] if self.real_BT is not None else None
+        self.positions_BT = self.positions_BT[rows] if self.positions_BT is not None else None
+
+    def rope(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the slots from `start` to `stop`, [B or 1, T, K] each."""
+        rotary = self.require()
+        device = rotary.frequencies_K.device
+        if self.positions_BT is None:
+            return rotary.tables(torch.arange(start, stop, device=device)[None])
+        return rotary.tables(self.positions_BT[:, start:stop])
+
+    def require(self) -> Rotary:
+        """The model's rotation; a RuntimeError if nobody has announced it."""
+        if self.rotary is None:
+            raise RuntimeError(
+                "the recipe needs the positions of its tokens, which only the model knows: "
+                "make the cache with model=model, and call that model"
+            )
+        return self.rotary
+
+    @property
+    def half(self) -> int:
+        """Half of the channels of a head that turn."""
+        return len(self.require().frequencies_K)
+
+    def spread(self, start: int, stop: int, heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`rope` as factors of every channel, [B or 1, T, C] each; kept until `release`, for the layers above."""
+        key = (start, stop, dtype)
+        if key not in self._spread:
+            cos, sin = rope.spread(*self.rope(start, stop), heads, size)
+            self._spread[key] = (cos.to(dtype), sin.to(dtype))
+        return self._spread[key]
+
+    def release(self) -> None:
+        """Drop what `spread` kept."""
+        self._spread.clear()
+
+    def sink_slots(self, sinks: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where each row's first `sinks` real tokens are, [B, sinks], and which of them have arrived."""
+        if self.real_BT is None:
+            slots = torch.arange(sinks, device=device).expand(batch, -1)
+            return slots, slots < self.length
+        rank_BT = self.real_BT.cumsum(1) * self.real_BT
+        found = rank_BT[:, :, None] == torch.arange(1, sinks + 1, device=device)
+        return found.int().argmax(1), found.any(1)
+
+    def source(self, start: int, stop: int, sinks: int) -> Tensor | None:
+        """Which slot of a block each of its slots is encoded as: itself; for a sink or a padded slot the nearest token.
+
+        [B or 1, T], counted from `start`; None where every slot stands for itself; -1 where the block holds no token.
+        """
+        if self.real_BT is None:
+            if start >= sinks:
+                return None
+            slots = torch.arange(stop - start)[None]
+            return slots.clamp(min=sinks - start) if sinks < stop else torch.full_like(slots, -1)
+        real_BT = self.real_BT[:, :stop]
+        valid_BT = (real_BT & (real_BT.cumsum(1) > sinks))[:, start:]
+        if bool(valid_BT.all()):
+            return None
+        slots = torch.arange(stop - start, device=valid_BT.device)
+        before = torch.where(valid_BT, slots, -1).cummax(1).values
+        first = torch.where(valid_BT.any(1), valid_BT.int().argmax(1), -1)
+        return torch.where(before >= 0, before, first[:, None])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is stored per sequence."""
+        return [tensor for tensor in (self.real_BT, self.positions_BT) if tensor is not None]

@@ -1,0 +1,132 @@
+"""Drive a BlockCache as a model would: layer by layer, one forward pass at a time, with random keys and values."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import fitted
+import torch
+from torch import Tensor
+
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe, Side, presets
+from kvq_runtime.rope import Rotary, rotate
+
+GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
+    """The recipe with the smallest block, and a window to match, that its groups allow; sinks stay its own."""
+    for block in (16, 32, 64, 128, 256):
+
+        def shrink(side: Side, block: int = block) -> Side:
+            return replace(side, block=block, recent=block - 4)
+
+        layers = {layer: (shrink(pair[0]), shrink(pair[1])) for layer, pair in recipe.layers.items()}
+        candidate = replace(recipe, key=shrink(recipe.key), value=shrink(recipe.value), layers=layers)
+        try:
+            return candidate.check(geometry)
+        except ValueError:
+            continue
+    return recipe
+
+
+RECIPES = {name: small(recipe) for name, recipe in presets().items()}
+
+
+FEW = ("exact", "exact-pre", "higgs-2bit", "aqua-2bit", "aqua-2bit-post", "aqua-2bit-channel")
+# every recipe in a model's usual dtype, a few in single precision
+DTYPES = [(recipe, torch.bfloat16) for recipe in RECIPES.values()] + [(RECIPES[name], torch.float32) for name in FEW]
+DTYPE_IDS = [f"{recipe.name}-{str(dtype).removeprefix('torch.')}" for recipe, dtype in DTYPES]
+
+
+def rotary(geometry: Geometry = GEOMETRY, scaling: float = 1.0, dtype: torch.dtype = torch.float32) -> Rotary:
+    """A plain RoPE over the whole head."""
+    half = geometry.head_size // 2
+    return Rotary(10_000.0 ** (-torch.arange(half) / half), scaling, dtype)
+
+
+def tensors(tokens: int, rows: int = 2, geometry: Geometry = GEOMETRY, seed: int = 0) -> Tensor:
+    """Keys and values of all layers as a model caches them, [L, 2, B, T, C]: channels of unequal size, and a mean."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(geometry.layers, 2, rows, tokens, geometry.width, generator=generator)
+    channel = torch.rand(geometry.layers, 2, 1, 1, geometry.width, generator=generator)
+    return x * (0.5 + channel) + channel
+
+
+def turned(x_LKBTC: Tensor, geometry: Geometry = GEOMETRY, scaling: float = 1.0) -> Tensor:
+    """The same with its keys after RoPE at positions 0, 1, 2, ..."""
+    out = x_LKBTC.clone()
+    tables = rotary(geometry, scaling).tables(torch.arange(out.shape[3])[None])
+    for keys in out[:, 0]:
+        keys.copy_(rotate(keys.unflatten(-1, (geometry.kv_heads, -1)), *tables).flatten(-2))
+    return out
+
+
+def make(recipe: Recipe, geometry: Geometry = GEOMETRY) -> BlockCache:
+    """A cache, with random fitted tensors where the recipe wants some."""
+    return BlockCache(recipe, geometry, fitted.tensors(recipe, geometry) or None)
+
+
+def feed(
+    cache: BlockCache,
+    x_LKBTC: Tensor,
+    start: int,
+    stop: int,
+    real_BT: Tensor | None = None,
+    scaling: float = 1.0,
+    layers: Sequence[int] | None = None,
+) -> Pairs:
+    """One forward pass over the tokens from `start` to `stop`; what each layer attended to."""
+    positions = torch.arange(start, stop)[None]
+    if real_BT is not None:
+        positions = (real_BT.cumsum(1) - 1).clamp(min=0)[:, start:stop]
+        real_BT = real_BT[:, start:stop]
+    cache.timeline.announce(real_BT, positions, rotary(cache.geometry, scaling))
+    layers = range(len(x_LKBTC)) if layers is None else layers
+    return [cache.update(layer, *x_LKBTC[layer, :, :, start:stop].unbind(0)) for layer in layers]
+
+
+def feed_in(cache: BlockCache, x_LKBTC: Tensor, sizes: Sequence[int], **settings) -> list[Pairs]:
+    """Forward passes of these numbers of tokens, one after the other."""
+    start, out = cache.length, []
+    for size in sizes:
+        out.append(feed(cache, x_LKBTC, start, start + size, **settings))
+        start += size
+    return out
+
+
+def state(cache: BlockCache) -> list[dict[str, Tensor]]:
+    """Everything each stream holds: the fields of its blocks, its window, its sinks."""
+    found = []
+    for layer in sorted(cache.layers):
+        for stream in cache.layers[layer]:
+            rows, sinks = stream.sinks_BSC.shape[:2]
+            arrived = cache.timeline.sink_slots(sinks, rows, stream.sinks_BSC.device)[1]
+            held = {"window": stream.window_BTC.clone(), "sinks": stream.sinks_BSC.where(arrived[..., None], 0.0)}
+            for run in stream.runs():
+                for name, field in stream.fields(*run).items():
+                    held[name] = torch.cat([held[name], field], 1) if name in held else field.clone()
+            found.append(held)
+    return found
+
+
+def same(one: list[dict[str, Tensor]], two: list[dict[str, Tensor]]) -> bool:
+    """Whether two states are equal, bit for bit."""
+    return len(one) == len(two) and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(one, two, strict=True)
+    )
+
+
+def read(cache: BlockCache, scaling: float = 1.0) -> Pairs:
+    """What each layer would attend to now: a forward pass over no tokens."""
+    rows = len(cache.layers[0][0].sinks_BSC)
+    dtype = cache.layers[0][0].sinks_BSC.dtype
+    empty = torch.empty(cache.geometry.layers, 2, rows, 0, cache.geometry.width, dtype=dtype)
+    return feed(cache, empty, 0, 0, scaling=scaling)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The relative root-mean-square error."""
+    return float((found - expected).norm() / expected.norm())

@@ -1,0 +1,295 @@
+"""What every recipe owes: each law is checked for every recipe there is, on random keys and values.
+
+The cache is fed directly, without a model; `feeding.small` gives each recipe blocks of a few tokens.
+"""
+
+import pytest
+import torch
+from feeding import DTYPE_IDS, DTYPES, RECIPES, error, feed, feed_in, make, read, rotary, same, state, tensors
+
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.codec import Codec
+from kvq_runtime.recipe import HALVES, Recipe
+from kvq_runtime.stages.exact import Exact
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+
+
+def lossy(recipe: Recipe, layer: int, half: int) -> bool:
+    return not isinstance(recipe.at(layer)[half].quantize, Exact)
+
+
+def encoded(cache: BlockCache) -> int:
+    return cache.layers[0][0].encoded
+
+
+def blocks(found: list[dict]) -> list[dict]:
+    return [{name: field for name, field in held.items() if name not in ("window", "sinks")} for held in found]
+
+
+# ---- a token is encoded once (invariant 1) -----------------------------------------------------------------------
+
+
+@every_recipe
+def test_every_token_is_encoded_once_and_stays_as_it_was(recipe, monkeypatch):
+    counted: dict[tuple[int, str], int] = {}
+    encode = Codec.encode
+
+    def counting(self, x_NTC, context):
+        counted[self.layer, self.half] = counted.get((self.layer, self.half), 0) + x_NTC.shape[1]
+        assert x_NTC.shape[1] == self.side.block
+        return encode(self, x_NTC, context)
+
+    monkeypatch.setattr(Codec, "encode", counting)
+    _, recent, block = recipe.key.window
+    x, cache = tensors(recent + 3 * block + 8), make(recipe)
+    feed_in(cache, x, [recent + block])
+    early = blocks(state(cache))
+    feed_in(cache, x, [1, 1, block - 3, 2, 1, block, 5])
+    assert encoded(cache) == 3 * block
+    assert counted == {(layer, half): encoded(cache) for layer in range(3) for half in HALVES}
+    for before, now in zip(early, state(cache), strict=True):
+        assert all(torch.equal(field, now[name][:, : field.shape[1]]) for name, field in before.items())
+    assert cache.reencoded == 0
+
+
+@every_recipe
+def test_a_verification_step_is_taken_back_without_a_trace(recipe):
+    _, recent, block = recipe.key.window
+    x, cache, other = tensors(2 * recent + 2 * block), make(recipe), make(recipe)
+    feed_in(cache, x, [recent + 2 * block - 1, recent])
+    cache.crop(recent + 2 * block)
+    feed_in(other, x, [recent + 2 * block])
+    assert cache.reencoded == 0 and encoded(cache) == 2 * block
+    assert same(state(cache), state(other))
+
+
+@every_recipe
+def test_a_crop_below_the_window_decodes_the_survivors_of_one_block(recipe):
+    _, recent, block = recipe.key.window
+    x, cache = tensors(recent + 3 * block), make(recipe)
+    feed_in(cache, x, [recent + 3 * block])
+    before, first = read(cache), blocks(state(cache))
+    cache.crop(block + 5)
+    assert (cache.length, encoded(cache), cache.reencoded) == (block + 5, block, 5)
+    assert same(blocks(state(cache)), [{name: field[:, :1] for name, field in held.items()} for held in first])
+    for one, two in zip(before, read(cache), strict=True):
+        for whole, cropped in zip(one, two, strict=True):
+            assert error(cropped, whole[:, : block + 5]) < 0.02  # the matrix products have another number of rows
+    feed_in(cache, x, [2 * block - 5, 1, recent - 1])
+    assert (cache.length, encoded(cache), cache.reencoded) == (recent + 3 * block, 3 * block, 5)
+
+
+def test_a_crop_at_the_end_of_a_block_decodes_nothing():
+    recipe = RECIPES["aqua-2bit"]
+    x, cache, other = tensors(80), make(recipe), make(recipe)
+    feed_in(cache, x, [80])
+    cache.crop(48)
+    feed_in(cache, x, [1, 31])
+    feed_in(other, x, [80])
+    assert cache.reencoded == 0
+    assert same(state(cache), state(other))
+
+
+# ---- the same tensors make the same blocks (invariant 2) ---------------------------------------------------------
+
+
+@every_recipe
+def test_blocks_do_not_depend_on_how_tokens_arrive(recipe):
+    _, recent, block = recipe.key.window
+    total = recent + 3 * block + 3
+    x = tensors(total)
+    caches = [make(recipe) for _ in range(3)]
+    sizes = torch.randint(1, 2 * block, (total,), generator=torch.Generator().manual_seed(1)).tolist()
+    feed_in(caches[0], x, [total])
+    feed_in(caches[1], x, [block + recent] + [1] * (total - block - recent))
+    while (left := total - caches[2].length) > 0:
+        feed_in(caches[2], x, [min(left, sizes.pop())])
+    assert encoded(caches[0]) == 3 * block
+    assert same(state(caches[0]), state(caches[1]))
+    assert same(state(caches[0]), state(caches[2]))
+
+
+@every_recipe
+def test_a_layer_read_alone_is_rebuilt_from_those_below(recipe):
+    """What is carried from layer to layer saves work, and changes nothing."""
+    _, recent, block = recipe.key.window
+    x, cache, other = tensors(recent + 3 * block), make(recipe), make(recipe)
+    for start, stop in ((0, recent + 2 * block), (recent + 2 * block, recent + 3 * block)):
+        expected = feed(cache, x, start, stop)
+        for layer in range(3):
+            other.select(torch.arange(2))  # forgets what was carried
+            found = feed(other, x, start, stop, layers=[layer])[0]
+            assert all(torch.equal(a, b) for a, b in zip(expected[layer], found, strict=True))
+    assert same(state(cache), state(other))
+
+
+def test_more_blocks_than_a_slab_holds():
+    recipe = RECIPES["higgs-2bit"]
+    x = tensors(16 * 70)
+    one, two = make(recipe), make(recipe)
+    feed_in(one, x, [16 * 70])
+    feed_in(two, x, [500, 16 * 70 - 502, 1, 1])
+    assert len(one.layers[0][0].slabs) == 3
+    assert same(state(one), state(two))
+    assert all(torch.equal(a, b) for a, b in zip(read(one)[2], read(two)[2], strict=True))
+    one.crop(16 * 40 + 2)
+    two.crop(16 * 32)
+    assert [len(cache.layers[0][0].slabs) for cache in (one, two)] == [2, 1]
+
+
+# ---- what is stored is really rounded, and no worse than it should be (invariant 4) -------------------------------
+
+
+@every_recipe
+def test_tokens_that_come_one_by_one_are_rounded_like_those_of_a_prompt(recipe):
+    sinks, recent, block = recipe.key.window
+    prompt = -(-max(sinks, 1) // block) * block + 2 * block
+    x, cache = tensors(prompt + recent + 2 * block, rows=1), make(recipe)
+    feed_in(cache, x, [prompt] + [1] * (recent + 2 * block))
+    assert encoded(cache) == prompt + 2 * block
+    for layer, pair in enumerate(read(cache)):
+        for half, out in enumerate(pair):
+            wrong = (out - x[layer, half])[0].norm(dim=-1)
+            early, late = wrong[sinks:prompt], wrong[prompt : prompt + 2 * block]
+            if lossy(recipe, layer, half):
+                assert (early > 0).all() and (late > 0).all()
+                assert 0.6 < float(early.square().mean().sqrt() / late.square().mean().sqrt()) < 1.6
+            elif half == 1 or recipe.position == "post":
+                assert not wrong.any()
+
+
+# D(R) of a Gaussian source is 2^-R of its deviation; a good quantizer of few bits comes within a factor
+@every_recipe
+def test_the_error_is_of_the_size_of_the_bits(recipe):
+    x, cache = tensors(200), make(recipe)
+    feed_in(cache, x, [200])
+    for layer, pair in enumerate(read(cache)):
+        for half, out in enumerate(pair):
+            codec, count = cache.codecs[layer][half], cache.layers[layer][half].encoded
+            if not lossy(recipe, layer, half):
+                continue
+            bits = codec.bits()
+            spread = x[layer, half].norm()
+            assert float((out - x[layer, half])[:, :count].norm() / spread) < 4.0 * 2**-bits + 0.02
+
+
+# ---- what is exact (invariants 5 and 9) ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe, dtype", DTYPES, ids=DTYPE_IDS)
+def test_prompt_sinks_and_recent_tokens_are_exact(recipe, dtype):
+    sinks, recent, block = recipe.key.window
+    x, cache = tensors(recent + 3 * block).to(dtype), make(recipe)
+    for layer in range(3):
+        k, v = x[layer, :, :, :7].unbind(0)
+        cache.timeline.announce(None, torch.arange(7)[None], rotary(dtype=dtype))
+        out = cache.update(layer, k, v)
+        assert out[0] is k and out[1] is v
+    for size in (1, block, recent, 2, block + 1, 1, 1):
+        start, stop = cache.length, cache.length + size
+        for layer, pair in enumerate(feed(cache, x, start, stop)):
+            for half, out in enumerate(pair):
+                assert out.dtype == dtype and out.shape == x[layer, half, :, :stop].shape
+                assert torch.equal(out[:, :sinks], x[layer, half, :, : min(sinks, stop)])
+                newest = max(0, start - recent)
+                assert torch.equal(out[:, newest:], x[layer, half, :, newest:stop])
+    assert encoded(cache) >= 2 * block
+
+
+# ---- padding, reordering, cropping, using again (invariant 6) ------------------------------------------------------
+
+
+def mask(tokens: int, *padding: int) -> torch.Tensor:
+    return torch.arange(tokens) >= torch.tensor(padding)[:, None]
+
+
+@every_recipe
+def test_padded_slots_never_matter(recipe):
+    """Whatever stands in a padded slot, every real token of every row is stored and read the same."""
+    sinks, recent, block = recipe.key.window
+    total = recent + 4 * block
+    real = mask(total, 0, block + 3)
+    x = tensors(total)
+    other = torch.where(real[:, :, None], x, 300 * torch.randn(x.shape))
+    found = []
+    for given in (x, other):
+        cache = make(recipe)
+        feed_in(cache, given, [2 * block, recent, 1, 2 * block - 1], real_BT=real)
+        found.append((read(cache), blocks(state(cache)), [held["sinks"] for held in state(cache)]))
+    (one, codes, kept), (two, others, again) = found
+    assert same(codes, others)
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    for a, b in zip(one, two, strict=True):
+        for half_a, half_b in zip(a, b, strict=True):
+            assert torch.equal(half_a[real], half_b[real])
+
+
+@every_recipe
+def test_a_row_padded_by_whole_blocks_is_the_row_without_padding(recipe):
+    sinks, recent, block = recipe.key.window
+    total, pad = recent + 4 * block, block
+    x = tensors(total)
+    padded, plain = make(recipe), make(recipe)
+    feed_in(padded, torch.cat([torch.randn(3, 2, 2, pad, 64), x], 3), [2 * block, total + pad - 2 * block],
+            real_BT=mask(total + pad, pad, pad))  # fmt: skip
+    feed_in(plain, x, [block, total - block])
+    for one, two in zip(read(padded), read(plain), strict=True):
+        for a, b in zip(one, two, strict=True):
+            assert error(a[:, pad:], b) < 0.02
+    for one, two in zip(state(padded), state(plain), strict=True):
+        assert torch.equal(one["sinks"], two["sinks"]) and torch.equal(one["window"], two["window"])
+
+
+@every_recipe
+def test_rows_of_unequal_length_lose_no_more_than_rows_alone(recipe):
+    sinks, recent, block = recipe.key.window
+    total = recent + 4 * block
+    x, real = tensors(total), mask(total, 0, 2 * block - 3)
+    cache, alone = make(recipe), make(recipe)
+    feed_in(cache, x, [2 * block - 1, 1, 2, total - 2 * block - 2], real_BT=real)
+    feed_in(alone, x, [total])
+    for layer, pair in enumerate(read(cache)):
+        for half, (out, best) in enumerate(zip(pair, read(alone)[layer], strict=True)):
+            target = x[layer, half]
+            row = real[1].nonzero()[:, 0]
+            assert torch.equal(out[1, row[:sinks]], target[1, row[:sinks]])
+            assert torch.equal(out[:, -recent:], target[:, -recent:])
+            assert error(out[real], target[real]) < 1.4 * error(best, target) + 1e-6
+
+
+@every_recipe
+def test_reordered_rows_are_other_rows(recipe):
+    sinks, recent, block = recipe.key.window
+    x, rows = tensors(recent + 4 * block, rows=3), torch.tensor([2, 0, 0])
+    real = mask(x.shape[3], 0, 3, block)
+    cache, other = make(recipe), make(recipe)
+    feed_in(cache, x, [recent + 2 * block, 3], real_BT=real)
+    cache.select(rows)
+    feed_in(other, x[:, :, rows], [recent + 2 * block, 3], real_BT=real[rows])
+    assert same(blocks(state(cache)), blocks(state(other)))
+    start = cache.length
+    for one, two in zip(
+        feed(cache, x[:, :, rows], start, start + block, real[rows]),
+        feed(other, x[:, :, rows], start, start + block, real[rows]),
+        strict=True,
+    ):
+        assert all(
+            torch.equal(a[real[rows][:, : a.shape[1]]], b[real[rows][:, : a.shape[1]]])
+            for a, b in zip(one, two, strict=True)
+        )
+    assert same(state(cache), state(other))
+
+
+@every_recipe
+def test_a_reset_cache_is_a_new_one(recipe):
+    _, recent, block = recipe.key.window
+    x, cache, other = tensors(recent + 2 * block), make(recipe), make(recipe)
+    feed_in(cache, tensors(100, rows=3, seed=5), [80, 1, 19])
+    cache.crop(20)
+    cache.reset()
+    assert cache.length == 0 and cache.memory_report().sequence_bytes == 0
+    for each in (cache, other):
+        feed_in(each, x, [recent, 2 * block])
+    assert same(state(cache), state(other))
+    assert cache.memory_report() == other.memory_report()

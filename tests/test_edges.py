@@ -1,0 +1,275 @@
+"""Odd shapes, bad numbers and interrupted forward passes: the cache is right, or says what is wrong and goes on."""
+
+import pytest
+import torch
+from feeding import GEOMETRY, RECIPES, error, feed, feed_in, make, read, rotary, same, small, state, tensors, turned
+
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.codec import Codec, Context
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import presets
+from kvq_runtime.rope import rotate
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+CHAINED = {name: recipe for name, recipe in RECIPES.items() if recipe.chained}
+PRE = {name: recipe for name, recipe in RECIPES.items() if recipe.position == "pre"}
+
+
+def allowed(geometry: Geometry) -> list:
+    """Every recipe for this geometry; those that refuse it must say so in a sentence."""
+    found = []
+    for name, preset in presets().items():
+        try:
+            found.append(small(preset.check(geometry), geometry))
+        except ValueError as refusal:
+            assert name in str(refusal)
+    return found
+
+
+# ---- shapes (invariant 8) --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads, size", [(2, 80), (1, 96), (3, 6), (1, 8), (5, 64)])
+def test_head_sizes_that_are_no_power_of_two(heads, size):
+    geometry = Geometry(3, heads, size)
+    recipes = allowed(geometry)
+    assert {"exact", "higgs-2bit", "aqua-2bit", "rtn-2bit"} <= {recipe.name for recipe in recipes} or size == 6
+    for recipe in recipes:
+        _, recent, block = recipe.key.window
+        x = tensors(recent + 2 * block + 1, geometry=geometry)
+        one, two = make(recipe, geometry), make(recipe, geometry)
+        feed_in(one, x, [recent + 2 * block, 1])
+        feed_in(two, x, [5, recent + block, block - 4])
+        assert same(state(one), state(two)), recipe.name
+        for layer, pair in enumerate(read(one)):
+            for half, out in enumerate(pair):
+                assert error(out, x[layer, half]) < 0.65, (recipe.name, layer, half)
+
+
+@every_recipe
+def test_no_rows_and_no_tokens(recipe):
+    _, recent, block = recipe.key.window
+    empty, cache = tensors(recent + block + 1, rows=0), make(recipe)
+    feed_in(cache, empty, [recent + block, 1])
+    assert read(cache)[2][0].shape == (0, recent + block + 1, GEOMETRY.width)
+    x, cache, other = tensors(recent + block + 1), make(recipe), make(recipe)
+    feed_in(cache, x, [0, 1, 0, recent + block - 1, 0, 1])
+    feed_in(other, x, [recent + block + 1])
+    assert same(state(cache), state(other))
+
+
+@every_recipe
+def test_rows_of_nothing_but_zeros_or_a_constant(recipe):
+    _, recent, block = recipe.key.window
+    for value in (0.0, 3.0, 1e-7):
+        x, cache = torch.full((3, 2, 2, recent + block, 64), value), make(recipe)
+        feed_in(cache, x, [recent + block])
+        assert all(bool(torch.isfinite(out).all()) for pair in read(cache) for out in pair)
+
+
+# ---- NaN and infinity (invariant 8) ----------------------------------------------------------------------------------
+
+
+@every_recipe
+def test_a_bad_number_is_refused_by_name_and_leaves_no_trace(recipe):
+    _, recent, block = recipe.key.window
+    x, cache, other = tensors(2 * recent + 3 * block), make(recipe), make(recipe)
+    sizes = [recent + block, block - 1, 1, recent]
+    for bad, size in zip((torch.nan, torch.inf, -torch.inf, torch.nan), sizes, strict=True):
+        start, broken = cache.length, x.clone()
+        broken[1, 1, 0, start + size - 1, 7] = bad
+        where = f"layer 1, block {(start + size - 1) // block}: NaN or infinity in the model's values at token"
+        with pytest.raises(ValueError, match=where):
+            feed(cache, broken, start, start + size)
+        assert cache.length == start
+        feed(cache, x, start, start + size)
+        feed(other, x, start, start + size)
+    assert cache.reencoded == 0 and same(state(cache), state(other))
+
+
+@every_recipe
+def test_a_chunk_longer_than_the_window_is_taken_back_whole(recipe):
+    """Layers below the one that fails have encoded a part of it already, and of the window before it."""
+    _, recent, block = recipe.key.window
+    total = recent + 5 * block
+    x, cache, other = tensors(total), make(recipe), make(recipe)
+    feed_in(cache, x, [recent + 2 * block - 2])
+    before, broken = state(cache), x.clone()
+    broken[2, 0, 1, 3 * block] = torch.inf
+    with pytest.raises(ValueError, match="layer 2, block 3: NaN or infinity in the model's keys"):
+        feed(cache, broken, cache.length, total)
+    assert cache.length == recent + 2 * block - 2 and same(before, state(cache))
+    feed_in(cache, x, [total - cache.length])
+    feed_in(other, x, [total])
+    assert cache.reencoded == 0 and same(state(cache), state(other))
+
+
+def test_a_bad_number_in_the_first_prompt_and_in_padding():
+    recipe = RECIPES["aqua-2bit"]
+    x, cache, other = tensors(100), make(recipe), make(recipe)
+    broken = x.clone()
+    broken[2, 0, 1, 3] = torch.nan
+    with pytest.raises(ValueError, match="layer 2, block 0: NaN or infinity in the model's keys"):
+        feed_in(cache, broken, [80])
+    assert cache.length == 0
+    real = torch.arange(100) >= torch.tensor([0, 10])[:, None]
+    feed_in(cache, broken, [80, 1], real_BT=real)  # it stands in a padded slot
+    feed_in(other, x, [80, 1], real_BT=real)
+    for one, two in zip(read(cache), read(other), strict=True):
+        assert all(torch.equal(a[real[:, :81]], b[real[:, :81]]) for a, b in zip(one, two, strict=True))
+
+
+# ---- forward passes that stop midway ---------------------------------------------------------------------------------
+
+
+@every_recipe
+def test_a_forward_pass_that_stops_midway_is_undone_by_the_next(recipe):
+    _, recent, block = recipe.key.window
+    x, cache, other = tensors(3 * recent + 3 * block), make(recipe), make(recipe)
+    wrong = tensors(x.shape[3], seed=9)
+    sizes = [recent + block - 2, 1, recent, 1, block + recent]
+    for stopped, size in zip((1, 2, 2, 1, 2), sizes, strict=True):
+        start = cache.length
+        feed(cache, wrong, start, start + size, layers=range(stopped))
+        if stopped == 2:
+            feed(cache, wrong, start, start + min(3, recent), layers=[0])
+        assert cache.length == start
+        feed(cache, x, start, start + size)
+        feed(other, x, start, start + size)
+    assert cache.reencoded == 0
+    assert same(state(cache), state(other))
+    for one, two in zip(read(cache), read(other), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_a_first_pass_that_stops_midway_may_be_followed_by_another_batch():
+    recipe = RECIPES["aqua-2bit"]
+    cache, x = make(recipe), tensors(60, rows=1)
+    feed(cache, tensors(60, rows=3), 0, 60, layers=[0, 1])
+    assert all(a is not None for a in feed(cache, x, 0, 60))
+    with pytest.raises(ValueError, match="3 rows; the cache holds 1"):
+        feed(cache, tensors(61, rows=3), 60, 61)
+    feed_in(cache, tensors(61, rows=1), [1])
+    assert cache.length == 61
+
+
+@pytest.mark.parametrize("recipe", CHAINED.values(), ids=CHAINED.keys())
+def test_a_layer_before_the_one_below_is_refused(recipe):
+    cache, x = make(recipe), tensors(40)
+    with pytest.raises(RuntimeError, match="layer 1 is predicted from layer 0"):
+        feed(cache, x, 0, 40, layers=[1])
+
+
+# ---- chains of predictions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", CHAINED.values(), ids=CHAINED.keys())
+def test_history_in_order_is_history_from_scratch(recipe):
+    """Against the chain written out: every layer decoded from all of its blocks, bottom up."""
+    _, recent, block = recipe.key.window
+    x, cache = tensors(recent + 3 * block), make(recipe)
+    feed_in(cache, x, [recent + 2 * block, block])
+    decoded: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer, pair in enumerate(read(cache)):
+        fields = [{n: f.flatten(0, 1) for n, f in stream.fields(0, 3).items()} for stream in cache.layers[layer]]
+        below = decoded[::-1]
+        keys = cache.codecs[layer][0].decode(fields[0], Context(below=below))
+        values = cache.codecs[layer][1].decode(fields[1], Context(below=below, keys=keys))
+        decoded.append((keys.clone(), values.clone()))
+        start, stop = min(recipe.key.sinks, 3 * block), 3 * block
+        expected = cache.codecs[layer][1].restore(values.float(), Context()).view(2, stop, -1)
+        torch.testing.assert_close(pair[1][:, start:stop], expected[:, start:], rtol=1e-5, atol=1e-5)
+
+
+# ---- RoPE (invariant 9) ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaling", [1.0, 1.3069])
+@pytest.mark.parametrize("recipe", PRE.values(), ids=PRE.keys())
+def test_keys_are_encoded_as_they_were_before_rope(recipe, scaling, monkeypatch):
+    """Also where the cosines carry a factor, as YaRN's do, and for rows whose positions differ."""
+    sinks, recent, block = recipe.key.window
+    total = recent + 2 * block
+    x, seen = tensors(total), {}
+    real = torch.arange(total) >= torch.tensor([0, 5])[:, None]
+    given = x.clone()
+    tables = rotary(scaling=scaling).tables((real.cumsum(1) - 1).clamp(min=0))
+    for keys in given[:, 0]:
+        keys.copy_(rotate(keys.unflatten(-1, (2, 32)), *tables).flatten(-2))
+    encode = Codec.encode
+
+    def watching(self, x_NTC, context):
+        seen.setdefault((self.layer, self.half), []).append(x_NTC.clone())
+        return encode(self, x_NTC, context)
+
+    monkeypatch.setattr(Codec, "encode", watching)
+    cache = make(recipe)
+    feed_in(cache, given, [block + 3, 1, total - block - 4], real_BT=real, scaling=scaling)
+    for (layer, half), parts in seen.items():
+        found, target = torch.cat(parts, 1), x[layer, int(half == "value"), :, : 2 * block]
+        for row, first in enumerate((sinks, sinks + 5)):
+            torch.testing.assert_close(found[row, first:], target[row, first:], rtol=1e-4, atol=1e-4)
+    for layer, pair in enumerate(read(cache, scaling)):
+        assert error(pair[0][real], given[layer, 0][real]) < 4.0 * 2 ** -cache.codecs[layer][0].bits() + 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_exact_keys_survive_rope_and_back(dtype):
+    """Within two units in the last place of the pair of channels that turns together."""
+    recipe = RECIPES["exact-pre"]
+    plain = tensors(600)
+    tables = rotary(dtype=dtype).tables(torch.arange(600)[None])
+    x = plain.to(dtype)
+    for keys in x[:, 0]:
+        keys.copy_(rotate(keys.unflatten(-1, (2, 32)), *tables).flatten(-2))
+    cache = make(recipe)
+    for start, stop in ((0, 580), (580, 600)):
+        cache.timeline.announce(None, torch.arange(start, stop)[None], rotary(dtype=dtype))
+        for layer in range(3):
+            cache.update(layer, *x[layer, :, :, start:stop].unbind(0))
+    for layer, (keys, values) in enumerate(read_as(cache, dtype)):
+        given = x[layer, 0]
+        pair = (
+            given.double().view(2, 600, 2, 2, 16).norm(dim=3, keepdim=True).expand(-1, -1, -1, 2, -1).reshape_as(given)
+        )
+        ulp = torch.finfo(dtype).eps * 2.0 ** pair.log2().floor()
+        assert bool(((keys.double() - given.double()).abs() <= 2 * ulp).all())
+        assert torch.equal(values, x[layer, 1])
+
+
+def read_as(cache: BlockCache, dtype: torch.dtype):
+    empty = torch.empty(2, 0, GEOMETRY.width, dtype=dtype)
+    cache.timeline.announce(None, None, rotary(dtype=dtype))
+    return [cache.update(layer, empty, empty) for layer in range(3)]
+
+
+@pytest.mark.parametrize("name", ["aqua-2bit", "mean-higgs-2bit", "aqua-2bit-post", "exact-pre"])
+def test_a_recipe_that_needs_positions_says_so_at_once(name):
+    recipe = RECIPES[name]
+    cache, x = make(recipe), tensors(3)
+    with pytest.raises(RuntimeError, match="needs the positions of its tokens"):
+        cache.update(0, *x[0].unbind(0))
+    assert cache.length == 0
+    feed_in(cache, x, [3])
+
+
+def test_a_fitted_recipe_without_its_tensors():
+    with pytest.raises(ValueError, match="aqua-2bit has fitted stages"):
+        BlockCache(RECIPES["aqua-2bit"], GEOMETRY)
+
+
+def test_keys_of_another_width_and_layers_beyond_the_last():
+    cache = make(RECIPES["higgs-2bit"])
+    with pytest.raises(ValueError, match="width 32; the cache was made for"):
+        cache.update(0, torch.zeros(1, 1, 32), torch.zeros(1, 1, 32))
+    with pytest.raises(ValueError, match="layer 3; the cache was made for"):
+        cache.update(3, torch.zeros(1, 1, 64), torch.zeros(1, 1, 64))
+
+
+def test_turned_keys_keep_their_norm():
+    """The helper that turns keys for these tests is a rotation, with scaling or without."""
+    x = tensors(50)
+    for scaling in (1.0, 1.5):
+        found = turned(x, scaling=scaling)
+        torch.testing.assert_close(found[:, 0].norm(dim=-1), scaling * x[:, 0].norm(dim=-1))
+        assert torch.equal(found[:, 1], x[:, 1])

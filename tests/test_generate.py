@@ -1,0 +1,301 @@
+"""Whole models through transformers' own generate: `exact` is the stock cache, token for token; others stay close."""
+
+from pathlib import Path
+
+import fitted
+import pytest
+import torch
+from feeding import small
+from models import CONFIGS, prompt, random_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from kvq_runtime.hf import KVQCache, geometry_of
+from kvq_runtime.recipe import preset
+
+NEW = 40
+WAYS = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "lookup": {"prompt_lookup_num_tokens": 4},
+    "assisted": {"assistant": True},
+    "chunked": {"prefill_chunk_size": 13},
+}
+LOSSY = [
+    "exact-pre",
+    "higgs-2bit",
+    "higgs-4bit",
+    "mean-higgs-3bit",
+    "aqua-2bit",
+    "aqua-3bit",
+    "aqua-2bit-post",
+    "aqua-2bit-channel",
+    "aqua-2bit-below-1-2",
+    "rtn-4bit",
+]
+
+
+def kvq(name: str, model: PreTrainedModel, whole: bool = False) -> KVQCache:
+    """A cache with a window of a few tokens, and random fitted tensors where the recipe wants some."""
+    geometry = geometry_of(model)
+    recipe = preset(name) if whole else small(preset(name), geometry)
+    return KVQCache(recipe, model, fitted.tensors(recipe, geometry) or None)
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, cache, way: str = "greedy", **settings) -> torch.Tensor:
+    given = WAYS[way] | {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 1} | WAYS[way] | settings
+    if given.pop("assistant", False):
+        given["assistant_model"] = random_model("llama", seed=0)
+        given["assistant_model"].generation_config.num_assistant_tokens = 5
+    torch.manual_seed(7)
+    return model.generate(ids, past_key_values=cache, **given)
+
+
+def stock(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+def padded(rows: torch.Tensor, *lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.arange(rows.shape[1]) >= rows.shape[1] - torch.tensor(lengths)[:, None]
+    return rows.where(mask, 1), mask.long()
+
+
+# ---- exact is the stock cache ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("way", WAYS)
+def test_exact_generates_what_the_stock_cache_generates(way, attention):
+    model = random_model("llama", attention)
+    ids = prompt(1 if way in ("lookup", "assisted") else 2)
+    assert torch.equal(generate(model, ids, kvq("exact", model), way), generate(model, ids, stock(model), way))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("way", ["greedy", "beams"])
+def test_exact_is_exact_for_every_architecture_and_for_padded_rows(kind, way):
+    model = random_model(kind)
+    ids, mask = padded(prompt(3), 40, 33, 3)
+    cache = kvq("exact", model)
+    one = generate(model, ids, cache, way, attention_mask=mask)
+    two = generate(model, ids, stock(model), way, attention_mask=mask)
+    assert torch.equal(one, two)
+    assert cache.blocks.layers[0][0].encoded >= 48
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_logits_of_exact_are_equal_and_of_exact_pre_nearly(kind):
+    model = random_model(kind)
+    ids = prompt(2, 60)
+    cut = [0, 30, 31, 32, 59, 60]
+    with torch.no_grad():
+        found = {}
+        for name, cache in (("stock", stock(model)), ("exact", kvq("exact", model)), ("pre", kvq("exact-pre", model))):
+            steps = [model(ids[:, a:b], past_key_values=cache).logits for a, b in zip(cut, cut[1:], strict=False)]
+            found[name] = torch.cat(steps, 1)
+    assert torch.equal(found["exact"], found["stock"])
+    torch.testing.assert_close(found["pre"], found["stock"], rtol=0, atol=1e-4 * float(found["stock"].abs().max()))
+
+
+def test_turns_of_a_conversation_use_the_same_cache():
+    model = random_model("qwen2")
+    caches, texts = (kvq("exact", model), stock(model)), []
+    for cache in caches:
+        ids = prompt(2, 20)
+        for turn in range(3):
+            ids = generate(model, ids, cache, max_new_tokens=12)
+            ids = torch.cat([ids, prompt(2, 9, seed=turn + 1)], 1)
+        texts.append(ids)
+    assert torch.equal(*texts)
+    assert caches[0].get_seq_length() == caches[1].get_seq_length()
+    caches[0].reset()
+    assert caches[0].get_seq_length() == 0
+    assert torch.equal(generate(model, ids, caches[0]), generate(model, ids, stock(model)))
+
+
+def test_crop_and_selection_of_rows():
+    model, ids = random_model("llama"), prompt(3, 50)
+    found = []
+    with torch.no_grad():
+        for cache in (kvq("exact", model), stock(model)):
+            model(ids, past_key_values=cache)
+            cache.crop(-5)
+            cache.batch_select_indices(torch.tensor([2, 0]))
+            cache.batch_repeat_interleave(2)
+            cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
+            found.append(model(ids[[0, 2, 2, 0], 45:], past_key_values=cache).logits)
+            assert cache.batch_size == 4 if isinstance(cache, KVQCache) else True
+    assert torch.equal(*found)
+
+
+# ---- lossy recipes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LOSSY)
+def test_every_way_of_generating_works_with_lossy_recipes(name, way):
+    model = random_model("llama")
+    ids = prompt(1 if way in ("lookup", "assisted") else 2)
+    cache = kvq(name, model)
+    out = generate(model, ids, cache, way)
+    assert out.shape == (len(ids), 40 + NEW) and torch.equal(out[:, :40], ids)
+    assert cache.blocks.layers[2][1].encoded >= 48 and cache.blocks.reencoded == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "yarn"])
+def test_logits_are_closer_the_more_bits_there_are(kind):
+    """The relative error of the logits after a padded prompt, of a model that nobody trained."""
+    model = random_model(kind)
+    ids, mask = padded(prompt(2, 70), 70, 51)
+    errors, expected = [], None
+    with torch.no_grad():
+        for name in (None, "rtn-8bit", "higgs-4bit", "higgs-3bit", "higgs-2bit", "higgs-1bit"):
+            cache = stock(model) if name is None else kvq(name, model)
+            model(ids[:, :60], attention_mask=mask[:, :60], past_key_values=cache)
+            found = model(ids[:, 60:], attention_mask=mask, past_key_values=cache).logits
+            expected = found if expected is None else expected
+            errors.append(float((found - expected).norm() / expected.norm()))
+    assert errors == sorted(errors)
+    assert 0 < errors[1] < 0.03 and errors[2] < 0.35
+
+
+@pytest.mark.parametrize("name", ["exact", "higgs-2bit", "aqua-2bit"])
+def test_models_in_bf16(name):
+    model = random_model("qwen2").bfloat16()
+    ids, mask = padded(prompt(2), 40, 22)
+    cache = kvq(name, model)
+    out = generate(model, ids, cache, attention_mask=mask)
+    assert cache.blocks.layers[0][0].window_BTC.dtype == torch.bfloat16
+    if name == "exact":
+        assert torch.equal(out, generate(model, ids, stock(model), attention_mask=mask))
+
+
+# ---- models whose layers do not all attend to everything -----------------------------------------------------------------
+
+
+def mixed() -> PreTrainedModel:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return random_model("qwen3", layer_types=kinds, sliding_window=16, use_sliding_window=True)
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams", "lookup"])
+def test_sliding_layers_keep_transformers_own(way):
+    model = mixed()
+    ids = prompt(1 if way == "lookup" else 2)
+    cache = kvq("exact", model)
+    assert torch.equal(generate(model, ids, cache, way), generate(model, ids, stock(model), way))
+    assert sorted(cache.blocks.layers) == [1]
+    cache = kvq("mean-higgs-2bit", model)
+    generate(model, ids, cache, way)
+    assert cache.blocks.layers[1][0].encoded >= 48
+
+
+def test_recipes_that_cannot_serve_a_model_say_why():
+    with pytest.raises(ValueError, match=r"layers \[0, 2\] do not attend to all tokens"):
+        kvq("aqua-2bit", mixed())
+    with pytest.raises(ValueError, match="nothing that kvq would compress"):
+        kvq("exact", random_model("mistral", sliding_window=16))
+    dynamic = random_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(ValueError, match="rope_type=dynamic changes with length"):
+        kvq("aqua-2bit", dynamic)
+    ids = prompt(2)
+    assert torch.equal(generate(dynamic, ids, kvq("exact", dynamic)), generate(dynamic, ids, stock(dynamic)))
+    with pytest.raises(ValueError, match="aqua-2bit has fitted stages"):
+        KVQCache.from_recipe("aqua-2bit", dynamic)
+
+
+# ---- several caches, stopped passes, foreign models ------------------------------------------------------------------------
+
+
+def test_caches_of_one_model_do_not_meet():
+    model, ids = random_model("llama"), prompt(2, 60)
+    hooks = len(model.model._forward_pre_hooks)
+    caches = [kvq("aqua-2bit", model), kvq("exact", model), stock(model), kvq("aqua-2bit", model)]
+    assert len(model.model._forward_pre_hooks) == hooks + 1
+    with torch.no_grad():
+        together = [
+            [model(ids[:, a:b], past_key_values=cache).logits for cache in caches] for a, b in ((0, 40), (40, 60))
+        ]
+        alone = kvq("aqua-2bit", model)
+        apart = [model(ids[:, a:b], past_key_values=alone).logits for a, b in ((0, 40), (40, 60))]
+    for step, lonely in zip(together, apart, strict=True):
+        assert torch.equal(step[0], lonely) and torch.equal(step[3], lonely) and torch.equal(step[1], step[2])
+    assert not torch.equal(together[1][0], together[1][2])
+
+
+@pytest.mark.parametrize("name", ["exact", "aqua-2bit"])
+@pytest.mark.parametrize("kind", ["full", "mixed"])
+def test_a_forward_pass_that_fails_is_as_if_it_had_never_been(name, kind):
+    if kind == "mixed" and name == "aqua-2bit":
+        name = "mean-higgs-2bit"
+    model = mixed() if kind == "mixed" else random_model("llama")
+    ids = prompt(2, 60)
+    cache, other = kvq(name, model), kvq(name, model)
+    bounds = [(0, 40), (40, 44), (44, 45)]
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for a, b in bounds[: 1 if kind == "mixed" else 3]:
+            hook = model.model.layers[2].register_forward_pre_hook(fail)
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:, a:b], past_key_values=cache)
+            hook.remove()
+            one = model(ids[:, a:b], past_key_values=cache).logits
+            two = model(ids[:, a:b], past_key_values=other).logits
+            assert torch.equal(one, two)
+    assert cache.get_seq_length() == other.get_seq_length()
+
+
+def test_positions_must_come_from_the_model():
+    model, other = random_model("llama"), random_model("llama", seed=3)
+    cache = kvq("aqua-2bit", model)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="make the cache with model=model"):
+        other(prompt(1), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        model(prompt(1), past_key_values=cache)
+
+
+def test_a_cos_that_is_not_the_models_is_refused():
+    model = random_model("llama")
+    cache, positions = kvq("mean-higgs-2bit", model), torch.arange(10)[None]
+    turned = model.model.rotary_emb(torch.zeros(1), positions + 5)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="not that of the model's inv_freq"):
+        attention = model.model.layers[0].self_attn
+        cache.begin(None)
+        attention(torch.zeros(1, 10, 64), position_embeddings=turned, position_ids=positions,
+                  attention_mask=None, past_key_values=cache)  # fmt: skip
+
+
+# ---- trained models --------------------------------------------------------------------------------------------------------
+
+
+def test_stories_are_told_as_ever(test_data: Path):
+    folder = test_data / "models" / "stories260K"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    golden = (folder / "greedy_golden.txt").read_text()
+    for name in ("exact", "exact-pre"):
+        cache = KVQCache.from_recipe(name, model)
+        start = torch.tensor([[tokenizer.bos_token_id]])
+        out = model.generate(start, past_key_values=cache, max_new_tokens=256, do_sample=False)
+        assert tokenizer.decode(out[0], skip_special_tokens=True).strip() == golden.strip()
+        assert cache.blocks.layers[0][0].encoded == 128
+
+
+@pytest.mark.parametrize("name, bound", [("higgs-4bit", 0.06), ("higgs-2bit", 0.3), ("rtn-2bit", 0.5)])
+def test_the_demo_model_keeps_its_mind(demo_model: Path, name, bound):
+    """Kullback–Leibler divergence from the model with the stock cache, in nats per token, over 128 decoded tokens."""
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    text = Path(torch.__file__).read_text()
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :512]
+    found = []
+    with torch.no_grad():
+        for cache in (KVQCache.from_recipe(name, model), DynamicCache(config=model.config)):
+            model(ids[:, :384], past_key_values=cache)
+            found.append(model(ids[:, 384:], past_key_values=cache).logits.log_softmax(-1))
+    divergence = torch.nn.functional.kl_div(*found, log_target=True, reduction="sum") / (512 - 384)
+    assert 0 < float(divergence) < bound

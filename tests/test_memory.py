@@ -1,0 +1,119 @@
+"""Bits billed are bytes held: the report against the tensors that a cache really owns, found by walking it."""
+
+import pytest
+import torch
+from feeding import DTYPE_IDS, DTYPES, GEOMETRY, RECIPES, feed_in, make, tensors
+
+from kvq_runtime import memory
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import preset
+from kvq_runtime.rope import Rotary
+from kvq_runtime.stream import SLAB
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+
+
+def owned(thing, seen: dict[int, object] | None = None) -> dict[int, int]:
+    """Bytes of every storage reachable from an object, by its address. The model's own rotation is not the cache's."""
+    seen = {} if seen is None else seen
+    if id(thing) in seen or isinstance(thing, (type, Rotary)):
+        return {}
+    seen[id(thing)] = thing
+    if isinstance(thing, torch.Tensor):
+        storage = thing.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()} if storage.nbytes() else {}
+    if isinstance(thing, dict):
+        parts = [*thing.keys(), *thing.values()]
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        parts = list(thing)
+    else:
+        parts = list(getattr(thing, "__dict__", {}).values())
+    return {address: size for part in parts for address, size in owned(part, seen).items()}
+
+
+def bits(cache: BlockCache, dtype: torch.dtype) -> float:
+    sides = [codec.bits(dtype) for pair in cache.codecs for codec in pair]
+    return sum(sides) / len(sides)
+
+
+@every_recipe
+def test_the_report_is_what_the_cache_owns(recipe):
+    _, recent, block = recipe.key.window
+    x, cache = tensors(recent + 4 * block + 200), make(recipe)
+    real = torch.arange(x.shape[3]) >= torch.tensor([0, 7])[:, None]
+    for sizes in ([recent + block], [block, 1], [block - 1, 2], [200]):
+        feed_in(cache, x, sizes, real_BT=real)
+        report = cache.memory_report()
+        assert report.total_bytes == sum(owned(cache).values())
+        assert report.total_bytes == report.sequence_bytes + report.shared_bytes
+        assert report.sequence_bytes == sum(report.parts.values())
+        assert report.exact_bytes == 2 * 2 * GEOMETRY.layers * GEOMETRY.width * 2 * cache.length
+    cache.crop(block + 3)
+    assert cache.memory_report().total_bytes == sum(owned(cache).values())
+    cache.select(torch.tensor([1, 1, 0]))
+    assert cache.memory_report().total_bytes == sum(owned(cache).values())
+    cache.reset()
+    assert cache.memory_report().total_bytes == sum(owned(cache).values()) == cache.memory_report().shared_bytes
+
+
+@pytest.mark.parametrize("recipe, dtype", DTYPES, ids=DTYPE_IDS)
+def test_asymptotic_bits_are_what_a_slab_takes(recipe, dtype):
+    """Between two full slabs nothing grows but encoded blocks: their bytes, per element, are the bits promised."""
+    _, recent, block = recipe.key.window
+    cache = make(recipe)
+    x = tensors(recent + 2 * SLAB * block, rows=1).to(dtype)
+    feed_in(cache, x, [recent + SLAB * block])
+    one = cache.memory_report()
+    for size in (SLAB * block - 1, 1):
+        feed_in(cache, x, [size])
+    two = cache.memory_report()
+    elements = 2 * GEOMETRY.layers * GEOMETRY.width * (two.tokens - one.tokens)
+    grown = two.sequence_bytes - one.sequence_bytes - two.parts["window"] + one.parts["window"]
+    assert grown * 8 == pytest.approx(two.asymptotic_bits * elements)
+    assert two.asymptotic_bits == pytest.approx(bits(cache, dtype))
+    assert two.parts["window"] <= one.parts["window"] + 2 * 6 * 64 * 4 * (block + recent)
+
+
+@pytest.mark.parametrize("width, name", [(1, "1bit"), (1.5, "1.5bit"), (2, "2bit"), (3, "3bit"), (4, "4bit")])
+def test_codes_are_really_packed(width, name):
+    cache = make(RECIPES[f"higgs-{name}"])
+    feed_in(cache, tensors(16 * SLAB + 12), [16 * SLAB + 12])
+    codes = sum(stream.slabs[0]["codes"].nbytes for pair in cache.layers.values() for stream in pair)
+    assert codes * 8 == width * 2 * 2 * GEOMETRY.layers * GEOMETRY.width * 16 * SLAB
+    assert codes == cache.memory_report().parts["codes"]
+
+
+def test_a_two_bit_cache_of_a_real_shape():
+    """4096 tokens of 8 heads of 128: an eighth of 16 bit, but for scales, sinks and a window of 256."""
+    geometry = Geometry(2, 8, 128)
+    cache = BlockCache(preset("higgs-2bit"), geometry)
+    x = torch.randn(2, 2, 1, 4096, 1024, dtype=torch.bfloat16)
+    for layer in range(2):
+        cache.update(layer, *x[layer])
+    report = cache.memory_report()
+    assert report.asymptotic_bits == 2 + 16 / 1024
+    assert report.exact_bytes == x.numel() * 2
+    window = report.parts["window"] + report.parts["sinks"]
+    assert report.sequence_bytes == window + 2.015625 / 8 * 4 * SLAB * 128 * 1024
+    assert report.bits_per_element < 3.1 and report.sequence_bytes < report.exact_bytes / 5
+    assert "8 tokens" not in str(report) and "4096 tokens x 1 rows" in str(report)
+
+
+def test_what_is_shared_is_counted_once_and_when_it_pays():
+    recipe = RECIPES["aqua-2bit"]
+    cache = make(recipe)
+    report = cache.memory_report()
+    fitted = {t.data_ptr(): t.nbytes for pair in cache.codecs for codec in pair for t in codec.tensors.values()}
+    assert report.shared_bytes > sum(fitted.values())
+    saved = memory.asymptotic_bits(preset("higgs-3bit"), GEOMETRY) - report.asymptotic_bits
+    assert report.smaller_from == -int(-report.shared_bytes * 8 // (saved * 2 * GEOMETRY.layers * GEOMETRY.width))
+    assert make(RECIPES["higgs-2bit"]).memory_report().smaller_from is None
+    assert report.as_dict()["recipe"] == "aqua-2bit"
+
+
+def test_scratch_is_no_more_than_two_decoded_layers():
+    cache, x = make(RECIPES["aqua-2bit"]), tensors(300, rows=1)
+    feed_in(cache, x, [299, 1])
+    one_layer = 2 * 300 * GEOMETRY.width * 4
+    assert one_layer <= cache.memory_report().scratch_peak <= 2 * one_layer
