@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parser().parse_args(argv)
         with warnings.catch_warnings():
-            warnings.simplefilter("always")
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", UserWarning)  # ours; others' deprecations are not the user's to mend
             warnings.showwarning = lambda message, *_, **__: _say("warning", message)
             code = args.run(args)
         sys.stdout.flush()

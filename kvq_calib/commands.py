@@ -1,0 +1,219 @@
+"""Add `eval` and `probe` to the `kvq` command, whose exit codes they share.
+
+What they need is imported when they run: `kvq list` must not wait for it.
+"""
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvq_runtime.table import print_table
+
+EVAL_EXAMPLES = """\
+examples
+    kvq eval higgs-2bit rtn-4bit --model demo                          recipes that need no calibration
+    kvq eval demo-aqua-2bit higgs-2bit --model demo --plots out        an artifact beside a recipe, with plots
+    kvq eval qwen2.5-7b-aqua-2bit@1.2.0 --model qwen2.5-7b --corpus wiki.txt --length 8192 --device cuda
+    kvq eval demo-aqua-2bit --model demo --recent 0 --layers           no exact recent tokens; errors by layer
+
+The 16-bit model is always measured beside them. A table of: bits per element, asymptotic and of a cache that holds a
+window, or 4096 tokens; perplexity, and its distance from 16 bit with the standard error over windows; KL divergence
+from the 16-bit model in nats; top-1 agreement with it. Records of published artifacts are kept in the registry."""
+
+PROBE_EXAMPLES = """\
+examples
+    kvq probe --model demo
+    kvq probe --model qwen2.5-7b --corpus wiki.txt --samples 224 --length 8192 --device cuda --plot probe.png --layers
+
+Explained variance of keys and values (before RoPE) on held-out sequences, by ridge regression from: layers below (L-1,
+L-2, L-3), earlier tokens of the layer (T-1, T-2, T-3), the other role (values for keys, keys for values), and sets."""
+
+
+def add_eval(subparsers: Any) -> None:
+    """Add `kvq eval`."""
+    command = _command(subparsers, "eval", "perplexity and errors with compressed caches", EVAL_EXAMPLES, evaluate)
+    command.add_argument(
+        "subjects", metavar="REF|RECIPE", nargs="+", help="a reference, a .safetensors file, or an unfitted recipe"
+    )
+    _source(command)
+    command.add_argument("--windows", type=_count, default=16, metavar="N", help="windows of text (default: 16)")
+    command.add_argument("--step", type=_count, default=32, metavar="N", help="tokens per forward pass (default: 32)")
+    command.add_argument("--rows", type=_count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
+    command.add_argument("--recent", type=int, metavar="N", help="exact newest tokens (default: as each recipe says)")
+    command.add_argument("--layers", action="store_true", help="print errors by layer too")
+    command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
+    command.add_argument("--output", metavar="FILE", help="write the records as JSON")
+    command.add_argument(
+        "--registry", metavar="URL", help="file:///folder (default: $KVQ_REGISTRY, else under $KVQ_HOME)"
+    )
+
+
+def add_probe(subparsers: Any) -> None:
+    """Add `kvq probe`."""
+    command = _command(subparsers, "probe", "what keys and values can be predicted from", PROBE_EXAMPLES, probe)
+    _source(command)
+    command.add_argument("--samples", type=_count, metavar="N", help="sequences to fit on (default: as a calibration)")
+    command.add_argument("--held-out", type=_count, metavar="N", help="sequences to measure on (default: likewise)")
+    command.add_argument("--layers", action="store_true", help="print a row per layer instead of means")
+    command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Run `kvq eval`."""
+    from kvq_calib import corpus, models, plots
+    from kvq_calib.evaluate import record
+    from kvq_runtime.registry import open_registry
+
+    files = models.resolve(args.model)
+    subjects = [record.find(given, files, args.registry) for given in args.subjects]
+    length = args.length or min(files.entry.seq_len, files.context)
+    source = args.corpus or files.entry.corpus
+    batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
+    protocol = record.Protocol(args.step, args.rows, args.recent)
+    with _bar(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
+        device = _device(args.device)
+        records = record.evaluate(files, batch, subjects, protocol, device, _dtype(args.dtype, device), progress)
+    for subject, found in zip(subjects, records, strict=True):
+        if subject.published:
+            open_registry(args.registry).add_evaluation(found)
+    if args.output:
+        Path(args.output).write_text(json.dumps(records, indent=2) + "\n")
+    if args.plots:
+        folder = Path(args.plots)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "error-by-layer.png").write_bytes(plots.error_by_layer(records))
+        (folder / "perplexity-by-bits.png").write_bytes(plots.perplexity_by_bits(records))
+    if args.json:
+        print(json.dumps(records, indent=2))
+        return 0
+    print_table(table(records), False)
+    if args.layers:
+        rows = [{"recipe": found["result"]["recipe"], **row} for found in records for row in found["result"]["layers"]]
+        print()
+        print_table(rows, False)
+    return 0
+
+
+def table(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that `kvq eval` prints: the 16-bit model first."""
+    first = records[0]
+    length = first["protocol"]["length"]
+    rows = [{"recipe": "16 bit", "bits": 16.0, f"at {length}": 16.0, "at 4096": 16.0,
+             "perplexity": f"{first['result']['reference_perplexity']:.3f}"}]  # fmt: skip
+    for found in records:
+        result, bits = found["result"], found["result"]["bits"]
+        rows.append({
+            "recipe": result["recipe"],
+            "bits": bits["asymptotic"],
+            f"at {length}": bits["at_length"],
+            "at 4096": bits["at_4096"],
+            "perplexity": f"{result['perplexity']:.3f}",
+            "vs 16 bit": relative(result),
+            "KL": result["kl"],
+            "top-1": f"{result['top1']:.2%}",
+        })  # fmt: skip
+    return rows
+
+
+def relative(result: dict[str, Any]) -> str:
+    """The distance of a perplexity from that of 16 bit, with its standard error where there is one."""
+    spread = result["relative_se"]
+    return f"{result['relative']:+.2%}" + ("" if spread is None else f" ± {spread:.2%}")
+
+
+def probe(args: argparse.Namespace) -> int:
+    """Run `kvq probe`."""
+    from kvq_calib import models, plots
+    from kvq_calib import probe as probes
+
+    files = models.resolve(args.model)
+    settings = probes.settings(files, args.corpus, args.samples, args.held_out, args.length, args.seed)
+    with _bar(settings.work(files), args.quiet) as progress:
+        device = _device(args.device)
+        found = probes.probe(files, settings, device, _dtype(args.dtype, device), progress)
+    if args.plot:
+        Path(args.plot).write_bytes(plots.probes(found))
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print_table(probes.by_layer(found) if args.layers else probes.means(found), False)
+    return 0
+
+
+def _command(subparsers: Any, name: str, idea: str, examples: str, run: Any) -> argparse.ArgumentParser:
+    from kvq_runtime.cli import EXIT_CODES
+
+    command = subparsers.add_parser(
+        name, help=idea, description=f"{idea[0].upper()}{idea[1:]}.", epilog=f"{examples}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--quiet", action="store_true", help="no progress bar")
+    command.set_defaults(run=lambda args: _complete(run, args))
+    return command
+
+
+def _complete(run: Any, args: argparse.Namespace) -> int:
+    """Run a command; without the calibration extra, say what it is called."""
+    warnings.filterwarnings(
+        "ignore", "`torch.jit", DeprecationWarning
+    )  # hqq's, which transformers imports if it is there
+    try:
+        return run(args)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("kvq"):
+            raise
+        raise RuntimeError(f"this needs {error.name}: pip install 'kvq-runtime[calib]'") from error
+
+
+def _source(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, help="a name of the catalog (demo, qwen2.5-7b), folder, or Hub id")
+    command.add_argument(
+        "--corpus", metavar="FILE|HUB-ID", help="text, measured on its held-out part (default: model's)"
+    )
+    command.add_argument("--length", type=_count, metavar="L", help="tokens of a sequence (default: the model's)")
+    command.add_argument("--seed", type=int, default=0, help="chooses the sequences (default: 0)")
+    command.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    kinds = ("float32", "bfloat16", "float16")
+    command.add_argument("--dtype", choices=kinds, help="default: float32 on a CPU, else as stored")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 1")
+    return int(text)
+
+
+def _device(given: str | None) -> str:
+    import torch
+
+    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _dtype(given: str | None, device: str):
+    """None: as stored. A CPU takes float32: what is measured here can be smaller than the rounding of bfloat16."""
+    import torch
+
+    return getattr(torch, given or "float32") if given or device == "cpu" else None
+
+
+@contextmanager
+def _bar(tokens: int, quiet: bool) -> Iterator[Any]:
+    """A progress bar on stderr, where a person looks."""
+    from tqdm import tqdm
+    from transformers.utils import logging
+
+    if quiet or not sys.stderr.isatty():
+        logging.disable_progress_bar()  # of loading weights
+    with tqdm(total=tokens, unit="tok", unit_scale=True, disable=quiet or not sys.stderr.isatty()) as bar:
+        yield bar.update

@@ -1,0 +1,168 @@
+"""Measure, layer by layer, what a cache's codecs do to keys, values and the output of attention.
+
+The model is streamed with exact activations; each layer's keys and values pass through the recipe's codecs in whole
+blocks, keys and values of the layer below as decoded, which is what the cache does.
+
+    key_error, value_error     Σ|x - x̂|² / Σ|x - μ|²                   μ the tokens' mean before RoPE: 0 is exact, and
+                               1 is what storing nothing but the mean would give
+    key_explained, ...         1 - Σ|x - f(below)|² / Σ|x - μ|²        the share that the prediction alone gives; none
+                               for a recipe that predicts nothing
+    attention_error            ‖softmax(q K̂ᵀ) V̂ - softmax(q Kᵀ) V‖² / ‖softmax(q Kᵀ) V‖², each query reading what the
+                               cache gives it in use: sinks and the recent window exact, in steps as for perplexity
+    attention_error_encoded    the same, with every token but the sinks encoded: the worst case, of any length
+
+Errors of keys and values are over encoded tokens: sinks, and tokens after the last whole block, do not count.
+Attention is causal; its scale is 1/√D.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_calib.capture import Captured, Stream
+from kvq_calib.evaluate import attention
+from kvq_calib.evaluate.perplexity import STEP
+from kvq_calib.statistics import Moments
+from kvq_runtime import codec as codecs
+from kvq_runtime import rope
+from kvq_runtime.codec import Codec, Context
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import HALVES, Recipe
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One chunk in one layer: keys before RoPE, after RoPE, values, queries after RoPE; [N, T, C] each."""
+
+    bare: Tensor
+    k: Tensor
+    v: Tensor
+    q: Tensor
+    rope: Pair
+
+
+@torch.inference_mode()
+def by_layer(
+    stream: Stream,
+    tokens_BT: Tensor,
+    subjects: Mapping[str, tuple[Recipe, Mapping[str, Tensor]]],
+    step: int = STEP,
+    progress: Callable[[int], object] = lambda tokens: None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Errors of each (recipe, tensors), by name: one dict per layer, as the module says.
+
+    progress   is told how many tokens went through a layer
+    """
+    geometry = stream.files.geometry
+    works = {name: _Work(*subject, geometry, len(tokens_BT), step, stream) for name, subject in subjects.items()}
+    hidden = [stream.embed(row[None]).cpu() for row in tokens_BT]
+    tables = stream.rope(tokens_BT.shape[1])
+    for layer in range(geometry.layers):
+        module = stream.layer(layer)
+        for index, h_BTE in enumerate(hidden):
+            captured = module.forward(h_BTE, queries=True)
+            hidden[index] = captured.h_BTE.cpu()
+            chunk = _turned(captured, tables, geometry)
+            pair = (chunk.k, chunk.v)
+            exact = attention.attend(chunk.q, pair, pair, attention.tiles(len(h_BTE[0])), geometry.head_size)
+            for work in works.values():
+                work.add(layer, index, chunk, exact)
+            progress(tokens_BT.shape[1])
+        for work in works.values():
+            work.close(layer)
+    return {name: work.rows for name, work in works.items()}
+
+
+class _Work:
+    """One recipe: its codecs, what it decoded in the layers below, and the sums of the layer at work."""
+
+    def __init__(self, recipe: Recipe, tensors: Mapping[str, Tensor], geometry: Geometry, chunks: int, step: int,
+                 stream: Stream):  # fmt: skip
+        self.recipe, self.geometry, self.step, self.device = recipe, geometry, step, stream.device
+        self.codecs = codecs.build(recipe, geometry, tensors)
+        for pair in self.codecs:
+            for codec in pair:
+                codec.to(stream.device)
+        self.depth = max((max(codec.below, default=0) for pair in self.codecs for codec in pair), default=0)
+        self.below: list[list[Pair]] = [[] for _ in range(chunks)]  # nearest layer first
+        self.rows: list[dict[str, Any]] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.moments = {half: Moments(self.geometry.width, device=self.device) for half in HALVES}
+
+    def add(self, layer: int, index: int, chunk: _Chunk, exact_NTC: Tensor) -> None:
+        """Encode and decode one chunk, and add its errors."""
+        pair, below = self.codecs[layer], self.below[index]
+        keys, k_hat = self._side(pair[0], chunk, chunk.k if self.recipe.position == "post" else chunk.bare, None, below)
+        values, v_hat = self._side(pair[1], chunk, chunk.v, keys, below)
+        self.below[index] = [(keys, values), *below][: self.depth]
+        if self.recipe.position == "pre":
+            k_hat = turn(k_hat, chunk.rope, self.geometry.kv_heads)
+        tokens, decoded = chunk.q.shape[1], (k_hat, v_hat)
+        in_use = attention.tiles_in_use(pair[0].side, pair[1].side, tokens, self.step)
+        for name, tiles in {"attention": in_use, "attention_encoded": attention.tiles(tokens, tokens)}.items():
+            out = attention.attend(chunk.q, (chunk.k, chunk.v), decoded, tiles, self.geometry.head_size)
+            self._add(f"{name}/error", (out - exact_NTC).square())
+        self._add("attention/energy", exact_NTC.square())
+
+    def _side(self, codec: Codec, chunk: _Chunk, x_NTC: Tensor, keys: Tensor | None, below) -> Pair:
+        """The decoded, centred blocks [N·blocks, block, C], and the whole sequence with them in it [N, T, C]."""
+        side, half = codec.side, codec.half
+        whole = x_NTC.shape[1] // side.block * side.block
+        if whole == 0:
+            return x_NTC[:, :0], x_NTC
+        places = torch.arange(whole, device=x_NTC.device).clamp(min=min(side.sinks, x_NTC.shape[1] - 1))
+
+        def cut(x: Tensor) -> Tensor:
+            return x[:, places].expand(len(x_NTC), -1, -1).reshape(-1, side.block, x.shape[-1])
+
+        blocks = cut(x_NTC)
+        context = Context(rope=(cut(chunk.rope[0]), cut(chunk.rope[1])), keys=keys, below=below)
+        centred = codec.decode(codec.encode(blocks, context), context)
+        found = codec.restore(centred.float(), context).view(len(x_NTC), whole, -1)
+        kept = slice(min(side.sinks, whole), whole)
+        self._add(f"{half}/error", (found - x_NTC[:, :whole])[:, kept].square())
+        if whole > side.sinks:
+            self.moments[half].update((chunk.bare if half == "key" else x_NTC)[:, kept])
+        predicted = codec.predicted(context)
+        if codec.predictor is not None:
+            residual = blocks - codec.mean(context) - (0 if predicted is None else predicted.float())
+            self._add(f"{half}/residual", residual.view(len(x_NTC), whole, -1)[:, kept].square())
+        return centred, torch.cat([x_NTC[:, : side.sinks], found[:, side.sinks :], x_NTC[:, whole:]], 1)
+
+    def _add(self, name: str, x: Tensor) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + float(x.sum(dtype=torch.float64))
+
+    def close(self, layer: int) -> None:
+        """Turn the sums of a layer into its row."""
+        row: dict[str, Any] = {"layer": layer}
+        for half in HALVES:
+            moments, residual = self.moments[half], self.sums.get(f"{half}/residual")
+            found = moments.value() if moments.sums["count"] else None
+            variance = found.count * float(found.variance_C.sum()) if found else 0.0
+            row[f"{half}_error"] = self.sums.get(f"{half}/error", 0.0) / variance if variance else 0.0
+            row[f"{half}_explained"] = 1 - residual / variance if variance and residual is not None else None
+        energy = self.sums["attention/energy"]
+        row["attention_error"] = self.sums["attention/error"] / energy
+        row["attention_error_encoded"] = self.sums["attention_encoded/error"] / energy
+        self.rows.append(row)
+        self._clear()
+
+
+def turn(x_NTC: Tensor, tables: Pair, heads: int) -> Tensor:
+    """Apply RoPE to all heads side by side."""
+    return rope.rotate(x_NTC.unflatten(-1, (heads, -1)), *tables).flatten(-2)
+
+
+def _turned(captured: Captured, tables: Pair, geometry: Geometry) -> _Chunk:
+    assert captured.q_NTC is not None, "captured without queries"
+    k, v, q = (x.float() for x in (captured.k_NTC, captured.v_NTC, captured.q_NTC))
+    queries = turn(q, tables, q.shape[-1] // geometry.head_size)
+    return _Chunk(k, turn(k, tables, geometry.kv_heads), v, queries, tables)

@@ -1,0 +1,155 @@
+"""Draw what was measured: error by layer, perplexity against bits, and what keys and values can be predicted from.
+
+Each function returns the bytes of a PNG; the same numbers give the same picture.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+# Okabe and Ito, 2008: told apart with any kind of colour vision; shapes tell them apart without colour
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
+STYLE = {"linewidth": 1.6, "markersize": 4.5}
+
+
+def error_by_layer(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """The error of keys and values over their variance, and of attention's output over its energy: a panel each, a line
+    per recipe."""
+    panels = {
+        "key_error": "Keys",
+        "value_error": "Values",
+        "attention_error_encoded": "Attention output, all encoded",
+    }
+    figure = Figure(figsize=(11, 3.7), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, (name, title) in zip(axes, panels.items(), strict=True):
+        for number, record in enumerate(records):
+            points = [(row["layer"], row[name]) for row in record["result"]["layers"] if row[name]]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=record["result"]["recipe"], **_look(number))
+        axis.set_title(title)
+        axis.set_xlabel("layer")
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _tidy(axis)
+    axes[0].set_ylabel("relative squared error")
+    _legend(figure, axes, records)
+    figure.suptitle(_where(records), fontsize=9, color="0.35")
+    return _png(figure)
+
+
+def perplexity_by_bits(records: Sequence[Mapping[str, Any]], tokens: int = 4096) -> bytes:
+    """How much perplexity a recipe costs, against the bits it holds; whiskers are a standard error over windows."""
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    axis = figure.subplots()
+    axis.axhline(0, color="0.35", linewidth=1, linestyle="--")
+    axis.annotate("16 bit", (1, 0), xycoords=("axes fraction", "data"), xytext=(-4, -4), textcoords="offset points",
+                  ha="right", va="top", fontsize=9, color="0.35")  # fmt: skip
+    for number, record in enumerate(records):
+        result = record["result"]
+        bits, cost = result["bits"], 100 * result["relative"]
+        look = _look(number)
+        axis.plot([bits["asymptotic"], bits[f"at_{tokens}"]], [cost, cost], color=look["color"], linewidth=1, alpha=0.5)
+        axis.errorbar(
+            bits["asymptotic"], cost, 100 * (result["relative_se"] or 0), capsize=3, label=result["recipe"], **look
+        )
+        axis.plot(bits[f"at_{tokens}"], cost, look["marker"], color=look["color"], markerfacecolor="white")
+    axis.set_xlabel(f"bits per key or value element: filled, asymptotic; open, a cache of {tokens} tokens")
+    axis.set_ylabel("perplexity against 16 bit")
+    axis.yaxis.set_major_formatter(PercentFormatter(decimals=None))
+    axis.margins(x=0.08, y=0.12)
+    _tidy(axis)
+    axis.legend(frameon=False, fontsize=9)
+    reference = records[0]["result"]["reference_perplexity"]
+    axis.set_title(f"{_where(records)}; 16 bit: {reference:.4g}", fontsize=9, color="0.35")
+    return _png(figure)
+
+
+def probes(found: Mapping[str, Any]) -> bytes:
+    """Explained variance: means over layers as bars (the paper's figure 2), chosen sources by layer (figure 5)."""
+    from kvq_calib.probe import means
+
+    rows = means(found)
+    figure = Figure(figsize=(11, 6.6), layout="constrained")
+    halves: Any = figure.subfigures(2, 1)
+    top, bottom = halves
+    axis = top.subplots()
+    for place, (half, label) in enumerate((("keys", "keys"), ("values", "values"))):
+        heights = [row[half] or 0.0 for row in rows]
+        bars = axis.bar([x + 0.38 * (place - 0.5) for x in range(len(rows))], heights, 0.36, label=label,
+                        color=COLOURS[place])  # fmt: skip
+        axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7.5, padding=1)
+    axis.set_xticks(range(len(rows)), [row["source"] for row in rows])
+    axis.set_ylabel("explained variance")
+    axis.set_ylim(min(0.0, *(row[half] or 0.0 for row in rows for half in ("keys", "values"))), 1.09)
+    axis.set_title("Mean over layers", loc="left", fontsize=10)
+    axis.legend(frameon=False, ncols=2, loc="upper right", fontsize=9)
+    _tidy(axis, "y")
+    panels = bottom.subplots(1, 2, sharey=True)
+    for panel, (half, title) in zip(panels, (("key", "Keys by layer"), ("value", "Values by layer")), strict=True):
+        for number, source in enumerate(("L-1", "L-2", "L-1 both", "role", "role + L-1", "T-1")):
+            points = [
+                (row["layer"], row["explained"])
+                for row in found["rows"]
+                if (row["target"], row["source"]) == (half, source)
+            ]
+            if points:
+                panel.plot(*zip(*points, strict=True), label=source, **_look(number))
+        panel.set_title(title, loc="left", fontsize=10)
+        panel.set_xlabel("layer")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _tidy(panel)
+    panels[0].set_ylabel("explained variance")
+    panels[1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), title="predicted from")
+    length, held = found["settings"]["length"], found["settings"]["held_out"]
+    figure.suptitle(f"{found['model']['id']}, {held} held-out sequences of {length} tokens", fontsize=9, color="0.35")
+    return _png(figure)
+
+
+def _look(number: int) -> dict[str, Any]:
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], **STYLE}
+
+
+def _tidy(axis: Axes, grid: str = "both") -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis=grid, color="0.9", linewidth=0.8)  # type: ignore[arg-type]
+    axis.set_axisbelow(True)
+
+
+def _legend(figure: Figure, axes: Sequence[Axes], records: Sequence[Mapping[str, Any]]) -> None:
+    handles, labels = axes[1].get_legend_handles_labels()
+    if handles:
+        columns = min(4, len(records))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def _where(records: Sequence[Mapping[str, Any]]) -> str:
+    """Model and its size, text and windows, in a line."""
+    given = records[0]["protocol"]
+    model, text = given["model"], given["text"]
+    return (
+        f"{model['id']} ({size_of(model['parameters'])} parameters), {given['windows']} held-out windows of "
+        f"{given['length']} tokens, text: {text['source']}"
+    )
+
+
+def size_of(parameters: int) -> str:
+    """4.1M, 7.6B: a number of parameters as people say it."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if parameters >= scale:
+            return f"{parameters / scale:.3g}{unit}"
+    return str(parameters)
+
+
+def _png(figure: Figure) -> bytes:
+    FigureCanvasAgg(figure)
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=130, metadata={"Software": None})
+    return stream.getvalue()

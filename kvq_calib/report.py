@@ -1,0 +1,238 @@
+"""Write the card of an artifact: what it is, where it comes from, what was measured, and how to use it.
+
+Markdown with the front matter of the Hugging Face Hub. Nothing is claimed that is not in the artifact or in a record; a
+figure stands beside the size of the model it was measured on.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvq_calib.commands import relative
+from kvq_calib.plots import size_of
+from kvq_runtime.artifact import Artifact
+from kvq_runtime.describe import artifact_record, recipe_row
+from kvq_runtime.recipe import HALVES
+from kvq_runtime.table import cell
+
+SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
+_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def card(
+    artifact: Artifact,
+    records: Sequence[Mapping[str, Any]] = (),
+    name: str | None = None,
+    version: str | None = None,
+    license: str | None = None,
+    plots: Sequence[str] = (),
+) -> str:
+    """The text of README.md.
+
+    records   evaluation records; those of other artifacts are shown for comparison
+    name      in the registry; None: the recipe's
+    license   of the base model's weights, from which the artifact is derived, if known
+    plots     files beside the card
+    """
+    name = name or artifact.recipe.name
+    reference = f"{name}@{version}" if version else name
+    parts = [
+        _front(artifact, license),
+        f"# {reference}",
+        _lead(artifact),
+        "## Use\n\n" + _snippet(artifact, reference),
+        "## Recipe\n\n" + _recipe(artifact),
+        "## Where it comes from\n\n" + _provenance(artifact),
+        "## Fit\n\n" + _fit(artifact),
+        "## Evaluation\n\n" + _evaluation(records),
+        *(f"![{_spoken(plot)}]({plot})" for plot in plots),
+        "## Limits\n\n" + _limits(artifact, records),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _model(artifact: Artifact) -> tuple[str, str | None]:
+    """(id, revision) of the model that the artifact was fitted to."""
+    given = artifact.provenance.get("model")
+    if isinstance(given, Mapping):
+        return str(given.get("id", "unknown")), given.get("revision")
+    return str(given or "unknown"), artifact.provenance.get("revision")
+
+
+def _front(artifact: Artifact, license: str | None) -> str:
+    model, _ = _model(artifact)
+    lines = ["---", "library_name: kvq"]
+    if license:
+        lines.append(f"license: {license}")
+    if _HUB.fullmatch(model):
+        lines += [f"base_model: {model}", "base_model_relation: quantized"]
+    tags = ["kvq", "kv-cache", "quantization", artifact.recipe.name]
+    return "\n".join([*lines, f"tags: [{', '.join(tags)}]", "---"])
+
+
+def _lead(artifact: Artifact) -> str:
+    row, (model, revision) = recipe_row(artifact.recipe, artifact.fingerprint.geometry), _model(artifact)
+    at = f" at revision `{revision}`" if revision else ""
+    return (
+        f"A fitted key/value-cache quantizer for `{model}`{at}: {artifact.recipe.summary or artifact.recipe.name}. It "
+        f"stores a key or value element in {row['bits']:.3g} bits, sinks and recent window apart, and holds no model "
+        "weights: load it beside the model."
+    )
+
+
+def _snippet(artifact: Artifact, reference: str) -> str:
+    model, revision = _model(artifact)
+    if model == "demo":
+        head, where = "from kvq_calib.models import resolve\n", 'folder = resolve("demo").path'
+        load = "folder"
+    else:
+        head, load = "", "model_id"
+        where = f'model_id = "{model}"' + ("" if _HUB.fullmatch(model) else "  # the folder of the model")
+    pinned = f', revision="{revision}"' if revision else ""
+    return f"""\
+```sh
+pip install "kvq-runtime[{"calib" if model == "demo" else "hf"}]"
+```
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+{head}from kvq_runtime import KVQCache
+
+{where}
+tokenizer = AutoTokenizer.from_pretrained({load}{pinned})
+model = AutoModelForCausalLM.from_pretrained({load}{pinned}, dtype="auto")
+cache = KVQCache.from_pretrained("{reference}", model=model)
+
+inputs = tokenizer("The cache of a language model", return_tensors="pt").to(model.device)
+output = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+print(tokenizer.decode(output[0]))
+print(cache.memory_report())
+```"""
+
+
+def _recipe(artifact: Artifact) -> str:
+    row = recipe_row(artifact.recipe, artifact.fingerprint.geometry)
+    side, shape = artifact.recipe.key, artifact.fingerprint.geometry
+    rows = {
+        "recipe": f"`{row['name']}`",
+        "keys are encoded": "before RoPE" if row["position"] == "pre" else "after RoPE",
+        "keys": f"`{row['keys']}`",
+        "values": f"`{row['values']}`" if row["values"] != "as keys" else "as keys",
+        "other layers": f"`{row['layers']}`" if row["layers"] else "none",
+        "bits per element, asymptotic": f"{row['bits']:.4g}",
+        "exact tokens": f"{side.sinks} sinks, {side.recent} recent at least",
+        "block": f"{side.block} tokens",
+        "cache": f"{shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_size}",
+    }
+    return _pairs(rows)
+
+
+def _provenance(artifact: Artifact) -> str:
+    given = artifact.provenance
+    model, revision = _model(artifact)
+    text = given.get("corpus")
+    text = text if isinstance(text, Mapping) else {"source": text}
+    rows = {"model": f"`{model}`", "revision": revision and f"`{revision}`"}
+    rows |= {"corpus": text.get("source"), "corpus digest": _short(text.get("corpus_digest"))}
+    rows |= {"token digest": _short(text.get("token_digest"))}
+    if "samples" in given:
+        rows["sequences"] = f"{given['samples']} of {given.get('seq_len')} tokens, {given.get('held_out', 0)} held out"
+    rows["seed"] = given.get("seed")
+    rows["environment"] = ", ".join(f"{key} {value}" for key, value in (given.get("environment") or {}).items())
+    rows["fitted tensors"] = f"{artifact_record(artifact)['tensor_bytes'] / 2**20:.3g} MiB"
+    return _pairs({key: value for key, value in rows.items() if value not in (None, "")})
+
+
+def _fit(artifact: Artifact) -> str:
+    layers = artifact.fit.get("layers") or []
+    if not layers:
+        return "Nothing was measured during the fit."
+    names = {"explained_variance": "explained", "relative_error": "error"}
+    rows = []
+    for layer, row in enumerate(layers):
+        found = {"layer": layer}
+        for half in HALVES:
+            found |= {f"{half}s {short}": (row.get(half) or {}).get(name) for name, short in names.items()}
+        rows.append(found)
+    held = artifact.provenance.get("held_out")
+    where = f"on {held} held-out sequences" if held else "on the sequences of the fit itself"
+    return (
+        "Explained: the share of the variance about the mean that the prediction takes away. Error: what is left of it "
+        f"after rounding. Measured {where}.\n\n{_table(rows)}"
+    )
+
+
+def _evaluation(records: Sequence[Mapping[str, Any]]) -> str:
+    if not records:
+        return "Not evaluated yet: `kvq eval` does that."
+    blocks = []
+    for group in _groups(records):
+        given, first = group[0]["protocol"], group[0]["result"]
+        rows = [{"cache": "16 bit", "bits": 16.0, "bits at 4096 tokens": 16.0,
+                 "perplexity": f"{first['reference_perplexity']:.4g}"}]  # fmt: skip
+        for record in group:
+            result, bits = record["result"], record["result"]["bits"]
+            rows.append({
+                "cache": result["recipe"],
+                "bits": bits["asymptotic"],
+                "bits at 4096 tokens": bits["at_4096"],
+                "perplexity": f"{result['perplexity']:.4g}",
+                "against 16 bit": relative(result),
+                "KL, nats": result["kl"],
+                "top-1 agreement": f"{result['top1']:.2%}",
+            })  # fmt: skip
+        model, text = given["model"], given["text"]
+        recent = "as in use" if given["recent"] is None else f"of {given['recent']} tokens"
+        blocks.append(
+            f"`{model['id']}`, **{size_of(model['parameters'])} parameters**; {given['windows']} windows of "
+            f"{given['length']} tokens of {text['source']}, {text['split']} part; in steps of {given['step']} tokens "
+            f"with the compressed cache, recent window {recent}. ± is a standard error over windows.\n\n{_table(rows)}"
+        )
+    return "\n\n".join(blocks)
+
+
+def _groups(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Records of one protocol and environment together: only those can be compared."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(repr((record["protocol"], record["environment"], record["corpus"])), []).append(record)
+    return list(groups.values())
+
+
+def _limits(artifact: Artifact, records: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["It belongs to the weights it was fitted to: the runtime compares, and refuses others unless it is told."]
+    sizes = {record["protocol"]["model"]["parameters"] for record in records}
+    if any(size < SMALL for size in sizes):
+        small = ", ".join(size_of(size) for size in sorted(sizes) if size < SMALL)
+        lines.append(
+            f"Every figure above is of a small model ({small} parameters). Such models have no massive outliers, and "
+            "these say nothing about larger models, long contexts or tasks."
+        )
+    lines.append("Perplexity was measured on one text. Where the use is another, measure there: `kvq eval`.")
+    if artifact.recipe.chained:
+        lines.append("Layers are predicted from layers below: all must attend to all tokens, none may be skipped.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _pairs(rows: Mapping[str, Any]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {_escaped(value)} |" for key, value in rows.items())])
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, ["---", *["---:"] * (len(names) - 1)]]
+    lines += [[_escaped(row.get(name)) for name in names] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _escaped(value: Any) -> str:
+    return cell(value).replace("|", "\\|")
+
+
+def _short(digest: Any) -> str | None:
+    return f"`{str(digest)[:16]}…`" if digest else None
+
+
+def _spoken(file: str) -> str:
+    return file.rpartition(".")[0].replace("-", " ")

@@ -1,0 +1,223 @@
+"""Evaluation: what must be equal, what must be closer, and what a record keeps."""
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvq_calib import commands, corpus, models
+from kvq_calib.capture import Stream
+from kvq_calib.evaluate import attention, bits, errors, perplexity, record
+from kvq_calib.evaluate.perplexity import REFERENCE
+from kvq_runtime import artifact, codec
+from kvq_runtime.artifact import Artifact
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.hf import KVQCache
+from kvq_runtime.local import LocalRegistry
+from kvq_runtime.recipe import preset
+
+LENGTH = 384
+
+
+def scored(model, tokens_BT, *recipes, **settings):
+    made = {recipe.name: lambda recipe=recipe: KVQCache.from_recipe(recipe, model) for recipe in recipes}
+    return perplexity.scores(model, tokens_BT, made, **settings)
+
+
+def zeros(recipe, files) -> dict[str, torch.Tensor]:
+    """Tensors of a recipe, as if nothing had been found."""
+    specs = codec.all_specs(recipe, files.geometry).items()
+    return {name: torch.zeros(*shape, dtype=kind) for name, (shape, kind) in specs}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    torch.set_num_threads(1)
+    files = models.resolve("demo")
+    batch = corpus.select("demo", files.path, 2, LENGTH, 0, "held-out")
+    return SimpleNamespace(files=files, batch=batch, tokens=batch.tokens_BT, model=record.load_model(files))
+
+
+@pytest.fixture(scope="module")
+def scores(demo):
+    recipes = [record.with_recent(preset(name), 0) for name in ("exact", "higgs-2bit", "higgs-4bit")]
+    return scored(demo.model, demo.tokens, *recipes)
+
+
+def test_exact_is_the_16_bit_model(scores):
+    exact, reference = scores["exact"], scores[REFERENCE]
+    assert exact.perplexity == pytest.approx(reference.perplexity, rel=1e-5)
+    assert abs(exact.kl) < 1e-9 and exact.top1 == 1
+    assert reference.kl == 0 and reference.tokens == 2 * (LENGTH - 1)
+
+
+def test_perplexity_is_that_of_one_forward_pass(demo, scores):
+    with torch.inference_mode():
+        logits = demo.model(demo.tokens.long()).logits[:, :-1].double()
+    losses = torch.nn.functional.cross_entropy(logits.mT, demo.tokens[:, 1:].long(), reduction="none").mean(1)
+    assert scores[REFERENCE].losses == pytest.approx(losses.tolist(), rel=1e-5)
+    assert scores[REFERENCE].perplexity == pytest.approx(math.exp(losses.mean()), rel=1e-5)
+
+
+def test_more_bits_are_closer(scores):
+    assert 0 < 5 * scores["higgs-4bit"].kl < scores["higgs-2bit"].kl
+    assert scores["higgs-4bit"].top1 > scores["higgs-2bit"].top1
+
+
+def test_kl_by_its_definition(demo, scores):
+    recipe = record.with_recent(preset("higgs-2bit"), 0)
+    cache, window = KVQCache.from_recipe(recipe, demo.model), demo.tokens[:1].long()
+    with torch.inference_mode():
+        found = torch.cat([demo.model(part, past_key_values=cache).logits for part in window.split(32, 1)], 1)
+        p, q = (torch.softmax(x[0, :-1].double(), -1) for x in (demo.model(window).logits, found))
+    expected = torch.nn.functional.kl_div(q.log(), p, reduction="batchmean")
+    alone = scored(demo.model, demo.tokens[:1], recipe)
+    assert alone["higgs-2bit"].kl == pytest.approx(float(expected), rel=1e-3)
+    assert alone["higgs-2bit"].losses[0] == pytest.approx(scores["higgs-2bit"].losses[0], rel=1e-4)
+
+
+def test_a_window_that_holds_everything_costs_nothing(demo):
+    wide = record.with_recent(preset("higgs-2bit"), LENGTH)
+    assert abs(scored(demo.model, demo.tokens[:1], wide)["higgs-2bit"].kl) < 1e-9
+
+
+def test_distance_from_the_reference():
+    own, other = perplexity.Score(losses=[1.1, 1.3]), perplexity.Score(losses=[1.0, 1.0])
+    relative, spread = own.against(other)
+    assert relative == pytest.approx(own.perplexity / other.perplexity - 1)
+    assert spread == pytest.approx(math.exp(0.2) * 0.1)
+    assert perplexity.Score(losses=[1.1]).against(perplexity.Score(losses=[1.0]))[1] is None
+
+
+def test_errors_by_layer(demo):
+    recipes = {name: (preset(name), {}) for name in ("exact", "higgs-2bit", "higgs-4bit")}
+    found = errors.by_layer(Stream(demo.files, dtype=torch.float32), demo.tokens[:1], recipes)
+    assert [row["layer"] for row in found["exact"]] == list(range(demo.files.geometry.layers))
+    for row in found["exact"]:
+        assert row["key_error"] == row["value_error"] == row["attention_error_encoded"] == 0
+        assert row["attention_error"] < 1e-12 and row["key_explained"] is None
+    for two, four in zip(found["higgs-2bit"], found["higgs-4bit"], strict=True):
+        for name in ("key_error", "value_error", "attention_error_encoded"):
+            assert 0 < four[name] < two[name] / 5
+        assert 0 < two["attention_error"] < two["attention_error_encoded"]
+        assert 0.09 < two["value_error"] < 0.14  # the grid's error on a Gaussian is 0.108
+
+
+def test_error_of_a_mean_is_one_less_what_it_explains(demo):
+    """An artifact whose rounding is exact to 8 bits leaves only what its mean misses unexplained, and no error."""
+    side = replace(preset("mean-higgs-4bit").key, quantize=preset("rtn-8bit").key.quantize)
+    recipe = replace(preset("mean-higgs-4bit"), key=side, value=side)
+    stream = Stream(demo.files, dtype=torch.float32)
+    found = errors.by_layer(stream, demo.tokens[:1], {"mean": (recipe, zeros(recipe, demo.files))})["mean"]
+    captured = stream.layer(0).forward(stream.embed(demo.tokens[:1]))
+    keys = captured.k_NTC[0, side.sinks : LENGTH // side.block * side.block].double()
+    expected = 1 - float(keys.square().sum() / (keys - keys.mean(0)).square().sum())
+    assert found[0]["key_explained"] == pytest.approx(expected, rel=1e-4)
+    assert all(row["key_error"] < 1e-3 for row in found)
+
+
+def test_attention_reads_what_the_cache_gives():
+    geometry, tokens, step = Geometry(1, 2, 16), 400, 24
+    random = torch.Generator().manual_seed(1)
+    k, v = torch.randn(2, 2, tokens, geometry.width, generator=random)
+    q = torch.randn(2, tokens, 2 * geometry.width, generator=random)
+    recipe = record.with_recent(preset("higgs-head-2bit"), 48)
+    cache, plain = BlockCache(recipe, geometry), BlockCache(record.with_recent(recipe, 0), geometry)
+    plain.update(0, k, v)
+    decoded = tuple(x[:, :tokens] for x in plain.update(0, k[:, :1], v[:, :1]))
+    tiles = attention.tiles_in_use(recipe.key, recipe.value, tokens, step)
+    found = attention.attend(q, (k, v), decoded, tiles, geometry.head_size)
+    for start in range(0, tokens, step):
+        new = slice(start, start + step)
+        keys, values = (x.unflatten(-1, (2, 16)) for x in cache.update(0, k[:, new], v[:, new]))
+        queries = q[:, new].unflatten(-1, (2, 2, 16))
+        scores = torch.einsum("nthgd,nshd->nhgts", queries, keys) / 4
+        late = torch.arange(keys.shape[1]) > torch.arange(start, keys.shape[1])[:, None]
+        out = torch.einsum("nhgts,nshd->nthgd", scores.masked_fill(late, -torch.inf).softmax(-1), values)
+        torch.testing.assert_close(found[:, new], out.flatten(2), rtol=1e-4, atol=1e-5)
+    assert plain.layers[0][0].encoded == 384 and cache.layers[0][0].encoded == 256
+
+
+def test_bits_are_those_of_a_cache_that_holds_the_tokens():
+    geometry = Geometry(2, 2, 64)
+    exact, two = (bits.bits_at(preset(name), geometry, 4096) for name in ("exact", "higgs-2bit"))
+    short = bits.bits_at(preset("higgs-2bit"), geometry, 1024)
+    assert exact.tokens == two.tokens == 4096 and exact.exact_bytes == 2 * 2 * 4096 * 128 * 2
+    assert exact.asymptotic_bits == 16 and exact.bits_per_element >= 16
+    assert two.asymptotic_bits < two.bits_per_element < short.bits_per_element
+    assert two.sequence_bytes == sum(two.parts.values())
+    assert bits.bits_at(preset("higgs-2bit"), geometry, 1).tokens == 1
+
+
+@pytest.fixture
+def fitted(demo) -> Artifact:
+    """An artifact of the demo model whose means are zero: nothing needs to be calibrated for it."""
+    recipe, provenance = preset("mean-higgs-2bit"), {"model": "demo", "corpus": {"source": "demo"}}
+    return Artifact(recipe, demo.files.fingerprint(), zeros(recipe, demo.files), provenance, {})
+
+
+def run(*words: str) -> int:
+    top = argparse.ArgumentParser()
+    commands.add_eval(top.add_subparsers())
+    args = top.parse_args(["eval", *words])
+    return args.run(args)
+
+
+def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
+    registry = LocalRegistry(tmp_path / "registry")
+    version = registry.publish("demo-mean", artifact.to_bytes(fitted))
+    words = ["demo-mean", "exact", "--model", "demo", "--windows", "1", "--length", "300", "--json"]
+    words += ["--registry", registry.url, "--plots", str(tmp_path / "plots"), "--output", str(tmp_path / "out.json")]
+    words += ["--device", "cpu"]
+    assert run(*words) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "out.json").read_text())
+    assert registry.evaluations(version.sha256) == printed[:1]
+    assert printed[0]["artifact"] == version.sha256 and printed[1]["artifact"] == "exact"
+    found = printed[0]["result"]
+    assert found["relative"] == pytest.approx(found["perplexity"] / found["reference_perplexity"] - 1, abs=1e-9)
+    assert found["kl"] > 0 and len(found["layers"]) == demo.files.geometry.layers
+    assert printed[0]["protocol"]["model"]["parameters"] == demo.model.num_parameters()
+    assert not {"/", str(tmp_path)} & set(json.dumps(printed[0]["protocol"]["text"]).split('"'))
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"error-by-layer.png", "perplexity-by-bits.png"}
+    rows = commands.table(printed)
+    assert [row["recipe"] for row in rows] == ["16 bit", "mean-higgs-2bit", "exact"]
+
+
+def test_the_same_measurement_is_one_record(demo, fitted, tmp_path):
+    batch = corpus.select("demo", demo.files.path, 1, 64, 0, "held-out")
+    registry = LocalRegistry(tmp_path)
+    subject = record.Subject.of(fitted, registry.publish("demo-mean", artifact.to_bytes(fitted)).sha256)
+    for _ in range(2):
+        registry.add_evaluation(record.evaluate(demo.files, batch, [subject], record.Protocol(error_windows=0))[0])
+    assert len(registry.evaluations(subject.sha256)) == 1
+
+
+def test_what_cannot_be_evaluated(demo, fitted, tmp_path):
+    with pytest.raises(ValueError, match=r"aqua-2bit has fitted stages, and no artifact has that name"):
+        record.find("aqua-2bit", demo.files, str(tmp_path))
+    other = replace(fitted, fingerprint=replace(fitted.fingerprint, rope={"rope_type": "default", "rope_theta": 5.0}))
+    artifact.save(other, tmp_path / "other.safetensors")
+    with pytest.raises(artifact.ArtifactError, match="rope"):
+        record.find(str(tmp_path / "other.safetensors"), demo.files)
+    short = replace(demo.files, config={**demo.files.config, "max_position_embeddings": 64})
+    with pytest.raises(ValueError, match=r"windows of 384 tokens; .* at most 64"):
+        record.evaluate(short, demo.batch, [record.find("exact", demo.files)])
+    with pytest.raises(ValueError, match="name each once"):
+        record.evaluate(demo.files, demo.batch, [record.find("exact", demo.files)] * 2)
+
+
+def test_a_real_model(test_data):
+    files = models.resolve(test_data / "models" / "stories260K")
+    text = str(test_data / "text" / "tinystories" / "stories_2M.txt")
+    tokens = corpus.select(text, files.path, 2, 384, 0, "held-out").tokens_BT
+    model = record.load_model(files)
+    found = scored(model, tokens, preset("exact"), *(record.with_recent(preset(f"higgs-{n}bit"), 0) for n in (2, 4)))
+    assert 3 < found[REFERENCE].perplexity < 6
+    assert found["exact"].perplexity == pytest.approx(found[REFERENCE].perplexity, rel=1e-5)
+    assert abs(found["exact"].kl) < 1e-9 < found["higgs-4bit"].kl < found["higgs-2bit"].kl

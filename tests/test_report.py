@@ -1,0 +1,105 @@
+"""The card says what the records say, and its snippet runs."""
+
+import copy
+import re
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from kvq_calib import models, plots, report
+from kvq_runtime import artifact, codec
+from kvq_runtime.artifact import Artifact
+from kvq_runtime.recipe import preset
+from kvq_runtime.registry import open_registry
+
+
+def made(recipe: str, relative: float = 0.0123, parameters: int = 4_070_000) -> dict:
+    """An evaluation record."""
+    layers = [
+        {"layer": n, "key_error": 0.1 + n / 50, "value_error": 0.2, "key_explained": None, "value_explained": None,
+         "attention_error": 0.01, "attention_error_encoded": 0.3} for n in range(4)
+    ]  # fmt: skip
+    bits = {"asymptotic": 2.125, "at_length": 6.0, "at_4096": 3.14, "all_at_4096": 3.3}
+    result = {"recipe": recipe, "perplexity": 20 * (1 + relative), "reference_perplexity": 20.0, "relative": relative,
+              "relative_se": 0.002,
+              "kl": 0.00345, "top1": 0.9712, "tokens": 100, "bits": bits, "layers": layers}  # fmt: skip
+    protocol = {"name": "perplexity", "version": 1, "model": {"id": "demo", "revision": None, "parameters": parameters},
+                "step": 32, "windows": 16, "length": 1024, "recent": None, "error_windows": 4,
+                "text": {"source": "demo", "split": "held-out"}}  # fmt: skip
+    return {"artifact": "0" * 64, "corpus": "1" * 64, "protocol": protocol, "environment": {}, "result": result}
+
+
+@pytest.fixture
+def fitted() -> Artifact:
+    files, recipe = models.resolve("demo"), preset("aqua-2bit")
+    specs = codec.all_specs(recipe, files.geometry).items()
+    tensors = {name: torch.zeros(*shape, dtype=kind) for name, (shape, kind) in specs}
+    provenance = {"model": "demo", "revision": None, "samples": 8, "seq_len": 512, "seed": 3, "held_out": 2,
+                  "corpus": {"source": "demo", "corpus_digest": "a" * 64}, "environment": {"torch": "2"}}  # fmt: skip
+    side = {"explained_variance": 0.8765, "relative_error": 0.0123, "mean_energy": 0.5}
+    layers = [{"key": side, "value": side}] * files.geometry.layers
+    return Artifact(recipe, files.fingerprint(), tensors, provenance, {"layers": layers})
+
+
+def test_the_card_says_what_is_known(fitted):
+    text = report.card(
+        fitted, [made("aqua-2bit")], "demo-aqua", "1.2.0", license="apache-2.0", plots=["error-by-layer.png"]
+    )
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["library_name"] == "kvq" and front["license"] == "apache-2.0" and "aqua-2bit" in front["tags"]
+    assert "base_model" not in front  # demo is no repository of the Hub
+    assert "+1.23% ± 0.20%" in text and "97.12%" in text and "**4.07M parameters**" in text
+    assert "0.8765" in text and "2 held-out sequences" in text and "8 of 512 tokens" in text
+    assert "a small model (4.07M parameters)" in text
+    assert "![error by layer](error-by-layer.png)" in text
+    widths = [
+        line.count("|") - line.count("\\|")
+        for line in text.splitlines()
+        if line.startswith("| layer") or line.startswith("| 0 |")
+    ]
+    assert len(set(widths)) == 1  # a bar inside a cell would make another column
+
+
+def test_a_model_of_the_hub_is_named(fitted):
+    provenance = {**fitted.provenance, "model": "Qwen/Qwen2.5-7B", "revision": "c" * 40}
+    hub = Artifact(fitted.recipe, fitted.fingerprint, fitted.tensors, provenance, fitted.fit)
+    text = report.card(hub, [made("aqua-2bit", parameters=7_600_000_000)])
+    front = yaml.safe_load(text.split("---")[1])
+    assert (front["base_model"], front["base_model_relation"]) == ("Qwen/Qwen2.5-7B", "quantized")
+    assert f'AutoModelForCausalLM.from_pretrained(model_id, revision="{"c" * 40}"' in text
+    assert "**7.6B parameters**" in text and "small model" not in text
+
+
+def test_records_of_other_protocols_are_not_compared(fitted):
+    other = copy.deepcopy(made("higgs-2bit"))
+    other["protocol"]["length"] = 256
+    text = report.card(fitted, [made("aqua-2bit"), made("mean-higgs-2bit"), other])
+    assert text.count("| cache | bits |") == 2
+
+
+def test_the_snippet_runs(fitted, capsys):
+    version = open_registry().publish("demo-aqua-2bit", artifact.to_bytes(fitted))
+    text = report.card(fitted, name="demo-aqua-2bit", version=version.version)
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(code, {})
+    assert "aqua-2bit" in capsys.readouterr().out
+
+
+def test_plots_are_pictures_of_the_numbers(tmp_path):
+    records = [made("higgs-2bit"), made("aqua-2bit", 0.002), made("exact", 0.0)]
+    for draw in (plots.error_by_layer, plots.perplexity_by_bits):
+        first, again, other = draw(records), draw(records), draw(records[:1])
+        assert first == again != other
+        (tmp_path / "plot.png").write_bytes(first)
+        with Image.open(tmp_path / "plot.png") as image:
+            image.load()
+            assert image.width > 800 and len(image.convert("RGB").getcolors(1 << 24)) > 20
+
+
+@pytest.mark.parametrize(
+    "count, said", [(494_000_000, "494M"), (7_615_616_512, "7.62B"), (260_032, "260K"), (12, "12")]
+)
+def test_sizes(count, said):
+    assert plots.size_of(count) == said
