@@ -4,6 +4,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Idle OpenMP threads sleep: on a busy machine, spinning ones cost several times the work.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .PHONY: help env demo test check format bench wheel clean
 

@@ -41,10 +41,11 @@ def demonstrate(samples: int, windows: int, length: int) -> list[dict]:
     cost = _calibrate(asked)
     print(f"   {cost}")
     files = models.resolve("demo")
-    print("\n2. Load the published artifact and generate with it.")
-    _generate(files)
+    batch = corpus.select("demo", files.path, windows, length, split="held-out")
+    print("\n2. Load the published artifact, and go on writing a held-out text with it (after >>>).")
+    _generate(files, batch.tokens_BT[0, : 3 * length // 4])
     print(f"\n3. Measure on {windows} held-out windows of {length} tokens.")
-    rows = _measure(files, corpus.select("demo", files.path, windows, length, split="held-out"))
+    rows = _measure(files, batch)
     print_table([{name: _shown(name, value) for name, value in row.items()} for row in rows], json=False)
     return rows
 
@@ -63,18 +64,20 @@ def _calibrate(asked) -> str:
     return f"{total:.1f} s for two recipes, {total / forward:.1f} times the model's own forward pass ({forward:.1f} s)"
 
 
-def _generate(files) -> None:
+def _generate(files, prompt_T) -> None:
     from transformers import AutoTokenizer
 
     from kvq_calib.evaluate.record import load_model
     from kvq_runtime.hf import KVQCache
 
-    model, tokenizer = load_model(files), AutoTokenizer.from_pretrained(files.path, local_files_only=True)
-    inputs = tokenizer("The function returns a list of all the ", return_tensors="pt")
+    model, tokenizer = load_model(files, dtype=files.dtype), AutoTokenizer.from_pretrained(files.path)
     cache = KVQCache.from_pretrained("demo-aqua-2bit", model=model)
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=400, do_sample=True, top_k=20, pad_token_id=0)
-    written = tokenizer.decode(out[0], skip_special_tokens=True).replace("\n", " ")
-    print(f"   {written[:300]} ...\n\n" + "\n".join("   " + line for line in str(cache.memory_report()).splitlines()))
+    torch.manual_seed(0)
+    settings = {"do_sample": True, "top_k": 20, "max_new_tokens": 256, "pad_token_id": 0}
+    out = model.generate(prompt_T[None].long(), past_key_values=cache, **settings)[0]  # type: ignore[operator]
+    given, written = (" ".join(tokenizer.decode(part).split()) for part in (out[: len(prompt_T)], out[len(prompt_T) :]))
+    print(f"   ... {given[-150:]} >>> {written[:300]} ...\n")
+    print("\n".join("   " + line for line in str(cache.memory_report()).splitlines()))
 
 
 def _measure(files, batch) -> list[dict]:
@@ -108,6 +111,7 @@ def _measure(files, batch) -> list[dict]:
             "bytes": bits["bytes_at_4096"] / bits["exact_bytes_at_4096"],
             "perplexity": found["perplexity"],
             "against 16 bit": found["relative"],
+            "KL": found["kl"],
         })  # fmt: skip
     return rows
 
@@ -115,7 +119,9 @@ def _measure(files, batch) -> list[dict]:
 def _shown(name: str, value) -> str:
     if name in ("bytes", "against 16 bit"):
         return f"{value:+.1%}" if name == "against 16 bit" else f"{value:.1%}"
-    return f"{value:.2f}" if isinstance(value, float) else value
+    if name == "KL":
+        return f"{value:.5f}"
+    return f"{value:.3f}" if name == "perplexity" else f"{value:.2f}" if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from kvq_calib import corpus
 from kvq_calib.parts import part
@@ -61,7 +61,8 @@ def read(sources: list[str], split: str) -> list[str]:
 def make_tokenizer(texts: list[str], vocabulary: int = 2048) -> PreTrainedTokenizerFast:
     """Byte-level BPE of these texts; token 0 ends a document."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    like = Qwen2Tokenizer().backend_tokenizer  # how AutoTokenizer splits for any Qwen2 model
+    bpe.normalizer, bpe.pre_tokenizer = like.normalizer, like.pre_tokenizer  # type: ignore[assignment]
     bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts import train_demo_model as script
@@ -32,6 +33,9 @@ def test_a_run_learns_and_can_be_loaded(tmp_path):
     result = run(tmp_path, "--steps", "15")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = "one 1234, it's\n\n  def f(x):\treturn"
+    stored = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    assert tokenizer(text)["input_ids"] == stored.encode(text).ids, "transformers and the file tokenize alike"
     assert result < 0.5 * len(tokenizer), "no better than guessing among half of the tokens"
     assert tokenizer.decode(tokenizer("keys and values")["input_ids"]) == "keys and values"
     assert model.dtype == torch.bfloat16
