@@ -1,9 +1,9 @@
-"""Add golden artifacts: one small artifact per method, and what it decodes a fixed block to.
+"""Add golden artifacts: one small artifact per method, a block that it encoded, and what that decodes to.
 
     python scripts/make_golden.py            writes what is missing in artifacts/golden/v1; never changes what is there
 
 An artifact that was published once must load and decode to the same numbers for ever: `tests/test_golden.py` reads all
-file here. The model is no model: keys and values are a fixed chain of sines, so that nothing has to be kept to
+files here. The model is no model: keys and values are a fixed chain of sines, so that nothing has to be kept to
 make them again.
 """
 
@@ -30,6 +30,7 @@ METHODS = (
     "mean-higgs-2bit", "mean-higgs-3bit", "aqua-1bit", "aqua-1.5bit", "aqua-2bit", "aqua-3bit", "aqua-4bit",
     "aqua-2bit-rrr", "aqua-2bit-mlp", "aqua-2bit-gptq", "aqua-2bit-post", "aqua-2bit-quarot",
     "aqua-2bit-channel", "aqua-2bit-below-1-2", "aqua-2bit-first-16bit",
+    "mean-lloyd-2bit", "mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
 )  # fmt: skip
 
 
@@ -49,9 +50,9 @@ def rotary() -> Rotary:
 
 
 def fit(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The artifact's tensors, and the decoded keys and values of the first sequence in every layer, centred."""
+    """The artifact's tensors; and of the first sequence, in every layer, what is stored and what that decodes to."""
     tensors: dict[str, Tensor] = {}
-    decoded: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
     tables, below = rotary().tables(torch.arange(TOKENS)[None]), []
     for layer in range(GEOMETRY.layers):
         found: list[Tensor] = []
@@ -63,24 +64,28 @@ def fit(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
             if side.needs_statistics:
                 side.solve([side.partial(data, context)], seed=0)
-            found.append(side.decode(data, context))
+            fields = side.codec.encode(data.x, context)
+            found.append(side.codec.decode(fields, context))
             tensors |= {f"layers.{layer}.{half}.{name}": tensor for name, tensor in side.tensors.items()}
-            decoded[f"layers.{layer}.{half}"] = found[-1][:1].half()
+            expected |= {f"layers.{layer}.{half}.{name}": field[:1] for name, field in fields.items()}
+            expected[f"layers.{layer}.{half}.decoded"] = found[-1][:1].half()
         below = [(found[0], found[1]), *below][:3]
-    return tensors, decoded
+    return tensors, expected
 
 
-def read(made: artifact.Artifact) -> dict[str, Tensor]:
-    """What a loaded artifact encodes and decodes the same activations to."""
+def read(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a loaded artifact decodes the stored blocks to."""
     decoded: dict[str, Tensor] = {}
-    tables, below = rotary().tables(torch.arange(TOKENS)[None]), []
+    cos, sin = rotary().tables(torch.arange(TOKENS)[None])
+    below: list[tuple[Tensor, Tensor]] = []
     for layer, codecs in enumerate(build(made.recipe, GEOMETRY, made.tensors)):
         found: list[Tensor] = []
-        for codec, x_NTC in zip(codecs, activations(layer), strict=True):
-            data = blocks(made.recipe, codec.half, GEOMETRY, x_NTC[:1], tables, range(1))
-            context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
-            found.append(codec.decode(codec.encode(data.x, context), context))
-            decoded[f"layers.{layer}.{codec.half}"] = found[-1].half()
+        for codec in codecs:
+            start = f"layers.{layer}.{codec.half}."
+            context = Context(rope=(cos, sin), keys=found[0] if found else None, below=below)
+            fields = {name: stored[start + name] for name in codec.fields(torch.float32)}
+            found.append(codec.decode(fields, context))
+            decoded[start + "decoded"] = found[-1].half()
         below = [(found[0], found[1]), *below][:3]
     return decoded
 
@@ -102,11 +107,11 @@ def main() -> int:
         path = FOLDER / f"{name}.safetensors"
         if path.exists():
             continue
-        tensors, decoded = fit(preset(name))
+        tensors, expected = fit(preset(name))
         made = artifact.Artifact(
             preset(name), fingerprint(), tensors, {"model": "golden", "text": "sines"}, {"layers": []}
         )
-        save_file(decoded, FOLDER / f"{name}.expected", metadata=None)
+        save_file(expected, FOLDER / f"{name}.expected", metadata=None)
         artifact.save(made, path)
         print(f"{path.name}  {path.stat().st_size} bytes")
     return 0

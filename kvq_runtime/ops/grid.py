@@ -121,7 +121,7 @@ def nearest(x: Tensor, dim: int, size: int) -> Tensor:
 def encode(x: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
     """Encode float32 groups [..., K]: codes uint8 [..., K/d] and scale float16 [...]."""
     groups = x.reshape(-1, x.shape[-1])
-    rows = max(1, _strip(x) // 8 // x.shape[-1])
+    rows = max(1, _strip(x) // 2 // x.shape[-1])
     codes, scale = zip(*(_encode(strip, dim, size) for strip in groups.split(rows)), strict=True)
     return torch.cat(codes).view(*x.shape[:-1], x.shape[-1] // dim), torch.cat(scale).view(x.shape[:-1])
 
