@@ -14,12 +14,12 @@ from importlib import import_module
 from typing import Any, Literal, get_args
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages import exact, grid, predict, rotate, rtn
+from kvq_runtime.stages import exact, grid, lloyd, polar, predict, rotate, rtn
 
 KINDS: dict[str, dict[str, type]] = {
     "predict": {kind.kind: kind for kind in predict.KINDS},
     "rotate": {kind.kind: kind for kind in rotate.KINDS},
-    "quantize": {kind.kind: kind for module in (exact, grid, rtn) for kind in module.KINDS},
+    "quantize": {kind.kind: kind for module in (exact, grid, lloyd, polar, rtn) for kind in module.KINDS},
 }
 Half = Literal["key", "value"]
 HALVES: tuple[Half, ...] = get_args(Half)

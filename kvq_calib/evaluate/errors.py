@@ -126,7 +126,7 @@ class _Work:
         blocks = cut(x_NTC)
         context = Context(rope=(cut(chunk.rope[0]), cut(chunk.rope[1])), keys=keys, below=below)
         centred = codec.decode(codec.encode(blocks, context), context)
-        found = codec.restore(centred.float(), context).view(len(x_NTC), whole, -1)
+        found = codec.restore(centred.float(), context).reshape(len(x_NTC), whole, -1)
         kept = slice(min(side.sinks, whole), whole)
         self._add(f"{half}/error", (found - x_NTC[:, :whole])[:, kept].square())
         if whole > side.sinks:
@@ -134,7 +134,7 @@ class _Work:
         predicted = codec.predicted(context)
         if codec.predictor is not None:
             residual = blocks - codec.mean(context) - (0 if predicted is None else predicted.float())
-            self._add(f"{half}/residual", residual.view(len(x_NTC), whole, -1)[:, kept].square())
+            self._add(f"{half}/residual", residual.reshape(len(x_NTC), whole, -1)[:, kept].square())
         return centred, torch.cat([x_NTC[:, : side.sinks], found[:, side.sinks :], x_NTC[:, whole:]], 1)
 
     def _add(self, name: str, x: Tensor) -> None:

@@ -6,14 +6,17 @@ Differs: the first layer's mean is removed too; HIGGS as in `higgs.py`.
 """
 
 from dataclasses import replace
+from typing import Literal
 
 from kvq_runtime.recipe import Recipe, Side
-from kvq_runtime.recipes import higgs, quarot, rtn
+from kvq_runtime.recipes import higgs, polar, quarot, rtn, turboquant
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 
 
-def aqua(name: str, side: Side, first: Side, key=None, value=None, position="pre", summary="") -> Recipe:
+def aqua(
+    name: str, side: Side, first: Side, key=None, value=None, position: Literal["pre", "post"] = "pre", summary=""
+) -> Recipe:
     """AQUA-KV over any rounding: `side` for the predicted layers, `first` for layer 0."""
     keys = replace(side, predict=key if key is not None else Linear())
     values = replace(side, predict=value if value is not None else Linear())
@@ -62,12 +65,19 @@ def _variants() -> list[Recipe]:
     ]
 
 
+def _combined() -> list[Recipe]:
+    """Over PolarQuant and scalar Lloyd–Max, all heads together, with their own 4 bits for the first layer."""
+    sides = [(f"polar-{bits}", polar.side(bits, "all"), polar.side("4bit", "all")) for bits in polar.WIDTHS]
+    sides += [(f"lloyd-{bits}bit", turboquant.side(bits, "all"), turboquant.side(4, "all")) for bits in turboquant.BITS]
+    return [aqua(name, side, first, summary=f"AQUA-KV over {name}") for name, side, first in sides]
+
+
 def recipes() -> list[Recipe]:
-    """The paper's bit widths, its sub-2-bit grids, and its ablations at 2 bits."""
+    """The paper's bit widths, its sub-2-bit grids, its ablations at 2 bits, and combinations with other papers."""
     four = higgs.side("4bit")
     main = [
         aqua(bits, higgs.side(bits), four, summary=f"AQUA-KV over HIGGS, {bits}")
         for bits in higgs.GRIDS
         if "slow" not in bits
     ]
-    return main + _variants()
+    return main + _variants() + _combined()

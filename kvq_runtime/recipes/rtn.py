@@ -3,11 +3,13 @@
 Source: optimum-quanto, as used by Shutova et al., 2025 (AQUA-KV), section 4.1 and table 9.
 """
 
+from typing import Literal
+
 from kvq_runtime.recipe import Recipe, Side
 from kvq_runtime.stages.rtn import Rtn
 
 
-def side(bits: int, group: str | int = 64, range: str = "minmax", predict=None) -> Side:
+def side(bits: int, group: str | int = 64, range: Literal["minmax", "absmax"] = "minmax", predict=None) -> Side:
     """A side of plain rounding per token."""
     return Side(quantize=Rtn(bits, group, range), predict=predict)
 

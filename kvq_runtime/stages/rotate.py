@@ -6,7 +6,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import hadamard
+from kvq_runtime.ops import hadamard, orthogonal
+from kvq_runtime.stages import groups
 
 
 @dataclass(frozen=True)
@@ -42,5 +43,32 @@ class Hadamard:
         return hadamard.matrix(self.size(width, geometry), self.seed)
 
 
-KINDS = (Hadamard,)
-Rotate = Hadamard
+@dataclass(frozen=True)
+class Random:
+    """Rotate by one random orthogonal matrix, the same for all layers, keys and values: PolarQuant's and TurboQuant's.
+
+    group   "head": every head, whatever its size; "all": as for Hadamard; or a size
+    seed    of the matrix
+    """
+
+    kind: ClassVar[str] = "random"
+    group: str | int = "head"
+    seed: int = 0
+
+    def __post_init__(self):
+        groups.check(self.group)
+
+    def size(self, width: int, geometry: Geometry) -> int:
+        """The group size for vectors of `width` (the model's width, or a block's tokens)."""
+        size = groups.size(self.group, width, geometry)
+        if size > 1024:
+            raise ValueError(f"rotate: a random rotation of {size} elements; use at most 1024, or kind hadamard")
+        return size
+
+    def matrix(self, width: int, geometry: Geometry) -> Tensor:
+        """The orthogonal matrix of one group, float32."""
+        return orthogonal.matrix(self.size(width, geometry), self.seed)
+
+
+KINDS = (Hadamard, Random)
+Rotate = Hadamard | Random

@@ -1,0 +1,125 @@
+"""Quantize by angles: PolarQuant's recursive polar transform, with codebooks from the exact density of each angle."""
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import pack, polar
+from kvq_runtime.stages import groups
+
+# quantized radii: 2^(-code/16) of the vector's norm, so from 1 down to 2^-15.9, each to 2.2%
+_RADII = 2.0 ** (-torch.arange(256, dtype=torch.float64) / 16)
+
+
+@dataclass(frozen=True)
+class Polar:
+    """Encode a vector as angles and radii; meant to follow a rotation of the whole vector.
+
+    bits     of the angles of level 1 (2 to 6), 2, 3, ... (1 to 4); the last is that of all further levels
+    levels   of the transform; a radius is stored per 2^levels elements. 0: as many as the vector has, one radius each,
+             for which its size has to be a power of two
+    group    the vector: "head", "all", or a number of elements
+    radius   "fp16", or "log8": 8 bits each on a logarithmic scale relative to the vector's norm, and that in fp16
+    points   what an angle decodes to: "unit" (cos, sin) of its centroid, the paper's, which keeps norms;
+             "mean" the mean of (cos, sin) over its cell, which has the least squared error
+
+    Radii and norms are stored as root mean squares, whose range fits float16.
+
+    Source: Han et al., 2025 (PolarQuant), section 4.1: levels=4, bits=(4, 2), 62 bits per 16 elements.
+    Differs: levels=0, radius="log8" and points="mean" are ours.
+    """
+
+    kind: ClassVar[str] = "polar"
+    bits: tuple[int, ...] = (4, 2)
+    levels: int = 4
+    group: str | int = "head"
+    radius: Literal["fp16", "log8"] = "fp16"
+    points: Literal["unit", "mean"] = "unit"
+
+    def __post_init__(self):
+        groups.check(self.group)
+        object.__setattr__(self, "bits", tuple(self.bits))
+        if not 0 <= self.levels <= 10 or not 1 <= len(self.bits) <= (self.levels or 10):
+            given = f"bits={list(self.bits)} levels={self.levels}"
+            raise ValueError(f"{given}; use 0 to 10 levels, and at least one width but no more than levels")
+        for level, width in enumerate((*self.bits, self.bits[-1])[: self.levels or None], start=1):
+            polar.check(level, width)
+        for name, allowed in (("radius", ("fp16", "log8")), ("points", ("unit", "mean"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}; use one of {allowed}")
+
+    def _sizes(self, width: int, geometry: Geometry) -> tuple[int, tuple[int, ...]]:
+        """Elements of a vector, and the bits of each level."""
+        size = groups.size(self.group, width, geometry)
+        levels = self.levels or size.bit_length() - 1
+        if size % 2**levels:
+            fit = f"a multiple of {2**levels}" if self.levels else "a power of two, or levels=4 and a radius per 16"
+            raise ValueError(f"polar: levels={self.levels} does not fit a vector of {size} elements; use {fit}")
+        if levels < 1:
+            raise ValueError(f"polar: a vector of {size} elements has no angle; use at least 2")
+        return size, (*self.bits, *self.bits[-1:] * levels)[:levels]
+
+    def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
+        """Names, shapes and dtypes of what one block [rows, width] is stored as."""
+        size, bits = self._sizes(width, geometry)
+        count = width // size
+        codes = sum(pack.packed_size(sum(counts), wide) for wide, counts in _runs(size, bits))
+        fields = {"codes": ((rows, count, codes), torch.uint8)}
+        radii = (rows, count, size >> len(bits))
+        if self.radius == "fp16":
+            return fields | {"radius": (radii, torch.float16)}
+        return fields | {"radius": (radii, torch.uint8), "norm": ((rows, count), torch.float16)}
+
+    def encode(self, x_NRW: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+        size, bits = self._sizes(x_NRW.shape[-1], geometry)
+        x = x_NRW.unflatten(-1, (-1, size))
+        codes, radii = polar.encode(x, bits)
+        packed, start = [], 0
+        for wide, counts in _runs(size, bits):
+            packed.append(pack.pack(torch.cat(codes[start : start + len(counts)], -1), wide))
+            start += len(counts)
+        fields = {"codes": torch.cat(packed, -1)}
+        if self.radius == "fp16":
+            return fields | {"radius": (radii / 2 ** (len(bits) / 2)).half()}
+        norm = (torch.linalg.vector_norm(x, dim=-1) / size**0.5).half()
+        ratio = radii / (norm.float() * size**0.5).where(norm > 0, 1.0)[..., None]
+        return fields | {"radius": _radius_code(ratio), "norm": norm}
+
+    def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
+        size, bits = self._sizes(width, geometry)
+        codes, start = [], 0
+        for wide, counts in _runs(size, bits):
+            stop = start + pack.packed_size(sum(counts), wide)
+            run = pack.unpack(fields["codes"][..., start:stop], wide, sum(counts))
+            codes += run.split(counts, -1)
+            start = stop
+        if self.radius == "fp16":
+            radii = fields["radius"].float() * 2 ** (len(bits) / 2)
+        else:
+            table = _RADII.to(fields["radius"].device, torch.float32)
+            radii = table[fields["radius"].int()] * (fields["norm"].float() * size**0.5)[..., None]
+        return polar.decode(codes, radii, bits, self.points).flatten(-2)
+
+    def order(self, width: int, geometry: Geometry) -> Tensor:
+        """Where each decoded element belongs: neighbours stay neighbours."""
+        self._sizes(width, geometry)
+        return torch.arange(width)
+
+
+def _runs(size: int, bits: tuple[int, ...]) -> list[tuple[int, list[int]]]:
+    """Levels that are packed together, for having the same bits: (bits, codes of each level)."""
+    levels = groupby(enumerate(bits, start=1), key=lambda level: level[1])
+    return [(wide, [size >> level for level, _ in run]) for wide, run in levels]
+
+
+def _radius_code(ratio: Tensor) -> Tensor:
+    """The nearest of _RADII, on the logarithmic scale."""
+    between = (_RADII * 2 ** (-1 / 32))[:-1].flip(0).to(ratio.device, torch.float32)
+    return (255 - torch.bucketize(ratio, between)).to(torch.uint8)
+
+
+KINDS = (Polar,)

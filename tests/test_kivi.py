@@ -1,0 +1,105 @@
+"""KIVI: keys per channel, values per token; what it bills, where an outlier does harm, and what generation stores."""
+
+import numpy as np
+import pytest
+import torch
+from feeding import GEOMETRY, error, feed_in, make, read, same, state, tensors
+from torch import Tensor
+
+from kvq_runtime.codec import Codec, Context
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import preset
+
+HEADS = Geometry(1, 8, 128)
+NAMES = {"kivi-2bit": (2, 32), "kivi-4bit": (4, 32), "kivi-2bit-g128": (2, 128), "kivi-4bit-g128": (4, 128)}
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def there_and_back(name: str, half, x: Tensor, geometry: Geometry = HEADS) -> Tensor:
+    made = Codec(preset(name).check(geometry), 0, half, geometry, {})
+    return made.decode(made.encode(x, Context()), Context()).float()
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rounded(rows: np.ndarray, bits: int) -> np.ndarray:
+    """Equation 1 of the paper, along the last dimension, with range and step in float16."""
+    low = rows.min(-1, keepdims=True).astype(np.float16).astype(float)
+    step = ((rows.max(-1, keepdims=True) - low) / (2**bits - 1)).astype(np.float16).astype(float)
+    return low + step * np.clip(np.round((rows - low) / step), 0, 2**bits - 1)
+
+
+@every
+def test_bits_are_codes_and_two_numbers_per_group(name):
+    bits, group = NAMES[name]
+    for half in ("key", "value"):
+        assert Codec(preset(name), 0, half, HEADS, {}).bits() == bits + 2 * 16 / group
+    assert preset(name).key.window == preset(name).value.window == (0, 128, 128)
+
+
+@every
+def test_agrees_with_the_papers_equation(name):
+    bits, group = NAMES[name]
+    x = gaussian(2, 128, 1024) * torch.linspace(0.2, 5, 1024) + 1
+    keys = rounded(x.double().numpy().reshape(2, 128 // group, group, 1024).swapaxes(2, 3), bits).swapaxes(2, 3)
+    values = rounded(x.double().numpy().reshape(2, 128, 1024 // group, group), bits)
+    for half, expected in (("key", keys), ("value", values)):
+        expected = torch.from_numpy(expected.reshape(x.shape)).float()
+        assert error(there_and_back(name, half, x), expected) < 2**-7.5
+
+
+@every
+def test_an_outlier_harms_its_own_group_alone(name):
+    """A channel of keys that is large in every token, and a value token that is large in every channel."""
+    _, group = NAMES[name]
+    x = gaussian(1, 128, 1024)
+    before = there_and_back(name, "key", x)
+    x[..., 77] = 100 + 10 * x[..., 77]
+    after = there_and_back(name, "key", x)
+    others = torch.arange(1024) != 77
+    assert torch.equal(before[..., others], after[..., others])
+    x = gaussian(1, 128, 1024)
+    before = there_and_back(name, "value", x)
+    x[0, 5, 3] = 100
+    after = there_and_back(name, "value", x)
+    changed = (before != after).nonzero()
+    assert set(changed[:, 1].tolist()) == {5} and int(changed[:, 2].max()) < group
+
+
+def test_outlier_channels_are_what_it_is_for():
+    """With one channel in 32 far from zero, as keys have them, rounding per token loses the 31 others."""
+    x = gaussian(10, 128, 1024)
+    x[..., ::32] += 20
+    others = torch.arange(1024) % 32 != 0
+    channel, token = (there_and_back("kivi-2bit", half, x)[..., others] for half in ("key", "value"))
+    assert error(channel, x[..., others]) < 0.5
+    assert error(token, x[..., others]) > 0.9
+
+
+@every
+def test_generated_tokens_are_really_rounded(name):
+    """A group of one token would be exact by accident. Fed one by one, keys have the groups that a prompt's have."""
+    bits, group = NAMES[name]
+    recipe = preset(name)
+    x = tensors(128 * 4 + 5)
+    one, all_at_once = make(recipe), make(recipe)
+    feed_in(one, x, [128] + [1] * (128 * 3 + 5))
+    feed_in(all_at_once, x, [x.shape[3]])
+    assert one.layers[0][0].encoded == 128 * 3
+    assert same(state(one), state(all_at_once))
+    for layer, pair in enumerate(read(one)):
+        for half, found in enumerate(pair):
+            part = slice(128, 128 * 3)  # encoded while tokens came one by one
+            assert error(found[:, part], x[layer, half, :, part]) > 0.3 * 2**-bits
+        groups = pair[0][:, part].unflatten(1, (-1, group))
+        levels = groups.sort(2).values.diff(dim=2).gt(0).sum(2) + 1
+        assert int(levels.min()) >= 2 and int(levels.max()) <= 2**bits
+
+
+def test_geometries():
+    preset("kivi-2bit").check(Geometry(1, 4, 80))
+    with pytest.raises(ValueError, match="kivi-2bit, layer 0 value: group=32 does not divide 80"):
+        preset("kivi-2bit").check(Geometry(1, 1, 80))
+    preset("kivi-2bit-g128").check(GEOMETRY)

@@ -1,0 +1,282 @@
+"""PolarQuant: codebooks and errors as published or measured, and the transform against one that computes angles."""
+
+import json
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import quad
+from torch import Tensor
+
+from kvq_runtime.codec import Codec, Context
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import polar
+from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.stages.polar import Polar
+from kvq_runtime.stages.rotate import Hadamard, Random
+
+HEADS = Geometry(1, 8, 128)
+# Lloyd–Max centroids of the angles, (level, bits) → the lower half; the upper one mirrors it at π/4
+TABLES = {
+    (2, 1): [0.5],
+    (2, 2): [0.30976, 0.63398],
+    (2, 3): [0.18846, 0.38001, 0.54827, 0.70723],
+    (3, 1): [0.58333],
+    (3, 2): [0.42625, 0.67438],
+    (4, 1): [0.64315],
+    (4, 2): [0.52422, 0.70591],
+    (5, 2): [0.59850, 0.72895],
+    (6, 2): [0.65254, 0.74542],
+    (7, 2): [0.69122, 0.75711],
+}
+# bits of each level → relative squared error of Gaussian vectors of 128 with exact radii, and bits per element
+ERRORS = {
+    (4, 2, 2, 2): (0.0321, 3.875),
+    (3, 2, 2, 2): (0.0699, 3.375),
+    (4, 3, 2, 2): (0.0249, 4.125),
+    (4, 3, 3, 2): (0.0205, 4.25),
+    (4, 2, 2, 2, 2, 2, 2): (0.0352, 3.125),
+    (4, 3, 2, 2, 2, 2, 2): (0.0280, 3.375),
+    (3, 2, 2, 1, 1, 1, 1): (0.0865, 2.5),
+    (2, 2, 2, 2, 2, 2, 2): (0.220, 2.125),
+}
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def one(stage: Polar, geometry: Geometry = HEADS, rotate=None) -> Codec:
+    side = Side(stage, rotate=rotate)
+    return Codec(Recipe("test", side, side), 0, "key", geometry, {})
+
+
+def there_and_back(made: Codec, x: Tensor) -> Tensor:
+    return made.decode(made.encode(x, Context()), Context()).float()
+
+
+def relative(error: Tensor, x: Tensor) -> float:
+    return float(error.double().square().sum() / x.double().square().sum())
+
+
+def density(level: int, angle: float) -> float:
+    return math.sin(2 * angle) ** (2 ** (level - 1) - 1)
+
+
+# --- codebooks
+
+
+@pytest.mark.parametrize("level, bits", TABLES)
+def test_codebooks_are_the_published_ones(level, bits):
+    half = torch.tensor(TABLES[level, bits], dtype=torch.float64)
+    expected = torch.cat([half, math.pi / 2 - half.flip(0)])
+    torch.testing.assert_close(polar.codebook(level, bits)[1], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("level, bits", [(2, 4), (3, 3), (4, 2), (7, 1), (10, 2)])
+def test_a_centroid_and_a_mean_point_are_the_means_of_their_cell(level, bits):
+    """Lloyd's two conditions, and E[cos], E[sin], by another integration."""
+    boundaries, centroids = polar.codebook(level, bits)
+    torch.testing.assert_close(boundaries, (centroids[1:] + centroids[:-1]) / 2)
+    ends = [0.0, *boundaries.tolist(), math.pi / 2]
+    for code, (low, high) in enumerate(pairwise(ends)):
+        near = [math.pi / 4] if low < math.pi / 4 < high else None
+        mass, *means = (
+            quad(lambda t, f=f: f(t) * density(level, t), low, high, points=near)[0]
+            for f in (lambda t: 1, lambda t: t, math.cos, math.sin)
+        )
+        assert centroids[code] == pytest.approx(means[0] / mass, abs=1e-6)
+        found = polar.points(level, bits, "mean")[code].tolist()
+        assert found == pytest.approx([mean / mass for mean in means[1:]], abs=1e-6)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6])
+def test_the_first_angle_is_uniform(bits):
+    step = 2 * math.pi / 2**bits
+    middles = (np.arange(2**bits) + 0.5) * step
+    unit, mean = (polar.points(1, bits, kind) for kind in ("unit", "mean"))
+    assert np.allclose(unit, np.stack([np.cos(middles), np.sin(middles)], 1))
+    for code in range(2**bits):
+        span = code * step, (code + 1) * step
+        assert mean[code].tolist() == pytest.approx([quad(f, *span)[0] / step for f in (math.cos, math.sin)])
+
+
+@pytest.mark.parametrize("level", [2, 3, 4, 7])
+def test_angles_of_gaussian_vectors_have_the_density(level):
+    """Codes fall into cells as often as the density says: so the transform and the density belong together."""
+    bits = (4,) * level
+    codes, _ = polar.encode(gaussian(20_000 * level, 2**level, seed=level), bits)
+    ends = [0.0, *polar.codebook(level, 4)[0].tolist(), math.pi / 2]
+    mass = np.array([quad(lambda t: density(level, t), *span)[0] for span in pairwise(ends)])
+    found = codes[-1].flatten().bincount(minlength=16).numpy()
+    expected = mass / mass.sum() * found.sum()
+    assert (((found - expected) ** 2) / expected).sum() < 45  # χ² with 15 degrees: one in ten thousand
+
+
+# --- the transform
+
+
+def slow(x: np.ndarray, bits: tuple[int, ...], kind: str) -> np.ndarray:
+    """Angles with atan2, the nearest centroid, and back, one pair after the other."""
+    if not bits:
+        return x
+    level = 1 + slow.depth - len(bits)
+    pairs = x.reshape(-1, 2)
+    radius, angle = np.hypot(pairs[:, 0], pairs[:, 1]), np.arctan2(pairs[:, 1], pairs[:, 0]) % (2 * np.pi)
+    centroids = polar.codebook(level, bits[0])[1].numpy()
+    nearest = np.abs(angle[:, None] - centroids).argmin(1)
+    points = polar.points(level, bits[0], kind).numpy()[nearest]
+    return (slow(radius, bits[1:], kind)[:, None] * points).reshape(-1)
+
+
+CASES = [
+    (Polar(), 64, 4),
+    (Polar(), 80, 4),
+    (Polar(points="mean"), 48, 4),
+    (Polar((3, 2, 2, 1), 0, points="mean"), 64, 6),
+    (Polar((5, 3), 0), 128, 7),
+    (Polar((6, 4, 1), 3, 24), 96, 3),
+    (Polar((2, 1), 0, "all"), 96, 6),
+    (Polar((3,), 1), 10, 1),
+]
+
+
+@pytest.mark.parametrize("stage, head_size, depth", CASES)
+def test_agrees_with_the_slow_transform(stage, head_size, depth):
+    """All but the float16 of radii and the bf16 of decoding."""
+    geometry = Geometry(1, 2, head_size)
+    x = gaussian(2, 3, geometry.width, seed=head_size) * torch.linspace(0.5, 4, geometry.width)
+    slow.depth = depth
+    bits = (*stage.bits, *stage.bits[-1:] * depth)[:depth]
+    expected = torch.from_numpy(slow(x.double().numpy().reshape(-1), bits, stage.points)).view(x.shape)
+    assert relative(there_and_back(one(stage, geometry), x) - expected, expected) < 2**-15
+
+
+def test_axes_origin_and_signs_of_zero():
+    """Every direction that a comparison could put on the wrong side decodes to less than a sector away."""
+    x = torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1], [1, -0.0], [-1, -0.0], [-0.0, 1], [1, 1], [-1, -1], [1, -1]])
+    for bits in (2, 3, 4, 5, 6):
+        (codes,), radii = polar.encode(x.float(), (bits,))
+        decoded = polar.decode([codes], radii, (bits,), "unit").float()
+        cosine = torch.cosine_similarity(decoded, x.float())
+        assert bool((cosine > math.cos(math.pi / 2**bits) - 0.01).all()), bits
+
+
+# --- errors and bits
+
+
+@pytest.mark.parametrize("bits", ERRORS)
+def test_error_and_bits_on_gaussian_vectors(bits):
+    levels = 4 if len(bits) == 4 else 0
+    made, x = one(Polar(bits, levels)), 3 * gaussian(4, 512, 1024)
+    error, billed = ERRORS[bits]
+    assert relative(x - there_and_back(made, x), x) == pytest.approx(error, rel=0.01)
+    assert made.bits() == billed
+
+
+def test_the_papers_bill():
+    """62 bits per 16 elements; to the last level 3.125 bits; 8-bit radii 3.5."""
+    geometry = Geometry(2, 8, 128)
+    found = {}
+    for name in ("polar-paper", "polar-3bit", "polar-2.5bit", "polar-radius8"):
+        recipe = preset(name).check(geometry)
+        found[name] = Codec(recipe, 0, "value", geometry, {}).bits()
+    assert found == {"polar-paper": 62 / 16, "polar-3bit": 3.125, "polar-2.5bit": 2.5, "polar-radius8": 3.5}
+
+
+@pytest.mark.parametrize("bits", [(4, 2), (3, 2, 2, 1), (2,)])
+def test_unit_points_keep_norms_and_mean_points_lose_least(bits):
+    """A mean point is the projection of what it stands for: ⟨x, x̂⟩ = ‖x̂‖², so no factor would improve it."""
+    x = gaussian(4, 512, 1024)
+    unit, mean = (there_and_back(one(Polar(bits, 0, points=kind)), x) for kind in ("unit", "mean"))
+    norms = [part.unflatten(-1, (8, 128)).norm(dim=-1) for part in (x, unit)]
+    torch.testing.assert_close(*norms, rtol=0.005, atol=0)  # of which most is the bf16 of the points
+    assert relative(x - mean, x) < relative(x - unit, x)
+    assert float((x * mean).sum() / mean.square().sum()) == pytest.approx(1, abs=0.005)
+    assert relative(mean, x) == pytest.approx(1 - relative(x - mean, x), rel=0.005)
+
+
+def test_radii_in_eight_bits_cost_nothing():
+    x = gaussian(2, 512, 1024) * torch.logspace(-2, 2, 512)[:, None]
+    exact, logarithmic = (relative(x - there_and_back(one(Polar(radius=kind)), x), x) for kind in ("fp16", "log8"))
+    assert exact < logarithmic < 1.01 * exact
+    # one run of each vector is a million times smaller than the others, and one is nothing
+    x = x.unflatten(-1, (-1, 16))
+    x[:, :, ::8] *= 2**-20
+    x[:, :, 1::8] = 0
+    decoded = there_and_back(one(Polar(radius="log8")), x.flatten(-2)).unflatten(-1, (-1, 16))
+    largest = x.unflatten(-2, (8, 8)).flatten(-2).norm(dim=-1)[..., None]
+    assert bool((decoded[:, :, ::8].norm(dim=-1) <= 2**-15 * largest.flatten(2)).all())
+    ratio = decoded.norm(dim=-1)[:, :, 2::8] / x.norm(dim=-1)[:, :, 2::8]
+    assert float((ratio.log2().abs() * 16).max()) < 0.6
+
+
+@pytest.mark.parametrize("stage", [Polar(), Polar(levels=0, points="mean"), Polar(radius="log8")])
+def test_zero_rows_stay_zero(stage):
+    x = gaussian(1, 4, 1024)
+    x[0, 2] = 0
+    x[0, 3, 16:32] = 0
+    decoded = there_and_back(one(stage), x)
+    assert not decoded[0, 2].any() and decoded.isfinite().all()
+
+
+def test_preconditioning_makes_any_data_gaussian():
+    """With channels of unequal size angles have another density; a random rotation brings back the right one.
+
+    A signed Hadamard does not always: where every other channel is nearly silent, its neighbours come out nearly
+    equal, at an angle of π/4, which is a boundary of sectors: the worst place.
+    """
+    x = gaussian(2, 512, 1024) * torch.tensor([1.0, 0.1]).repeat(512) * torch.logspace(0, 1, 128).repeat(8)
+    turns = None, Random(), Hadamard("head")
+    plain, turned, aligned = (relative(x - there_and_back(one(Polar(), rotate=turn), x), x) for turn in turns)
+    assert turned == pytest.approx(0.0321, rel=0.03)
+    assert plain > 1.3 * turned and aligned > 1.5 * turned
+
+
+# --- settings
+
+
+def test_head_sizes():
+    full, paper = preset("polar-3bit"), preset("polar-paper")
+    for head_size in (16, 80, 96, 112, 256):
+        paper.check(Geometry(2, 2, head_size))
+    for head_size in (80, 96):
+        with pytest.raises(ValueError, match=f"does not fit a vector of {head_size} elements; use a power of two"):
+            full.check(Geometry(2, 2, head_size))
+        preset("aqua-polar-3bit").check(Geometry(2, 2, head_size))  # vectors of all heads together
+    with pytest.raises(ValueError, match="does not fit a vector of 72 elements; use a multiple of 16"):
+        paper.check(Geometry(2, 2, 72))
+
+
+def test_settings_survive_json():
+    side = Side(Polar((5, 3, 1), 0, 32, "log8", "mean"), rotate=Random("all", 7))
+    recipe = Recipe("test", side, side)
+    assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
+    given = recipe.to_json()
+    for wrong in ("4", 4, [4, "2"], [4, 2.5], [True, 2], None):
+        given["key"]["quantize"]["bits"] = wrong
+        with pytest.raises(ValueError, match="quantize polar: bits="):
+            Recipe.from_json(given)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Polar(()),
+        lambda: Polar((1, 2)),
+        lambda: Polar((4, 5)),
+        lambda: Polar((6,)),
+        lambda: Polar((4, 0)),
+        lambda: Polar((4, 2, 2), 2),
+        lambda: Polar(levels=11),
+        lambda: Polar(radius="fp8"),  # type: ignore[arg-type]
+        lambda: Polar(points="nearest"),  # type: ignore[arg-type]
+        lambda: Polar(group="token"),
+        lambda: Random(group="heads"),
+    ],
+)
+def test_settings_that_the_stage_has_not(make):
+    with pytest.raises(ValueError, match="; use"):
+        make()
