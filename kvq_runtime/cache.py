@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kvq_runtime import codec as codecs
 from kvq_runtime import rope
-from kvq_runtime.codec import Codec, Context
+from kvq_runtime.codec import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.memory import MemoryReport
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import Half, Recipe
 from kvq_runtime.stream import Stream
 from kvq_runtime.timeline import Timeline
 
@@ -60,12 +60,14 @@ class BlockCache:
         self.scratch_peak = 0
         self._carried: dict[tuple[int, int], Pair] = {}
         self._fresh: dict[tuple[int, int], Pair] = {}
+        self._rooms: dict[Half, Tensor] = {}
 
     # ---- one layer of one forward pass -------------------------------------------------------------------------
 
     def update(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> Pair:
         """Take in a layer's new keys (after RoPE) and values; return all of them, history decoded, as 16-bit would.
 
+        What is returned is valid until the next layer's update, which decodes into the same memory.
         The first call returns its arguments: a prompt attends to exact keys and values. A flush follows the reading,
         so a step attends to the state before its own flush.
         """
@@ -135,6 +137,8 @@ class BlockCache:
         if sinks == 0:
             return
         first = stream.length - x_BTC.shape[1]
+        if self.timeline.real_BT is None and first >= sinks:
+            return
         slots, arrived = self.timeline.sink_slots(sinks, len(x_BTC), x_BTC.device)
         here = arrived & (slots >= first) & (slots < stream.length)
         if bool(here.any()):
@@ -159,25 +163,39 @@ class BlockCache:
         """History decoded, window and new tokens in one tensor each, in the dtype of the new ones."""
         streams, out = self.layers[layer], []
         for stream, x_BTC in zip(streams, new, strict=True):
-            whole = x_BTC.new_empty(len(x_BTC), stream.length + x_BTC.shape[1], x_BTC.shape[2])
+            whole = self._room(stream.codec.half, x_BTC, stream.length + x_BTC.shape[1])
             whole[:, stream.encoded : stream.length] = stream.window_BTC
             whole[:, stream.length :] = x_BTC
             out.append(whole)
-        for half, stream in enumerate(streams):
-            for run in stream.runs():
-                start, stop = (block * stream.side.block for block in run)
-                decoded = self._history(layer, run)[half] if self.recipe.chained else self._decode_run(layer, half, run)
-                self._restore(stream.codec, decoded, start, stop, out[half][:, start:stop])
+        if self.recipe.chained:
+            for run in streams[0].runs():
+                for stream, decoded, whole in zip(streams, self._history(layer, run), out, strict=True):
+                    self._restore(stream, decoded, run, whole[:, slice(*stream.tokens(run))])
+        else:
+            for stream, whole in zip(streams, out, strict=True):
+                for run in stream.runs():
+                    room = whole[:, slice(*stream.tokens(run))]
+                    self._restore(stream, self._decode(stream, run, room), run, room)
+        for stream, whole in zip(streams, out, strict=True):
             if stream.encoded:
-                self._put_sinks(stream, out[half][:, : stream.encoded])
+                self._put_sinks(stream, whole[:, : stream.encoded])
         carried = [*out, *(tensor for pair in self._carried.values() for tensor in pair)]
         self.scratch_peak = max(self.scratch_peak, sum(t.numel() * t.element_size() for t in carried))
         return out[0], out[1]
 
-    def _restore(self, codec: Codec, x_NTC: Tensor, start: int, stop: int, out_BTC: Tensor) -> None:
+    def _room(self, half: Half, x_BTC: Tensor, length: int) -> Tensor:
+        """Where keys, or values, of a layer are put together; every layer of a forward pass uses the same memory."""
+        shape = (len(x_BTC), length, x_BTC.shape[2])
+        if half not in self._rooms or self._rooms[half].shape != shape:
+            self._rooms[half] = x_BTC.new_empty(shape)
+        return self._rooms[half]
+
+    def _restore(self, stream: Stream, x_NTC: Tensor, run: tuple[int, int], out_BTC: Tensor) -> None:
         """Put back mean and position of decoded, centred blocks [B·n, block, C] into [B, n·block, C]."""
-        geometry, is_key = self.geometry, codec.half == "key"
-        out_BTC.copy_(x_NTC.reshape(len(out_BTC), stop - start, geometry.width))
+        codec, geometry, (start, stop) = stream.codec, self.geometry, stream.tokens(run)
+        is_key = codec.half == "key"
+        if x_NTC.data_ptr() != out_BTC.data_ptr():
+            out_BTC.copy_(x_NTC.reshape(len(out_BTC), stop - start, geometry.width))
         if codec.predictor is not None:
             turning = is_key and self.recipe.position == "post"
             mean = codec.mean(Context(rope=self.timeline.rope(start, stop) if turning else None))
@@ -186,10 +204,12 @@ class BlockCache:
             tables = self.timeline.spread(start, stop, geometry.kv_heads, geometry.head_size, out_BTC.dtype)
             rope.rotate_rows(out_BTC, *tables, geometry.kv_heads, self.timeline.half)
 
-    def _decode_run(self, layer: int, half: int, run: tuple[int, int]) -> Tensor:
-        stream = self.layers[layer][half]
+    def _decode(self, stream: Stream, run: tuple[int, int], room_BTC: Tensor | None = None) -> Tensor:
+        """Decode blocks of a stream that is not predicted, into `room` where a single row can lie there as it is."""
         fields = {name: field.flatten(0, 1) for name, field in stream.fields(*run).items()}
-        return stream.codec.decode(fields, Context())
+        if room_BTC is None or len(room_BTC) != 1 or room_BTC.dtype != torch.float32:
+            return stream.codec.decode(fields, Context())
+        return stream.codec.decode(fields, Context(), room_BTC[0].unflatten(0, (-1, stream.side.block)))
 
     def _history(self, layer: int, run: tuple[int, int]) -> Pair:
         """The decoded, centred blocks of a run in this layer, [B·n, block, C] each; carried for the layers above."""
@@ -205,7 +225,7 @@ class BlockCache:
         parts = [{n: f.flatten(0, 1) for n, f in stream.fields(first, stop).items()} for stream in (keys, values)]
         decoded = keys.codec.decode(parts[0], Context(below=below))
         pair = (decoded, values.codec.decode(parts[1], Context(below=below, keys=decoded)))
-        self._carried[layer, first] = pair
+        self._carried[layer, first] = (pair[0].to(torch.bfloat16), pair[1].to(torch.bfloat16))
         return pair
 
     def _forget(self, layer: int) -> None:
@@ -215,6 +235,7 @@ class BlockCache:
             for stream in (stream for pair in self.layers.values() for stream in pair):
                 stream.release()
             self.timeline.release()
+            self._rooms.clear()
         for carried in (self._carried, self._fresh):
             for key in [key for key in carried if last or key[0] <= layer - self._depth]:
                 del carried[key]
@@ -327,11 +348,9 @@ class BlockCache:
                 if length < stream.encoded and rest and not stream.keeps(length):
                     start = block * stream.side.block
                     run = (block, block + 1)
-                    decoded = (
-                        self._block(layer, block)[half] if self.recipe.chained else self._decode_run(layer, half, run)
-                    )
+                    decoded = self._block(layer, block)[half] if self.recipe.chained else self._decode(stream, run)
                     tokens = stream.window_BTC.new_empty(len(stream.sinks_BSC), stream.side.block, self.geometry.width)
-                    self._restore(stream.codec, decoded, start, start + stream.side.block, tokens)
+                    self._restore(stream, decoded, run, tokens)
                     self._put_sinks(stream, tokens, start)
                     cut[half] = tokens[:, :rest]
                     again = max(again, rest)

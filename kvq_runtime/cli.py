@@ -140,7 +140,10 @@ def parser() -> argparse.ArgumentParser:
     add("doctor", commands.doctor, "find what is wrong with the registry, and say what to do", "kvq doctor")
     add("recipes", commands.recipes, "every recipe that comes with kvq (bits: Qwen2.5-7B)", "kvq recipes --json")
     for command in sorted(metadata.entry_points(group="kvq.commands"), key=lambda command: command.name):
-        command.load()(commands_of)
+        try:
+            command.load()(commands_of)
+        except ModuleNotFoundError:  # the runtime alone: the package that offers the command is not there
+            continue
     return top
 
 

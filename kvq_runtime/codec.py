@@ -16,8 +16,9 @@ from torch import Tensor
 from kvq_runtime import rope
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import HALVES, Half, Recipe
-from kvq_runtime.stages import predict
+from kvq_runtime.stages import groups, predict
 from kvq_runtime.stages.exact import Exact
+from kvq_runtime.stages.rtn import Rtn
 
 Specs = predict.Specs
 _CPU = torch.device("cpu")
@@ -54,6 +55,10 @@ class Codec:
         self._turn_mean = half == "key" and recipe.position == "post" and self.predictor is not None
         self._width = geometry.width if self.side.axis == "token" else self.side.block
         self._turn, self._back = _matrices(self.side.rotate, self.side.quantize, self._width, geometry, _CPU)
+        self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
+        if self._back is not None and hasattr(self.side.quantize, "lookup"):
+            size = groups.size(self.side.quantize.group, self._width, geometry)
+            self._scale_last = size % len(self._back) == 0
 
     def to(self, device: torch.device) -> "Codec":
         """Move every tensor to the device."""
@@ -82,14 +87,26 @@ class Codec:
             x = _grouped(x, self._turn)
         return self.side.quantize.encode(x, self.geometry)
 
-    def decode(self, fields: Mapping[str, Tensor], context: Context) -> Tensor:
-        """Decode blocks to [N, T, C], centred: bfloat16, or the stored dtype of `exact`."""
-        x = self.side.quantize.decode(fields, self._width, self.geometry)
-        if self._back is not None:
-            x = _grouped(x, self._back)
-        x = x if self.side.axis == "token" else x.mT
+    def decode(self, fields: Mapping[str, Tensor], context: Context, out: Tensor | None = None) -> Tensor:
+        """Decode blocks to [N, T, C], centred: bfloat16 where predicted, float32 else, or the stored dtype of `exact`.
+
+        out   a float32 [N, T, C] to decode into, where nothing is predicted; what is returned may be another tensor
+        """
+        quantize, width = self.side.quantize, self._width
         predicted = self.predicted(context)
-        return x if predicted is None else predicted.add_(x)
+        if predicted is not None:
+            x = quantize.decode(fields, width, self.geometry).to(torch.bfloat16)
+            x = x if self._back is None else _grouped(x, self._back)
+            return predicted.add_(x if self.side.axis == "token" else x.mT)
+        if self.side.axis == "token" and self._scale_last:
+            assert self._back is not None
+            x = _grouped(quantize.lookup(fields, width, self.geometry), self._back)
+            return groups.scaled(x, fields["scale"], out)
+        if self.side.axis == "token" and self._back is None and isinstance(quantize, Rtn):
+            return quantize.decode(dict(fields), width, self.geometry, out)
+        x = quantize.decode(fields, width, self.geometry)
+        x = x if self._back is None else _grouped(x.to(torch.bfloat16), self._back).float()
+        return x if self.side.axis == "token" else x.mT
 
     def restore(self, x_NTC: Tensor, context: Context) -> Tensor:
         """Put the mean back: the keys or values themselves, in the recipe's position."""

@@ -114,6 +114,10 @@ class Stream:
         for start in range(0, self.blocks, SLAB):
             yield start, min(start + SLAB, self.blocks)
 
+    def tokens(self, run: tuple[int, int]) -> tuple[int, int]:
+        """(first, last + 1) of the tokens of a run of blocks."""
+        return run[0] * self.side.block, run[1] * self.side.block
+
     def crop(self, length: int, survivors_BTC: Tensor | None) -> None:
         """Keep `length` tokens; `survivors` are the decoded tokens of a block that is cut."""
         if self._kept is not None and self.keeps(length):

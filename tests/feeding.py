@@ -85,7 +85,11 @@ def feed(
         real_BT = real_BT[:, start:stop]
     cache.timeline.announce(real_BT, positions, rotary(cache.geometry, scaling))
     layers = range(len(x_LKBTC)) if layers is None else layers
-    return [cache.update(layer, *x_LKBTC[layer, :, :, start:stop].unbind(0)) for layer in layers]
+    out = []
+    for layer in layers:  # copied: the next layer decodes into the same memory
+        keys, values = cache.update(layer, *x_LKBTC[layer, :, :, start:stop].unbind(0))
+        out.append((keys.clone(), values.clone()))
+    return out
 
 
 def feed_in(cache: BlockCache, x_LKBTC: Tensor, sizes: Sequence[int], **settings) -> list[Pairs]:

@@ -27,7 +27,7 @@ def blocks(found: list[dict]) -> list[dict]:
     return [{name: field for name, field in held.items() if name not in ("window", "sinks")} for held in found]
 
 
-# ---- a token is encoded once (invariant 1) -----------------------------------------------------------------------
+# ---- a token is encoded once (invariant 1) ----
 
 
 @every_recipe
@@ -91,7 +91,7 @@ def test_a_crop_at_the_end_of_a_block_decodes_nothing():
     assert same(state(cache), state(other))
 
 
-# ---- the same tensors make the same blocks (invariant 2) ---------------------------------------------------------
+# ---- the same tensors make the same blocks (invariant 2) ----
 
 
 @every_recipe
@@ -138,7 +138,7 @@ def test_more_blocks_than_a_slab_holds():
     assert [len(cache.layers[0][0].slabs) for cache in (one, two)] == [2, 1]
 
 
-# ---- what is stored is really rounded, and no worse than it should be (invariant 4) -------------------------------
+# ---- what is stored is really rounded, and no worse than it should be (invariant 4) ----
 
 
 @every_recipe
@@ -174,7 +174,7 @@ def test_the_error_is_of_the_size_of_the_bits(recipe):
             assert float((out - x[layer, half])[:, :count].norm() / spread) < 4.0 * 2**-bits + 0.02
 
 
-# ---- what is exact (invariants 5 and 9) ----------------------------------------------------------------------------
+# ---- what is exact (invariants 5 and 9) ----
 
 
 @pytest.mark.parametrize("recipe, dtype", DTYPES, ids=DTYPE_IDS)
@@ -197,7 +197,7 @@ def test_prompt_sinks_and_recent_tokens_are_exact(recipe, dtype):
     assert encoded(cache) >= 2 * block
 
 
-# ---- padding, reordering, cropping, using again (invariant 6) ------------------------------------------------------
+# ---- padding, reordering, cropping, using again (invariant 6) ----
 
 
 def mask(tokens: int, *padding: int) -> torch.Tensor:
@@ -207,7 +207,7 @@ def mask(tokens: int, *padding: int) -> torch.Tensor:
 @every_recipe
 def test_padded_slots_never_matter(recipe):
     """Whatever stands in a padded slot, every real token of every row is stored and read the same."""
-    sinks, recent, block = recipe.key.window
+    _sinks, recent, block = recipe.key.window
     total = recent + 4 * block
     real = mask(total, 0, block + 3)
     x = tensors(total)
@@ -227,7 +227,7 @@ def test_padded_slots_never_matter(recipe):
 
 @every_recipe
 def test_a_row_padded_by_whole_blocks_is_the_row_without_padding(recipe):
-    sinks, recent, block = recipe.key.window
+    _sinks, recent, block = recipe.key.window
     total, pad = recent + 4 * block, block
     x = tensors(total)
     padded, plain = make(recipe), make(recipe)
@@ -260,7 +260,7 @@ def test_rows_of_unequal_length_lose_no_more_than_rows_alone(recipe):
 
 @every_recipe
 def test_reordered_rows_are_other_rows(recipe):
-    sinks, recent, block = recipe.key.window
+    _sinks, recent, block = recipe.key.window
     x, rows = tensors(recent + 4 * block, rows=3), torch.tensor([2, 0, 0])
     real = mask(x.shape[3], 0, 3, block)
     cache, other = make(recipe), make(recipe)

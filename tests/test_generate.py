@@ -1,5 +1,6 @@
 """Whole models through transformers' own generate: `exact` is the stock cache, token for token; others stay close."""
 
+import itertools
 from pathlib import Path
 
 import fitted
@@ -60,7 +61,7 @@ def padded(rows: torch.Tensor, *lengths: int) -> tuple[torch.Tensor, torch.Tenso
     return rows.where(mask, 1), mask.long()
 
 
-# ---- exact is the stock cache ------------------------------------------------------------------------------------------
+# ---- exact is the stock cache ----
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -91,7 +92,7 @@ def test_logits_of_exact_are_equal_and_of_exact_pre_nearly(kind):
     with torch.no_grad():
         found = {}
         for name, cache in (("stock", stock(model)), ("exact", kvq("exact", model)), ("pre", kvq("exact-pre", model))):
-            steps = [model(ids[:, a:b], past_key_values=cache).logits for a, b in zip(cut, cut[1:], strict=False)]
+            steps = [model(ids[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cut)]
             found[name] = torch.cat(steps, 1)
     assert torch.equal(found["exact"], found["stock"])
     torch.testing.assert_close(found["pre"], found["stock"], rtol=0, atol=1e-4 * float(found["stock"].abs().max()))
@@ -128,7 +129,7 @@ def test_crop_and_selection_of_rows():
     assert torch.equal(*found)
 
 
-# ---- lossy recipes -------------------------------------------------------------------------------------------------------
+# ---- lossy recipes ----
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -170,7 +171,7 @@ def test_models_in_bf16(name):
         assert torch.equal(out, generate(model, ids, stock(model), attention_mask=mask))
 
 
-# ---- models whose layers do not all attend to everything -----------------------------------------------------------------
+# ---- models whose layers do not all attend to everything ----
 
 
 def mixed() -> PreTrainedModel:
@@ -204,7 +205,7 @@ def test_recipes_that_cannot_serve_a_model_say_why():
         KVQCache.from_recipe("aqua-2bit", dynamic)
 
 
-# ---- several caches, stopped passes, foreign models ------------------------------------------------------------------------
+# ---- several caches, stopped passes, foreign models ----
 
 
 def test_caches_of_one_model_do_not_meet():
@@ -269,7 +270,7 @@ def test_a_cos_that_is_not_the_models_is_refused():
                   attention_mask=None, past_key_values=cache)  # fmt: skip
 
 
-# ---- trained models --------------------------------------------------------------------------------------------------------
+# ---- trained models ----
 
 
 def test_stories_are_told_as_ever(test_data: Path):

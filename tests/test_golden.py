@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from kvq_runtime import artifact
@@ -35,7 +34,7 @@ def test_a_golden_artifact_decodes_to_the_numbers_it_always_did(golden, path):
     for name, found in decoded.items():
         expected = stored[name].float()
         # bfloat16 products are rounded a little otherwise on another machine, the more so the longer the chain
-        assert torch.allclose(found.float(), expected, rtol=0, atol=2**-6 * float(expected.abs().max())), name
+        assert (found.float() - expected).norm() <= 0.01 * expected.norm(), name
 
 
 def test_a_golden_artifact_written_again_has_the_same_bytes():

@@ -48,10 +48,19 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     for width in planes(bits):
         per_byte, size = 8 // width, -(-count * width // 8)
         byte = packed[..., start : start + size]
-        mask = (1 << width) - 1
-        streams = [(byte >> (stream * width)) & mask for stream in range(per_byte)] if width < 8 else [byte]
-        plane = torch.cat(streams, -1)[..., :count] if per_byte > 1 else byte
+        plane = _streams(byte, width)[..., :count] if per_byte > 1 else byte
         codes = plane if codes is None else codes | (plane << shift)
         start, shift = start + size, shift + width
     assert codes is not None
     return codes
+
+
+def _streams(byte: Tensor, width: int) -> Tensor:
+    """The codes of one plane, stream after stream; eight bytes at a time where they are whole words."""
+    mask, words = (1 << width) - 1, byte
+    if byte.numel() and byte.shape[-1] % 8 == 0 and byte.is_contiguous() and byte.storage_offset() % 8 == 0:
+        mask, words = mask * 0x0101010101010101, byte.view(torch.int64)
+    out = words.new_empty(*words.shape[:-1], 8 // width, words.shape[-1])
+    for stream in range(8 // width):
+        torch.bitwise_and(words >> (stream * width), mask, out=out[..., stream, :])
+    return out.view(torch.uint8).flatten(-2)

@@ -32,8 +32,9 @@ def encode_absmax(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return _encode(x, step.float() * (-(2**bits - 1) / 2), step.float(), bits), step
 
 
-def decode(codes: Tensor, step: Tensor, low: Tensor | None, bits: int) -> Tensor:
+def decode(codes: Tensor, step: Tensor, low: Tensor | None, bits: int, out: Tensor | None = None) -> Tensor:
     """Decode uint8 codes [..., K] to float32; without `low` the group is symmetric (absmax)."""
     step = step.float()[..., None]
     start = step * (-(2**bits - 1) / 2) if low is None else low.float()[..., None]
-    return torch.addcmul(start, codes.float(), step)
+    x = codes.float() if out is None else out.copy_(codes)
+    return x.mul_(step).add_(start)  # addcmul with a broadcast factor is four times slower on a CPU

@@ -55,14 +55,18 @@ class Grid:
         return {"codes": pack.pack(codes, self.bits), "scale": scale}
 
     def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
-        """Look codes up, bf16, in stored order (see `order`): one gather of d, or 2 d, elements per index."""
+        """Decode to float32 [..., rows, width] in stored order (see `order`)."""
+        return groups.scaled(self.lookup(fields, width, geometry), fields["scale"])
+
+    def lookup(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
+        """Look codes up, bf16, without their scale: one gather of d, or 2 d, elements per index."""
         count = self._group(width, geometry) // self.dim
-        packed, scale = fields["codes"], fields["scale"]
+        packed = fields["codes"]
         paired = self._paired(count)
         indices = packed if paired else pack.unpack(packed, self.bits, count)
         table = _table(self.dim, self.size, paired, packed.device)
         rows = table.index_select(0, indices.flatten().int()).view(torch.bfloat16)
-        return rows.view(*scale.shape, count * self.dim).mul_(scale.bfloat16()[..., None]).flatten(-2)
+        return rows.view(*packed.shape[:-2], width)
 
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place, inside `width`, of the j-th decoded element."""

@@ -1,5 +1,8 @@
 """Resolve a quantizer's group setting to a number of channels (or of tokens, when it works per channel)."""
 
+import torch
+from torch import Tensor
+
 from kvq_runtime.geometry import Geometry
 
 
@@ -21,3 +24,10 @@ def size(group: str | int, width: int, geometry: Geometry) -> int:
         fitting = [n for n in range(1, width + 1) if width % n == 0]
         raise ValueError(f"group={group} does not divide {width}; use one of {fitting}")
     return group
+
+
+def scaled(x_NRW: Tensor, scale_NRG: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply each of the G groups by its scale, in float32 (on a CPU several times faster than in bfloat16)."""
+    x = x_NRW.to(torch.float32, copy=True) if out is None else out.copy_(x_NRW)
+    x.unflatten(-1, (scale_NRG.shape[-1], -1)).mul_(scale_NRG.float()[..., None])
+    return x

@@ -47,10 +47,13 @@ class Rtn:
         fields = dict(zip(("codes", "step", "low"), encoded, strict=False))
         return fields | {"codes": pack.pack(fields["codes"], self.bits)}
 
-    def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
+    def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry, out: Tensor | None = None) -> Tensor:
+        """Decode to float32 [..., rows, width], into `out` if it is given."""
         size = groups.size(self.group, width, geometry)
         codes = pack.unpack(fields["codes"], self.bits, size)
-        return rtn.decode(codes, fields["step"], fields.get("low"), self.bits).to(torch.bfloat16).flatten(-2)
+        room = None if out is None else out.unflatten(-1, codes.shape[-2:])
+        x = rtn.decode(codes, fields["step"], fields.get("low"), self.bits, room)
+        return x.flatten(-2) if out is None else out
 
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """Where each decoded element belongs: rounding keeps the natural order."""
