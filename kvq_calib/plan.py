@@ -112,7 +112,8 @@ class Plan:
 
 def environment(device: str, dtype: str, threads: int) -> dict:
     """What the bytes of a run depend on beside its plan: versions and the kind of machine, no name of it."""
-    found = {"torch": torch.__version__, "transformers": version("transformers"), "machine": platform.machine()}
+    found = {name: version(name) for name in ("kvq-runtime", "transformers")}
+    found |= {"torch": torch.__version__, "machine": platform.machine()}
     found |= {"dtype": dtype, "threads": threads, "device": device, "cpu": torch.backends.cpu.get_cpu_capability()}
     if device.startswith("cuda"):
         found["device"] = torch.cuda.get_device_name()
