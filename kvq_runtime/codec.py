@@ -15,9 +15,10 @@ from torch import Tensor
 
 from kvq_runtime import rope
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import HALVES, Half, Recipe
+from kvq_runtime.recipe import HALVES, KINDS, Half, Recipe, Side
 from kvq_runtime.stages import predict
 from kvq_runtime.stages.exact import Exact
+from kvq_runtime.stages.rotate import Basis
 
 Specs = predict.Specs
 _CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ class Context:
 class Codec:
     """Encode and decode one layer's keys or values, as `recipe` says, with the tensors fitted for it.
 
-    tensors   {"predict.weight": ..., ...}, exactly those of `specs`
+    tensors   {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
     """
 
     def __init__(self, recipe: Recipe, layer: int, half: Half, geometry: Geometry, tensors: Mapping[str, Tensor]):
@@ -49,18 +50,29 @@ class Codec:
         self.half: Half = half
         self.predictor = self.side.predictor(layer, half)
         self.reads_keys, self.below = self.side.inputs(layer, half)
-        self.tensors = dict(tensors)
-        self._predict_tensors = {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
         self._turn_mean = half == "key" and recipe.position == "post" and self.predictor is not None
         self._width = geometry.width if self.side.axis == "token" else self.side.block
-        self._turn, self._back = _matrices(self.side.rotate, self.side.quantize, self._width, geometry, _CPU)
+        self.tensors: dict[str, Tensor] = {}
+        self._hold(tensors, _CPU)
 
     def to(self, device: torch.device) -> "Codec":
         """Move every tensor to the device."""
-        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        self._predict_tensors = {name.split(".", 1)[1]: tensor for name, tensor in self.tensors.items()}
-        self._turn, self._back = _matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
+        self._hold(self.tensors, device)
         return self
+
+    def _hold(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self._own: dict[str, dict[str, Tensor]] = {stage: {} for stage in KINDS}
+        for name, tensor in self.tensors.items():
+            stage, field = name.split(".", 1)
+            self._own[stage][field] = tensor
+        # only a fitted quantizer is given tensors
+        self._fitted = {"tensors": self._own["quantize"]} if self._own["quantize"] else {}
+        if isinstance(self.side.rotate, Basis):
+            self._turn = self._own["rotate"].get("basis")
+            self._back = None if self._turn is None else self._turn.mT
+        else:
+            self._turn, self._back = _matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
 
     @property
     def shared(self) -> list[Tensor]:
@@ -68,28 +80,46 @@ class Codec:
         return [*self.tensors.values(), *(matrix for matrix in (self._turn, self._back) if matrix is not None)]
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
-        """Encode blocks [N, block, C] (any T for per-token sides): the fields of the quantizer, each [N, ...]."""
+        """Encode blocks [N, block, C] (any T for most per-token sides): the fields of the quantizer, each [N, ...]."""
         if isinstance(self.side.quantize, Exact):
             return self.side.quantize.encode(x_NTC, self.geometry)
+        x = self.residual(x_NTC, context)
+        fields = self._round(x)
+        if self.side.correct is None:
+            return fields
+        return fields | self.side.correct.encode(x, self._unround(fields), self._own["correct"])
+
+    def residual(self, x_NTC: Tensor, context: Context) -> Tensor:
+        """What is left to be rounded after mean and prediction, float32."""
         x = x_NTC.float()
         if self.predictor is not None:
             x = x - self.mean(context)
         predicted = self.predicted(context)
-        if predicted is not None:
-            x = x - predicted.float()
-        x = x if self.side.axis == "token" else x.mT
-        if self._turn is not None:
-            x = _grouped(x, self._turn)
-        return self.side.quantize.encode(x, self.geometry)
+        return x if predicted is None else x - predicted.float()
 
     def decode(self, fields: Mapping[str, Tensor], context: Context) -> Tensor:
         """Decode blocks to [N, T, C], centred: bfloat16, or the stored dtype of `exact`."""
-        x = self.side.quantize.decode(fields, self._width, self.geometry)
-        if self._back is not None:
-            x = _grouped(x, self._back)
-        x = x if self.side.axis == "token" else x.mT
+        x = self._unround(fields)
+        if self.side.correct is not None:
+            x = self.side.correct.apply(x, fields)
         predicted = self.predicted(context)
         return x if predicted is None else predicted.add_(x)
+
+    def rounded(self, x_NTC: Tensor) -> Tensor:
+        """What the quantizer alone makes of residuals [N, T, C]."""
+        return self._unround(self._round(x_NTC))
+
+    def _round(self, x_NTC: Tensor) -> dict[str, Tensor]:
+        x = x_NTC if self.side.axis == "token" else x_NTC.mT
+        if self._turn is not None:
+            x = _grouped(x, self._turn.float())
+        return self.side.quantize.encode(x, self.geometry, **self._fitted)
+
+    def _unround(self, fields: Mapping[str, Tensor]) -> Tensor:
+        x = self.side.quantize.decode(fields, self._width, self.geometry, **self._fitted)
+        if self._back is not None:
+            x = _grouped(x, self._back)
+        return x if self.side.axis == "token" else x.mT
 
     def restore(self, x_NTC: Tensor, context: Context) -> Tensor:
         """Put the mean back: the keys or values themselves, in the recipe's position."""
@@ -97,7 +127,7 @@ class Codec:
 
     def mean(self, context: Context) -> Tensor:
         """The mean that is removed, float32: [C], or [N, T, C] where it turns with the position."""
-        mean_C = self._predict_tensors["mean"]
+        mean_C = self._own["predict"]["mean"]
         if not self._turn_mean:
             return mean_C
         assert context.rope is not None, "a mean after RoPE needs the cos and sin in use"
@@ -117,28 +147,43 @@ class Codec:
         """The centred prediction, bfloat16; None where only a mean, or nothing, is predicted."""
         if not isinstance(self.predictor, predict.Linear):
             return None
-        return self.predictor.apply(self.inputs(context), self._predict_tensors)
+        return self.predictor.apply(self.inputs(context), self._own["predict"])
 
     def fields(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of one encoded block; `dtype` is the model's."""
-        rows = self.side.block if self.side.axis == "token" else self.geometry.width
-        return self.side.quantize.fields(rows, self._width, self.geometry, dtype)
+        return fields(self.side, self.geometry, dtype)
 
     def bits(self, dtype: torch.dtype = torch.bfloat16) -> float:
         """What a stored element costs, in bits: codes and everything stored beside them."""
-        stored = sum(math.prod(shape) * kind.itemsize for shape, kind in self.fields(dtype).values())
-        return 8 * stored / (self.side.block * self.geometry.width)
+        return bits(self.side, self.geometry, dtype)
+
+
+def fields(side: Side, geometry: Geometry, dtype: torch.dtype) -> Specs:
+    """Names, shapes and dtypes of one encoded block of a side; `dtype` is the model's."""
+    rows, width = (side.block, geometry.width) if side.axis == "token" else (geometry.width, side.block)
+    found = side.quantize.fields(rows, width, geometry, dtype)
+    return found if side.correct is None else found | side.correct.fields(width)
+
+
+def bits(side: Side, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
+    """What a stored element of a side costs, in bits, without fitted tensors."""
+    stored = sum(math.prod(shape) * kind.itemsize for shape, kind in fields(side, geometry, dtype).values())
+    return 8 * stored / (side.block * geometry.width)
 
 
 def specs(recipe: Recipe, layer: int, half: Half, geometry: Geometry) -> Specs:
     """The tensors an artifact holds for one side of one layer: {"predict.weight": (shape, dtype), ...}."""
     side = recipe.side(layer, half)
     keys, below = side.inputs(layer, half)
-    predictor = side.predictor(layer, half)
-    if predictor is None:
-        return {}
-    fields = predictor.specs(geometry.width * (keys + len(below)), geometry.width)
-    return {f"predict.{name}": spec for name, spec in fields.items()}
+    predictor, width, found = side.predictor(layer, half), geometry.width, {}
+    if predictor is not None:
+        found["predict"] = predictor.specs(width * (keys + len(below)), width)
+    if isinstance(side.rotate, Basis):
+        found["rotate"] = side.rotate.specs(width, side.quantize.stored(width))
+        found["quantize"] = side.quantize.specs(width)
+    if side.correct is not None:
+        found["correct"] = side.correct.specs()
+    return {f"{stage}.{name}": spec for stage, fields in found.items() for name, spec in fields.items()}
 
 
 def all_specs(recipe: Recipe, geometry: Geometry) -> Specs:
@@ -162,9 +207,10 @@ def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> 
     return [(one(layer, "key"), one(layer, "value")) for layer in range(geometry.layers)]
 
 
-def _grouped(x_NRW: Tensor, matrix_WW: Tensor) -> Tensor:
-    size = len(matrix_WW)
-    return (x_NRW.reshape(-1, size) @ matrix_WW).view(x_NRW.shape)
+def _grouped(x_NRW: Tensor, matrix_WV: Tensor) -> Tensor:
+    """Each run of W elements times the matrix: V elements in its place."""
+    taken, given = matrix_WV.shape
+    return (x_NRW.reshape(-1, taken) @ matrix_WV).view(*x_NRW.shape[:-1], x_NRW.shape[-1] // taken * given)
 
 
 @lru_cache(maxsize=64)

@@ -136,8 +136,8 @@ def test_defaults_may_be_left_out():
     [
         (Recipe("r", PLAIN, PLAIN, "sideways"), 'use "pre" or "post"'),
         (Recipe("r", replace(PLAIN, block=0), PLAIN), "whole number from 1"),
-        (Recipe("r", Side(Exact(), predict=Mean()), PLAIN), "drop predict and rotate"),
-        (Recipe("r", Side(Exact(), rotate=Hadamard()), PLAIN), "drop predict and rotate"),
+        (Recipe("r", Side(Exact(), predict=Mean()), PLAIN), "drop predict, rotate and axis"),
+        (Recipe("r", Side(Exact(), rotate=Hadamard()), PLAIN), "drop predict, rotate and axis"),
         (Recipe("r", Side("grid"), PLAIN), "use one of"),
         (Recipe("r", PLAIN, PLAIN, layers={1: (replace(PLAIN, sinks=0), PLAIN)}), "belong to the whole recipe"),
         (Recipe("r", replace(PLAIN, predict=Linear()), replace(PLAIN, recent=0)), "the same sinks, recent and block"),
