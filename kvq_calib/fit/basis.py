@@ -2,12 +2,12 @@
 
     S = E[r rᵀ] = V diag(λ) Vᵀ          the basis is V, its leading columns; the latent variances are λ
     bits b_r                            the recipe's, or by reverse water-filling on λ
-    scale of channel r                  of some candidates, the one with the least squared error on the sample
+    scale of channel r                  of some candidates, the one with the least squared error on the sample, the
+                                        worst thousandth of its tokens left out
     bound of the escape                 `limit` times the mean squared error of the sample's tokens
 
 S is about zero, not about a mean: no stage after the prediction removes one. A scale that only covers the bulk of a
-heavy-tailed channel has less error than one that covers its extremes, so candidates shrink; a normal channel keeps its
-deviation.
+heavy-tailed channel has less error than one that covers its extremes; a normal channel keeps its deviation.
 
 Source: Hong et al., 2025 (SVDq), theorem 4.1.
 Differs: eigenvectors of the moment, in float64, with a fixed sign, for the right singular vectors of the data.
@@ -24,7 +24,8 @@ from kvq_runtime.ops import latent
 from kvq_runtime.stages.mixed import Mixed
 
 DEVIATIONS = tuple(0.7 + 0.05 * step for step in range(19))  # times the deviation
-RANGES = tuple(1.0 - 0.025 * step for step in range(37))  # times the range of the sample
+REACHES = tuple(0.5 + 0.1 * step for step in range(36))  # ends at the sample's quantiles of so many deviations
+TRIMMED = 1024  # one token of so many is left out: an outlier must not stretch the ranges of all
 
 
 def fit(quantize: Mixed, moment_CC: Tensor, rows_NC: Tensor) -> tuple[Mixed, dict[str, Tensor]]:
@@ -86,9 +87,9 @@ def _gaussian(z_RT: Tensor, deviation_R: Tensor, bits: int) -> dict[str, Tensor]
 
 
 def _uniform(z_RT: Tensor, bits: int) -> dict[str, Tensor]:
-    low, high = z_RT.aminmax(dim=1)
-    middle, half = (low + high) / 2, (high - low) / 2
-    options = [{"low": middle - factor * half, "high": middle + factor * half} for factor in RANGES]
+    shares = torch.special.ndtr(-z_RT.new_tensor(REACHES))
+    lows, highs = (torch.quantile(z_RT, part, dim=1) for part in (shares, 1 - shares))
+    options = [{"low": low, "high": high} for low, high in zip(lows, highs, strict=True)]
 
     def there_and_back(option: dict[str, Tensor]) -> Tensor:
         ends = option["low"], option["high"]
@@ -99,6 +100,9 @@ def _uniform(z_RT: Tensor, bits: int) -> dict[str, Tensor]:
 
 def _best(z_RT: Tensor, options: list[dict[str, Tensor]], there_and_back) -> dict[str, Tensor]:
     """Channel by channel, the option with the least error; the first on a tie."""
-    errors = torch.stack([(there_and_back(option) - z_RT).double().square().sum(1) for option in options])
-    chosen_R = errors.argmin(0)
+    left_out, errors = z_RT.shape[1] // TRIMMED, []
+    for option in options:
+        error_RT = (there_and_back(option) - z_RT).double().square()
+        errors.append(error_RT.sum(1) - error_RT.topk(left_out, 1).values.sum(1))
+    chosen_R = torch.stack(errors).argmin(0)
     return {name: torch.stack([option[name] for option in options]).gather(0, chosen_R[None])[0] for name in options[0]}

@@ -148,8 +148,10 @@ class SideFit:
         moments, sample = self.no_residuals(seed)
         rows = self.codec.residual(data.x, context)
         moments.update(rows, rows[..., :0], data.mask_NT)
-        for number, start, row, mask in zip(data.sequences, data.starts.tolist(), rows, data.mask_NT, strict=True):
-            sample.update(row[None], number[None], start, mask[None])
+        # the blocks of a sequence follow each other, from position 0 on: whole sequences are sampled at once
+        numbers = data.sequences.unique_consecutive()
+        whole = (rows.reshape(len(numbers), -1, rows.shape[-1]), data.mask_NT.reshape(len(numbers), -1))
+        sample.update(whole[0], numbers, mask_NT=whole[1])
         return moments, sample
 
     def no_residuals(self, seed: int) -> Residuals:

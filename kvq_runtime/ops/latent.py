@@ -4,7 +4,8 @@
     uniform    code = round((z - low) / step), step = (high - low) / (2^b - 1);                  ẑ = low + step · code
 
 The Gaussian codebook is computed in float64 from the exact mean of a cell, E[z | a < z < b] = (φ(a) - φ(b)) / P(a, b).
-It starts from the asymptotically optimal density of points, which is a Gaussian of three times the variance.
+It starts from the asymptotically optimal density of points, a Gaussian of three times the variance; at 7 and 8 bits the
+iteration, whose number of steps grows as the square of the points, is stopped some tenths of a percent short.
 
 Source: Lloyd, 1982; Max, 1960; Panter and Dite, 1951 (the density of points).
 """
@@ -30,7 +31,7 @@ def gaussian(bits: int) -> tuple[Tensor, Tensor]:
         moved, centroids = centroids, _means(boundaries)
         if float((centroids - moved).abs().max()) < 1e-10:
             break
-    return (centroids[1:] + centroids[:-1]) / 2, centroids
+    return boundaries, centroids  # the means of these cells, also where the iteration was not done
 
 
 def _ends(boundaries: Tensor) -> Tensor:

@@ -4,8 +4,8 @@
 
 The paper's schedules give 8 equal runs of channels their bits. `svdq-wf-*` find them for any total by reverse
 water-filling on the eigenvalues: bit by bit, each where it lowers the error most. Values stay at 16 bits, or take 4
-bits per token (`-v4`). `svdq-*-block` takes ranges from each block of tokens, as far as the paper's "all tokens" can be had
-in a cache that grows.
+bits per token (`-v4`). `svdq-*-block` takes ranges from each block of tokens, as far as the paper's "all tokens" can
+be had in a cache that grows.
 
 Source: Hong et al., 2025 (SVDq), algorithm 1, equations 4 and 6, table 1.
 Differs: mean, basis and ranges come from calibration, once, and cost nothing per prompt; the paper decomposes each
