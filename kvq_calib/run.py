@@ -102,16 +102,17 @@ def prepare(run: Run, stream: Stream) -> None:
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     """Capture one layer, fit every recipe in it, and leave what the next layer reads."""
     plan, started = run.plan, time.perf_counter()
-    record: dict = {"layer": layer, "fit": {}, "seconds": {}}
+    record: dict = {"layer": layer, "fit": {}, "recipes": {}, "seconds": {}}
     with checkpoint.layer_folder(run.folder, layer, record) as folder:
         moments = _capture(run, stream, layer, folder, record["seconds"])
         record["seconds"]["capture"] = time.perf_counter() - started - record["seconds"]["forward"]
         tensors: dict[str, Tensor] = {}
         for recipe in plan.recipes:
             begun = time.perf_counter()
-            fitted, measures = _fit_recipe(run, stream, layer, recipe, moments[_sinks(recipe)], folder)
+            fitted, measures, sides = _fit_recipe(run, stream, layer, recipe, moments[_sinks(recipe)], folder)
             tensors |= {f"{recipe.name}/{name}": tensor for name, tensor in fitted.items()}
             record["fit"][recipe.name] = measures
+            record["recipes"][recipe.name] = recipe.with_sides(layer, *sides).to_json()
             record["seconds"][recipe.name] = time.perf_counter() - begun
         checkpoint.save(tensors, folder / "fit.safetensors")
         if not any(_clean(side) for recipe in plan.recipes for side in recipe.sides):
@@ -147,8 +148,11 @@ def _capture(
 
 def _fit_recipe(
     run: Run, stream: Stream, layer: int, recipe: Recipe, moments: tuple[MeanVariance, MeanVariance], folder: Path
-) -> tuple[dict[str, Tensor], dict]:
-    """Keys first, then values, each: statistics over the fitted chunks, solution, every chunk decoded."""
+) -> tuple[dict[str, Tensor], dict, tuple[Side, Side]]:
+    """Keys first, then values, each: statistics over the fitted chunks, solution, every chunk decoded.
+
+    Returns tensors, measures, and the sides with what the fit found for their settings.
+    """
     plan, geometry = run.plan, run.plan.geometry
     work = RecipeWork(run, stream, layer, recipe, folder)
     found: dict[str, Tensor] = {}
@@ -158,6 +162,9 @@ def _fit_recipe(
         if side.needs_statistics:
             read = (work.data(index, half, _clean(side.codec.side)) for index in range(plan.fitted_chunks))
             side.solve((side.partial(*chunk) for chunk in read), plan.seed)
+        if side.needs_residuals:
+            read = (work.data(index, half, clean=False) for index in range(plan.fitted_chunks))
+            side.solve_residuals((side.residuals(*chunk, plan.seed) for chunk in read), plan.seed)
         sums = torch.zeros(5, dtype=torch.float64)
         for index in range(len(plan.chunks)):
             data, context = work.data(index, half, clean=False)
@@ -169,7 +176,7 @@ def _fit_recipe(
         work.fits[half] = side
         found |= {f"layers.{layer}.{half}.{name}": tensor.cpu() for name, tensor in side.tensors.items()}
         measures[half] = summary(sums)
-    return found, measures
+    return found, measures, (work.fits["key"].side, work.fits["value"].side)
 
 
 class RecipeWork:
@@ -238,7 +245,7 @@ def artifacts(run: Run) -> dict[str, Artifact]:
     provenance["corpus"] = (checkpoint.record(run.folder, -1) or {})["corpus"]
     return {
         recipe.name: Artifact(
-            recipe=recipe,
+            recipe=_resolved(recipe, [Recipe.from_json(note["recipes"][recipe.name]) for note in notes]),
             fingerprint=run.files.fingerprint(),
             tensors={n.split("/", 1)[1]: t for n, t in tensors.items() if n.split("/", 1)[0] == recipe.name},
             provenance=provenance,
@@ -246,6 +253,14 @@ def artifacts(run: Run) -> dict[str, Artifact]:
         )
         for recipe in plan.recipes
     }
+
+
+def _resolved(recipe: Recipe, found: list[Recipe]) -> Recipe:
+    """The recipe with what the fit found for the sides of each layer, if it found anything."""
+    for layer, one in enumerate(found):
+        if one.at(layer) != recipe.at(layer):
+            recipe = recipe.with_sides(layer, *one.at(layer))
+    return recipe
 
 
 def seconds(run: Run) -> dict[str, float]:

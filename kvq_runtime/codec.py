@@ -9,16 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvq_runtime import rope
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import HALVES, Half, Recipe
+from kvq_runtime.recipe import HALVES, KINDS, Half, Recipe, Side
 from kvq_runtime.stages import groups, predict
 from kvq_runtime.stages.exact import Exact
-from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.rotate import Basis
 
 Specs = predict.Specs
 _CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ class Context:
 class Codec:
     """Encode and decode one layer's keys or values, as `recipe` says, with the tensors fitted for it.
 
-    tensors   {"predict.weight": ..., ...}, exactly those of `specs`
+    tensors   {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
     """
 
     def __init__(self, recipe: Recipe, layer: int, half: Half, geometry: Geometry, tensors: Mapping[str, Tensor]):
@@ -50,22 +51,33 @@ class Codec:
         self.half: Half = half
         self.predictor = self.side.predictor(layer, half)
         self.reads_keys, self.below = self.side.inputs(layer, half)
-        self.tensors = dict(tensors)
-        self._predict_tensors = {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
         self._turn_mean = half == "key" and recipe.position == "post" and self.predictor is not None
         self._width = geometry.width if self.side.axis == "token" else self.side.block
-        self._turn, self._back = _matrices(self.side.rotate, self.side.quantize, self._width, geometry, _CPU)
+        self.tensors: dict[str, Tensor] = {}
+        self._hold(tensors, _CPU)
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
         if self._back is not None and hasattr(self.side.quantize, "lookup"):
             size = groups.size(self.side.quantize.group, self._width, geometry)
-            self._scale_last = size % len(self._back) == 0
+            self._scale_last = self.side.axis == "token" and size % len(self._back) == 0
 
     def to(self, device: torch.device) -> "Codec":
         """Move every tensor to the device."""
-        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        self._predict_tensors = {name.split(".", 1)[1]: tensor for name, tensor in self.tensors.items()}
-        self._turn, self._back = _matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
+        self._hold(self.tensors, device)
         return self
+
+    def _hold(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self._own: dict[str, dict[str, Tensor]] = {stage: {} for stage in KINDS}
+        for name, tensor in self.tensors.items():
+            stage, field = name.split(".", 1)
+            self._own[stage][field] = tensor
+        # only a fitted quantizer is given tensors
+        self._fitted = {"tensors": self._own["quantize"]} if self._own["quantize"] else {}
+        if isinstance(self.side.rotate, Basis):
+            self._turn = self._own["rotate"].get("basis")
+            self._back = None if self._turn is None else self._turn.mT
+        else:
+            self._turn, self._back = _matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
 
     @property
     def shared(self) -> list[Tensor]:
@@ -73,38 +85,56 @@ class Codec:
         return [*self.tensors.values(), *(matrix for matrix in (self._turn, self._back) if matrix is not None)]
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
-        """Encode blocks [N, block, C] (any T for per-token sides): the fields of the quantizer, each [N, ...]."""
+        """Encode blocks [N, block, C] (any T for most per-token sides): the fields of the quantizer, each [N, ...]."""
         if isinstance(self.side.quantize, Exact):
             return self.side.quantize.encode(x_NTC, self.geometry)
+        x = self.residual(x_NTC, context)
+        fields = self._round(x)
+        if self.side.correct is None:
+            return fields
+        return fields | self.side.correct.encode(x, self._unround(fields), self._own["correct"])
+
+    def residual(self, x_NTC: Tensor, context: Context) -> Tensor:
+        """What is left to be rounded after mean and prediction, float32."""
         x = x_NTC.float()
         if self.predictor is not None:
             x = x - self.mean(context)
         predicted = self.predicted(context)
-        if predicted is not None:
-            x = x - predicted.float()
-        x = x if self.side.axis == "token" else x.mT
-        if self._turn is not None:
-            x = _grouped(x, self._turn)
-        return self.side.quantize.encode(x, self.geometry)
+        return x if predicted is None else x - predicted.float()
 
     def decode(self, fields: Mapping[str, Tensor], context: Context, out: Tensor | None = None) -> Tensor:
         """Decode blocks to [N, T, C], centred: bfloat16 where predicted, float32 else, or the stored dtype of `exact`.
 
         out   a float32 [N, T, C] to decode into, where nothing is predicted; what is returned may be another tensor
         """
-        quantize, width = self.side.quantize, self._width
         predicted = self.predicted(context)
-        if predicted is not None:
-            x = quantize.decode(fields, width, self.geometry).to(torch.bfloat16)
-            x = x if self._back is None else _grouped(x, self._back)
-            return predicted.add_(x if self.side.axis == "token" else x.mT)
-        if self.side.axis == "token" and self._scale_last:
+        plain = predicted is None and self.side.correct is None
+        x = self._unround(fields, out if plain else None)
+        if self.side.correct is not None:
+            x = self.side.correct.apply(x, fields)
+        return x if predicted is None else predicted.add_(x.to(torch.bfloat16))
+
+    def rounded(self, x_NTC: Tensor) -> Tensor:
+        """What the quantizer alone makes of residuals [N, T, C]."""
+        return self._unround(self._round(x_NTC))
+
+    def _round(self, x_NTC: Tensor) -> dict[str, Tensor]:
+        x = x_NTC if self.side.axis == "token" else x_NTC.mT
+        if self._turn is not None:
+            x = _grouped(x, self._turn.float())
+        return self.side.quantize.encode(x, self.geometry, **self._fitted)
+
+    def _unround(self, fields: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        quantize: Any = self.side.quantize
+        width = self._width
+        if self._scale_last:
             assert self._back is not None
-            x = _grouped(quantize.lookup(fields, width, self.geometry), self._back)
-            return groups.scaled(x, fields["scale"], out)
-        if self.side.axis == "token" and self._back is None and isinstance(quantize, Rtn):
-            return quantize.decode(dict(fields), width, self.geometry, out)
-        x = quantize.decode(fields, width, self.geometry)
+            return groups.scaled(
+                _grouped(quantize.lookup(fields, width, self.geometry), self._back), fields["scale"], out
+            )
+        if quantize.kind == "rtn" and self._back is None and self.side.axis == "token":
+            return quantize.decode(fields, width, self.geometry, out)
+        x = quantize.decode(fields, width, self.geometry, **self._fitted)
         x = x if self._back is None else _grouped(x.to(torch.bfloat16), self._back).float()
         return x if self.side.axis == "token" else x.mT
 
@@ -114,7 +144,7 @@ class Codec:
 
     def mean(self, context: Context) -> Tensor:
         """The mean that is removed, float32: [C], or [N, T, C] where it turns with the position."""
-        mean_C = self._predict_tensors["mean"]
+        mean_C = self._own["predict"]["mean"]
         if not self._turn_mean:
             return mean_C
         assert context.rope is not None, "a mean after RoPE needs the cos and sin in use"
@@ -134,28 +164,43 @@ class Codec:
         """The centred prediction, bfloat16; None where only a mean, or nothing, is predicted."""
         if not isinstance(self.predictor, predict.Linear):
             return None
-        return self.predictor.apply(self.inputs(context), self._predict_tensors)
+        return self.predictor.apply(self.inputs(context), self._own["predict"])
 
     def fields(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of one encoded block; `dtype` is the model's."""
-        rows = self.side.block if self.side.axis == "token" else self.geometry.width
-        return self.side.quantize.fields(rows, self._width, self.geometry, dtype)
+        return fields(self.side, self.geometry, dtype)
 
     def bits(self, dtype: torch.dtype = torch.bfloat16) -> float:
         """What a stored element costs, in bits: codes and everything stored beside them."""
-        stored = sum(math.prod(shape) * kind.itemsize for shape, kind in self.fields(dtype).values())
-        return 8 * stored / (self.side.block * self.geometry.width)
+        return bits(self.side, self.geometry, dtype)
+
+
+def fields(side: Side, geometry: Geometry, dtype: torch.dtype) -> Specs:
+    """Names, shapes and dtypes of one encoded block of a side; `dtype` is the model's."""
+    rows, width = (side.block, geometry.width) if side.axis == "token" else (geometry.width, side.block)
+    found = side.quantize.fields(rows, width, geometry, dtype)
+    return found if side.correct is None else found | side.correct.fields(width)
+
+
+def bits(side: Side, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
+    """What a stored element of a side costs, in bits, without fitted tensors."""
+    stored = sum(math.prod(shape) * kind.itemsize for shape, kind in fields(side, geometry, dtype).values())
+    return 8 * stored / (side.block * geometry.width)
 
 
 def specs(recipe: Recipe, layer: int, half: Half, geometry: Geometry) -> Specs:
     """The tensors an artifact holds for one side of one layer: {"predict.weight": (shape, dtype), ...}."""
     side = recipe.side(layer, half)
     keys, below = side.inputs(layer, half)
-    predictor = side.predictor(layer, half)
-    if predictor is None:
-        return {}
-    fields = predictor.specs(geometry.width * (keys + len(below)), geometry.width)
-    return {f"predict.{name}": spec for name, spec in fields.items()}
+    predictor, width, found = side.predictor(layer, half), geometry.width, {}
+    if predictor is not None:
+        found["predict"] = predictor.specs(width * (keys + len(below)), width)
+    if isinstance(side.rotate, Basis):
+        found["rotate"] = side.rotate.specs(width, side.quantize.stored(width))
+        found["quantize"] = side.quantize.specs(width)
+    if side.correct is not None:
+        found["correct"] = side.correct.specs()
+    return {f"{stage}.{name}": spec for stage, fields in found.items() for name, spec in fields.items()}
 
 
 def all_specs(recipe: Recipe, geometry: Geometry) -> Specs:
@@ -179,9 +224,10 @@ def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> 
     return [(one(layer, "key"), one(layer, "value")) for layer in range(geometry.layers)]
 
 
-def _grouped(x_NRW: Tensor, matrix_WW: Tensor) -> Tensor:
-    size = len(matrix_WW)
-    return (x_NRW.reshape(-1, size) @ matrix_WW).view(x_NRW.shape)
+def _grouped(x_NRW: Tensor, matrix_WV: Tensor) -> Tensor:
+    """Each run of W elements times the matrix: V elements in its place."""
+    taken, given = matrix_WV.shape
+    return (x_NRW.reshape(-1, taken) @ matrix_WV).view(*x_NRW.shape[:-1], x_NRW.shape[-1] // taken * given)
 
 
 @lru_cache(maxsize=64)

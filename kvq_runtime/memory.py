@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvq_runtime import codec as codecs
 from kvq_runtime.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import HALVES, Recipe, presets
@@ -27,6 +28,8 @@ class MemoryReport:
     sequence_bytes     grow with tokens and batch; `parts` has them by kind
     shared_bytes       the artifact's tensors and rotations, once per process
     scratch_peak       most bytes of decoded tensors alive at once so far
+    escaped, clipped   tokens of keys or values, over all layers, that are stored by the 8-bit escape; and that were to
+                       be, but found no slot left in their block
     smaller_from       tokens (batch 1) from which all bytes are fewer than those of the plain HIGGS recipe of the next
                        width at or above the recipe's asymptotic bits; None if never
     """
@@ -44,18 +47,22 @@ class MemoryReport:
     scratch_peak: int
     smaller_from: int | None
     parts: dict[str, int] = field(default_factory=dict)
+    escaped: int = 0
+    clipped: int = 0
 
     @staticmethod
     def of(cache: BlockCache) -> MemoryReport:
         """Count a cache."""
         parts: dict[str, int] = {}
-        batch, elements, dtype = 0, 0, torch.bfloat16
+        batch, elements, dtype, escaped, clipped = 0, 0, torch.bfloat16, 0, 0
         for pair in cache.layers.values():
             for stream in pair:
                 batch, dtype = len(stream.sinks_BSC), stream.sinks_BSC.dtype
                 elements += batch * stream.length * cache.geometry.width
                 for kind, size in stream.bytes().items():
                     parts[kind] = parts.get(kind, 0) + size
+                served, wanted = stream.escapes()
+                escaped, clipped = escaped + served, clipped + wanted - served
         parts["timeline"] = sum(tensor.untyped_storage().nbytes() for tensor in cache.timeline.tensors)
         shared = shared_bytes([codec for pair in cache.codecs for codec in pair])
         sequence = sum(parts.values())
@@ -73,6 +80,8 @@ class MemoryReport:
             scratch_peak=cache.scratch_peak,
             smaller_from=smaller_from(cache.recipe, cache.geometry, shared),
             parts=parts,
+            escaped=escaped,
+            clipped=clipped,
         )
 
     def as_dict(self) -> dict:
@@ -109,11 +118,7 @@ def asymptotic_bits(recipe: Recipe, geometry: Geometry, dtype: torch.dtype = tor
 
 def side_bits(recipe: Recipe, layer: int, half, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
     """Bits per encoded element of one side of one layer, without its fitted tensors."""
-    side = recipe.side(layer, half)
-    rows, width = (side.block, geometry.width) if side.axis == "token" else (geometry.width, side.block)
-    fields = side.quantize.fields(rows, width, geometry, dtype)
-    stored = sum(torch.Size(shape).numel() * kind.itemsize for shape, kind in fields.values())
-    return 8 * stored / (side.block * geometry.width)
+    return codecs.bits(recipe.side(layer, half), geometry, dtype)
 
 
 def smaller_from(recipe: Recipe, geometry: Geometry, shared: int) -> int | None:

@@ -1,7 +1,7 @@
 """Name the stages of a quantizer and their settings. Every method of the field is a Recipe; a recipe is plain JSON.
 
 position  "pre": keys are encoded as they are before RoPE · "post": as the model caches them
-Side      predict → rotate → quantize, per token or per channel, and the tokens kept exact around it
+Side      predict → rotate → quantize → correct, per token or per channel, and the tokens kept exact around it
 Recipe    a Side for keys, one for values, and other Sides for single layers
 """
 
@@ -9,17 +9,18 @@ import dataclasses
 import json
 import pkgutil
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal, get_args
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages import exact, grid, lloyd, polar, predict, rotate, rtn
+from kvq_runtime.stages import escape, exact, grid, lloyd, mixed, polar, predict, rotate, rtn
 
 KINDS: dict[str, dict[str, type]] = {
     "predict": {kind.kind: kind for kind in predict.KINDS},
     "rotate": {kind.kind: kind for kind in rotate.KINDS},
-    "quantize": {kind.kind: kind for module in (exact, grid, lloyd, polar, rtn) for kind in module.KINDS},
+    "quantize": {kind.kind: kind for module in (exact, grid, lloyd, mixed, polar, rtn) for kind in module.KINDS},
+    "correct": {kind.kind: kind for kind in escape.KINDS},
 }
 Half = Literal["key", "value"]
 HALVES: tuple[Half, ...] = get_args(Half)
@@ -32,6 +33,7 @@ class Side:
     predict   what is subtracted first, or None
     rotate    the rotation of what is left, or None
     quantize  the rounding
+    correct   what mends the rounding, or None
     axis      "token": groups are channels of one token; "channel": groups are tokens of one channel, inside a block
     sinks     tokens at the start of every row that stay exact
     recent    newest tokens that stay exact, at least
@@ -41,6 +43,7 @@ class Side:
     quantize: Any
     predict: Any = None
     rotate: Any = None
+    correct: Any = None
     axis: Literal["token", "channel"] = "token"
     sinks: int = 4
     recent: int = 128
@@ -85,6 +88,10 @@ class Recipe:
         """One of the two Sides of this layer."""
         return self.at(layer)[HALVES.index(half)]
 
+    def with_sides(self, layer: int, key: Side, value: Side) -> "Recipe":
+        """The same recipe with these Sides in one layer."""
+        return replace(self, layers={**self.layers, layer: (key, value)})
+
     @property
     def sides(self) -> list[Side]:
         """Every Side the recipe names."""
@@ -93,7 +100,7 @@ class Recipe:
     @property
     def fitted(self) -> bool:
         """Whether the recipe has stages that need calibration."""
-        return any(side.predict is not None for side in self.sides)
+        return any(side.predict or side.correct or isinstance(side.rotate, rotate.Basis) for side in self.sides)
 
     @property
     def chained(self) -> bool:
@@ -138,6 +145,12 @@ class Recipe:
             raise ValueError(f"{self.name}: quantize={side.quantize!r}; use one of {sorted(KINDS['quantize'])}")
         if isinstance(side.quantize, exact.Exact) and (side.rotate or side.predict or side.axis != "token"):
             raise ValueError(f"{self.name}: exact keeps tokens as they are; drop predict, rotate and axis")
+        if isinstance(side.quantize, mixed.Mixed) != isinstance(side.rotate, rotate.Basis):
+            raise ValueError(f"{self.name}: a basis and mixed bits belong together; give both, or neither")
+        if isinstance(side.quantize, mixed.Mixed) and (side.axis != "token" or side.block % 8):
+            raise ValueError(f'{self.name}: mixed bits need axis "token" and a block of a multiple of 8 tokens')
+        if side.correct is not None and (side.axis != "token" or side.quantize.kind == "exact" or side.block > 32767):
+            raise ValueError(f'{self.name}: escape needs axis "token", blocks below 32768 and a lossy quantizer')
 
     def _check_geometry(self, geometry: Geometry) -> None:
         beyond = [layer for layer in self.layers if not 0 <= layer < geometry.layers]
@@ -149,7 +162,7 @@ class Recipe:
                 width = geometry.width if side.axis == "token" else side.block
                 try:
                     side.quantize.order(width, geometry)
-                    if side.rotate is not None:
+                    if side.rotate is not None and not isinstance(side.rotate, rotate.Basis):
                         side.rotate.size(width, geometry)
                 except ValueError as error:
                     raise ValueError(f"{self.name}, layer {layer} {half}: {error}") from None
@@ -186,12 +199,13 @@ class Recipe:
 
 
 def _side_json(side: Side) -> dict:
+    """A side as JSON; without `correct` where there is none, as in files older than that stage."""
     given = {f.name: getattr(side, f.name) for f in dataclasses.fields(side)}
     for stage in KINDS:
         if given[stage] is not None:
             settings = json.loads(json.dumps(dataclasses.asdict(given[stage])))
             given[stage] = {"kind": given[stage].kind} | settings
-    return given
+    return given if given["correct"] is not None else {k: v for k, v in given.items() if k != "correct"}
 
 
 def _side_from(given: Any) -> Side:

@@ -140,13 +140,20 @@ class Stream:
         self._kept = None
         self.sinks_BSC = self.sinks_BSC.index_select(0, rows)
 
+    def escapes(self) -> tuple[int, int]:
+        """(tokens stored by the escape, tokens that wanted to be)."""
+        if self.side.correct is None:
+            return 0, 0
+        counts = [self.side.correct.count(self.fields(*run)) for run in self.runs()]
+        return sum(served for served, _ in counts), sum(wanted for _, wanted in counts)
+
     def bytes(self) -> dict[str, int]:
         """Allocated bytes by kind."""
         kept = _bytes(self._kept[1]) if self._kept is not None else 0
         found = {"window": _bytes(self._buffer) + kept, "sinks": _bytes(self.sinks_BSC)}
         for slab in self.slabs:
             for name, field in slab.items():
-                kind = "codes" if name in ("codes", "x") else "scales"
+                kind = "codes" if name in ("codes", "x") else "escapes" if name.startswith("escape_") else "scales"
                 found[kind] = found.get(kind, 0) + _bytes(field)
         return found
 

@@ -20,7 +20,7 @@ from kvq_runtime import artifact
 from kvq_runtime.codec import Context, build
 from kvq_runtime.fingerprint import Fingerprint, probe
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import HALVES, Recipe, preset
+from kvq_runtime.recipe import HALVES, Recipe, Side, preset
 from kvq_runtime.rope import Rotary
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "golden" / "v1"
@@ -31,6 +31,7 @@ METHODS = (
     "aqua-2bit-rrr", "aqua-2bit-mlp", "aqua-2bit-gptq", "aqua-2bit-post", "aqua-2bit-quarot",
     "aqua-2bit-channel", "aqua-2bit-below-1-2", "aqua-2bit-first-16bit",
     "mean-lloyd-2bit", "mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
+    "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit",
 )  # fmt: skip
 
 
@@ -49,13 +50,15 @@ def rotary() -> Rotary:
     return Rotary(10000.0 ** (-torch.arange(half) / half), 1.0, torch.float32)
 
 
-def fit(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The artifact's tensors; and of the first sequence, in every layer, what is stored and what that decodes to."""
+def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
+    """The recipe with what the fit found for it, the artifact's tensors; and of the first sequence, in every layer,
+    what is stored and what that decodes to."""
     tensors: dict[str, Tensor] = {}
     expected: dict[str, Tensor] = {}
     tables, below = rotary().tables(torch.arange(TOKENS)[None]), []
     for layer in range(GEOMETRY.layers):
         found: list[Tensor] = []
+        sides: list[Side] = []
         for half, x_NTC in zip(HALVES, activations(layer), strict=True):
             data = blocks(recipe, half, GEOMETRY, x_NTC, tables, range(SEQUENCES))
             moments = Moments(GEOMETRY.width)
@@ -64,13 +67,18 @@ def fit(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
             if side.needs_statistics:
                 side.solve([side.partial(data, context)], seed=0)
+            if side.needs_residuals:
+                side.solve_residuals([side.residuals(data, context, 0)], seed=0)
+            sides.append(side.side)
             fields = side.codec.encode(data.x, context)
             found.append(side.codec.decode(fields, context))
             tensors |= {f"layers.{layer}.{half}.{name}": tensor for name, tensor in side.tensors.items()}
             expected |= {f"layers.{layer}.{half}.{name}": field[:1] for name, field in fields.items()}
             expected[f"layers.{layer}.{half}.decoded"] = found[-1][:1].half()
         below = [(found[0], found[1]), *below][:3]
-    return tensors, expected
+        if (sides[0], sides[1]) != recipe.at(layer):
+            recipe = recipe.with_sides(layer, sides[0], sides[1])
+    return recipe, tensors, expected
 
 
 def read(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -107,10 +115,8 @@ def main() -> int:
         path = FOLDER / f"{name}.safetensors"
         if path.exists():
             continue
-        tensors, expected = fit(preset(name))
-        made = artifact.Artifact(
-            preset(name), fingerprint(), tensors, {"model": "golden", "text": "sines"}, {"layers": []}
-        )
+        recipe, tensors, expected = fit(preset(name))
+        made = artifact.Artifact(recipe, fingerprint(), tensors, {"model": "golden", "text": "sines"}, {"layers": []})
         save_file(expected, FOLDER / f"{name}.expected", metadata=None)
         artifact.save(made, path)
         print(f"{path.name}  {path.stat().st_size} bytes")

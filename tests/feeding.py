@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
+from kvq_runtime.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Side, presets
 from kvq_runtime.rope import Rotary, rotate
+from kvq_runtime.stages.mixed import Mixed
 
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
 Pairs = list[tuple[Tensor, Tensor]]
@@ -121,6 +123,13 @@ def same(one: list[dict[str, Tensor]], two: list[dict[str, Tensor]]) -> bool:
     return len(one) == len(two) and all(
         a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(one, two, strict=True)
     )
+
+
+def dropped(codec: Codec) -> float:
+    """The share of channels that a codec stores nothing of: on this white data, the error it cannot but have."""
+    if not isinstance(codec.side.quantize, Mixed):
+        return 0.0
+    return 1 - codec.side.quantize.stored(codec.geometry.width) / codec.geometry.width
 
 
 def read(cache: BlockCache, scaling: float = 1.0) -> Pairs:

@@ -5,7 +5,7 @@ The cache is fed directly, without a model; `feeding.small` gives each recipe bl
 
 import pytest
 import torch
-from feeding import DTYPE_IDS, DTYPES, RECIPES, error, feed, feed_in, make, read, rotary, same, state, tensors
+from feeding import DTYPE_IDS, DTYPES, RECIPES, dropped, error, feed, feed_in, make, read, rotary, same, state, tensors
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec import Codec
@@ -171,7 +171,8 @@ def test_the_error_is_of_the_size_of_the_bits(recipe):
                 continue
             bits = codec.bits()
             spread = x[layer, half].norm()
-            assert float((out - x[layer, half])[:, :count].norm() / spread) < 4.0 * 2**-bits + 0.02
+            found = float((out - x[layer, half])[:, :count].norm() / spread)
+            assert found < 4.0 * 2**-bits + 0.02 + 1.3 * dropped(codec) ** 0.5
 
 
 # ---- what is exact (invariants 5 and 9) ----

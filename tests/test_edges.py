@@ -2,7 +2,22 @@
 
 import pytest
 import torch
-from feeding import GEOMETRY, RECIPES, error, feed, feed_in, make, read, rotary, same, small, state, tensors, turned
+from feeding import (
+    GEOMETRY,
+    RECIPES,
+    dropped,
+    error,
+    feed,
+    feed_in,
+    make,
+    read,
+    rotary,
+    same,
+    small,
+    state,
+    tensors,
+    turned,
+)
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec import Codec, Context
@@ -43,7 +58,8 @@ def test_head_sizes_that_are_no_power_of_two(heads, size):
         assert same(state(one), state(two)), recipe.name
         for layer, pair in enumerate(read(one)):
             for half, out in enumerate(pair):
-                assert error(out, x[layer, half]) < 0.65, (recipe.name, layer, half)
+                most = 0.65 + 1.3 * dropped(one.codecs[layer][half]) ** 0.5
+                assert error(out, x[layer, half]) < most, (recipe.name, layer, half)
 
 
 @every_recipe
@@ -210,7 +226,9 @@ def test_keys_are_encoded_as_they_were_before_rope(recipe, scaling, monkeypatch)
         for row, first in enumerate((sinks, sinks + 5)):
             torch.testing.assert_close(found[row, first:], target[row, first:], rtol=1e-4, atol=1e-4)
     for layer, pair in enumerate(read(cache, scaling)):
-        assert error(pair[0][real], given[layer, 0][real]) < 4.0 * 2 ** -cache.codecs[layer][0].bits() + 0.02
+        codec = cache.codecs[layer][0]
+        most = 4.0 * 2 ** -codec.bits() + 0.02 + 1.3 * dropped(codec) ** 0.5
+        assert error(pair[0][real], given[layer, 0][real]) < most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -112,6 +112,21 @@ def test_what_is_shared_is_counted_once_and_when_it_pays():
     assert report.as_dict()["recipe"] == "aqua-2bit"
 
 
+def test_escapes_are_counted_and_billed():
+    """The random bound of these tensors is one that many tokens go beyond: every slot is taken, others go without."""
+    cache = make(RECIPES["aqua-klt-1bit"])
+    assert (cache.memory_report().escaped, cache.memory_report().clipped) == (0, 0)
+    feed_in(cache, tensors(200), [150, 50])
+    report = cache.memory_report()
+    streams = [stream for pair in cache.layers.values() for stream in pair]
+    parts = [stream.fields(*run) for stream in streams for run in stream.runs()]
+    assert report.escaped == sum(int((part["escape_place"] >= 0).sum()) for part in parts) > 0
+    wanted = sum(int(part["escape_wanted"].sum()) for part in parts)
+    assert report.clipped == wanted - report.escaped > 0
+    held = [slab[name] for stream in streams for slab in stream.slabs for name in slab if name.startswith("escape_")]
+    assert report.parts["escapes"] == sum(tensor.untyped_storage().nbytes() for tensor in held) > 0
+
+
 def test_scratch_is_no_more_than_two_decoded_layers():
     cache, x = make(RECIPES["aqua-2bit"]), tensors(300, rows=1)
     feed_in(cache, x, [299, 1])

@@ -58,3 +58,11 @@ def test_larger_and_odd_counts(bits, count):
 def test_widths_that_are_none(bits):
     with pytest.raises(ValueError, match="1 to 8 bits"):
         pack.planes(bits)
+
+
+def test_bytes_of_one_row_of_a_wider_table_are_unpacked():
+    table = torch.randint(0, 256, (3, 756), dtype=torch.uint8)
+    for bits in (1, 2, 4):
+        slice_ = table[1:2, 8:24]
+        count = 16 * 8 // bits
+        assert torch.equal(pack.unpack(slice_, bits, count), pack.unpack(slice_.clone(), bits, count))

@@ -16,10 +16,10 @@ from filelock import FileLock
 from kvq_calib import checkpoint, models
 from kvq_calib import plan as plans
 from kvq_calib import run as runs
-from kvq_runtime import artifact
+from kvq_runtime import artifact, codec
 from kvq_runtime.recipe import preset
 
-RECIPES = ("aqua-2bit", "aqua-2bit-agnostic", "aqua-2bit-post", "aqua-2bit-below-1-2")
+RECIPES = ("aqua-2bit", "aqua-2bit-agnostic", "aqua-2bit-post", "aqua-2bit-below-1-2", "aqua-klt-1bit")
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +157,20 @@ def test_the_clean_fit_is_no_better_on_decoded_inputs(undisturbed):
         for s, a in zip(specific, agnostic, strict=True)
     ]
     assert all(worse)
+
+
+def test_the_bits_that_the_fit_finds_are_in_the_recipe(undisturbed):
+    """Every layer has its own schedule, with the total that was asked for."""
+    made = artifact.from_bytes(undisturbed["aqua-klt-1bit"])
+    asked, geometry = preset("aqua-klt-1bit"), made.fingerprint.geometry
+    assert sorted(made.recipe.layers) == list(range(geometry.layers))
+    schedules = {side.quantize.counts for pair in made.recipe.layers.values() for side in pair}
+    assert len(schedules) > 2 and () not in schedules
+    for layer in range(geometry.layers):
+        for half in ("key", "value"):
+            found, wanted = made.recipe.side(layer, half), asked.side(layer, half)
+            assert codec.bits(found, geometry) == codec.bits(wanted, geometry)
+    for layer in made.fit["layers"][1:]:
+        for half in ("key", "value"):
+            left = 1 - layer[half]["explained_variance"]
+            assert layer[half]["relative_error"] < 0.36 * left, "no better than one bit for every channel"

@@ -1,5 +1,8 @@
 """Fit one recipe in one layer, chunk by chunk: key statistics → solve → decode keys, value statistics → solve → decode.
 
+Where a side has a basis, a second pass over what its prediction leaves comes before the decoding. The bits that it
+finds are written into the side: `SideFit.side` is what the artifact's recipe says.
+
 Algorithm 1 of AQUA-KV with the runtime's own codec: what a layer is predicted from are the layers below as inference
 will decode them. Each pass over the chunks gives one partial per chunk; partials are added in ascending order.
 
@@ -8,24 +11,27 @@ Differs: each row's exact sinks are left out of the fit (they are never encoded)
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvq_calib.fit import basis
 from kvq_calib.fit import predict as fits
 from kvq_calib.fit.mlp import fit_mlp
 from kvq_calib.statistics import CrossMoments, MeanVariance, Sample
 from kvq_runtime import rope
 from kvq_runtime.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Half, Recipe
+from kvq_runtime.recipe import HALVES, Half, Recipe
+from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
 
 SAMPLE_ROWS = 4096  # tokens that an iterative fit sees
 
 Pair = tuple[Tensor, Tensor]
 Partial = tuple[CrossMoments, Sample | None]
+Residuals = tuple[CrossMoments, Sample]
 
 
 @dataclass(frozen=True)
@@ -71,15 +77,28 @@ class SideFit:
     def __init__(self, recipe: Recipe, layer: int, half: Half, geometry: Geometry, moments: MeanVariance):
         self.mean_C = moments.mean_C.float()
         self._arguments = (recipe, layer, half, geometry)
-        predictor = recipe.side(layer, half).predictor(layer, half)
-        self.tensors = {"predict.mean": self.mean_C} if predictor is not None else {}
-        self.codec = Codec(*self._arguments, self.tensors)
-        self.predictor = predictor
+        self.side = recipe.side(layer, half)
+        self.predictor = self.side.predictor(layer, half)
+        self.tensors: dict[str, Tensor] = {}
+        self._hold({"predict.mean": self.mean_C} if self.predictor is not None else {})
+
+    def _hold(self, tensors: dict[str, Tensor]) -> None:
+        """Take tensors, and make the codec of all that is fitted so far."""
+        recipe, layer, half, geometry = self._arguments
+        pair = dict(zip(HALVES, recipe.at(layer), strict=True)) | {half: self.side}
+        self.tensors |= tensors
+        self.codec = Codec(recipe.with_sides(layer, **pair), layer, half, geometry, self.tensors)
+        self.codec.to(self.mean_C.device)
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether anything beside the mean is fitted."""
+        """Whether a prediction is fitted, beside the mean."""
         return isinstance(self.predictor, Linear)
+
+    @property
+    def needs_residuals(self) -> bool:
+        """Whether what the prediction leaves is fitted on."""
+        return isinstance(self.side.quantize, Mixed) or self.side.correct is not None
 
     def empty(self) -> Partial:
         """The statistics before any chunk: moments of inputs and target, both centred, and tokens for an MLP."""
@@ -122,9 +141,40 @@ class SideFit:
             fitted = fits.fit_gptq(found, predictor.ridge)
         else:
             fitted = fits.fit_linear(found, predictor.ridge)
-        fitted = fitted | {"mean": self.mean_C}
-        self.tensors = {f"predict.{name}": tensor for name, tensor in fitted.items()}
-        self.codec = Codec(*self._arguments, self.tensors).to(self.mean_C.device)
+        self._hold({f"predict.{name}": tensor for name, tensor in fitted.items()})
+
+    def residuals(self, data: Blocks, context: Context, seed: int) -> Residuals:
+        """What one chunk says of what the prediction leaves."""
+        moments, sample = self.no_residuals(seed)
+        rows = self.codec.residual(data.x, context)
+        moments.update(rows, rows[..., :0], data.mask_NT)
+        # the blocks of a sequence follow each other, from position 0 on: whole sequences are sampled at once
+        numbers = data.sequences.unique_consecutive()
+        whole = (rows.reshape(len(numbers), -1, rows.shape[-1]), data.mask_NT.reshape(len(numbers), -1))
+        sample.update(whole[0], numbers, mask_NT=whole[1])
+        return moments, sample
+
+    def no_residuals(self, seed: int) -> Residuals:
+        """The statistics of `residuals` before any chunk: second moments, and tokens."""
+        zero_C = torch.zeros_like(self.mean_C)
+        return CrossMoments(zero_C, zero_C[:0]), Sample(SAMPLE_ROWS, len(zero_C), seed)
+
+    def solve_residuals(self, partials: Iterable[Residuals], seed: int) -> None:
+        """Add the partials in ascending order; fit basis, bits and scales, then the bound of the escape."""
+        moments, sample = self.no_residuals(seed)
+        for index, (part, rows) in enumerate(partials):
+            moments.merge(index, part)
+            sample.merge(index, rows)
+        found, rows_NC = moments.value(), sample.value().rows_RC.to(self.mean_C.device)
+        if isinstance(self.side.quantize, Mixed):
+            moment_CC = found.xx_II + torch.outer(found.mean_x_I, found.mean_x_I)
+            quantize, tensors = basis.fit(self.side.quantize, moment_CC, rows_NC)
+            self.side = replace(self.side, quantize=quantize)
+            self._hold(tensors)
+        if self.side.correct is not None:
+            error_N = (self.codec.rounded(_whole_blocks(rows_NC, 8)) - _whole_blocks(rows_NC, 8)).square().sum(-1)
+            bound = self.side.correct.limit * error_N.double().mean()
+            self._hold({"correct.bound": bound.float()[None]})
 
     def decode(self, data: Blocks, context: Context) -> Tensor:
         """The chunk encoded and decoded, centred."""
@@ -141,6 +191,11 @@ class SideFit:
         mask = data.mask_NT[..., None]
         sums = [(part.double().square() * mask).sum() for part in (x, centred, residual, error)]
         return torch.stack([*sums, data.mask_NT.sum().double()])
+
+
+def _whole_blocks(rows_NC: Tensor, size: int) -> Tensor:
+    """Rows as one block of a multiple of `size` tokens, the last row repeated."""
+    return torch.cat([rows_NC, rows_NC[-1:].expand(-len(rows_NC) % size, -1)])[None]
 
 
 def summary(sums: Tensor) -> dict[str, float]:

@@ -59,7 +59,8 @@ def _streams(byte: Tensor, width: int) -> Tensor:
     """The codes of one plane, stream after stream; eight bytes at a time where they are whole words."""
     mask, words = (1 << width) - 1, byte
     if byte.numel() and byte.shape[-1] % 8 == 0 and byte.is_contiguous() and byte.storage_offset() % 8 == 0:
-        mask, words = mask * 0x0101010101010101, byte.view(torch.int64)
+        mask, words = mask * 0x0101010101010101, byte.reshape(-1).view(torch.int64)
+        words = words.view(*byte.shape[:-1], -1)
     out = words.new_empty(*words.shape[:-1], 8 // width, words.shape[-1])
     for stream in range(8 // width):
         torch.bitwise_and(words >> (stream * width), mask, out=out[..., stream, :])

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
@@ -70,5 +71,23 @@ class Random:
         return orthogonal.matrix(self.size(width, geometry), self.seed)
 
 
-KINDS = (Hadamard, Random)
-Rotate = Hadamard | Random
+@dataclass(frozen=True)
+class Basis:
+    """Turn all heads of a token together into latent channels, by a fitted basis: z = x B, x̂ = ẑ Bᵀ.
+
+    B holds the eigenvectors of the calibrated second moment of what is left after the prediction, [C, R], in the order
+    of their eigenvalues; only the R channels that the quantizer stores are kept. `quantize: mixed` must follow.
+
+    Source: Hong et al., 2025 (SVDq), theorem 4.1: the latent variances are the eigenvalues.
+    Differs: fitted once, offline, by the eigenvectors of the covariance, which are the right singular vectors.
+    """
+
+    kind: ClassVar[str] = "basis"
+
+    def specs(self, width: int, stored: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The fitted basis: name, shape and dtype."""
+        return {"basis": ((width, stored), torch.bfloat16)}
+
+
+KINDS = (Hadamard, Random, Basis)
+Rotate = Hadamard | Random | Basis

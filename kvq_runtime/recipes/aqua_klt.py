@@ -1,0 +1,38 @@
+"""AQUA-KV's prediction, then SVDq's basis fitted on what it leaves, of keys and of values.
+
+    r = x - f(below, ...) → z = r B → Lloyd–Max of each latent channel, bits by reverse water-filling → escape
+
+Neither paper has this. What prediction leaves is as unequal over latent channels as the keys themselves, so that few
+bits go far (B is the Karhunen–Loève transform of the residuals); deviations are calibrated, so that a token has no
+scale of its own. A token that the calibration did not foresee is stored by the 8-bit escape, one for each block.
+
+Bits in a name are those of a predicted layer, its escape slot included; the first layer has 4, or 3.
+
+Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), sections 4.1 and 4.2; Cover and Thomas,
+2006, section 10.3.3 (reverse water-filling).
+Differs: values have a basis too (SVDq leaves them); all channels of a schedule are filled by their eigenvalues.
+"""
+
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipes.aqua import aqua
+from kvq_runtime.stages.escape import BITS, Escape
+from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.rotate import Basis
+
+WIDTHS = {"1bit": 1.0, "1.25bit": 1.25, "1.5bit": 1.5, "2bit": 2.0}
+
+
+def side(bits: float) -> Side:
+    """A side of so many bits per element, of which the escape slot takes its part."""
+    escape, block = Escape(), Side.block
+    return Side(Mixed(target=bits - escape.slots * BITS / block), rotate=Basis(), correct=escape)
+
+
+def recipes() -> list[Recipe]:
+    """1 to 2 bits above a first layer of 4 bits, and the lowest above one of 3."""
+    found = [
+        aqua(f"klt-{name}", side(bits), side(4), summary=f"AQUA-KV over a basis of its residuals, {name}")
+        for name, bits in WIDTHS.items()
+    ]
+    low = aqua("klt-1bit-first-3bit", side(1), side(3), summary="AQUA-KV over a basis of its residuals, first 3 bits")
+    return [*found, low]

@@ -1,0 +1,53 @@
+"""SVDq: turn all heads' keys before RoPE into latent channels by a basis, and round each with bits by its variance.
+
+    mean μ → z = (k - μ) B → bits by latent channel, in the order of the eigenvalues, down to none
+
+The paper's schedules give 8 equal runs of channels their bits. `svdq-wf-*` find them for any total by reverse
+water-filling on the eigenvalues: bit by bit, each where it lowers the error most. Values stay at 16 bits, or take 4
+bits per token (`-v4`). `svdq-*-block` takes ranges from each block of tokens, as far as the paper's "all tokens" can
+be had in a cache that grows.
+
+Source: Hong et al., 2025 (SVDq), algorithm 1, equations 4 and 6, table 1.
+Differs: mean, basis and ranges come from calibration, once, and cost nothing per prompt; the paper decomposes each
+prompt and bills neither basis nor ranges. Decode-time tokens are encoded too; the paper keeps them in 16 bit. Ranges
+leave the exact sinks out and are clipped where that lowers the error; the paper's, of all tokens, are stretched by one
+outlier. ShadowKV's selection of tokens is no part of these recipes.
+"""
+
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.stages.exact import Exact
+from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.predict import Mean
+from kvq_runtime.stages.rotate import Basis
+from kvq_runtime.stages.rtn import Rtn
+
+# mean bits → bits of the 8 equal runs of latent channels
+SCHEDULES = {
+    "3bit": (8, 4, 4, 4, 2, 2, 0, 0),
+    "2.25bit": (8, 4, 4, 2, 0, 0, 0, 0),
+    "2bit": (8, 4, 4, 0, 0, 0, 0, 0),
+    "1.75bit": (8, 4, 2, 0, 0, 0, 0, 0),
+    "1.25bit": (4, 4, 2, 0, 0, 0, 0, 0),
+}
+FILLED = {"3bit": 3.0, "2bit": 2.0, "1.5bit": 1.5, "1.25bit": 1.25, "1bit": 1.0}
+
+
+def side(quantize: Mixed) -> Side:
+    """Keys: mean, basis, and these bits."""
+    return Side(quantize, predict=Mean(), rotate=Basis())
+
+
+def recipes() -> list[Recipe]:
+    """The paper's schedules, water-filled ones, and ranges by block; values at 16 and at 4 bits."""
+    exact, four = Side(Exact()), Side(Rtn(4, "all"))
+    keys = {bits: (Mixed(schedule, codebook="uniform"), "its schedule") for bits, schedule in SCHEDULES.items()}
+    keys |= {
+        f"wf-{bits}": (Mixed(target=target, codebook="uniform"), "water-filled") for bits, target in FILLED.items()
+    }
+    keys["2bit-block"] = (Mixed(SCHEDULES["2bit"], codebook="block"), "ranges of each block")
+    found = []
+    for name, (quantize, how) in keys.items():
+        for suffix, value, values in (("", exact, "16 bit"), ("-v4", four, "4 bits")):
+            summary = f"SVDq, keys {name.removeprefix('wf-').removesuffix('-block')}, {how}; values {values}"
+            found.append(Recipe(f"svdq-{name}{suffix}", side(quantize), value, "pre", summary=summary))
+    return found

@@ -1,0 +1,149 @@
+"""Quantize latent channels, those of a basis, with bits by channel: SVDq's quantizer, and the one of `aqua-klt`.
+
+Latent channels come in the order of their eigenvalues, so a schedule is a list of runs: so many channels of so many
+bits. Channels of 0 bits are not stored, and their columns are not in the basis. Codes are packed along the tokens of a
+block, channel by channel, so that a run may have any number of channels and no bit is lost to padding.
+
+Source: Hong et al., 2025 (SVDq), equations 2, 3 and 6 and algorithm 1.
+Differs: ranges are calibrated, so that tokens of the decode phase are encoded too (theirs are of the whole prompt, and
+later tokens stay in 16 bit), or taken from each block of tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import latent, pack
+
+CODEBOOKS = ("gaussian", "uniform", "block")
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Round latent channels of run i, `counts[i]` of them, to `bits[i]` bits.
+
+    bits       of each run, falling, 0 to 8
+    counts     channels of each run, all channels of a token in all; empty: runs of one length, or as `target` says
+    target     bits per element that the fit finds `counts` for, by reverse water-filling on the eigenvalues; `bits`
+               are then k, k-1, ..., 0. Before the fit the recipe stands for channels as even as whole bits allow.
+               0: `bits` and `counts` are what they are
+    codebook   "gaussian": Lloyd–Max with the channel's calibrated deviation · "uniform": rounding between calibrated
+               ends · "block": rounding between the ends of each block of tokens, stored in float16
+    """
+
+    kind: ClassVar[str] = "mixed"
+    bits: tuple[int, ...] = (7, 6, 5, 4, 3, 2, 1, 0)
+    counts: tuple[int, ...] = ()
+    target: float = 0.0
+    codebook: Literal["gaussian", "uniform", "block"] = "gaussian"
+
+    def __post_init__(self):
+        for name in ("bits", "counts"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.codebook not in CODEBOOKS:
+            raise ValueError(f"codebook={self.codebook!r}; use one of {CODEBOOKS}")
+        falling = list(self.bits) == sorted(self.bits, reverse=True)
+        if not self.bits or not falling or self.bits[0] == 0 or any(not 0 <= b <= latent.MOST for b in self.bits):
+            raise ValueError(f"bits={list(self.bits)}; use falling numbers from {latent.MOST} to 0, not only 0")
+        if self.counts and (len(self.counts) != len(self.bits) or min(self.counts) < 0):
+            raise ValueError(f"counts={list(self.counts)}; give one for each of bits={list(self.bits)}, at least 0")
+        if not 0 <= self.target <= self.bits[0]:
+            raise ValueError(f"target={self.target}; use at least 0 and at most the {self.bits[0]} of the first run")
+        if self.target and self.bits != tuple(range(self.bits[0], -1, -1)):
+            raise ValueError(f"bits={list(self.bits)}; with a target use all of {self.bits[0]}, ..., 1, 0")
+
+    def runs(self, width: int) -> list[tuple[int, int]]:
+        """(channels, bits) of the runs that are stored, out of `width` channels."""
+        counts = self.counts or (self._even(width) if self.target else self._equal(width))
+        if sum(counts) != width:
+            raise ValueError(f"counts={list(counts)} are {sum(counts)} channels; a token has {width}")
+        runs = [(count, bits) for count, bits in zip(counts, self.bits, strict=True) if count and bits]
+        if not runs:
+            raise ValueError(f"target={self.target} stores nothing of {width} channels; use more")
+        return runs
+
+    def _equal(self, width: int) -> tuple[int, ...]:
+        if width % len(self.bits):
+            raise ValueError(f"{len(self.bits)} runs of one length do not divide {width} channels; give counts")
+        return (width // len(self.bits),) * len(self.bits)
+
+    def _even(self, width: int) -> tuple[int, ...]:
+        low = int(self.target)
+        more = self.budget(width) - low * width
+        return tuple({low + 1: more, low: width - more}.get(bits, 0) for bits in self.bits)
+
+    def budget(self, width: int) -> int:
+        """Bits of one token's codes that `target` allows."""
+        return round(self.target * width)
+
+    def stored(self, width: int) -> int:
+        """R: how many latent channels have any bits."""
+        return sum(count for count, _ in self.runs(width))
+
+    def specs(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The fitted tensors: names, shapes and dtypes."""
+        names = {"gaussian": ("deviation",), "uniform": ("low", "high"), "block": ()}[self.codebook]
+        return {name: ((self.stored(width),), torch.float32) for name in names}
+
+    def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
+        """Names, shapes and dtypes of what one block [rows, width] is stored as."""
+        size = sum(count * pack.packed_size(rows, bits) for count, bits in self.runs(width))
+        fields = {"codes": ((size,), torch.uint8)}
+        if self.codebook == "block":
+            fields |= {name: ((self.stored(width),), torch.float16) for name in ("low", "high")}
+        return fields
+
+    def encode(self, z_NTR: Tensor, geometry: Geometry, tensors: Mapping[str, Tensor] | None = None):
+        """Encode [N, T, R]; `tensors` are those of `specs`."""
+        z_NRT, stored = z_NTR.mT, {}
+        ends = dict(tensors or {})
+        if self.codebook == "block":
+            low, high = (end.half() for end in z_NRT.aminmax(dim=-1))
+            stored = {"low": low, "high": high}
+            ends = {name: end.float() for name, end in stored.items()}
+        packed = []
+        for part, bits, own in self._parts(geometry.width, ends):
+            packed.append(pack.pack(self._codes(z_NRT[:, part], own, bits), bits).flatten(1))
+        return {"codes": torch.cat(packed, 1)} | stored
+
+    def decode(self, fields: Mapping[str, Tensor], width: int, geometry: Geometry, tensors=None) -> Tensor:
+        """Decode to bfloat16 [N, T, R]; blocks have a multiple of 8 tokens."""
+        packed, runs = fields["codes"], self.runs(width)
+        rows = 8 * packed.shape[1] // sum(count * bits for count, bits in runs)
+        ends = dict(tensors or {}) or {name: fields[name].float() for name in ("low", "high")}
+        found, start = [], 0
+        for (count, _), (_, bits, own) in zip(runs, self._parts(width, ends), strict=True):
+            stop = start + count * pack.packed_size(rows, bits)
+            codes_NRT = pack.unpack(packed[:, start:stop].unflatten(1, (count, -1)), bits, rows)
+            found.append(self._values(codes_NRT, own, bits).bfloat16())
+            start = stop
+        return torch.cat(found, 1).mT
+
+    def _parts(self, width: int, ends: Mapping[str, Tensor]) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
+        """The channels of each run, their bits, and what scales them."""
+        start = 0
+        for count, bits in self.runs(width):
+            part = slice(start, start + count)
+            yield part, bits, {name: end[..., part] for name, end in ends.items()}
+            start += count
+
+    def _codes(self, z_NRT: Tensor, own: Mapping[str, Tensor], bits: int) -> Tensor:
+        if self.codebook == "gaussian":
+            return latent.encode_gaussian(z_NRT, own["deviation"], bits)
+        return latent.encode_uniform(z_NRT, own["low"], own["high"], bits)
+
+    def _values(self, codes_NRT: Tensor, own: Mapping[str, Tensor], bits: int) -> Tensor:
+        if self.codebook == "gaussian":
+            return latent.decode_gaussian(codes_NRT, own["deviation"], bits)
+        return latent.decode_uniform(codes_NRT, own["low"], own["high"], bits)
+
+    def order(self, width: int, geometry: Geometry) -> Tensor:
+        """Where each decoded element belongs: in the order of the basis."""
+        return torch.arange(self.stored(width))
+
+
+KINDS = (Mixed,)

@@ -1,0 +1,93 @@
+"""Codebooks of latent channels against slow integration and search."""
+
+import pytest
+import torch
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import latent
+from kvq_runtime.stages.mixed import Mixed
+
+# Jayant and Noll, 1984, table 4.4: signal-to-noise ratios of Max quantizers for a Gaussian, in dB
+RATIOS = {1: 4.40, 2: 9.30, 3: 14.62, 4: 20.22, 5: 26.01, 6: 31.89, 7: 37.81}
+
+
+@pytest.mark.parametrize("bits", RATIOS)
+def test_the_gaussian_codebook_is_maxs(bits):
+    found = -10 * torch.tensor(latent.distortion(bits)).log10()
+    assert float(found) == pytest.approx(RATIOS[bits], abs=0.03 if bits < 7 else 0.1)
+
+
+@pytest.mark.parametrize("bits", range(latent.MOST + 1))
+def test_its_distortion_is_what_integration_finds(bits):
+    boundaries, centroids = latent.gaussian(bits)
+    z = torch.linspace(-9, 9, 400_001, dtype=torch.float64)
+    density = torch.exp(-z.square() / 2)
+    nearest = centroids[torch.bucketize(z, boundaries)]
+    assert float((density * (z - nearest).square()).sum() / density.sum()) == pytest.approx(
+        latent.distortion(bits), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("bits", [1, 3, 5])
+def test_codes_are_nearest_points(bits):
+    z = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(bits))
+    deviation = torch.tensor([0.5, 1.0, 3.0])
+    found = latent.decode_gaussian(latent.encode_gaussian(z, deviation, bits), deviation, bits)
+    points = latent.gaussian(bits)[1].float()[:, None] * deviation
+    distances = (z[..., None] - points.mT[None, :, None]).abs()
+    torch.testing.assert_close((z - found).abs(), distances.min(-1).values)
+    low, high = -2 * deviation, deviation
+    found = latent.decode_uniform(latent.encode_uniform(z, low, high, bits), low, high, bits)
+    levels = torch.linspace(0, 1, 2**bits)[:, None] * (high - low) + low
+    distances = (z[..., None] - levels.mT[None, :, None]).abs()
+    torch.testing.assert_close((z - found).abs(), distances.min(-1).values, rtol=1e-4, atol=1e-5)
+
+
+def test_channels_without_variance_stay_zero():
+    z, none = torch.zeros(1, 2, 8), torch.zeros(2)
+    assert not latent.decode_gaussian(latent.encode_gaussian(z, none, 2), none, 2).any()
+    assert not latent.decode_uniform(latent.encode_uniform(z, none, none, 2), none, none, 2).any()
+
+
+@pytest.mark.parametrize("codebook", ["gaussian", "uniform", "block"])
+def test_every_channel_has_its_own_bits(codebook):
+    """Against one channel after the other: runs of odd lengths, of widths that make several planes."""
+    geometry, stage = Geometry(1, 1, 16), Mixed((8, 5, 3, 1, 0), (1, 3, 2, 3, 7), codebook=codebook)
+    z = torch.randn(2, 24, 9, generator=torch.Generator().manual_seed(0)) * torch.arange(9, 0, -1)
+    scale = torch.arange(9, 0, -1).float()
+    tensors = {"gaussian": {"deviation": scale}, "uniform": {"low": -2 * scale, "high": 3 * scale}}.get(codebook, {})
+    fields = stage.encode(z, geometry, tensors)
+    shapes = {name: (tuple(field.shape[1:]), field.dtype) for name, field in fields.items()}
+    assert shapes == stage.fields(24, 16, geometry, torch.bfloat16)
+    assert fields["codes"].shape[1] * 8 == 24 * (8 + 3 * 5 + 2 * 3 + 3)
+    decoded = stage.decode(fields, 16, geometry, tensors).float()
+    for channel, bits in enumerate([8, 5, 5, 5, 3, 3, 1, 1, 1]):
+        one, own = z[:, :, channel][:, None], scale[channel : channel + 1]
+        if codebook == "gaussian":
+            expected = latent.decode_gaussian(latent.encode_gaussian(one, own, bits), own, bits)
+        else:
+            low, high = -2 * own, 3 * own
+            if codebook == "block":
+                low, high = (end.half().float() for end in one.aminmax(dim=-1))
+            expected = latent.decode_uniform(latent.encode_uniform(one, low, high, bits), low, high, bits)
+        assert torch.equal(decoded[:, :, channel], expected[:, 0].bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mixed((2, 4)), "falling"),
+        (lambda: Mixed((9, 0)), "8 to 0"),
+        (lambda: Mixed((0,)), "not only 0"),
+        (lambda: Mixed((2, 1), (3,)), "one for each"),
+        (lambda: Mixed((2, 1, 0), target=2.5), "at most the 2"),
+        (lambda: Mixed((4, 2, 0), target=2.0), "use all of 4"),
+        (lambda: Mixed(codebook="most"), "use one of"),  # type: ignore[arg-type]
+        (lambda: Mixed((2, 1), (3, 4)).runs(8), "are 7 channels; a token has 8"),
+        (lambda: Mixed((8, 4, 0)).runs(8), "do not divide 8 channels"),
+        (lambda: Mixed((1, 0), target=0.01).runs(8), "stores nothing"),
+    ],
+)
+def test_schedules_that_cannot_be(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
