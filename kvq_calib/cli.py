@@ -65,6 +65,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         print_table([made.row(full=args.json) for made in done], args.json)
         if not args.json and spent:
             _cost(time.perf_counter() - begun, spent)
+            _peak(plan, files)
         return 0
     except checkpoint.AlreadyRunning as error:
         return _say(error, 4)
@@ -144,6 +145,23 @@ def _cost(wall: float, spent: dict[str, float]) -> None:
         f"\n{wall:.1f} s. The layers took {total:.1f} s, {total / forward if forward else 0:.2f} times "
         f"the model's own forward pass in them ({forward:.1f} s): {parts}."
     )
+
+
+def _peak(plan, files) -> None:
+    """Say how much memory the run took, beside what one layer and one chunk were planned with."""
+    import resource
+
+    import torch
+
+    needs = plan.needs(files)
+    planned = f"one layer {needs['layer'] / 1e6:.0f} MB, one chunk {needs['chunk'] / 1e6:.0f} MB"
+    if plan.device.startswith("cuda"):
+        print(
+            f"At most {torch.cuda.max_memory_allocated(plan.device) / 1e6:.0f} MB on {plan.device} (plan: {planned})."
+        )
+    else:
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        print(f"At most {held:.0f} MB of memory, Python and its libraries included (plan: {planned}).")
 
 
 def parser() -> argparse.ArgumentParser:
