@@ -48,7 +48,9 @@ class BlockCache:
         self.geometry = geometry
         self.held = frozenset(range(geometry.layers) if held is None else held)
         self.codecs = codecs.build(recipe, geometry, tensors or {})
-        self._depth = max((max(codec.below, default=0) for pair in self.codecs for codec in pair), default=0)
+        # by layer, how many layers underneath its predictions read
+        self._reads = [max(max(codec.below, default=0) for codec in pair) for pair in self.codecs]
+        self._depth = max(self._reads)
         self.reset()
 
     def reset(self) -> None:
@@ -219,8 +221,7 @@ class BlockCache:
             count = stop - first
             if len(pair[0]) == count * len(self.layers[layer][0].sinks_BSC):
                 return pair
-        depth = max((max(codec.below, default=0) for codec in self.codecs[layer]), default=0)
-        below = [self._history(layer - d, run) for d in range(1, depth + 1)]
+        below = [self._history(layer - d, run) for d in range(1, self._reads[layer] + 1)]
         keys, values = self.layers[layer]
         parts = [{n: f.flatten(0, 1) for n, f in stream.fields(first, stop).items()} for stream in (keys, values)]
         decoded = keys.codec.decode(parts[0], Context(below=below))
@@ -277,8 +278,7 @@ class BlockCache:
         """Encode the oldest block of keys, then of values, from the decoded block of the layers below."""
         keys, values = self.layers[layer]
         block = keys.blocks
-        depth = max((max(codec.below, default=0) for codec in self.codecs[layer]), default=0)
-        below = [self._block(layer - d, block) for d in range(1, depth + 1)]
+        below = [self._block(layer - d, block) for d in range(1, self._reads[layer] + 1)]
         k_BTC, context = self._block_input(keys, block)
         v_BTC, _ = self._block_input(values, block)
         k_fields = keys.codec.encode(k_BTC, Context(context.rope, None, below))
@@ -296,8 +296,7 @@ class BlockCache:
         return self._fresh[layer, block]
 
     def _history_of_block(self, layer: int, block: int) -> Pair:
-        depth = max((max(codec.below, default=0) for codec in self.codecs[layer]), default=0)
-        below = [self._block(layer - d, block) for d in range(1, depth + 1)]
+        below = [self._block(layer - d, block) for d in range(1, self._reads[layer] + 1)]
         keys, values = self.layers[layer]
         parts = [{n: f[:, 0] for n, f in stream.fields(block, block + 1).items()} for stream in (keys, values)]
         decoded = keys.codec.decode(parts[0], Context(below=below))
