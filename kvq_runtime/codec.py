@@ -42,7 +42,9 @@ class Context:
 class Codec:
     """Encode and decode one layer's keys or values, as `recipe` says, with the tensors fitted for it.
 
-    tensors   {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
+    tensors     {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
+    back        what turns a run of decoded elements, in stored order, back; or None
+    turns_keys  whether what is decoded has to be turned by its position to be a key
     """
 
     def __init__(self, recipe: Recipe, layer: int, half: Half, geometry: Geometry, tensors: Mapping[str, Tensor]):
@@ -51,14 +53,15 @@ class Codec:
         self.half: Half = half
         self.predictor = self.side.predictor(layer, half)
         self.reads_keys, self.below = self.side.inputs(layer, half)
+        self.turns_keys = half == "key" and recipe.position == "pre"
         self._turn_mean = half == "key" and recipe.position == "post" and self.predictor is not None
         self._width = geometry.width if self.side.axis == "token" else self.side.block
         self.tensors: dict[str, Tensor] = {}
         self._hold(tensors, _CPU)
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
-        if self._back is not None and hasattr(self.side.quantize, "lookup"):
+        if self.back is not None and hasattr(self.side.quantize, "lookup"):
             size = groups.size(self.side.quantize.group, self._width, geometry)
-            self._scale_last = self.side.axis == "token" and size % len(self._back) == 0
+            self._scale_last = self.side.axis == "token" and size % len(self.back) == 0
 
     def to(self, device: torch.device) -> "Codec":
         """Move every tensor to the device."""
@@ -75,14 +78,14 @@ class Codec:
         self._fitted = {"tensors": self._own["quantize"]} if self._own["quantize"] else {}
         if isinstance(self.side.rotate, Basis):
             self._turn = self._own["rotate"].get("basis")
-            self._back = None if self._turn is None else self._turn.mT
+            self.back = None if self._turn is None else self._turn.mT
         else:
-            self._turn, self._back = _matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
+            self._turn, self.back = _matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
 
     @property
     def shared(self) -> list[Tensor]:
         """Tensors that do not grow with tokens: fitted ones and rotations."""
-        return [*self.tensors.values(), *(matrix for matrix in (self._turn, self._back) if matrix is not None)]
+        return [*self.tensors.values(), *(matrix for matrix in (self._turn, self.back) if matrix is not None)]
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
         """Encode blocks [N, block, C] (any T for most per-token sides): the fields of the quantizer, each [N, ...]."""
@@ -128,14 +131,14 @@ class Codec:
         quantize: Any = self.side.quantize
         width = self._width
         if self._scale_last:
-            assert self._back is not None
+            assert self.back is not None
             return groups.scaled(
-                _grouped(quantize.lookup(fields, width, self.geometry), self._back), fields["scale"], out
+                _grouped(quantize.lookup(fields, width, self.geometry), self.back), fields["scale"], out
             )
-        if quantize.kind == "rtn" and self._back is None and self.side.axis == "token":
+        if quantize.kind == "rtn" and self.back is None and self.side.axis == "token":
             return quantize.decode(fields, width, self.geometry, out)
         x = quantize.decode(fields, width, self.geometry, **self._fitted)
-        x = x if self._back is None else _grouped(x.to(torch.bfloat16), self._back).float()
+        x = x if self.back is None else _grouped(x.to(torch.bfloat16), self.back).float()
         return x if self.side.axis == "token" else x.mT
 
     def restore(self, x_NTC: Tensor, context: Context) -> Tensor:

@@ -3,17 +3,23 @@
 transformers hands a cache keys (after RoPE), values and the layer's number, nothing else. What a recipe needs beside
 them, padding, positions, the cos and sin in use, comes through forward pre-hooks that `KVQCache(model=...)` puts on the
 model once. They act only when `past_key_values` is a KVQCache. No model file is touched.
+
+Under `model.set_attn_implementation("kvq")` a step attends to the packed blocks as they lie, and queries and weights
+are there for recipes that need them. Under any other attention the cache hands out decoded tensors.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from kvq_runtime import fingerprint, registry
 from kvq_runtime.artifact import Artifact
@@ -27,6 +33,15 @@ _VARYING_ROPE = ("dynamic", "longrope")  # their frequencies change with the len
 _hooked: WeakSet[nn.Module] = WeakSet()
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """What our attention finds on the keys of a layer that has taken them in."""
+
+    blocks: BlockCache
+    layer: int
+    first: bool
+
+
 class KVQLayer(CacheLayerMixin):
     """One layer's view of the shared BlockCache."""
 
@@ -37,23 +52,29 @@ class KVQLayer(CacheLayerMixin):
     def __init__(self, blocks: BlockCache, index: int):
         super().__init__()
         self.blocks, self.index = blocks, index
+        self.attended = False  # whether our own attention reads what `update` takes in
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: streams are made at the first update."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Take in keys and values [B, H, T, D] and return all of them, history decoded."""
-        if self.index not in self.blocks.layers:
-            self._store(key_states, value_states)
+        """Take in keys and values [B, H, T, D] and return all of them, history decoded.
+
+        Under our own attention the new ones are returned, with a mark by which it finds the others.
+        """
+        first = self.blocks.length == 0
+        self.is_initialized = True
+        k_BTC, v_BTC = (x.transpose(1, 2).flatten(2).detach() for x in (key_states, value_states))
+        if self.attended:
+            self.blocks.take(self.index, k_BTC, v_BTC)
+            key_states = key_states.view_as(key_states)  # the mark stays off the caller's tensor
+            key_states._kvq = _Turn(self.blocks, self.index, first)  # type: ignore[attr-defined]
             return key_states, value_states
-        keys, values = self._store(key_states, value_states)
+        keys, values = self.blocks.update(self.index, k_BTC, v_BTC)
+        if first:
+            return key_states, value_states
         heads = key_states.shape[1]
         return keys.unflatten(-1, (heads, -1)).transpose(1, 2), values.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-    def _store(self, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        self.is_initialized = True
-        k_BTC, v_BTC = (x.transpose(1, 2).flatten(2).detach() for x in (keys_BHTD, values_BHTD))
-        return self.blocks.update(self.index, k_BTC, v_BTC)
 
     def get_seq_length(self) -> int:
         """Tokens held by every layer: those of a forward pass that stopped midway do not count."""
@@ -158,12 +179,25 @@ class KVQCache(Cache):
         self._mask, self._announced = attention_mask, False
 
     def announce(
-        self, positions_BT: Tensor | None, cos_sin: tuple[Tensor, Tensor] | None, rotary: nn.Module | None
+        self,
+        positions_BT: Tensor | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        rotary: nn.Module | None,
+        attention: str | None,
     ) -> None:
-        """Tell the cache which tokens are real and where they stand; once per forward pass."""
+        """Tell the cache which tokens are real, where they stand and what attends to them; once per forward pass."""
         if self._announced:
             return
         self._announced = True
+        needed = self.blocks.recipe.needs & {"queries", "attention"}
+        if needed and attention != "kvq":
+            raise RuntimeError(
+                f"{self.blocks.recipe.name} needs {' and '.join(sorted(needed))}, which {attention} attention does "
+                'not hand out; call model.set_attn_implementation("kvq")'
+            )
+        for layer in self.layers:
+            if isinstance(layer, KVQLayer):
+                layer.attended = attention == "kvq"
         mask, self._mask, real = self._mask, None, None
         if mask is not None and mask.ndim == 2 and positions_BT is not None:
             real = mask[:, -positions_BT.shape[-1] :].bool()
@@ -207,6 +241,34 @@ class KVQCache(Cache):
         for layer in self.layers:
             if not isinstance(layer, KVQLayer) and getattr(layer, "is_initialized", False):
                 getattr(layer, method)(*args)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend to a KVQCache's packed blocks; to any other keys and values as `sdpa` does.
+
+    The first forward pass attends to its own exact keys and values, so it is `sdpa`'s too.
+    """
+    turn: _Turn | None = getattr(key, "_kvq", None)
+    if turn is None or turn.first:
+        out = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
+    else:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = turn.blocks.attend(turn.layer, query, attention_mask, scale).transpose(1, 2).contiguous()
+    if turn is not None:
+        turn.blocks.finish(turn.layer)
+    return out, None
+
+
+AttentionInterface.register("kvq", attention)
+AttentionMaskInterface.register("kvq", sdpa_mask)
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:
@@ -257,8 +319,9 @@ def _hook(model: PreTrainedModel) -> None:
     def announce(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, KVQCache):
+            rotary, used = getattr(decoder, "rotary_emb", None), getattr(module, "config", decoder.config)
             cache.announce(
-                kwargs.get("position_ids"), kwargs.get("position_embeddings"), getattr(decoder, "rotary_emb", None)
+                kwargs.get("position_ids"), kwargs.get("position_embeddings"), rotary, used._attn_implementation
             )
 
     decoder.register_forward_pre_hook(begin, with_kwargs=True)

@@ -76,6 +76,10 @@ class Lloyd:
         rows = table.index_select(0, index.flatten().int()).view(torch.bfloat16)
         return rows.view(*packed.shape[:-2], width)
 
+    def terms(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> tuple[Tensor, Tensor, None]:
+        """Looked-up values [..., rows, width] in stored order, the scale of their groups, and no low end."""
+        return self.lookup(fields, width, geometry), fields["scale"].float(), None
+
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place, inside `width`, of the j-th decoded element."""
         size = self._group(width, geometry)

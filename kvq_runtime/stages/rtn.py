@@ -1,6 +1,7 @@
 """Quantize by plain rounding between the ends of a group: KIVI's, Quanto's and QuaRot's quantizer."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -55,10 +56,41 @@ class Rtn:
         x = rtn.decode(codes, fields["step"], fields.get("low"), self.bits, room)
         return x.flatten(-2) if out is None else out
 
+    def terms(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes about their middle [..., rows, width], in the order of `terms_order`; step and middle of their groups.
+
+        About the middle, because sums of all tokens cancel less there than about the low end.
+        """
+        size, packed, middle = groups.size(self.group, width, geometry), fields["codes"], (2**self.bits - 1) / 2
+        if self._together(size) == 1:
+            codes = pack.unpack(packed, self.bits, size).flatten(-2).float() - middle
+        else:
+            rows = _table(self.bits, packed.device).index_select(0, packed.flatten().int())
+            codes = rows.view(torch.bfloat16).view(*packed.shape[:-2], width)
+        step = fields["step"].float()
+        return codes, step, None if self.range == "absmax" else step * middle + fields["low"]
+
+    def terms_order(self, width: int, geometry: Geometry) -> Tensor:
+        """The natural place, inside its group, of each element that `terms` gives."""
+        size = groups.size(self.group, width, geometry)
+        return torch.arange(size).view(self._together(size), -1).mT.flatten()
+
+    def _together(self, size: int) -> int:
+        """How many codes one lookup gives: all of a byte, where they fill it and are a word together."""
+        return 8 // self.bits if self.bits in (2, 4) and size % (8 // self.bits) == 0 else 1
+
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """Where each decoded element belongs: rounding keeps the natural order."""
         groups.size(self.group, width, geometry)
         return torch.arange(width)
+
+
+@lru_cache(maxsize=8)
+def _table(bits: int, device: torch.device) -> Tensor:
+    """The codes of every byte about their middle, bf16, in words as wide as all of them."""
+    byte = torch.arange(256, device=device)
+    codes = torch.stack([(byte >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], 1) - (2**bits - 1) / 2
+    return codes.to(torch.bfloat16).view(torch.int64 if bits == 2 else torch.int32).squeeze(-1)
 
 
 KINDS = (Rtn,)

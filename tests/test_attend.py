@@ -1,0 +1,151 @@
+"""Our attention against transformers' sdpa over the same cache's decoded keys and values: two roads to one result."""
+
+import pytest
+import torch
+from feeding import GEOMETRY, RECIPES, error, feed_in, make, rotary, tensors, turned
+from models import prompt, random_model
+from test_generate import WAYS, generate, kvq, padded, stock
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvq_runtime import fold
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.hf import KVQCache
+from kvq_runtime.recipe import preset
+
+GROUP = 3  # query heads per KV head
+RECIPE = [pytest.param(recipe, id=name) for name, recipe in RECIPES.items()]
+
+
+def both(recipe, sizes, new: int, real_BT=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What attention to a cache filled in passes of `sizes` gives for `new` more tokens: (ours, sdpa's) by layer."""
+    total = sum(sizes) + new
+    x = turned(tensors(total))
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(GEOMETRY.layers, 2, GROUP * GEOMETRY.kv_heads, new, GEOMETRY.head_size, generator=generator)
+    mask = torch.ones(new, total, dtype=torch.bool).tril(total - new).expand(2, 1, -1, -1)
+    if real_BT is not None:
+        mask = mask & real_BT[:, None, None]
+    ours, decoded = make(recipe), make(recipe)
+    for cache in (ours, decoded):
+        feed_in(cache, x, sizes, real_BT=real_BT)
+    found = []
+    read = feed_in(decoded, x, [new], real_BT=real_BT)[0]
+    positions = torch.arange(total - new, total)[None]
+    if real_BT is not None:
+        positions = (real_BT.cumsum(1) - 1).clamp(min=0)[:, -new:]
+    ours.timeline.announce(None if real_BT is None else real_BT[:, -new:], positions, rotary())
+    for layer, pair in enumerate(read):
+        keys, values = (t.unflatten(-1, (GEOMETRY.kv_heads, -1)).transpose(1, 2) for t in pair)
+        expected = scaled_dot_product_attention(q[layer], keys, values, attn_mask=mask, enable_gqa=True)
+        ours.take(layer, *x[layer, :, :, -new:].unbind(0))
+        out = ours.attend(layer, q[layer], None if real_BT is None else mask, GEOMETRY.head_size**-0.5)
+        ours.finish(layer)
+        found.append((out, expected))
+    assert [stream.blocks for pair in ours.layers.values() for stream in pair] == [
+        stream.blocks for pair in decoded.layers.values() for stream in pair
+    ]
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPE)
+@pytest.mark.parametrize("new", [1, 7])
+def test_attention_is_that_over_the_decoded_tokens(recipe, new):
+    for out, expected in both(recipe, [recipe.key.block * 2 + recipe.key.recent + 9, 1], new):
+        assert error(out, expected) < 6e-3  # sdpa's road rounds rotated keys and values to bfloat16
+
+
+@pytest.mark.parametrize("name", ["exact", "rtn-2bit", "rtn-3bit", "kivi-2bit", "higgs-head-2bit", "aqua-2bit"])
+@pytest.mark.parametrize("short", [3, 30])
+def test_padded_rows_see_their_own_tokens_only(name, short):
+    recipe = RECIPES[name]
+    total = recipe.key.block * 2 + recipe.key.recent + 10
+    real = torch.arange(total) >= torch.tensor([total - short, 0])[:, None]
+    for out, expected in both(recipe, [total - 5, 4], 1, real):
+        assert error(out, expected) < 6e-3
+
+
+@pytest.mark.parametrize("name", ["rtn-2bit", "rtn-absmax-4bit", "rtn-8bit", "higgs-2bit", "turboquant-3bit"])
+def test_plain_codes_are_never_decoded(name):
+    cache = make(RECIPES[name])
+    x = tensors(200)
+    cache.timeline.announce(None, torch.arange(200)[None], rotary())
+    for layer in range(GEOMETRY.layers):
+        cache.take(layer, *x[layer].unbind(0))
+        cache.finish(layer)
+    assert cache.layers[0][0].blocks > 0
+    cache.attend(0, torch.randn(2, 4, 1, GEOMETRY.head_size), None, 0.1)
+    assert cache.scratch_peak == 0
+    assert all(stream.fold for stream in cache.layers[0])
+
+
+def test_what_turns_or_is_predicted_is_decoded():
+    for name in ("aqua-2bit", "mean-higgs-2bit", "exact"):
+        assert all(fold.fold(codec) is None for codec in make(RECIPES[name]).codecs[0])
+
+
+def test_many_queries_in_slices(monkeypatch):
+    whole = both(RECIPES["rtn-4bit"], [150], 70)
+    monkeypatch.setattr("kvq_runtime.attend._SCORES", 10_000)
+    for (out, _), (sliced, expected) in zip(whole, both(RECIPES["rtn-4bit"], [150], 70), strict=True):
+        assert error(sliced, out) < 1e-6
+        assert error(sliced, expected) < 1e-5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_exact_generates_what_the_stock_cache_does(way):
+    model = random_model("llama")
+    ids = prompt(rows=1 if way in ("lookup", "assisted") else 2)
+    expected = generate(model, ids, stock(model), way)
+    model.set_attn_implementation("kvq")
+    assert torch.equal(generate(model, ids, kvq("exact", model), way), expected)
+
+
+def test_left_padding():
+    model = random_model("qwen2")
+    ids, mask = padded(prompt(2, 60), 60, 23)
+    expected = generate(model, ids, stock(model), attention_mask=mask)
+    model.set_attn_implementation("kvq")
+    assert torch.equal(generate(model, ids, kvq("exact", model), attention_mask=mask), expected)
+
+
+def test_other_caches_and_sliding_layers_are_sdpas():
+    model = random_model("mistral", sliding_window=16)
+    expected = generate(model, prompt(), stock(model))
+    model.set_attn_implementation("kvq")
+    assert torch.equal(generate(model, prompt(), stock(model)), expected)
+
+
+def test_a_pass_that_fails_in_attention_is_undone():
+    model = random_model("llama", attention="kvq")
+    cache = kvq("rtn-4bit", model)
+    ids = prompt(1, 60)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        held = model(ids[:, :1], past_key_values=cache).logits
+        cache.crop(-1)
+
+        def fail(module, args, kwargs):
+            raise KeyboardInterrupt
+
+        handle = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(fail, with_kwargs=True)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, :1], past_key_values=cache)
+        handle.remove()
+        assert cache.get_seq_length() == 60
+        assert torch.equal(model(ids[:, :1], past_key_values=cache).logits, held)
+
+
+def test_the_caller_keys_carry_no_mark():
+    model = random_model("llama", attention="kvq")
+    cache = KVQCache.from_recipe(preset("rtn-4bit"), model)
+    with torch.no_grad():
+        model(prompt(1, 8), past_key_values=cache)
+    keys = torch.randn(1, 2, 1, 32)
+    cache.update(keys, keys.clone(), 0)
+    assert not hasattr(keys, "_kvq")
+
+
+def test_bare_caches_attend_too():
+    cache = BlockCache(RECIPES["rtn-2bit"], GEOMETRY)
+    cache.take(0, torch.randn(1, 5, 64), torch.randn(1, 5, 64))
+    assert cache.attend(0, torch.randn(1, 2, 5, 32), None, 1.0).shape == (1, 2, 5, 32)
