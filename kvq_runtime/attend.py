@@ -39,14 +39,14 @@ def attend(history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, sc
 
 def _attend(history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     heads, count = history.geometry.kv_heads, q_BHTD.shape[2]
-    q_BHND = (q_BHTD.float() * scale).unflatten(1, (heads, -1)).flatten(2, 3)
+    q_BHND = (q_BHTD.float() * scale).reshape(len(q_BHTD), heads, -1, q_BHTD.shape[-1])
     s_BHNT = _scores(history, layer, q_BHND)
     if mask is not None:
         s_BHGTT = s_BHNT.unflatten(2, (-1, count))
         s_BHGTT.masked_fill_(~mask[:, :, None], torch.finfo(s_BHNT.dtype).min)
     p_BHNT = s_BHNT.softmax(-1)
     out = _mix(history, layer, p_BHNT)
-    return out.unflatten(2, (-1, count)).flatten(1, 2).to(q_BHTD.dtype)
+    return out.view(q_BHTD.shape).to(q_BHTD.dtype)
 
 
 def _scores(history: History, layer: int, q_BHND: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ def _scores(history: History, layer: int, q_BHND: Tensor) -> Tensor:
         if folded is not None:
             parts.append(folded.scores(q_BHND, stream.fields(*run)))
         else:
-            parts.append(q_BHND @ _heads(history.run(layer, 0, run), q_BHND.shape[1]).mT)
-    parts.append(q_BHND @ _heads(stream.window_BTC, q_BHND.shape[1]).mT)
+            parts.append(_dot(q_BHND, history.run(layer, 0, run)))
+    parts.append(_dot(q_BHND, stream.window_BTC))
     s_BHNT = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
     if stream.side.sinks and stream.encoded:
-        sinks = q_BHND @ _heads(stream.sinks_BSC, q_BHND.shape[1]).mT
+        sinks = _dot(q_BHND, stream.sinks_BSC)
         slots, arrived = _slots(history, stream)
         if slots is None:
             s_BHNT[..., : sinks.shape[-1]] = sinks
@@ -75,19 +75,17 @@ def _scores(history: History, layer: int, q_BHND: Tensor) -> Tensor:
 def _mix(history: History, layer: int, p_BHNT: Tensor) -> Tensor:
     """The sum of values with these weights, exact ones for sinks: [B, H, N, D]. The weights are used up."""
     stream = history.layers[layer][1]
-    heads = p_BHNT.shape[1]
-    out = p_BHNT[..., stream.encoded :] @ _heads(stream.window_BTC, heads)
+    out = _sum(p_BHNT[..., stream.encoded :], stream.window_BTC)
     if stream.side.sinks and stream.encoded:
         slots, arrived = _slots(history, stream)
-        values = _heads(stream.sinks_BSC, heads)
         if slots is None:
             own = p_BHNT[..., : stream.side.sinks]
-            out += own @ values
+            out += _sum(own, stream.sinks_BSC)
             own.zero_()
         else:
             index = slots[:, None, None].expand(*p_BHNT.shape[:3], -1)
             weights = p_BHNT.gather(-1, index) * (arrived & (slots < stream.encoded))[:, None, None]
-            out += weights @ values
+            out += _sum(weights, stream.sinks_BSC)
             p_BHNT.scatter_add_(-1, index, -weights)
     folded = stream.fold if p_BHNT.shape[2] <= _FOLDED else None
     for run in stream.runs():
@@ -95,7 +93,7 @@ def _mix(history: History, layer: int, p_BHNT: Tensor) -> Tensor:
         if folded is not None:
             out += folded.mix(weights, stream.fields(*run))
         else:
-            out += weights @ _heads(history.run(layer, 1, run), heads)
+            out += _sum(weights, history.run(layer, 1, run))
     return out
 
 
@@ -107,8 +105,22 @@ def _slots(history: History, stream: Stream) -> tuple[Tensor | None, Tensor]:
     return slots.clamp(max=stream.length - 1), arrived
 
 
+def _dot(q_BHND: Tensor, x_BTC: Tensor) -> Tensor:
+    """Queries times keys, [B, H, N, T]."""
+    batch, heads, rows, _ = q_BHND.shape
+    return torch.bmm(q_BHND.reshape(batch * heads, rows, -1), _heads(x_BTC, heads).mT).view(batch, heads, rows, -1)
+
+
+def _sum(p_BHNT: Tensor, x_BTC: Tensor) -> Tensor:
+    """Values by weights, [B, H, N, D]."""
+    batch, heads, rows, tokens = p_BHNT.shape
+    return torch.bmm(p_BHNT.reshape(batch * heads, rows, tokens), _heads(x_BTC, heads)).view(batch, heads, rows, -1)
+
+
 def _heads(x_BTC: Tensor, heads: int) -> Tensor:
-    return x_BTC.float().unflatten(-1, (heads, -1)).transpose(1, 2)
+    """[B · H, T, D], float32: without a copy for a single row."""
+    batch, tokens, width = x_BTC.shape
+    return x_BTC.float().view(batch, tokens, heads, -1).transpose(1, 2).reshape(batch * heads, tokens, width // heads)
 
 
 def _causal(count: int, length: int, device: torch.device) -> Tensor:

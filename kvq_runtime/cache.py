@@ -46,6 +46,7 @@ class BlockCache:
         self.geometry = geometry
         self.held = frozenset(range(geometry.layers) if held is None else held)
         self.codecs = codecs.build(recipe, geometry, tensors or {})
+        self._needs = recipe.needs
         self.reset()
 
     def reset(self) -> None:
@@ -128,8 +129,8 @@ class BlockCache:
                 codec.to(k_BTC.device)
             one, two = (Stream(c, len(k_BTC), k_BTC.dtype, k_BTC.device) for c in self.codecs[layer])
             self.layers[layer] = (one, two)
-        rows = len(self.layers[layer][0].sinks_BSC)
-        if len(k_BTC) != rows:
+        rows = self.layers[layer][0].sinks_BSC.shape[0]
+        if k_BTC.shape[0] != rows:
             raise ValueError(f"{len(k_BTC)} rows; the cache holds {rows}: reset() it, or make one for each batch")
         return self.layers[layer]
 
@@ -145,7 +146,7 @@ class BlockCache:
         streams = self._streams(layer, k_BTC)
         if first:
             self.timeline.extend(batch, count, k_BTC.device)
-            if "positions" in self.recipe.needs:
+            if "positions" in self._needs:
                 self.timeline.require()
         below = self.layers.get(layer - 1)
         if self.recipe.chained and layer > 0 and (below is None or below[0].length != self.timeline.length):

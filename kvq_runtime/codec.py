@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime import rope
+from kvq_runtime.fold import fold
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import HALVES, KINDS, Half, Recipe, Side
 from kvq_runtime.stages import groups, predict
@@ -44,6 +45,7 @@ class Codec:
 
     tensors     {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
     back        what turns a run of decoded elements, in stored order, back; or None
+    fold        how its blocks are attended to as they lie; or None
     turns_keys  whether what is decoded has to be turned by its position to be a key
     """
 
@@ -81,11 +83,13 @@ class Codec:
             self.back = None if self._turn is None else self._turn.mT
         else:
             self._turn, self.back = _matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
+        self.fold = fold(self, device)
 
     @property
     def shared(self) -> list[Tensor]:
         """Tensors that do not grow with tokens: fitted ones and rotations."""
-        return [*self.tensors.values(), *(matrix for matrix in (self._turn, self.back) if matrix is not None)]
+        matrices = (self._turn, self.back, self.fold.turn if self.fold else None)
+        return [*self.tensors.values(), *(matrix for matrix in matrices if matrix is not None)]
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
         """Encode blocks [N, block, C] (any T for most per-token sides): the fields of the quantizer, each [N, ...]."""

@@ -62,7 +62,7 @@ class KVQLayer(CacheLayerMixin):
 
         Under our own attention the new ones are returned, with a mark by which it finds the others.
         """
-        first = self.blocks.length == 0
+        first = self.index not in self.blocks.layers
         self.is_initialized = True
         k_BTC, v_BTC = (x.transpose(1, 2).flatten(2).detach() for x in (key_states, value_states))
         if self.attended:

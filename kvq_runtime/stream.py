@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec import Codec
-from kvq_runtime.fold import fold
 
 SLAB = 32  # blocks
 _SLACK = 64  # tokens that one step may add before the window is made larger and smaller again
@@ -20,7 +19,7 @@ class Stream:
     """
 
     def __init__(self, codec: Codec, batch: int, dtype: torch.dtype, device: torch.device):
-        self.codec, self.side, self.fold = codec, codec.side, fold(codec)
+        self.codec, self.side, self.fold = codec, codec.side, codec.fold
         self.blocks = 0
         self.slabs: list[dict[str, Tensor]] = []
         self._buffer = torch.empty(batch, 0, codec.geometry.width, dtype=dtype, device=device)

@@ -57,7 +57,7 @@ class Rtn:
         return x.flatten(-2) if out is None else out
 
     def terms(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes about their middle [..., rows, width], in the order of `terms_order`; step and middle of their groups.
+        """Codes about their middle [..., rows, width], float32, in the order of `terms_order`; step, middle of groups.
 
         About the middle, because sums of all tokens cancel less there than about the low end.
         """
@@ -66,9 +66,9 @@ class Rtn:
             codes = pack.unpack(packed, self.bits, size).flatten(-2).float() - middle
         else:
             rows = _table(self.bits, packed.device).index_select(0, packed.flatten().int())
-            codes = rows.view(torch.bfloat16).view(*packed.shape[:-2], width)
+            codes = rows.view(torch.float32).view(*packed.shape[:-2], width)
         step = fields["step"].float()
-        return codes, step, None if self.range == "absmax" else step * middle + fields["low"]
+        return codes, step, None if self.range == "absmax" else fields["low"].add(step, alpha=middle)
 
     def terms_order(self, width: int, geometry: Geometry) -> Tensor:
         """The natural place, inside its group, of each element that `terms` gives."""
@@ -87,10 +87,10 @@ class Rtn:
 
 @lru_cache(maxsize=8)
 def _table(bits: int, device: torch.device) -> Tensor:
-    """The codes of every byte about their middle, bf16, in words as wide as all of them."""
+    """The codes of every byte about their middle, float32, as words of 8 or 16 bytes: gathered several times faster."""
     byte = torch.arange(256, device=device)
     codes = torch.stack([(byte >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], 1) - (2**bits - 1) / 2
-    return codes.to(torch.bfloat16).view(torch.int64 if bits == 2 else torch.int32).squeeze(-1)
+    return codes.float().view(torch.complex128 if bits == 2 else torch.int64).squeeze(-1)
 
 
 KINDS = (Rtn,)
