@@ -7,7 +7,6 @@ from models import prompt, random_model
 from test_generate import WAYS, generate, kvq, padded, stock
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvq_runtime import fold
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import preset
@@ -80,7 +79,7 @@ def test_plain_codes_are_never_decoded(name):
 
 def test_what_turns_or_is_predicted_is_decoded():
     for name in ("aqua-2bit", "mean-higgs-2bit", "exact"):
-        assert all(fold.fold(codec) is None for codec in make(RECIPES[name]).codecs[0])
+        assert all(codec.fold is None for codec in make(RECIPES[name]).codecs[0])
 
 
 def test_many_queries_in_slices(monkeypatch):
