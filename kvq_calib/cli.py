@@ -88,6 +88,7 @@ def _job(args: argparse.Namespace):
         raise ValueError("--model is missing: a name of --list-models, a folder, or a Hub id")
     names = ("model", "revision", "corpus", "samples", "seq_len", "held_out", "seed", "device", "dtype", "threads")
     given = {name: getattr(args, name) for name in (*names, "registry", "name", "version", "run")}
+    given["bits"] = tuple(args.bits or ())
     return Job(recipes=tuple(args.recipe or ["aqua-2bit"]), publish=not args.no_publish, **given)
 
 
@@ -176,6 +177,8 @@ def parser() -> argparse.ArgumentParser:
     add("--model", metavar="NAME|PATH|HUB-ID", help="a catalog name (--list-models), a folder, or org/name on the Hub")
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
     add("--recipe", action="append", metavar="NAME", help="a recipe to fit; repeat for several (default aqua-2bit)")
+    add("--bits", action="append", type=float, metavar="B",
+        help="with --recipe auto: choose settings by layer within B bits per element; repeat for several")  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]")
     add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")
     add("--seq-len", type=int, metavar="L", help="tokens per sequence")

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from kvq_calib import models, report
+from kvq_calib import budget, models, report
 from kvq_calib.plan import Plan, home, make
 from kvq_calib.run import Listener, Run, calibrate, seconds
 from kvq_calib.weights import ModelFiles
@@ -28,12 +28,14 @@ class Job:
     model      a catalog name, a folder or a Hub id; `revision` of a Hub model
     name       of the artifact; by default MODEL-RECIPE
     version    its number; by default the next one
+    bits       of the recipe "auto": an artifact for each
     run        where the run's files go; by default under $KVQ_HOME/runs
     publish    whether the artifacts go to the registry
     """
 
     model: str
     recipes: tuple[str, ...] = ("aqua-2bit",)
+    bits: tuple[float, ...] = ()
     revision: str | None = None
     corpus: str | None = None
     samples: int | None = None
@@ -52,9 +54,15 @@ class Job:
     def prepare(self) -> tuple[ModelFiles, Plan]:
         """Find the model and complete the plan."""
         files = models.resolve(self.model, self.revision)
-        recipes = tuple(preset(name) for name in self.recipes)
+        if ("auto" in self.recipes) != bool(self.bits):
+            raise ValueError(f"recipes {list(self.recipes)}, bits {list(self.bits)}: --bits says what --recipe auto may "
+                             "cost; give both, as in --recipe auto --bits 2.1, or neither")  # fmt: skip
+        recipes = [preset(name) for name in self.recipes if name != "auto"]
+        chosen = [budget.recipe(bits, files.geometry) for bits in self.bits]
+        budgets = {recipe.name: bits for recipe, bits in zip(chosen, self.bits, strict=True)}
         text = (self.corpus, self.samples, self.seq_len, self.seed, self.held_out)
-        return files, make(files, recipes, *text, self.device, self.dtype, self.threads)
+        machine = (self.device, self.dtype, self.threads)
+        return files, make(files, (*recipes, *chosen), *text, *machine, budgets)
 
     def folder(self, plan: Plan) -> Path:
         """Where the run's files are."""
@@ -62,7 +70,7 @@ class Job:
 
     def artifact_name(self, files: ModelFiles, recipe: str) -> str:
         """The name to publish under."""
-        if self.name is not None and len(self.recipes) > 1:
+        if self.name is not None and len(self.recipes) + max(0, len(self.bits) - 1) > 1:
             raise ValueError("--name names one artifact; leave it out with several recipes")
         return check_name(self.name or f"{files.id.split('/')[-1].lower()}-{recipe}")
 
