@@ -12,8 +12,8 @@ Settings are AQUA-KV's prediction with what rounds the rest: SVDq's basis with w
 
 Source: Shoham and Gersho, 1988 (allocation among arbitrary quantizers by measured error); Li et al., 2025 (KVTuner:
 precision pairs of keys and values by layer, searched offline).
-Differs: KVTuner prunes and searches with NSGA-II on the model's accuracy; here errors are measured once a setting, taken
-to add up, and the choice is exact.
+Differs: KVTuner prunes and searches with NSGA-II on the model's accuracy; here errors are measured once a setting, are
+taken to add up, and the choice is exact.
 """
 
 from __future__ import annotations

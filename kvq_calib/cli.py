@@ -21,6 +21,7 @@ examples
     kvq-calibrate --model qwen2.5-7b                            256 sequences of 8192 tokens of RedPajama
     kvq-calibrate --model ./my-model --corpus text.jsonl --recipe aqua-2bit --recipe aqua-3bit
     kvq-calibrate --model meta-llama/Llama-3.1-8B --device cuda --dry-run
+    kvq-calibrate --model demo --recipe auto --bits 2.1         bits by layer, chosen within 2.1 per element
     kvq-calibrate --list-models
 
 One pass over the model serves all recipes. A run that is interrupted, or killed, goes on at the layer where it was
@@ -63,6 +64,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         begun = time.perf_counter()
         done, spent = _through_prefect(asked) if _wants_prefect(args) else _here(asked, plan, args.quiet)
         print_table([made.row(full=args.json) for made in done], args.json)
+        if not args.json:
+            _show_choices(done)
         if not args.json and spent:
             _cost(time.perf_counter() - begun, spent)
             _peak(plan, files)
@@ -128,6 +131,7 @@ def _show_plan(asked, files, plan, json: bool) -> int:
         "seq_len": plan.seq_len,
         "tokens": plan.tokens,
         "chunks": f"{len(plan.chunks)} of at most {plan.chunk} sequences",
+        **_rounds(plan),
         "device": f"{plan.device}, {plan.dtype}, {plan.threads} threads",
         "memory": f"{(needs['layer'] + needs['chunk']) / 1e6:.0f} MB: one layer and one chunk",
         "disk": f"{needs['disk'] / 1e6:.0f} MB at most",
@@ -136,6 +140,29 @@ def _show_plan(asked, files, plan, json: bool) -> int:
     }
     print_record(record, json)
     return 0
+
+
+def _show_choices(done) -> None:
+    """Of recipes with a budget, the bits of each layer's keys and values."""
+    from kvq_runtime.table import print_table
+
+    for made in done:
+        if made.layers:
+            print(f"\n{made.recipe}: bits per element, and the error they put into the model's stream")
+            names = ("layer", "keys", "values", "keys attention", "values attention")
+            print_table([{name: row[name] for name in names} for row in made.layers], json=False)
+
+
+def _rounds(plan) -> dict[str, str]:
+    """What a plan's budgets make it do, if it has any."""
+    from kvq_calib import budget, measure
+
+    if not plan.budgets:
+        return {}
+    asked = ", ".join(f"{bits:g} bits" for bits in plan.budgets.values())
+    settings, sequences = len(budget.options(plan.geometry)), sum(len(plan.chunks[i]) for i in measure.chunks(plan))
+    measured = f"{settings} settings for each layer's keys and values, measured on {sequences} sequences"
+    return {"budgets": f"{asked}: {measured}, in 2 to {budget.ROUNDS} rounds, each a pass over the model"}
 
 
 def _cost(wall: float, spent: dict[str, float]) -> None:

@@ -4,13 +4,13 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
 
-from kvq_calib import budget, models, report
+from kvq_calib import budget, models, plots, report
 from kvq_calib.plan import Plan, home, make
 from kvq_calib.run import Listener, Run, calibrate, seconds
 from kvq_calib.weights import ModelFiles
@@ -55,8 +55,10 @@ class Job:
         """Find the model and complete the plan."""
         files = models.resolve(self.model, self.revision)
         if ("auto" in self.recipes) != bool(self.bits):
-            raise ValueError(f"recipes {list(self.recipes)}, bits {list(self.bits)}: --bits says what --recipe auto may "
-                             "cost; give both, as in --recipe auto --bits 2.1, or neither")  # fmt: skip
+            raise ValueError(
+                f"recipes {list(self.recipes)}, bits {list(self.bits)}: --bits says what --recipe auto may cost; "
+                "give both, as in --recipe auto --bits 2.1, or neither"
+            )
         recipes = [preset(name) for name in self.recipes if name != "auto"]
         chosen = [budget.recipe(bits, files.geometry) for bits in self.bits]
         budgets = {recipe.name: bits for recipe, bits in zip(chosen, self.bits, strict=True)}
@@ -77,7 +79,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """One published (or only fitted) artifact, and where the run's time went."""
+    """One published (or only fitted) artifact.
+
+    layers   of a recipe with a budget: what was chosen
+    """
 
     recipe: str
     name: str
@@ -86,9 +91,10 @@ class Done:
     bits: float
     key_error: float
     value_error: float
+    layers: list[dict] = field(default_factory=list)
 
     def row(self, full: bool = False) -> dict:
-        """A line of the result table; `full`: with the whole digest."""
+        """A line of the result table; `full`: with the whole digest, and what was chosen."""
         return {
             "recipe": self.recipe,
             "artifact": f"{self.name}@{self.version}" if self.version else self.name,
@@ -96,7 +102,7 @@ class Done:
             "bits": round(self.bits, 4),
             "key error": round(self.key_error, 5),
             "value error": round(self.value_error, 5),
-        }
+        } | ({"layers": self.layers} if full and self.layers else {})
 
 
 def preflight(job: Job, files: ModelFiles, plan: Plan) -> list[str]:
@@ -143,14 +149,16 @@ def publish(job: Job, files: ModelFiles, fitted: dict[str, Artifact]) -> Iterabl
     """Publish artifacts with their card and plots."""
     for recipe, made in fitted.items():
         name, data = job.artifact_name(files, recipe), artifact.to_bytes(made)
-        version = ""
+        version, chosen = "", "budget" in made.fit
         if job.publish:
-            card = {"README.md": report.card(made, name=name).encode()}
+            drawn = {"bits-by-layer.png": plots.bits_by_layer(name, report.by_layer(made))} if chosen else {}
+            card = {"README.md": report.card(made, name=name, plots=[*drawn]).encode()} | drawn
             version = registry.open_registry(job.registry).publish(name, data, job.version, card).version
         measures = made.fit["layers"]
         errors = [sum(layer[half]["relative_error"] for layer in measures) / len(measures) for half in ("key", "value")]
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
-        yield Done(recipe, name, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1])
+        layers = report.by_layer(made) if chosen else []
+        yield Done(recipe, name, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1], layers)
 
 
 def _existing(path: Path) -> Path:

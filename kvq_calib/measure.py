@@ -4,7 +4,7 @@
     value error   mean of ‖W A(q, K) (V̂ - V)‖² / ‖h‖²             h  the stream at this token, with attention's part
 
 The means are over tokens. Keys are judged with exact values and values with exact keys, so that the two can be chosen
-apart. Every token but the sinks is decoded: the worst case, of any length. What lies below is decoded as the recipe says.
+apart. Every token but the sinks is decoded: the worst case, of any length. Layers below are decoded as the recipe says.
 
 All that follows sees the stream through a norm, token by token, so errors relative to it compare between layers: on the
 embedded model a (small) unit of noise costs 0.24 nats of divergence in the first layer and 0.46 to 0.57 in the others.

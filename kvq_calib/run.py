@@ -117,7 +117,10 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
             record["fit"][recipe.name] = measures
             record["recipes"][recipe.name] = recipe.with_sides(layer, *work.sides).to_json()
             if recipe.name in plan.budgets:
-                record["attention"][recipe.name] = measure.attention_errors(work, budget.options(plan.geometry))
+                found = measure.attention_errors(work, budget.options(plan.geometry))
+                record["attention"][recipe.name] = found
+                for half in HALVES:
+                    measures[half]["attention_error"] = found[half][0]
             record["seconds"][recipe.name] = time.perf_counter() - begun
         checkpoint.save(tensors, folder / "fit.safetensors")
         if not any(_clean(side) for recipe in plan.recipes for side in recipe.sides):
@@ -199,7 +202,9 @@ class RecipeWork:
 
     def hidden(self, index: int) -> Tensor:
         """A chunk of what lies under the layer."""
-        return checkpoint.load(checkpoint.folder_of(self.run.folder, self.layer - 1) / _chunk("hidden", index))["hidden"]
+        return checkpoint.load(checkpoint.folder_of(self.run.folder, self.layer - 1) / _chunk("hidden", index))[
+            "hidden"
+        ]
 
     def data(self, index: int, half: Half, clean: bool) -> tuple[Blocks, Context]:
         """A chunk, and what it is predicted from: as decoded, or, `clean`, as it was."""
