@@ -203,7 +203,12 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument_group("what").add_argument
     add("--model", metavar="NAME|PATH|HUB-ID", help="a catalog name (--list-models), a folder, or org/name on the Hub")
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
-    add("--recipe", action="append", metavar="NAME", help="a recipe to fit; repeat for several (default aqua-2bit)")
+    add(
+        "--recipe",
+        action="append",
+        metavar="NAME",
+        help="a recipe to fit, or auto; repeat for several (default aqua-2bit)",
+    )
     add("--bits", action="append", type=float, metavar="B",
         help="with --recipe auto: choose settings by layer within B bits per element; repeat for several")  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]")

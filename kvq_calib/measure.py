@@ -58,7 +58,7 @@ def attention_errors(work: RecipeWork, options: Sequence[Side]) -> dict[str, lis
         captured = module.forward(hidden, queries=True)
         chunk = turned(captured, tables, plan.geometry)
         exact = _attended(chunk, chunk.k, chunk.v)
-        energy_NT = (hidden.to(stream.device, torch.float32) + exact @ weight_EC.mT).square().sum(-1)
+        energy_NT = (hidden.to(stream.device, torch.float32) + exact @ weight_EC.mT).square().sum(-1).clamp_min(1e-30)
         for half in HALVES:
             data, context = work.data(index, half, clean=False)
             for place, fit in enumerate(fits[half]):
