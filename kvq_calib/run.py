@@ -202,9 +202,8 @@ class RecipeWork:
 
     def hidden(self, index: int) -> Tensor:
         """A chunk of what lies under the layer."""
-        return checkpoint.load(checkpoint.folder_of(self.run.folder, self.layer - 1) / _chunk("hidden", index))[
-            "hidden"
-        ]
+        before = checkpoint.folder_of(self.run.folder, self.layer - 1)
+        return checkpoint.load(before / _chunk("hidden", index))["hidden"]
 
     def data(self, index: int, half: Half, clean: bool) -> tuple[Blocks, Context]:
         """A chunk, and what it is predicted from: as decoded, or, `clean`, as it was."""
