@@ -45,6 +45,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def open_run(plan: Plan, folder: Path) -> None:
     """Write the plan, or compare it with the one that is there."""
+    folder.mkdir(parents=True, exist_ok=True)
     path, given = folder / "plan.json", json.dumps(plan.to_json(), sort_keys=True, indent=1)
     if not path.exists():
         _write(path, given)

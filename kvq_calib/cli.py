@@ -21,6 +21,7 @@ examples
     kvq-calibrate --model qwen2.5-7b                            256 sequences of 8192 tokens of RedPajama
     kvq-calibrate --model ./my-model --corpus text.jsonl --recipe aqua-2bit --recipe aqua-3bit
     kvq-calibrate --model meta-llama/Llama-3.1-8B --device cuda --dry-run
+    kvq-calibrate --model demo --recipe auto --bits 2.1         bits by layer, chosen within 2.1 per element
     kvq-calibrate --list-models
 
 One pass over the model serves all recipes. A run that is interrupted, or killed, goes on at the layer where it was
@@ -63,6 +64,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         begun = time.perf_counter()
         done, spent = _through_prefect(asked) if _wants_prefect(args) else _here(asked, plan, args.quiet)
         print_table([made.row(full=args.json) for made in done], args.json)
+        if not args.json:
+            _show_choices(done)
         if not args.json and spent:
             _cost(time.perf_counter() - begun, spent)
             _peak(plan, files)
@@ -88,6 +91,7 @@ def _job(args: argparse.Namespace):
         raise ValueError("--model is missing: a name of --list-models, a folder, or a Hub id")
     names = ("model", "revision", "corpus", "samples", "seq_len", "held_out", "seed", "device", "dtype", "threads")
     given = {name: getattr(args, name) for name in (*names, "registry", "name", "version", "run")}
+    given["bits"] = tuple(args.bits or ())
     return Job(recipes=tuple(args.recipe or ["aqua-2bit"]), publish=not args.no_publish, **given)
 
 
@@ -127,6 +131,7 @@ def _show_plan(asked, files, plan, json: bool) -> int:
         "seq_len": plan.seq_len,
         "tokens": plan.tokens,
         "chunks": f"{len(plan.chunks)} of at most {plan.chunk} sequences",
+        **_rounds(plan),
         "device": f"{plan.device}, {plan.dtype}, {plan.threads} threads",
         "memory": f"{(needs['layer'] + needs['chunk']) / 1e6:.0f} MB: one layer and one chunk",
         "disk": f"{needs['disk'] / 1e6:.0f} MB at most",
@@ -135,6 +140,29 @@ def _show_plan(asked, files, plan, json: bool) -> int:
     }
     print_record(record, json)
     return 0
+
+
+def _show_choices(done) -> None:
+    """Of recipes with a budget, the bits of each layer's keys and values."""
+    from kvq_runtime.table import print_table
+
+    for made in done:
+        if made.layers:
+            print(f"\n{made.recipe}: bits per element, and the error they put into the model's stream")
+            names = ("layer", "keys", "values", "keys attention", "values attention")
+            print_table([{name: row[name] for name in names} for row in made.layers], json=False)
+
+
+def _rounds(plan) -> dict[str, str]:
+    """What a plan's budgets make it do, if it has any."""
+    from kvq_calib import budget, measure
+
+    if not plan.budgets:
+        return {}
+    asked = ", ".join(f"{bits:g} bits" for bits in plan.budgets.values())
+    settings, sequences = len(budget.options(plan.geometry)), sum(len(plan.chunks[i]) for i in measure.chunks(plan))
+    measured = f"{settings} settings for each layer's keys and values, measured on {sequences} sequences"
+    return {"budgets": f"{asked}: {measured}, in 2 to {budget.ROUNDS} rounds, each a pass over the model"}
 
 
 def _cost(wall: float, spent: dict[str, float]) -> None:
@@ -175,7 +203,14 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument_group("what").add_argument
     add("--model", metavar="NAME|PATH|HUB-ID", help="a catalog name (--list-models), a folder, or org/name on the Hub")
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
-    add("--recipe", action="append", metavar="NAME", help="a recipe to fit; repeat for several (default aqua-2bit)")
+    add(
+        "--recipe",
+        action="append",
+        metavar="NAME",
+        help="a recipe to fit, or auto; repeat for several (default aqua-2bit)",
+    )
+    add("--bits", action="append", type=float, metavar="B",
+        help="with --recipe auto: choose settings by layer within B bits per element; repeat for several")  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]")
     add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")
     add("--seq-len", type=int, metavar="L", help="tokens per sequence")

@@ -6,6 +6,7 @@ never tensors. Where PREFECT_API_URL is not set, Prefect starts a server of its 
 
 import os
 from dataclasses import asdict, replace
+from itertools import islice
 
 _QUIET = {
     "DO_NOT_TRACK": "1",
@@ -24,7 +25,7 @@ from prefect import flow, task  # noqa: E402
 from prefect.artifacts import create_table_artifact  # noqa: E402
 from prefect.cache_policies import NO_CACHE  # noqa: E402
 
-from kvq_calib import checkpoint, job  # noqa: E402
+from kvq_calib import budget, checkpoint, job  # noqa: E402
 from kvq_calib import run as graph  # noqa: E402
 
 
@@ -33,19 +34,27 @@ def _work(asked: job.Job) -> graph.Run:
     return graph.Run(plan, files, asked.folder(plan))
 
 
-@task(name="prepare", cache_policy=NO_CACHE, persist_result=False)
-def prepare(asked: job.Job) -> int:
-    """Check what would stop the run, choose the text, and say at which layer the run goes on."""
-    work = _work(asked)
+def _round(asked: job.Job, number: int) -> graph.Run | None:
+    """A round of the run, when those before it are finished; None where a budget needs no such round."""
+    return next(islice(budget.rounds(_work(asked)), number, None), None)
+
+
+@task(name="prepare", task_run_name="prepare-{number}", cache_policy=NO_CACHE, persist_result=False)
+def prepare(asked: job.Job, number: int) -> int | None:
+    """Check what would stop the round, choose the text, and say at which layer it goes on; None: there is none."""
+    work = _round(asked, number)
+    if work is None:
+        return None
     job.preflight(asked, work.files, work.plan)
     graph.start(work)
     return graph.first_unfinished(work)
 
 
-@task(name="layer", task_run_name="layer-{layer}", cache_policy=NO_CACHE, persist_result=False)
-def layer(asked: job.Job, layer: int) -> None:
-    """Capture one layer and fit every recipe in it."""
-    work = _work(asked)
+@task(name="layer", task_run_name="layer-{layer}-{number}", cache_policy=NO_CACHE, persist_result=False)
+def layer(asked: job.Job, layer: int, number: int) -> None:
+    """Capture one layer and fit every recipe of the round in it."""
+    work = _round(asked, number)
+    assert work is not None, "prepare has seen it"
     graph.fit_layer(work, graph.start(work), layer)
 
 
@@ -61,12 +70,16 @@ def publish(asked: job.Job) -> list[dict]:
 @flow(name="kvq-calibrate", validate_parameters=False)
 def calibrate(asked: dict) -> list[dict]:
     """Calibrate a model and publish its artifacts; `asked` holds the fields of a Job."""
-    given = job.Job(**{**asked, "recipes": tuple(asked["recipes"])})
+    given = job.Job(**{**asked, "recipes": tuple(asked["recipes"]), "bits": tuple(asked.get("bits", ()))})
     _, plan = given.prepare()
     given = replace(given, corpus=plan.corpus, revision=plan.revision)
     with checkpoint.claimed(given.folder(plan)):
-        for number in range(prepare(given), plan.geometry.layers):
-            layer(given, number)
+        for number in range(budget.ROUNDS if plan.budgets else 1):
+            first = prepare(given, number)
+            if first is None:
+                break
+            for one in range(first, plan.geometry.layers):
+                layer(given, one, number)
         return publish(given)
 
 

@@ -4,13 +4,13 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
 
-from kvq_calib import models, report
+from kvq_calib import budget, models, plots, report
 from kvq_calib.plan import Plan, home, make
 from kvq_calib.run import Listener, Run, calibrate, seconds
 from kvq_calib.weights import ModelFiles
@@ -28,12 +28,14 @@ class Job:
     model      a catalog name, a folder or a Hub id; `revision` of a Hub model
     name       of the artifact; by default MODEL-RECIPE
     version    its number; by default the next one
+    bits       of the recipe "auto": an artifact for each
     run        where the run's files go; by default under $KVQ_HOME/runs
     publish    whether the artifacts go to the registry
     """
 
     model: str
     recipes: tuple[str, ...] = ("aqua-2bit",)
+    bits: tuple[float, ...] = ()
     revision: str | None = None
     corpus: str | None = None
     samples: int | None = None
@@ -52,9 +54,17 @@ class Job:
     def prepare(self) -> tuple[ModelFiles, Plan]:
         """Find the model and complete the plan."""
         files = models.resolve(self.model, self.revision)
-        recipes = tuple(preset(name) for name in self.recipes)
+        if ("auto" in self.recipes) != bool(self.bits):
+            raise ValueError(
+                f"recipes {list(self.recipes)}, bits {list(self.bits)}: --bits says what --recipe auto may cost; "
+                "give both, as in --recipe auto --bits 2.1, or neither"
+            )
+        recipes = [preset(name) for name in self.recipes if name != "auto"]
+        chosen = [budget.recipe(bits, files.geometry) for bits in self.bits]
+        budgets = {recipe.name: bits for recipe, bits in zip(chosen, self.bits, strict=True)}
         text = (self.corpus, self.samples, self.seq_len, self.seed, self.held_out)
-        return files, make(files, recipes, *text, self.device, self.dtype, self.threads)
+        machine = (self.device, self.dtype, self.threads)
+        return files, make(files, (*recipes, *chosen), *text, *machine, budgets)
 
     def folder(self, plan: Plan) -> Path:
         """Where the run's files are."""
@@ -62,14 +72,17 @@ class Job:
 
     def artifact_name(self, files: ModelFiles, recipe: str) -> str:
         """The name to publish under."""
-        if self.name is not None and len(self.recipes) > 1:
+        if self.name is not None and len(self.recipes) + max(0, len(self.bits) - 1) > 1:
             raise ValueError("--name names one artifact; leave it out with several recipes")
         return check_name(self.name or f"{files.id.split('/')[-1].lower()}-{recipe}")
 
 
 @dataclass(frozen=True)
 class Done:
-    """One published (or only fitted) artifact, and where the run's time went."""
+    """One published (or only fitted) artifact.
+
+    layers   of a recipe with a budget: what was chosen
+    """
 
     recipe: str
     name: str
@@ -78,9 +91,10 @@ class Done:
     bits: float
     key_error: float
     value_error: float
+    layers: list[dict] = field(default_factory=list)
 
     def row(self, full: bool = False) -> dict:
-        """A line of the result table; `full`: with the whole digest."""
+        """A line of the result table; `full`: with the whole digest, and what was chosen."""
         return {
             "recipe": self.recipe,
             "artifact": f"{self.name}@{self.version}" if self.version else self.name,
@@ -88,7 +102,7 @@ class Done:
             "bits": round(self.bits, 4),
             "key error": round(self.key_error, 5),
             "value error": round(self.value_error, 5),
-        }
+        } | ({"layers": self.layers} if full and self.layers else {})
 
 
 def preflight(job: Job, files: ModelFiles, plan: Plan) -> list[str]:
@@ -135,14 +149,16 @@ def publish(job: Job, files: ModelFiles, fitted: dict[str, Artifact]) -> Iterabl
     """Publish artifacts with their card and plots."""
     for recipe, made in fitted.items():
         name, data = job.artifact_name(files, recipe), artifact.to_bytes(made)
-        version = ""
+        version, chosen = "", "budget" in made.fit
         if job.publish:
-            card = {"README.md": report.card(made, name=name).encode()}
+            drawn = {"bits-by-layer.png": plots.bits_by_layer(name, report.by_layer(made))} if chosen else {}
+            card = {"README.md": report.card(made, name=name, plots=[*drawn]).encode()} | drawn
             version = registry.open_registry(job.registry).publish(name, data, job.version, card).version
         measures = made.fit["layers"]
         errors = [sum(layer[half]["relative_error"] for layer in measures) / len(measures) for half in ("key", "value")]
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
-        yield Done(recipe, name, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1])
+        layers = report.by_layer(made) if chosen else []
+        yield Done(recipe, name, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1], layers)
 
 
 def _existing(path: Path) -> Path:

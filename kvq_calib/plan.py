@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,7 @@ class Plan:
     samples, held_out   sequences in all, and how many of them only measure the fit
     chunk               sequences per chunk, the unit of work: never a matter of workers or free memory
     dtype, threads      of the forward pass; `environment` has the versions and the device beside them
+    budgets             bits per element of the recipes, by name, whose settings are chosen by layer (`budget.py`)
     """
 
     model: str
@@ -43,6 +45,7 @@ class Plan:
     dtype: str = "float32"
     threads: int = 1
     environment: dict = field(default_factory=dict)
+    budgets: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
         names = [recipe.name for recipe in self.recipes]
@@ -88,6 +91,8 @@ class Plan:
     def to_json(self) -> dict:
         """The plan as JSON: no clock, no host, no path."""
         given = asdict(self) | {"recipes": [recipe.to_json() for recipe in self.recipes]}
+        if not self.budgets:
+            del given["budgets"]  # as in plans older than budgets
         return given | {"geometry": asdict(self.geometry)}
 
     @property
@@ -122,7 +127,7 @@ def environment(device: str, dtype: str, threads: int) -> dict:
 
 def make(
     files: ModelFiles,
-    recipes: tuple[Recipe, ...],
+    recipes: Sequence[Recipe],
     source: str | None = None,
     samples: int | None = None,
     seq_len: int | None = None,
@@ -131,6 +136,7 @@ def make(
     device: str = "cpu",
     dtype: str | None = None,
     threads: int = 1,
+    budgets: dict[str, float] | None = None,
 ) -> Plan:
     """Complete a plan with the model's defaults; a Hub corpus is pinned to a revision here."""
     from kvq_calib.capture import default_dtype
@@ -143,7 +149,7 @@ def make(
         model=files.id,
         revision=files.revision,
         geometry=files.geometry,
-        recipes=recipes,
+        recipes=tuple(recipes),
         corpus=corpus.pin(source or known.corpus),
         samples=samples,
         seq_len=seq_len,
@@ -154,6 +160,7 @@ def make(
         dtype=kind,
         threads=threads,
         environment=environment(device, kind, threads),
+        budgets=budgets or {},
     )
 
 

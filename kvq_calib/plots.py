@@ -72,6 +72,23 @@ def perplexity_by_bits(records: Sequence[Mapping[str, Any]], tokens: int = 4096)
     return _png(figure)
 
 
+def bits_by_layer(name: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Bits of each layer's keys and values as bars, from rows with "layer", "keys" and "values"."""
+    figure = Figure(figsize=(max(6.0, 2 + 0.28 * len(rows)), 3.4), layout="constrained")
+    axis = figure.subplots()
+    for place, half in enumerate(("keys", "values")):
+        axis.bar([row["layer"] + 0.4 * (place - 0.5) for row in rows], [row[half] for row in rows], 0.38, label=half,
+                 color=COLOURS[place])  # fmt: skip
+    axis.set_xlabel("layer")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_ylabel("bits per element")
+    axis.legend(frameon=False, ncols=2, fontsize=9)
+    mean = sum(row["keys"] + row["values"] for row in rows) / (2 * len(rows))
+    axis.set_title(f"{name}: {mean:.3g} bits in all", fontsize=9, color="0.35")
+    _tidy(axis, "y")
+    return _png(figure)
+
+
 def probes(found: Mapping[str, Any]) -> bytes:
     """Explained variance: means over layers as bars (the paper's figure 2), chosen sources by layer (figure 5)."""
     from kvq_calib.probe import means

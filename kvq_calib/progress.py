@@ -4,6 +4,7 @@ import sys
 
 from tqdm import tqdm
 
+from kvq_calib import budget, measure
 from kvq_calib.plan import Plan
 from kvq_calib.run import Progress
 
@@ -11,29 +12,38 @@ from kvq_calib.run import Progress
 class Bar:
     """A progress listener that draws one bar per layer on standard error; silent where that is no terminal.
 
-    A layer's work is its forward pass and, for each recipe, decoding its keys and its values: each counts its tokens.
+    A layer's work is its forward pass and, for each recipe, decoding its keys and its values, and measuring every
+    setting of a budget: each counts its tokens.
     """
 
     def __init__(self, plan: Plan, quiet: bool = False):
         self._plan, self._off = plan, quiet or not sys.stderr.isatty()
         self._bar: tqdm | None = None
-        self._layer = -1
+        self._at = (0, -1)
 
     def __call__(self, progress: Progress) -> None:
-        if progress.layer != self._layer:
+        if (progress.round, progress.layer) != self._at:
             self.close()
-            self._layer = progress.layer
-            passes = 1 + 2 * len(self._plan.recipes)
+            self._at = (progress.round, progress.layer)
+            again = f"round {progress.round}, " if progress.round else ""
             self._bar = tqdm(
-                total=passes * self._plan.tokens,
+                total=self._work(progress.round),
                 unit="tok",
                 unit_scale=True,
                 disable=self._off,
-                desc=f"layer {progress.layer + 1}/{progress.layers}",
+                desc=f"{again}layer {progress.layer + 1}/{progress.layers}",
             )
         assert self._bar is not None
         self._bar.set_postfix_str(progress.stage, refresh=False)
-        self._bar.update(len(self._plan.chunks[progress.done - 1]) * self._plan.seq_len)
+        self._bar.update(progress.tokens or len(self._plan.chunks[progress.done - 1]) * self._plan.seq_len)
+
+    def _work(self, round: int) -> int:
+        """Tokens of a layer, each as often as it is worked on; in later rounds of the budgets, at most."""
+        plan = self._plan
+        recipes = len(plan.budgets) if round else len(plan.recipes)
+        measured = sum(len(plan.chunks[index]) for index in measure.chunks(plan)) * plan.seq_len
+        settings = 2 * (1 + len(budget.options(plan.geometry))) * len(plan.budgets)
+        return (1 + 2 * recipes) * plan.tokens + settings * measured
 
     def close(self) -> None:
         """Finish the bar that is drawn."""

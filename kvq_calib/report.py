@@ -12,10 +12,16 @@ from kvq_calib.commands import relative
 from kvq_calib.plots import size_of
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.describe import artifact_record, recipe_row
+from kvq_runtime.memory import side_bits
 from kvq_runtime.recipe import HALVES
 from kvq_runtime.table import cell
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
+_CHOSEN = (
+    " Keys, values: bits per element of the settings that were chosen, on the same sequences, for the least sum of "
+    "errors within {bits:g} bits in all. Attention: the squared error that they put into the model's stream, over its "
+    "energy."
+)
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -148,19 +154,31 @@ def _fit(artifact: Artifact) -> str:
     layers = artifact.fit.get("layers") or []
     if not layers:
         return "Nothing was measured during the fit."
-    names = {"explained_variance": "explained", "relative_error": "error"}
-    rows = []
-    for layer, row in enumerate(layers):
-        found = {"layer": layer}
-        for half in HALVES:
-            found |= {f"{half}s {short}": (row.get(half) or {}).get(name) for name, short in names.items()}
-        rows.append(found)
+    rows = by_layer(artifact)
+    if len({row[f"{half}s"] for row in rows for half in HALVES}) == 1:
+        rows = [{name: row[name] for name in row if name not in ("keys", "values")} for row in rows]
+    chosen = artifact.fit.get("budget")
     held = artifact.provenance.get("held_out")
     where = f"on {held} held-out sequences" if held else "on the sequences of the fit itself"
     return (
         "Explained: the share of the variance about the mean that the prediction takes away. Error: what is left of it "
-        f"after rounding. Measured {where}.\n\n{_table(rows)}"
+        f"after rounding. Measured {where}.{_CHOSEN.format(**chosen) if chosen else ''}\n\n{_table(rows)}"
     )
+
+
+def by_layer(artifact: Artifact) -> list[dict[str, Any]]:
+    """Bits of keys and values in each layer, and what the fit measured there."""
+    names = {"explained_variance": "explained", "relative_error": "error", "attention_error": "attention"}
+    rows = []
+    for layer, measures in enumerate(artifact.fit["layers"]):
+        found: dict[str, Any] = {"layer": layer}
+        for half in HALVES:
+            found[f"{half}s"] = round(side_bits(artifact.recipe, layer, half, artifact.fingerprint.geometry), 4)
+        for half in HALVES:
+            own = measures.get(half) or {}
+            found |= {f"{half}s {short}": own[name] for name, short in names.items() if name in own}
+        rows.append(found)
+    return rows
 
 
 def _evaluation(records: Sequence[Mapping[str, Any]]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvq_calib import checkpoint, corpus
+from kvq_calib import budget, checkpoint, corpus, measure
 from kvq_calib.capture import Stream
 from kvq_calib.fit.layer import Blocks, SideFit, blocks, summary
 from kvq_calib.plan import Plan
@@ -34,6 +34,7 @@ class Progress:
     done: int
     total: int
     tokens: int
+    round: int = 0
 
 
 Listener = Callable[[Progress], None]
@@ -48,18 +49,20 @@ class Run:
     files: ModelFiles
     folder: Path
     listener: Listener = lambda progress: None
+    round: int = 0
 
     def say(self, layer: int, stage: str, done: int, total: int, tokens: int = 0) -> None:
         """Report progress."""
-        self.listener(Progress(layer, self.plan.geometry.layers, stage, done, total, tokens))
+        self.listener(Progress(layer, self.plan.geometry.layers, stage, done, total, tokens, self.round))
 
 
 def calibrate(run: Run) -> dict[str, Artifact]:
     """Do the whole plan, or what is left of it, and return an artifact per recipe."""
     with checkpoint.claimed(run.folder):
-        stream = start(run)
-        for layer in range(first_unfinished(run), run.plan.geometry.layers):
-            fit_layer(run, stream, layer)
+        for part in budget.rounds(run):
+            stream = start(part)
+            for layer in range(first_unfinished(part), part.plan.geometry.layers):
+                fit_layer(part, stream, layer)
         return artifacts(run)
 
 
@@ -102,17 +105,22 @@ def prepare(run: Run, stream: Stream) -> None:
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     """Capture one layer, fit every recipe in it, and leave what the next layer reads."""
     plan, started = run.plan, time.perf_counter()
-    record: dict = {"layer": layer, "fit": {}, "recipes": {}, "seconds": {}}
+    record: dict = {"layer": layer, "fit": {}, "recipes": {}, "attention": {}, "seconds": {}}
     with checkpoint.layer_folder(run.folder, layer, record) as folder:
         moments = _capture(run, stream, layer, folder, record["seconds"])
         record["seconds"]["capture"] = time.perf_counter() - started - record["seconds"]["forward"]
         tensors: dict[str, Tensor] = {}
         for recipe in plan.recipes:
             begun = time.perf_counter()
-            fitted, measures, sides = _fit_recipe(run, stream, layer, recipe, moments[_sinks(recipe)], folder)
+            fitted, measures, work = _fit_recipe(run, stream, layer, recipe, moments[_sinks(recipe)], folder)
             tensors |= {f"{recipe.name}/{name}": tensor for name, tensor in fitted.items()}
             record["fit"][recipe.name] = measures
-            record["recipes"][recipe.name] = recipe.with_sides(layer, *sides).to_json()
+            record["recipes"][recipe.name] = recipe.with_sides(layer, *work.sides).to_json()
+            if recipe.name in plan.budgets:
+                found = measure.attention_errors(work, budget.options(plan.geometry))
+                record["attention"][recipe.name] = found
+                for half in HALVES:
+                    measures[half]["attention_error"] = found[half][0]
             record["seconds"][recipe.name] = time.perf_counter() - begun
         checkpoint.save(tensors, folder / "fit.safetensors")
         if not any(_clean(side) for recipe in plan.recipes for side in recipe.sides):
@@ -148,10 +156,10 @@ def _capture(
 
 def _fit_recipe(
     run: Run, stream: Stream, layer: int, recipe: Recipe, moments: tuple[MeanVariance, MeanVariance], folder: Path
-) -> tuple[dict[str, Tensor], dict, tuple[Side, Side]]:
+) -> tuple[dict[str, Tensor], dict, "RecipeWork"]:
     """Keys first, then values, each: statistics over the fitted chunks, solution, every chunk decoded.
 
-    Returns tensors, measures, and the sides with what the fit found for their settings.
+    Returns tensors, measures, and the work, whose sides have what the fit found for their settings.
     """
     plan, geometry = run.plan, run.plan.geometry
     work = RecipeWork(run, stream, layer, recipe, folder)
@@ -176,7 +184,7 @@ def _fit_recipe(
         work.fits[half] = side
         found |= {f"layers.{layer}.{half}.{name}": tensor.cpu() for name, tensor in side.tensors.items()}
         measures[half] = summary(sums)
-    return found, measures, (work.fits["key"].side, work.fits["value"].side)
+    return found, measures, work
 
 
 class RecipeWork:
@@ -186,6 +194,16 @@ class RecipeWork:
         self.run, self.stream, self.layer, self.recipe, self.folder = run, stream, layer, recipe, folder
         self.fits: dict[str, SideFit] = {}
         self._tables = stream.rope(run.plan.seq_len)
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """Keys' and values', as fitted."""
+        return self.fits["key"].side, self.fits["value"].side
+
+    def hidden(self, index: int) -> Tensor:
+        """A chunk of what lies under the layer."""
+        before = checkpoint.folder_of(self.run.folder, self.layer - 1)
+        return checkpoint.load(before / _chunk("hidden", index))["hidden"]
 
     def data(self, index: int, half: Half, clean: bool) -> tuple[Blocks, Context]:
         """A chunk, and what it is predicted from: as decoded, or, `clean`, as it was."""
@@ -234,6 +252,10 @@ class RecipeWork:
 
 def artifacts(run: Run) -> dict[str, Artifact]:
     """Put the layers together: an artifact per recipe."""
+    return {recipe.name: _artifact(recipe.name, *budget.settled(run, recipe.name)) for recipe in run.plan.recipes}
+
+
+def _artifact(name: str, run: Run, noted: dict) -> Artifact:
     plan, tensors, notes = run.plan, {}, []
     for layer in range(plan.geometry.layers):
         tensors |= checkpoint.load(checkpoint.folder_of(run.folder, layer) / "fit.safetensors")
@@ -243,16 +265,14 @@ def artifacts(run: Run) -> dict[str, Artifact]:
         name: given[name] for name in ("model", "revision", "samples", "seq_len", "seed", "held_out", "environment")
     }
     provenance["corpus"] = (checkpoint.record(run.folder, -1) or {})["corpus"]
-    return {
-        recipe.name: Artifact(
-            recipe=_resolved(recipe, [Recipe.from_json(note["recipes"][recipe.name]) for note in notes]),
-            fingerprint=run.files.fingerprint(),
-            tensors={n.split("/", 1)[1]: t for n, t in tensors.items() if n.split("/", 1)[0] == recipe.name},
-            provenance=provenance,
-            fit={"layers": [note["fit"][recipe.name] for note in notes]},
-        )
-        for recipe in plan.recipes
-    }
+    recipe = next(recipe for recipe in plan.recipes if recipe.name == name)
+    return Artifact(
+        recipe=_resolved(recipe, [Recipe.from_json(note["recipes"][name]) for note in notes]),
+        fingerprint=run.files.fingerprint(),
+        tensors={n.split("/", 1)[1]: t for n, t in tensors.items() if n.split("/", 1)[0] == name},
+        provenance=provenance,
+        fit={"layers": [note["fit"][name] for note in notes]} | noted,
+    )
 
 
 def _resolved(recipe: Recipe, found: list[Recipe]) -> Recipe:
@@ -266,9 +286,10 @@ def _resolved(recipe: Recipe, found: list[Recipe]) -> Recipe:
 def seconds(run: Run) -> dict[str, float]:
     """Where the time of a finished run went: "forward" (the model itself), "capture" around it, and each recipe."""
     totals: dict[str, float] = {}
-    for layer in range(run.plan.geometry.layers):
-        for stage, spent in (checkpoint.record(run.folder, layer) or {})["seconds"].items():
-            totals[stage] = totals.get(stage, 0.0) + spent
+    for part in budget.rounds(run):
+        for layer in range(run.plan.geometry.layers):
+            for stage, spent in (checkpoint.record(part.folder, layer) or {})["seconds"].items():
+                totals[stage] = totals.get(stage, 0.0) + spent
     return totals
 
 

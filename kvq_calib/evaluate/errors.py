@@ -36,7 +36,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """One chunk in one layer: keys before RoPE, after RoPE, values, queries after RoPE; [N, T, C] each."""
 
     bare: Tensor
@@ -67,7 +67,7 @@ def by_layer(
         for index, h_BTE in enumerate(hidden):
             captured = module.forward(h_BTE, queries=True)
             hidden[index] = captured.h_BTE.cpu()
-            chunk = _turned(captured, tables, geometry)
+            chunk = turned(captured, tables, geometry)
             pair = (chunk.k, chunk.v)
             exact = attention.attend(chunk.q, pair, pair, attention.tiles(len(h_BTE[0])), geometry.head_size)
             for work in works.values():
@@ -97,7 +97,7 @@ class _Work:
         self.sums: dict[str, float] = {}
         self.moments = {half: Moments(self.geometry.width, device=self.device) for half in HALVES}
 
-    def add(self, layer: int, index: int, chunk: _Chunk, exact_NTC: Tensor) -> None:
+    def add(self, layer: int, index: int, chunk: Chunk, exact_NTC: Tensor) -> None:
         """Encode and decode one chunk, and add its errors."""
         pair, below = self.codecs[layer], self.below[index]
         keys, k_hat = self._side(pair[0], chunk, chunk.k if self.recipe.position == "post" else chunk.bare, None, below)
@@ -112,7 +112,7 @@ class _Work:
             self._add(f"{name}/error", (out - exact_NTC).square())
         self._add("attention/energy", exact_NTC.square())
 
-    def _side(self, codec: Codec, chunk: _Chunk, x_NTC: Tensor, keys: Tensor | None, below) -> Pair:
+    def _side(self, codec: Codec, chunk: Chunk, x_NTC: Tensor, keys: Tensor | None, below) -> Pair:
         """The decoded, centred blocks [N·blocks, block, C], and the whole sequence with them in it [N, T, C]."""
         side, half = codec.side, codec.half
         whole = x_NTC.shape[1] // side.block * side.block
@@ -161,8 +161,9 @@ def turn(x_NTC: Tensor, tables: Pair, heads: int) -> Tensor:
     return rope.rotate(x_NTC.unflatten(-1, (heads, -1)), *tables).flatten(-2)
 
 
-def _turned(captured: Captured, tables: Pair, geometry: Geometry) -> _Chunk:
+def turned(captured: Captured, tables: Pair, geometry: Geometry) -> Chunk:
+    """What a layer captured, with its queries, as attention reads it."""
     assert captured.q_NTC is not None, "captured without queries"
     k, v, q = (x.float() for x in (captured.k_NTC, captured.v_NTC, captured.q_NTC))
     queries = turn(q, tables, q.shape[-1] // geometry.head_size)
-    return _Chunk(k, turn(k, tables, geometry.kv_heads), v, queries, tables)
+    return Chunk(k, turn(k, tables, geometry.kv_heads), v, queries, tables)

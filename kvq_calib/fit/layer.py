@@ -11,6 +11,7 @@ Differs: each row's exact sinks are left out of the fit (they are never encoded)
 """
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +24,7 @@ from kvq_calib.statistics import CrossMoments, MeanVariance, Sample
 from kvq_runtime import rope
 from kvq_runtime.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import HALVES, Half, Recipe
+from kvq_runtime.recipe import HALVES, Half, Recipe, Side
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
 
@@ -72,7 +73,12 @@ def blocks(recipe: Recipe, half: Half, geometry: Geometry, x_NTC: Tensor, tables
 
 
 class SideFit:
-    """The fit of keys or of values: an empty statistic, its update by a chunk, its solution."""
+    """The fit of keys or of values: an empty statistic, its update by a chunk, its solution.
+
+    rows   tokens that scales and bounds are fitted on
+    """
+
+    rows = SAMPLE_ROWS
 
     def __init__(self, recipe: Recipe, layer: int, half: Half, geometry: Geometry, moments: MeanVariance):
         self.mean_C = moments.mean_C.float()
@@ -157,7 +163,7 @@ class SideFit:
     def no_residuals(self, seed: int) -> Residuals:
         """The statistics of `residuals` before any chunk: second moments, and tokens."""
         zero_C = torch.zeros_like(self.mean_C)
-        return CrossMoments(zero_C, zero_C[:0]), Sample(SAMPLE_ROWS, len(zero_C), seed)
+        return CrossMoments(zero_C, zero_C[:0]), Sample(self.rows, len(zero_C), seed)
 
     def solve_residuals(self, partials: Iterable[Residuals], seed: int) -> None:
         """Add the partials in ascending order; fit basis, bits and scales, then the bound of the escape."""
@@ -175,6 +181,16 @@ class SideFit:
             error_N = (self.codec.rounded(_whole_blocks(rows_NC, 8)) - _whole_blocks(rows_NC, 8)).square().sum(-1)
             bound = self.side.correct.limit * error_N.double().mean()
             self._hold({"correct.bound": bound.float()[None]})
+
+    def rounding(self, side: Side, left: Residuals, seed: int) -> "SideFit":
+        """The same prediction with the stages of another side after it, fitted on what the prediction leaves."""
+        assert side.predict == self.side.predict, "the prediction is kept"
+        other = copy(self)
+        other.side, other.tensors = side, {n: t for n, t in self.tensors.items() if n.startswith("predict.")}
+        other._hold({})
+        if other.needs_residuals:
+            other.solve_residuals([left], seed)
+        return other
 
     def decode(self, data: Blocks, context: Context) -> Tensor:
         """The chunk encoded and decoded, centred."""

@@ -1,0 +1,100 @@
+"""Choosing bits by layer: the choice is the best there is, the budget is kept, and what matters more gets more."""
+
+import itertools
+
+import pytest
+import torch
+
+from kvq_calib import budget
+from kvq_calib.fit.allocate import choose
+from kvq_runtime import codec
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.memory import asymptotic_bits
+from kvq_runtime.recipe import HALVES, Recipe
+
+GEOMETRY = Geometry(4, 2, 64)
+
+# ---- the knapsack
+
+
+def tables(seed: int, places: int = 4, options: int = 4) -> tuple[list[list[int]], list[list[float]]]:
+    """Costs in no order, errors that need not fall with them."""
+    generator = torch.Generator().manual_seed(seed)
+    costs = torch.randint(1, 9, (places, options), generator=generator).tolist()
+    return costs, torch.rand(places, options, generator=generator).tolist()
+
+
+def spent(table, picks) -> float:
+    return sum(own[pick] for own, pick in zip(table, picks, strict=True))
+
+
+@pytest.mark.parametrize("scale", [1, 12])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_choice_is_the_best_of_all(seed, scale):
+    costs, errors = tables(seed)
+    costs = [[scale * cost for cost in own] for own in costs]
+    every = list(itertools.product(range(4), repeat=4))
+    least, most = sum(map(min, costs)), sum(map(max, costs))
+    for bound in range(least, most + 2 * scale):
+        picks = choose(costs, errors, bound)
+        possible = [spent(errors, other) for other in every if spent(costs, other) <= bound]
+        assert spent(costs, picks) <= bound
+        assert spent(errors, picks) == pytest.approx(min(possible), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_more_bits_never_promise_more_error(seed):
+    costs, errors = tables(seed, places=24, options=9)
+    bounds = range(sum(map(min, costs)), sum(map(max, costs)) + 1, 5)
+    promised = [spent(errors, choose(costs, errors, bound)) for bound in bounds]
+    assert promised == sorted(promised, reverse=True) and promised[-1] < promised[0]
+    assert promised[-1] == pytest.approx(sum(map(min, errors)))
+
+
+def test_on_equal_errors_the_cheaper_is_taken():
+    assert choose([[4, 2, 3]], [[1.0, 1.0, 1.0]], 9) == [1]
+
+
+def test_a_budget_below_the_cheapest_is_refused():
+    with pytest.raises(ValueError, match="cheapest options cost 5"):
+        choose([[2, 9], [3, 9]], [[1.0, 0.0], [1.0, 0.0]], 4)
+
+
+# ---- bits of a recipe
+
+
+def curves(weights) -> list[dict[str, list[float]]]:
+    """What measuring would find if every layer's error were its weight times 4^-bits: own first, as measured."""
+    left = [4.0 ** -codec.bits(side, GEOMETRY) for side in budget.options(GEOMETRY)]
+    return [{half: [0.0, *(weight * part for part in left)] for half in HALVES} for weight in weights]
+
+
+def bits_of(recipe: Recipe, layer: int) -> float:
+    return sum(codec.bits(recipe.side(layer, half), GEOMETRY) for half in HALVES) / 2
+
+
+@pytest.mark.parametrize("asked", [0.3, 1.25, 2.1, 3.1, 5.9])
+def test_the_budget_is_kept_and_used(asked):
+    first = budget.recipe(asked, GEOMETRY)
+    chosen, promised = budget.allocated(first, asked, GEOMETRY, curves([1, 3, 0.1, 1]))
+    for recipe in (first, chosen):
+        assert asymptotic_bits(recipe.check(GEOMETRY), GEOMETRY) <= asked
+    assert asymptotic_bits(chosen, GEOMETRY) > asked - 0.05
+    assert promised > 0 and chosen.name == f"auto-{asked:g}bit" and sorted(chosen.layers) == [0, 1, 2, 3]
+    assert Recipe.from_json(chosen.to_json()) == chosen
+    assert len({pair[0].window for pair in chosen.layers.values()} | {chosen.key.window}) == 1
+
+
+def test_a_layer_a_hundred_times_as_sensitive_gets_more_bits():
+    """By theory ½ log₂ 100 = 3.3 bits more, where settings allow it."""
+    chosen, _ = budget.allocated(budget.recipe(2, GEOMETRY), 2, GEOMETRY, curves([1, 1, 100, 1]))
+    others = [bits_of(chosen, layer) for layer in (0, 1, 3)]
+    assert bits_of(chosen, 2) - max(others) == pytest.approx(3.32, abs=0.6)
+    assert max(others) - min(others) <= 0.5
+
+
+def test_every_setting_shares_the_prediction_and_the_window():
+    sides = budget.options(GEOMETRY)
+    costs = [codec.bits(side, GEOMETRY) for side in sides]
+    assert costs == sorted(costs) and len({side.predict for side in sides}) == 1
+    assert {side.quantize.kind for side in sides} == {"mixed", "grid"}

@@ -1,0 +1,186 @@
+"""A run with budgets: measured right, chosen for the better, and the same bytes however it is done."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from kvq_calib import budget, cli, corpus, models
+from kvq_calib import plan as plans
+from kvq_calib import run as runs
+from kvq_calib.capture import Stream
+from kvq_calib.job import Job
+from kvq_runtime import artifact, codec, registry, rope
+from kvq_runtime.codec import Context
+from kvq_runtime.memory import asymptotic_bits
+from kvq_runtime.recipe import HALVES
+
+pytestmark = pytest.mark.xdist_group("budget")  # one worker calibrates for all
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, few) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny-model"
+    folder.mkdir()
+    tiny.save(folder, layers=3)
+    tiny.text(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def few():
+    """As many settings as a test needs: each is fitted and measured in every layer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "WIDTHS", (0.5, 1, 2, 4))
+        patch.setattr(budget, "GRIDS", ("2bit",))
+        budget.options.cache_clear()
+        yield
+    budget.options.cache_clear()
+
+
+def asked(model: Path, folder: Path, bits=(1.5,), **settings) -> Job:
+    given = {"recipes": ("auto",), "samples": 6, "seq_len": 256, "held_out": 2, "publish": False} | settings
+    return Job(str(model), bits=bits, corpus=str(model / "corpus.txt"), run=str(folder), **given)
+
+
+def a_run(job: Job, **settings) -> runs.Run:
+    files, plan = job.prepare()
+    return runs.Run(plan, files, job.folder(plan), **settings)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, tmp_path_factory):
+    """A run and its artifacts' bytes."""
+    work = a_run(asked(model, tmp_path_factory.mktemp("run"), bits=(1.5, 2.5)))
+    return work, {name: artifact.to_bytes(found) for name, found in runs.calibrate(work).items()}
+
+
+def test_choosing_lowers_the_error_at_no_more_bits(undisturbed):
+    work, made = undisturbed
+    assert sorted(made) == ["auto-1.5bit", "auto-2.5bit"]
+    for name, bits in work.plan.budgets.items():
+        found = artifact.from_bytes(made[name])
+        noted = found.fit["budget"]
+        assert asymptotic_bits(found.recipe, found.fingerprint.geometry) <= bits == noted["bits"]
+        assert noted["round"] > 0 and noted["rounds"][noted["round"]] == min(noted["rounds"]) < noted["rounds"][0]
+        own = sum(layer[half]["attention_error"] for layer in found.fit["layers"] for half in HALVES)
+        assert own == pytest.approx(min(noted["rounds"]))
+        unpredicted = codec.bits(found.recipe.side(0, "value"), found.fingerprint.geometry)
+        assert unpredicted >= max(codec.bits(found.recipe.side(n, "value"), found.fingerprint.geometry) for n in (1, 2))
+
+
+def test_a_budget_alone_has_the_bytes_it_has_among_others(model, undisturbed, tmp_path):
+    alone = runs.calibrate(a_run(asked(model, tmp_path)))
+    assert artifact.to_bytes(alone["auto-1.5bit"]) == undisturbed[1]["auto-1.5bit"]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_what_is_measured_is_the_share_of_the_stream_that_is_error(undisturbed, half):
+    """The error of the artifact's own first layer, with a plain softmax in float64."""
+    work, made = undisturbed
+    found, plan = artifact.from_bytes(made["auto-1.5bit"]), work.plan
+    batch = corpus.select(plan.corpus, work.files.path, plan.samples, plan.seq_len, plan.seed)
+    stream = Stream(work.files, "cpu", torch.float32)
+    hidden = stream.embed(batch.tokens_BT[plan.samples - plan.held_out :])
+    captured = stream.layer(0).forward(hidden, queries=True)
+    heads = {"q": captured.q_NTC, "key": captured.k_NTC, "value": captured.v_NTC}
+    exact = {name: x.unflatten(-1, (-1, 16)).transpose(1, 2) for name, x in heads.items()}  # type: ignore[union-attr]
+    made_codec = codec.build(found.recipe, plan.geometry, found.tensors)[0][HALVES.index(half)]
+    x = heads[half].clone()
+    x[:, :4] = x[:, 4:5]  # in the place of sinks, which are kept exact
+    blocks = x.reshape(-1, 128, x.shape[-1])
+    back = made_codec.restore(made_codec.decode(made_codec.encode(blocks, Context()), Context()).float(), Context())
+    back = torch.cat([heads[half][:, :4], back.reshape(x.shape)[:, 4:]], 1)
+    decoded = exact | {half: back.unflatten(-1, (-1, 16)).transpose(1, 2)}
+    outs = [attended(given, stream.rope(plan.seq_len)) for given in (decoded, exact)]
+    weight = work.files.tensor("model.layers.0.self_attn.o_proj.weight").double()
+    error = ((outs[0] - outs[1]) @ weight.mT).square().sum(-1)
+    energy = (hidden.double() + outs[1] @ weight.mT).square().sum(-1)
+    noted = found.fit["layers"][0][half]["attention_error"]
+    assert noted == pytest.approx(float((error / energy).mean()), rel=1e-3) and noted > 1e-6
+
+
+def attended(given: dict[str, torch.Tensor], tables) -> torch.Tensor:
+    """Causal attention of two query heads to a KV head, with RoPE, all heads side by side."""
+    q, k = (rope.rotate(given[name].transpose(1, 2), *tables).transpose(1, 2).double() for name in ("q", "key"))
+    k, v = (x.double().repeat_interleave(2, 1) for x in (k, given["value"]))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class Killed(BaseException):
+    """Stands for a process that ends at this point."""
+
+
+def test_interrupted_in_every_round_it_resumes_to_the_same_bytes(model, undisturbed, tmp_path):
+    heard = []
+    runs.calibrate(a_run(asked(model, tmp_path / "count", bits=(1.5, 2.5)), listener=heard.append))
+    stops = [next(i for i, said in enumerate(heard) if said.round == number and said.layer == 1) for number in (0, 1)]
+    middle = next(i for i, said in enumerate(heard) if said.stage.endswith("settings") and said.layer == 1)
+    for number, limit in enumerate([*stops, middle + 3]):
+        seen = 0
+
+        def stop_later(progress):
+            nonlocal seen
+            seen += 1
+            if seen > limit:  # noqa: B023
+                raise Killed
+
+        job = asked(model, tmp_path / str(number), bits=(1.5, 2.5))
+        with pytest.raises(Killed):
+            runs.calibrate(a_run(job, listener=stop_later))
+        again = {name: artifact.to_bytes(found) for name, found in runs.calibrate(a_run(job)).items()}
+        assert again == undisturbed[1]
+
+
+def test_a_budget_is_published_beside_another_recipe_with_what_was_chosen(model, capsys):
+    given = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "128"]
+    given += ["--recipe", "auto", "--bits", "1.5", "--recipe", "aqua-2bit", "--json"]
+    assert cli.main([*given, "--dry-run"]) == 0
+    assert "5 settings" in json.loads(capsys.readouterr().out)["budgets"]
+    assert cli.main(given) == 0
+    other, row = json.loads(capsys.readouterr().out)
+    assert (other["recipe"], row["artifact"]) == ("aqua-2bit", "tiny-model-auto-1.5bit@1.0.0")
+    assert "layers" not in other and [layer["layer"] for layer in row["layers"]] == [0, 1, 2]
+    mean = sum(layer["keys"] + layer["values"] for layer in row["layers"]) / 6
+    assert mean == pytest.approx(row["bits"], abs=1e-3) and row["bits"] <= 1.5
+    held = registry.resolve(row["artifact"])
+    assert held.sha256 == row["sha256"]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--recipe", "auto", "--bits", "9"], "--bits 9; this model can have"),
+        (["--recipe", "auto", "--bits", "0.1"], "can have"),
+        (["--recipe", "auto", "--bits", "nan"], "can have"),
+        (["--recipe", "auto"], "--bits 2.1"),
+        (["--bits", "2"], "--recipe auto"),
+        (["--recipe", "auto", "--bits", "2", "--bits", "2"], "each once"),
+        (["--recipe", "auto", "--bits", "2", "--bits", "3", "--name", "mine"], "--name"),
+    ],
+)
+def test_what_cannot_be_is_refused(model, capsys, arguments, says):
+    given = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "128"]
+    assert cli.main([*given, *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_flow_makes_the_same_bytes_as_the_process(model, undisturbed, monkeypatch, tmp_path):
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    from kvq_calib import flow
+
+    there, _ = flow.run(asked(model, tmp_path / "there"))
+    assert [made.sha256 for made in there] == [hashlib.sha256(undisturbed[1]["auto-1.5bit"]).hexdigest()]
+    assert there[0].layers
+
+
+def test_a_plan_without_budgets_is_the_plan_it_was(model):
+    files = models.resolve(str(model))
+    recipe = budget.recipe(2, files.geometry)
+    made = plans.make(files, (recipe,), str(model / "corpus.txt"), samples=4, seq_len=128)
+    assert "budgets" not in made.to_json() and not made.budgets
