@@ -41,9 +41,9 @@ def add_eval(subparsers: Any) -> None:
         "subjects", metavar="REF|RECIPE", nargs="+", help="a reference, a .safetensors file, or an unfitted recipe"
     )
     _source(command)
-    command.add_argument("--windows", type=_count, default=16, metavar="N", help="windows of text (default: 16)")
-    command.add_argument("--step", type=_count, default=32, metavar="N", help="tokens per forward pass (default: 32)")
-    command.add_argument("--rows", type=_count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
+    command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of text (default: 16)")
+    command.add_argument("--step", type=count, default=32, metavar="N", help="tokens per forward pass (default: 32)")
+    command.add_argument("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
     command.add_argument("--recent", type=int, metavar="N", help="exact newest tokens (default: as each recipe says)")
     command.add_argument("--layers", action="store_true", help="print errors by layer too")
     command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
@@ -57,8 +57,8 @@ def add_probe(subparsers: Any) -> None:
     """Add `kvq probe`."""
     command = _command(subparsers, "probe", "what keys and values can be predicted from", PROBE_EXAMPLES, probe)
     _source(command)
-    command.add_argument("--samples", type=_count, metavar="N", help="sequences to fit on (default: as a calibration)")
-    command.add_argument("--held-out", type=_count, metavar="N", help="sequences to measure on (default: likewise)")
+    command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: as a calibration)")
+    command.add_argument("--held-out", type=count, metavar="N", help="sequences to measure on (default: likewise)")
     command.add_argument("--layers", action="store_true", help="print a row per layer instead of means")
     command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
 
@@ -67,10 +67,11 @@ def evaluate(args: argparse.Namespace) -> int:
     """Run `kvq eval`."""
     from kvq_calib import corpus, models, plots
     from kvq_calib.evaluate import record
+    from kvq_calib.evaluate.subject import find
     from kvq_runtime.registry import open_registry
 
     files = models.resolve(args.model)
-    subjects = [record.find(given, files, args.registry) for given in args.subjects]
+    subjects = [find(given, files, args.registry) for given in args.subjects]
     length = args.length or min(files.entry.seq_len, files.context)
     source = args.corpus or files.entry.corpus
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
@@ -176,14 +177,15 @@ def _source(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--corpus", metavar="FILE|HUB-ID", help="text, measured on its held-out part (default: model's)"
     )
-    command.add_argument("--length", type=_count, metavar="L", help="tokens of a sequence (default: the model's)")
+    command.add_argument("--length", type=count, metavar="L", help="tokens of a sequence (default: the model's)")
     command.add_argument("--seed", type=int, default=0, help="chooses the sequences (default: 0)")
     command.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     kinds = ("float32", "bfloat16", "float16")
     command.add_argument("--dtype", choices=kinds, help="default: float32 on a CPU, else as stored")
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A number of things, of an option."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 1")
     return int(text)

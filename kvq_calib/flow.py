@@ -35,10 +35,10 @@ def _work(asked: job.Job) -> graph.Run:
 
 @task(name="prepare", cache_policy=NO_CACHE, persist_result=False)
 def prepare(asked: job.Job) -> int:
-    """Check what would stop the run, choose the text, and say at which layer the run goes on."""
+    """Check what would stop the run, choose the texts, and say at which layer the run goes on."""
     work = _work(asked)
     job.preflight(asked, work.files, work.plan)
-    graph.start(work)
+    job.begin(asked, work)
     return graph.first_unfinished(work)
 
 
@@ -49,11 +49,19 @@ def layer(asked: job.Job, layer: int) -> None:
     graph.fit_layer(work, graph.start(work), layer)
 
 
+@task(name="evaluate", cache_policy=NO_CACHE, persist_result=False)
+def evaluate(asked: job.Job) -> None:
+    """Measure what was fitted on held-out text; the records are kept in the run folder."""
+    work = _work(asked)
+    job.evaluate(asked, work, graph.artifacts(work))
+
+
 @task(name="publish", cache_policy=NO_CACHE, persist_result=False)
 def publish(asked: job.Job) -> list[dict]:
-    """Put the artifacts together and publish them."""
+    """Put the artifacts together and publish those that keep the bounds."""
     work = _work(asked)
-    done = list(job.publish(asked, work.files, graph.artifacts(work)))
+    fitted = graph.artifacts(work)
+    done = list(job.publish(asked, work, fitted, job.evaluate(asked, work, fitted)))  # which repeats nothing
     create_table_artifact(table=[made.row() for made in done], key="kvq-artifacts", description="What was made")
     return [asdict(made) for made in done]
 
@@ -61,12 +69,14 @@ def publish(asked: job.Job) -> list[dict]:
 @flow(name="kvq-calibrate", validate_parameters=False)
 def calibrate(asked: dict) -> list[dict]:
     """Calibrate a model and publish its artifacts; `asked` holds the fields of a Job."""
-    given = job.Job(**{**asked, "recipes": tuple(asked["recipes"])})
+    given = job.Job(**{**asked, **{name: tuple(asked.get(name, ())) for name in ("recipes", "baselines")}})
     _, plan = given.prepare()
     given = replace(given, corpus=plan.corpus, revision=plan.revision)
     with checkpoint.claimed(given.folder(plan)):
         for number in range(prepare(given), plan.geometry.layers):
             layer(given, number)
+        if given.evaluate:
+            evaluate(given)
         return publish(given)
 
 

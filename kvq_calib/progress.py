@@ -1,4 +1,4 @@
-"""Show a calibration's progress: the layer and stage at work, tokens per second, time left."""
+"""Show a run's progress: the layer and stage at work, then the evaluation; tokens per second, time left."""
 
 import sys
 
@@ -9,7 +9,8 @@ from kvq_calib.run import Progress
 
 
 class Bar:
-    """A progress listener that draws one bar per layer on standard error; silent where that is no terminal.
+    """A progress listener that draws one bar per layer, and one for the evaluation, on standard error; silent where
+    that is no terminal.
 
     A layer's work is its forward pass and, for each recipe, decoding its keys and its values: each counts its tokens.
     """
@@ -17,21 +18,25 @@ class Bar:
     def __init__(self, plan: Plan, quiet: bool = False):
         self._plan, self._off = plan, quiet or not sys.stderr.isatty()
         self._bar: tqdm | None = None
-        self._layer = -1
+        self._layer: int | None = None
 
     def __call__(self, progress: Progress) -> None:
+        whole = progress.layer < 0
         if progress.layer != self._layer:
             self.close()
             self._layer = progress.layer
             passes = 1 + 2 * len(self._plan.recipes)
             self._bar = tqdm(
-                total=passes * self._plan.tokens,
+                total=progress.total if whole else passes * self._plan.tokens,
                 unit="tok",
                 unit_scale=True,
                 disable=self._off,
-                desc=f"layer {progress.layer + 1}/{progress.layers}",
+                desc=progress.stage if whole else f"layer {progress.layer + 1}/{progress.layers}",
             )
         assert self._bar is not None
+        if whole:
+            self._bar.update(progress.tokens)
+            return
         self._bar.set_postfix_str(progress.stage, refresh=False)
         self._bar.update(len(self._plan.chunks[progress.done - 1]) * self._plan.seq_len)
 
