@@ -32,16 +32,15 @@ def windows(plan: Plan, length: int) -> int:
     return max(2, min(plan.tokens // SHARE, TOKENS) // length)
 
 
-def choose(run: Run, asked: int | None = None, length: int | None = None) -> Batch:
-    """The text to measure on, from the run folder if it was chosen before.
+def choose(run: Run, asked: int | None = None) -> Batch:
+    """The text to measure on, from the run folder if it was chosen before; windows as long as the fit's sequences.
 
-    asked    windows, or ValueError; None: as `windows` says, or as many as there are
-    length   tokens of a window; None: as the sequences of the fit, within the model's context
+    asked   how many windows, or ValueError; None: as `windows` says, or as many as there are
     """
     plan, ledger = run.plan, Ledger(run.folder / "evaluated")
-    length = length or min(plan.seq_len, run.files.context)
+    length = min(plan.seq_len, run.files.context)
     count = asked or windows(plan, length)
-    unit = {"text": [plan.corpus, run.files.id, count, length, plan.seed]}
+    unit = {"text": [plan.corpus, run.files.id, asked, count, length, plan.seed]}
     kept = ledger.read(**unit)
     if kept is None:
         batch = _select(plan, run.files.path, count, length, at_least=asked or 1)
@@ -64,14 +63,14 @@ def evaluate(
     run: Run,
     fitted: Mapping[str, Artifact],
     beside: Sequence[Subject] = (),
-    windows: int | None = None,
+    asked: int | None = None,
     protocol: Protocol = PROTOCOL,
 ) -> list[dict[str, Any]]:
     """One record per artifact, in their order, then one per subject `beside` them.
 
     The whole model is on the device for this, in the precision of `kvq eval`: float32 on a CPU, else as stored.
     """
-    batch = choose(run, windows)
+    batch = choose(run, asked)
     own = [
         Subject.of(made, hashlib.sha256(artifact.to_bytes(made)).hexdigest(), name, published=False)
         for name, made in fitted.items()

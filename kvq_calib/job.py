@@ -190,7 +190,8 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
     if not job.evaluate:
         return []
     beside = [find(given, work.files, job.registry) for given in job.baselines]
-    records = [gate.judged(one, job.bounds) for one in held_out.evaluate(work, fitted, beside, job.eval_windows)]
+    records = held_out.evaluate(work, fitted, beside, job.eval_windows)
+    records = [gate.judged(one, job.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
     text = json.dumps(records, indent=1) + "\n"
     disk.replace(work.folder / "evaluation.json", text.encode(), work.folder, mode=0o644)
     return records
@@ -200,12 +201,17 @@ def publish(
     job: Job, work: Run, fitted: Mapping[str, Artifact], records: Sequence[Mapping[str, Any]] = ()
 ) -> Iterable[Done]:
     """Publish artifacts that keep the bounds, with their records, cards and plots; leave others in the run folder."""
-    target = registry.open_registry(job.registry)
+    target, drawn = registry.open_registry(job.registry), {}
+    if records:
+        drawn = {"error-by-layer.png": plots.error_by_layer(records)}
+        drawn["perplexity-by-bits.png"] = plots.perplexity_by_bits(records)
     for number, (recipe, made) in enumerate(fitted.items()):
         name, data = job.artifact_name(work.files, recipe), artifact.to_bytes(made)
         own = records[number] if records else None
         failed = gate.passes(own, job.bounds) if own else []
-        version, beside = "", _beside(made, name, own, records)
+        shown = [own, *(one for one in records if one is not own)] if own else []
+        card = report.card(made, shown, name, plots=list(drawn))
+        version, beside = "", {"README.md": card.encode(), **drawn}
         if job.publish and not failed:
             version = target.publish(name, data, job.version, beside).version
             if own:
@@ -217,18 +223,6 @@ def publish(
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
         found = (own["result"]["relative"], own["result"]["kl"]) if own else (None, None)
         yield Done(recipe, name, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1], *found, failed)
-
-
-def _beside(
-    made: Artifact, name: str, own: Mapping[str, Any] | None, records: Sequence[Mapping[str, Any]]
-) -> dict[str, bytes]:
-    """What lies beside an artifact: the card, its own record first, and the plots."""
-    if own is None:
-        return {"README.md": report.card(made, name=name).encode()}
-    drawn = {"error-by-layer.png": plots.error_by_layer(records)}
-    drawn["perplexity-by-bits.png"] = plots.perplexity_by_bits(records)
-    first = [own, *(one for one in records if one is not own)]
-    return {"README.md": report.card(made, first, name, plots=list(drawn)).encode(), **drawn}
 
 
 def _leave(folder: Path, data: bytes, beside: Mapping[str, bytes], own: Mapping[str, Any] | None) -> None:

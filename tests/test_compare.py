@@ -13,6 +13,7 @@ from kvq_calib.evaluate import perplexity
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import presets
 from kvq_runtime.registry import open_registry
+from scripts import compare_models as script
 
 NAMES = ("higgs-2bit", "mean-higgs-2bit", "aqua-2bit", "exact")
 
@@ -102,3 +103,22 @@ def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name
 )
 def test_lines_of_the_plot(name, line):
     assert plots.series(name) == line
+
+
+def result(kl: float, bits: float) -> dict:
+    return {"kl": kl, "bits": {"asymptotic": bits}}
+
+
+@pytest.mark.parametrize(
+    "better, worse, says",
+    [
+        (result(0.1, 2), result(0.2, 2.2), "holds"),
+        (result(0.1, 4), result(0.2, 2), "holds, with more bits"),
+        (result(0.2, 2), result(0.1, 4), "undecided"),
+        (result(0.2, 2), result(0.1, 2.2), "**does not hold**"),
+        (result(0.2, 4), result(0.1, 2), "**does not hold**"),
+    ],
+)
+def test_a_claim_is_judged_with_its_bits(better, worse, says):
+    assert script.verdict(better, worse) == says
+    assert {name for one in script.CLAIMS for name in (one.better, one.worse)} <= set(presets())
