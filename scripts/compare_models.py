@@ -62,8 +62,8 @@ CLAIMS = (
     Claim("AQUA-KV: and so at 3 bits", "aqua-3bit", "higgs-3bit"),
     Claim("AQUA-KV: at 2 bits it beats KIVI at 2 bits", "aqua-2bit", "kivi-2bit"),
     Claim("HIGGS: rounding pairs to a Gaussian grid beats rotation with min-max (QuaRot)", "higgs-2bit", "quarot-2bit"),
-    Claim("QuaRot: a rotation helps plain rounding", "quarot-3bit", "rtn-3bit"),
-    Claim("KIVI: keys by channel beat keys by token", "kivi-2bit", "rtn-3bit"),
+    Claim("QuaRot: a rotation helps plain rounding", "quarot-2bit", "rtn-2bit"),
+    Claim("KIVI: keys by channel beat keys by token", "kivi-2bit", "rtn-2bit"),
     Claim("PolarQuant: angles beat KIVI", "polar-paper", "kivi-2bit"),
     Claim("TurboQuant: an optimal scalar grid beats PolarQuant", "turboquant-3bit", "polar-paper"),
     Claim("SVDq: latent channels of mixed bits beat KIVI (2-bit keys, 4-bit values)", "svdq-2bit-v4", "kivi-2bit"),
@@ -128,7 +128,8 @@ def page(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> str:
         "# Recipes compared",
         "`make compare` measures and writes this page. Every token but the sinks is encoded (`--recent 0`), in steps "
         "of 32 tokens. Bits are those of keys and values together, scales and all metadata included: asymptotic, of a "
-        "cache that holds a window, and one of 4096 tokens. Attention: squared error of its output over its energy, "
+        "cache that holds a window, and one of 4096 tokens; predictors and bases, which an artifact holds once for all "
+        "sequences, are not in them. Attention: squared error of its output over its energy, "
         "mean over layers. Models this small have no massive outliers and short contexts: what ranks here may not rank "
         "so on a model of 7 billion parameters.",
     ]
