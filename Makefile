@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check format bench wheel clean
+.PHONY: help env demo test check format bench compare wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -46,6 +46,9 @@ format: env ## let ruff format and fix
 
 bench: $(VENV)/.bench ## run the benchmarks; BENCH_ARGS=...
 	$(RUN) benchmarks/decode.py $(BENCH_ARGS)
+
+compare: env ## measure all families of recipes and write docs/compare.md; COMPARE_ARGS="--model demo"
+	$(RUN) scripts/compare_models.py $(COMPARE_ARGS)
 
 wheel: env ## build sdist and wheel into dist/
 	$(RUN) -m build --no-isolation --outdir dist .

@@ -1,4 +1,4 @@
-"""`kvq-calibrate`: fit recipes to a model and publish the artifacts.
+"""`kvq-calibrate`: fit recipes to a model, evaluate what was fitted, and publish the artifacts.
 
 Exit codes
     0    done (also when the very same artifact was there already)
@@ -6,6 +6,7 @@ Exit codes
     2    usage: an unknown option, model, recipe or corpus, or settings that cannot be
     3    not found
     4    conflict: the same plan is already running, or the version is taken
+    5    an artifact costs more than --max-perplexity-ratio or --max-kl allow: it was not published
     130  interrupted; the same command goes on where it stopped
 """
 
@@ -14,18 +15,23 @@ import os
 import sys
 import time
 
+from kvq_calib.commands import count
+
 EXIT_CODES = (__doc__ or "").partition("\n\n")[2]
 EPILOG = f"""\
 examples
     kvq-calibrate --model demo                                  the embedded model, in a minute
     kvq-calibrate --model qwen2.5-7b                            256 sequences of 8192 tokens of RedPajama
     kvq-calibrate --model ./my-model --corpus text.jsonl --recipe aqua-2bit --recipe aqua-3bit
+    kvq-calibrate --model ./my-model --recipe aqua-2bit --baseline higgs-2bit --max-perplexity-ratio 1.02
     kvq-calibrate --model meta-llama/Llama-3.1-8B --device cuda --dry-run
     kvq-calibrate --model demo --recipe auto --bits 2.1         bits by layer, chosen within 2.1 per element
     kvq-calibrate --list-models
 
-One pass over the model serves all recipes. A run that is interrupted, or killed, goes on at the layer where it was
-when the same command is given again. `kvq recipes` lists the recipes; `kvq eval` measures what was made.
+One pass over the model serves all recipes. What was fitted is measured on held-out text (perplexity, divergence,
+agreement, errors) before it is published; that takes the whole model, and card, plots and record lie beside the
+artifact. A run that is interrupted, or killed, goes on where it was when the same command is given again.
+`kvq recipes` lists the recipes; `kvq eval` measures more, `kvq compare` many recipes side by side.
 
 {EXIT_CODES}"""
 
@@ -42,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return _say(f"{error.name} is not installed: pip install 'kvq-runtime[calib]' (with --prefect: [flows])", 1)
     except KeyboardInterrupt:
-        return _say("interrupted; the same command goes on at the layer where it was", 130)
+        return _say("interrupted; the same command goes on where it stopped", 130)
 
 
 def _calibrate(args: argparse.Namespace) -> int:
@@ -69,7 +75,10 @@ def _calibrate(args: argparse.Namespace) -> int:
         if not args.json and spent:
             _cost(time.perf_counter() - begun, spent)
             _peak(plan, files)
-        return 0
+        for made in done:
+            for reason in made.failed:
+                _say(f"{made.name} was not published. {reason}; it lies in {asked.folder(plan) / made.name}")
+        return 5 if any(made.failed for made in done) else 0
     except checkpoint.AlreadyRunning as error:
         return _say(error, 4)
     except NotFound as error:
@@ -90,9 +99,10 @@ def _job(args: argparse.Namespace):
     if args.model is None:
         raise ValueError("--model is missing: a name of --list-models, a folder, or a Hub id")
     names = ("model", "revision", "corpus", "samples", "seq_len", "held_out", "seed", "device", "dtype", "threads")
-    given = {name: getattr(args, name) for name in (*names, "registry", "name", "version", "run")}
-    given["bits"] = tuple(args.bits or ())
-    return Job(recipes=tuple(args.recipe or ["aqua-2bit"]), publish=not args.no_publish, **given)
+    names += ("registry", "name", "version", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
+    given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline)}
+    return Job(recipes=tuple(args.recipe or ["aqua-2bit"]), **given)
 
 
 def _here(asked, plan, quiet: bool):
@@ -130,6 +140,7 @@ def _show_plan(asked, files, plan, json: bool) -> int:
         "samples": f"{plan.samples} ({plan.held_out} held out)",
         "seq_len": plan.seq_len,
         "tokens": plan.tokens,
+        "evaluation": _evaluation(asked, plan),
         "chunks": f"{len(plan.chunks)} of at most {plan.chunk} sequences",
         **_rounds(plan),
         "device": f"{plan.device}, {plan.dtype}, {plan.threads} threads",
@@ -165,13 +176,24 @@ def _rounds(plan) -> dict[str, str]:
     return {"budgets": f"{asked}: {measured}, in 2 to {budget.ROUNDS} rounds, each a pass over the model"}
 
 
+def _evaluation(asked, plan) -> str:
+    from kvq_calib import held_out
+
+    if not asked.evaluate:
+        return "none"
+    count = asked.eval_windows or f"up to {held_out.windows(plan, plan.seq_len)}"
+    bounds = "".join(f", {name} at most {bound:g}" for name, bound in asked.bounds.given.items())
+    return f"{count} held-out windows{bounds}"
+
+
 def _cost(wall: float, spent: dict[str, float]) -> None:
-    forward = spent.pop("forward", 0.0)
+    forward, evaluation = spent.pop("forward", 0.0), spent.pop("evaluation", 0.0)
     parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items())
     total = forward + sum(spent.values())
     print(
         f"\n{wall:.1f} s. The layers took {total:.1f} s, {total / forward if forward else 0:.2f} times "
         f"the model's own forward pass in them ({forward:.1f} s): {parts}."
+        + (f" The evaluation took {evaluation:.1f} s." if evaluation else "")
     )
 
 
@@ -224,7 +246,19 @@ def parser() -> argparse.ArgumentParser:
     add("--registry", metavar="URL", help="file:///folder (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)")
     add("--name", metavar="NAME", help="of the artifact (default: MODEL-RECIPE)")
     add("--version", metavar="V", help="1.2.0; default: the next number")
-    add("--no-publish", action="store_true", help="fit, and leave the result in the run folder")
+    add("--no-publish", action="store_true", help="leave artifact, card and plots in the run folder")
+    add = top.add_argument_group("evaluation").add_argument
+    add("--no-eval", action="store_true", help="publish without measuring on held-out text")
+    add("--eval-windows", type=count, metavar="N", help="windows of it, as long as the sequences (default: few)")
+    add(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="measure this beside: an unfitted recipe or a REF",
+    )
+    add("--max-perplexity-ratio", type=float, metavar="X", help="publish only if perplexity / 16-bit perplexity <= X")
+    add("--max-kl", type=float, metavar="X", help="publish only if the KL divergence, nats per token, <= X")
     add = top.add_argument_group("how").add_argument
     add("--prefect", action="store_true", help="run as a Prefect flow (also when PREFECT_API_URL is set)")
     add("--dry-run", action="store_true", help="check everything, print the plan, and stop")

@@ -1,4 +1,4 @@
-"""Add `eval` and `probe` to the `kvq` command, whose exit codes they share.
+"""Add `eval`, `compare` and `probe` to the `kvq` command, whose exit codes they share.
 
 What they need is imported when they run: `kvq list` must not wait for it.
 """
@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,18 @@ The 16-bit model is always measured beside them. A table of: bits per element, a
 window, or 4096 tokens; perplexity, and its distance from 16 bit with the standard error over windows; KL divergence
 from the 16-bit model in nats; top-1 agreement with it. Records of published artifacts are kept in the registry."""
 
+COMPARE_EXAMPLES = """\
+examples
+    kvq compare --model demo --windows 8 --recent 0 --plot compare.png
+    kvq compare --model ./my-model --corpus text.txt --recipes aqua-2bit higgs-2bit kivi-2bit --samples 64
+    kvq compare --model qwen2.5-7b --recipes all --length 4096 --device cuda --output records.json
+
+Recipes that need a fit are fitted in one pass over the model, and are not published; then all are measured in one pass
+over held-out text. The same command resumes what was stopped, and repeats no measurement. The table, by bits per
+element (asymptotic; of a cache that holds a window, or 4096 tokens): perplexity, KL divergence in nats, top-1
+agreement, each against the 16-bit model, and the squared error of attention's output over its energy, mean over layers,
+as the cache gives it in use. --recent 0 encodes every token but the sinks: the worst case, and the clearest ranking."""
+
 PROBE_EXAMPLES = """\
 examples
     kvq probe --model demo
@@ -41,9 +53,9 @@ def add_eval(subparsers: Any) -> None:
         "subjects", metavar="REF|RECIPE", nargs="+", help="a reference, a .safetensors file, or an unfitted recipe"
     )
     _source(command)
-    command.add_argument("--windows", type=_count, default=16, metavar="N", help="windows of text (default: 16)")
-    command.add_argument("--step", type=_count, default=32, metavar="N", help="tokens per forward pass (default: 32)")
-    command.add_argument("--rows", type=_count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
+    command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of text (default: 16)")
+    command.add_argument("--step", type=count, default=32, metavar="N", help="tokens per forward pass (default: 32)")
+    command.add_argument("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
     command.add_argument("--recent", type=int, metavar="N", help="exact newest tokens (default: as each recipe says)")
     command.add_argument("--layers", action="store_true", help="print errors by layer too")
     command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
@@ -53,12 +65,32 @@ def add_eval(subparsers: Any) -> None:
     )
 
 
+def add_compare(subparsers: Any) -> None:
+    """Add `kvq compare`."""
+    command = _command(
+        subparsers, "compare", "many recipes on one model, fitted in one pass", COMPARE_EXAMPLES, compare
+    )
+    _source(command)
+    command.add_argument(
+        "--recipes", metavar="NAME", nargs="+", default=[], help="recipes, or all (default: some of every family)"
+    )
+    command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
+    command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of text (default: 16)")
+    command.add_argument("--step", type=count, default=32, metavar="N", help="tokens per forward pass (default: 32)")
+    command.add_argument("--recent", type=int, metavar="N", help="exact newest tokens (default: as each recipe says)")
+    command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
+    command.add_argument("--output", metavar="FILE", help="write the records as JSON")
+    command.add_argument(
+        "--run", dest="folder", metavar="DIR", help="folder of the run's files (default: under $KVQ_HOME)"
+    )
+
+
 def add_probe(subparsers: Any) -> None:
     """Add `kvq probe`."""
     command = _command(subparsers, "probe", "what keys and values can be predicted from", PROBE_EXAMPLES, probe)
     _source(command)
-    command.add_argument("--samples", type=_count, metavar="N", help="sequences to fit on (default: as a calibration)")
-    command.add_argument("--held-out", type=_count, metavar="N", help="sequences to measure on (default: likewise)")
+    command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: as a calibration)")
+    command.add_argument("--held-out", type=count, metavar="N", help="sequences to measure on (default: likewise)")
     command.add_argument("--layers", action="store_true", help="print a row per layer instead of means")
     command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
 
@@ -67,10 +99,11 @@ def evaluate(args: argparse.Namespace) -> int:
     """Run `kvq eval`."""
     from kvq_calib import corpus, models, plots
     from kvq_calib.evaluate import record
+    from kvq_calib.evaluate.subject import find
     from kvq_runtime.registry import open_registry
 
     files = models.resolve(args.model)
-    subjects = [record.find(given, files, args.registry) for given in args.subjects]
+    subjects = [find(given, files, args.registry) for given in args.subjects]
     length = args.length or min(files.entry.seq_len, files.context)
     source = args.corpus or files.entry.corpus
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
@@ -99,7 +132,64 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def table(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare(args: argparse.Namespace) -> int:
+    """Run `kvq compare`."""
+    import torch
+
+    from kvq_calib import compare as comparing
+    from kvq_calib import corpus, models, plots
+    from kvq_calib.evaluate import record
+    from kvq_calib.evaluate.subject import Subject
+    from kvq_calib.job import Job
+    from kvq_calib.ledger import Ledger
+    from kvq_calib.plan import home
+    from kvq_calib.progress import Bar
+
+    files = models.resolve(args.model)
+    length = args.length or min(files.entry.seq_len, files.context)
+    chosen, notes = comparing.choose(args.recipes, files.geometry)
+    for note in notes:
+        print(f"kvq: {note}", file=sys.stderr)
+    source, device = corpus.pin(args.corpus or files.entry.corpus), _device(args.device)
+    batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
+    subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
+    fitted = tuple(recipe.name for recipe in chosen if recipe.fitted)
+    if fitted:
+        job = Job(
+            args.model, fitted, corpus=source, samples=args.samples, seq_len=length, seed=args.seed, device=device,
+            dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder, publish=False, evaluate=False,
+        )  # fmt: skip
+        bar = Bar(job.prepare()[1], args.quiet)
+        try:
+            subjects |= {one.name: one for one in comparing.fit(job, bar)}
+        finally:
+            bar.close()
+    protocol = record.Protocol(args.step, None, args.recent)
+    ledger = Ledger(home() / "evaluated" if args.folder is None else Path(args.folder) / "evaluated")
+    with _bar(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
+        dtype = _dtype(args.dtype, device)
+        records = record.evaluate(files, batch, list(subjects.values()), protocol, device, dtype, progress, ledger)
+    records = plots.by_bits(records)
+    if args.output:
+        Path(args.output).write_text(json.dumps(records, indent=1) + "\n")
+    if args.plot:
+        Path(args.plot).write_bytes(plots.comparison(records))
+    if args.json:
+        print(json.dumps(records, indent=2))
+    else:
+        print_table(comparison(records), False)
+    return 0
+
+
+def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that `kvq compare` prints: those of `kvq eval`, with the error of attention's output."""
+    from kvq_calib.plots import attention_error
+
+    first, *rows = table(records)
+    return [first, *(row | {"attention": attention_error(one)} for row, one in zip(rows, records, strict=True))]
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows that `kvq eval` prints: the 16-bit model first."""
     first = records[0]
     length = first["protocol"]["length"]
@@ -176,14 +266,15 @@ def _source(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--corpus", metavar="FILE|HUB-ID", help="text, measured on its held-out part (default: model's)"
     )
-    command.add_argument("--length", type=_count, metavar="L", help="tokens of a sequence (default: the model's)")
+    command.add_argument("--length", type=count, metavar="L", help="tokens of a sequence (default: the model's)")
     command.add_argument("--seed", type=int, default=0, help="chooses the sequences (default: 0)")
     command.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     kinds = ("float32", "bfloat16", "float16")
     command.add_argument("--dtype", choices=kinds, help="default: float32 on a CPU, else as stored")
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A number of things, of an option."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 1")
     return int(text)

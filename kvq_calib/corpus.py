@@ -37,6 +37,14 @@ _HUB = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<r
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+class TooLittle(ValueError):
+    """A part of a corpus gives only `found` of the sequences asked for."""
+
+    def __init__(self, message: str, found: int):
+        super().__init__(message)
+        self.found = found
+
+
 @dataclass(frozen=True)
 class Batch:
     """Sequences of token ids, in rank order.
@@ -64,7 +72,7 @@ def select(
 
     tokenizer   the folder of the model
 
-    Raises ValueError, with the number there is, if the part has too little text.
+    Raises TooLittle, a ValueError, with the number there is, if the part has too little text.
     """
     if samples < 1 or seq_len < 2:
         raise ValueError(f"samples={samples}, seq_len={seq_len}; use at least 1 sequence of at least 2 tokens")
@@ -77,8 +85,8 @@ def select(
         rows, used = _pack(chosen, encoder, samples, seq_len, seed), "pack"
     if len(rows) < samples:
         where = corpus.name if split == "all" else f"the {split} part of {corpus.name}"
-        raise ValueError(f"{where} gives {len(rows)} sequences of {seq_len} tokens (mode {used}), not {samples}; ask "
-                         "for fewer or shorter ones, or give more text")  # fmt: skip
+        raise TooLittle(f"{where} gives {len(rows)} sequences of {seq_len} tokens (mode {used}), not {samples}; ask "
+                        "for fewer or shorter ones, or give more text", len(rows))  # fmt: skip
     tokens = np.asarray(rows, dtype="<i4")
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()
     description = {

@@ -1,4 +1,4 @@
-"""`make demo`: the whole line on the embedded model. Calibrate, publish, load, generate, measure."""
+"""`make demo`: the whole line on the embedded model. Calibrate, measure, publish, load, generate."""
 
 import argparse
 import json
@@ -37,21 +37,31 @@ def demonstrate(samples: int, windows: int, length: int) -> list[dict]:
     from kvq_calib.job import Job
     from kvq_runtime.table import print_table
 
-    asked = Job("demo", recipes=("aqua-2bit", "mean-higgs-2bit"), samples=samples, threads=torch.get_num_threads())
-    print(f"1. Calibrate AQUA-KV on {samples} sequences of the standard library's own documentation, and publish.")
-    cost = _calibrate(asked)
+    asked = Job(
+        "demo",
+        recipes=("aqua-2bit", "mean-higgs-2bit"),
+        baselines=("higgs-2bit",),
+        samples=samples,
+        seq_len=length,
+        eval_windows=windows,
+        threads=torch.get_num_threads(),
+    )
+    print(f"1. Calibrate AQUA-KV on {samples} sequences of the standard library's own documentation, measure the "
+          f"result\n   on {windows} held-out ones of {length} tokens, and publish it.")  # fmt: skip
+    records, cost = _calibrate(asked)
     print(f"   {cost}")
     files = models.resolve("demo")
-    batch = corpus.select("demo", files.path, windows, length, split="held-out")
+    batch = corpus.select("demo", files.path, 1, length, split="held-out")
     print("\n2. Load the published artifact, and go on writing a held-out text with it (after >>>).")
     _generate(files, batch.tokens_BT[0, : 3 * length // 4])
-    print(f"\n3. Measure on {windows} held-out windows of {length} tokens.")
-    rows = _measure(files, batch)
+    print("\n3. What was measured before publishing.")
+    rows = _rows(records)
     print_table([{name: _shown(name, value) for name, value in row.items()} for row in rows], json=False)
     return rows
 
 
-def _calibrate(asked) -> str:
+def _calibrate(asked) -> tuple[list[dict], str]:
+    """The evaluation's records, and what the calibration cost."""
     from kvq_calib import job
     from kvq_calib.progress import Bar
 
@@ -59,11 +69,16 @@ def _calibrate(asked) -> str:
     bar = Bar(plan)
     with tempfile.TemporaryDirectory() as folder:  # not a finished run of last time: the demo shows the work
         done, spent = job.run(replace(asked, run=folder), bar)
+        records = json.loads((Path(folder) / "evaluation.json").read_text())
     bar.close()
     for made in done:
         print(f"   {made.name}@{made.version}  sha256 {made.sha256[:12]}")
+    evaluation = spent.pop("evaluation")
     forward, total = spent["forward"], sum(spent.values())
-    return f"{total:.1f} s for two recipes, {total / forward:.1f} times the model's own forward pass ({forward:.1f} s)"
+    return records, (
+        f"{total:.1f} s for two recipes, {total / forward:.1f} times the model's own forward pass ({forward:.1f} s); "
+        f"{evaluation:.1f} s for the evaluation"
+    )
 
 
 def _generate(files, prompt_T) -> None:
@@ -82,17 +97,9 @@ def _generate(files, prompt_T) -> None:
     print("\n".join("   " + line for line in str(cache.memory_report()).splitlines()))
 
 
-def _measure(files, batch) -> list[dict]:
-    from tqdm import tqdm
-
-    from kvq_calib.evaluate import record
-
-    names = ("higgs-2bit", "demo-mean-higgs-2bit", "demo-aqua-2bit")
-    subjects = [record.find(name, files) for name in names]
-    protocol = record.Protocol(error_windows=0)
-    with tqdm(total=record.work(files, batch, len(subjects), protocol), unit="tok", unit_scale=True, desc="held-out",
-              disable=not sys.stderr.isatty()) as bar:  # fmt: skip
-        records = record.evaluate(files, batch, subjects, protocol, progress=bar.update)
+def _rows(records: list[dict]) -> list[dict]:
+    """The table: 16 bit, then the records by what they cost, dearest first."""
+    records = sorted(records, key=lambda one: -one["result"]["kl"])
     exact = records[0]["result"]["reference_perplexity"]
     rows = [
         {
@@ -104,10 +111,10 @@ def _measure(files, batch) -> list[dict]:
             "against 16 bit": 0.0,
         }
     ]
-    for name, found in zip(names, (one["result"] for one in records), strict=True):
+    for found in (one["result"] for one in records):
         bits = found["bits"]
         rows.append({
-            "recipe": name.removeprefix("demo-"),
+            "recipe": found["recipe"],
             "bits": bits["asymptotic"],
             "bits at 4096": bits["at_4096"],
             "bytes": bits["bytes_at_4096"] / bits["exact_bytes_at_4096"],

@@ -41,12 +41,12 @@ def _round(asked: job.Job, number: int) -> graph.Run | None:
 
 @task(name="prepare", task_run_name="prepare-{number}", cache_policy=NO_CACHE, persist_result=False)
 def prepare(asked: job.Job, number: int) -> int | None:
-    """Check what would stop the round, choose the text, and say at which layer it goes on; None: there is none."""
+    """Check what would stop the round, choose the texts, and say at which layer it goes on; None: there is none."""
     work = _round(asked, number)
     if work is None:
         return None
     job.preflight(asked, work.files, work.plan)
-    graph.start(work)
+    job.begin(asked, work) if number == 0 else graph.start(work)
     return graph.first_unfinished(work)
 
 
@@ -58,11 +58,19 @@ def layer(asked: job.Job, layer: int, number: int) -> None:
     graph.fit_layer(work, graph.start(work), layer)
 
 
+@task(name="evaluate", cache_policy=NO_CACHE, persist_result=False)
+def evaluate(asked: job.Job) -> None:
+    """Measure what was fitted on held-out text; the records are kept in the run folder."""
+    work = _work(asked)
+    job.evaluate(asked, work, graph.artifacts(work))
+
+
 @task(name="publish", cache_policy=NO_CACHE, persist_result=False)
 def publish(asked: job.Job) -> list[dict]:
-    """Put the artifacts together and publish them."""
+    """Put the artifacts together and publish those that keep the bounds."""
     work = _work(asked)
-    done = list(job.publish(asked, work.files, graph.artifacts(work)))
+    fitted = graph.artifacts(work)
+    done = list(job.publish(asked, work, fitted, job.evaluate(asked, work, fitted)))  # which repeats nothing
     create_table_artifact(table=[made.row() for made in done], key="kvq-artifacts", description="What was made")
     return [asdict(made) for made in done]
 
@@ -70,7 +78,8 @@ def publish(asked: job.Job) -> list[dict]:
 @flow(name="kvq-calibrate", validate_parameters=False)
 def calibrate(asked: dict) -> list[dict]:
     """Calibrate a model and publish its artifacts; `asked` holds the fields of a Job."""
-    given = job.Job(**{**asked, "recipes": tuple(asked["recipes"]), "bits": tuple(asked.get("bits", ()))})
+    tuples = {name: tuple(asked.get(name, ())) for name in ("recipes", "bits", "baselines")}
+    given = job.Job(**{**asked, **tuples})
     _, plan = given.prepare()
     given = replace(given, corpus=plan.corpus, revision=plan.revision)
     with checkpoint.claimed(given.folder(plan)):
@@ -80,6 +89,8 @@ def calibrate(asked: dict) -> list[dict]:
                 break
             for one in range(first, plan.geometry.layers):
                 layer(given, one, number)
+        if given.evaluate:
+            evaluate(given)
         return publish(given)
 
 

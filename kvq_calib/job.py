@@ -1,20 +1,27 @@
 """What a user asks for, from the command line, a flow or a script: resolve it, check it, do it, publish it."""
 
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from kvq_calib import budget, models, plots, report
+from kvq_calib import budget, checkpoint, gate, held_out, models, plots, report
+from kvq_calib import run as graph
+from kvq_calib.evaluate.subject import find
+from kvq_calib.gate import Bounds
 from kvq_calib.plan import Plan, home, make
-from kvq_calib.run import Listener, Run, calibrate, seconds
+from kvq_calib.run import Listener, Run, seconds
 from kvq_calib.weights import ModelFiles
 from kvq_runtime import artifact, registry
+from kvq_runtime import files as disk
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.memory import asymptotic_bits
 from kvq_runtime.recipe import preset
@@ -31,6 +38,9 @@ class Job:
     bits       of the recipe "auto": an artifact for each
     run        where the run's files go; by default under $KVQ_HOME/runs
     publish    whether the artifacts go to the registry
+    evaluate   whether they are measured on held-out text before that; `eval_windows` of it (default: a small part of
+               the run), beside `baselines`: recipes that need no fit, or artifacts
+    max_...    what an artifact may cost at the most, else it is not published
     """
 
     model: str
@@ -50,6 +60,16 @@ class Job:
     version: str | None = None
     run: str | None = None
     publish: bool = True
+    evaluate: bool = True
+    eval_windows: int | None = None
+    baselines: tuple[str, ...] = ()
+    max_perplexity_ratio: float | None = None
+    max_kl: float | None = None
+
+    @property
+    def bounds(self) -> Bounds:
+        """What an artifact must keep to be published."""
+        return Bounds(self.max_perplexity_ratio, self.max_kl)
 
     def prepare(self) -> tuple[ModelFiles, Plan]:
         """Find the model and complete the plan."""
@@ -79,9 +99,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """One published (or only fitted) artifact.
+    """One artifact as fitted, measured and published.
 
-    layers   of a recipe with a budget: what was chosen
+    version   "" if it was not published
+    failed    the bounds that it does not keep
+    layers    of a recipe with a budget: what was chosen
     """
 
     recipe: str
@@ -91,18 +113,24 @@ class Done:
     bits: float
     key_error: float
     value_error: float
+    relative: float | None = None
+    kl: float | None = None
+    failed: Sequence[str] = ()
     layers: list[dict] = field(default_factory=list)
 
     def row(self, full: bool = False) -> dict:
         """A line of the result table; `full`: with the whole digest, and what was chosen."""
-        return {
+        row: dict[str, Any] = {
             "recipe": self.recipe,
             "artifact": f"{self.name}@{self.version}" if self.version else self.name,
             "sha256": self.sha256 if full else self.sha256[:12],
             "bits": round(self.bits, 4),
             "key error": round(self.key_error, 5),
             "value error": round(self.value_error, 5),
-        } | ({"layers": self.layers} if full and self.layers else {})
+        }
+        if self.relative is not None:
+            row |= {"perplexity": f"{self.relative:+.2%}", "KL": self.kl}
+        return row | ({"layers": self.layers} if full and self.layers else {})
 
 
 def preflight(job: Job, files: ModelFiles, plan: Plan) -> list[str]:
@@ -115,6 +143,12 @@ def preflight(job: Job, files: ModelFiles, plan: Plan) -> list[str]:
         job.artifact_name(files, recipe.name)
     if job.version is not None:
         check_version(job.version)
+    if job.bounds.given and not job.evaluate:
+        raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
+    for given in job.baselines:
+        find(given, files, job.registry)
+    if len({*job.recipes, *job.baselines}) < len(job.recipes) + len(job.baselines):
+        raise ValueError(f"recipes {job.recipes} and baselines {job.baselines}; name each once")
     if plan.device.startswith("cuda") and not torch.cuda.is_available():
         raise RuntimeError(f"device {plan.device}, but this machine has no usable CUDA device; use --device cpu")
     if plan.seq_len > files.context:
@@ -131,6 +165,12 @@ def preflight(job: Job, files: ModelFiles, plan: Plan) -> list[str]:
         raise RuntimeError(
             f"a layer and a chunk need {asked:.1f} GB on {plan.device}, and {memory / 1e9:.1f} GB are free"
         )
+    whole = _whole(files, plan)
+    if job.evaluate and memory < whole:
+        raise RuntimeError(
+            f"the evaluation needs the whole model, {whole / 1e9:.1f} GB on {plan.device}, and {memory / 1e9:.1f} GB "
+            "are free; leave it out with --no-eval, and measure the artifact later: kvq eval"
+        )
     root = registry.open_registry(job.registry).root
     if job.publish and not os.access(_existing(root), os.W_OK):
         raise RuntimeError(f"the registry {root} cannot be written to; choose another with --registry")
@@ -138,27 +178,79 @@ def preflight(job: Job, files: ModelFiles, plan: Plan) -> list[str]:
 
 
 def run(job: Job, listener: Listener = lambda progress: None) -> tuple[list[Done], dict[str, float]]:
-    """Do the job: calibrate, and publish unless told not to. Returns what was made, and seconds by stage."""
+    """Do the job: calibrate, evaluate, publish. Returns what was made, and seconds by stage."""
     files, plan = job.prepare()
     work = Run(plan, files, job.folder(plan), listener)
-    fitted = calibrate(work)
-    return list(publish(job, files, fitted)), seconds(work)
+    with checkpoint.claimed(work.folder):
+        begin(job, work)
+        fitted = graph.fit(work)
+        begun = time.perf_counter()
+        records = evaluate(job, work, fitted)
+        spent = {"evaluation": time.perf_counter() - begun} if records else {}
+        return list(publish(job, work, fitted, records)), seconds(work) | spent
 
 
-def publish(job: Job, files: ModelFiles, fitted: dict[str, Artifact]) -> Iterable[Done]:
-    """Publish artifacts with their card and plots."""
-    for recipe, made in fitted.items():
-        name, data = job.artifact_name(files, recipe), artifact.to_bytes(made)
-        version, chosen = "", "budget" in made.fit
-        if job.publish:
-            drawn = {"bits-by-layer.png": plots.bits_by_layer(name, report.by_layer(made))} if chosen else {}
-            card = {"README.md": report.card(made, name=name, plots=[*drawn]).encode()} | drawn
-            version = registry.open_registry(job.registry).publish(name, data, job.version, card).version
+def begin(job: Job, work: Run) -> None:
+    """Open the run, and choose its texts: what is missing is found before the work."""
+    graph.start(work)
+    if job.evaluate:
+        held_out.choose(work, job.eval_windows)
+
+
+def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[str, Any]]:
+    """Measure what was fitted, and write evaluation.json in the run folder: artifacts, then baselines."""
+    if not job.evaluate:
+        return []
+    beside = [find(given, work.files, job.registry) for given in job.baselines]
+    records = held_out.evaluate(work, fitted, beside, job.eval_windows)
+    records = [gate.judged(one, job.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
+    text = json.dumps(records, indent=1) + "\n"
+    disk.replace(work.folder / "evaluation.json", text.encode(), work.folder, mode=0o644)
+    return records
+
+
+def publish(
+    job: Job, work: Run, fitted: Mapping[str, Artifact], records: Sequence[Mapping[str, Any]] = ()
+) -> Iterable[Done]:
+    """Publish artifacts that keep the bounds, with their records, cards and plots; leave others in the run folder."""
+    target, drawn = registry.open_registry(job.registry), {}
+    if records:
+        drawn = {"error-by-layer.png": plots.error_by_layer(records)}
+        drawn["perplexity-by-bits.png"] = plots.perplexity_by_bits(records)
+    for number, (recipe, made) in enumerate(fitted.items()):
+        name, data = job.artifact_name(work.files, recipe), artifact.to_bytes(made)
+        own = records[number] if records else None
+        failed = gate.passes(own, job.bounds) if own else []
+        shown = [own, *(one for one in records if one is not own)] if own else []
+        layers = report.by_layer(made) if "budget" in made.fit else []
+        shapes = {"bits-by-layer.png": plots.bits_by_layer(name, layers)} if layers else {}
+        card = report.card(made, shown, name, plots=[*drawn, *shapes])
+        version, beside = "", {"README.md": card.encode(), **drawn, **shapes}
+        if job.publish and not failed:
+            version = target.publish(name, data, job.version, beside).version
+            if own:
+                target.add_evaluation(own)
+        else:
+            _leave(work.folder / name, data, beside, own)
         measures = made.fit["layers"]
         errors = [sum(layer[half]["relative_error"] for layer in measures) / len(measures) for half in ("key", "value")]
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
-        layers = report.by_layer(made) if chosen else []
-        yield Done(recipe, name, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1], layers)
+        found = (own["result"]["relative"], own["result"]["kl"]) if own else (None, None)
+        digest = hashlib.sha256(data).hexdigest()
+        yield Done(recipe, name, version, digest, bits, errors[0], errors[1], *found, failed, layers)
+
+
+def _leave(folder: Path, data: bytes, beside: Mapping[str, bytes], own: Mapping[str, Any] | None) -> None:
+    """Put an unpublished artifact where its run is, in the shape that `kvq pull` gives."""
+    disk.make_folder(folder)
+    record = {"evaluation.json": (json.dumps(own, indent=1) + "\n").encode()} if own else {}
+    for name, content in {"kvq.safetensors": data, **beside, **record}.items():
+        disk.replace(folder / name, content, folder, mode=0o644)
+
+
+def _whole(files: ModelFiles, plan: Plan) -> int:
+    """The bytes of the whole model as `kvq eval` loads it."""
+    return files.weight_bytes * (4 if plan.device == "cpu" else files.dtype.itemsize) // files.dtype.itemsize
 
 
 def _existing(path: Path) -> Path:

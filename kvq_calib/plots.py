@@ -4,6 +4,7 @@ Each function returns the bytes of a PNG; the same numbers give the same picture
 """
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,6 +88,54 @@ def bits_by_layer(name: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
     axis.set_title(f"{name}: {mean:.3g} bits in all", fontsize=9, color="0.35")
     _tidy(axis, "y")
     return _png(figure)
+
+
+def comparison(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """Perplexity, divergence and the error of attention's output against asymptotic bits: a panel each, a line per
+    recipe over its bits."""
+    panels = {
+        "perplexity against 16 bit, %": lambda one: 100 * one["result"]["relative"],
+        "KL divergence, nats": lambda one: one["result"]["kl"],
+        "attention output, relative squared error": attention_error,
+    }
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for record in by_bits(records):
+        lines.setdefault(series(record["result"]["recipe"]), []).append(record)
+    figure = Figure(figsize=(13, 5.2), layout="constrained")
+    axes = figure.subplots(1, len(panels))
+    for axis, (title, value) in zip(axes, panels.items(), strict=True):
+        for number, (name, group) in enumerate(sorted(lines.items())):
+            points = [(one["result"]["bits"]["asymptotic"], value(one)) for one in group]
+            look = _look(number) | {"marker": MARKS[(number + number // len(COLOURS)) % len(MARKS)], "linewidth": 1}
+            axis.plot(*zip(*points, strict=True), label=name, alpha=0.85, **look)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("bits per key or value element, asymptotic")
+        if axis is axes[0]:
+            axis.set_yscale("symlog", linthresh=0.1)  # a cost within the noise may be below zero
+        elif any((value(one) or 0) > 0 for one in records):
+            axis.set_yscale("log")
+        _tidy(axis)
+    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+    figure.suptitle(_where(records), fontsize=9, color="0.35")
+    return _png(figure)
+
+
+def attention_error(record: Mapping[str, Any]) -> float | None:
+    """The error of attention's output as the cache gives it in use: the mean over layers."""
+    found = [row["attention_error"] for row in record["result"]["layers"]]
+    return sum(found) / len(found) if found else None
+
+
+def by_bits(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Records in the order of their asymptotic bits, then of their divergence."""
+    return sorted(records, key=lambda one: (one["result"]["bits"]["asymptotic"], one["result"]["kl"]))
+
+
+def series(name: str) -> str:
+    """A recipe's name without its bits: what is one line of a plot."""
+    return re.sub(r"-?\d+(\.\d+)?bit", "", name)
 
 
 def probes(found: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Show a calibration's progress: the layer and stage at work, tokens per second, time left."""
+"""Show a run's progress: the layer and stage at work, then the evaluation; tokens per second, time left."""
 
 import sys
 
@@ -10,7 +10,8 @@ from kvq_calib.run import Progress
 
 
 class Bar:
-    """A progress listener that draws one bar per layer on standard error; silent where that is no terminal.
+    """A progress listener that draws one bar per layer, and one for the evaluation, on standard error; silent where
+    that is no terminal.
 
     A layer's work is its forward pass and, for each recipe, decoding its keys and its values, and measuring every
     setting of a budget: each counts its tokens.
@@ -19,21 +20,25 @@ class Bar:
     def __init__(self, plan: Plan, quiet: bool = False):
         self._plan, self._off = plan, quiet or not sys.stderr.isatty()
         self._bar: tqdm | None = None
-        self._at = (0, -1)
+        self._at = (0, -2)
 
     def __call__(self, progress: Progress) -> None:
+        whole = progress.layer < 0
         if (progress.round, progress.layer) != self._at:
             self.close()
             self._at = (progress.round, progress.layer)
             again = f"round {progress.round}, " if progress.round else ""
             self._bar = tqdm(
-                total=self._work(progress.round),
+                total=progress.total if whole else self._work(progress.round),
                 unit="tok",
                 unit_scale=True,
                 disable=self._off,
-                desc=f"{again}layer {progress.layer + 1}/{progress.layers}",
+                desc=progress.stage if whole else f"{again}layer {progress.layer + 1}/{progress.layers}",
             )
         assert self._bar is not None
+        if whole:
+            self._bar.update(progress.tokens)
+            return
         self._bar.set_postfix_str(progress.stage, refresh=False)
         self._bar.update(progress.tokens or len(self._plan.chunks[progress.done - 1]) * self._plan.seq_len)
 

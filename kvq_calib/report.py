@@ -207,6 +207,11 @@ def _evaluation(records: Sequence[Mapping[str, Any]]) -> str:
             f"{given['length']} tokens of {text['source']}, {text['split']} part; in steps of {given['step']} tokens "
             f"with the compressed cache, recent window {recent}. ± is a standard error over windows.\n\n{_table(rows)}"
         )
+    verdict = records[0]["result"].get("gate")
+    if verdict:
+        bounds = ", ".join(f"{name} {bound:g}" for name, bound in verdict["bounds"].items())
+        kept = "; ".join(verdict["failed"]) or "kept"
+        blocks.append(f"Bounds for publication: {bounds}. {kept[0].upper()}{kept[1:]}.")
     return "\n\n".join(blocks)
 
 

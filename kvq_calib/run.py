@@ -1,4 +1,4 @@
-"""The stage graph as plain functions: prepare → layer 0 → layer 1 → ... → artifacts.
+"""The stage graph as plain functions: prepare → layer 0 → layer 1 → ... → artifacts; `held_out.py` evaluates them.
 
 Each function reads what the one before left in the run folder, so any of them can be a task of a workflow engine, and
 a run that was killed goes on at the layer where it was. One pass over the model serves all recipes of the plan.
@@ -26,7 +26,10 @@ from kvq_runtime.stages.predict import Linear
 
 @dataclass(frozen=True)
 class Progress:
-    """What a progress callback hears: this many of a layer's units of work are done."""
+    """What a progress callback hears: this many of a layer's units of work are done.
+
+    layer   -1: the whole model, whose units are `total` tokens; `tokens` of them since the last time
+    """
 
     layer: int
     layers: int
@@ -59,11 +62,16 @@ class Run:
 def calibrate(run: Run) -> dict[str, Artifact]:
     """Do the whole plan, or what is left of it, and return an artifact per recipe."""
     with checkpoint.claimed(run.folder):
-        for part in budget.rounds(run):
-            stream = start(part)
-            for layer in range(first_unfinished(part), part.plan.geometry.layers):
-                fit_layer(part, stream, layer)
-        return artifacts(run)
+        return fit(run)
+
+
+def fit(run: Run) -> dict[str, Artifact]:
+    """`calibrate` in a run folder that is claimed already."""
+    for part in budget.rounds(run):
+        stream = start(part)
+        for layer in range(first_unfinished(part), part.plan.geometry.layers):
+            fit_layer(part, stream, layer)
+    return artifacts(run)
 
 
 def start(run: Run) -> Stream:

@@ -103,16 +103,21 @@ def test_an_interrupt_exits_with_130_and_the_same_command_goes_on(model, capsys,
     assert not (tmp_path / "run" / "layer-0001.partial").exists()
 
 
-def test_the_flow_makes_the_same_bytes_as_the_process(model, monkeypatch, tmp_path):
+def test_the_flow_makes_and_measures_the_same_as_the_process(model, monkeypatch, tmp_path):
     from dataclasses import replace
 
     from kvq_calib import job
 
-    asked = Job(str(model), corpus=str(model / "corpus.txt"), samples=4, seq_len=128, publish=False)
+    asked = Job(
+        str(model), corpus=str(model / "corpus.txt"), samples=4, seq_len=384, baselines=("exact",), max_kl=1e-12
+    )
     here, _ = job.run(replace(asked, run=str(tmp_path / "here")))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     from kvq_calib import flow
 
     there, spent = flow.run(replace(asked, run=str(tmp_path / "there")))
-    assert [made.sha256 for made in there] == [made.sha256 for made in here]
+    assert [made.row(full=True) for made in there] == [made.row(full=True) for made in here]
+    assert here[0].kl > 0 and list(there[0].failed) == here[0].failed != [] and not here[0].version
+    written = ((tmp_path / name / "evaluation.json").read_bytes() for name in ("here", "there"))
+    assert next(written) == next(written)
     assert spent["forward"] > 0

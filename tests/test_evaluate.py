@@ -13,6 +13,7 @@ from kvq_calib import commands, corpus, models
 from kvq_calib.capture import Stream
 from kvq_calib.evaluate import attention, bits, errors, perplexity, record
 from kvq_calib.evaluate.perplexity import REFERENCE
+from kvq_calib.evaluate.subject import Subject, find, with_recent
 from kvq_runtime import artifact, codec
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.cache import BlockCache
@@ -45,7 +46,7 @@ def demo():
 
 @pytest.fixture(scope="module")
 def scores(demo):
-    recipes = [record.with_recent(preset(name), 0) for name in ("exact", "higgs-2bit", "higgs-4bit")]
+    recipes = [with_recent(preset(name), 0) for name in ("exact", "higgs-2bit", "higgs-4bit")]
     return scored(demo.model, demo.tokens, *recipes)
 
 
@@ -70,7 +71,7 @@ def test_more_bits_are_closer(scores):
 
 
 def test_kl_by_its_definition(demo, scores):
-    recipe = record.with_recent(preset("higgs-2bit"), 0)
+    recipe = with_recent(preset("higgs-2bit"), 0)
     cache, window = KVQCache.from_recipe(recipe, demo.model), demo.tokens[:1].long()
     with torch.inference_mode():
         found = torch.cat([demo.model(part, past_key_values=cache).logits for part in window.split(32, 1)], 1)
@@ -82,7 +83,7 @@ def test_kl_by_its_definition(demo, scores):
 
 
 def test_a_window_that_holds_everything_costs_nothing(demo):
-    wide = record.with_recent(preset("higgs-2bit"), LENGTH)
+    wide = with_recent(preset("higgs-2bit"), LENGTH)
     assert abs(scored(demo.model, demo.tokens[:1], wide)["higgs-2bit"].kl) < 1e-9
 
 
@@ -126,8 +127,8 @@ def test_attention_reads_what_the_cache_gives():
     random = torch.Generator().manual_seed(1)
     k, v = torch.randn(2, 2, tokens, geometry.width, generator=random)
     q = torch.randn(2, tokens, 2 * geometry.width, generator=random)
-    recipe = record.with_recent(preset("higgs-head-2bit"), 48)
-    cache, plain = BlockCache(recipe, geometry), BlockCache(record.with_recent(recipe, 0), geometry)
+    recipe = with_recent(preset("higgs-head-2bit"), 48)
+    cache, plain = BlockCache(recipe, geometry), BlockCache(with_recent(recipe, 0), geometry)
     plain.update(0, k, v)
     decoded = tuple(x[:, :tokens] for x in plain.update(0, k[:, :1], v[:, :1]))
     tiles = attention.tiles_in_use(recipe.key, recipe.value, tokens, step)
@@ -192,7 +193,7 @@ def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
 def test_the_same_measurement_is_one_record(demo, fitted, tmp_path):
     batch = corpus.select("demo", demo.files.path, 1, 64, 0, "held-out")
     registry = LocalRegistry(tmp_path)
-    subject = record.Subject.of(fitted, registry.publish("demo-mean", artifact.to_bytes(fitted)).sha256)
+    subject = Subject.of(fitted, registry.publish("demo-mean", artifact.to_bytes(fitted)).sha256)
     for _ in range(2):
         registry.add_evaluation(record.evaluate(demo.files, batch, [subject], record.Protocol(error_windows=0))[0])
     assert len(registry.evaluations(subject.sha256)) == 1
@@ -200,16 +201,16 @@ def test_the_same_measurement_is_one_record(demo, fitted, tmp_path):
 
 def test_what_cannot_be_evaluated(demo, fitted, tmp_path):
     with pytest.raises(ValueError, match=r"aqua-2bit has fitted stages, and no artifact has that name"):
-        record.find("aqua-2bit", demo.files, str(tmp_path))
+        find("aqua-2bit", demo.files, str(tmp_path))
     other = replace(fitted, fingerprint=replace(fitted.fingerprint, rope={"rope_type": "default", "rope_theta": 5.0}))
     artifact.save(other, tmp_path / "other.safetensors")
     with pytest.raises(artifact.ArtifactError, match="rope"):
-        record.find(str(tmp_path / "other.safetensors"), demo.files)
+        find(str(tmp_path / "other.safetensors"), demo.files)
     short = replace(demo.files, config={**demo.files.config, "max_position_embeddings": 64})
     with pytest.raises(ValueError, match=r"windows of 384 tokens; .* at most 64"):
-        record.evaluate(short, demo.batch, [record.find("exact", demo.files)])
+        record.evaluate(short, demo.batch, [find("exact", demo.files)])
     with pytest.raises(ValueError, match="name each once"):
-        record.evaluate(demo.files, demo.batch, [record.find("exact", demo.files)] * 2)
+        record.evaluate(demo.files, demo.batch, [find("exact", demo.files)] * 2)
 
 
 def test_a_real_model(test_data):
@@ -217,7 +218,7 @@ def test_a_real_model(test_data):
     text = str(test_data / "text" / "tinystories" / "stories_2M.txt")
     tokens = corpus.select(text, files.path, 2, 384, 0, "held-out").tokens_BT
     model = record.load_model(files)
-    found = scored(model, tokens, preset("exact"), *(record.with_recent(preset(f"higgs-{n}bit"), 0) for n in (2, 4)))
+    found = scored(model, tokens, preset("exact"), *(with_recent(preset(f"higgs-{n}bit"), 0) for n in (2, 4)))
     assert 3 < found[REFERENCE].perplexity < 6
     assert found["exact"].perplexity == pytest.approx(found[REFERENCE].perplexity, rel=1e-5)
     assert abs(found["exact"].kl) < 1e-9 < found["higgs-4bit"].kl < found["higgs-2bit"].kl

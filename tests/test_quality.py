@@ -4,11 +4,12 @@ import pytest
 
 from kvq_calib import corpus, models
 from kvq_calib.evaluate import record
+from kvq_calib.evaluate.subject import find
 from kvq_calib.job import Job, run
 
 
 def scores(files, batch, names) -> dict[str, dict]:
-    subjects = [record.find(name, files) for name in names]
+    subjects = [find(name, files) for name in names]
     protocol = record.Protocol(recent=0, error_windows=0)
     found = record.evaluate(files, batch, subjects, protocol)
     return {subject.name: one["result"] for subject, one in zip(subjects, found, strict=True)}
@@ -17,7 +18,8 @@ def scores(files, batch, names) -> dict[str, dict]:
 @pytest.mark.xdist_group("quality")
 def test_on_stories260k_aqua_is_closer_than_higgs_at_the_same_bits(test_data):
     model, text = test_data / "models" / "stories260K", test_data / "text" / "tinystories" / "stories_2M.txt"
-    run(Job(str(model), recipes=("aqua-3bit", "aqua-4bit"), corpus=str(text), samples=64, seq_len=512, threads=1))
+    recipes = ("aqua-3bit", "aqua-4bit")
+    run(Job(str(model), recipes, corpus=str(text), samples=64, seq_len=512, threads=1, evaluate=False))
     files = models.resolve(str(model))
     batch = corpus.select(str(text), files.path, 6, 512, split="held-out")
     found = scores(files, batch, ["stories260k-aqua-3bit", "higgs-3bit", "stories260k-aqua-4bit", "higgs-4bit"])
@@ -29,7 +31,7 @@ def test_on_stories260k_aqua_is_closer_than_higgs_at_the_same_bits(test_data):
 
 @pytest.mark.xdist_group("quality")
 def test_on_the_demo_model_aqua_beats_the_mean_and_the_mean_beats_nothing():
-    run(Job("demo", recipes=("aqua-2bit", "mean-higgs-2bit"), samples=32, seq_len=512, threads=1))
+    run(Job("demo", recipes=("aqua-2bit", "mean-higgs-2bit"), samples=32, seq_len=512, threads=1, evaluate=False))
     files = models.resolve("demo")
     batch = corpus.select("demo", files.path, 12, 512, split="held-out")
     found = scores(files, batch, ["demo-aqua-2bit", "demo-mean-higgs-2bit", "higgs-2bit"])

@@ -1,8 +1,8 @@
 """Measure what a compressed cache costs a model: held-out perplexity, divergence from the 16-bit model, agreement.
 
 Tokens arrive in steps, as in decoding: each step attends to what the cache gives back for the steps before it, with
-sinks and recent window as in use. The 16-bit model takes the same steps with transformers' own DynamicCache, beside
-all compared caches: one pass over the text, and no logits are kept longer than a step.
+sinks and recent window as in use. The 16-bit model takes the same steps once, with transformers' own DynamicCache; its
+logits are kept while the compared caches are filled after it, one at a time, each gone before the next.
 
     perplexity   exp of the mean of -log q(token)                 over all tokens but the first of each window
     kl           mean of Σ p (log p - log q), in nats             p the 16-bit model, q the model with this cache
@@ -11,18 +11,23 @@ all compared caches: one pass over the text, and no logits are kept longer than 
 Source: Shutova et al., 2025 (AQUA-KV), section 4: sequences encoded auto-regressively with the compressed cache.
 """
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from kvq_calib.ledger import NOWHERE, Ledger
+
 REFERENCE = "16 bit"
 STEP = 32
 ROW_TOKENS = 8192  # tokens of the windows that go through the model side by side
+ROW_LOGITS = 1 << 28  # and their logits, which are kept: with large vocabularies fewer windows, at least one
 
 
 @dataclass
@@ -33,6 +38,13 @@ class Score:
     kl_sum: float = 0.0
     agreed: int = 0
     losses: list[float] = field(default_factory=list)
+
+    def add(self, other: "Score") -> None:
+        """Take other windows in."""
+        self.tokens += other.tokens
+        self.kl_sum += other.kl_sum
+        self.agreed += other.agreed
+        self.losses += other.losses
 
     @property
     def loss(self) -> float:
@@ -69,43 +81,71 @@ def scores(
     step: int = STEP,
     rows: int | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
+    ledger: Ledger = NOWHERE,
 ) -> dict[str, Score]:
     """Score the 16-bit model ("16 bit") and each cache on the same windows.
 
     tokens_BT  windows of one length
     caches     makes an empty cache, by name
     step       tokens per forward pass
-    rows       windows that go through side by side (default: 8192 tokens' worth); no result depends on it but by
-               rounding
+    rows       windows that go through side by side (default: 8192 tokens' worth, fewer where the vocabulary is large);
+               no result depends on it but by rounding
     progress   is told how many tokens were done, counted once per cache
+    ledger     keeps the score of each cache on each group of rows
     """
     windows, length = tokens_BT.shape
     if length < 2 or step < 1:
         raise ValueError(f"windows of {length} tokens in steps of {step}; use at least 2 and 1")
-    makers = {REFERENCE: lambda: DynamicCache(config=model.config), **caches}
-    found = {name: Score() for name in makers}
-    rows = rows or max(1, ROW_TOKENS // length)
+    found = {name: Score() for name in (REFERENCE, *caches)}
+    rows = rows or max(1, min(ROW_TOKENS // length, ROW_LOGITS // (length * model.config.vocab_size)))
     for start in range(0, windows, rows):
-        _score_windows(model, tokens_BT[start : start + rows], makers, step, found, progress)
+        group = _Group(model, tokens_BT[start : start + rows], step)
+        for name, score in found.items():
+            unit = {"score": name, "tokens": group.digest, "step": step}
+            kept = ledger.read(**unit)
+            if kept is None:
+                logits = group.expected if name == REFERENCE else group.logits(caches[name]())
+                kept = asdict(group.score(logits, progress))
+                ledger.write(kept, **unit)
+            else:
+                progress(group.tokens_BT.numel())
+            score.add(Score(**kept))
     return found
 
 
-def _score_windows(model, tokens_BT: Tensor, makers, step: int, found: dict[str, Score], progress) -> None:
-    tokens_BT = tokens_BT.to(model.device).long()
-    batch, length = tokens_BT.shape
-    caches = {name: make() for name, make in makers.items()}
-    losses = {name: torch.zeros(batch, dtype=torch.float64, device=model.device) for name in makers}
-    for start in range(0, length, step):
-        given, target = tokens_BT[:, start : start + step], tokens_BT[:, start + 1 : start + step + 1]
-        expected: Tensor | None = None
-        for name, cache in caches.items():
-            logits = model(given, past_key_values=cache, use_cache=True).logits[:, : target.shape[1]]
-            log_q = logits.double().log_softmax(-1)  # in float32 the terms' rounding is as large as a 4-bit cache's KL
-            expected = log_q if expected is None else expected
-            losses[name] -= log_q.gather(-1, target[..., None]).sum((1, 2))
-            found[name].kl_sum += float((expected.exp() * (expected - log_q)).sum())
-            found[name].agreed += int((expected.argmax(-1) == log_q.argmax(-1)).sum())
-            found[name].tokens += target.numel()
-            progress(given.numel())
-    for name, total in losses.items():
-        found[name].losses += (total / (length - 1)).tolist()
+class _Group:
+    """Windows that go through the model side by side, and what the 16-bit model says of them, once it is asked for."""
+
+    def __init__(self, model: PreTrainedModel, tokens_BT: Tensor, step: int):
+        self.model, self.step = model, step
+        self.tokens_BT = tokens_BT.to(model.device).long()
+        self.digest = hashlib.sha256(tokens_BT.cpu().numpy().astype("<i4").tobytes()).hexdigest()
+
+    @cached_property
+    def expected(self) -> list[Tensor]:
+        """The 16-bit model's logits, as it gave them, kept off the device."""
+        return [logits.cpu() for logits in self.logits(DynamicCache(config=self.model.config))]
+
+    def logits(self, cache: Cache) -> Iterator[Tensor]:
+        """The logits of each step: [B, step, vocabulary]."""
+        for given in self.tokens_BT.split(self.step, 1):
+            yield self.model(given, past_key_values=cache, use_cache=True).logits
+
+    def score(self, found: Iterable[Tensor], progress: Callable[[int], object]) -> Score:
+        """Hold logits against the text and against those of the 16-bit model."""
+        batch, length = self.tokens_BT.shape
+        score, losses = Score(), torch.zeros(batch, dtype=torch.float64, device=self.tokens_BT.device)
+        targets = self.tokens_BT[:, 1:].split(self.step, 1)
+        for expected, logits, target in zip(self.expected, found, targets, strict=False):  # none after a last token
+            # in float32 the terms' rounding is as large as a 4-bit cache's KL
+            log_p, log_q = (
+                x[:, : target.shape[1]].to(target.device).double().log_softmax(-1) for x in (expected, logits)
+            )
+            losses -= log_q.gather(-1, target[..., None]).sum((1, 2))
+            score.kl_sum += float((log_p.exp() * (log_p - log_q)).sum())
+            score.agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+            score.tokens += target.numel()
+            progress(target.numel())
+        progress(batch)  # the first token of each window is given
+        score.losses = (losses / (length - 1)).tolist()
+        return score

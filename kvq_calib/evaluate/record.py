@@ -4,11 +4,13 @@
      "corpus": digest of the corpus, "protocol": {...}, "environment": {...}, "result": {...}}
 
 All subjects are evaluated in one pass over the text. A registry keeps the records of what it holds:
-`registry.add_evaluation(record)`.
+`registry.add_evaluation(record)`. A ledger keeps finished units of the work, down to one cache on a few windows.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,35 +21,18 @@ from kvq_calib.capture import Stream
 from kvq_calib.corpus import Batch
 from kvq_calib.evaluate import bits, errors, perplexity
 from kvq_calib.evaluate.perplexity import REFERENCE, Score
+from kvq_calib.evaluate.subject import Subject, with_recent
+from kvq_calib.ledger import NOWHERE, Ledger, code
 from kvq_calib.plan import environment
 from kvq_calib.weights import ModelFiles
-from kvq_runtime import fingerprint, registry
-from kvq_runtime.artifact import Artifact, load
 from kvq_runtime.hf import KVQCache
-from kvq_runtime.recipe import Recipe, presets
+from kvq_runtime.recipe import Recipe
 
 ERROR_WINDOWS = 4
+ERROR_SUBJECTS = 16  # whose errors by layer are measured in one pass: each holds what it decoded in the layer below
 
-
-@dataclass(frozen=True)
-class Subject:
-    """What is evaluated.
-
-    name       as the user gave it
-    sha256     of the artifact; None for a recipe that needs none
-    published  whether a registry holds it, and so keeps its records
-    """
-
-    name: str
-    recipe: Recipe
-    tensors: Mapping[str, Tensor]
-    sha256: str | None = None
-    published: bool = False
-
-    @staticmethod
-    def of(artifact: Artifact, sha256: str, name: str | None = None, published: bool = True) -> "Subject":
-        """An artifact at hand."""
-        return Subject(name or artifact.recipe.name, artifact.recipe, artifact.tensors, sha256, published)
+Progress = Callable[[int], object]
+Pairs = Mapping[str, tuple[Recipe, Mapping[str, Tensor]]]  # what is measured, by its digest
 
 
 @dataclass(frozen=True)
@@ -66,32 +51,20 @@ class Protocol:
     error_windows: int = ERROR_WINDOWS
 
 
-def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subject:
-    """A recipe that needs no calibration, by name; else an artifact: a reference or a path.
-
-    Raises ValueError for a recipe that must be fitted and is in no registry, ArtifactError for another model's.
-    """
-    known = presets().get(given)
-    if known is not None and not known.fitted:
-        return Subject(given, known, {})
-    try:
-        found = registry.resolve(given, registry_url)
-    except registry.NotFound as error:
-        if known is None:
-            raise
-        raise ValueError(f"recipe {given} has fitted stages, and no artifact has that name: {error}") from None
-    artifact = load(found.path, found.sha256, found.size)
-    fingerprint.compare(artifact.fingerprint, files.fingerprint())
-    return Subject.of(artifact, found.sha256, given, published=bool(found.version))
-
-
 def load_model(files: ModelFiles, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The whole model, from safetensors only; float32 on a CPU, else as stored, unless `dtype` says otherwise."""
-    dtype = dtype or (torch.float32 if device == "cpu" else files.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(
-        files.path, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        files.path,
+        dtype=dtype or _kind(files, device),
+        use_safetensors=True,
+        trust_remote_code=False,
+        local_files_only=True,
     )
     return model.to(device).eval()
+
+
+def _kind(files: ModelFiles, device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else files.dtype
 
 
 def evaluate(
@@ -101,42 +74,98 @@ def evaluate(
     protocol: Protocol = Protocol(),
     device: str = "cpu",
     dtype: torch.dtype | None = None,
-    progress: Callable[[int], object] = lambda tokens: None,
+    progress: Progress = lambda tokens: None,
+    ledger: Ledger = NOWHERE,
 ) -> list[dict[str, Any]]:
     """One record per subject, in their order. `progress` hears how many of `work(...)` tokens were done."""
     length = batch.tokens_BT.shape[1]
     if length > files.context:
         raise ValueError(f"windows of {length} tokens; {files.id} was made for at most {files.context}: use --length")
-    recipes = {subject.name: with_recent(subject.recipe, protocol.recent) for subject in subjects}
-    if len(recipes) < len(subjects):
+    if len({subject.name for subject in subjects}) < len(subjects):
         raise ValueError(f"{[subject.name for subject in subjects]}; name each once")
-    pairs = {subject.name: (recipes[subject.name], subject.tensors) for subject in subjects}
-    found, parameters, kind = _scores(files, batch.tokens_BT, pairs, protocol, device, dtype, progress)
-    layers: dict[str, list] = {}
-    if protocol.error_windows:
-        some = batch.tokens_BT[: protocol.error_windows]
-        layers = errors.by_layer(Stream(files, device, kind), some, pairs, protocol.step, progress)
-    shared = {
-        "corpus": batch.description["corpus_digest"],
-        "protocol": _protocol(files, batch, protocol, parameters),
-        "environment": environment(device, str(kind).removeprefix("torch."), torch.get_num_threads()),
+    used = environment(device, str(dtype or _kind(files, device)).removeprefix("torch."), torch.get_num_threads())
+    ledger = ledger.within(model=[files.id, files.revision, _weights(files)], environment=used, code=code())
+    own = ledger.within(protocol=_protocol(files, batch, protocol))
+    recipes = [with_recent(subject.recipe, protocol.recent) for subject in subjects]
+    digests = [_digest(subject, recipe) for subject, recipe in zip(subjects, recipes, strict=True)]
+    records: dict[str, Any] = {digest: own.read(record=digest) for digest in digests}
+    left = {
+        digest: (recipe, subject.tensors)
+        for digest, recipe, subject in zip(digests, recipes, subjects, strict=True)
+        if records[digest] is None
     }
-    records = []
-    for subject in subjects:
-        recipe, tensors = pairs[subject.name]
-        result = {"recipe": recipe.name} | _measures(found[subject.name], found[REFERENCE])
-        result["bits"] = bits.costs(recipe, files.geometry, length, tensors, device)
-        result["layers"] = layers.get(subject.name, [])
-        records.append({"artifact": subject.sha256 or recipe.name, **shared, "result": result})
-    return records
+    progress(work(files, batch, len(subjects), protocol) - work(files, batch, len(left), protocol))
+    for digest, result in _results(files, batch, left, protocol, device, dtype, progress, ledger).items():
+        subject = subjects[digests.index(digest)]
+        about = _protocol(files, batch, protocol)
+        about["model"]["parameters"] = result.pop("parameters")
+        records[digest] = {
+            "artifact": subject.sha256 or result["recipe"],
+            "corpus": batch.description["corpus_digest"],
+            "protocol": about,
+            "environment": used,
+            "result": result,
+        }
+        own.write(records[digest], record=digest)
+    return [records[digest] for digest in digests]
 
 
-def _scores(files, tokens_BT: Tensor, pairs, protocol: Protocol, device: str, dtype, progress):
-    """Scores by name, the model's parameters and its dtype; the model itself is gone when this returns."""
+def _weights(files: ModelFiles) -> str:
+    """A digest of a few weights of each layer: a folder's name may be given to another model."""
+    probes = files.fingerprint().probes
+    return hashlib.sha256(b"".join(probes[name].numpy().tobytes() for name in sorted(probes))).hexdigest()
+
+
+def _digest(subject: Subject, recipe: Recipe) -> str:
+    return hashlib.sha256(json.dumps([subject.sha256, recipe.to_json()], sort_keys=True).encode()).hexdigest()
+
+
+def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str, dtype, progress: Progress,
+             ledger: Ledger) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """What was measured of each (recipe, tensors)."""
+    if not pairs:
+        return {}
+    tokens_BT = batch.tokens_BT
+    found, parameters, kind = _scores(files, tokens_BT, pairs, protocol, device, dtype, progress, ledger)
+    layers = _errors(Stream(files, device, kind), tokens_BT, pairs, protocol, progress, ledger)
+    results = {}
+    for digest, (recipe, tensors) in pairs.items():
+        result = {"recipe": recipe.name, "parameters": parameters} | _measures(found[digest], found[REFERENCE])
+        result["bits"] = bits.costs(recipe, files.geometry, tokens_BT.shape[1], tensors, device)
+        result["layers"] = layers.get(digest, [])
+        results[digest] = result
+    return results
+
+
+def _scores(files, tokens_BT: Tensor, pairs: Pairs, protocol: Protocol, device: str, dtype, progress, ledger):
+    """Scores by digest, the model's parameters and its dtype; the model itself is gone when this returns."""
     model = load_model(files, device, dtype)
-    caches = {name: lambda pair=pair: KVQCache(pair[0], model, pair[1]) for name, pair in pairs.items()}
-    found = perplexity.scores(model, tokens_BT, caches, protocol.step, protocol.rows, progress)
+    caches = {digest: lambda pair=pair: KVQCache(pair[0], model, pair[1]) for digest, pair in pairs.items()}
+    found = perplexity.scores(model, tokens_BT, caches, protocol.step, protocol.rows, progress, ledger)
     return found, model.num_parameters(), model.dtype
+
+
+def _errors(
+    stream: Stream, tokens_BT: Tensor, pairs: Pairs, protocol: Protocol, progress: Progress, ledger: Ledger
+) -> dict[str, list[dict[str, Any]]]:
+    """Errors by layer, of a few subjects in a pass over the model."""
+    some = tokens_BT[: protocol.error_windows]
+    if not len(some):
+        return {}
+    unit = {"tokens": some.tolist(), "step": protocol.step}
+    found: dict[str, Any] = {digest: ledger.read(errors=digest, **unit) for digest in pairs}
+    left = [digest for digest, rows in found.items() if rows is None]
+    progress(_error_work(stream.files, some, len(pairs)) - _error_work(stream.files, some, len(left)))
+    for start in range(0, len(left), ERROR_SUBJECTS):
+        group = {digest: pairs[digest] for digest in left[start : start + ERROR_SUBJECTS]}
+        for digest, rows in errors.by_layer(stream, some, group, protocol.step, progress).items():
+            ledger.write(rows, errors=digest, **unit)
+            found[digest] = rows
+    return found
+
+
+def _error_work(files: ModelFiles, some: Tensor, subjects: int) -> int:
+    return some.numel() * files.geometry.layers * -(-subjects // ERROR_SUBJECTS)
 
 
 def _measures(score: Score, reference: Score) -> dict[str, Any]:
@@ -154,28 +183,18 @@ def _measures(score: Score, reference: Score) -> dict[str, Any]:
 
 def work(files: ModelFiles, batch: Batch, subjects: int, protocol: Protocol) -> int:
     """How many tokens `evaluate` reports to `progress`, in all."""
-    windows, length = batch.tokens_BT.shape
-    return length * (windows * (subjects + 1) + min(protocol.error_windows, windows) * files.geometry.layers)
+    if not subjects:
+        return 0
+    some = batch.tokens_BT[: protocol.error_windows]
+    return batch.tokens_BT.numel() * (subjects + 1) + _error_work(files, some, subjects)
 
 
-def with_recent(recipe: Recipe, recent: int | None) -> Recipe:
-    """The recipe with another recent window; None: itself."""
-    if recent is None:
-        return recipe
-
-    def changed(pair):
-        return tuple(replace(side, recent=recent) for side in pair)
-
-    key, value = changed((recipe.key, recipe.value))
-    return replace(recipe, key=key, value=value, layers={n: changed(pair) for n, pair in recipe.layers.items()}).check()
-
-
-def _protocol(files: ModelFiles, batch: Batch, protocol: Protocol, parameters: int) -> dict[str, Any]:
+def _protocol(files: ModelFiles, batch: Batch, protocol: Protocol) -> dict[str, Any]:
     windows, length = batch.tokens_BT.shape
     return {
         "name": "perplexity",
         "version": 1,
-        "model": {"id": files.id, "revision": files.revision, "parameters": parameters},
+        "model": {"id": files.id, "revision": files.revision},
         "step": protocol.step,
         "windows": windows,
         "length": length,

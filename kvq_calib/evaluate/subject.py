@@ -1,0 +1,63 @@
+"""Say what is evaluated: a fitted artifact, or a recipe that needs no calibration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kvq_calib.weights import ModelFiles
+from kvq_runtime import fingerprint, registry
+from kvq_runtime.artifact import Artifact, load
+from kvq_runtime.recipe import Recipe, presets
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated.
+
+    name       as the user gave it
+    sha256     of the artifact; None for a recipe that needs none
+    published  whether a registry holds it, and so keeps its records
+    """
+
+    name: str
+    recipe: Recipe
+    tensors: Mapping[str, Tensor]
+    sha256: str | None = None
+    published: bool = False
+
+    @staticmethod
+    def of(artifact: Artifact, sha256: str, name: str | None = None, published: bool = True) -> "Subject":
+        """An artifact at hand."""
+        return Subject(name or artifact.recipe.name, artifact.recipe, artifact.tensors, sha256, published)
+
+
+def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subject:
+    """A recipe that needs no calibration, by name; else an artifact: a reference or a path.
+
+    Raises ValueError for a recipe that must be fitted and is in no registry, ArtifactError for another model's.
+    """
+    known = presets().get(given)
+    if known is not None and not known.fitted:
+        return Subject(given, known, {})
+    try:
+        found = registry.resolve(given, registry_url)
+    except registry.NotFound as error:
+        if known is None:
+            raise
+        raise ValueError(f"recipe {given} has fitted stages, and no artifact has that name: {error}") from None
+    artifact = load(found.path, found.sha256, found.size)
+    fingerprint.compare(artifact.fingerprint, files.fingerprint())
+    return Subject.of(artifact, found.sha256, given, published=bool(found.version))
+
+
+def with_recent(recipe: Recipe, recent: int | None) -> Recipe:
+    """The recipe with another recent window; None: itself."""
+    if recent is None:
+        return recipe
+
+    def changed(pair):
+        return tuple(replace(side, recent=recent) for side in pair)
+
+    key, value = changed((recipe.key, recipe.value))
+    return replace(recipe, key=key, value=value, layers={n: changed(pair) for n, pair in recipe.layers.items()}).check()

@@ -1,0 +1,51 @@
+"""Decide whether what was measured is good enough to be published."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What an artifact may cost at the most; None: no bound.
+
+    perplexity_ratio   held-out perplexity over that of the 16-bit model; above 1 it has got worse
+    kl                 divergence from the 16-bit model, nats per token
+    """
+
+    perplexity_ratio: float | None = None
+    kl: float | None = None
+
+    def __post_init__(self):
+        for name, bound in self.given.items():
+            if not (math.isfinite(bound) and bound > 0):
+                raise ValueError(f"{name}={bound}; use a number above 0")
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The bounds that there are."""
+        return {name: bound for name, bound in asdict(self).items() if bound is not None}
+
+
+def passes(record: Mapping[str, Any], bounds: Bounds) -> list[str]:
+    """Hold an evaluation record against bounds: the reasons why it does not pass, none when it does.
+
+    A figure that is no number passes no bound.
+    """
+    result = record["result"]
+    measured = {"perplexity_ratio": 1 + result["relative"], "kl": result["kl"]}
+    named = {"perplexity_ratio": "perplexity over that of 16 bit", "kl": "KL divergence, nats"}
+    return [
+        f"{named[name]}: {measured[name]:.6g}, allowed {bound:.6g}"
+        for name, bound in bounds.given.items()
+        if not measured[name] <= bound
+    ]
+
+
+def judged(record: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
+    """The record with bounds and verdict in its result; without bounds, itself."""
+    if not bounds.given:
+        return dict(record)
+    verdict = {"bounds": bounds.given, "failed": passes(record, bounds)}
+    return {**record, "result": {**record["result"], "gate": verdict}}

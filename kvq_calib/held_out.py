@@ -1,0 +1,88 @@
+"""Evaluate what a run fitted, on held-out text, before anything is published: the stage between fit and publication.
+
+The text is chosen, and kept, before the first layer, so that too little of it stops a run at its beginning. Finished
+units of the evaluation are kept in the run folder: a run that was stopped repeats none of them.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq_calib import corpus
+from kvq_calib.corpus import Batch
+from kvq_calib.evaluate import record
+from kvq_calib.evaluate.record import Protocol
+from kvq_calib.evaluate.subject import Subject
+from kvq_calib.ledger import Ledger
+from kvq_calib.plan import Plan
+from kvq_calib.run import Run
+from kvq_runtime import artifact
+from kvq_runtime.artifact import Artifact
+
+SHARE = 32  # of the tokens of the fit one in so many is measured on,
+TOKENS = 32768  # and no more than these
+PROTOCOL = Protocol(error_windows=2)
+
+
+def windows(plan: Plan, length: int) -> int:
+    """How many windows to measure on where nobody says: a small part of the run, and two for a standard error."""
+    return max(2, min(plan.tokens // SHARE, TOKENS) // length)
+
+
+def choose(run: Run, asked: int | None = None) -> Batch:
+    """The text to measure on, from the run folder if it was chosen before; windows as long as the fit's sequences.
+
+    asked   how many windows, or ValueError; None: as `windows` says, or as many as there are
+    """
+    plan, ledger = run.plan, Ledger(run.folder / "evaluated")
+    length = min(plan.seq_len, run.files.context)
+    count = asked or windows(plan, length)
+    unit = {"text": [plan.corpus, run.files.id, asked, count, length, plan.seed]}
+    kept = ledger.read(**unit)
+    if kept is None:
+        batch = _select(plan, run.files.path, count, length, at_least=asked or 1)
+        kept = {"tokens": batch.tokens_BT.tolist(), "digest": batch.digest, "description": batch.description}
+        ledger.write(kept, **unit)
+    return Batch(torch.tensor(kept["tokens"], dtype=torch.int32), kept["digest"], kept["description"])
+
+
+def _select(plan: Plan, tokenizer: Path, count: int, length: int, at_least: int) -> Batch:
+    while True:
+        try:
+            return corpus.select(plan.corpus, tokenizer, count, length, plan.seed, "held-out")
+        except corpus.TooLittle as error:
+            if error.found < at_least:
+                raise ValueError(f"{error}; --no-eval leaves the evaluation out") from None
+            count = error.found
+
+
+def evaluate(
+    run: Run,
+    fitted: Mapping[str, Artifact],
+    beside: Sequence[Subject] = (),
+    asked: int | None = None,
+    protocol: Protocol = PROTOCOL,
+) -> list[dict[str, Any]]:
+    """One record per artifact, in their order, then one per subject `beside` them.
+
+    The whole model is on the device for this, in the precision of `kvq eval`: float32 on a CPU, else as stored.
+    """
+    batch = choose(run, asked)
+    own = [
+        Subject.of(made, hashlib.sha256(artifact.to_bytes(made)).hexdigest(), name, published=False)
+        for name, made in fitted.items()
+    ]
+    subjects = [*own, *beside]
+    total, done = record.work(run.files, batch, len(subjects), protocol), 0
+
+    def heard(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        run.say(-1, "evaluation", done, total, tokens)
+
+    torch.use_deterministic_algorithms(False)  # of a fit; what a cache does has no such version for every operation
+    ledger = Ledger(run.folder / "evaluated")
+    return record.evaluate(run.files, batch, subjects, protocol, run.plan.device, progress=heard, ledger=ledger)

@@ -1,0 +1,71 @@
+"""Keep finished units of an evaluation, so that one that was stopped goes on where it was, and repeats nothing.
+
+A unit is named by the digest of all that its result depends on: weights, recipe, tokens, settings, environment, and the
+code itself. So a folder may serve any number of evaluations, and what one has found another need not find again.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kvq_calib
+import kvq_runtime
+from kvq_runtime import files
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A folder of small JSON files, one a unit, each written whole or not at all.
+
+    folder   None: nothing is kept
+    about    what all its units depend on beside their own names
+    """
+
+    folder: Path | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def within(self, **about: Any) -> "Ledger":
+        """The same folder, for units that depend on this too."""
+        return replace(self, about={**self.about, **about})
+
+    def read(self, **unit: Any) -> Any | None:
+        """What was found for a unit, or None."""
+        path = self._path(unit)
+        if path is None or not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_text())["found"]
+        except (ValueError, KeyError):
+            raise RuntimeError(f"{path} is damaged; delete it, and what it held is measured again") from None
+
+    def write(self, found: Any, **unit: Any) -> None:
+        """Keep what was found for a unit: JSON."""
+        path = self._path(unit)
+        if path is not None:
+            files.make_folder(path.parent)
+            text = json.dumps({"unit": {**self.about, **unit}, "found": found})
+            files.replace(path, text.encode(), path.parent, mode=0o644)
+
+    def _path(self, unit: Mapping[str, Any]) -> Path | None:
+        if self.folder is None:
+            return None
+        name = json.dumps({**self.about, **unit}, sort_keys=True)
+        return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
+
+
+NOWHERE = Ledger()
+
+
+@cache
+def code() -> str:
+    """A digest of both packages' sources: what they found before they were changed is not to be relied on."""
+    found = hashlib.sha256()
+    for package in (kvq_runtime, kvq_calib):
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()

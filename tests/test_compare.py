@@ -1,0 +1,124 @@
+"""kvq compare: every family is there, what is fitted is fitted once, and the plot and table say what was measured."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from kvq_calib import commands, compare, plots
+from kvq_calib import run as graph
+from kvq_calib.evaluate import perplexity
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import presets
+from kvq_runtime.registry import open_registry
+from scripts import compare_models as script
+
+NAMES = ("higgs-2bit", "mean-higgs-2bit", "aqua-2bit", "exact")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny-model"
+    folder.mkdir()
+    tiny.save(folder, "llama", layers=2)
+    tiny.text(folder)
+    return folder
+
+
+def run(model: Path, folder: Path, *more: str) -> int:
+    top = argparse.ArgumentParser()
+    commands.add_compare(top.add_subparsers())
+    words = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--length", "200", "--samples", "4"]
+    words += ["--windows", "2", "--recent", "0", "--device", "cpu", "--run", str(folder)]
+    args = top.parse_args(["compare", *words, *more])
+    return args.run(args)
+
+
+def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, monkeypatch):
+    layers, references = [], []
+    fit, logits = graph.fit_layer, perplexity._Group.expected.func
+
+    def fitted(work, stream, layer):
+        layers.append((layer, [recipe.name for recipe in work.plan.recipes]))
+        fit(work, stream, layer)
+
+    class Counted(perplexity._Group):
+        @property
+        def expected(self):
+            if "found" not in self.__dict__:
+                references.append(self)
+                self.found = logits(self)
+            return self.found
+
+    monkeypatch.setattr(graph, "fit_layer", fitted)
+    monkeypatch.setattr(perplexity, "_Group", Counted)
+    plot = tmp_path / "plot.png"
+    assert run(model, tmp_path / "run", "--json", "--plot", str(plot), "--recipes", *NAMES) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert layers == [(layer, ["mean-higgs-2bit", "aqua-2bit"]) for layer in range(2)] and len(references) == 1
+    found = {one["result"]["recipe"]: one["result"] for one in records}
+    assert set(found) == set(NAMES) and abs(found["exact"]["kl"]) < 1e-9 < found["higgs-2bit"]["kl"]
+    bits = [one["result"]["bits"]["asymptotic"] for one in records]
+    assert bits == sorted(bits) and bits[-1] == 16
+    assert plot.read_bytes() == plots.comparison(records) != plots.comparison(records[:1])
+    assert plots.comparison(records[-1:]), "a cost of nothing has no logarithm"
+    rows = commands.comparison(records)
+    assert rows[0]["recipe"] == "16 bit" and len(rows) == 5 and rows[-1]["attention"] < 1e-9 < rows[1]["attention"]
+    assert not open_registry().names(), "nothing is published"
+
+    # stopped and resumed, or with a recipe more: only what is new is measured
+    assert run(model, tmp_path / "run", "--json", "--recipes", *NAMES, "rtn-4bit") == 0
+    again = json.loads(capsys.readouterr().out)
+    assert len(layers) == 2 and len(references) == 2
+    assert [one for one in again if one["result"]["recipe"] != "rtn-4bit"] == records
+    assert run(model, tmp_path / "run", "--recipes", *NAMES, "rtn-4bit") == 0
+    assert len(references) == 2 and "rtn-4bit" in capsys.readouterr().out
+
+
+def test_every_family_is_represented_by_default():
+    chosen = {recipe.name for recipe in compare.choose([], Geometry(6, 2, 64))[0]}
+    for family, recipes in compare.families().items():
+        assert family == "exact" or chosen & {recipe.name for recipe in recipes}, family
+    assert set(compare.CHOICE) <= set(presets())
+
+
+def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name():
+    small = Geometry(5, 4, 8)
+    found, notes = compare.choose(["all"], small)
+    assert found and all(recipe.check(small) is recipe for recipe in found)
+    assert len(found) + len(notes) == len(presets())
+    assert any(note.startswith("aqua-2bit-quanto is left out: ") for note in notes)
+    with pytest.raises(ValueError, match="no recipe 'aqua-9bit'"):
+        compare.choose(["aqua-9bit"], small)
+    for note in notes:
+        with pytest.raises(ValueError):
+            compare.choose([note.split()[0]], small)
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [("aqua-klt-1.5bit", "aqua-klt"), ("svdq-2bit-v4", "svdq-v4"), ("polar-paper", "polar-paper"), ("rtn-4bit", "rtn")],
+)
+def test_lines_of_the_plot(name, line):
+    assert plots.series(name) == line
+
+
+def result(kl: float, bits: float) -> dict:
+    return {"kl": kl, "bits": {"asymptotic": bits}}
+
+
+@pytest.mark.parametrize(
+    "better, worse, says",
+    [
+        (result(0.1, 2), result(0.2, 2.2), "holds"),
+        (result(0.1, 4), result(0.2, 2), "holds, with more bits"),
+        (result(0.2, 2), result(0.1, 4), "undecided"),
+        (result(0.2, 2), result(0.1, 2.2), "**does not hold**"),
+        (result(0.2, 4), result(0.1, 2), "**does not hold**"),
+    ],
+)
+def test_a_claim_is_judged_with_its_bits(better, worse, says):
+    assert script.verdict(better, worse) == says
+    assert {name for one in script.CLAIMS for name in (one.better, one.worse)} <= set(presets())

@@ -1,0 +1,206 @@
+"""The stage between fit and publication: what it measures, what it keeps, and what a bound stops."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+
+from kvq_calib import cli, gate, held_out, job
+from kvq_calib.evaluate import perplexity, record
+from kvq_calib.evaluate.subject import find
+from kvq_calib.gate import Bounds
+from kvq_calib.job import Job
+from kvq_calib.ledger import Ledger
+from kvq_runtime import artifact, registry
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny-model"
+    folder.mkdir()
+    tiny.save(folder, "llama", layers=2)
+    tiny.text(folder)
+    return folder
+
+
+def arguments(model: Path, run: Path, *more: str) -> list[str]:
+    corpus = str(model / "corpus.txt")
+    given = ["--model", str(model), "--corpus", corpus, "--samples", "4", "--seq-len", "384", "--run", str(run)]
+    return [*given, "--json", *more]
+
+
+def asked(model: Path, run: Path, **settings) -> Job:
+    given = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "run": str(run)} | settings
+    return Job(str(model), **given)
+
+
+def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
+    done, spent = job.run(asked(model, tmp_path / "run", recipes=("mean-higgs-2bit",), baselines=("higgs-2bit",)))
+    found = registry.resolve("tiny-model-mean-higgs-2bit")
+    (kept,) = registry.open_registry().evaluations(found.sha256)
+    written = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert written[0] == kept and [one["artifact"] for one in written] == [found.sha256, "higgs-2bit"]
+    files, plan = asked(model, tmp_path / "run").prepare()
+    batch = held_out.choose(job.Run(plan, files, tmp_path / "other"))
+    again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], held_out.PROTOCOL)
+    assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
+    assert again[0]["result"]["kl"] == pytest.approx(kept["result"]["kl"], rel=1e-6)
+    assert kept["protocol"]["text"]["split"] == "held-out" and kept["protocol"]["windows"] == 2
+    assert done[0].kl == kept["result"]["kl"] > 0 and spent["evaluation"] > 0
+
+
+def test_card_and_plots_carry_the_results(model, tmp_path):
+    job.run(asked(model, tmp_path / "run", recipes=("mean-higgs-2bit",), baselines=("higgs-2bit",)))
+    found = registry.resolve("tiny-model-mean-higgs-2bit")
+    state = registry.open_registry().existing(found.name)
+    beside = state.get(found.version).files
+    assert set(beside) == {"README.md", "error-by-layer.png", "perplexity-by-bits.png"}
+    card = registry.open_registry().blob(beside["README.md"]["sha256"]).read_text()
+    result = registry.open_registry().evaluations(found.sha256)[0]["result"]
+    assert f"{result['perplexity']:.4g}" in card and f"{result['kl']:.4g}" in card and "| higgs-2bit |" in card
+    assert "![error by layer](error-by-layer.png)" in card and "Not evaluated" not in card
+
+
+def test_without_evaluation_nothing_is_measured(model, tmp_path, capsys):
+    assert cli.main(arguments(model, tmp_path / "run", "--no-eval")) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert "KL" not in row and registry.open_registry().evaluations(row["sha256"]) == []
+    assert not (tmp_path / "run" / "evaluated").exists()
+
+
+def test_the_default_is_a_small_part_of_a_run(model):
+    _, small = asked(model, Path("run")).prepare()
+    _, large = asked(model, Path("run"), samples=256, seq_len=8192).prepare()
+    assert held_out.windows(small, 384) == 2
+    assert held_out.windows(large, 8192) * 8192 * held_out.SHARE <= large.tokens
+
+
+def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
+    run = tmp_path / "run"
+    words = arguments(model, run, "--recipe", "mean-higgs-4bit", "--recipe", "mean-higgs-1bit")
+    assert cli.main([*words, "--no-publish"]) == 0
+    capsys.readouterr()
+    four, one = (found["result"]["kl"] for found in json.loads((run / "evaluation.json").read_text()))
+    assert four < one
+    assert cli.main([*words, "--max-kl", f"{(four + one) / 2:.6g}", "--max-perplexity-ratio", "100"]) == 5
+    captured = capsys.readouterr()
+    assert [row["artifact"] for row in json.loads(captured.out)] == [
+        "tiny-model-mean-higgs-4bit@1.0.0",
+        "tiny-model-mean-higgs-1bit",
+    ]
+    assert "tiny-model-mean-higgs-1bit was not published. KL divergence" in captured.err
+    assert registry.open_registry().names() == ["tiny-model-mean-higgs-4bit"]
+    left = run / "tiny-model-mean-higgs-1bit"
+    assert artifact.load(left / "kvq.safetensors").recipe.name == "mean-higgs-1bit"
+    verdict = json.loads((left / "evaluation.json").read_text())["result"]["gate"]
+    assert verdict["bounds"]["perplexity_ratio"] == 100 and len(verdict["failed"]) == 1
+    assert "Bounds for publication" in (left / "README.md").read_text()
+    assert (left / "perplexity-by-bits.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "bounds, failed",
+    [
+        (Bounds(), 0),
+        (Bounds(perplexity_ratio=1.02, kl=0.02), 0),
+        (Bounds(perplexity_ratio=1.005), 1),
+        (Bounds(perplexity_ratio=1.005, kl=0.005), 2),
+    ],
+)
+def test_gate(bounds, failed):
+    result = {"relative": 0.01, "kl": 0.01}
+    assert len(gate.passes({"result": result}, bounds)) == failed
+    assert len(gate.passes({"result": {"relative": float("nan"), "kl": float("nan")}}, bounds)) == len(bounds.given)
+    assert ("gate" in gate.judged({"result": result}, bounds)["result"]) == bool(bounds.given)
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        (["--no-eval", "--max-kl", "0.1"], "--no-eval"),
+        (["--max-kl", "-1"], "above 0"),
+        (["--eval-windows", "5000"], "held-out part"),
+        (["--baseline", "nothing-2bit"], "nothing-2bit"),
+        (["--recipe", "mean-higgs-2bit", "--baseline", "mean-higgs-2bit"], "mean-higgs-2bit"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_the_work(model, tmp_path, capsys, more, says):
+    assert cli.main(arguments(model, tmp_path / "run", *more)) in (2, 3)
+    captured = capsys.readouterr()
+    assert says in captured.err and not captured.out
+    assert not (tmp_path / "run" / "layer-0000").exists()
+
+
+def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
+    """Stopped in its second cache, an evaluation resumes there; the artifact and its record are as if undisturbed."""
+    settings = {"recipes": ("mean-higgs-2bit", "mean-higgs-4bit"), "publish": False}
+    job.run(asked(model, tmp_path / "undisturbed", **settings))
+    scored, score = [], perplexity._Group.score
+
+    def watched(group, found, progress):
+        if len(scored) == 2 and not stopped:
+            stopped.append(True)
+            raise KeyboardInterrupt
+        scored.append(group)
+        return score(group, found, progress)
+
+    stopped: list[bool] = []
+    monkeypatch.setattr(perplexity._Group, "score", watched)
+    with pytest.raises(KeyboardInterrupt):
+        job.run(asked(model, tmp_path / "run", **settings))
+    assert len(scored) == 2
+    job.run(asked(model, tmp_path / "run", **settings))
+    assert len(scored) == 3, "the 16-bit model's and the first cache's score were kept"
+    job.run(asked(model, tmp_path / "run", **settings))
+    assert len(scored) == 3
+    names = ("undisturbed", "run")
+    first, second = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in names)
+    assert first == second
+
+
+def test_progress_reaches_its_end_exactly_with_and_without_kept_units(model, tmp_path):
+    for recipes in (("mean-higgs-2bit",), ("mean-higgs-2bit",)):
+        heard = []
+        job.run(asked(model, tmp_path / "run", recipes=recipes), heard.append)
+        said = [one for one in heard if one.layer < 0]
+        assert sum(one.tokens for one in said) == said[-1].done == said[-1].total > 0
+
+
+def test_killed_during_the_evaluation_it_resumes(model, tmp_path):
+    run = tmp_path / "run"
+    words = arguments(model, run, *(f"--recipe=mean-higgs-{n}bit" for n in (1, 2, 3, 4)), "--eval-windows", "3")
+    program = f"import sys; from kvq_calib.cli import main; sys.exit(main({words!r}))"
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while len(kept(run)) < 3 and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    assert not (run / "evaluation.json").exists()
+    before = {path: path.stat().st_mtime_ns for path in kept(run)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)) == 4 and before.items() <= {p: p.stat().st_mtime_ns for p in kept(run)}.items()
+
+
+def kept(run: Path) -> list[Path]:
+    """The finished units of an evaluation, the choice of its text among them."""
+    folder = run / "evaluated"
+    return [folder / name for name in os.listdir(folder) if name.endswith(".json")] if folder.is_dir() else []
+
+
+def test_a_ledger_tells_units_apart(tmp_path):
+    ledger = Ledger(tmp_path).within(model="a")
+    ledger.write({"x": 0.1}, unit=1)
+    assert ledger.read(unit=1) == {"x": 0.1}
+    assert ledger.read(unit=2) is None and ledger.within(model="b").read(unit=1) is None
+    assert Ledger().read(unit=1) is None
+    next(tmp_path.glob("*.json")).write_text("{")
+    with pytest.raises(RuntimeError, match="damaged; delete it"):
+        ledger.read(unit=1)
