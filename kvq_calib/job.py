@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from kvq_calib import budget, models, plots, report
+from kvq_calib import budget, models, report
 from kvq_calib.plan import Plan, home, make
 from kvq_calib.run import Listener, Run, calibrate, seconds
 from kvq_calib.weights import ModelFiles
@@ -151,9 +151,8 @@ def publish(job: Job, files: ModelFiles, fitted: dict[str, Artifact]) -> Iterabl
         name, data = job.artifact_name(files, recipe), artifact.to_bytes(made)
         version, chosen = "", "budget" in made.fit
         if job.publish:
-            drawn = {"bits-by-layer.png": plots.bits_by_layer(name, report.by_layer(made))} if chosen else {}
-            card = {"README.md": report.card(made, name=name, plots=[*drawn]).encode()} | drawn
-            version = registry.open_registry(job.registry).publish(name, data, job.version, card).version
+            beside = report.files(made, name=name)
+            version = registry.open_registry(job.registry).publish(name, data, job.version, beside).version
         measures = made.fit["layers"]
         errors = [sum(layer[half]["relative_error"] for layer in measures) / len(measures) for half in ("key", "value")]
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
