@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 import time
+from typing import Any
 
 from kvq_calib.commands import count
 

@@ -223,9 +223,7 @@ def publish(
         failed = gate.passes(own, job.bounds) if own else []
         shown = [own, *(one for one in records if one is not own)] if own else []
         layers = report.by_layer(made) if "budget" in made.fit else []
-        shapes = {"bits-by-layer.png": plots.bits_by_layer(name, layers)} if layers else {}
-        card = report.card(made, shown, name, plots=[*drawn, *shapes])
-        version, beside = "", {"README.md": card.encode(), **drawn, **shapes}
+        version, beside = "", report.files(made, shown, name, drawn)
         if job.publish and not failed:
             version = target.publish(name, data, job.version, beside).version
             if own:

@@ -1,4 +1,5 @@
-"""Draw what was measured: error by layer, perplexity against bits, and what keys and values can be predicted from.
+"""Draw what was measured: error by layer, perplexity against bits, what keys and values can be predicted from, and how
+well a subspace holds queries.
 
 Each function returns the bytes of a PNG; the same numbers give the same picture.
 """
@@ -176,6 +177,35 @@ def probes(found: Mapping[str, Any]) -> bytes:
     panels[1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), title="predicted from")
     length, held = found["settings"]["length"], found["settings"]["held_out"]
     figure.suptitle(f"{found['model']['id']}, {held} held-out sequences of {length} tokens", fontsize=9, color="0.35")
+    return _png(figure)
+
+
+def query_deviation(layers: Sequence[Mapping[str, Any]], where: str) -> bytes:
+    """How far held-out queries stick out of their calibrated subspace: by its rank (the paper's figure 2), for some
+    layers, and by layer, for some ranks.
+
+    layers   of an artifact's fit
+    """
+    curves = {n: row["key"]["query_deviation"] for n, row in enumerate(layers) if "query_deviation" in row["key"]}
+    size = len(next(iter(curves.values())))
+    figure = Figure(figsize=(9.5, 3.9), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    steps = max(1, min(5, len(curves) - 1))
+    for number, place in enumerate(sorted({round(step * (len(curves) - 1) / steps) for step in range(steps + 1)})):
+        layer = list(curves)[place]
+        left.plot(range(size + 1), [1.0, *curves[layer]], label=f"layer {layer}", color=COLOURS[number], linewidth=1.6)
+    for number, rank in enumerate(sorted({max(1, size * share // 16) for share in (1, 2, 4, 8)})):
+        points = [(layer, curve[rank - 1]) for layer, curve in curves.items()]
+        right.plot(*zip(*points, strict=True), label=f"rank {rank}", **_look(number))
+    left.set_xlabel(f"rank of the subspace, of {size}")
+    left.set_ylabel("deviation, over the query's length")
+    right.set_xlabel("layer")
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in (left, right):
+        axis.set_ylim(0, 1.03)
+        axis.legend(frameon=False, fontsize=9)
+        _tidy(axis)
+    figure.suptitle(where, fontsize=9, color="0.35")
     return _png(figure)
 
 

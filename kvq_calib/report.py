@@ -6,8 +6,10 @@ figure stands beside the size of the model it was measured on.
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from kvq_calib import plots as draw
 from kvq_calib.commands import relative
 from kvq_calib.plots import size_of
 from kvq_runtime.artifact import Artifact
@@ -17,12 +19,33 @@ from kvq_runtime.recipe import HALVES
 from kvq_runtime.table import cell
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
+QUERIES = "query-deviation.png"
 _CHOSEN = (
     " Keys, values: bits per element of the settings that were chosen, on the same sequences, for the least sum of "
     "errors within {bits:g} bits in all. Attention: the squared error that they put into the model's stream, over its "
     "energy."
 )
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def files(
+    artifact: Artifact,
+    records: Sequence[Mapping[str, Any]] = (),
+    name: str | None = None,
+    measured: Mapping[str, bytes] = MappingProxyType({}),
+) -> dict[str, bytes]:
+    """The card, and the plots of what was measured and of what the fit saw, by file name.
+
+    records, name   as for `card`
+    measured        plots of the records
+    """
+    drawn, name = dict(measured), name or artifact.recipe.name
+    if "budget" in artifact.fit:
+        drawn["bits-by-layer.png"] = draw.bits_by_layer(name, by_layer(artifact))
+    if artifact.provenance.get("held_out") and any(side.feedback for side in artifact.recipe.sides):
+        where = f"{_model(artifact)[0]}, {artifact.provenance['held_out']} held-out sequences"
+        drawn[QUERIES] = draw.query_deviation(artifact.fit["layers"], where)
+    return {"README.md": card(artifact, records, name, plots=list(drawn)).encode()} | drawn
 
 
 def card(
@@ -50,8 +73,9 @@ def card(
         "## Recipe\n\n" + _recipe(artifact),
         "## Where it comes from\n\n" + _provenance(artifact),
         "## Fit\n\n" + _fit(artifact),
+        *(["## Queries\n\n" + _queries(artifact)] if QUERIES in plots else []),
         "## Evaluation\n\n" + _evaluation(records),
-        *(f"![{_spoken(plot)}]({plot})" for plot in plots),
+        *(f"![{_spoken(plot)}]({plot})" for plot in plots if plot != QUERIES),
         "## Limits\n\n" + _limits(artifact, records),
     ]
     return "\n\n".join(parts) + "\n"
@@ -179,6 +203,15 @@ def by_layer(artifact: Artifact) -> list[dict[str, Any]]:
             found |= {f"{half}s {short}": own[name] for name, short in names.items() if name in own}
         rows.append(found)
     return rows
+
+
+def _queries(artifact: Artifact) -> str:
+    held = artifact.provenance.get("held_out")
+    return (
+        "Keys are rounded so that the error stays out of the directions of queries. The part of a query that sticks "
+        "out of the leading directions of its layer, over the query's length: root mean square over heads and the "
+        f"queries of {held} held-out sequences.\n\n![{_spoken(QUERIES)}]({QUERIES})"
+    )
 
 
 def _evaluation(records: Sequence[Mapping[str, Any]]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvq_calib import budget, checkpoint, corpus, measure
 from kvq_calib.capture import Stream
+from kvq_calib.fit import query
 from kvq_calib.fit.layer import Blocks, SideFit, blocks, summary
 from kvq_calib.plan import Plan
 from kvq_calib.statistics import MeanVariance, Moments
@@ -42,6 +43,19 @@ class Progress:
 
 Listener = Callable[[Progress], None]
 Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the capture says of a layer.
+
+    moments   of keys and of values, for each number of sinks left out
+    queries   those to fit on, where a recipe asks for queries; `held`: those held out, if any are
+    """
+
+    moments: dict[int, tuple[MeanVariance, MeanVariance]]
+    queries: query.Queries | None = None
+    held: query.Queries | None = None
 
 
 @dataclass(frozen=True)
@@ -115,12 +129,12 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     plan, started = run.plan, time.perf_counter()
     record: dict = {"layer": layer, "fit": {}, "recipes": {}, "attention": {}, "seconds": {}}
     with checkpoint.layer_folder(run.folder, layer, record) as folder:
-        moments = _capture(run, stream, layer, folder, record["seconds"])
+        said = _capture(run, stream, layer, folder, record["seconds"])
         record["seconds"]["capture"] = time.perf_counter() - started - record["seconds"]["forward"]
         tensors: dict[str, Tensor] = {}
         for recipe in plan.recipes:
             begun = time.perf_counter()
-            fitted, measures, work = _fit_recipe(run, stream, layer, recipe, moments[_sinks(recipe)], folder)
+            fitted, measures, work = _fit_recipe(run, stream, layer, recipe, said, folder)
             tensors |= {f"{recipe.name}/{name}": tensor for name, tensor in fitted.items()}
             record["fit"][recipe.name] = measures
             record["recipes"][recipe.name] = recipe.with_sides(layer, *work.sides).to_json()
@@ -137,18 +151,18 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     checkpoint.thin(run.folder, layer, max(plan.depth, 1), last=layer == plan.geometry.layers - 1)
 
 
-def _capture(
-    run: Run, stream: Stream, layer: int, folder: Path, seconds: dict
-) -> dict[int, tuple[MeanVariance, MeanVariance]]:
-    """Run the layer on every chunk; return mean and variance of keys and values, for each number of sinks left out."""
+def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) -> Said:
+    """Run the layer on every chunk, keep its keys and values, and take what statistics of it are sums."""
     plan, before = run.plan, checkpoint.folder_of(run.folder, layer - 1)
     width, device = plan.geometry.width, stream.device
     sums = {sinks: (Moments(width, device), Moments(width, device)) for sinks in {_sinks(r) for r in plan.recipes}}
+    asked = any(side.feedback for recipe in plan.recipes for side in recipe.sides)
+    gathered = query.Gathered(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
     module = stream.layer(layer)
     for index, rows in enumerate(plan.chunks):
         hidden = checkpoint.load(before / _chunk("hidden", index))["hidden"]
         begun = time.perf_counter()
-        captured = module.forward(hidden)
+        captured = module.forward(hidden, queries=asked)
         seconds["forward"] = seconds.get("forward", 0.0) + time.perf_counter() - begun
         checkpoint.save({"hidden": captured.h_BTE.cpu()}, folder / _chunk("hidden", index))
         checkpoint.save({"key": captured.k_NTC.cpu(), "value": captured.v_NTC.cpu()}, folder / _chunk("capture", index))
@@ -158,12 +172,15 @@ def _capture(
                     partial = Moments(width, device)
                     partial.update(x_NTC[:, sinks:])
                     total.merge(index, partial)
+        if captured.q_NTC is not None:
+            gathered.add(index, captured.q_NTC)
         run.say(layer, "capture", index + 1, len(plan.chunks), len(rows) * plan.seq_len)
-    return {sinks: (keys.value(), values.value()) for sinks, (keys, values) in sums.items()}
+    moments = {sinks: (keys.value(), values.value()) for sinks, (keys, values) in sums.items()}
+    return Said(moments, *(gathered.value() if asked else ()))
 
 
 def _fit_recipe(
-    run: Run, stream: Stream, layer: int, recipe: Recipe, moments: tuple[MeanVariance, MeanVariance], folder: Path
+    run: Run, stream: Stream, layer: int, recipe: Recipe, said: Said, folder: Path
 ) -> tuple[dict[str, Tensor], dict, "RecipeWork"]:
     """Keys first, then values, each: statistics over the fitted chunks, solution, every chunk decoded.
 
@@ -173,11 +190,13 @@ def _fit_recipe(
     work = RecipeWork(run, stream, layer, recipe, folder)
     found: dict[str, Tensor] = {}
     measures: dict = {}
-    for half, mean in zip(HALVES, moments, strict=True):
+    for half, mean in zip(HALVES, said.moments[_sinks(recipe)], strict=True):
         side = SideFit(recipe, layer, half, geometry, mean)
         if side.needs_statistics:
             read = (work.data(index, half, _clean(side.codec.side)) for index in range(plan.fitted_chunks))
             side.solve((side.partial(*chunk) for chunk in read), plan.seed)
+        if said.queries is not None and side.side.feedback is not None:
+            side.solve_feedback(said.queries)
         if side.needs_residuals:
             read = (work.data(index, half, clean=False) for index in range(plan.fitted_chunks))
             side.solve_residuals((side.residuals(*chunk, plan.seed) for chunk in read), plan.seed)
@@ -192,6 +211,8 @@ def _fit_recipe(
         work.fits[half] = side
         found |= {f"layers.{layer}.{half}.{name}": tensor.cpu() for name, tensor in side.tensors.items()}
         measures[half] = summary(sums)
+        if said.queries is not None and said.held is not None and side.side.feedback is not None:
+            measures[half]["query_deviation"] = query.deviations(side.side.feedback, said.queries, said.held)
     return found, measures, work
 
 

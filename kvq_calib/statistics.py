@@ -6,6 +6,7 @@ the number of workers, and the same bytes.
 
     Moments       n, Σx, Σx² by channel                        → mean, variance
     CrossMoments  n, Σx, Σy, XᵀX, XᵀY, Σ‖y‖² of shifted data   → covariances, exactly centred
+    QueryMoments  n, Σq qᵀ by KV head, before and after RoPE   → second moments about zero
     Sample        the rows with the k smallest hashes of (seed, sequence, position)
 
 Everything shifts by a vector near the mean before it is squared: a mean a thousand deviations away, as keys with biases
@@ -22,8 +23,10 @@ import torch
 from torch import Tensor
 
 from kvq_calib.sample import Sample, in_order
+from kvq_runtime import rope
+from kvq_runtime.geometry import Geometry
 
-__all__ = ["Centred", "CrossMoments", "MeanVariance", "Moments", "Sample"]
+__all__ = ["Centred", "CrossMoments", "MeanVariance", "Moments", "QueryMoments", "Sample"]
 
 TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
 
@@ -145,6 +148,29 @@ class CrossMoments(_Sums):
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
         return cls(state["shift_x"], state["shift_y"])._load(state)
+
+
+class QueryMoments(_Sums):
+    """Sum q qᵀ over the tokens and query heads of each KV head, before and after RoPE; nothing is subtracted."""
+
+    def __init__(self, geometry: Geometry, device: torch.device | str = "cpu"):
+        square = (geometry.kv_heads, geometry.head_size, geometry.head_size)
+        super().__init__({}, _zeros(device, count=(), before=square, after=square))
+
+    def update(self, q_NTGD: Tensor, tables: tuple[Tensor, Tensor]) -> None:
+        """Add queries before RoPE, all heads of the model, those of one KV head side by side; cos and sin [1, T, K]."""
+        q_NTGD = q_NTGD.float()
+        heads = len(self.sums["before"])
+        for name, part in (("before", q_NTGD), ("after", rope.rotate(q_NTGD, *tables))):
+            rows_HRD = part.unflatten(2, (heads, -1)).permute(2, 0, 1, 3, 4).flatten(1, 3)
+            for tile_HRD in rows_HRD.split(TILE, 1):
+                self.sums[name] += tile_HRD.mT @ tile_HRD
+        self.sums["count"] += q_NTGD.shape[:3].numel() // heads
+
+    def value(self) -> tuple[Tensor, Tensor]:
+        """E[q qᵀ] before and after RoPE, float64 [H, D, D] each."""
+        count = _count(self.sums)
+        return self.sums["before"] / count, self.sums["after"] / count
 
 
 def _tiles(mask_NT: Tensor | None, *parts: Tensor):

@@ -56,7 +56,7 @@ class Codec:
         self.predictor = self.side.predictor(layer, half)
         self.reads_keys, self.below = self.side.inputs(layer, half)
         self.turns_keys = half == "key" and recipe.position == "pre"
-        self._turn_mean = half == "key" and recipe.position == "post" and self.predictor is not None
+        self._turn_mean = half == "key" and recipe.position == "post"
         self._width = geometry.width if self.side.axis == "token" else self.side.block
         self.tensors: dict[str, Tensor] = {}
         self._hold(tensors, _CPU)
@@ -129,7 +129,15 @@ class Codec:
         x = x_NTC if self.side.axis == "token" else x_NTC.mT
         if self._turn is not None:
             x = _grouped(x, self._turn.float())
+        if self._own["feedback"]:
+            x = self.side.feedback.apply(x, self.side.axis, self.geometry, self._own["feedback"], self._quantized)
         return self.side.quantize.encode(x, self.geometry, **self._fitted)
+
+    def _quantized(self, x_NRW: Tensor) -> Tensor:
+        """Rows encoded and decoded, before any rotation back."""
+        quantize, place = self.side.quantize, _places(self.side.quantize, self._width, self.geometry, x_NRW.device)
+        found = quantize.decode(quantize.encode(x_NRW, self.geometry), self._width, self.geometry).float()
+        return found if place is None else found[..., place]
 
     def _unround(self, fields: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         quantize: Any = self.side.quantize
@@ -151,7 +159,10 @@ class Codec:
 
     def mean(self, context: Context) -> Tensor:
         """The mean that is removed, float32: [C], or [N, T, C] where it turns with the position."""
-        mean_C = self._own["predict"]["mean"]
+        return self.turned(self._own["predict"]["mean"], context)
+
+    def turned(self, mean_C: Tensor, context: Context) -> Tensor:
+        """A mean of values, or of keys before RoPE, where this side's tokens are: [C] or [N, T, C]."""
         if not self._turn_mean:
             return mean_C
         assert context.rope is not None, "a mean after RoPE needs the cos and sin in use"
@@ -205,6 +216,8 @@ def specs(recipe: Recipe, layer: int, half: Half, geometry: Geometry) -> Specs:
     if isinstance(side.rotate, Basis):
         found["rotate"] = side.rotate.specs(width, side.quantize.stored(width))
         found["quantize"] = side.quantize.specs(width)
+    if side.feedback is not None:
+        found["feedback"] = side.feedback.specs(geometry)
     if side.correct is not None:
         found["correct"] = side.correct.specs()
     return {f"{stage}.{name}": spec for stage, fields in found.items() for name, spec in fields.items()}
@@ -235,6 +248,13 @@ def _grouped(x_NRW: Tensor, matrix_WV: Tensor) -> Tensor:
     """Each run of W elements times the matrix: V elements in its place."""
     taken, given = matrix_WV.shape
     return (x_NRW.reshape(-1, taken) @ matrix_WV).view(*x_NRW.shape[:-1], x_NRW.shape[-1] // taken * given)
+
+
+@lru_cache(maxsize=64)
+def _places(quantize, width: int, geometry: Geometry, device: torch.device) -> Tensor | None:
+    """Where each element is among the decoded ones; None where it has kept its place."""
+    order = quantize.order(width, geometry)
+    return None if torch.equal(order, torch.arange(width)) else order.argsort().to(device)
 
 
 @lru_cache(maxsize=64)

@@ -53,7 +53,7 @@ def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
 def _stages(side: Side) -> str:
     """The stages of a side, as in `linear > hadamard > grid(dim=2 size=16 group=all)`."""
     parts = []
-    for stage in (side.predict, side.rotate, side.quantize, side.correct):
+    for stage in (side.predict, side.rotate, side.feedback, side.quantize, side.correct):
         if stage is None:
             continue
         settings = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)}

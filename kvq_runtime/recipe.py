@@ -1,7 +1,7 @@
 """Name the stages of a quantizer and their settings. Every method of the field is a Recipe; a recipe is plain JSON.
 
 position  "pre": keys are encoded as they are before RoPE · "post": as the model caches them
-Side      predict → rotate → quantize → correct, per token or per channel, and the tokens kept exact around it
+Side      predict → rotate → feedback, quantize → correct, per token or per channel, and the tokens kept exact
 Recipe    a Side for keys, one for values, and other Sides for single layers
 """
 
@@ -14,14 +14,16 @@ from importlib import import_module
 from typing import Any, Literal, get_args
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages import escape, exact, grid, lloyd, mixed, polar, predict, rotate, rtn
+from kvq_runtime.stages import escape, exact, feedback, grid, lloyd, mixed, polar, predict, rotate, rtn
 
 KINDS: dict[str, dict[str, type]] = {
     "predict": {kind.kind: kind for kind in predict.KINDS},
     "rotate": {kind.kind: kind for kind in rotate.KINDS},
     "quantize": {kind.kind: kind for module in (exact, grid, lloyd, mixed, polar, rtn) for kind in module.KINDS},
+    "feedback": {kind.kind: kind for kind in feedback.KINDS},
     "correct": {kind.kind: kind for kind in escape.KINDS},
 }
+LATER = ("feedback", "correct")  # stages younger than the file format: without one, a side does not speak of it
 Half = Literal["key", "value"]
 HALVES: tuple[Half, ...] = get_args(Half)
 
@@ -33,6 +35,7 @@ class Side:
     predict   what is subtracted first, or None
     rotate    the rotation of what is left, or None
     quantize  the rounding
+    feedback  what the error of channels rounded before moves in those after, or None; of keys
     correct   what mends the rounding, or None
     axis      "token": groups are channels of one token; "channel": groups are tokens of one channel, inside a block
     sinks     tokens at the start of every row that stay exact
@@ -43,6 +46,7 @@ class Side:
     quantize: Any
     predict: Any = None
     rotate: Any = None
+    feedback: Any = None
     correct: Any = None
     axis: Literal["token", "channel"] = "token"
     sinks: int = 4
@@ -100,7 +104,10 @@ class Recipe:
     @property
     def fitted(self) -> bool:
         """Whether the recipe has stages that need calibration."""
-        return any(side.predict or side.correct or isinstance(side.rotate, rotate.Basis) for side in self.sides)
+        return any(
+            side.predict or side.feedback or side.correct or isinstance(side.rotate, rotate.Basis)
+            for side in self.sides
+        )
 
     @property
     def chained(self) -> bool:
@@ -122,6 +129,8 @@ class Recipe:
             raise ValueError(f'{self.name}: position={self.position!r}; use "pre" or "post"')
         for side in self.sides:
             self._check_side(side)
+        if any(value.feedback for _, value in self._pairs()):
+            raise ValueError(f"{self.name}: queries say nothing of values; give feedback to keys alone")
         windows = {(pair[0].window, pair[1].window) for pair in self._pairs()}
         if len(windows) > 1:
             raise ValueError(f"{self.name}: sinks, recent and block differ by layer; they belong to the whole recipe")
@@ -152,6 +161,11 @@ class Recipe:
         if side.correct is not None and (side.axis != "token" or side.quantize.kind == "exact" or side.block > 32767):
             raise ValueError(f'{self.name}: escape needs axis "token", blocks below 32768 and a lossy quantizer')
 
+        if side.feedback is not None and isinstance(side.quantize, (exact.Exact, mixed.Mixed)):
+            raise ValueError(
+                f"{self.name}: feedback needs channels that are rounded in groups, not {side.quantize.kind}"
+            )
+
     def _check_geometry(self, geometry: Geometry) -> None:
         beyond = [layer for layer in self.layers if not 0 <= layer < geometry.layers]
         if beyond:
@@ -164,6 +178,8 @@ class Recipe:
                     side.quantize.order(width, geometry)
                     if side.rotate is not None and not isinstance(side.rotate, rotate.Basis):
                         side.rotate.size(width, geometry)
+                    if side.feedback is not None:
+                        side.feedback.check(side.axis, side.rotate, side.quantize, geometry)
                 except ValueError as error:
                     raise ValueError(f"{self.name}, layer {layer} {half}: {error}") from None
 
@@ -199,13 +215,13 @@ class Recipe:
 
 
 def _side_json(side: Side) -> dict:
-    """A side as JSON; without `correct` where there is none, as in files older than that stage."""
+    """A side as JSON; without the stages of `LATER` that it does not have, as in files older than those."""
     given = {f.name: getattr(side, f.name) for f in dataclasses.fields(side)}
     for stage in KINDS:
         if given[stage] is not None:
             settings = json.loads(json.dumps(dataclasses.asdict(given[stage])))
             given[stage] = {"kind": given[stage].kind} | settings
-    return given if given["correct"] is not None else {k: v for k, v in given.items() if k != "correct"}
+    return {name: value for name, value in given.items() if value is not None or name not in LATER}
 
 
 def _side_from(given: Any) -> Side:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvq_calib.fit.layer import SideFit, blocks
+from kvq_calib.fit.query import Gathered
 from kvq_calib.statistics import Moments
 from kvq_runtime import artifact
 from kvq_runtime.codec import Context, build
@@ -32,6 +33,7 @@ METHODS = (
     "aqua-2bit-channel", "aqua-2bit-below-1-2", "aqua-2bit-first-16bit",
     "mean-lloyd-2bit", "mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
     "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit",
+    "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
 )  # fmt: skip
 
 
@@ -42,6 +44,14 @@ def activations(layer: int) -> tuple[Tensor, Tensor]:
     keys = torch.sin(token * (0.37 + 0.11 * channel) + 0.3 * layer) + 0.2 * torch.sin(token * channel**1.5 + layer)
     values = torch.sin(token * (0.23 + 0.07 * channel) - 0.2 * layer) + 0.3 * torch.cos(token * channel**1.2 - layer)
     return (keys + 2 * torch.cos(channel)).float(), values.float()
+
+
+def queries(layer: int) -> Tensor:
+    """Queries before RoPE of two heads a KV head, [SEQUENCES, TOKENS, 2 C]: waves of few frequencies."""
+    token = torch.arange(SEQUENCES * TOKENS, dtype=torch.float64).view(SEQUENCES, TOKENS, 1)
+    channel = torch.arange(2 * GEOMETRY.width, dtype=torch.float64)
+    found = torch.sin(token * 0.31 + 0.7 * channel) + torch.cos(token * 1.7 + channel * (0.2 + 0.1 * layer))
+    return (found + torch.sin(0.9 * token * (channel % 5))).float()
 
 
 def rotary() -> Rotary:
@@ -67,6 +77,10 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
             context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
             if side.needs_statistics:
                 side.solve([side.partial(data, context)], seed=0)
+            if side.side.feedback is not None:
+                gathered = Gathered(GEOMETRY, tables, fitted=1)
+                gathered.add(0, queries(layer))
+                side.solve_feedback(gathered.value()[0])
             if side.needs_residuals:
                 side.solve_residuals([side.residuals(data, context, 0)], seed=0)
             sides.append(side.side)
@@ -74,7 +88,7 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
             found.append(side.codec.decode(fields, context))
             tensors |= {f"layers.{layer}.{half}.{name}": tensor for name, tensor in side.tensors.items()}
             expected |= {f"layers.{layer}.{half}.{name}": field[:1] for name, field in fields.items()}
-            expected[f"layers.{layer}.{half}.decoded"] = found[-1][:1].half()
+            expected[f"layers.{layer}.{half}.decoded"] = found[-1][:1].half().contiguous()
         below = [(found[0], found[1]), *below][:3]
         if (sides[0], sides[1]) != recipe.at(layer):
             recipe = recipe.with_sides(layer, sides[0], sides[1])

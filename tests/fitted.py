@@ -36,6 +36,8 @@ def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torc
         return torch.linalg.qr(square).Q[:, : shape[1]].to(dtype).contiguous()
     if field in ("deviation", "high") or (field, dtype) == ("low", torch.float32):  # of latent channels
         return {"deviation": 1.2, "high": 1.2, "low": -1.2}[field] * (1 + 0.05 * x)
+    if field.startswith("update_"):  # of feedback: smaller than the error that it follows
+        return (0.5 * x / shape[-1] ** 0.5).to(dtype)
     if field == "bound":
         return torch.full(shape, 20.0)
     if field in ("step", "low"):  # of 4-bit weights: 64 inputs to a group

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,37 @@ def test_plots_are_pictures_of_the_numbers(tmp_path):
         with Image.open(tmp_path / "plot.png") as image:
             image.load()
             assert image.width > 800 and len(image.convert("RGB").getcolors(1 << 24)) > 20
+
+
+def squat(artifact: Artifact) -> Artifact:
+    """The same, with feedback: deviations of queries that fall with the rank, and rise with the layer."""
+    recipe, size = preset("squat-2bit"), artifact.fingerprint.geometry.head_size
+    specs = codec.all_specs(recipe, artifact.fingerprint.geometry).items()
+    tensors = {name: torch.zeros(*shape, dtype=kind) for name, (shape, kind) in specs}
+    side = artifact.fit["layers"][0]["value"]
+    layers = [
+        {"key": side | {"query_deviation": [(1 - rank / size) / (9 - n) for rank in range(1, size + 1)]}, "value": side}
+        for n in range(artifact.fingerprint.geometry.layers)
+    ]
+    return replace(artifact, recipe=recipe, tensors=tensors, fit={"layers": layers})
+
+
+def test_only_a_recipe_with_feedback_shows_queries(fitted, tmp_path):
+    assert report.files(fitted).keys() == {"README.md"}
+    made = squat(fitted)
+    found = report.files(made, name="demo-squat")
+    assert found.keys() == {"README.md", "query-deviation.png"}
+    text = found["README.md"].decode()
+    assert text.count("![query deviation](query-deviation.png)") == 1 and "2 held-out sequences" in text
+    assert found == report.files(made, name="demo-squat")
+    (tmp_path / "plot.png").write_bytes(found["query-deviation.png"])
+    with Image.open(tmp_path / "plot.png") as image:
+        image.load()
+        assert image.width > 800 and len(image.convert("RGB").getcolors(1 << 24)) > 20
+    other = replace(made, fit={"layers": made.fit["layers"][::-1]})
+    assert report.files(other)["query-deviation.png"] != found["query-deviation.png"]
+    nothing_held = replace(made, provenance={**made.provenance, "held_out": 0})
+    assert report.files(nothing_held).keys() == {"README.md"}
 
 
 @pytest.mark.parametrize(

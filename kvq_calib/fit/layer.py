@@ -3,6 +3,8 @@
 Where a side has a basis, a second pass over what its prediction leaves comes before the decoding. The bits that it
 finds are written into the side: `SideFit.side` is what the artifact's recipe says.
 
+Where keys have feedback, the moments of the layer's queries, which the capture has taken, are all that it needs.
+
 Algorithm 1 of AQUA-KV with the runtime's own codec: what a layer is predicted from are the layers below as inference
 will decode them. Each pass over the chunks gives one partial per chunk; partials are added in ascending order.
 
@@ -17,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import basis
+from kvq_calib.fit import basis, query
 from kvq_calib.fit import predict as fits
 from kvq_calib.fit.mlp import fit_mlp
 from kvq_calib.statistics import CrossMoments, MeanVariance, Sample
@@ -105,6 +107,11 @@ class SideFit:
     def needs_residuals(self) -> bool:
         """Whether what the prediction leaves is fitted on."""
         return isinstance(self.side.quantize, Mixed) or self.side.correct is not None
+
+    def solve_feedback(self, queries: query.Queries) -> None:
+        """Fit what the error of one block of channels does to the rest."""
+        stage, geometry = self.side.feedback, self.codec.geometry
+        self._hold(query.fit(stage, queries, stage.turn(self.side.axis, self.side.rotate, geometry)))
 
     def empty(self) -> Partial:
         """The statistics before any chunk: moments of inputs and target, both centred, and tokens for an MLP."""
@@ -199,11 +206,10 @@ class SideFit:
     def errors(self, data: Blocks, context: Context, decoded: Tensor) -> Tensor:
         """Sums over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number."""
         x = data.x
-        turned = self.codec.mean(context) if self.tensors else self.mean_C
-        centred = x - turned
+        centred = x - self.codec.turned(self.mean_C, context)
         predicted = self.codec.predicted(context)
         residual = centred if predicted is None else centred - predicted.float()
-        error = (centred if self.tensors else x) - decoded.float()
+        error = (x if self.predictor is None else centred) - decoded.float()
         mask = data.mask_NT[..., None]
         sums = [(part.double().square() * mask).sum() for part in (x, centred, residual, error)]
         return torch.stack([*sums, data.mask_NT.sum().double()])

@@ -1,0 +1,58 @@
+"""SQuat: KIVI's rounding, the error of a key's first channels pushed by its other channels out of what queries see.
+
+    squat-*        keys after RoPE, per channel in groups of 32 tokens; values per token, in groups of 32 channels
+    squat-pre-*    the same, keys before RoPE
+    *-paper        the paper's defaults; *-llama2, *-llama3, *-mistral, *-r1: what it took for long prompts, by model
+
+Source: Wang et al., 2025 (SQuat), algorithm 1; settings of appendix D.2.
+Differs: the subspace is calibrated, once. A sequence of the calibration stands for the prompt in the paper's λ, which
+grows with the prompt; ours (`squat-2bit`) does not, and counts every direction by its weight instead of `rank` of them.
+The window is our KIVI's, at least 128 tokens, so that the two differ in the feedback alone; the paper gives both at
+most 32. Keys before RoPE are given queries before RoPE; the variants with the paper's settings have what the authors'
+code has, queries after RoPE. Blocks are a half or a quarter of a head: 64 or 32 of the paper's 128 channels.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipes import kivi
+from kvq_runtime.stages.feedback import QueryOrthogonal
+from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.rotate import Hadamard
+
+Position = Literal["pre", "post"]
+OURS: dict[Position, QueryOrthogonal] = {
+    "post": QueryOrthogonal(),
+    "pre": QueryOrthogonal(queries="before"),
+}
+# name → position → rank, λ, blocks
+PAPER: dict[str, dict[Position, tuple[int, float, int]]] = {
+    "paper": {"post": (5, 1e-3, 2), "pre": (5, 1e-3, 2)},
+    "llama2": {"post": (40, 1e-3, 2), "pre": (5, 1e-3, 4)},
+    "llama3": {"post": (10, 5e-4, 2), "pre": (60, 5e-4, 4)},
+    "mistral": {"pre": (20, 5e-4, 2)},  # after RoPE: the defaults
+    "r1": {"post": (40, 5e-4, 2), "pre": (40, 5e-4, 2)},
+}
+
+
+def keys(feedback: QueryOrthogonal) -> Side:
+    """KIVI's keys, with feedback."""
+    return replace(kivi.keys(2), feedback=feedback)
+
+
+def recipes() -> list[Recipe]:
+    """Ours, the paper's settings by model, and keys per token after a Hadamard."""
+    found = []
+    for position, ours in OURS.items():
+        start = "squat-2bit" if position == "post" else "squat-pre-2bit"
+        found.append(Recipe(start, keys(ours), kivi.values(2), position, summary=f"SQuat {position}-RoPE, 2 bits"))
+        for name, settings in PAPER.items():
+            if position in settings:
+                rank, lam, blocks = settings[position]
+                paper = QueryOrthogonal(blocks, lam, rank, "paper")
+                summary = f"SQuat {position}-RoPE, 2 bits, as published ({name})"
+                found.append(Recipe(f"{start}-{name}", keys(paper), kivi.values(2), position, summary=summary))
+    plain = Side(Grid(2, 16, 16), rotate=Hadamard("head"))
+    summary = "a Hadamard per head, SQuat's feedback, HIGGS in groups of 16, 2 bits"
+    return [*found, Recipe("squat-hadamard-2bit", replace(plain, feedback=OURS["post"]), plain, summary=summary)]

@@ -1,0 +1,150 @@
+"""Moments of queries: chunks are the whole, an average over distances is the sum over distances, a subspace holds."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from feeding import rotary
+from torch import Tensor
+
+from kvq_calib import corpus, models
+from kvq_calib import plan as plans
+from kvq_calib import run as runs
+from kvq_calib.capture import Stream
+from kvq_calib.fit import query
+from kvq_calib.statistics import QueryMoments
+from kvq_runtime import artifact, rope
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import preset
+from kvq_runtime.stages.feedback import QueryOrthogonal
+
+GEOMETRY = Geometry(1, 2, 16)
+GROUP, TOKENS = 3, 24  # query heads of one KV head
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tables(tokens: int = TOKENS, channels: int = 16) -> tuple[Tensor, Tensor]:
+    return rotary(Geometry(1, 1, channels)).tables(torch.arange(tokens)[None])
+
+
+def heads(sequences: int = 8) -> Tensor:
+    """Queries before RoPE, all heads, [N, T, H·G, D]: a few directions, other ones for each KV head."""
+    mix = gaussian(2, 1, 16, 16, seed=1) * torch.exp(-0.4 * torch.arange(16))
+    return (gaussian(sequences, TOKENS, 2, GROUP, 16) @ mix.squeeze(1).mT[None, None]).flatten(2, 3)
+
+
+def slow(q_NTGD: Tensor) -> Tensor:
+    """E[q qᵀ] of each KV head, token by token."""
+    found = torch.zeros(2, 16, 16, dtype=torch.float64)
+    for number in range(2 * GROUP):
+        rows = q_NTGD[:, :, number].flatten(0, 1).double()
+        found[number // GROUP] += sum(torch.outer(row, row) for row in rows)
+    return found / (q_NTGD.shape[0] * q_NTGD.shape[1] * GROUP)
+
+
+def test_moments_of_chunks_are_those_of_all_queries_of_a_kv_head():
+    q, total = heads(), QueryMoments(GEOMETRY)
+    for index, part in enumerate(q.split(3)):
+        partial = QueryMoments(GEOMETRY)
+        partial.update(part, tables())
+        total.merge(index, partial)
+    before, after = total.value()
+    assert torch.allclose(before, slow(q), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(after, slow(rope.rotate(q, *tables())), rtol=1e-5, atol=1e-5)
+    assert total.sums["count"] == 8 * TOKENS * GROUP
+
+
+@pytest.mark.parametrize("rotated", [16, 8])
+def test_the_average_over_distances_is_the_sum_over_all_pairs(rotated):
+    """Every query of a sequence meets every key before it, and itself: the slow sum over both positions."""
+    moment = gaussian(2, 16, 16, seed=2).double()
+    moment = moment @ moment.mT
+    cos, sin = tables(channels=rotated)
+    total = torch.zeros_like(moment)
+    for position in range(TOKENS):
+        for key in range(position + 1):
+            turn = torch.eye(16)[None, None]
+            turn = rope.rotate(turn, cos[:, position - key, None], sin[:, position - key, None])[0, 0].double()
+            total += turn.mT @ moment @ turn
+    expected = total / (TOKENS * (TOKENS + 1) / 2)
+    assert torch.allclose(query.averaged(moment, cos, sin), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_deviations_fall_to_nothing_and_are_those_of_projections():
+    q, gathered = heads(), query.Gathered(GEOMETRY, tables(), fitted=2)
+    for index, part in enumerate(q.split(2)):
+        gathered.add(index, part.flatten(2))
+    queries, held = gathered.value()
+    assert held is not None and queries.sequence == TOKENS * GROUP
+    found = query.deviations(QueryOrthogonal(queries="before"), queries, held)
+    assert len(found) == 16 and found[-1] == 0 and found == sorted(found, reverse=True) and found[0] > 0.3
+    deviation = []
+    for head in range(2):
+        rows = q[4:, :, head * GROUP : (head + 1) * GROUP].flatten(0, 2).double()
+        rows = rows / rows.norm(dim=-1, keepdim=True)
+        fitted = q[:4, :, head * GROUP : (head + 1) * GROUP].flatten(0, 2).double()
+        leading = torch.linalg.svd(fitted).Vh[:5]
+        deviation.append((rows - rows @ leading.mT @ leading).square().sum(-1).mean())
+    assert found[4] == pytest.approx(float(torch.stack(deviation).mean().sqrt()), abs=1e-4)
+
+
+def queries(scale: float = 1.0, tokens: int = TOKENS) -> query.Queries:
+    total = QueryMoments(GEOMETRY)
+    total.update(scale * heads(), tables())
+    return query.Queries(*total.value(), tables(), tokens * GROUP)
+
+
+def test_lambda_without_a_length_means_the_same_at_every_length_and_size():
+    free, paper = QueryOrthogonal(lam=2.0), QueryOrthogonal(lam=1e-3, rank=5, normalize="paper")
+    other = queries(scale=3.0, tokens=4 * TOKENS)
+    metric = query.metric(free, queries())
+    assert torch.allclose(metric, query.metric(free, other), rtol=1e-4, atol=1e-4)
+    assert torch.allclose(metric.diagonal(dim1=1, dim2=2).mean(-1), torch.tensor(3.0).double(), rtol=1e-4)  # 1 + λ
+    one, two = (query.metric(paper, given) - torch.eye(16) for given in (queries(), other))
+    assert torch.allclose(two, 36 * one, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_without_queries_is_rounded_plainly():
+    empty = query.Queries(torch.zeros(2, 16, 16).double(), torch.zeros(2, 16, 16).double(), tables(), 1.0)
+    assert not any(tensor.any() for tensor in query.fit(QueryOrthogonal(), empty, None).values())
+
+
+# ---- in a run ----
+
+
+def test_a_run_fits_the_moves_of_the_models_own_queries(tmp_path):
+    """The artifact's tensors against queries captured once more; and the bytes of another run."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tiny.save(folder, layers=2)
+    tiny.text(folder)
+    files = models.resolve(str(folder))
+    chain = preset("aqua-2bit-channel")
+    chain = replace(chain, name="chain", key=replace(chain.key, feedback=preset("squat-pre-2bit").key.feedback))
+    recipes = (preset("squat-2bit"), preset("squat-pre-2bit"), preset("aqua-2bit"), chain)
+    made = plans.make(files, recipes, str(folder / "corpus.txt"), samples=6, seq_len=256, held_out=2)
+    artifacts = runs.calibrate(runs.Run(made, files, tmp_path / "run"))
+    stream, geometry, total = Stream(files), made.geometry, QueryMoments(made.geometry)
+    tokens_BT = corpus.select(made.corpus, files.path, made.samples, made.seq_len, made.seed).tokens_BT[:4]
+    q_NTC = stream.layer(0).forward(stream.embed(tokens_BT), queries=True).q_NTC
+    assert q_NTC is not None and made.chunks[0] == range(4)
+    total.update(q_NTC.unflatten(-1, (-1, geometry.head_size)), stream.rope(256))
+    found = query.Queries(*total.value(), stream.rope(256), 0.0)
+    for recipe in recipes[:2]:
+        moves = query.fit(recipe.key.feedback, found, None)
+        for name, move in moves.items():
+            assert torch.equal(artifacts[recipe.name].tensors[f"layers.0.key.{name}"], move)
+        measured = artifacts[recipe.name].fit["layers"][1]["key"]["query_deviation"]
+        assert len(measured) == geometry.head_size and 0 < measured[0] < 1 and measured[-1] == 0
+    # about a mean that turns with the position, which keys after RoPE have too, rounding is what it is before
+    post, pre = (artifacts[recipe.name].fit["layers"][0]["key"]["mean_energy"] for recipe in recipes[:2])
+    assert post == pytest.approx(pre, rel=1e-3)
+    # the first layer of the chain has its own side, without feedback
+    names = {name for name in artifacts["chain"].tensors if "feedback" in name}
+    assert names == {"layers.1.key.feedback.update_1"}
+    again = runs.calibrate(runs.Run(made, files, tmp_path / "again"))
+    assert all(artifact.to_bytes(again[name]) == artifact.to_bytes(artifacts[name]) for name in again)
