@@ -79,8 +79,9 @@ class Codec:
         # only a fitted quantizer is given tensors
         self._fitted = {"tensors": self._own["quantize"]} if self._own["quantize"] else {}
         if isinstance(self.side.rotate, Basis):
-            self._turn = self._own["rotate"].get("basis")
-            self.back = None if self._turn is None else self._turn.mT
+            own = self._own["rotate"]
+            self._turn, dual = own.get("basis"), own.get("dual", own.get("basis"))
+            self.back = None if dual is None else dual.mT
         else:
             self._turn, self.back = _matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
         self.fold = fold(self, device)

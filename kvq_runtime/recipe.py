@@ -122,6 +122,8 @@ class Recipe:
             raise ValueError(f'{self.name}: position={self.position!r}; use "pre" or "post"')
         for side in self.sides:
             self._check_side(side)
+        if any(isinstance(pair[0].rotate, rotate.OutputBasis) for pair in self._pairs()):
+            raise ValueError(f"{self.name}: an output basis weighs values; give keys a plain basis")
         windows = {(pair[0].window, pair[1].window) for pair in self._pairs()}
         if len(windows) > 1:
             raise ValueError(f"{self.name}: sinks, recent and block differ by layer; they belong to the whole recipe")

@@ -19,6 +19,8 @@ def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tens
         _, layer, half, stage, field = name.split(".")
         if stage == "quantize" and field in ("low", "high"):
             found[name] *= _reach(recipe.at(int(layer))[half == "value"].quantize, geometry.width)
+        if field == "dual":  # an orthogonal basis is its own
+            found[name] = found[name.removesuffix("dual") + "basis"].clone()
     return found
 
 

@@ -27,6 +27,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import HALVES, Half, Recipe, Side
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
+from kvq_runtime.stages.rotate import OutputBasis
 
 SAMPLE_ROWS = 4096  # tokens that an iterative fit sees
 
@@ -75,12 +76,24 @@ def blocks(recipe: Recipe, half: Half, geometry: Geometry, x_NTC: Tensor, tables
 class SideFit:
     """The fit of keys or of values: an empty statistic, its update by a chunk, its solution.
 
-    rows   tokens that scales and bounds are fitted on
+    metric_CC   what an error costs, where the side has an output basis
+    rows        tokens that scales and bounds are fitted on
     """
 
     rows = SAMPLE_ROWS
 
-    def __init__(self, recipe: Recipe, layer: int, half: Half, geometry: Geometry, moments: MeanVariance):
+    def __init__(
+        self,
+        recipe: Recipe,
+        layer: int,
+        half: Half,
+        geometry: Geometry,
+        moments: MeanVariance,
+        metric_CC: Tensor | None = None,
+    ):
+        weighed = isinstance(recipe.side(layer, half).rotate, OutputBasis)
+        assert not weighed or metric_CC is not None, "an output basis is fitted in a metric"
+        self.metric_CC = metric_CC if weighed else None
         self.mean_C = moments.mean_C.float()
         self._arguments = (recipe, layer, half, geometry)
         self.side = recipe.side(layer, half)
@@ -174,7 +187,7 @@ class SideFit:
         found, rows_NC = moments.value(), sample.value().rows_RC.to(self.mean_C.device)
         if isinstance(self.side.quantize, Mixed):
             moment_CC = found.xx_II + torch.outer(found.mean_x_I, found.mean_x_I)
-            quantize, tensors = basis.fit(self.side.quantize, moment_CC, rows_NC)
+            quantize, tensors = basis.fit(self.side.quantize, moment_CC, rows_NC, self.metric_CC)
             self.side = replace(self.side, quantize=quantize)
             self._hold(tensors)
         if self.side.correct is not None:
