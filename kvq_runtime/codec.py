@@ -97,9 +97,9 @@ class Codec:
         if isinstance(self.side.quantize, Exact):
             return self.side.quantize.encode(x_NTC, self.geometry)
         x = self.residual(x_NTC, context)
-        fields = self._round(x)
         if self.side.correct is None:
-            return fields
+            return self._round(x)
+        fields = self._round(self.side.correct.rest(x))
         return fields | self.side.correct.encode(x, self._unround(fields), self._own["correct"])
 
     def residual(self, x_NTC: Tensor, context: Context) -> Tensor:
@@ -187,7 +187,7 @@ def fields(side: Side, geometry: Geometry, dtype: torch.dtype) -> Specs:
     """Names, shapes and dtypes of one encoded block of a side; `dtype` is the model's."""
     rows, width = (side.block, geometry.width) if side.axis == "token" else (geometry.width, side.block)
     found = side.quantize.fields(rows, width, geometry, dtype)
-    return found if side.correct is None else found | side.correct.fields(width)
+    return found if side.correct is None else found | side.correct.fields(side.block, geometry.width)
 
 
 def bits(side: Side, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
@@ -205,6 +205,7 @@ def specs(recipe: Recipe, layer: int, half: Half, geometry: Geometry) -> Specs:
         found["predict"] = predictor.specs(width * (keys + len(below)), width)
     if isinstance(side.rotate, Basis):
         found["rotate"] = side.rotate.specs(width, side.quantize.stored(width))
+    if side.fitted_quantizer:
         found["quantize"] = side.quantize.specs(width)
     if side.correct is not None:
         found["correct"] = side.correct.specs()

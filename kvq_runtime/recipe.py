@@ -14,13 +14,13 @@ from importlib import import_module
 from typing import Any, Literal, get_args
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages import escape, exact, grid, lloyd, mixed, polar, predict, rotate, rtn
+from kvq_runtime.stages import escape, exact, grid, lloyd, mixed, nuq, polar, predict, rotate, rtn, sparse
 
 KINDS: dict[str, dict[str, type]] = {
     "predict": {kind.kind: kind for kind in predict.KINDS},
     "rotate": {kind.kind: kind for kind in rotate.KINDS},
-    "quantize": {kind.kind: kind for module in (exact, grid, lloyd, mixed, polar, rtn) for kind in module.KINDS},
-    "correct": {kind.kind: kind for kind in escape.KINDS},
+    "quantize": {kind.kind: kind for module in (exact, grid, lloyd, mixed, nuq, polar, rtn) for kind in module.KINDS},
+    "correct": {kind.kind: kind for module in (escape, sparse) for kind in module.KINDS},
 }
 Half = Literal["key", "value"]
 HALVES: tuple[Half, ...] = get_args(Half)
@@ -53,6 +53,17 @@ class Side:
     def window(self) -> tuple[int, int, int]:
         """(sinks, recent, block): what decides when a token is encoded."""
         return self.sinks, self.recent, self.block
+
+    @property
+    def fitted_quantizer(self) -> bool:
+        """Whether the quantizer has tensors of its own, from calibration."""
+        return hasattr(self.quantize, "specs")
+
+    @property
+    def fitted(self) -> bool:
+        """Whether any stage needs calibration."""
+        escapes = isinstance(self.correct, escape.Escape)
+        return bool(self.predict) or escapes or self.fitted_quantizer
 
     def inputs(self, layer: int, half: Half) -> tuple[bool, tuple[int, ...]]:
         """What the prediction of this layer reads: (this layer's decoded keys?, which layers below)."""
@@ -100,7 +111,7 @@ class Recipe:
     @property
     def fitted(self) -> bool:
         """Whether the recipe has stages that need calibration."""
-        return any(side.predict or side.correct or isinstance(side.rotate, rotate.Basis) for side in self.sides)
+        return any(side.fitted for side in self.sides)
 
     @property
     def chained(self) -> bool:
@@ -151,8 +162,12 @@ class Recipe:
             raise ValueError(f"{self.name}: a basis and mixed bits belong together; give both, or neither")
         if isinstance(side.quantize, mixed.Mixed) and (side.axis != "token" or side.block % 8):
             raise ValueError(f'{self.name}: mixed bits need axis "token" and a block of a multiple of 8 tokens')
-        if side.correct is not None and (side.axis != "token" or side.quantize.kind == "exact" or side.block > 32767):
-            raise ValueError(f'{self.name}: escape needs axis "token", blocks below 32768 and a lossy quantizer')
+        if isinstance(side.correct, escape.Escape) and (side.axis != "token" or side.block > 32767):
+            raise ValueError(f'{self.name}: escape needs axis "token" and blocks below 32768')
+        if side.correct is not None and isinstance(side.quantize, exact.Exact):
+            raise ValueError(f"{self.name}: exact leaves nothing to correct; drop correct")
+        if isinstance(side.quantize, nuq.Nuq) and (side.axis != "token" or side.rotate):
+            raise ValueError(f'{self.name}: nuq takes channels as they are; drop rotate, and use axis "token"')
 
     def _check_geometry(self, geometry: Geometry) -> None:
         beyond = [layer for layer in self.layers if not 0 <= layer < geometry.layers]

@@ -32,7 +32,7 @@ METHODS = (
     "aqua-2bit-rrr", "aqua-2bit-mlp", "aqua-2bit-gptq", "aqua-2bit-post", "aqua-2bit-quarot",
     "aqua-2bit-channel", "aqua-2bit-below-1-2", "aqua-2bit-first-16bit",
     "mean-lloyd-2bit", "mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
-    "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output",
+    "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output", "kvquant-3bit",
 )  # fmt: skip
 
 

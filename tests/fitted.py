@@ -32,10 +32,14 @@ def _reach(quantize: Mixed, width: int) -> Tensor:
 def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    if field == "points":  # as of a Gaussian whose ends are its deviations times two
+        return torch.special.ndtri((torch.arange(shape[0]) + 0.5) / shape[0]) / 2
     x = torch.randn(shape, generator=generator)
     if field == "basis":
         square = torch.randn(shape[0], shape[0], generator=generator)
         return torch.linalg.qr(square).Q[:, : shape[1]].to(dtype).contiguous()
+    if field in ("middle", "half"):  # of channels: 2.6 deviations about a mean of 1/2
+        return 0.5 + 0.1 * x if field == "middle" else 2.6 * (1 + 0.05 * x.abs())
     if field in ("deviation", "high") or (field, dtype) == ("low", torch.float32):  # of latent channels
         return {"deviation": 1.2, "high": 1.2, "low": -1.2}[field] * (1 + 0.05 * x)
     if field == "bound":

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import basis
+from kvq_calib.fit import basis, nuq
 from kvq_calib.fit import predict as fits
 from kvq_calib.fit.mlp import fit_mlp
 from kvq_calib.statistics import CrossMoments, MeanVariance, Sample
@@ -25,7 +25,9 @@ from kvq_runtime import rope
 from kvq_runtime.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import HALVES, Half, Recipe, Side
+from kvq_runtime.stages.escape import Escape
 from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.nuq import Nuq
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
 from kvq_runtime.stages.rotate import OutputBasis
 
@@ -117,7 +119,7 @@ class SideFit:
     @property
     def needs_residuals(self) -> bool:
         """Whether what the prediction leaves is fitted on."""
-        return isinstance(self.side.quantize, Mixed) or self.side.correct is not None
+        return self.side.fitted_quantizer or isinstance(self.side.correct, Escape)
 
     def empty(self) -> Partial:
         """The statistics before any chunk: moments of inputs and target, both centred, and tokens for an MLP."""
@@ -190,7 +192,11 @@ class SideFit:
             quantize, tensors = basis.fit(self.side.quantize, moment_CC, rows_NC, self.metric_CC)
             self.side = replace(self.side, quantize=quantize)
             self._hold(tensors)
-        if self.side.correct is not None:
+        if isinstance(self.side.quantize, Nuq):
+            rest_NC = rows_NC if self.side.correct is None else self.side.correct.rest(rows_NC[None])[0]
+            found = nuq.fit(self.side.quantize, rows_NC, rest_NC, seed)
+            self._hold({f"quantize.{name}": tensor for name, tensor in found.items()})
+        if isinstance(self.side.correct, Escape):
             error_N = (self.codec.rounded(_whole_blocks(rows_NC, 8)) - _whole_blocks(rows_NC, 8)).square().sum(-1)
             bound = self.side.correct.limit * error_N.double().mean()
             self._hold({"correct.bound": bound.float()[None]})
@@ -212,11 +218,11 @@ class SideFit:
     def errors(self, data: Blocks, context: Context, decoded: Tensor) -> Tensor:
         """Sums over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number."""
         x = data.x
-        turned = self.codec.mean(context) if self.tensors else self.mean_C
+        turned = self.codec.mean(context) if self.predictor is not None else self.mean_C
         centred = x - turned
         predicted = self.codec.predicted(context)
         residual = centred if predicted is None else centred - predicted.float()
-        error = (centred if self.tensors else x) - decoded.float()
+        error = (centred if self.predictor is not None else x) - decoded.float()
         mask = data.mask_NT[..., None]
         sums = [(part.double().square() * mask).sum() for part in (x, centred, residual, error)]
         return torch.stack([*sums, data.mask_NT.sum().double()])
