@@ -127,10 +127,12 @@ class Codec:
         return self._unround(self._round(x_NTC))
 
     def _round(self, x_NTC: Tensor) -> dict[str, Tensor]:
-        x = x_NTC if self.side.axis == "token" else x_NTC.mT
-        if self._turn is not None:
-            x = _grouped(x, self._turn.float())
+        x = self.turned(x_NTC if self.side.axis == "token" else x_NTC.mT)
         return self.side.quantize.encode(x, self.geometry, **self._fitted)
+
+    def turned(self, x_NRW: Tensor) -> Tensor:
+        """Vectors as the quantizer sees them: rotated."""
+        return x_NRW if self._turn is None else _grouped(x_NRW, self._turn.float())
 
     def _unround(self, fields: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         quantize: Any = self.side.quantize
@@ -206,7 +208,7 @@ def specs(recipe: Recipe, layer: int, half: Half, geometry: Geometry) -> Specs:
     if isinstance(side.rotate, Basis):
         found["rotate"] = side.rotate.specs(width, side.quantize.stored(width))
     if side.fitted_quantizer:
-        found["quantize"] = side.quantize.specs(width)
+        found["quantize"] = side.quantize.specs(width, geometry)
     if side.correct is not None:
         found["correct"] = side.correct.specs()
     return {f"{stage}.{name}": spec for stage, fields in found.items() for name, spec in fields.items()}

@@ -166,8 +166,10 @@ class Recipe:
             raise ValueError(f'{self.name}: escape needs axis "token" and blocks below 32768')
         if side.correct is not None and isinstance(side.quantize, exact.Exact):
             raise ValueError(f"{self.name}: exact leaves nothing to correct; drop correct")
-        if isinstance(side.quantize, nuq.Nuq) and (side.axis != "token" or side.rotate):
-            raise ValueError(f'{self.name}: nuq takes channels as they are; drop rotate, and use axis "token"')
+        if side.fitted_quantizer and side.axis != "token":
+            raise ValueError(f'{self.name}: {side.quantize.kind} is fitted to tokens; use axis "token"')
+        if isinstance(side.quantize, nuq.Nuq) and side.rotate:
+            raise ValueError(f"{self.name}: nuq takes channels as they are; use it without rotate")
 
     def _check_geometry(self, geometry: Geometry) -> None:
         beyond = [layer for layer in self.layers if not 0 <= layer < geometry.layers]

@@ -5,8 +5,10 @@ from torch import Tensor
 
 from kvq_runtime import codec
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import polar
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.polar import PolarFitted
 
 
 def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tensor]:
@@ -17,8 +19,14 @@ def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tens
     found = {name: _one(name.rsplit(".", 1)[1], *spec, generator) for name, spec in specs.items()}
     for name in found:
         _, layer, half, stage, field = name.split(".")
+        quantize = recipe.at(int(layer))[half == "value"].quantize
         if stage == "quantize" and field in ("low", "high"):
-            found[name] *= _reach(recipe.at(int(layer))[half == "value"].quantize, geometry.width)
+            found[name] *= _reach(quantize, geometry.width)
+        if stage == "quantize" and isinstance(quantize, PolarFitted):  # the exact ones will do
+            levels = list(enumerate(quantize.sizes(geometry.width, geometry)[1], start=1))
+            boundaries = torch.cat([polar.codebook(*level)[0] for level in levels])
+            points = torch.cat([polar.points(*level, quantize.points) for level in levels])
+            found[name] = {"boundaries": boundaries, "points": points}[field].float()
         if field == "dual":  # an orthogonal basis is its own
             found[name] = found[name.removesuffix("dual") + "basis"].clone()
     return found

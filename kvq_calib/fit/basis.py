@@ -84,14 +84,14 @@ def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) -> di
     """The tensors of the quantizer, from a sample of latents and their deviations."""
     if quantize.codebook == "block":
         return {}
-    found: dict[str, list[Tensor]] = {name: [] for name in quantize.specs(width)}
+    found: dict[str, list[Tensor]] = {}
     start = 0
     for count, bits in quantize.runs(width):
         part = slice(start, start + count)
         z_RT = z_NR[:, part].mT.float().contiguous()
         best = _uniform(z_RT, bits) if quantize.codebook == "uniform" else _gaussian(z_RT, deviation_R[part], bits)
         for name, tensor in best.items():
-            found[name].append(tensor)
+            found.setdefault(name, []).append(tensor)
         start += count
     return {name: torch.cat(parts) for name, parts in found.items()}
 

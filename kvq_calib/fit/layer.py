@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import basis, nuq
+from kvq_calib.fit import angles, basis, nuq
 from kvq_calib.fit import predict as fits
 from kvq_calib.fit.mlp import fit_mlp
 from kvq_calib.statistics import CrossMoments, MeanVariance, Sample
@@ -28,6 +28,7 @@ from kvq_runtime.recipe import HALVES, Half, Recipe, Side
 from kvq_runtime.stages.escape import Escape
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.nuq import Nuq
+from kvq_runtime.stages.polar import PolarFitted
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
 from kvq_runtime.stages.rotate import OutputBasis
 
@@ -195,6 +196,9 @@ class SideFit:
         if isinstance(self.side.quantize, Nuq):
             rest_NC = rows_NC if self.side.correct is None else self.side.correct.rest(rows_NC[None])[0]
             found = nuq.fit(self.side.quantize, rows_NC, rest_NC, seed)
+            self._hold({f"quantize.{name}": tensor for name, tensor in found.items()})
+        if isinstance(self.side.quantize, PolarFitted):
+            found = angles.fit(self.side.quantize, self.codec.turned(rows_NC), self.codec.geometry, seed)
             self._hold({f"quantize.{name}": tensor for name, tensor in found.items()})
         if isinstance(self.side.correct, Escape):
             error_N = (self.codec.rounded(_whole_blocks(rows_NC, 8)) - _whole_blocks(rows_NC, 8)).square().sum(-1)

@@ -42,7 +42,7 @@ class Nuq:
         if not 0.5 <= self.covered <= 1:
             raise ValueError(f"covered={self.covered}; use 0.5 to 1")
 
-    def specs(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def specs(self, width: int, geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The fitted tensors: rising points in [-1, 1], and the ends of channels; names, shapes and dtypes."""
         found = {"points": ((2**self.bits,), torch.float32)}
         if self.scale == "channel":
