@@ -22,5 +22,6 @@ def centres(x_N: Tensor, count: int, seed: int) -> Tensor:
     if len(distinct) <= count:
         return distinct[arange(count).clamp(max=len(distinct) - 1)]
     with threadpool_limits(1):
-        found = KMeans(count, n_init=STARTS, random_state=seed).fit(x_N[:, None].numpy())
+        means = KMeans(count, n_init=STARTS, random_state=seed)  # type: ignore[arg-type]  # its type is inferred from its default
+        found = means.fit(x_N[:, None].numpy())
     return x_N.new_tensor(sorted(found.cluster_centers_[:, 0].tolist()))
