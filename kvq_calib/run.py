@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvq_calib import budget, checkpoint, corpus, measure
 from kvq_calib.capture import Stream
-from kvq_calib.fit import query
+from kvq_calib.fit import metric, query
 from kvq_calib.fit.layer import Blocks, SideFit, blocks, summary
 from kvq_calib.plan import Plan
 from kvq_calib.statistics import MeanVariance, Moments
@@ -23,6 +23,7 @@ from kvq_runtime.artifact import Artifact
 from kvq_runtime.codec import Codec, Context
 from kvq_runtime.recipe import HALVES, Half, Recipe, Side
 from kvq_runtime.stages.predict import Linear
+from kvq_runtime.stages.rotate import OutputBasis
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _fit_recipe(
     found: dict[str, Tensor] = {}
     measures: dict = {}
     for half, mean in zip(HALVES, said.moments[_sinks(recipe)], strict=True):
-        side = SideFit(recipe, layer, half, geometry, mean)
+        side = SideFit(recipe, layer, half, geometry, mean, _metric(run, layer, recipe.side(layer, half)))
         if side.needs_statistics:
             read = (work.data(index, half, _clean(side.codec.side)) for index in range(plan.fitted_chunks))
             side.solve((side.partial(*chunk) for chunk in read), plan.seed)
@@ -328,6 +329,14 @@ def _centred(codec: Codec, data: Blocks) -> Tensor:
 
 def _clean(side: Side) -> bool:
     return isinstance(side.predict, Linear) and side.predict.fit == "clean"
+
+
+def _metric(run: Run, layer: int, side: Side) -> Tensor | None:
+    """What an error of values costs in this layer's output, where the side's basis asks for it."""
+    if not isinstance(side.rotate, OutputBasis):
+        return None
+    weight = run.files.tensor(f"model.layers.{layer}.self_attn.o_proj.weight")
+    return metric.output(weight.to(run.plan.device), run.plan.geometry)
 
 
 def _sinks(recipe: Recipe) -> int:

@@ -79,8 +79,9 @@ class Codec:
         # only a fitted quantizer is given tensors
         self._fitted = {"tensors": self._own["quantize"]} if self._own["quantize"] else {}
         if isinstance(self.side.rotate, Basis):
-            self._turn = self._own["rotate"].get("basis")
-            self.back = None if self._turn is None else self._turn.mT
+            own = self._own["rotate"]
+            self._turn, dual = own.get("basis"), own.get("dual", own.get("basis"))
+            self.back = None if dual is None else dual.mT
         else:
             self._turn, self.back = _matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
         self.fold = fold(self, device)
@@ -96,9 +97,9 @@ class Codec:
         if isinstance(self.side.quantize, Exact):
             return self.side.quantize.encode(x_NTC, self.geometry)
         x = self.residual(x_NTC, context)
-        fields = self._round(x)
         if self.side.correct is None:
-            return fields
+            return self._round(x)
+        fields = self._round(self.side.correct.rest(x))
         return fields | self.side.correct.encode(x, self._unround(fields), self._own["correct"])
 
     def residual(self, x_NTC: Tensor, context: Context) -> Tensor:
@@ -126,9 +127,7 @@ class Codec:
         return self._unround(self._round(x_NTC))
 
     def _round(self, x_NTC: Tensor) -> dict[str, Tensor]:
-        x = x_NTC if self.side.axis == "token" else x_NTC.mT
-        if self._turn is not None:
-            x = _grouped(x, self._turn.float())
+        x = self.rotated(x_NTC if self.side.axis == "token" else x_NTC.mT)
         if self._own["feedback"]:
             x = self.side.feedback.apply(x, self.side.axis, self.geometry, self._own["feedback"], self._quantized)
         return self.side.quantize.encode(x, self.geometry, **self._fitted)
@@ -138,6 +137,10 @@ class Codec:
         quantize, place = self.side.quantize, _places(self.side.quantize, self._width, self.geometry, x_NRW.device)
         found = quantize.decode(quantize.encode(x_NRW, self.geometry), self._width, self.geometry).float()
         return found if place is None else found[..., place]
+
+    def rotated(self, x_NRW: Tensor) -> Tensor:
+        """Vectors as the quantizer sees them: rotated."""
+        return x_NRW if self._turn is None else _grouped(x_NRW, self._turn.float())
 
     def _unround(self, fields: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         quantize: Any = self.side.quantize
@@ -197,7 +200,7 @@ def fields(side: Side, geometry: Geometry, dtype: torch.dtype) -> Specs:
     """Names, shapes and dtypes of one encoded block of a side; `dtype` is the model's."""
     rows, width = (side.block, geometry.width) if side.axis == "token" else (geometry.width, side.block)
     found = side.quantize.fields(rows, width, geometry, dtype)
-    return found if side.correct is None else found | side.correct.fields(width)
+    return found if side.correct is None else found | side.correct.fields(side.block, geometry.width)
 
 
 def bits(side: Side, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
@@ -215,7 +218,8 @@ def specs(recipe: Recipe, layer: int, half: Half, geometry: Geometry) -> Specs:
         found["predict"] = predictor.specs(width * (keys + len(below)), width)
     if isinstance(side.rotate, Basis):
         found["rotate"] = side.rotate.specs(width, side.quantize.stored(width))
-        found["quantize"] = side.quantize.specs(width)
+    if side.fitted_quantizer:
+        found["quantize"] = side.quantize.specs(width, geometry)
     if side.feedback is not None:
         found["feedback"] = side.feedback.specs(geometry)
     if side.correct is not None:

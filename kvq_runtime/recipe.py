@@ -14,14 +14,27 @@ from importlib import import_module
 from typing import Any, Literal, get_args
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages import escape, exact, feedback, grid, lloyd, mixed, polar, predict, rotate, rtn
+from kvq_runtime.stages import (
+    escape,
+    exact,
+    feedback,
+    grid,
+    lloyd,
+    mixed,
+    nuq,
+    polar,
+    predict,
+    rotate,
+    rtn,
+    sparse,
+)  # fmt: skip
 
 KINDS: dict[str, dict[str, type]] = {
     "predict": {kind.kind: kind for kind in predict.KINDS},
     "rotate": {kind.kind: kind for kind in rotate.KINDS},
-    "quantize": {kind.kind: kind for module in (exact, grid, lloyd, mixed, polar, rtn) for kind in module.KINDS},
+    "quantize": {kind.kind: kind for module in (exact, grid, lloyd, mixed, nuq, polar, rtn) for kind in module.KINDS},
     "feedback": {kind.kind: kind for kind in feedback.KINDS},
-    "correct": {kind.kind: kind for kind in escape.KINDS},
+    "correct": {kind.kind: kind for module in (escape, sparse) for kind in module.KINDS},
 }
 LATER = ("feedback", "correct")  # stages younger than the file format: without one, a side does not speak of it
 Half = Literal["key", "value"]
@@ -57,6 +70,17 @@ class Side:
     def window(self) -> tuple[int, int, int]:
         """(sinks, recent, block): what decides when a token is encoded."""
         return self.sinks, self.recent, self.block
+
+    @property
+    def fitted_quantizer(self) -> bool:
+        """Whether the quantizer has tensors of its own, from calibration."""
+        return hasattr(self.quantize, "specs")
+
+    @property
+    def fitted(self) -> bool:
+        """Whether any stage needs calibration."""
+        escapes = isinstance(self.correct, escape.Escape)
+        return bool(self.predict or self.feedback) or escapes or self.fitted_quantizer
 
     def inputs(self, layer: int, half: Half) -> tuple[bool, tuple[int, ...]]:
         """What the prediction of this layer reads: (this layer's decoded keys?, which layers below)."""
@@ -104,10 +128,7 @@ class Recipe:
     @property
     def fitted(self) -> bool:
         """Whether the recipe has stages that need calibration."""
-        return any(
-            side.predict or side.feedback or side.correct or isinstance(side.rotate, rotate.Basis)
-            for side in self.sides
-        )
+        return any(side.fitted for side in self.sides)
 
     @property
     def chained(self) -> bool:
@@ -131,6 +152,8 @@ class Recipe:
             self._check_side(side)
         if any(value.feedback for _, value in self._pairs()):
             raise ValueError(f"{self.name}: queries say nothing of values; give feedback to keys alone")
+        if any(isinstance(pair[0].rotate, rotate.OutputBasis) for pair in self._pairs()):
+            raise ValueError(f"{self.name}: an output basis weighs values; give keys a plain basis")
         windows = {(pair[0].window, pair[1].window) for pair in self._pairs()}
         if len(windows) > 1:
             raise ValueError(f"{self.name}: sinks, recent and block differ by layer; they belong to the whole recipe")
@@ -158,8 +181,14 @@ class Recipe:
             raise ValueError(f"{self.name}: a basis and mixed bits belong together; give both, or neither")
         if isinstance(side.quantize, mixed.Mixed) and (side.axis != "token" or side.block % 8):
             raise ValueError(f'{self.name}: mixed bits need axis "token" and a block of a multiple of 8 tokens')
-        if side.correct is not None and (side.axis != "token" or side.quantize.kind == "exact" or side.block > 32767):
-            raise ValueError(f'{self.name}: escape needs axis "token", blocks below 32768 and a lossy quantizer')
+        if isinstance(side.correct, escape.Escape) and (side.axis != "token" or side.block > 32767):
+            raise ValueError(f'{self.name}: escape needs axis "token" and blocks below 32768')
+        if side.correct is not None and isinstance(side.quantize, exact.Exact):
+            raise ValueError(f"{self.name}: exact leaves nothing to correct; drop correct")
+        if side.fitted_quantizer and side.axis != "token":
+            raise ValueError(f'{self.name}: {side.quantize.kind} is fitted to tokens; use axis "token"')
+        if isinstance(side.quantize, nuq.Nuq) and side.rotate:
+            raise ValueError(f"{self.name}: nuq takes channels as they are; use it without rotate")
 
         if side.feedback is not None and isinstance(side.quantize, (exact.Exact, mixed.Mixed)):
             raise ValueError(

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec import Codec
+from kvq_runtime.stages.escape import Escape
 
 SLAB = 32  # blocks
+# what the first word of a field's name says it is; all other fields are scales
+_KINDS = {"codes": "codes", "x": "codes", "escape": "escapes", "sparse": "outliers"}
 _SLACK = 64  # tokens that one step may add before the window is made larger and smaller again
 
 
@@ -142,7 +145,7 @@ class Stream:
 
     def escapes(self) -> tuple[int, int]:
         """(tokens stored by the escape, tokens that wanted to be)."""
-        if self.side.correct is None:
+        if not isinstance(self.side.correct, Escape):
             return 0, 0
         counts = [self.side.correct.count(self.fields(*run)) for run in self.runs()]
         return sum(served for served, _ in counts), sum(wanted for _, wanted in counts)
@@ -153,7 +156,7 @@ class Stream:
         found = {"window": _bytes(self._buffer) + kept, "sinks": _bytes(self.sinks_BSC)}
         for slab in self.slabs:
             for name, field in slab.items():
-                kind = "codes" if name in ("codes", "x") else "escapes" if name.startswith("escape_") else "scales"
+                kind = _KINDS.get(name.split("_")[0], "scales")
                 found[kind] = found.get(kind, 0) + _bytes(field)
         return found
 

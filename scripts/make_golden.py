@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvq_calib.fit import metric
 from kvq_calib.fit.layer import SideFit, blocks
 from kvq_calib.fit.query import Gathered
 from kvq_calib.statistics import Moments
@@ -32,8 +33,8 @@ METHODS = (
     "aqua-2bit-rrr", "aqua-2bit-mlp", "aqua-2bit-gptq", "aqua-2bit-post", "aqua-2bit-quarot",
     "aqua-2bit-channel", "aqua-2bit-below-1-2", "aqua-2bit-first-16bit",
     "mean-lloyd-2bit", "mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
-    "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit",
-    "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
+    "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output", "kvquant-3bit",
+    "polar-3bit-fitted-plain", "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
 )  # fmt: skip
 
 
@@ -52,6 +53,12 @@ def queries(layer: int) -> Tensor:
     channel = torch.arange(2 * GEOMETRY.width, dtype=torch.float64)
     found = torch.sin(token * 0.31 + 0.7 * channel) + torch.cos(token * 1.7 + channel * (0.2 + 0.1 * layer))
     return (found + torch.sin(0.9 * token * (channel % 5))).float()
+
+
+def projection() -> Tensor:
+    """The output projection of the model that there is none of: two query heads to a KV head, of unequal weight."""
+    row, column = torch.arange(96.0)[:, None], torch.arange(2.0 * GEOMETRY.width)
+    return torch.sin(row * column**1.3 + row) / (1 + column % GEOMETRY.head_size)
 
 
 def rotary() -> Rotary:
@@ -73,7 +80,7 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
             data = blocks(recipe, half, GEOMETRY, x_NTC, tables, range(SEQUENCES))
             moments = Moments(GEOMETRY.width)
             moments.update(x_NTC[:, recipe.key.sinks :])
-            side = SideFit(recipe, layer, half, GEOMETRY, moments.value())
+            side = SideFit(recipe, layer, half, GEOMETRY, moments.value(), metric.output(projection(), GEOMETRY))
             context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
             if side.needs_statistics:
                 side.solve([side.partial(data, context)], seed=0)

@@ -5,8 +5,10 @@ from torch import Tensor
 
 from kvq_runtime import codec
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import polar
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.polar import PolarFitted
 
 
 def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tensor]:
@@ -17,8 +19,16 @@ def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tens
     found = {name: _one(name.rsplit(".", 1)[1], *spec, generator) for name, spec in specs.items()}
     for name in found:
         _, layer, half, stage, field = name.split(".")
+        quantize = recipe.at(int(layer))[half == "value"].quantize
         if stage == "quantize" and field in ("low", "high"):
-            found[name] *= _reach(recipe.at(int(layer))[half == "value"].quantize, geometry.width)
+            found[name] *= _reach(quantize, geometry.width)
+        if stage == "quantize" and isinstance(quantize, PolarFitted):  # the exact ones will do
+            levels = list(enumerate(quantize.sizes(geometry.width, geometry)[1], start=1))
+            boundaries = torch.cat([polar.codebook(*level)[0] for level in levels])
+            points = torch.cat([polar.points(*level, quantize.points) for level in levels])
+            found[name] = {"boundaries": boundaries, "points": points}[field].float()
+        if field == "dual":  # an orthogonal basis is its own
+            found[name] = found[name.removesuffix("dual") + "basis"].clone()
     return found
 
 
@@ -30,10 +40,14 @@ def _reach(quantize: Mixed, width: int) -> Tensor:
 def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    if field == "points":  # as of a Gaussian whose ends are its deviations times two
+        return torch.special.ndtri((torch.arange(shape[0]) + 0.5) / shape[0]) / 2
     x = torch.randn(shape, generator=generator)
     if field == "basis":
         square = torch.randn(shape[0], shape[0], generator=generator)
         return torch.linalg.qr(square).Q[:, : shape[1]].to(dtype).contiguous()
+    if field in ("middle", "half"):  # of channels: 2.6 deviations about a mean of 1/2
+        return 0.5 + 0.1 * x if field == "middle" else 2.6 * (1 + 0.05 * x.abs())
     if field in ("deviation", "high") or (field, dtype) == ("low", torch.float32):  # of latent channels
         return {"deviation": 1.2, "high": 1.2, "low": -1.2}[field] * (1 + 0.05 * x)
     if field.startswith("update_"):  # of feedback: smaller than the error that it follows

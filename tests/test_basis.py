@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import basis
+from kvq_calib.fit import basis, metric
 from kvq_calib.fit.allocate import water_fill
 from kvq_calib.fit.layer import Blocks, SideFit
 from kvq_calib.statistics import Moments
@@ -20,7 +20,7 @@ from kvq_runtime.recipe import Recipe, Side, preset
 from kvq_runtime.stages.escape import Escape
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Mean
-from kvq_runtime.stages.rotate import Basis
+from kvq_runtime.stages.rotate import Basis, OutputBasis
 from kvq_runtime.stages.rtn import Rtn
 
 GEOMETRY = Geometry(2, 2, 32)
@@ -36,11 +36,12 @@ def low_rank(blocks: int = 24, seed: int = 0, decay: float = 0.15) -> Tensor:
     return latents @ hidden.mT + 5
 
 
-def fitted(side: Side, x_NTC: Tensor, half="key") -> SideFit:
-    """A side of layer 0 fitted on these blocks, in two chunks."""
+def fitted(side: Side, x_NTC: Tensor, half="key", weight_EQ: Tensor | None = None) -> SideFit:
+    """A side of layer 0 fitted on these blocks, in two chunks, under this output projection."""
     moments = Moments(WIDTH)
     moments.update(x_NTC)
-    found = SideFit(Recipe("test", side, side, "pre"), 0, half, GEOMETRY, moments.value())
+    weights = None if weight_EQ is None else metric.output(weight_EQ, GEOMETRY)
+    found = SideFit(Recipe("test", side, side, "pre"), 0, half, GEOMETRY, moments.value(), weights)
     cut = len(x_NTC) // 2
     chunks = [blocks(x_NTC[:cut], 0), blocks(x_NTC[cut:], cut)]
     if found.needs_residuals:
@@ -115,6 +116,68 @@ def test_one_outlier_in_the_calibration_stretches_no_range(codebook):
     broken = x.clone()
     broken[3, 7] = x[3, 7] + 30 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(3))
     assert error(fitted(side, broken).codec, new) < 4 * clean
+
+
+# ---- values in the metric of the output projection
+
+
+def projected(x_NTC: Tensor, weight_EQ: Tensor) -> Tensor:
+    """What the output projection makes of values: each query head reads its KV head, through its own columns."""
+    heads = x_NTC.unflatten(-1, (GEOMETRY.kv_heads, -1)).repeat_interleave(2, -2)
+    return heads.flatten(-2) @ weight_EQ.mT
+
+
+def output_weight() -> Tensor:
+    """Two query heads to a KV head; the first channels of a head weigh most."""
+    weight = torch.randn(96, 2 * WIDTH, generator=torch.Generator().manual_seed(4))
+    return weight / (1 + torch.arange(2 * WIDTH) % GEOMETRY.head_size)
+
+
+def test_the_metric_is_what_an_error_costs_over_all_query_heads():
+    """Σ over the query heads of ‖Wₕ e‖², for errors of each KV head alone."""
+    weight, errors = output_weight(), torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(6))
+    found = metric.output(weight, GEOMETRY) - metric.RIDGE * torch.eye(WIDTH)
+    cost = torch.einsum("nc,cd,nd->n", errors.double(), found, errors.double())
+    by_hand = torch.zeros(50, dtype=torch.float64)
+    for head in range(4):
+        columns = weight[:, head * 32 : head * 32 + 32].double()
+        kv = head // 2
+        by_hand += (errors[:, kv * 32 : kv * 32 + 32].double() @ columns.mT).square().sum(1)
+    torch.testing.assert_close(cost / cost[0], by_hand / by_hand[0])
+    assert float(found.diagonal().mean()) == pytest.approx(1)
+
+
+def test_an_output_basis_and_its_dual_are_inverse_and_diagonal_in_the_metric():
+    """DᵀB = 1, Bᵀ S B = Λ, Dᵀ M D = 1: latents are uncorrelated, and an error of them costs its square."""
+    x = (low_rank(4) - 5).flatten(0, 1).double()
+    moment, weights = x.mT @ x / len(x), metric.output(output_weight(), GEOMETRY)
+    values, made, dual = basis.eigen_in(weights, moment)
+    one = torch.eye(WIDTH, dtype=torch.float64)
+    torch.testing.assert_close(dual.mT @ made, one, atol=1e-8, rtol=0)
+    torch.testing.assert_close(dual.mT @ weights @ dual, one, atol=1e-8, rtol=0)
+    torch.testing.assert_close(made.mT @ moment @ made, torch.diag(values), atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("bits", [1.0, 2.0])
+def test_an_output_basis_has_less_error_behind_the_output_projection(bits):
+    """At equal bits, and more error in the values themselves: the one is traded for the other."""
+    x, new, weight = low_rank(decay=0.05), low_rank(decay=0.05, seed=1), output_weight()
+    inside, behind = {}, {}
+    for kind in (Basis(), OutputBasis()):
+        made = fitted(Side(Mixed(target=bits), predict=Mean(), rotate=kind), x, "value", weight).codec
+        wrong = decoded(made, new) - new
+        inside[kind.kind] = float(wrong.square().sum())
+        behind[kind.kind] = float(projected(wrong, weight).square().sum())
+        assert made.bits() == bits
+    assert behind["output_basis"] < 0.8 * behind["basis"]
+    assert inside["output_basis"] > inside["basis"]
+
+
+def test_an_output_basis_is_billed_twice_a_basis():
+    found = fitted(Side(Mixed(target=2.0), predict=Mean(), rotate=OutputBasis()), low_rank(), "value", output_weight())
+    stored = found.side.quantize.stored(WIDTH)
+    held = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in found.codec.shared}
+    assert sum(held.values()) == WIDTH * 4 + stored * 4 + 2 * (WIDTH * stored * 2)
 
 
 # ---- bits
@@ -233,6 +296,7 @@ def test_of_copies_the_last_one_is_served():
         (Side(Rtn(2), rotate=Basis()), "belong together"),
         (Side(Mixed(), rotate=Basis(), block=20), "multiple of 8 tokens"),
         (Side(Mixed(), rotate=Basis(), axis="channel"), 'need axis "token"'),
+        (Side(Mixed(), rotate=OutputBasis()), "weighs values"),
         (Side(Rtn(2, 16), axis="channel", correct=Escape()), 'escape needs axis "token"'),
     ],
 )

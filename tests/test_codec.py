@@ -17,6 +17,7 @@ from kvq_runtime.ops import grid, hadamard
 from kvq_runtime.recipe import Recipe, Side, presets
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.predict import Linear, LowRank, Mean
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
@@ -143,7 +144,7 @@ def test_error_on_gaussian_data_is_the_grids(size, rotate):
 def test_bits_are_the_bytes_that_are_held(name, head_size):
     geometry = Geometry(3, 4, head_size)
     recipe = presets()[name]
-    stages = [side.quantize for side in recipe.sides if side.quantize.kind == "polar"]
+    stages = [side.quantize for side in recipe.sides if isinstance(side.quantize, Polar)]
     if head_size == 80 and any(stage.levels == 0 and stage.group == "head" for stage in stages):
         with pytest.raises(ValueError, match="levels=0 does not fit a vector of 80 elements"):
             recipe.check(geometry)

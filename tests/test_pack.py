@@ -66,3 +66,13 @@ def test_bytes_of_one_row_of_a_wider_table_are_unpacked():
         slice_ = table[1:2, 8:24]
         count = 16 * 8 // bits
         assert torch.equal(pack.unpack(slice_, bits, count), pack.unpack(slice_.clone(), bits, count))
+
+
+@pytest.mark.parametrize("bits", [1, 7, 8, 9, 14, 16, 17, 20, 24])
+@pytest.mark.parametrize("count", [1, 5, 64, 129])
+def test_places_of_any_width(bits, count):
+    places = torch.randint(0, 2**bits, (2, count), generator=torch.Generator().manual_seed(bits))
+    packed = pack.pack_places(places, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (2, pack.places_size(count, bits))
+    assert torch.equal(pack.unpack_places(packed, bits, count), places)
+    assert count * bits / 8 <= packed.shape[1] <= count * bits / 8 + 3

@@ -6,6 +6,8 @@
                                         worst thousandth of its tokens left out
     bound of the escape                 `limit` times the mean squared error of the sample's tokens
 
+With a metric M the error that counts is e M eᵀ: S becomes M^½ S M^½, the basis M^½ V, and its dual M^-½ V decodes.
+
 S is about zero, not about a mean: no stage after the prediction removes one. A scale that only covers the bulk of a
 heavy-tailed channel has less error than one that covers its extremes; a normal channel keeps its deviation.
 
@@ -28,20 +30,29 @@ REACHES = tuple(0.5 + 0.1 * step for step in range(36))  # ends at the sample's 
 TRIMMED = 1024  # one token of so many is left out: an outlier must not stretch the ranges of all
 
 
-def fit(quantize: Mixed, moment_CC: Tensor, rows_NC: Tensor) -> tuple[Mixed, dict[str, Tensor]]:
+def fit(
+    quantize: Mixed, moment_CC: Tensor, rows_NC: Tensor, metric_CC: Tensor | None = None
+) -> tuple[Mixed, dict[str, Tensor]]:
     """The quantizer with its bits, and the tensors of basis and quantizer, named by stage.
 
     moment_CC   second moment of what the prediction leaves, float64
     rows_NC     a sample of it, float32
+    metric_CC   what an error costs, where the basis has a dual: symmetric, positive definite
     """
     width = len(moment_CC)
-    values_C, vectors_CC = eigen(moment_CC)
+    if metric_CC is None:
+        values_C, vectors_CC = eigen(moment_CC)
+        stored = {"basis": vectors_CC}
+    else:
+        values_C, basis_CC, dual_CC = eigen_in(metric_CC, moment_CC)
+        stored = {"basis": basis_CC, "dual": dual_CC}
     quantize = schedule(quantize, values_C)
-    basis_CR = vectors_CC[:, : quantize.stored(width)].to(torch.bfloat16).contiguous()
-    turned = basis_CR.double()
+    kept = quantize.stored(width)
+    tensors = {f"rotate.{name}": part[:, :kept].to(torch.bfloat16).contiguous() for name, part in stored.items()}
+    turned = tensors["rotate.basis"].double()
     deviation_R = (turned * (moment_CC.double() @ turned)).sum(0).clamp_min(0).sqrt()
-    found = scales(quantize, rows_NC @ basis_CR.float(), deviation_R, width)
-    return quantize, {"rotate.basis": basis_CR} | {f"quantize.{name}": tensor for name, tensor in found.items()}
+    found = scales(quantize, rows_NC @ turned.float(), deviation_R, width)
+    return quantize, tensors | {f"quantize.{name}": tensor for name, tensor in found.items()}
 
 
 def eigen(moment_CC: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,6 +60,15 @@ def eigen(moment_CC: Tensor) -> tuple[Tensor, Tensor]:
     symmetric = (moment_CC + moment_CC.mT).double() / 2
     values_C, vectors_CC = torch.linalg.eigh(symmetric)
     return values_C.flip(0).clamp_min(0), fixed_sign(vectors_CC.flip(1))
+
+
+def eigen_in(metric_CC: Tensor, moment_CC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues of M^½ S M^½, falling; the basis M^½ V and its dual M^-½ V, float64."""
+    weights_C, axes_CC = eigen(metric_CC)
+    root_C = weights_C.sqrt()
+    half_CC, inverse_CC = ((axes_CC * scale) @ axes_CC.mT for scale in (root_C, 1 / root_C))
+    values_C, vectors_CC = eigen(half_CC @ moment_CC.double() @ half_CC)
+    return values_C, half_CC @ vectors_CC, inverse_CC @ vectors_CC
 
 
 def schedule(quantize: Mixed, values_C: Tensor) -> Mixed:
@@ -64,14 +84,14 @@ def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) -> di
     """The tensors of the quantizer, from a sample of latents and their deviations."""
     if quantize.codebook == "block":
         return {}
-    found: dict[str, list[Tensor]] = {name: [] for name in quantize.specs(width)}
+    found: dict[str, list[Tensor]] = {}
     start = 0
     for count, bits in quantize.runs(width):
         part = slice(start, start + count)
         z_RT = z_NR[:, part].mT.float().contiguous()
         best = _uniform(z_RT, bits) if quantize.codebook == "uniform" else _gaussian(z_RT, deviation_R[part], bits)
         for name, tensor in best.items():
-            found[name].append(tensor)
+            found.setdefault(name, []).append(tensor)
         start += count
     return {name: torch.cat(parts) for name, parts in found.items()}
 

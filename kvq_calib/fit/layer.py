@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import basis, query
+from kvq_calib.fit import angles, basis, nuq, query
 from kvq_calib.fit import predict as fits
 from kvq_calib.fit.mlp import fit_mlp
 from kvq_calib.statistics import CrossMoments, MeanVariance, Sample
@@ -27,8 +27,12 @@ from kvq_runtime import rope
 from kvq_runtime.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import HALVES, Half, Recipe, Side
+from kvq_runtime.stages.escape import Escape
 from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.nuq import Nuq
+from kvq_runtime.stages.polar import PolarFitted
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
+from kvq_runtime.stages.rotate import OutputBasis
 
 SAMPLE_ROWS = 4096  # tokens that an iterative fit sees
 
@@ -77,12 +81,24 @@ def blocks(recipe: Recipe, half: Half, geometry: Geometry, x_NTC: Tensor, tables
 class SideFit:
     """The fit of keys or of values: an empty statistic, its update by a chunk, its solution.
 
-    rows   tokens that scales and bounds are fitted on
+    metric_CC   what an error costs, where the side has an output basis
+    rows        tokens that scales and bounds are fitted on
     """
 
     rows = SAMPLE_ROWS
 
-    def __init__(self, recipe: Recipe, layer: int, half: Half, geometry: Geometry, moments: MeanVariance):
+    def __init__(
+        self,
+        recipe: Recipe,
+        layer: int,
+        half: Half,
+        geometry: Geometry,
+        moments: MeanVariance,
+        metric_CC: Tensor | None = None,
+    ):
+        weighed = isinstance(recipe.side(layer, half).rotate, OutputBasis)
+        assert not weighed or metric_CC is not None, "an output basis is fitted in a metric"
+        self.metric_CC = metric_CC if weighed else None
         self.mean_C = moments.mean_C.float()
         self._arguments = (recipe, layer, half, geometry)
         self.side = recipe.side(layer, half)
@@ -106,7 +122,7 @@ class SideFit:
     @property
     def needs_residuals(self) -> bool:
         """Whether what the prediction leaves is fitted on."""
-        return isinstance(self.side.quantize, Mixed) or self.side.correct is not None
+        return self.side.fitted_quantizer or isinstance(self.side.correct, Escape)
 
     def solve_feedback(self, queries: query.Queries) -> None:
         """Fit what the error of one block of channels does to the rest."""
@@ -181,10 +197,17 @@ class SideFit:
         found, rows_NC = moments.value(), sample.value().rows_RC.to(self.mean_C.device)
         if isinstance(self.side.quantize, Mixed):
             moment_CC = found.xx_II + torch.outer(found.mean_x_I, found.mean_x_I)
-            quantize, tensors = basis.fit(self.side.quantize, moment_CC, rows_NC)
+            quantize, tensors = basis.fit(self.side.quantize, moment_CC, rows_NC, self.metric_CC)
             self.side = replace(self.side, quantize=quantize)
             self._hold(tensors)
-        if self.side.correct is not None:
+        if isinstance(self.side.quantize, Nuq):
+            rest_NC = rows_NC if self.side.correct is None else self.side.correct.rest(rows_NC[None])[0]
+            found = nuq.fit(self.side.quantize, rows_NC, rest_NC, seed)
+            self._hold({f"quantize.{name}": tensor for name, tensor in found.items()})
+        if isinstance(self.side.quantize, PolarFitted):
+            found = angles.fit(self.side.quantize, self.codec.rotated(rows_NC), self.codec.geometry, seed)
+            self._hold({f"quantize.{name}": tensor for name, tensor in found.items()})
+        if isinstance(self.side.correct, Escape):
             error_N = (self.codec.rounded(_whole_blocks(rows_NC, 8)) - _whole_blocks(rows_NC, 8)).square().sum(-1)
             bound = self.side.correct.limit * error_N.double().mean()
             self._hold({"correct.bound": bound.float()[None]})

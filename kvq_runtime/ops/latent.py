@@ -16,6 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvq_runtime.ops import lloyd
+
 MOST = 8  # bits of a code
 
 
@@ -25,13 +27,7 @@ def gaussian(bits: int) -> tuple[Tensor, Tensor]:
     if not 0 <= bits <= MOST:
         raise ValueError(f"bits={bits}; a latent channel has 0 to {MOST}")
     levels = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
-    centroids = torch.special.ndtri(levels) * 3**0.5
-    for _ in range(4000):
-        boundaries = (centroids[1:] + centroids[:-1]) / 2
-        moved, centroids = centroids, _means(boundaries)
-        if float((centroids - moved).abs().max()) < 1e-10:
-            break
-    return boundaries, centroids  # the means of these cells, also where the iteration was not done
+    return lloyd.iterate(torch.special.ndtri(levels) * 3**0.5, _means, 1e-10, 4000)
 
 
 def _ends(boundaries: Tensor) -> Tensor:

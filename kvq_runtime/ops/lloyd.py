@@ -10,6 +10,7 @@ which is what every element of a group of K becomes after a random rotation and 
 Source: Lloyd, 1982; Max, 1960; Zandieh et al., 2025 (TurboQuant), section 3.1.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -29,14 +30,35 @@ def solve(low: float, high: float, density: Tensor, bits: int) -> tuple[Tensor, 
     mass, moment = (running(part) for part in (density, density * middles))
     levels = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
     centroids = low + step * torch.searchsorted(mass, levels * mass[-1]).double()
-    for _ in range(10_000):
-        boundaries = (centroids[1:] + centroids[:-1]) / 2
-        means = cell_means((boundaries - low) / step, mass, moment)
-        means = (means + (low + high) - means.flip(0)) / 2
-        moved, centroids = float((means - centroids).abs().max()), means
-        if moved < 1e-13 * (high - low):
+
+    def means(boundaries: Tensor) -> Tensor:
+        found = cell_means((boundaries - low) / step, mass, moment)
+        return (found + (low + high) - found.flip(0)) / 2
+
+    centroids = iterate(centroids, means, 1e-13 * (high - low), 10_000)[1]
+    return _between(centroids), centroids
+
+
+def iterate(
+    centroids: Tensor, means: Callable[[Tensor], Tensor], tolerance: float, limit: int
+) -> tuple[Tensor, Tensor]:
+    """Move centroids to the means of their cells until none moves by `tolerance`, at most `limit` times.
+
+    means    boundaries → the means of the cells between them
+
+    Returns boundaries and the means of their cells; boundaries are halfway between means only as far as it converged.
+    """
+    boundaries = _between(centroids)
+    for _ in range(limit):
+        boundaries = _between(centroids)
+        last, centroids = centroids, means(boundaries)
+        if float((centroids - last).abs().max()) < tolerance:
             break
-    return (centroids[1:] + centroids[:-1]) / 2, centroids
+    return boundaries, centroids
+
+
+def _between(centroids: Tensor) -> Tensor:
+    return (centroids[1:] + centroids[:-1]) / 2
 
 
 def cell_means(boundaries: Tensor, mass: Tensor, moment: Tensor) -> Tensor:

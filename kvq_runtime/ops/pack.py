@@ -55,6 +55,28 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     return codes
 
 
+def places_size(count: int, bits: int) -> int:
+    """Bytes that `count` places of `bits` bits take."""
+    return sum(packed_size(count, min(8, bits - shift)) for shift in range(0, bits, 8))
+
+
+def pack_places(places: Tensor, bits: int) -> Tensor:
+    """Pack integers [..., n] in [0, 2**bits), of any number of bits, eight bits after eight, the low ones first."""
+    parts = [pack((places >> shift) & 255, min(8, bits - shift)) for shift in range(0, bits, 8)]
+    return torch.cat(parts, -1)
+
+
+def unpack_places(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Undo `pack_places`: to int64 [..., count]."""
+    places, start = torch.zeros(*packed.shape[:-1], count, dtype=torch.int64, device=packed.device), 0
+    for shift in range(0, bits, 8):
+        width = min(8, bits - shift)
+        stop = start + packed_size(count, width)
+        places |= unpack(packed[..., start:stop], width, count).long() << shift
+        start = stop
+    return places
+
+
 def _streams(byte: Tensor, width: int) -> Tensor:
     """The codes of one plane, stream after stream; eight bytes at a time where they are whole words."""
     mask, words = (1 << width) - 1, byte

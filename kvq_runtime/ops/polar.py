@@ -81,6 +81,16 @@ def encode(x: Tensor, bits: Sequence[int]) -> tuple[list[Tensor], Tensor]:
     return codes, x
 
 
+def encode_fitted(x: Tensor, boundaries: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The same with other rising boundaries, one tensor per level; at level 1 cell 0 begins at the angle 0."""
+    codes = []
+    for level, angles in enumerate(boundaries, start=1):
+        a, b = x[..., 0::2], x[..., 1::2]
+        codes.append(_circle(a, b, angles) if level == 1 else _quarter(a, b, angles))
+        x = (a * a + b * b).sqrt_()
+    return codes, x
+
+
 def _quarter(a: Tensor, b: Tensor, boundaries: Tensor) -> Tensor:
     """How many of the boundaries, all inside [0, π/2], the angle of (a, b) lies beyond; a, b ≥ 0."""
     codes = torch.zeros(a.shape, dtype=torch.uint8, device=a.device)
@@ -99,18 +109,30 @@ def _whole(x: Tensor, y: Tensor, bits: int) -> Tensor:
     return quadrant * inside + _quarter(a, b, codebook(1, bits)[0][: inside - 1])
 
 
-def decode(codes: Sequence[Tensor], radii: Tensor, bits: Sequence[int], kind: Points) -> Tensor:
-    """Decode what `encode` made to float32 [..., K]."""
+def _circle(x: Tensor, y: Tensor, boundaries: Tensor) -> Tensor:
+    """How many of the boundaries, anywhere inside (0, 2π), the angle of (x, y) lies beyond."""
+    codes, lower = torch.zeros(x.shape, dtype=torch.uint8, device=x.device), y < 0
+    for angle in boundaries.tolist():
+        beyond = y * math.cos(angle) > x * math.sin(angle)  # inside a half of the circle
+        codes += lower | beyond if angle < math.pi else lower & beyond
+    return codes
+
+
+def decode(codes: Sequence[Tensor], radii: Tensor, points: Sequence[Tensor]) -> Tensor:
+    """Decode what `encode` made to float32 [..., K].
+
+    points   float32 [2^bits, 2] of each level
+    """
     x = radii.float()
-    for level in range(len(bits), 0, -1):
-        index = codes[level - 1]
-        words = _table(level, bits[level - 1], kind, x.device).index_select(0, index.flatten().int())
+    for index, table in zip(reversed(codes), reversed(points), strict=True):
+        # as one 64-bit word each: a gather of words is several times faster than one of pairs
+        words = table.view(torch.int64).squeeze(-1).index_select(0, index.flatten().int())
         pairs = words.view(torch.float32).view(*index.shape[:-1], 2 * index.shape[-1])
         x = pairs.mul_(x.repeat_interleave(2, -1))
     return x
 
 
 @lru_cache(maxsize=128)
-def _table(level: int, bits: int, kind: Points, device: torch.device) -> Tensor:
-    """The points as one 64-bit word each: a gather of words is several times faster than one of pairs."""
-    return points(level, bits, kind).to(device, torch.float32).contiguous().view(torch.int64).squeeze(-1)
+def points_on(device: torch.device, level: int, bits: int, kind: Points) -> Tensor:
+    """`points`, float32 on a device."""
+    return points(level, bits, kind).to(device, torch.float32).contiguous()

@@ -11,13 +11,17 @@ Bits in a name are those of a predicted layer, its escape slot included; the fir
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), sections 4.1 and 4.2; Cover and Thomas,
 2006, section 10.3.3 (reverse water-filling).
 Differs: values have a basis too (SVDq leaves them); all channels of a schedule are filled by their eigenvalues.
+`-output` weighs the errors of values by the output projection. On the model it was measured on it changes divergence by
+-6% to +3% and perplexity by less than its standard error, for a second matrix per layer: it is no default.
 """
+
+from dataclasses import replace
 
 from kvq_runtime.recipe import Recipe, Side
 from kvq_runtime.recipes.aqua import aqua
 from kvq_runtime.stages.escape import BITS, Escape
 from kvq_runtime.stages.mixed import Mixed
-from kvq_runtime.stages.rotate import Basis
+from kvq_runtime.stages.rotate import Basis, OutputBasis
 
 WIDTHS = {"1bit": 1.0, "1.25bit": 1.25, "1.5bit": 1.5, "2bit": 2.0}
 
@@ -35,4 +39,12 @@ def recipes() -> list[Recipe]:
         for name, bits in WIDTHS.items()
     ]
     low = aqua("klt-1bit-first-3bit", side(1), side(3), summary="AQUA-KV over a basis of its residuals, first 3 bits")
-    return [*found, low]
+    return [*found, low, weighed("1bit")]
+
+
+def weighed(name: str) -> Recipe:
+    """The recipe of these bits with values in an output basis."""
+    plain = aqua(f"klt-{name}-output", side(WIDTHS[name]), side(4), summary=f"the same, {name}, values weighed by Wo")
+    first_key, first_value = plain.layers[0]
+    layers = {0: (first_key, replace(first_value, rotate=OutputBasis()))}
+    return replace(plain, value=replace(plain.value, rotate=OutputBasis()), layers=layers)

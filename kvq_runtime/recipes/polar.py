@@ -9,11 +9,15 @@ makes neighbours equal where every other channel is nearly silent, and equal nei
 
 Source: Han et al., 2025 (PolarQuant), section 4.1; the rotation as in its footnote.
 Differs: the paper encodes the prompt alone and keeps generated tokens in 16 bits; here every token that leaves the
-recent window is encoded. Codebooks come from the exact density, which its k-means of sampled angles approximates.
+recent window is encoded. Codebooks come from the exact density, which its k-means of sampled angles approximates;
+`-fitted` have the paper's offline k-means, and `-fitted-plain` have it without the rotation, where angles have no
+density that is known beforehand. Ours are one per level, layer and side, of all heads.
 """
 
+from dataclasses import replace
+
 from kvq_runtime.recipe import Recipe, Side
-from kvq_runtime.stages.polar import Polar
+from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard, Random
 
@@ -32,6 +36,11 @@ def paper(**settings) -> Side:
     return Side(quantize=Polar(**settings), rotate=Random(), sinks=0)
 
 
+def fitted(given: Side, rotation: Random | None) -> Side:
+    """The side with codebooks from the calibration, after this rotation or none."""
+    return replace(given, quantize=PolarFitted(**vars(given.quantize)), rotate=rotation)
+
+
 def recipes() -> list[Recipe]:
     """The paper's, its cheaper radii, and all angles to the end, with or without the mean."""
     plain, radius = paper(), paper(radius="log8")
@@ -45,4 +54,9 @@ def recipes() -> list[Recipe]:
         full, mean = side(bits), side(bits, predict=Mean())
         found.append(Recipe(f"polar-{bits}", full, full, summary=f"PolarQuant to the last level, {bits}"))
         found.append(Recipe(f"mean-polar-{bits}", mean, mean, "pre", summary=f"the same, {bits}, mean removed"))
+    for name, given in (("paper", plain), ("3bit", side("3bit"))):
+        turned, bare = fitted(given, Random()), fitted(given, None)
+        summary = f"polar-{name} with codebooks from the calibration's angles"
+        found.append(Recipe(f"polar-{name}-fitted", turned, turned, summary=summary))
+        found.append(Recipe(f"polar-{name}-fitted-plain", bare, bare, summary=f"{summary}, without a rotation"))
     return found

@@ -41,7 +41,7 @@ class Escape:
         """The fitted bound: a token's squared error, float32 [1]."""
         return {"bound": ((1,), torch.float32)}
 
-    def fields(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def fields(self, block: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """What a block holds beside the quantizer's fields; a place of -1 is a slot that is not used."""
         return {
             "escape_codes": ((self.slots, width), torch.uint8),
@@ -50,6 +50,10 @@ class Escape:
             "escape_place": ((self.slots,), torch.int16),
             "escape_wanted": ((1,), torch.int16),
         }
+
+    def rest(self, x_NTC: Tensor) -> Tensor:
+        """What the quantizer is to round: everything."""
+        return x_NTC
 
     def encode(self, x_NTC: Tensor, rounded_NTC: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Choose tokens of blocks by what `rounded` leaves of `x`, and encode them."""

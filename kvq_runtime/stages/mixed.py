@@ -84,7 +84,7 @@ class Mixed:
         """R: how many latent channels have any bits."""
         return sum(count for count, _ in self.runs(width))
 
-    def specs(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def specs(self, width: int, geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The fitted tensors: names, shapes and dtypes."""
         names = {"gaussian": ("deviation",), "uniform": ("low", "high"), "block": ()}[self.codebook]
         return {name: ((self.stored(width),), torch.float32) for name in names}

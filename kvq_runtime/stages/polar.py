@@ -1,5 +1,10 @@
-"""Quantize by angles: PolarQuant's recursive polar transform, with codebooks from the exact density of each angle."""
+"""Quantize by angles: PolarQuant's recursive polar transform, with a codebook for the angles of each level.
 
+polar          from the exact density that angles have after a random rotation
+polar_fitted   from the calibration's own angles
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar, Literal
@@ -10,6 +15,9 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack, polar
 from kvq_runtime.stages import groups
+
+Tensors = Mapping[str, Tensor]
+_NOTHING: Tensors = {}
 
 # quantized radii: 2^(-code/16) of the vector's norm, so from 1 down to 2^-15.9, each to 2.2%
 _RADII = 2.0 ** (-torch.arange(256, dtype=torch.float64) / 16)
@@ -52,7 +60,7 @@ class Polar:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; use one of {allowed}")
 
-    def _sizes(self, width: int, geometry: Geometry) -> tuple[int, tuple[int, ...]]:
+    def sizes(self, width: int, geometry: Geometry) -> tuple[int, tuple[int, ...]]:
         """Elements of a vector, and the bits of each level."""
         size = groups.size(self.group, width, geometry)
         levels = self.levels or size.bit_length() - 1
@@ -65,7 +73,7 @@ class Polar:
 
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
         """Names, shapes and dtypes of what one block [rows, width] is stored as."""
-        size, bits = self._sizes(width, geometry)
+        size, bits = self.sizes(width, geometry)
         count = width // size
         codes = sum(pack.packed_size(sum(counts), wide) for wide, counts in _runs(size, bits))
         fields = {"codes": ((rows, count, codes), torch.uint8)}
@@ -74,10 +82,10 @@ class Polar:
             return fields | {"radius": (radii, torch.float16)}
         return fields | {"radius": (radii, torch.uint8), "norm": ((rows, count), torch.float16)}
 
-    def encode(self, x_NRW: Tensor, geometry: Geometry) -> dict[str, Tensor]:
-        size, bits = self._sizes(x_NRW.shape[-1], geometry)
+    def encode(self, x_NRW: Tensor, geometry: Geometry, tensors: Tensors = _NOTHING) -> dict[str, Tensor]:
+        size, bits = self.sizes(x_NRW.shape[-1], geometry)
         x = x_NRW.unflatten(-1, (-1, size))
-        codes, radii = polar.encode(x, bits)
+        codes, radii = self._encoded(x, bits, tensors)
         packed, start = [], 0
         for wide, counts in _runs(size, bits):
             packed.append(pack.pack(torch.cat(codes[start : start + len(counts)], -1), wide))
@@ -89,8 +97,8 @@ class Polar:
         ratio = radii / (norm.float() * size**0.5).where(norm > 0, 1.0)[..., None]
         return fields | {"radius": _radius_code(ratio), "norm": norm}
 
-    def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
-        size, bits = self._sizes(width, geometry)
+    def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry, tensors: Tensors = _NOTHING) -> Tensor:
+        size, bits = self.sizes(width, geometry)
         codes, start = [], 0
         for wide, counts in _runs(size, bits):
             stop = start + pack.packed_size(sum(counts), wide)
@@ -102,12 +110,45 @@ class Polar:
         else:
             table = _RADII.to(fields["radius"].device, torch.float32)
             radii = table[fields["radius"].int()] * (fields["norm"].float() * size**0.5)[..., None]
-        return polar.decode(codes, radii, bits, self.points).flatten(-2)
+        return polar.decode(codes, radii, self._points(bits, tensors, radii.device)).flatten(-2)
 
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """Where each decoded element belongs: neighbours stay neighbours."""
-        self._sizes(width, geometry)
+        self.sizes(width, geometry)
         return torch.arange(width)
+
+    def _encoded(self, x: Tensor, bits: tuple[int, ...], tensors: Tensors) -> tuple[list[Tensor], Tensor]:
+        return polar.encode(x, bits)
+
+    def _points(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:
+        return [polar.points_on(device, level, wide, self.points) for level, wide in enumerate(bits, start=1)]
+
+
+@dataclass(frozen=True)
+class PolarFitted(Polar):
+    """The same with a codebook for each level from the angles of the calibration: where no rotation comes first, angles
+    have no density that is known beforehand.
+
+    A level has one codebook for all its angles, of all heads of a side.
+
+    Source: Han et al., 2025 (PolarQuant), algorithm 1, line 3 and section 4.1 (offline 1-D k-means++).
+    """
+
+    kind: ClassVar[str] = "polar_fitted"
+
+    def specs(self, width: int, geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The codebooks, level after level: boundaries inside the range, and what a code decodes to."""
+        counts = [2**wide for wide in self.sizes(width, geometry)[1]]
+        return {
+            "boundaries": ((sum(counts) - len(counts),), torch.float32),
+            "points": ((sum(counts), 2), torch.float32),
+        }
+
+    def _encoded(self, x: Tensor, bits: tuple[int, ...], tensors: Tensors) -> tuple[list[Tensor], Tensor]:
+        return polar.encode_fitted(x, tensors["boundaries"].split([2**wide - 1 for wide in bits]))
+
+    def _points(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:
+        return list(tensors["points"].split([2**wide for wide in bits]))
 
 
 def _runs(size: int, bits: tuple[int, ...]) -> list[tuple[int, list[int]]]:
@@ -122,4 +163,4 @@ def _radius_code(ratio: Tensor) -> Tensor:
     return (255 - torch.bucketize(ratio, between)).to(torch.uint8)
 
 
-KINDS = (Polar,)
+KINDS = (Polar, PolarFitted)

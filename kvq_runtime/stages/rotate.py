@@ -89,5 +89,22 @@ class Basis:
         return {"basis": ((width, stored), torch.bfloat16)}
 
 
-KINDS = (Hadamard, Random, Basis)
+@dataclass(frozen=True)
+class OutputBasis(Basis):
+    """Turn values into latent channels whose errors count as the output projection weighs them: z = x B, x̂ = ẑ Dᵀ.
+
+    With the metric M = Σ WₒᵀWₒ, over the query heads that read a KV head, an error e of a value costs e M eᵀ in the
+    layer's output. B = M^½ V and D = M^-½ V, V the eigenvectors of M^½ S M^½, so that the cost of an error of ẑ is its
+    square: bits are shared out by what the output sees. B is not orthogonal; both are stored, and billed.
+    """
+
+    kind: ClassVar[str] = "output_basis"
+
+    def specs(self, width: int, stored: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The fitted basis B, and its dual D, DᵀB = 1: names, shapes and dtypes."""
+        shape = (width, stored)
+        return {"basis": (shape, torch.bfloat16), "dual": (shape, torch.bfloat16)}
+
+
+KINDS = (Hadamard, Random, Basis, OutputBasis)
 Rotate = Hadamard | Random | Basis

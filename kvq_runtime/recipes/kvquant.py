@@ -1,0 +1,42 @@
+"""KVQuant: keys before RoPE with a calibrated range per channel, values with a range per token, points fitted by
+k-means instead of even steps, and the 1% of elements that are farthest out kept exact. The first token stays exact.
+
+Before RoPE the channels of keys keep their sizes from token to token, so that their ranges can be fitted offline;
+values have no such channels. "3 bits" are 3.3 with the outliers, and 32 more bits per token of values.
+
+`kivi-2bit-outliers` is KIVI with the same outliers: the stage goes with any rounding.
+
+Source: Hooper et al., 2024 (KVQuant), sections 3.1 to 3.5, table 1.
+Differs: the number of outliers is fixed; which of the keys they are is decided by their rounding errors, so that the
+worst of a block are stored, not those beyond the threshold of their channel; the 128 newest tokens stay exact and are
+encoded 128 at a time (theirs: at once); k-means is not weighted by Fisher information.
+"""
+
+from dataclasses import replace
+
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipes import kivi
+from kvq_runtime.stages.nuq import Nuq
+from kvq_runtime.stages.sparse import Sparse
+
+BITS = (2, 3, 4)
+
+
+def keys(bits: int) -> Side:
+    """Ranges by channel, and the worst-rounded 1% of a block."""
+    return Side(Nuq(bits, "channel"), correct=Sparse(group="block"), sinks=1)
+
+
+def values(bits: int) -> Side:
+    """Ranges by token, and the farthest 1% of a token."""
+    return Side(Nuq(bits, "token"), correct=Sparse(group="token"), sinks=1)
+
+
+def recipes() -> list[Recipe]:
+    """2, 3 and 4 bits with 1% outliers, and KIVI with outliers."""
+    found = [
+        Recipe(f"kvquant-{bits}bit", keys(bits), values(bits), "pre", summary=f"KVQuant, {bits} bits, 1% outliers")
+        for bits in BITS
+    ]
+    pair = replace(kivi.keys(2), correct=Sparse(group="channel")), replace(kivi.values(2), correct=Sparse())
+    return [*found, Recipe("kivi-2bit-outliers", *pair, summary="KIVI, 2 bits, groups of 32, 1% outliers")]

@@ -1,0 +1,97 @@
+"""Quantize to a codebook fitted on the data itself, shared by all channels of a side: KVQuant's non-uniform `nuq`.
+
+    u = (x - middle) / half, so that what is not an outlier lies in [-1, 1];    x̂ = middle + half · point
+
+The ends middle ± half belong to a channel, calibrated, and cost nothing per token; or to a token, and are stored.
+
+Source: Hooper et al., 2024 (KVQuant), sections 3.1 (per channel, before RoPE), 3.3 (nuq) and 3.4.
+Differs: k-means is not weighted by Fisher information, which needs a backward pass through the whole model; the points
+are not shifted and stretched to keep the mean and deviation of what they encode (Q-Norm).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import pack
+
+
+@dataclass(frozen=True)
+class Nuq:
+    """Encode to `bits` per element; meant to be followed by `correct: sparse`, which takes the outliers.
+
+    bits      1 to 8
+    scale     "channel": calibrated ends of every channel · "token": the ends of each token
+    covered   of scale "channel": the share of a channel's elements that its ends enclose
+    """
+
+    kind: ClassVar[str] = "nuq"
+    bits: int = 3
+    scale: Literal["channel", "token"] = "token"
+    covered: float = 0.99
+
+    def __post_init__(self):
+        if self.bits not in range(1, 9):
+            raise ValueError(f"bits={self.bits}; use 1 to 8")
+        if self.scale not in ("channel", "token"):
+            raise ValueError(f'scale={self.scale!r}; use "channel" or "token"')
+        if not 0.5 <= self.covered <= 1:
+            raise ValueError(f"covered={self.covered}; use 0.5 to 1")
+
+    def specs(self, width: int, geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The fitted tensors: rising points in [-1, 1], and the ends of channels; names, shapes and dtypes."""
+        found = {"points": ((2**self.bits,), torch.float32)}
+        if self.scale == "channel":
+            found |= {name: ((width,), torch.float32) for name in ("middle", "half")}
+        return found
+
+    def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
+        """Names, shapes and dtypes of what one block [rows, width] is stored as."""
+        codes = {"codes": ((rows, pack.packed_size(width, self.bits)), torch.uint8)}
+        ends = {name: ((rows,), torch.float16) for name in ("middle", "half")}
+        return codes | (ends if self.scale == "token" else {})
+
+    def encode(self, x_NRW: Tensor, geometry: Geometry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Encode [N, R, W]; `tensors` are those of `specs`."""
+        stored = {}
+        if self.scale == "token":
+            stored = {name: end.half() for name, end in zip(("middle", "half"), ends(x_NRW), strict=True)}
+        points = tensors["points"]
+        boundaries = (points[1:] + points[:-1]) / 2
+        codes = torch.bucketize(normalized(x_NRW, *_ends(stored or tensors, self.scale)), boundaries)
+        return {"codes": pack.pack(codes, self.bits)} | stored
+
+    def decode(self, fields: Mapping[str, Tensor], width: int, geometry: Geometry, tensors: Mapping[str, Tensor]):
+        """Decode to float32 [N, R, W]."""
+        codes = pack.unpack(fields["codes"], self.bits, width)
+        middle, half = _ends(fields if self.scale == "token" else tensors, self.scale)
+        x = tensors["points"].index_select(0, codes.flatten().int()).view(codes.shape)
+        return x.mul_(half).add_(middle)
+
+    def order(self, width: int, geometry: Geometry) -> Tensor:
+        """Where each decoded element belongs: rounding keeps the natural order."""
+        return torch.arange(width)
+
+
+def ends(x_NRW: Tensor) -> tuple[Tensor, Tensor]:
+    """Middle and half of the range of every row, [N, R]."""
+    low, high = x_NRW.aminmax(dim=-1)
+    return (low + high) / 2, (high - low) / 2
+
+
+def normalized(x: Tensor, middle: Tensor, half: Tensor) -> Tensor:
+    """Elements as multiples of the half range about its middle; 0 where there is no range."""
+    inverse = torch.where(half > 0, 1 / half.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
+    return (x - middle) * inverse
+
+
+def _ends(given: Mapping[str, Tensor], scale: str) -> list[Tensor]:
+    found = [given[name].float() for name in ("middle", "half")]
+    return [end[..., None] for end in found] if scale == "token" else found
+
+
+KINDS = (Nuq,)

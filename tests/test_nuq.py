@@ -1,0 +1,187 @@
+"""KVQuant's codebook: fitted points against an optimal clustering, the ends of channels, and what they are for."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from test_basis import blocks
+from torch import Tensor
+
+from kvq_calib.fit import clusters
+from kvq_calib.fit import nuq as fits
+from kvq_calib.fit.layer import SideFit
+from kvq_calib.statistics import Moments
+from kvq_runtime.codec import Codec, Context
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import latent
+from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.stages.nuq import Nuq
+from kvq_runtime.stages.rotate import Hadamard
+from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.sparse import Sparse
+
+GEOMETRY = Geometry(1, 2, 32)
+WIDTH = GEOMETRY.width
+NOWHERE = Context()
+
+
+def draws(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def activations(blocks: int = 24, seed: int = 0) -> Tensor:
+    """Tokens [blocks, 128, C] with heavy tails, whose channels differ in size and in mean."""
+    channel = torch.arange(WIDTH)
+    heavy = draws(blocks, 128, WIDTH, seed=seed) * (1 + 0.6 * draws(blocks, 128, WIDTH, seed=seed + 50).square())
+    return heavy * 1.06**channel + 5 * torch.cos(channel)
+
+
+def fitted(side: Side, x_NTC: Tensor, half="key") -> Codec:
+    moments = Moments(WIDTH)
+    moments.update(x_NTC)
+    found = SideFit(Recipe("test", side, side, "pre").check(GEOMETRY), 0, half, GEOMETRY, moments.value())
+    cut = len(x_NTC) // 2
+    chunks = [blocks(x_NTC[:cut], 0), blocks(x_NTC[cut:], cut)]
+    if found.needs_residuals:
+        found.solve_residuals([found.residuals(chunk, NOWHERE, 0) for chunk in chunks], 0)
+    return found.codec
+
+
+def error(codec: Codec, x: Tensor) -> float:
+    out = codec.decode(codec.encode(x, NOWHERE), NOWHERE).float()
+    return float((out - x).double().square().sum() / (x - x.mean((0, 1))).double().square().sum())
+
+
+# ---- clusters
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_clusters_of_few_numbers_are_the_best_of_all(seed):
+    x = np.sort(draws(14, seed=seed).double().numpy())
+
+    def cost(cuts: tuple[int, ...]) -> float:
+        return sum(((part - part.mean()) ** 2).sum() for part in np.split(x, cuts))
+
+    best = min(itertools.combinations(range(1, 14), 3), key=cost)
+    found = clusters.centres(torch.from_numpy(x), 4, 0)
+    np.testing.assert_allclose(found, [part.mean() for part in np.split(x, best)])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_clusters_of_gaussian_numbers_have_the_optimal_error(bits):
+    x = draws(1 << 16).double()
+    found = clusters.centres(x, 2**bits, 0)
+    distance = float((x[:, None] - found).abs().min(1).values.square().mean())
+    assert distance == pytest.approx(latent.distortion(bits), rel=0.03)
+    assert torch.equal(found, clusters.centres(x, 2**bits, 0))
+
+
+def test_fewer_numbers_than_clusters():
+    assert clusters.centres(torch.tensor([2.0, 1.0, 2.0]), 4, 0).tolist() == [1, 2, 2, 2]
+    with pytest.raises(ValueError, match="no numbers"):
+        clusters.centres(torch.empty(0), 2, 0)
+
+
+# ---- the fit
+
+
+def test_ends_of_channels_enclose_the_share_they_say():
+    x = activations().flatten(0, 1)
+    middle, half = fits.channel_ends(x, 0.99)
+    low, high = np.quantile(x.numpy(), [0.005, 0.995], axis=0)
+    np.testing.assert_allclose(middle - half, low, atol=0.02 * half.max())
+    np.testing.assert_allclose(middle + half, high, atol=0.02 * half.max())
+    assert fits.channel_ends(x, 1.0)[1].tolist() == pytest.approx(((x.amax(0) - x.amin(0)) / 2).tolist())
+
+
+@pytest.mark.parametrize("scale, group", [("channel", "block"), ("token", "token")])
+def test_points_are_means_of_what_they_stand_for(scale, group):
+    """k-means' condition, on what is no outlier: so no other codebook of the same cells has less error."""
+    x = activations()
+    codec = fitted(Side(Nuq(3, scale), correct=Sparse(group=group)), x)
+    points = codec.tensors["quantize.points"].double()
+    assert len(points) == 8 and bool((points.diff() > 0).all()) and float(points.abs().max()) <= 1
+    rows = x.flatten(0, 1)
+    if scale == "channel":
+        u = (rows - codec.tensors["quantize.middle"]) / codec.tensors["quantize.half"]
+    else:  # the range of a token without its one farthest element, the 1% of 64
+        median = rows.median(1, keepdim=True).values
+        far = (rows - median).abs().argmax(1, keepdim=True)
+        kept = rows.scatter(1, far, median)
+        low, high = kept.amin(1, keepdim=True), kept.amax(1, keepdim=True)
+        u = (2 * rows - low - high) / (high - low)
+    u = u[u.abs() <= 1 + 1e-6].double()
+    nearest = (u[:, None] - points).abs().argmin(1)
+    means = torch.stack([u[nearest == code].mean() for code in range(8)])
+    assert float((means - points).abs().max()) < 0.01
+
+
+# ---- the paper's claims
+
+
+def test_nuq_beats_even_steps_between_the_same_ends():
+    """Section 3.3. Even steps are a codebook too: the same codec with other points."""
+    x, new = activations(), activations(seed=1)
+    codec = fitted(Side(Nuq(3, "channel"), correct=Sparse(group="block")), x)
+    even = Codec(Recipe("test", codec.side, codec.side, "pre"), 0, "key", GEOMETRY,
+                 codec.tensors | {"quantize.points": torch.linspace(-1, 1, 8)})  # fmt: skip
+    assert error(codec, new) < 0.8 * error(even, new)
+
+
+def test_one_percent_of_outliers_pays_for_itself():
+    """Section 3.4: less error than one more bit for every element would bring."""
+    x, new = activations(), activations(seed=1)
+    sparse = fitted(Side(Nuq(3, "token"), correct=Sparse(group="token")), x, "value")
+    dense = fitted(Side(Nuq(4, "token")), x, "value")
+    assert sparse.bits() < dense.bits()
+    assert error(sparse, new) < error(fitted(Side(Nuq(3, "token")), x, "value"), new)
+    keys, bare = (fitted(Side(Nuq(3, "channel"), correct=c), x) for c in (Sparse(group="block"), None))
+    assert error(keys, new) < 0.6 * error(bare, new)
+
+
+def test_channels_of_unequal_size_want_ranges_of_their_own():
+    """Section 3.1: per channel beats per token at fewer bits."""
+    x, new = activations(), activations(seed=1)
+    per_channel = fitted(preset("kvquant-3bit").key, x)
+    per_token = fitted(Side(Nuq(3, "token"), correct=Sparse(group="block")), x)
+    rounding = fitted(Side(Rtn(3, 64)), x)
+    assert per_channel.bits() < per_token.bits()
+    assert error(per_channel, new) < 0.7 * error(per_token, new)
+    assert error(per_channel, new) < 0.5 * error(rounding, new)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_bill(bits):
+    """Of a 7B model: 1% of 16-bit values and their places, and two ends per token of values."""
+    recipe, geometry = preset(f"kvquant-{bits}bit"), Geometry(28, 4, 128)
+    keys, values = (Codec(recipe, 1, half, geometry, {}).bits() for half in ("key", "value"))
+    assert keys == pytest.approx(bits + 0.01 * (16 + 16), abs=0.001)
+    assert values == pytest.approx(bits + 5 / 512 * (9 + 16) + 32 / 512, abs=0.001)
+
+
+def test_a_channel_without_a_range_and_a_zero_token():
+    x = activations()
+    x[..., 3] = 7.0
+    codec = fitted(preset("kvquant-2bit").key, x)
+    x[0, 9] = 0
+    out = codec.decode(codec.encode(x[:1], NOWHERE), NOWHERE)
+    assert out.isfinite().all() and float((out[0, :8, 3] - 7).abs().max()) < 0.03
+    values = fitted(preset("kvquant-2bit").value, x, "value")
+    assert not values.decode(values.encode(x[:1], NOWHERE), NOWHERE)[0, 9].any()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Nuq(0),
+        lambda: Nuq(9),
+        lambda: Nuq(scale="head"),  # type: ignore[arg-type]
+        lambda: Nuq(covered=0.2),
+        lambda: Recipe("r", Side(Nuq(), rotate=Hadamard()), Side(Nuq())).check(),
+        lambda: Recipe("r", Side(Nuq(), axis="channel"), Side(Nuq())).check(),
+    ],
+)
+def test_settings_that_cannot_be(make):
+    with pytest.raises(ValueError, match="use"):
+        make()
