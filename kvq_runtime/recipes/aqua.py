@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Literal
 
 from kvq_runtime.recipe import Recipe, Side
-from kvq_runtime.recipes import higgs, polar, quarot, rtn, turboquant
+from kvq_runtime.recipes import higgs, polar, quarot, rtn, svdq, turboquant
 from kvq_runtime.stages.exact import Exact
+from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 
 
@@ -69,7 +70,17 @@ def _combined() -> list[Recipe]:
     """Over PolarQuant and scalar Lloyd–Max, all heads together, with their own 4 bits for the first layer."""
     sides = [(f"polar-{bits}", polar.side(bits, "all"), polar.side("4bit", "all")) for bits in polar.WIDTHS]
     sides += [(f"lloyd-{bits}bit", turboquant.side(bits, "all"), turboquant.side(4, "all")) for bits in turboquant.BITS]
-    return [aqua(name, side, first, summary=f"AQUA-KV over {name}") for name, side, first in sides]
+    over = [aqua(name, side, first, summary=f"AQUA-KV over {name}") for name, side, first in sides]
+    return [*over, *(_svdq_keys(bits) for bits in ("2bit", "1.25bit"))]
+
+
+def _svdq_keys(bits: str) -> Recipe:
+    """SVDq's keys, which nothing predicts, and values predicted from them and from the values below."""
+    key, four = svdq.side(Mixed(target=svdq.FILLED[bits], codebook="uniform")), higgs.side("4bit")
+    value = replace(higgs.side("2bit"), predict=Linear())
+    summary = f"keys of SVDq, {bits}, water-filled; values of AQUA-KV, 2 bits"
+    layers = {0: (key, replace(four, predict=Mean()))}
+    return Recipe(f"aqua-svdq-{bits}", key, value, "pre", layers, summary)
 
 
 def recipes() -> list[Recipe]:
