@@ -1,0 +1,45 @@
+"""What can go wrong between a client and a Hub, once or a few times, at a request that a pattern names."""
+
+import re
+import threading
+from dataclasses import dataclass, field
+
+# status   answer with this status instead (429: with Retry-After)
+# reset    cut the connection: in mid-upload if there is a body to read, else in mid-download
+# short    announce the whole body and send half of it
+# flip     send the body with one bit changed
+# drip     send the body in small pieces, slowly
+# lost     do what is asked, and cut the connection before the answer
+KINDS = ("status", "reset", "short", "flip", "drip", "lost")
+
+
+@dataclass
+class Fault:
+    pattern: str
+    kind: str
+    times: int = 1
+    status: int = 500
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Faults:
+    """Faults that are waiting; each is used up by the requests it matches, `METHOD /path`."""
+
+    def __init__(self):
+        self._waiting: list[Fault] = []
+        self._lock = threading.Lock()
+        self.happened: list[str] = []
+
+    def add(self, pattern: str, kind: str, times: int = 1, status: int = 500, **headers: str) -> None:
+        assert kind in KINDS
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self._waiting.append(Fault(pattern, kind, times, status, named))
+
+    def take(self, request: str) -> Fault | None:
+        with self._lock:
+            for fault in self._waiting:
+                if fault.times and re.search(fault.pattern, request):
+                    fault.times -= 1
+                    self.happened.append(f"{fault.kind} {request}")
+                    return fault
+        return None

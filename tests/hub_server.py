@@ -1,0 +1,333 @@
+"""A Hub on loopback, as small as the real `huggingface_hub` client lets it be.
+
+It is not parity with huggingface.co. Routes, headers and error codes are what the client of this environment calls and
+reads; what the real service does beside that (quotas, scanning, Xet, caches, eventual consistency) is not here. A test
+that passes shows what our code and the real client do, not what the real service does.
+
+Large files are served by a second server, another origin, as the real ones are by a CDN. There is no Xet: the client
+must be told so (HF_HUB_DISABLE_XET), since it does not negotiate.
+"""
+
+import hashlib
+import json
+import re
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlencode, urlsplit
+
+from hub_faults import Fault, Faults
+from hub_store import Refused, Repo, Store
+
+PAGE = 2  # entries a page: small, so that every list is paged
+_ID = r"(?P<id>[^/]+/[^/]+)"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as it came, for tests that count or look for secrets."""
+
+    origin: str
+    line: str
+    authorization: str | None
+    range: str | None
+
+
+class Hub(Store):
+    """The server: `with Hub() as hub: ... hub.url`. Everything it was asked is in `requests`."""
+
+    def __init__(self, org: str = "org"):
+        super().__init__(org)
+        self.faults, self.requests = Faults(), []
+        self.redirect = True  # large files are somewhere else
+        handlers = [type("Handler", (Handler,), {"hub": self, "origin": name}) for name in ("hub", "cdn")]
+        self._servers = [Server(("127.0.0.1", 0), handler) for handler in handlers]
+        self.url, self.cdn = (f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers)
+
+    def __enter__(self) -> "Hub":
+        for server in self._servers:
+            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that went away is not this server's affair."""
+
+
+class Cut(Exception):
+    """The connection ends here."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    origin: str
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Quiet: `hub.requests` is the log."""
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
+
+    def answer(self) -> None:
+        parts = urlsplit(self.path)
+        self.line = f"{self.command} {unquote(parts.path)}"
+        self.hub.requests.append(Request(self.origin, self.line, *map(self.headers.get, ("Authorization", "Range"))))
+        self.fault = self.hub.faults.take(self.line)
+        try:
+            if self.fault and self.fault.kind == "status":
+                self._body()
+                raise Refused(self.fault.status, "told to fail")
+            self.query = parse_qs(parts.query)
+            self._route(parts.path, self._body())
+        except Refused as refused:
+            self._refuse(refused)
+        except Cut:
+            self._cut()
+
+    def _route(self, path: str, body: bytes) -> None:
+        for method, pattern, name in ROUTES:
+            found = re.fullmatch(pattern, path)
+            if method in (self.command, self.command.replace("HEAD", "GET")) and found:
+                given = {key: unquote(value) for key, value in found.groupdict().items() if value is not None}
+                getattr(self, name)(body=body, **given)
+                return
+        raise Refused(404, f"no route {self.line}")
+
+    def _body(self) -> bytes:
+        length = int(self.headers.get("Content-Length") or 0)
+        if length and self.fault and self.fault.kind == "reset":
+            self.rfile.read(length // 2)
+            raise Cut
+        return self.rfile.read(length)
+
+    def _cut(self) -> None:
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+
+    def _refuse(self, refused: Refused) -> None:
+        headers = {"X-Error-Message": refused.message} | ({"X-Error-Code": refused.code} if refused.code else {})
+        extra = self.fault.headers if self.fault else {}
+        self._send(json.dumps({"error": refused.message}).encode(), refused.status, headers | extra, faulty=False)
+
+    def _json(self, value: Any, status: int = 200, **headers: str) -> None:
+        self._send(json.dumps(value).encode(), status, {"Content-Type": "application/json", **headers})
+
+    def _paged(self, values: list[Any]) -> None:
+        start = int(self.query.get("cursor", ["0"])[0])
+        rest = {key: value for key, value in self.query.items() if key != "cursor"}
+        link = f"{self.hub.url}{urlsplit(self.path).path}?{urlencode(rest | {'cursor': start + PAGE}, doseq=True)}"
+        more = {"Link": f'<{link}>; rel="next"'} if start + PAGE < len(values) else {}
+        self._json(values[start : start + PAGE], **more)
+
+    def _send(self, data: bytes, status: int, headers: dict[str, str], faulty: bool = True) -> None:
+        fault = self.fault if faulty and self.fault else Fault("", "")
+        if fault.kind == "lost":
+            raise Cut
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(data))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if fault.kind == "flip":
+            middle = len(data) // 2
+            data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        if fault.kind in ("reset", "short"):
+            self.wfile.write(data[: len(data) // 2])
+            if fault.kind == "reset":
+                self.wfile.flush()
+                time.sleep(0.05)
+                raise Cut
+            self.close_connection = True
+            return
+        pieces = 8 if fault.kind == "drip" else 1
+        size = max(1, -(-len(data) // pieces))
+        for start in range(0, len(data), size):
+            self.wfile.write(data[start : start + size])
+            self.wfile.flush()
+            time.sleep(0.1 if fault.kind == "drip" else 0)
+
+    # ---- who and what
+
+    def _user(self) -> tuple[str, str] | None:
+        return self.hub.user(self.headers.get("Authorization"))
+
+    def _repo(self, id: str, write: bool = False) -> Repo:
+        return self.hub.repo(id, self._user(), write)
+
+    def whoami(self, body: bytes) -> None:
+        user = self._user()
+        if user is None:
+            raise Refused(401, "Invalid username or password.")
+        access = {"displayName": "test", "role": user[1]}
+        self._json({"type": "user", "name": user[0], "orgs": [{"name": self.hub.org}],
+                    "auth": {"type": "access_token", "accessToken": access}})  # fmt: skip
+
+    def card(self, body: bytes) -> None:
+        self._json({"errors": [], "warnings": []})
+
+    def create(self, body: bytes) -> None:
+        given = json.loads(body)
+        private = given.get("private", False) or given.get("visibility") == "private"
+        repo = self.hub.create(f"{given['organization']}/{given['name']}", self._user(), private)
+        self._json({"url": f"{self.hub.url}/{repo.id}", "id": repo.id, "name": repo.id})
+
+    def models(self, body: bytes) -> None:
+        user, wanted = self._user(), self.query.get("filter", [])
+        author = self.query.get("author", [""])[0]
+        found = [repo for id, repo in sorted(self.hub.repos.items()) if id.startswith(f"{author}/")]
+        found = [repo for repo in found if user or not repo.private]
+        self._paged([self._about(r, "main") for r in found if set(wanted) <= set(self.hub.labels(r))])
+
+    def _about(self, repo: Repo, revision: str) -> dict[str, Any]:
+        commit = repo.at(revision)
+        return {"id": repo.id, "sha": commit.oid, "private": repo.private, "gated": repo.gated, "downloads": 0,
+                "tags": self.hub.labels(repo), "siblings": [{"rfilename": path} for path in commit.tree]}  # fmt: skip
+
+    def info(self, body: bytes, id: str, revision: str = "main") -> None:
+        self._json(self._about(self._repo(id), revision))
+
+    def refs(self, body: bytes, id: str) -> None:
+        repo, found = self._repo(id), {"converts": []}
+        for kind, short, names in (("branches", "heads", repo.branches), ("tags", "tags", repo.tags)):
+            found[kind] = [{"name": n, "ref": f"refs/{short}/{n}", "targetCommit": c} for n, c in names.items()]
+        self._json(found)
+
+    def log(self, body: bytes, id: str, revision: str) -> None:
+        log = self._repo(id).log(revision)
+        self._paged([{"id": c.oid, "title": c.title, "message": "", "date": c.date, "authors": []} for c in log])
+
+    def tree(self, body: bytes, id: str, revision: str, path: str = "") -> None:
+        repo = self._repo(id)
+        commit, folder = repo.at(revision), f"{path}/" if path else ""
+        found = {name: entry for name, entry in sorted(commit.tree.items()) if name.startswith(folder)}
+        if path and not found:
+            raise Refused(404, f"{path} does not exist", "EntryNotFound")
+        rows = [entry.json(name) for name, entry in found.items()]
+        if self.query.get("expand") == ["true"] or self.query.get("expand") == ["True"]:
+            for row in rows:
+                last = repo.touched(row["path"], revision)
+                row["lastCommit"] = {"id": last.oid, "title": last.title, "date": last.date}
+        self._paged(rows)
+
+    # ---- changes
+
+    def tag(self, body: bytes, id: str, revision: str) -> None:
+        repo, name = self._repo(id, write=True), json.loads(body)["tag"]
+        with self.hub.lock:
+            if name in repo.tags:
+                raise Refused(409, "Tag reference exists already")
+            repo.tags[name] = repo.at(revision).oid
+        self._json({})
+
+    def untag(self, body: bytes, id: str, revision: str) -> None:
+        self._repo(id, write=True).tags.pop(revision)
+        self._json({})
+
+    def preupload(self, body: bytes, id: str, revision: str) -> None:
+        tree, files = self._repo(id, write=True).at(revision).tree, []
+        for given in json.loads(body)["files"]:
+            path, large = given["path"], self.hub.is_large(given["path"], given["size"])
+            row = {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+            there = tree.get(path)
+            files.append(row | ({"oid": there.lfs or there.oid} if there else {}))
+        self._json({"files": files})
+
+    def batch(self, body: bytes, id: str) -> None:
+        self._repo(id, write=True)
+        objects = []
+        for given in json.loads(body)["objects"]:
+            upload = {"href": f"{self.hub.cdn}/lfs/{given['oid']}"}
+            verify = {"href": f"{self.hub.url}/{id}.git/info/lfs/objects/verify"}
+            there = given["oid"] in self.hub.lfs
+            objects.append(given | ({} if there else {"actions": {"upload": upload, "verify": verify}}))
+        self._json({"transfer": "basic", "objects": objects})
+
+    def put(self, body: bytes, oid: str) -> None:
+        if hashlib.sha256(body).hexdigest() != oid:
+            raise Refused(400, "the content is not what its digest says")
+        self.hub.lfs[oid] = body
+        self._send(b"", 200, {})
+
+    def verify(self, body: bytes, id: str) -> None:
+        given = json.loads(body)
+        if len(self.hub.lfs.get(given["oid"], b"")) != given["size"]:
+            raise Refused(404, "the object is not here")
+        self._json({})
+
+    def commit(self, body: bytes, id: str, revision: str) -> None:
+        repo = self._repo(id, write=True)
+        commit = self.hub.commit(repo, revision, [json.loads(line) for line in body.splitlines()])
+        self._json({"commitOid": commit.oid, "commitUrl": f"{self.hub.url}/{id}/commit/{commit.oid}"})
+
+    # ---- files
+
+    def resolve(self, body: bytes, id: str, revision: str, path: str) -> None:
+        repo = self._repo(id)
+        commit = repo.at(revision)
+        self.hub.check_readable(repo, self._user())
+        entry = commit.tree.get(path)
+        if entry is None:
+            raise Refused(404, f"{path} does not exist", "EntryNotFound")
+        headers = {"X-Repo-Commit": commit.oid, "Accept-Ranges": "bytes", "ETag": f'"{entry.lfs or entry.oid}"'}
+        if entry.lfs and self.hub.redirect:
+            headers |= {"X-Linked-Size": str(entry.size), "X-Linked-Etag": f'"{entry.lfs}"'}
+            self._send(b"", 302, headers | {"Location": f"{self.hub.cdn}/lfs/{entry.lfs}"}, faulty=False)
+        else:
+            self._bytes(self.hub.content(repo, entry), headers)
+
+    def large(self, body: bytes, oid: str) -> None:
+        if oid not in self.hub.lfs:
+            raise Refused(404, "no such object")
+        self._bytes(self.hub.lfs[oid], {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"})
+
+    def _bytes(self, data: bytes, headers: dict[str, str]) -> None:
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if not asked:
+            self._send(data, 200, headers)
+            return
+        start, stop = int(asked[1]), min(int(asked[2] or len(data) - 1), len(data) - 1)
+        if start > stop:
+            raise Refused(416, "Range not satisfiable")
+        self._send(data[start : stop + 1], 206, headers | {"Content-Range": f"bytes {start}-{stop}/{len(data)}"})
+
+
+_MODEL = rf"/api/models/{_ID}"
+_REV = r"(?P<revision>[^/]+)"
+ROUTES = [
+    ("GET", "/api/whoami-v2", "whoami"),
+    ("POST", "/api/validate-yaml", "card"),
+    ("POST", "/api/repos/create", "create"),
+    ("GET", "/api/models", "models"),
+    ("GET", _MODEL, "info"),
+    ("GET", rf"{_MODEL}/revision/{_REV}", "info"),
+    ("GET", rf"{_MODEL}/refs", "refs"),
+    ("GET", rf"{_MODEL}/commits/{_REV}", "log"),
+    ("GET", rf"{_MODEL}/tree/{_REV}(/(?P<path>.+))?", "tree"),
+    ("POST", rf"{_MODEL}/tag/{_REV}", "tag"),
+    ("DELETE", rf"{_MODEL}/tag/{_REV}", "untag"),
+    ("POST", rf"{_MODEL}/preupload/{_REV}", "preupload"),
+    ("POST", rf"{_MODEL}/commit/{_REV}", "commit"),
+    ("POST", rf"/{_ID}\.git/info/lfs/objects/batch", "batch"),
+    ("POST", rf"/{_ID}\.git/info/lfs/objects/verify", "verify"),
+    ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", "put"),
+    ("GET", r"/lfs/(?P<oid>[0-9a-f]{64})", "large"),
+    ("GET", rf"/{_ID}/resolve/{_REV}/(?P<path>.+)", "resolve"),
+]
