@@ -5,13 +5,15 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime import artifact, compare, describe, files, reference, upkeep
+from kvq_runtime import artifact, compare, describe, files, hub_upkeep, reference, upkeep
+from kvq_runtime.changes import Registry
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.events import State
+from kvq_runtime.hub import HubRegistry
 from kvq_runtime.local import LocalRegistry
 from kvq_runtime.recipe import presets
 from kvq_runtime.reference import Lock, Reference
-from kvq_runtime.registry import choose, load_artifact, open_registry, resolve
+from kvq_runtime.registry import Resolved, choose, load_artifact, open_registry, resolve
 from kvq_runtime.table import print_record, print_table
 
 
@@ -21,7 +23,9 @@ def list_names(args: Namespace) -> int:
     rows = []
     for name in registry.names():
         try:
-            rows.append(_list_row(registry, registry.state(name)))
+            state = registry.state(name)
+            if state.events:
+                rows.append(_list_row(registry, state))
         except ArtifactError as error:
             broken = 1
             rows.append({"name": name, "recipe": f"cannot be read: {error}"})
@@ -29,26 +33,21 @@ def list_names(args: Namespace) -> int:
     return broken
 
 
-def _list_row(registry: LocalRegistry, state: State) -> dict[str, Any]:
+def _list_row(registry: Registry, state: State) -> dict[str, Any]:
     newest = state.newest()
     row = {"name": state.name, "production": state.at(reference.PRODUCTION), "newest": newest and newest.version}
     row |= {"versions": len(state.versions)}
     if newest is None:
         return row | {"recipe": "(every version is yanked)"}
-    about = artifact.describe(registry.fetch(newest))
-    model = about["provenance"].get("model")
-    return row | {
-        "recipe": about["recipe"].get("name") if isinstance(about["recipe"], dict) else None,
-        "model": model.get("id") if isinstance(model, dict) else model,
-        "published": newest.at,
-    }
+    about = registry.about(state.name, newest)
+    return row | {"recipe": about["recipe"], "model": about["model"], "published": newest.at}
 
 
 def show(args: Namespace) -> int:
     """Everything about one version, with what was measured of it since."""
     found = resolve(args.reference, args.registry, args.lock)
     fitted = artifact.load(found.path, found.sha256, found.size)
-    record: dict[str, Any] = dataclasses.asdict(found) | {"path": str(found.path)}
+    record: dict[str, Any] = _record(found)
     if found.registry:
         registry = open_registry(found.registry)
         state = registry.existing(found.name)
@@ -56,7 +55,7 @@ def show(args: Namespace) -> int:
         record["published"] = version.at
         record["aliases"] = [alias for alias in state.aliases if state.at(alias) == found.version]
         record["files"] = dict(version.files)
-        record["evaluations"] = registry.evaluations(found.sha256)
+        record["evaluations"] = registry.evaluations(found.sha256, found.name)
     print_record(record | describe.artifact_record(fitted), args.json)
     return 0
 
@@ -67,29 +66,27 @@ def pull(args: Namespace) -> int:
     if not found.registry:
         raise ValueError(f"{args.reference} is a file already; pull takes a name in a registry")
     registry = open_registry(found.registry)
-    beside = registry.existing(found.name).get(found.version).files
+    beside = registry.beside(found.name, registry.existing(found.name).get(found.version))
     data = files.read(found.path, found.size)
     artifact.from_bytes(data, found.sha256)
     folder = Path(args.output or found.name)
-    written = {"kvq.safetensors": data} | {name: _read_beside(registry, entry) for name, entry in beside.items()}
+    written = {"kvq.safetensors": data} | beside
     files.make_folder(folder)
     for name, content in written.items():
         files.replace(folder / name, content, folder, mode=0o644)
     if args.lock:
-        pinned = Lock(args.reference, registry.url, found.name, found.version, found.sha256, found.size)
+        fields = {"name", "version", "sha256", "size", "commit"}
+        pinned = Lock(args.reference, found.registry, **{name: getattr(found, name) for name in fields})
         reference.write_lock(Path(args.lock), pinned)
     paths = [str(folder / name) for name in written]
-    print_record(dataclasses.asdict(found) | {"path": str(found.path), "files": paths, "lock": args.lock}, args.json)
+    print_record(_record(found) | {"files": paths, "lock": args.lock}, args.json)
     return 0
 
 
-def _read_beside(registry: LocalRegistry, entry: Any) -> bytes:
-    path = registry.blob(entry["sha256"])
-    data = files.read(path, entry["size"])
-    found, _ = files.digest(path)
-    if found != entry["sha256"]:
-        raise ArtifactError(f"{path}: sha256: the file has {found}; kvq doctor says what to do")
-    return data
+def _record(found: Resolved) -> dict[str, Any]:
+    """A resolved reference as fields; a commit only where there is one."""
+    record = dataclasses.asdict(found) | {"path": str(found.path)}
+    return record if found.commit else {name: value for name, value in record.items() if name != "commit"}
 
 
 def verify(args: Namespace) -> int:
@@ -115,7 +112,16 @@ def promote(args: Namespace) -> int:
 
 def rollback(args: Namespace) -> int:
     """Point an alias to the version it had before."""
-    return _print_alias(open_registry(args.registry).rollback(args.name, args.alias), args)
+    registry, name = _named(args)
+    return _print_alias(registry.rollback(name, args.alias), args)
+
+
+def _named(args: Namespace) -> tuple[Registry, str]:
+    """The registry and name of NAME or hf://org/NAME."""
+    wanted = reference.parse(args.name)
+    if not isinstance(wanted, Reference) or wanted.by != "default":
+        raise ValueError(f"name {args.name!r:.160}; use a name alone, or hf://org/name")
+    return open_registry(wanted.registry or args.registry), wanted.name
 
 
 def _print_alias(state: State, args: Namespace) -> int:
@@ -133,12 +139,12 @@ def yank(args: Namespace) -> int:
     return 0
 
 
-def _target(args: Namespace, what: str) -> tuple[LocalRegistry, str, str]:
+def _target(args: Namespace, what: str) -> tuple[Registry, str, str]:
     """The version that a change is about: it must be chosen by the user, not by a default."""
     wanted = reference.parse(args.reference)
     if not isinstance(wanted, Reference) or wanted.by == "default":
         raise ValueError(f"{what} {args.reference}: say which version, as in {what} NAME@1.2.0")
-    registry = open_registry(args.registry)
+    registry = open_registry(wanted.registry or args.registry)
     version, _ = choose(registry.existing(wanted.name), wanted)
     return registry, wanted.name, version.version
 
@@ -146,7 +152,8 @@ def _target(args: Namespace, what: str) -> tuple[LocalRegistry, str, str]:
 def history(args: Namespace) -> int:
     """Every change of a name."""
     rows = []
-    for event in open_registry(args.registry).existing(args.name).events:
+    registry, name = _named(args)
+    for event in registry.existing(name).events:
         row = {"number": event.number, "at": event.at, "change": event.change.kind}
         row |= {name: getattr(event.change, name, None) for name in ("version", "alias", "reason", "sha256")}
         rows.append(row)
@@ -164,15 +171,23 @@ def diff(args: Namespace) -> int:
 def gc(args: Namespace) -> int:
     """Remove what nothing names."""
     registry = open_registry(args.registry)
-    removed = upkeep.collect(registry, args.grace, args.dry_run)
-    rows = [{"removed": not args.dry_run, "path": str(path.relative_to(registry.root))} for path in removed]
-    print_table(rows, args.json)
+    if isinstance(registry, HubRegistry):
+        removed = hub_upkeep.collect(registry, args.grace, args.dry_run)
+    else:
+        assert isinstance(registry, LocalRegistry)
+        removed = [str(p.relative_to(registry.root)) for p in upkeep.collect(registry, args.grace, args.dry_run)]
+    print_table([{"removed": not args.dry_run, "path": path} for path in removed], args.json)
     return 0
 
 
 def doctor(args: Namespace) -> int:
     """Everything that is wrong with the registry; 1 if any of it is a fault."""
-    found = upkeep.examine(open_registry(args.registry))
+    registry = open_registry(args.registry)
+    if isinstance(registry, HubRegistry):
+        found = hub_upkeep.examine(registry)
+    else:
+        assert isinstance(registry, LocalRegistry)
+        found = upkeep.examine(registry)
     print_table([dataclasses.asdict(finding) for finding in found], args.json)
     return int(any(finding.level == "fault" for finding in found))
 

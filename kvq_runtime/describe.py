@@ -1,6 +1,7 @@
 """Put a recipe or an artifact into the words of a table."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from kvq_runtime.artifact import Artifact
@@ -32,6 +33,18 @@ def artifact_record(fitted: Artifact) -> dict[str, Any]:
         "tensors": len(fitted.tensors),
         "tensor_bytes": sum(tensor.nbytes for tensor in fitted.tensors.values()),
     }
+
+
+def summary(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Recipe, model and corpus, from what an artifact's header says of itself: what a search looks at."""
+    given = about["provenance"]
+    model, text = given.get("model"), given.get("corpus")
+    model = model if isinstance(model, Mapping) else {"id": model, "revision": given.get("revision")}
+    text = text if isinstance(text, Mapping) else {"source": text}
+    recipe = about["recipe"].get("name") if isinstance(about["recipe"], Mapping) else None
+    found = {"recipe": recipe, "model": model.get("id"), "revision": model.get("revision")}
+    found |= {"corpus": text.get("source"), "corpus_digest": text.get("corpus_digest")}
+    return {name: value if value is None else str(value)[:200] for name, value in found.items()}
 
 
 def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:

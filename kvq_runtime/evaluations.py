@@ -7,14 +7,14 @@ A record's file is named by its own digest. The same measurement, stored twice, 
 
 from collections.abc import Mapping
 from hashlib import sha256 as hash_of
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from kvq_runtime import files, reference, strict_json
 from kvq_runtime.errors import ArtifactError
 
 FIELDS = {"artifact", "corpus", "protocol", "environment", "result"}
-_LIMIT = 1 << 20
+LIMIT = 1 << 20
 
 
 def to_bytes(record: Mapping[str, Any]) -> bytes:
@@ -24,7 +24,11 @@ def to_bytes(record: Mapping[str, Any]) -> bytes:
 
 def read(path: Path) -> dict[str, Any]:
     """Read a record, which must belong to the artifact its folder is named by, or raise an ArtifactError."""
-    data = files.read(path, _LIMIT)
+    return from_bytes(files.read(path, LIMIT), path)
+
+
+def from_bytes(data: bytes, path: PurePath) -> dict[str, Any]:
+    """`read` for bytes at hand; `path` is where they were, artifact's digest / record's digest.json."""
     found = hash_of(data).hexdigest()
     if path.stem != found:
         raise ArtifactError(f"{path}: evaluation: sha256 is {found}, the name says otherwise; it was changed")

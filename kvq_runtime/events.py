@@ -73,15 +73,23 @@ class Event:
     at: str
     change: Change
 
+    def to_json(self) -> dict[str, Any]:
+        """The event as JSON."""
+        head = {"schema": SCHEMA, "number": self.number, "name": self.name, "at": self.at, "kind": self.change.kind}
+        return head | asdict(self.change)
+
     def to_bytes(self) -> bytes:
         """The event's file."""
-        head = {"schema": SCHEMA, "number": self.number, "name": self.name, "at": self.at, "kind": self.change.kind}
-        return (strict_json.dumps(head | asdict(self.change)) + "\n").encode()
+        return (strict_json.dumps(self.to_json()) + "\n").encode()
 
 
 def from_bytes(data: bytes, number: int, name: str) -> Event:
     """Read the event that must have this number and name; ArtifactError for anything else."""
-    given = strict_json.loads(data, "event")
+    return from_json(strict_json.loads(data, "event"), number, name)
+
+
+def from_json(given: Any, number: int, name: str) -> Event:
+    """`from_bytes` for JSON at hand."""
     if not isinstance(given, dict) or given.get("schema") != SCHEMA:
         raise ArtifactError(f"event: schema 1 is meant, not {given!r:.80}; a newer kvq may have written it")
     kind = KINDS.get(given["kind"]) if isinstance(given.get("kind"), str) else None

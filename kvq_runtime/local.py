@@ -15,22 +15,17 @@ from hashlib import sha256 as hash_of
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime import artifact, events, files, reference, versions
+from kvq_runtime import artifact, changes, describe, events, files, reference
 from kvq_runtime import evaluations as records
-from kvq_runtime.artifact import Artifact
+from kvq_runtime.changes import Registry
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
-from kvq_runtime.reference import PRODUCTION
+from kvq_runtime.events import Change, Event, State, Version
 
 TRIES = 200
 _EVENT_LIMIT = 1 << 16
 
 
-def _same(state: State, sha256: str) -> Version | None:
-    return next((version for version in state.versions.values() if version.sha256 == sha256), None)
-
-
-class LocalRegistry:
+class LocalRegistry(Registry):
     """A registry in a folder; it is created by the first publish."""
 
     def __init__(self, root: Path | str):
@@ -80,21 +75,8 @@ class LocalRegistry:
                 raise ArtifactError(f"{path}: event: contradicts those before it: {error}") from None
         return state
 
-    def existing(self, name: str) -> State:
-        """The state of a name that must be there; NotFound lists what is."""
-        state = self.state(name)
-        if not state.events:
-            known = self.names()
-            there = f"there are {', '.join(known[:8])}" if known else "it is empty; kvq-calibrate publishes artifacts"
-            raise NotFound(f"no artifact {name} in {self.url}; {there}")
-        return state
-
     def change(self, name: str, decide: Callable[[State], Change | None]) -> State:
-        """Make one change: `decide` sees the present state, and again whenever another change came first.
-
-        decide   returns the change, or None if nothing is left to do; raises Conflict to give up
-        Returns the state with the change in it.
-        """
+        """Make one change: claim the next number, or decide again."""
         for _ in range(TRIES):
             state = self.state(name)
             change = decide(state)
@@ -122,95 +104,41 @@ class LocalRegistry:
     def publish(
         self, name: str, data: bytes, version: str | None = None, beside: Mapping[str, bytes] | None = None
     ) -> Version:
-        """Publish an artifact's bytes; bytes that are there already are the version they are, and nothing changes.
-
-        version   its number, or None for the next: PATCH for a recalibration, MINOR for other settings or another
-                  corpus, MAJOR for another schema or model
-        beside    {"README.md": ..., plots}: files stored with the version
-        Raises ArtifactError for bytes that do not load, Conflict if the number is taken.
-        """
+        """Publish: blobs first, then the event that names them."""
         reference.check_name(name)
-        if version is not None:
-            reference.check_version(version)
-        beside = {reference.check_file(file): content for file, content in (beside or {}).items()}
-        fitted = artifact.from_bytes(data)
-        sha256 = hash_of(data).hexdigest()
+        beside = beside or {}
+        _, decide = changes.publication(self, data, version, beside)
         self.state(name)  # a damaged history is an error before anything is written
-        self.put_blob(data)
-        entries = {file: {"sha256": self.put_blob(body), "size": len(body)} for file, body in beside.items()}
-
-        def decide(state: State) -> Change | None:
-            if _same(state, sha256):
-                return None
-            return Publish(version or self._next_version(state, fitted), sha256, len(data), entries)
-
-        found = _same(self.change(name, decide), sha256)
+        for content in (data, *beside.values()):
+            self.put_blob(content)
+        found = changes.same(self.change(name, decide), hash_of(data).hexdigest())
         for content in (data, *beside.values()):  # gc may have taken an old orphan between put_blob and the event
             if not self.blob(hash_of(content).hexdigest()).exists():
                 self.put_blob(content)
         assert found is not None, "the change that was claimed is in the state"
         return found
 
-    def _next_version(self, state: State, new: Artifact) -> str:
-        highest = versions.highest(state)
-        if highest is None:
-            return versions.FIRST
-        try:
-            old = artifact.load(self.blob(highest.sha256), highest.sha256, highest.size)
-        except ArtifactError as error:
-            text = f"{error}; the next version follows from {highest.version}: name yours with --version"
-            raise ArtifactError(text) from None
-        return versions.following(highest.version, old, new)
-
-    def promote(self, name: str, version: str, alias: str = PRODUCTION, expect: str | None = None) -> State:
-        """Point an alias to a version.
-
-        expect   the version the alias must have now ("none" for a new alias); None is whatever it has when this is
-                 called. If the alias moved meanwhile: Conflict, and nothing changes.
-        """
-        reference.check_version(version)
-        before = self.existing(name).at(reference.check_alias(alias)) if expect is None else expect
-        before = None if before == "none" else before
-
-        def decide(state: State) -> Change | None:
-            if state.at(alias) == version:
-                return None
-            self._check_unmoved(state, alias, before)
-            return Promote(alias, version)
-
-        return self.change(name, decide)
-
-    def rollback(self, name: str, alias: str = PRODUCTION) -> State:
-        """Point an alias to the version it had before."""
-        before = self.existing(name).at(reference.check_alias(alias))
-
-        def decide(state: State) -> Change | None:
-            self._check_unmoved(state, alias, before)
-            return Rollback(alias, state.before(alias))
-
-        return self.change(name, decide)
-
-    def _check_unmoved(self, state: State, alias: str, before: str | None) -> None:
-        now = state.at(alias)
-        if now != before:
-            raise Conflict(
-                f"{state.name}@{alias} is {now or 'none'}, {before or 'none'} was expected: somebody moved it; "
-                f"look at kvq history {state.name}, then say it again with --expect {now or 'none'}"
-            )
-
-    def yank(self, name: str, version: str, reason: str) -> State:
-        """Withdraw a version: it stays, and is chosen only by number or digest."""
-        reference.check_version(version)
-        events.check_reason(reason)
-        self.existing(name)
-        return self.change(name, lambda state: Yank(version, reason))
-
-    def fetch(self, version: Version) -> Path:
-        """The file of a version; loading it checks digest and size."""
+    def fetch(self, name: str, version: Version) -> Path:
+        """The blob."""
         return self.blob(version.sha256)
 
-    def add_evaluation(self, record: Mapping[str, Any]) -> str:
-        """Store what was measured of an artifact, as `evaluations` says; returns the record's digest."""
+    def beside(self, name: str, version: Version) -> dict[str, bytes]:
+        """The blobs of the files beside a version."""
+        found = {}
+        for file, entry in version.files.items():
+            path = self.blob(entry["sha256"])
+            found[file] = files.read(path, entry["size"])
+            digest = hash_of(found[file]).hexdigest()
+            if digest != entry["sha256"]:
+                raise ArtifactError(f"{path}: sha256: the file has {digest}; kvq doctor says what to do")
+        return found
+
+    def about(self, name: str, version: Version) -> dict[str, Any]:
+        """What the file's header says."""
+        return describe.summary(artifact.describe(self.blob(version.sha256)))
+
+    def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
+        """Store a record; the name does not matter here."""
         data = records.to_bytes(record)
         sha256 = hash_of(data).hexdigest()
         folder = self._evaluations(record["artifact"])
@@ -219,7 +147,7 @@ class LocalRegistry:
         files.claim(folder / f"{sha256}.json", data, self._tmp)
         return sha256
 
-    def evaluations(self, sha256: str) -> list[dict[str, Any]]:
+    def evaluations(self, sha256: str, name: str = "") -> list[dict[str, Any]]:
         """Every evaluation record of an artifact, ordered by the record's digest."""
         return [records.read(path) for path in sorted(self._evaluations(sha256).glob("*.json"))]
 

@@ -1,14 +1,15 @@
 """Parse what users write: names, versions, aliases, references, registry addresses and lock files.
 
     reference   name · name@1.2.0 · name@production · name@sha256:<64 hex digits> · path/to/file.safetensors
-    registry    file:///path, a folder, or hf://org
+                hf://org/name@...: the same, in the registry hf://org
+    registry    file:///path, a folder, or hf://org: an organization or user of a Hugging Face Hub
 
 Every name is checked here before any path is joined.
 """
 
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
@@ -18,10 +19,13 @@ from kvq_runtime.errors import ArtifactError, NotFound
 
 SUFFIX = ".safetensors"
 PRODUCTION = "production"
+HUB = "hf://"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 _ALIAS = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_ORG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_COMMIT = re.compile(r"([0-9a-f]{40})?")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -74,15 +78,22 @@ def order(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Reference:
-    """A name and, at most, one way to choose among its versions."""
+    """A name and, at most, one way to choose among its versions; `registry` where the reference says it."""
 
     name: str
     by: Literal["default", "version", "alias", "sha256"] = "default"
     value: str = ""
+    registry: str = ""
 
 
 def parse(given: str | Path) -> Reference | Path:
     """What a user means; ValueError for text that is neither a reference nor a path to a .safetensors file."""
+    if isinstance(given, str) and given.startswith(HUB):
+        org, _, rest = given.removeprefix(HUB).partition("/")
+        found = parse(rest) if rest else None
+        if not isinstance(found, Reference) or rest.startswith(HUB):
+            raise ValueError(f"reference {given!r:.160}; use hf://org/name, hf://org/name@1.2.0 or hf://org/name@alias")
+        return replace(found, registry=f"{HUB}{check_org(org)}")
     if isinstance(given, Path) or given.endswith(SUFFIX):
         return Path(given)
     name, at, value = given.partition("@")
@@ -102,6 +113,18 @@ def registry_url(given: str | Path | None = None) -> str:
     return str(given or os.environ.get("KVQ_REGISTRY") or (home / "registry").absolute().as_uri())
 
 
+def check_org(given: str) -> str:
+    """An organization or user of a Hub, or a ValueError."""
+    if not _ORG.fullmatch(given):
+        raise ValueError(f"organization {given!r:.120}; use 1 to 96 of A-Z a-z 0-9 . _ -, as in hf://my-org")
+    return given
+
+
+def hub_org(url: str) -> str | None:
+    """The organization of an hf:// registry; None for another kind of address."""
+    return check_org(url.removeprefix(HUB).rstrip("/")) if url.startswith(HUB) else None
+
+
 def local_root(url: str) -> Path:
     """The folder of a file:// registry, or a ValueError."""
     parts = urlsplit(url)
@@ -109,14 +132,12 @@ def local_root(url: str) -> Path:
         return Path(unquote(parts.path))
     if "://" not in url:
         return Path(url).absolute()
-    if parts.scheme == "hf":
-        raise ValueError(f"registry {url}: only file:// is supported by this version")
-    raise ValueError(f"registry {url}; use file:///folder, with three slashes, or a folder")
+    raise ValueError(f"registry {url}; use file:///folder, with three slashes, a folder, or hf://org")
 
 
 @dataclass(frozen=True)
 class Lock:
-    """What a reference meant when it was pulled: one file, pinned by its digest."""
+    """What a reference meant when it was pulled: one file, pinned by its digest; `commit` of a Hub."""
 
     reference: str
     registry: str
@@ -124,11 +145,16 @@ class Lock:
     version: str
     sha256: str
     size: int
+    commit: str = ""
+
+
+_OPTIONAL = {"commit"}
 
 
 def write_lock(path: Path, lock: Lock) -> None:
-    """Write a lock file."""
-    files.replace(path, (strict_json.dumps(asdict(lock)) + "\n").encode(), path.parent, mode=0o644)
+    """Write a lock file; what is not there is left out."""
+    given = {name: value for name, value in asdict(lock).items() if value or name not in _OPTIONAL}
+    files.replace(path, (strict_json.dumps(given) + "\n").encode(), path.parent, mode=0o644)
 
 
 def read_lock(path: Path | str) -> Lock:
@@ -138,13 +164,17 @@ def read_lock(path: Path | str) -> Lock:
         data = files.read(Path(path), 1 << 16)
     except NotFound:
         raise NotFound(f"{what}: no such file; kvq pull REFERENCE --lock {path} writes it") from None
-    given = strict_json.keys(strict_json.loads(data, what), set(Lock.__dataclass_fields__), what)
+    given = strict_json.loads(data, what)
+    there = _OPTIONAL & set(given) if isinstance(given, dict) else set()
+    strict_json.keys(given, set(Lock.__dataclass_fields__) - _OPTIONAL | there, what)
     try:
         lock = Lock(**given)
         for check, given in ((check_name, lock.name), (check_version, lock.version), (check_sha256, lock.sha256)):
             check(given)
         if type(lock.size) is not int or not isinstance(lock.reference, str) or not isinstance(lock.registry, str):
             raise ValueError("size must be a whole number, reference and registry text")
+        if not isinstance(lock.commit, str) or not _COMMIT.fullmatch(lock.commit):
+            raise ValueError(f"commit {lock.commit!r:.80}; 40 digits of 0-9 a-f are meant")
     except ValueError as error:
         raise ArtifactError(f"{what}: {error}; pull again") from None
     return lock

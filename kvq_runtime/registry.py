@@ -3,6 +3,7 @@
 resolve("qwen2.5-7b-aqua-2bit")                   production, else the newest version that is not yanked
 resolve("qwen2.5-7b-aqua-2bit@1.2.0")             this version
 resolve("qwen2.5-7b-aqua-2bit", lock="kvq.lock")  what it was when the lock file was written
+resolve("hf://org/qwen2.5-7b-aqua-2bit@1.2.0")    in that registry, whatever the default is
 resolve("./kvq.safetensors")                      a file
 """
 
@@ -14,8 +15,10 @@ from pathlib import Path
 
 from kvq_runtime import artifact, files, reference
 from kvq_runtime.artifact import Artifact
+from kvq_runtime.changes import Registry
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.events import State, Version
+from kvq_runtime.hub import HubRegistry
 from kvq_runtime.local import LocalRegistry
 from kvq_runtime.reference import PRODUCTION, Lock, Reference
 
@@ -30,6 +33,7 @@ class Resolved:
     chosen_because  why it is this version, for people
     registry        the address of the registry it is in; "" for a path
     yanked          the reason, if it was withdrawn
+    commit          of a Hub, in which the registry said so
     """
 
     name: str
@@ -40,11 +44,14 @@ class Resolved:
     chosen_because: str
     registry: str = ""
     yanked: str | None = None
+    commit: str = ""
 
 
-def open_registry(url: str | Path | None = None) -> LocalRegistry:
-    """The registry at an address: file:///folder or a folder; None is $KVQ_REGISTRY, else $KVQ_HOME/registry."""
-    return LocalRegistry(reference.local_root(reference.registry_url(url)))
+def open_registry(url: str | Path | None = None) -> Registry:
+    """The registry at file:///folder, a folder or hf://org; None is $KVQ_REGISTRY, else $KVQ_HOME/registry."""
+    address = reference.registry_url(url)
+    org = reference.hub_org(address)
+    return LocalRegistry(reference.local_root(address)) if org is None else HubRegistry(org)
 
 
 def choose(state: State, given: Reference) -> tuple[Version, str]:
@@ -82,19 +89,25 @@ def resolve(given: str | Path, registry: str | Path | None = None, lock: str | P
         sha256, size = files.digest(wanted)
         found = Resolved(wanted.stem, "", sha256, size, wanted, "asked for by path")
         return found if pinned is None else _same_bytes(found, pinned, lock)
+    where = wanted.registry or registry
     if pinned is None:
-        return _find(open_registry(registry), wanted)
+        return _find(open_registry(where), wanted)
     if str(given) != pinned.reference:
         raise ArtifactError(f"lock: {lock} pins {pinned.reference}, not {given}; pull {given} with its own --lock")
-    where = registry or os.environ.get("KVQ_REGISTRY") or pinned.registry
-    found = _find(open_registry(where), Reference(pinned.name, "sha256", pinned.sha256))
-    return _same_bytes(found, pinned, lock)
+    kept = open_registry(where or os.environ.get("KVQ_REGISTRY") or pinned.registry)
+    held, why = kept.held(pinned), f"pinned by {lock}"
+    if held is not None:
+        return Resolved(
+            pinned.name, pinned.version, pinned.sha256, pinned.size, held, why, kept.url, None, pinned.commit
+        )
+    return _same_bytes(_find(kept, Reference(pinned.name, "sha256", pinned.sha256)), pinned, lock)
 
 
-def _find(registry: LocalRegistry, wanted: Reference) -> Resolved:
-    version, why = choose(registry.existing(wanted.name), wanted)
-    path = registry.fetch(version)
-    return Resolved(wanted.name, version.version, version.sha256, version.size, path, why, registry.url, version.yanked)
+def _find(registry: Registry, wanted: Reference) -> Resolved:
+    name = wanted.name
+    found, why = choose(registry.existing(name), wanted)
+    path, commit = registry.fetch(name, found), registry.commit(name)
+    return Resolved(name, found.version, found.sha256, found.size, path, why, registry.url, found.yanked, commit)
 
 
 def _same_bytes(found: Resolved, pinned: Lock, lock: str | Path | None) -> Resolved:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 REPOSITORY = Path(__file__).parent.parent
 
 

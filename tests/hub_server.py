@@ -75,6 +75,7 @@ class Handler(BaseHTTPRequestHandler):
     hub: Hub
     origin: str
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer waits 40 ms for an acknowledgement
 
     def log_message(self, *_: object) -> None:
         """Quiet: `hub.requests` is the log."""
@@ -186,8 +187,9 @@ class Handler(BaseHTTPRequestHandler):
     def create(self, body: bytes) -> None:
         given = json.loads(body)
         private = given.get("private", False) or given.get("visibility") == "private"
-        repo = self.hub.create(f"{given['organization']}/{given['name']}", self._user(), private)
-        self._json({"url": f"{self.hub.url}/{repo.id}", "id": repo.id, "name": repo.id})
+        id = f"{given['organization']}/{given['name']}"
+        status = 200 if self.hub.create(id, self._user(), private) else 409
+        self._json({"url": f"{self.hub.url}/{id}", "id": id, "name": id}, status)
 
     def models(self, body: bytes) -> None:
         user, wanted = self._user(), self.query.get("filter", [])

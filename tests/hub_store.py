@@ -118,15 +118,16 @@ class Store:
         if repo.gated and (user is None or user[0] not in self.allowed):
             raise Refused(401 if user is None else 403, f"Access to model {repo.id} is restricted", "GatedRepo")
 
-    def create(self, id: str, user: tuple[str, str] | None, private: bool) -> Repo:
+    def create(self, id: str, user: tuple[str, str] | None, private: bool) -> bool:
+        """Create a repository; False if it is there."""
         if user is None or user[1] != "write":
             raise Refused(403 if user else 401, f"You don't have the rights to create a model under {self.org}")
         with self.lock:
             if id in self.repos:
-                raise Refused(409, "You already created this model repo")
+                return False
             repo = self.repos[id] = Repo(id, private)
             repo.add("main", "initial commit", {".gitattributes": repo.blob(b"*.safetensors filter=lfs\n")})
-            return repo
+            return True
 
     def is_large(self, path: str, size: int) -> bool:
         return size > 0 and (path.endswith((".safetensors", ".png")) or size > 1 << 20)

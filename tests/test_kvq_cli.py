@@ -205,7 +205,10 @@ def test_recipes_are_listed_with_what_they_cost(as_json, kvq):
         (["show", "nothing"], 3),
         (["show", "nothing.safetensors"], 3),
         (["verify", "nothing", "--lock", "nothing.lock"], 3),
-        (["list", "--registry", "hf://org"], 2),
+        (["list", "--registry", "hf://org"], 1),  # offline
+        (["list", "--registry", "hf://../x"], 2),
+        (["show", "hf://org/../x"], 2),
+        (["show", "hf://org"], 2),
         (["gc", "--grace", "soon"], 2),
         (["yank", "a@1.0.0"], 2),
         (["--help"], 0),

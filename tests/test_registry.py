@@ -92,7 +92,7 @@ def test_eight_processes_publish_at_once(seeds, count, store):
     assert {(v.version, v.sha256) for v in state.versions.values()} == set(published)
     assert [event.number for event in state.events] == list(range(1, count + 1))
     for version in state.versions.values():
-        artifact.load(store.fetch(version), version.sha256, version.size)
+        artifact.load(store.fetch(NAME, version), version.sha256, version.size)
         assert files.digest(store.blob(version.files["README.md"]["sha256"]))[1] == len("card 0")
     assert [finding.level for finding in upkeep.examine(store)].count("fault") == 0
 
@@ -145,7 +145,7 @@ def test_a_publish_that_dies_at_any_step_leaves_the_old_state(step, store, monke
             except KeyboardInterrupt:
                 state = store.state(NAME)  # readable, and either the old state or the new one, whole
                 assert list(state.versions) in (["1.0.0"], ["1.0.0", "1.0.1"])
-                assert all(artifact.load(store.fetch(v), v.sha256, v.size) for v in state.versions.values())
+                assert all(artifact.load(store.fetch(NAME, v), v.sha256, v.size) for v in state.versions.values())
     assert fatal > 0
     assert store.publish(NAME, tiny.data(1)).version == "1.0.1"
     assert len(event_files(store)) == 2
@@ -321,8 +321,10 @@ def test_registry_addresses(tmp_path, monkeypatch):
     assert registry.open_registry(str(tmp_path)).root == tmp_path
     monkeypatch.setenv("KVQ_REGISTRY", f"file://{tmp_path}/other")
     assert registry.open_registry().root == tmp_path / "other"
-    with pytest.raises(ValueError, match=r"only file:// is supported by this version"):
-        registry.open_registry("hf://org")
+    assert registry.open_registry("hf://org").url == registry.open_registry("hf://org/").url == "hf://org"
+    for url in ("hf://", "hf://a/b", "hf://../x"):
+        with pytest.raises(ValueError, match="organization"):
+            registry.open_registry(url)
     for url in ("https://example.org/x", "file://host/x"):
         with pytest.raises(ValueError, match="use file:///folder"):
             registry.open_registry(url)

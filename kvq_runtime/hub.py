@@ -1,0 +1,328 @@
+"""Keep artifacts on a Hugging Face Hub: one model repository a name, one commit a change.
+
+    kvq.json                                        what there is: see hub_index.py
+    versions/1.2.0/kvq.safetensors                  a version's artifact
+    versions/1.2.0/README.md, ...                   its card and plots
+    README.md                                       the newest version's card, which the Hub shows
+    evaluations/<sha256>/<sha256 of file>.json      what was measured of an artifact later
+
+A version exists if and only if kvq.json on main has it. A change is one commit whose parent is the commit that was
+read; if another came first the Hub refuses it. A publish then decides again; a promote stops and asks. When no answer
+came, main is read before anything is tried again: the event is there or it is not. The git tag v1.2.0 is a convenience.
+"""
+
+import random
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256 as hash_of
+from pathlib import Path, PurePath
+from typing import Any
+
+from kvq_runtime import changes, describe, evaluations, files, hub_api, hub_index, hub_tags, reference
+from kvq_runtime.changes import Registry
+from kvq_runtime.errors import ArtifactError, Conflict
+from kvq_runtime.events import Change, Event, Promote, Publish, Rollback, State, Version
+from kvq_runtime.hub_index import Index
+from kvq_runtime.reference import Lock
+
+TRIES = 100
+ARTIFACT = "kvq.safetensors"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What main said when it was read: `commit` is None where there is no repository yet."""
+
+    commit: str | None
+    index: Index
+
+
+def folder(version: str) -> str:
+    """Where a version's files are in the repository."""
+    return f"versions/{version}"
+
+
+class HubRegistry(Registry):
+    """An organization or user of a Hub. `private`: repositories that a publish creates; None: as the Hub does."""
+
+    def __init__(self, org: str, private: bool | None = None):
+        self.org, self.private = reference.check_org(org), private
+        self._commits: dict[str, str] = {}
+
+    @property
+    def url(self) -> str:
+        """Its address, hf://org."""
+        return f"hf://{self.org}"
+
+    def repo(self, name: str) -> str:
+        """The repository of a name."""
+        return f"{self.org}/{reference.check_name(name)}"
+
+    def names(self) -> list[str]:
+        """Every name: models of the organization whose card has the tag kvq."""
+        with hub_api.asking(f"{self.org}/*"):
+            hub_api.check_online(self.url)
+            found = [model.id.rpartition("/")[2] for model in hub_api.api().list_models(author=self.org, filter="kvq")]
+        return sorted(name for name in found if reference.is_name(name))
+
+    def _instead(self, name: str) -> str:
+        return "its repository holds no kvq.json; kvq push and kvq-calibrate --push publish there"
+
+    def commit(self, name: str) -> str:
+        """The commit that was last read of a name."""
+        return self._commits.get(name, "")
+
+    # ---- reading
+
+    def state(self, name: str) -> State:
+        """What kvq.json on main adds up to; offline, what it was when it was last read."""
+        return self._look(name).index.state
+
+    def about(self, name: str, version: Version) -> dict[str, Any]:
+        """What kvq.json says of a version."""
+        return dict(self._look(name, self.commit(name)).index.about[version.version])
+
+    def look(self, name: str) -> Seen:
+        """What main says now; no repository is no error. Never from the cache alone."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        repo = self.repo(name)
+        try:
+            return self._look(name, self._head(repo))
+        except RepositoryNotFoundError:
+            return Seen(None, Index(State(name)))
+
+    def _head(self, repo: str) -> str:
+        hub_api.check_online(repo)
+        head = hub_api.patiently(lambda: hub_api.api().model_info(repo, expand=["sha"]).sha)
+        if head is None:
+            raise ArtifactError(f"{repo} has no commit; the Hub makes one with every repository, delete this one")
+        return head
+
+    def _look(self, name: str, at: str = "") -> Seen:
+        """kvq.json at a commit, or on main; one request where it is in the cache and has not changed."""
+        repo = self.repo(name)
+        with hub_api.asking(repo):
+            seen = self.at(name, at or self._main(repo))
+        self._commits[name] = seen.commit or ""
+        return seen
+
+    def at(self, name: str, commit: str) -> Seen:
+        """What a commit says; a commit without kvq.json says that nothing is there."""
+        from huggingface_hub.errors import RemoteEntryNotFoundError
+
+        repo = self.repo(name)
+        try:
+            path = self._file(repo, hub_index.FILE, commit)
+        except RemoteEntryNotFoundError:
+            return Seen(commit, Index(State(name)))
+        data = files.read(path.resolve(), hub_index.LIMIT)
+        return Seen(commit, hub_index.from_bytes(data, name, f"{repo} at {commit[:12]}"))
+
+    def _main(self, repo: str) -> str:
+        """The commit of main; where nobody can be asked, the one that was last read."""
+        last = _last_read(repo)
+        if last is not None and hub_api.offline():
+            return last
+        try:
+            return self._head(repo)
+        except Exception as error:
+            if last is None or hub_api.passing(error) is None:
+                raise
+            text = "the Hub could not be asked; aliases and versions are as they were when it last answered"
+            warnings.warn(f"{repo}: {text} ({hub_api.redacted(error)})", stacklevel=5)
+            return last
+
+    def _file(self, repo: str, file: str, commit: str, force: bool = False) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        options = {"revision": commit, "endpoint": hub_api.endpoint(), "library_name": "kvq", "force_download": force}
+        options["local_files_only"] = hub_api.offline()
+        return Path(hub_api.patiently(lambda: hf_hub_download(repo, file, **options)))
+
+    def held(self, lock: Lock) -> Path | None:
+        """The pinned file, if it is in the cache: no request."""
+        return _cached(self.repo(lock.name), lock.version, lock.sha256, lock.size)
+
+    def fetch(self, name: str, version: Version) -> Path:
+        """A version's file, from the cache or downloaded; what is downloaded must have the right digest."""
+        repo = self.repo(name)
+        found = _cached(repo, version.version, version.sha256, version.size)
+        return found or self._download(name, f"{folder(version.version)}/{ARTIFACT}", version.sha256, version.size)
+
+    def beside(self, name: str, version: Version) -> dict[str, bytes]:
+        """The files beside a version."""
+        found = {}
+        for file, entry in version.files.items():
+            path = self._download(name, f"{folder(version.version)}/{file}", entry["sha256"], entry["size"])
+            found[file] = files.read(path, entry["size"])
+        return found
+
+    def _download(self, name: str, file: str, sha256: str, size: int) -> Path:
+        repo = self.repo(name)
+        commit = self.commit(name) or self._look(name).commit or "main"
+        found = ("", 0)
+        for force in (False, True):  # a damaged file of the cache, or of the way here, is fetched once more
+            with hub_api.asking(repo):
+                path = self._file(repo, file, commit, force).resolve()
+            found = files.digest(path)
+            if found == (sha256, size):
+                return path
+            path.unlink()
+        raise ArtifactError(
+            f"{repo}/{file}: sha256: the Hub sent {found[0]}, {found[1]} bytes; {sha256}, {size} bytes are expected, "
+            "twice; nothing was kept"
+        )
+
+    # ---- changing
+
+    def change(self, name: str, decide: Callable[[State], Change | None]) -> State:
+        """Make one change that brings no file."""
+        return self._change(name, decide, {}, {}).index.state
+
+    def publish(
+        self, name: str, data: bytes, version: str | None = None, beside: Mapping[str, bytes] | None = None
+    ) -> Version:
+        """Publish in one commit: the artifact, the files beside it, the card, kvq.json; then the tag."""
+        beside = beside or {}
+        fitted, decide = changes.publication(self, data, version, beside)
+        about = describe.summary({"recipe": {"name": fitted.recipe.name}, "provenance": fitted.provenance})
+        after = self._change(name, decide, {ARTIFACT: data, **beside}, about)
+        found = changes.same(after.index.state, hash_of(data).hexdigest())
+        assert found is not None, "the change that was committed is in the state"
+        with hub_api.asking(self.repo(name)):
+            hub_tags.mend(self, name, found, after)
+        return found
+
+    def _change(
+        self, name: str, decide: Callable[[State], Change | None], content: Mapping[str, bytes], about: dict[str, Any]
+    ) -> Seen:
+        repo, sent, refused, faults = self.repo(name), [], False, 0
+        for _ in range(TRIES):
+            with hub_api.asking(repo):
+                seen = self.look(name)
+            if any(event in seen.index.state.events for event in sent):  # an answer was lost, the commit was not
+                return seen
+            change = decide(seen.index.state)
+            if change is None:
+                return seen
+            if refused and isinstance(change, (Promote, Rollback)):
+                raise Conflict(f"{repo}: somebody changed {name} first; look at kvq history {name}, then say it again")
+            if seen.commit is None:
+                self._create(repo)
+                continue
+            at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            event = Event(len(seen.index.state.events) + 1, name, at, change)
+            try:
+                return self._commit(repo, seen, event, content, about)
+            except Exception as error:
+                wait = hub_api.passing(error)
+                if hub_api.status(error) in (409, 412):
+                    refused = True
+                    time.sleep(random.uniform(0.05, 0.5))
+                elif wait is not None and wait <= hub_api.LONGEST and faults < hub_api.TRIES - 1:
+                    sent.append(event)
+                    hub_api.pause(faults, wait)
+                    faults += 1
+                else:
+                    with hub_api.asking(repo):
+                        raise
+        raise Conflict(f"{repo}: {TRIES} other changes came first; try again")
+
+    def _commit(
+        self, repo: str, seen: Seen, event: Event, content: Mapping[str, bytes], about: Mapping[str, Any]
+    ) -> Seen:
+        from huggingface_hub import CommitOperationAdd
+
+        state, known = seen.index.state.apply(event), dict(seen.index.about)
+        added: dict[str, bytes] = {}
+        title = " ".join([event.change.kind, getattr(event.change, "alias", ""), event.change.version])
+        if isinstance(event.change, Publish):
+            known[event.change.version] = about
+            place = folder(event.change.version)
+            added |= {f"{place}/{file}": data for file, data in content.items()}
+            added["README.md"] = _front_card(state.name, content, place)
+        index = Index(state, known)
+        added[hub_index.FILE] = hub_index.to_bytes(index)
+        operations = [CommitOperationAdd(path, data) for path, data in added.items()]
+        done = hub_api.api().create_commit(
+            repo, operations, commit_message=" ".join(title.split()), parent_commit=seen.commit
+        )
+        self._commits[state.name] = done.oid
+        return Seen(done.oid, index)
+
+    def _create(self, repo: str) -> None:
+        with hub_api.asking(repo):
+            hub_api.patiently(lambda: hub_api.api().create_repo(repo, private=self.private, exist_ok=True))
+
+    # ---- evaluations
+
+    def add_evaluation(self, record: Mapping[str, Any], name: str) -> str:
+        """Add a record, in a commit of its own: it contradicts nothing, so that it has no parent to insist on."""
+        from huggingface_hub import CommitOperationAdd
+
+        data = evaluations.to_bytes(record)
+        sha256 = hash_of(data).hexdigest()
+        path, message = f"evaluations/{record['artifact']}/{sha256}.json", f"evaluate {record['artifact'][:12]}"
+        with hub_api.asking(self.repo(name)):
+            hub_api.patiently(
+                lambda: hub_api.api().create_commit(
+                    self.repo(name), [CommitOperationAdd(path, data)], commit_message=message
+                )
+            )
+        return sha256
+
+    def evaluations(self, sha256: str, name: str) -> list[dict[str, Any]]:
+        """Every record of an artifact, at the commit that was last read."""
+        from huggingface_hub.errors import RemoteEntryNotFoundError
+
+        repo, place = self.repo(name), f"evaluations/{reference.check_sha256(sha256)}"
+        if hub_api.offline():
+            return []
+        commit = self._look(name).commit
+        with hub_api.asking(repo):
+            try:
+                tree = list(hub_api.api().list_repo_tree(repo, place, revision=commit))
+            except RemoteEntryNotFoundError:
+                return []
+            paths = sorted(file.path for file in tree if file.path.endswith(".json"))
+            found = [(path, self._file(repo, path, commit or "main").resolve()) for path in paths]
+        return [evaluations.from_bytes(files.read(file, evaluations.LIMIT), PurePath(path)) for path, file in found]
+
+
+def _store(repo: str) -> Path:
+    """Where huggingface_hub keeps what it has of a repository."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / "--".join(["models", *repo.split("/")])
+
+
+def _cached(repo: str, version: str, sha256: str, size: int) -> Path | None:
+    """A version's file in the cache, which names large files by their sha256; others are compared."""
+    store = _store(repo)
+    blob = (store / "blobs" / sha256).resolve()
+    if blob.is_file() and blob.stat().st_size == size:
+        return blob
+    for path in store.glob(f"snapshots/*/{folder(version)}/{ARTIFACT}"):
+        blob = path.resolve()
+        if blob.is_file() and files.digest(blob) == (sha256, size):
+            return blob
+    return None
+
+
+def _last_read(repo: str) -> str | None:
+    """The newest commit whose kvq.json is in the cache."""
+    paths = list(_store(repo).glob(f"snapshots/*/{hub_index.FILE}"))
+    return max(paths, key=lambda path: path.lstat().st_mtime).parent.name if paths else None
+
+
+def _front_card(name: str, content: Mapping[str, bytes], place: str) -> bytes:
+    """The repository's README: the version's card, its plots found where they are, and always the tag kvq."""
+    front = "---\nlibrary_name: kvq\ntags: [kvq, kv-cache]\n---\n\n"
+    card = content.get("README.md", f"# {name}\n".encode()).decode(errors="replace")
+    for file in content:
+        card = card.replace(f"]({file})", f"]({place}/{file})")
+    return (card if card.startswith("---\n") else front + card).encode()
