@@ -11,38 +11,29 @@ read; if another came first the Hub refuses it. A publish then decides again; a 
 came, main is read before anything is tried again: the event is there or it is not. The git tag v1.2.0 is a convenience.
 """
 
-import random
-import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvq_runtime import changes, describe, evaluations, files, hub_api, hub_index, hub_tags, reference
+from kvq_runtime import (
+    changes,
+    describe,
+    evaluations,
+    files,
+    hub_api,
+    hub_cache,
+    hub_change,
+    hub_index,
+    hub_tags,
+    reference,
+)
 from kvq_runtime.changes import Registry
-from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.events import Change, Event, Promote, Publish, Rollback, State, Version
-from kvq_runtime.hub_index import Index
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.events import Change, State, Version
+from kvq_runtime.hub_index import ARTIFACT, Index, Seen, folder
 from kvq_runtime.reference import Lock
-
-TRIES = 100
-ARTIFACT = "kvq.safetensors"
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What main said when it was read: `commit` is None where there is no repository yet."""
-
-    commit: str | None
-    index: Index
-
-
-def folder(version: str) -> str:
-    """Where a version's files are in the repository."""
-    return f"versions/{version}"
 
 
 class HubRegistry(Registry):
@@ -124,11 +115,13 @@ class HubRegistry(Registry):
 
     def _main(self, repo: str) -> str:
         """The commit of main; where nobody can be asked, the one that was last read."""
-        last = _last_read(repo)
+        last = hub_cache.last_read(repo)
         if last is not None and hub_api.offline():
             return last
         try:
-            return self._head(repo)
+            head = self._head(repo)
+            hub_cache.note_read(repo, head)
+            return head
         except Exception as error:
             if last is None or hub_api.passing(error) is None:
                 raise
@@ -145,13 +138,17 @@ class HubRegistry(Registry):
 
     def held(self, lock: Lock) -> Path | None:
         """The pinned file, if it is in the cache: no request."""
-        return _cached(self.repo(lock.name), lock.version, lock.sha256, lock.size)
+        return hub_cache.artifact(self.repo(lock.name), lock.version, lock.sha256, lock.size)
 
     def fetch(self, name: str, version: Version) -> Path:
         """A version's file, from the cache or downloaded; what is downloaded must have the right digest."""
         repo = self.repo(name)
-        found = _cached(repo, version.version, version.sha256, version.size)
-        return found or self._download(name, f"{folder(version.version)}/{ARTIFACT}", version.sha256, version.size)
+        found = hub_cache.artifact(repo, version.version, version.sha256, version.size)
+        if found is not None:
+            if files.digest(found) == (version.sha256, version.size):
+                return found
+            found.unlink()  # damaged where it lay
+        return self._download(name, f"{folder(version.version)}/{ARTIFACT}", version.sha256, version.size)
 
     def beside(self, name: str, version: Version) -> dict[str, bytes]:
         """The files beside a version."""
@@ -181,7 +178,7 @@ class HubRegistry(Registry):
 
     def change(self, name: str, decide: Callable[[State], Change | None]) -> State:
         """Make one change that brings no file."""
-        return self._change(name, decide, {}, {}).index.state
+        return hub_change.change(self, name, decide, {}, {}).index.state
 
     def publish(
         self, name: str, data: bytes, version: str | None = None, beside: Mapping[str, bytes] | None = None
@@ -190,73 +187,13 @@ class HubRegistry(Registry):
         beside = beside or {}
         fitted, decide = changes.publication(self, data, version, beside)
         about = describe.summary({"recipe": {"name": fitted.recipe.name}, "provenance": fitted.provenance})
-        after = self._change(name, decide, {ARTIFACT: data, **beside}, about)
+        after = hub_change.change(self, name, decide, {ARTIFACT: data, **beside}, about)
+        self._commits[name] = after.commit or ""
         found = changes.same(after.index.state, hash_of(data).hexdigest())
         assert found is not None, "the change that was committed is in the state"
         with hub_api.asking(self.repo(name)):
             hub_tags.mend(self, name, found, after)
         return found
-
-    def _change(
-        self, name: str, decide: Callable[[State], Change | None], content: Mapping[str, bytes], about: dict[str, Any]
-    ) -> Seen:
-        repo, sent, refused, faults = self.repo(name), [], False, 0
-        for _ in range(TRIES):
-            with hub_api.asking(repo):
-                seen = self.look(name)
-            if any(event in seen.index.state.events for event in sent):  # an answer was lost, the commit was not
-                return seen
-            change = decide(seen.index.state)
-            if change is None:
-                return seen
-            if refused and isinstance(change, (Promote, Rollback)):
-                raise Conflict(f"{repo}: somebody changed {name} first; look at kvq history {name}, then say it again")
-            if seen.commit is None:
-                self._create(repo)
-                continue
-            at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            event = Event(len(seen.index.state.events) + 1, name, at, change)
-            try:
-                return self._commit(repo, seen, event, content, about)
-            except Exception as error:
-                wait = hub_api.passing(error)
-                if hub_api.status(error) in (409, 412):
-                    refused = True
-                    time.sleep(random.uniform(0.05, 0.5))
-                elif wait is not None and wait <= hub_api.LONGEST and faults < hub_api.TRIES - 1:
-                    sent.append(event)
-                    hub_api.pause(faults, wait)
-                    faults += 1
-                else:
-                    with hub_api.asking(repo):
-                        raise
-        raise Conflict(f"{repo}: {TRIES} other changes came first; try again")
-
-    def _commit(
-        self, repo: str, seen: Seen, event: Event, content: Mapping[str, bytes], about: Mapping[str, Any]
-    ) -> Seen:
-        from huggingface_hub import CommitOperationAdd
-
-        state, known = seen.index.state.apply(event), dict(seen.index.about)
-        added: dict[str, bytes] = {}
-        title = " ".join([event.change.kind, getattr(event.change, "alias", ""), event.change.version])
-        if isinstance(event.change, Publish):
-            known[event.change.version] = about
-            place = folder(event.change.version)
-            added |= {f"{place}/{file}": data for file, data in content.items()}
-            added["README.md"] = _front_card(state.name, content, place)
-        index = Index(state, known)
-        added[hub_index.FILE] = hub_index.to_bytes(index)
-        operations = [CommitOperationAdd(path, data) for path, data in added.items()]
-        done = hub_api.api().create_commit(
-            repo, operations, commit_message=" ".join(title.split()), parent_commit=seen.commit
-        )
-        self._commits[state.name] = done.oid
-        return Seen(done.oid, index)
-
-    def _create(self, repo: str) -> None:
-        with hub_api.asking(repo):
-            hub_api.patiently(lambda: hub_api.api().create_repo(repo, private=self.private, exist_ok=True))
 
     # ---- evaluations
 
@@ -291,38 +228,3 @@ class HubRegistry(Registry):
             paths = sorted(file.path for file in tree if file.path.endswith(".json"))
             found = [(path, self._file(repo, path, commit or "main").resolve()) for path in paths]
         return [evaluations.from_bytes(files.read(file, evaluations.LIMIT), PurePath(path)) for path, file in found]
-
-
-def _store(repo: str) -> Path:
-    """Where huggingface_hub keeps what it has of a repository."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE) / "--".join(["models", *repo.split("/")])
-
-
-def _cached(repo: str, version: str, sha256: str, size: int) -> Path | None:
-    """A version's file in the cache, which names large files by their sha256; others are compared."""
-    store = _store(repo)
-    blob = (store / "blobs" / sha256).resolve()
-    if blob.is_file() and blob.stat().st_size == size:
-        return blob
-    for path in store.glob(f"snapshots/*/{folder(version)}/{ARTIFACT}"):
-        blob = path.resolve()
-        if blob.is_file() and files.digest(blob) == (sha256, size):
-            return blob
-    return None
-
-
-def _last_read(repo: str) -> str | None:
-    """The newest commit whose kvq.json is in the cache."""
-    paths = list(_store(repo).glob(f"snapshots/*/{hub_index.FILE}"))
-    return max(paths, key=lambda path: path.lstat().st_mtime).parent.name if paths else None
-
-
-def _front_card(name: str, content: Mapping[str, bytes], place: str) -> bytes:
-    """The repository's README: the version's card, its plots found where they are, and always the tag kvq."""
-    front = "---\nlibrary_name: kvq\ntags: [kvq, kv-cache]\n---\n\n"
-    card = content.get("README.md", f"# {name}\n".encode()).decode(errors="replace")
-    for file in content:
-        card = card.replace(f"]({file})", f"]({place}/{file})")
-    return (card if card.startswith("---\n") else front + card).encode()

@@ -18,6 +18,7 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.events import State
 
 FILE = "kvq.json"
+ARTIFACT = "kvq.safetensors"
 SCHEMA = 1
 LIMIT = 16 << 20
 ABOUT = {"recipe", "model", "revision", "corpus", "corpus_digest"}
@@ -29,6 +30,19 @@ class Index:
 
     state: State
     about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a commit of main says; `commit` is None where there is no repository yet."""
+
+    commit: str | None
+    index: Index
+
+
+def folder(version: str) -> str:
+    """Where a version's files are in its repository."""
+    return f"versions/{version}"
 
 
 def to_bytes(index: Index) -> bytes:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from kvq_runtime import hub_api
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.events import Publish, Version
+from kvq_runtime.hub_index import Seen
 
 if TYPE_CHECKING:
-    from kvq_runtime.hub import HubRegistry, Seen
+    from kvq_runtime.hub import HubRegistry
 
 
-def mend(registry: "HubRegistry", name: str, version: Version, seen: "Seen") -> None:
+def mend(registry: "HubRegistry", name: str, version: Version, seen: Seen) -> None:
     """Make the tag of a version that main has, or check where it points. `seen`: main, after the publication."""
     repo, tag = registry.repo(name), f"v{version.version}"
     api = hub_api.api()
@@ -58,7 +59,7 @@ def published_by(registry: "HubRegistry", name: str, version: Version, commit: s
     return _published(registry.at(name, commit), version)
 
 
-def _published(seen: "Seen", version: Version) -> bool:
+def _published(seen: Seen, version: Version) -> bool:
     events = seen.index.state.events
     change = events[-1].change if events else None
     return isinstance(change, Publish) and (change.version, change.sha256) == (version.version, version.sha256)

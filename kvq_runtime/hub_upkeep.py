@@ -8,7 +8,8 @@ import time
 
 from kvq_runtime import hub_api, hub_index, hub_tags
 from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.hub import ARTIFACT, HubRegistry, Seen, folder
+from kvq_runtime.hub import HubRegistry
+from kvq_runtime.hub_index import ARTIFACT, Seen, folder
 from kvq_runtime.upkeep import GRACE, Finding
 
 _OURS = ("versions/", "evaluations/")

@@ -272,6 +272,17 @@ def test_offline_from_the_cache(hub, store, tmp_path, monkeypatch, capsys):
     assert asked(hub) == []
 
 
+def test_a_file_that_was_damaged_in_the_cache_is_refused_and_fetched_again(hub, store, tmp_path, capsys):
+    store.publish(NAME, tiny.data())
+    lock = pinned(tmp_path)
+    path = registry.resolve(f"hf://org/{NAME}", lock=lock).path
+    path.write_bytes(tiny.data()[:-1] + b"?")
+    with pytest.raises(ArtifactError, match="sha256: .*fetch it again"):
+        registry.load_artifact(f"hf://org/{NAME}", lock=lock)
+    pinned(tmp_path)
+    registry.load_artifact(f"hf://org/{NAME}", lock=lock)
+
+
 def test_a_hub_that_is_gone_is_a_warning_where_the_cache_knows(hub, store, monkeypatch, tmp_path):
     store.publish(NAME, tiny.data())
     store.promote(NAME, "1.0.0")

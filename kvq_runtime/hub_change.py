@@ -1,0 +1,98 @@
+"""Make one change on a Hub: one commit, whose parent is what was read.
+
+look → decide → commit → done
+                refused, another came first → look again; a promote or rollback stops and asks
+                no answer, or a fault that passes → look: is the event there? else again, a few times
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from kvq_runtime import hub_api, hub_index
+from kvq_runtime.errors import Conflict
+from kvq_runtime.events import Change, Event, Promote, Publish, Rollback, State
+from kvq_runtime.hub_index import Index, Seen, folder
+
+if TYPE_CHECKING:
+    from kvq_runtime.hub import HubRegistry
+
+TRIES = 100
+
+
+def change(
+    registry: "HubRegistry",
+    name: str,
+    decide: Callable[[State], Change | None],
+    content: Mapping[str, bytes],
+    about: Mapping[str, Any],
+) -> Seen:
+    """Commit what `decide` says; returns main with the change in it.
+
+    content, about   of a publish: its files, and what kvq.json says of it
+    """
+    repo, sent, refused, faults = registry.repo(name), [], False, 0
+    for _ in range(TRIES):
+        with hub_api.asking(repo):
+            seen = registry.look(name)
+        if any(event in seen.index.state.events for event in sent):  # an answer was lost, the commit was not
+            return seen
+        wanted = decide(seen.index.state)
+        if wanted is None:
+            return seen
+        if refused and isinstance(wanted, (Promote, Rollback)):
+            raise Conflict(f"{repo}: somebody changed {name} first; look at kvq history {name}, then say it again")
+        if seen.commit is None:
+            _create(repo, registry.private)
+            continue
+        at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        event = Event(len(seen.index.state.events) + 1, name, at, wanted)
+        try:
+            return _commit(repo, seen, event, content, about)
+        except Exception as error:
+            wait = hub_api.passing(error)
+            if hub_api.status(error) in (409, 412):
+                refused = True
+                time.sleep(random.uniform(0.05, 0.5))
+            elif wait is not None and wait <= hub_api.LONGEST and faults < hub_api.TRIES - 1:
+                sent.append(event)
+                hub_api.pause(faults, wait)
+                faults += 1
+            else:
+                with hub_api.asking(repo):
+                    raise
+    raise Conflict(f"{repo}: {TRIES} other changes came first; try again")
+
+
+def _create(repo: str, private: bool | None) -> None:
+    with hub_api.asking(repo):
+        hub_api.patiently(lambda: hub_api.api().create_repo(repo, private=private, exist_ok=True))
+
+
+def _commit(repo: str, seen: Seen, event: Event, content: Mapping[str, bytes], about: Mapping[str, Any]) -> Seen:
+    from huggingface_hub import CommitOperationAdd
+
+    index = Index(seen.index.state.apply(event), dict(seen.index.about))
+    added: dict[str, bytes] = {}
+    if isinstance(event.change, Publish):
+        place = folder(event.change.version)
+        index = Index(index.state, {**index.about, event.change.version: about})
+        added |= {f"{place}/{file}": data for file, data in content.items()}
+        added["README.md"] = _card(event.name, content, place)
+    added[hub_index.FILE] = hub_index.to_bytes(index)
+    operations = [CommitOperationAdd(path, data) for path, data in added.items()]
+    alias = f"{event.change.alias} " if isinstance(event.change, (Promote, Rollback)) else ""
+    title = f"{event.change.kind} {alias}{event.change.version}"
+    done = hub_api.api().create_commit(repo, operations, commit_message=title, parent_commit=seen.commit)
+    return Seen(done.oid, index)
+
+
+def _card(name: str, content: Mapping[str, bytes], place: str) -> bytes:
+    """The repository's README: the version's card, its plots found where they are, and always the tag kvq."""
+    front = "---\nlibrary_name: kvq\ntags: [kvq, kv-cache]\n---\n\n"
+    card = content.get("README.md", f"# {name}\n".encode()).decode(errors="replace")
+    for file in content:
+        card = card.replace(f"]({file})", f"]({place}/{file})")
+    return (card if card.startswith("---\n") else front + card).encode()
