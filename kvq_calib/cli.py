@@ -27,6 +27,7 @@ examples
     kvq-calibrate --model ./my-model --recipe aqua-2bit --baseline higgs-2bit --max-perplexity-ratio 1.02
     kvq-calibrate --model meta-llama/Llama-3.1-8B --device cuda --dry-run
     kvq-calibrate --model demo --recipe auto --bits 2.1         bits by layer, chosen within 2.1 per element
+    kvq-calibrate --model qwen2.5-7b --push hf://my-org         and publish on the Hub
     kvq-calibrate --list-models
 
 One pass over the model serves all recipes. What was fitted is measured on held-out text (perplexity, divergence,
@@ -100,7 +101,7 @@ def _job(args: argparse.Namespace):
     if args.model is None:
         raise ValueError("--model is missing: a name of --list-models, a folder, or a Hub id")
     names = ("model", "revision", "corpus", "samples", "seq_len", "held_out", "seed", "device", "dtype", "threads")
-    names += ("registry", "name", "version", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
+    names += ("registry", "push", "name", "version", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
     given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
     given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline)}
     return Job(recipes=tuple(args.recipe or ["aqua-2bit"]), **given)
@@ -244,7 +245,10 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the forward pass (default: the model's)")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads; a part of the plan (default 1)")
     add("--run", metavar="DIR", help="folder of the run's files (default: $KVQ_HOME/runs/PLAN)")
-    add("--registry", metavar="URL", help="file:///folder (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)")
+    add(
+        "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
+    )
+    add("--push", metavar="URL", help="publish to this registry as well: hf://org; checked before the work")
     add("--name", metavar="NAME", help="of the artifact (default: MODEL-RECIPE)")
     add("--version", metavar="V", help="1.2.0; default: the next number")
     add("--no-publish", action="store_true", help="leave artifact, card and plots in the run folder")

@@ -61,7 +61,7 @@ def add_eval(subparsers: Any) -> None:
     command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
     command.add_argument("--output", metavar="FILE", help="write the records as JSON")
     command.add_argument(
-        "--registry", metavar="URL", help="file:///folder (default: $KVQ_REGISTRY, else under $KVQ_HOME)"
+        "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else under $KVQ_HOME)"
     )
 
 
@@ -100,6 +100,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from kvq_calib import corpus, models, plots
     from kvq_calib.evaluate import record
     from kvq_calib.evaluate.subject import find
+    from kvq_runtime import reference
     from kvq_runtime.registry import open_registry
 
     files = models.resolve(args.model)
@@ -113,7 +114,9 @@ def evaluate(args: argparse.Namespace) -> int:
         records = record.evaluate(files, batch, subjects, protocol, device, _dtype(args.dtype, device), progress)
     for subject, found in zip(subjects, records, strict=True):
         if subject.published:
-            open_registry(args.registry).add_evaluation(found)
+            kept = reference.parse(subject.name)
+            assert isinstance(kept, reference.Reference), "what a registry holds was asked for by a reference"
+            open_registry(kept.registry or args.registry).add_evaluation(found, kept.name)
     if args.output:
         Path(args.output).write_text(json.dumps(records, indent=2) + "\n")
     if args.plots:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,16 +12,17 @@ from typing import Any
 import psutil
 import torch
 
-from kvq_calib import budget, checkpoint, gate, held_out, models, plots, report
+from kvq_calib import budget, checkpoint, gate, held_out, licenses, models, plots, report
 from kvq_calib import run as graph
 from kvq_calib.evaluate.subject import find
 from kvq_calib.gate import Bounds
 from kvq_calib.plan import Plan, home, make
 from kvq_calib.run import Listener, Run, seconds
 from kvq_calib.weights import ModelFiles
-from kvq_runtime import artifact, registry
+from kvq_runtime import artifact, card, registry
 from kvq_runtime import files as disk
 from kvq_runtime.artifact import Artifact
+from kvq_runtime.changes import Registry
 from kvq_runtime.memory import asymptotic_bits
 from kvq_runtime.recipe import preset
 from kvq_runtime.reference import check_name, check_version
@@ -38,6 +38,7 @@ class Job:
     bits       of the recipe "auto": an artifact for each
     run        where the run's files go; by default under $KVQ_HOME/runs
     publish    whether the artifacts go to the registry
+    push       another registry, hf://org, that they go to as well; it gives them numbers of its own
     evaluate   whether they are measured on held-out text before that; `eval_windows` of it (default: a small part of
                the run), beside `baselines`: recipes that need no fit, or artifacts
     max_...    what an artifact may cost at the most, else it is not published
@@ -60,6 +61,7 @@ class Job:
     version: str | None = None
     run: str | None = None
     publish: bool = True
+    push: str | None = None
     evaluate: bool = True
     eval_windows: int | None = None
     baselines: tuple[str, ...] = ()
@@ -70,6 +72,12 @@ class Job:
     def bounds(self) -> Bounds:
         """What an artifact must keep to be published."""
         return Bounds(self.max_perplexity_ratio, self.max_kl)
+
+    @property
+    def targets(self) -> list[Registry]:
+        """The registries that the artifacts go to."""
+        urls = [*([self.registry] if self.publish else []), *([self.push] if self.push else [])]
+        return [registry.open_registry(url) for url in urls]
 
     def prepare(self) -> tuple[ModelFiles, Plan]:
         """Find the model and complete the plan."""
@@ -171,9 +179,8 @@ def preflight(job: Job, files: ModelFiles, plan: Plan) -> list[str]:
             f"the evaluation needs the whole model, {whole / 1e9:.1f} GB on {plan.device}, and {memory / 1e9:.1f} GB "
             "are free; leave it out with --no-eval, and measure the artifact later: kvq eval"
         )
-    root = registry.open_registry(job.registry).root
-    if job.publish and not os.access(_existing(root), os.W_OK):
-        raise RuntimeError(f"the registry {root} cannot be written to; choose another with --registry")
+    for target in job.targets:
+        target.check_writable()
     return notes
 
 
@@ -213,7 +220,7 @@ def publish(
     job: Job, work: Run, fitted: Mapping[str, Artifact], records: Sequence[Mapping[str, Any]] = ()
 ) -> Iterable[Done]:
     """Publish artifacts that keep the bounds, with their records, cards and plots; leave others in the run folder."""
-    target, drawn = registry.open_registry(job.registry), {}
+    targets, license, drawn = job.targets, licenses.of_model(work.files.path), {}
     if records:
         drawn = {"error-by-layer.png": plots.error_by_layer(records)}
         drawn["perplexity-by-bits.png"] = plots.perplexity_by_bits(records)
@@ -223,11 +230,10 @@ def publish(
         failed = gate.passes(own, job.bounds) if own else []
         shown = [own, *(one for one in records if one is not own)] if own else []
         layers = report.by_layer(made) if "budget" in made.fit else []
-        version, beside = "", report.files(made, shown, name, drawn)
-        if job.publish and not failed:
-            version = target.publish(name, data, job.version, beside).version
-            if own:
-                target.add_evaluation(own)
+        place, version, beside = name, "", report.files(made, shown, name, drawn, license)
+        if targets and not failed:
+            for target in targets:
+                place, version = _publish(target, name, data, job.version, beside, own)
         else:
             _leave(work.folder / name, data, beside, own)
         measures = made.fit["layers"]
@@ -235,7 +241,23 @@ def publish(
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
         found = (own["result"]["relative"], own["result"]["kl"]) if own else (None, None)
         digest = hashlib.sha256(data).hexdigest()
-        yield Done(recipe, name, version, digest, bits, errors[0], errors[1], *found, failed, layers)
+        yield Done(recipe, place, version, digest, bits, errors[0], errors[1], *found, failed, layers)
+
+
+def _publish(
+    target: Registry,
+    name: str,
+    data: bytes,
+    number: str | None,
+    beside: Mapping[str, bytes],
+    own: Mapping[str, Any] | None,
+) -> tuple[str, str]:
+    """Publish to one registry, with a snippet that loads from there; the reference's name and version."""
+    text = card.addressed(beside["README.md"].decode(), target.url, name)
+    version = target.publish(name, data, number, {**beside, "README.md": text.encode()}).version
+    if own:
+        target.add_evaluation(own, name)
+    return (name if target.url.startswith("file:") else f"{target.url}/{name}"), version
 
 
 def _leave(folder: Path, data: bytes, beside: Mapping[str, bytes], own: Mapping[str, Any] | None) -> None:

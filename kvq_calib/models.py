@@ -10,7 +10,7 @@ from kvq_calib.weights import ModelFiles, read
 
 __all__ = ["CATALOG", "Entry", "ModelFiles", "entry", "resolve"]
 
-WANTED = ["model*.safetensors", "*.json", "tokenizer*", "vocab*", "merges*"]
+WANTED = ["model*.safetensors", "*.json", "tokenizer*", "vocab*", "merges*", "README.md"]
 UNWANTED = ["*/*", "*.bin", "*.py"]
 
 

@@ -9,10 +9,15 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from huggingface_hub import ModelCardData
+
+from kvq_calib import licenses
 from kvq_calib import plots as draw
 from kvq_calib.commands import relative
 from kvq_calib.plots import size_of
+from kvq_calib.sources import SUFFIXES
 from kvq_runtime.artifact import Artifact
+from kvq_runtime.card import UNMEASURED, eval_results
 from kvq_runtime.describe import artifact_record, recipe_row
 from kvq_runtime.memory import side_bits
 from kvq_runtime.recipe import HALVES
@@ -33,11 +38,12 @@ def files(
     records: Sequence[Mapping[str, Any]] = (),
     name: str | None = None,
     measured: Mapping[str, bytes] = MappingProxyType({}),
+    license: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
     """The card, and the plots of what was measured and of what the fit saw, by file name.
 
-    records, name   as for `card`
-    measured        plots of the records
+    records, name, license   as for `card`
+    measured                 plots of the records
     """
     drawn, name = dict(measured), name or artifact.recipe.name
     if "budget" in artifact.fit:
@@ -45,7 +51,7 @@ def files(
     if artifact.provenance.get("held_out") and any(side.feedback for side in artifact.recipe.sides):
         where = f"{_model(artifact)[0]}, {artifact.provenance['held_out']} held-out sequences"
         drawn[QUERIES] = draw.query_deviation(artifact.fit["layers"], where)
-    return {"README.md": card(artifact, records, name, plots=list(drawn)).encode()} | drawn
+    return {"README.md": card(artifact, records, name, license=license, plots=list(drawn)).encode()} | drawn
 
 
 def card(
@@ -53,25 +59,25 @@ def card(
     records: Sequence[Mapping[str, Any]] = (),
     name: str | None = None,
     version: str | None = None,
-    license: str | None = None,
+    license: Mapping[str, str] | None = None,
     plots: Sequence[str] = (),
 ) -> str:
     """The text of README.md.
 
     records   evaluation records; those of other artifacts are shown for comparison
     name      in the registry; None: the recipe's
-    license   of the base model's weights, from which the artifact is derived, if known
+    license   of the base model's weights, from which the artifact is derived, if known: see `licenses`
     plots     files beside the card
     """
     name = name or artifact.recipe.name
     reference = f"{name}@{version}" if version else name
     parts = [
-        _front(artifact, license),
+        _front(artifact, name, records, license or {}),
         f"# {reference}",
         _lead(artifact),
         "## Use\n\n" + _snippet(artifact, reference),
         "## Recipe\n\n" + _recipe(artifact),
-        "## Where it comes from\n\n" + _provenance(artifact),
+        "## Where it comes from\n\n" + _provenance(artifact, license or {}),
         "## Fit\n\n" + _fit(artifact),
         *(["## Queries\n\n" + _queries(artifact)] if QUERIES in plots else []),
         "## Evaluation\n\n" + _evaluation(records),
@@ -89,15 +95,24 @@ def _model(artifact: Artifact) -> tuple[str, str | None]:
     return str(given or "unknown"), artifact.provenance.get("revision")
 
 
-def _front(artifact: Artifact, license: str | None) -> str:
+def _front(artifact: Artifact, name: str, records: Sequence[Mapping[str, Any]], license: Mapping[str, str]) -> str:
     model, _ = _model(artifact)
-    lines = ["---", "library_name: kvq"]
-    if license:
-        lines.append(f"license: {license}")
+    given: dict[str, Any] = {"library_name": "kvq", "tags": ["kvq", "kv-cache", "quantization", artifact.recipe.name]}
+    given |= license
     if _HUB.fullmatch(model):
-        lines += [f"base_model: {model}", "base_model_relation: quantized"]
-    tags = ["kvq", "kv-cache", "quantization", artifact.recipe.name]
-    return "\n".join([*lines, f"tags: [{', '.join(tags)}]", "---"])
+        given |= {"base_model": model, "base_model_relation": "quantized"}
+    corpus = _HUB.match(str(_corpus(artifact).get("source")))
+    if corpus and "/" in corpus[0] and not str(_corpus(artifact).get("source")).endswith(SUFFIXES):
+        given["datasets"] = [corpus[0]]
+    own = [record for record in records if record["result"].get("recipe") == artifact.recipe.name]
+    if results := eval_results(own):
+        given |= {"model_name": name, "eval_results": results}
+    return f"---\n{ModelCardData(**given).to_yaml()}\n---"
+
+
+def _corpus(artifact: Artifact) -> Mapping[str, Any]:
+    given = artifact.provenance.get("corpus")
+    return given if isinstance(given, Mapping) else {"source": given}
 
 
 def _lead(artifact: Artifact) -> str:
@@ -158,12 +173,13 @@ def _recipe(artifact: Artifact) -> str:
     return _pairs(rows)
 
 
-def _provenance(artifact: Artifact) -> str:
+def _provenance(artifact: Artifact, license: Mapping[str, str]) -> str:
     given = artifact.provenance
     model, revision = _model(artifact)
-    text = given.get("corpus")
-    text = text if isinstance(text, Mapping) else {"source": text}
+    text = _corpus(artifact)
     rows = {"model": f"`{model}`", "revision": revision and f"`{revision}`"}
+    rows |= {"licence of the model": license.get("license_name") or license.get("license") or "not known here"}
+    rows |= {"licence of the corpus": licenses.of_corpus(str(text.get("source")))}
     rows |= {"corpus": text.get("source"), "corpus digest": _short(text.get("corpus_digest"))}
     rows |= {"token digest": _short(text.get("token_digest"))}
     if "samples" in given:
@@ -216,7 +232,7 @@ def _queries(artifact: Artifact) -> str:
 
 def _evaluation(records: Sequence[Mapping[str, Any]]) -> str:
     if not records:
-        return "Not evaluated yet: `kvq eval` does that."
+        return UNMEASURED
     blocks = []
     for group in _groups(records):
         given, first = group[0]["protocol"], group[0]["result"]

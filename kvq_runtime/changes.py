@@ -33,6 +33,10 @@ class Registry(ABC):
     def state(self, name: str) -> State:
         """Versions, aliases and history of a name; empty if nothing was published under it."""
 
+    def now(self, name: str) -> State:
+        """`state`, asked for anew; what cannot be seen is empty."""
+        return self.state(name)
+
     @abstractmethod
     def change(self, name: str, decide: Callable[[State], Change | None]) -> State:
         """Make one change: `decide` sees the present state, and again whenever another change came first.
@@ -72,6 +76,10 @@ class Registry(ABC):
     @abstractmethod
     def evaluations(self, sha256: str, name: str) -> list[dict[str, Any]]:
         """Every evaluation record of an artifact, ordered by the record's digest."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raise an OSError or a RuntimeError where a publish would end in one; nothing is written."""
 
     def held(self, lock: Lock) -> Path | None:
         """The file that a lock pins, where it is at hand and nobody need be asked for it."""

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from importlib import metadata
 
-from kvq_runtime import commands
+from kvq_runtime import commands, exchange, search
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.reference import PRODUCTION
 from kvq_runtime.table import printable
@@ -30,6 +30,7 @@ references
     NAME@1.2.0          a version
     NAME@production     an alias
     NAME@sha256:HEX     bytes
+    hf://ORG/NAME@...   each of these, in that registry
     PATH.safetensors    a file (show, verify, diff)
 
 examples
@@ -40,12 +41,16 @@ examples
     kvq rollback qwen2.5-7b-aqua-2bit                  and undo that
     kvq pull qwen2.5-7b-aqua-2bit -o out --lock kvq.lock
     kvq verify qwen2.5-7b-aqua-2bit --lock kvq.lock    every check, against the lock
+    kvq push qwen2.5-7b-aqua-2bit@1.2.0 hf://my-org    to a Hugging Face Hub
+    kvq copy --all hf://my-org file:///mnt/mirror      everything there, to a folder
+    kvq search --corpus redpajama hf://my-org          what was made of a corpus, a model, a revision
     kvq list --json | jq '.[].name'                    every table is JSON too
 
 {EXIT_CODES}
 environment
     KVQ_HOME        where everything of yours is kept; default ~/.kvq, the registry is in its folder registry
-    KVQ_REGISTRY    the registry, file:///folder; --registry comes first
+    KVQ_REGISTRY    the registry, file:///folder or hf://org; --registry comes first
+    HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE    as everywhere: the Hub, its token, its cache, no network
 """
 
 
@@ -98,7 +103,11 @@ def parser() -> argparse.ArgumentParser:
     commands_of = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add = _adder(commands_of)
 
-    add("list", commands.list_names, "names in the registry", "kvq list --json")
+    _where(add("list", commands.list_names, "names in the registry", "kvq list --json"))
+    command = add("search", commands.search_names, "versions by what they were made of", "kvq search --model qwen2.5")
+    _where(command)
+    for field in search.FIELDS:
+        command.add_argument(f"--{field}", metavar="PATTERN", help=f"a part of the {field}, or all of it with * and ?")
     command = add("show", commands.show, "settings, origin, errors and evaluations of a version", "kvq show NAME@1.2.0")
     _reference(command, "NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX or a .safetensors file")
     _lock(command, "the reference means what this lock file pins")
@@ -113,6 +122,15 @@ def parser() -> argparse.ArgumentParser:
     )
     _reference(command, "a reference or a .safetensors file")
     _lock(command, "check digest and size against this lock file too")
+    text = "copy a version to another registry, as it is"
+    command = add("push", exchange.push, text, "kvq push NAME@1.2.0 hf://my-org --dry-run")
+    _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
+    _to(command)
+    text = "copy a version, or everything, from any registry to any other"
+    command = add("copy", exchange.copy, text, "kvq copy --all hf://my-org file:///mnt/mirror")
+    _reference(command, "a version, as in hf://ORG/NAME@1.2.0; with --all a NAME, hf://ORG/NAME or a registry")
+    command.add_argument("--all", action="store_true", help="every version, alias and yank of it")
+    _to(command)
     command = add("promote", commands.promote, "point an alias to a version", "kvq promote NAME@1.2.0 --expect 1.1.0")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     _alias(command)
@@ -120,24 +138,24 @@ def parser() -> argparse.ArgumentParser:
         "--expect", metavar="VERSION", help='fail with 4 unless the alias has this version now ("none": is new)'
     )
     command = add("rollback", commands.rollback, "point an alias to the version it had before", "kvq rollback NAME")
-    command.add_argument("name", metavar="NAME")
+    command.add_argument("name", metavar="NAME", help="or hf://ORG/NAME")
     _alias(command)
     command = add("yank", commands.yank, "withdraw a version", "kvq yank NAME@1.2.0 --reason 'wrong corpus'")
     _reference(command, "NAME@VERSION or NAME@sha256:HEX; it stays, and is chosen only by number or digest")
     command.add_argument("--reason", required=True, metavar="TEXT", help="why, in one line")
     command = add("history", commands.history, "every change of a name", "kvq history NAME")
-    command.add_argument("name", metavar="NAME")
+    command.add_argument("name", metavar="NAME", help="or hf://ORG/NAME")
     command = add("diff", commands.diff, "what differs between two artifacts", "kvq diff NAME@1.1.0 NAME@1.2.0")
     command.add_argument("a", metavar="A", help="a reference or a .safetensors file")
     command.add_argument("b", metavar="B", help="another")
-    command = add(
-        "gc", commands.gc, "remove temporary files and blobs that no event names", "kvq gc --grace 7d --dry-run"
-    )
+    text = "remove temporary files, and blobs or files that no event names"
+    command = add("gc", commands.gc, text, "kvq gc --grace 7d --dry-run")
+    _where(command)
     command.add_argument(
         "--grace", type=seconds, default=GRACE, metavar="TIME", help="only older ones: 90m, 24h (default), 7d"
     )
     command.add_argument("--dry-run", action="store_true", help="say what would be removed")
-    add("doctor", commands.doctor, "find what is wrong with the registry, and say what to do", "kvq doctor")
+    _where(add("doctor", commands.doctor, "find what is wrong with the registry, and say what to do", "kvq doctor"))
     add("recipes", commands.recipes, "every recipe that comes with kvq (bits: Qwen2.5-7B)", "kvq recipes --json")
     for command in sorted(metadata.entry_points(group="kvq.commands"), key=lambda command: command.name):
         try:
@@ -157,11 +175,23 @@ def _adder(subparsers) -> Callable[..., argparse.ArgumentParser]:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("--json", action="store_true", help="print JSON")
-        command.add_argument("--registry", metavar="URL", help="file:///folder (default: $KVQ_REGISTRY)")
+        command.add_argument("--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY)")
         command.set_defaults(run=run)
         return command
 
     return add
+
+
+def _where(command: argparse.ArgumentParser) -> None:
+    command.add_argument("where", metavar="REGISTRY", nargs="?", help="as --registry")
+
+
+def _to(command: argparse.ArgumentParser) -> None:
+    command.add_argument("to", metavar="TO", help="the registry to copy to: hf://org or file:///folder")
+    command.add_argument("--private", action="store_true", help="repositories that are created on a Hub are private")
+    command.add_argument(
+        "--dry-run", action="store_true", help="check everything, write nothing, say what would be done"
+    )
 
 
 def _reference(command: argparse.ArgumentParser, text: str) -> None:

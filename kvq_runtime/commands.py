@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime import artifact, compare, describe, files, hub_upkeep, reference, upkeep
+from kvq_runtime import artifact, compare, describe, files, hub_upkeep, reference, search, upkeep
 from kvq_runtime.changes import Registry
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.events import State
@@ -19,7 +19,7 @@ from kvq_runtime.table import print_record, print_table
 
 def list_names(args: Namespace) -> int:
     """One row a name: what production is, the newest version, recipe and model."""
-    registry, broken = open_registry(args.registry), 0
+    registry, broken = open_registry(args.where or args.registry), 0
     rows = []
     for name in registry.names():
         try:
@@ -105,18 +105,18 @@ def verify(args: Namespace) -> int:
 
 def promote(args: Namespace) -> int:
     """Point an alias to a version."""
-    registry, name, version = _target(args, "promote")
+    registry, name, version = target(args, "promote")
     state = registry.promote(name, version, args.alias, args.expect)
     return _print_alias(state, args)
 
 
 def rollback(args: Namespace) -> int:
     """Point an alias to the version it had before."""
-    registry, name = _named(args)
+    registry, name = named(args)
     return _print_alias(registry.rollback(name, args.alias), args)
 
 
-def _named(args: Namespace) -> tuple[Registry, str]:
+def named(args: Namespace) -> tuple[Registry, str]:
     """The registry and name of NAME or hf://org/NAME."""
     wanted = reference.parse(args.name)
     if not isinstance(wanted, Reference) or wanted.by != "default":
@@ -133,13 +133,24 @@ def _print_alias(state: State, args: Namespace) -> int:
 
 def yank(args: Namespace) -> int:
     """Withdraw a version."""
-    registry, name, version = _target(args, "yank")
+    registry, name, version = target(args, "yank")
     registry.yank(name, version, args.reason)
     print_record({"name": name, "version": version, "yanked": args.reason}, args.json)
     return 0
 
 
-def _target(args: Namespace, what: str) -> tuple[Registry, str, str]:
+def search_names(args: Namespace) -> int:
+    """Every version that was made of what is asked for."""
+    registry = open_registry(args.where or args.registry)
+    wanted = {field: getattr(args, field) for field in search.FIELDS}
+    rows = list(search.search(registry, wanted))
+    if not args.json:
+        rows = [{name: row[name] for name in ("name", "version", *search.FIELDS[1:], "yanked")} for row in rows]
+    print_table(rows, args.json)
+    return 0
+
+
+def target(args: Namespace, what: str) -> tuple[Registry, str, str]:
     """The version that a change is about: it must be chosen by the user, not by a default."""
     wanted = reference.parse(args.reference)
     if not isinstance(wanted, Reference) or wanted.by == "default":
@@ -152,7 +163,7 @@ def _target(args: Namespace, what: str) -> tuple[Registry, str, str]:
 def history(args: Namespace) -> int:
     """Every change of a name."""
     rows = []
-    registry, name = _named(args)
+    registry, name = named(args)
     for event in registry.existing(name).events:
         row = {"number": event.number, "at": event.at, "change": event.change.kind}
         row |= {name: getattr(event.change, name, None) for name in ("version", "alias", "reason", "sha256")}
@@ -170,7 +181,7 @@ def diff(args: Namespace) -> int:
 
 def gc(args: Namespace) -> int:
     """Remove what nothing names."""
-    registry = open_registry(args.registry)
+    registry = open_registry(args.where or args.registry)
     if isinstance(registry, HubRegistry):
         removed = hub_upkeep.collect(registry, args.grace, args.dry_run)
     else:
@@ -182,7 +193,7 @@ def gc(args: Namespace) -> int:
 
 def doctor(args: Namespace) -> int:
     """Everything that is wrong with the registry; 1 if any of it is a fault."""
-    registry = open_registry(args.registry)
+    registry = open_registry(args.where or args.registry)
     if isinstance(registry, HubRegistry):
         found = hub_upkeep.examine(registry)
     else:

@@ -41,7 +41,7 @@ class HubRegistry(Registry):
 
     def __init__(self, org: str, private: bool | None = None):
         self.org, self.private = reference.check_org(org), private
-        self._commits: dict[str, str] = {}
+        self._seen: dict[str, Seen] = {}
 
     @property
     def url(self) -> str:
@@ -64,7 +64,7 @@ class HubRegistry(Registry):
 
     def commit(self, name: str) -> str:
         """The commit that was last read of a name."""
-        return self._commits.get(name, "")
+        return (self._seen[name].commit or "") if name in self._seen else ""
 
     # ---- reading
 
@@ -74,7 +74,15 @@ class HubRegistry(Registry):
 
     def about(self, name: str, version: Version) -> dict[str, Any]:
         """What kvq.json says of a version."""
-        return dict(self._look(name, self.commit(name)).index.about[version.version])
+        seen = self._seen.get(name)
+        if seen is None or version.version not in seen.index.about:
+            seen = self._look(name)
+        return dict(seen.index.about[version.version])
+
+    def now(self, name: str) -> State:
+        """What main says now."""
+        with hub_api.asking(self.repo(name)):
+            return self.look(name).index.state
 
     def look(self, name: str) -> Seen:
         """What main says now; no repository is no error. Never from the cache alone."""
@@ -97,8 +105,7 @@ class HubRegistry(Registry):
         """kvq.json at a commit, or on main; one request where it is in the cache and has not changed."""
         repo = self.repo(name)
         with hub_api.asking(repo):
-            seen = self.at(name, at or self._main(repo))
-        self._commits[name] = seen.commit or ""
+            self._seen[name] = seen = self.at(name, at or self._main(repo))
         return seen
 
     def at(self, name: str, commit: str) -> Seen:
@@ -135,6 +142,24 @@ class HubRegistry(Registry):
         options = {"revision": commit, "endpoint": hub_api.endpoint(), "library_name": "kvq", "force_download": force}
         options["local_files_only"] = hub_api.offline()
         return Path(hub_api.patiently(lambda: hf_hub_download(repo, file, **options)))
+
+    def check_writable(self) -> None:
+        """Ask who the token belongs to, and whether it may write here; a fine-grained token is believed."""
+        from huggingface_hub.errors import LocalTokenNotFoundError
+
+        with hub_api.asking(f"{self.org}/*"):
+            hub_api.check_online(self.url)
+            try:
+                me = hub_api.patiently(lambda: hub_api.api().whoami())
+            except LocalTokenNotFoundError:
+                text = f"{self.url}: no token to write with: `hf auth login`, or set HF_TOKEN"
+                raise PermissionError(text) from None
+        if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise PermissionError(f"{self.url}: the token only reads; make one that writes at {hub_api.endpoint()}")
+        if self.org not in (me.get("name"), *(org.get("name") for org in me.get("orgs", []))):
+            raise PermissionError(
+                f"{self.url}: {me.get('name')} is no member of it; ask to be let in, or push elsewhere"
+            )
 
     def held(self, lock: Lock) -> Path | None:
         """The pinned file, if it is in the cache: no request."""
@@ -187,8 +212,7 @@ class HubRegistry(Registry):
         beside = beside or {}
         fitted, decide = changes.publication(self, data, version, beside)
         about = describe.summary({"recipe": {"name": fitted.recipe.name}, "provenance": fitted.provenance})
-        after = hub_change.change(self, name, decide, {ARTIFACT: data, **beside}, about)
-        self._commits[name] = after.commit or ""
+        self._seen[name] = after = hub_change.change(self, name, decide, {ARTIFACT: data, **beside}, about)
         found = changes.same(after.index.state, hash_of(data).hexdigest())
         assert found is not None, "the change that was committed is in the state"
         with hub_api.asking(self.repo(name)):

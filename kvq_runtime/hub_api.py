@@ -1,4 +1,4 @@
-"""Reach a Hub through `huggingface_hub`, patiently, and say what to do when it refuses. The only importer of it here.
+"""Reach a Hub through `huggingface_hub`, patiently, and say what to do when it refuses.
 
 The address is $HF_ENDPOINT, read at every call (the library reads it once, at import). The token is the Hub's usual one
 (`hf auth login`, $HF_TOKEN); the library sends it to the Hub and to no other origin. It is taken out of every message

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from kvq_runtime import hub_api, hub_index
+from kvq_runtime import card, hub_api, hub_index
 from kvq_runtime.errors import Conflict
 from kvq_runtime.events import Change, Event, Promote, Publish, Rollback, State
 from kvq_runtime.hub_index import Index, Seen, folder
@@ -80,19 +80,11 @@ def _commit(repo: str, seen: Seen, event: Event, content: Mapping[str, bytes], a
         place = folder(event.change.version)
         index = Index(index.state, {**index.about, event.change.version: about})
         added |= {f"{place}/{file}": data for file, data in content.items()}
-        added["README.md"] = _card(event.name, content, place)
+        text = content.get("README.md", f"# {event.name}\n".encode()).decode(errors="replace")
+        added["README.md"] = card.on_hub(text, content, place).encode()
     added[hub_index.FILE] = hub_index.to_bytes(index)
     operations = [CommitOperationAdd(path, data) for path, data in added.items()]
     alias = f"{event.change.alias} " if isinstance(event.change, (Promote, Rollback)) else ""
     title = f"{event.change.kind} {alias}{event.change.version}"
     done = hub_api.api().create_commit(repo, operations, commit_message=title, parent_commit=seen.commit)
     return Seen(done.oid, index)
-
-
-def _card(name: str, content: Mapping[str, bytes], place: str) -> bytes:
-    """The repository's README: the version's card, its plots found where they are, and always the tag kvq."""
-    front = "---\nlibrary_name: kvq\ntags: [kvq, kv-cache]\n---\n\n"
-    card = content.get("README.md", f"# {name}\n".encode()).decode(errors="replace")
-    for file in content:
-        card = card.replace(f"]({file})", f"]({place}/{file})")
-    return (card if card.startswith("---\n") else front + card).encode()

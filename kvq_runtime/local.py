@@ -9,6 +9,7 @@ A change is prepared from the events there are, written to tmp/, fsynced, and cl
 Taken already: read again, check again, try again. A blob is on the disk before an event names it.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from hashlib import sha256 as hash_of
@@ -117,6 +118,12 @@ class LocalRegistry(Registry):
                 self.put_blob(content)
         assert found is not None, "the change that was claimed is in the state"
         return found
+
+    def check_writable(self) -> None:
+        """Look at the folder, or at the nearest one above it that is there."""
+        near = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
+        if not os.access(near, os.W_OK):
+            raise RuntimeError(f"the registry {self.root} cannot be written to; choose another with --registry")
 
     def fetch(self, name: str, version: Version) -> Path:
         """The blob."""

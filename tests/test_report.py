@@ -9,7 +9,7 @@ import torch
 import yaml
 from PIL import Image
 
-from kvq_calib import models, plots, report
+from kvq_calib import licenses, models, plots, report
 from kvq_runtime import artifact, codec
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.recipe import preset
@@ -46,11 +46,21 @@ def fitted() -> Artifact:
 
 def test_the_card_says_what_is_known(fitted):
     text = report.card(
-        fitted, [made("aqua-2bit")], "demo-aqua", "1.2.0", license="apache-2.0", plots=["error-by-layer.png"]
+        fitted,
+        [made("aqua-2bit")],
+        "demo-aqua",
+        "1.2.0",
+        license={"license": "apache-2.0"},
+        plots=["error-by-layer.png"],
     )
     front = yaml.safe_load(text.split("---")[1])
     assert front["library_name"] == "kvq" and front["license"] == "apache-2.0" and "aqua-2bit" in front["tags"]
-    assert "base_model" not in front  # demo is no repository of the Hub
+    assert "base_model" not in front and "datasets" not in front  # demo is no repository of the Hub
+    assert "| licence of the model | apache-2.0 |" in text and "PSF-2.0" in text
+    (index,) = front["model-index"]
+    (result,) = index["results"]
+    values = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    assert index["name"] == "demo-aqua" and values["perplexity"] == 20 * 1.0123 and values["kl_divergence"] == 0.00345
     assert "+1.23% ± 0.20%" in text and "97.12%" in text and "**4.07M parameters**" in text
     assert "0.8765" in text and "2 held-out sequences" in text and "8 of 512 tokens" in text
     assert "a small model (4.07M parameters)" in text
@@ -64,13 +74,21 @@ def test_the_card_says_what_is_known(fitted):
 
 
 def test_a_model_of_the_hub_is_named(fitted):
-    provenance = {**fitted.provenance, "model": "Qwen/Qwen2.5-7B", "revision": "c" * 40}
+    corpus = {"source": f"org/text:en@{'d' * 40}"}
+    provenance = {**fitted.provenance, "model": "Qwen/Qwen2.5-7B", "revision": "c" * 40, "corpus": corpus}
     hub = Artifact(fitted.recipe, fitted.fingerprint, fitted.tensors, provenance, fitted.fit)
     text = report.card(hub, [made("aqua-2bit", parameters=7_600_000_000)])
     front = yaml.safe_load(text.split("---")[1])
     assert (front["base_model"], front["base_model_relation"]) == ("Qwen/Qwen2.5-7B", "quantized")
+    assert front["datasets"] == ["org/text"]
     assert f'AutoModelForCausalLM.from_pretrained(model_id, revision="{"c" * 40}"' in text
     assert "**7.6B parameters**" in text and "small model" not in text
+
+
+def test_the_licence_is_what_the_model_says(tmp_path):
+    assert licenses.of_model(tmp_path) == {}
+    (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n# x\n")
+    assert licenses.of_model(tmp_path) == {"license": "other", "license_name": "qwen-research"}
 
 
 def test_records_of_other_protocols_are_not_compared(fitted):

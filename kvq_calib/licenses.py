@@ -1,0 +1,23 @@
+"""Say under which licence model and corpus are, where that is known; nothing is guessed from a name.
+
+A model's is in the front matter of its README.md. Of corpora, only the embedded one's is known here: a dataset of the
+Hub says its own on its own card, which ours names.
+"""
+
+from pathlib import Path
+
+FIELDS = ("license", "license_name", "license_link")
+
+
+def of_model(folder: Path) -> dict[str, str]:
+    """The licence fields of a model folder's README.md; empty if it has none."""
+    from huggingface_hub.repocard import metadata_load
+
+    readme = folder / "README.md"
+    found = metadata_load(readme) if readme.is_file() else None
+    return {field: str(found[field]) for field in FIELDS if found and found.get(field)}
+
+
+def of_corpus(source: str) -> str:
+    """The licence of a corpus, for people."""
+    return "PSF-2.0 (the documentation of Python)" if source == "demo" else "not known here; see the corpus"

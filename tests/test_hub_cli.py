@@ -1,0 +1,229 @@
+"""The commands do on hf:// what they do on file://, and copy between the two."""
+
+import json
+import re
+
+import pytest
+import tiny
+import tiny_artifact
+import yaml
+from hub_client import asked, clear, hub_for
+
+from kvq_runtime import cli, registry
+
+NAME = "tiny-2bit"
+CARD = b"""---
+library_name: kvq
+tags: [kvq, tiny]
+license: mit
+---
+# tiny
+
+```python
+cache = KVQCache.from_pretrained("tiny-2bit", model=model)
+```
+
+![error](error.png)
+
+Not evaluated yet: `kvq eval` does that.
+"""
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with hub_for(monkeypatch, tmp_path) as hub:
+        yield hub
+
+
+@pytest.fixture
+def here(hub):
+    """The user's own registry, with two versions and an evaluation."""
+    here = registry.open_registry()
+    first = here.publish(NAME, tiny_artifact.data(0), beside={"README.md": CARD, "error.png": b"png"})
+    here.publish(NAME, tiny_artifact.data(1, corpus="b" * 64))
+    text = {"source": "wiki", "split": "test"}
+    result = {"perplexity": 12.5, "kl": 0.25}
+    here.add_evaluation(
+        {"artifact": first.sha256, "corpus": "c" * 64, "protocol": {"text": text}, "environment": {}, "result": result}
+    )
+    return here
+
+
+@pytest.fixture
+def kvq(capsys):
+    """Run a command: its exit code, output and errors."""
+
+    def run(*given: object) -> tuple[int, str, str]:
+        code = cli.main([str(argument) for argument in given])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def as_json(kvq):
+    """Run a command that must succeed with --json, and read what it printed."""
+
+    def run(*given: object):
+        code, out, err = kvq(*given, "--json")
+        assert (code, err) == (0, ""), err
+        return json.loads(out)
+
+    return run
+
+
+def test_a_dry_run_of_a_push_checks_and_writes_nothing(here, hub, kvq, as_json, monkeypatch):
+    planned = as_json("push", f"{NAME}@1.0.0", "hf://org", "--dry-run")
+    assert planned["result"] == "would be published" and planned["files"] == ["README.md", "error.png"]
+    assert not hub.repos and all(line.startswith(("GET", "HEAD")) for line in asked(hub))
+    code, _, err = kvq("push", f"{NAME}@1.0.0", "hf://elsewhere", "--dry-run")
+    assert code == 1 and "me is no member of it" in err
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    code, _, err = kvq("push", f"{NAME}@1.0.0", "hf://org", "--dry-run")
+    assert code == 1 and "the token only reads" in err
+    monkeypatch.delenv("HF_TOKEN")
+    code, _, err = kvq("push", f"{NAME}@1.0.0", "hf://org", "--dry-run")
+    assert code == 1 and "no token to write with" in err
+
+
+def test_push_brings_everything_and_again_is_the_same(here, hub, as_json, kvq):
+    pushed = as_json("push", f"{NAME}@1.0.0", "hf://org", "--private")
+    assert pushed["result"] == "published" and pushed["evaluations"] == 1
+    assert hub.repos[f"org/{NAME}"].private
+    again = as_json("push", f"{NAME}@1.0.0", "hf://org")
+    assert again["result"] == "was there already" and again["sha256"] == pushed["sha256"]
+    shown = as_json("show", f"hf://org/{NAME}@1.0.0")
+    assert shown["registry"] == "hf://org" and shown["evaluations"][0]["result"]["perplexity"] == 12.5
+    repo = hub.repos[f"org/{NAME}"]
+    text = hub.content(repo, repo.at("main").tree["README.md"]).decode()
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["license"] == "mit" and front["tags"] == ["kvq", "tiny"]
+    metrics = front["model-index"][0]["results"][0]["metrics"]
+    assert {metric["type"]: metric["value"] for metric in metrics} == {"perplexity": 12.5, "kl_divergence": 0.25}
+    assert f'KVQCache.from_pretrained("hf://org/{NAME}@1.0.0", model=model)' in text
+    assert "![error](versions/1.0.0/error.png)" in text and "Not evaluated" not in text and "| wiki |" in text
+    assert kvq("push", NAME, "hf://org")[0] == 2  # which version?
+    assert kvq("push", "other@1.0.0", "hf://org")[0] == 3
+    registry.open_registry("hf://org").publish(NAME, tiny_artifact.data(9), version="1.1.0")
+    code, _, err = kvq("push", f"{NAME}@1.1.0", "hf://org")
+    assert code == 4 and "has other bytes as tiny-2bit 1.1.0" in err
+
+
+def test_commands_on_a_hub(here, hub, as_json, kvq, tmp_path):
+    where = f"hf://org/{NAME}"
+    for version in ("1.0.0", "1.1.0"):
+        as_json("push", f"{NAME}@{version}", "hf://org")
+    assert as_json("diff", f"{where}@1.0.0", f"{NAME}@1.0.0") == []
+    assert {row["part"] for row in as_json("diff", f"{where}@1.0.0", f"{where}@1.1.0")} == {"provenance", "tensor"}
+    (row,) = as_json("list", "hf://org")
+    assert (row["name"], row["newest"], row["versions"], row["recipe"]) == (NAME, "1.1.0", 2, "tiny")
+    assert as_json("list", "--registry", "hf://org") == [row]
+    assert as_json("promote", f"{where}@1.0.0")["before"] is None
+    assert as_json("promote", f"{where}@1.1.0", "--expect", "1.0.0")["before"] == "1.0.0"
+    code, _, err = kvq("promote", f"{where}@1.0.0", "--expect", "1.0.0")
+    assert code == 4 and "somebody moved it" in err
+    assert as_json("rollback", where)["version"] == "1.0.0"
+    assert as_json("yank", f"{where}@1.1.0", "--reason", "wrong corpus")["yanked"] == "wrong corpus"
+    changes = [row["change"] for row in as_json("history", where)]
+    assert changes == ["publish", "publish", "promote", "promote", "rollback", "yank"]
+    lock, out = tmp_path / "kvq.lock", tmp_path / "out"
+    pulled = as_json("pull", f"{where}@production", "-o", out, "--lock", lock)
+    assert (out / "kvq.safetensors").read_bytes() == tiny_artifact.data(0)
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "error.png", "kvq.safetensors"]
+    assert json.loads(lock.read_text())["commit"] == pulled["commit"] == hub.repos[f"org/{NAME}"].branches["main"]
+    assert {row["result"] for row in as_json("verify", f"{where}@production", "--lock", lock)} == {"ok"}
+    assert as_json("gc", "hf://org", "--grace", "0s") == [] and as_json("doctor", "hf://org") == []
+    assert kvq("show", "hf://org/other")[0] == 3
+
+
+def test_search_finds_what_a_corpus_or_a_model_went_into(here, hub, as_json):
+    as_json("copy", "--all", NAME, "hf://org")
+    for place in ((), ("hf://org",)):
+        found = lambda *given, place=place: [row["version"] for row in as_json("search", *given, *place)]  # noqa: E731
+        assert found() == found("--name", "tiny*") == found("--model", "TINY") == found("--revision", "main")
+        assert found() == ["1.0.0", "1.1.0"]
+        assert found("--corpus", "aaaa") == ["1.0.0"] and found("--corpus", "b" * 64) == ["1.1.0"]
+        assert found("--recipe", "aqua") == found("--name", "*iny") == [] and found("--recipe", "tin?") == found()
+        assert found("--corpus", "bbbb", "--model", "other") == []
+
+
+def test_a_mirror_has_versions_aliases_and_yanks(here, hub, as_json, kvq, tmp_path):
+    here.publish("second", tiny_artifact.data(3))
+    here.promote(NAME, "1.1.0")
+    here.yank(NAME, "1.0.0", "bad")
+    planned = as_json("copy", "--all", here.url, "hf://org", "--dry-run")
+    assert {row["result"] for row in planned} == {"would be published", "would be: is production", "would be: yanked"}
+    assert not hub.repos
+    as_json("copy", "--all", here.url, "hf://org")
+    there, back = registry.open_registry("hf://org"), f"file://{tmp_path}/mirror"
+    as_json("copy", "--all", "hf://org", back)
+    for other in (there, registry.open_registry(back)):
+        assert other.names() == ["second", NAME]
+        assert other.state(NAME).aliases == {"production": ("1.1.0",)}
+        for name in other.names():
+            bytes_of = {v.version: (v.sha256, v.yanked) for v in here.state(name).versions.values()}
+            assert {v.version: (v.sha256, v.yanked) for v in other.state(name).versions.values()} == bytes_of
+    card = registry.open_registry(back).beside(NAME, registry.open_registry(back).state(NAME).versions["1.0.0"])
+    assert b'from_pretrained("tiny-2bit@1.0.0"' in card["README.md"]
+    commits = len(hub.repos[f"org/{NAME}"].commits)
+    rows = as_json("copy", "--all", f"hf://org/{NAME}", back)
+    assert {row["result"] for row in rows} == {"was there already"}
+    assert {row["result"] for row in as_json("copy", "--all", here.url, "hf://org")} == {"was there already"}
+    assert len(hub.repos[f"org/{NAME}"].commits) == commits
+
+
+def test_a_copy_that_was_cut_off_goes_on(here, hub, kvq):
+    hub.faults.add("POST .*/commit/", "status", times=1000, status=500)
+    code, _, err = kvq("copy", "--all", NAME, "hf://org")
+    assert code == 1 and "could not be asked" in err
+    hub.faults = type(hub.faults)()
+    assert kvq("copy", "--all", NAME, "hf://org")[0] == 0
+    assert list(registry.open_registry("hf://org").state(NAME).versions) == ["1.0.0", "1.1.0"]
+
+
+@pytest.mark.slow
+def test_calibrate_pushes_and_the_snippet_of_the_card_works(hub, monkeypatch, tmp_path, capsys):
+    from kvq_calib import cli as calibrate
+
+    folder = tmp_path / "tiny-model"
+    folder.mkdir()
+    tiny.save(folder, "llama", layers=2)
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# tiny\n")
+    given = ["--model", str(folder), "--corpus", str(tiny.text(folder)), "--samples", "4", "--seq-len", "128", "--json"]
+    assert calibrate.main([*given, "--push", "hf://elsewhere"]) == 1  # before the work
+    assert "no member of it" in capsys.readouterr().err and not hub.repos
+    assert calibrate.main([*given, "--push", "hf://org"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["artifact"] == "hf://org/tiny-model-aqua-2bit@1.0.0"
+    assert registry.resolve("tiny-model-aqua-2bit").sha256 == row["sha256"]
+    assert calibrate.main([*given, "--push", "hf://org"]) == 0
+    assert json.loads(capsys.readouterr().out) == [row]
+    clear(monkeypatch, tmp_path)
+    repo = hub.repos["org/tiny-model-aqua-2bit"]
+    text = hub.content(repo, repo.at("main").tree["README.md"]).decode()
+    assert yaml.safe_load(text.split("---")[1])["license"] == "apache-2.0"
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert 'KVQCache.from_pretrained("hf://org/tiny-model-aqua-2bit", model=model)' in code
+    monkeypatch.chdir(tmp_path)  # the card names the model's folder
+    exec(code.replace("max_new_tokens=64", "max_new_tokens=4"), {})
+    assert "aqua-2bit" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_cache_comes_from_a_hub_by_alias(hub, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    from kvq_calib import cli as calibrate
+    from kvq_runtime import KVQCache
+
+    folder = tmp_path / "tiny-model"
+    folder.mkdir()
+    tiny.save(folder, "llama", layers=2)
+    given = ["--model", str(folder), "--corpus", str(tiny.text(folder)), "--samples", "4", "--seq-len", "128"]
+    assert calibrate.main([*given, "--registry", "hf://org", "--name", "small"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(registry.NotFound, match="no alias production"):
+        KVQCache.from_pretrained("hf://org/small@production", model=model)
+    registry.open_registry("hf://org").promote("small", "1.0.0")
+    cache = KVQCache.from_pretrained("hf://org/small@production", model=model)
+    assert cache.blocks.recipe.name == "aqua-2bit"
