@@ -7,14 +7,16 @@ event is made to last: `change`. What a change means does not differ, and is her
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from hashlib import sha256 as hash_of
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, Literal
 
-from kvq_runtime import artifact, events, reference, versions
+from kvq_runtime import artifact, evaluations, events, reference, versions
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.events import Change, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.reference import PRODUCTION, Lock
+
+Kind = Literal["evaluations", "signatures"]
 
 
 class Registry(ABC):
@@ -70,12 +72,28 @@ class Registry(ABC):
         """Recipe, model and corpus of a version, as `describe.summary` says, without fetching the whole file."""
 
     @abstractmethod
-    def add_evaluation(self, record: Mapping[str, Any], name: str) -> str:
-        """Store what was measured of an artifact, as `evaluations` says; returns the record's digest."""
+    def add_record(self, kind: Kind, sha256: str, data: bytes, name: str) -> str:
+        """Store a record about an artifact, never changed; returns the record's digest."""
 
     @abstractmethod
-    def evaluations(self, sha256: str, name: str) -> list[dict[str, Any]]:
+    def records(self, kind: Kind, sha256: str, name: str) -> list[tuple[PurePath, bytes]]:
+        """Every record of an artifact with where it is, .../artifact's digest/record's digest.json, in that order."""
+
+    def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
+        """Store what was measured of an artifact, as `evaluations` says; returns the record's digest.
+
+        name   the artifact's, which a Hub must be told
+        """
+        data = evaluations.to_bytes(record)
+        return self.add_record("evaluations", record["artifact"], data, name)
+
+    def evaluations(self, sha256: str, name: str = "") -> list[dict[str, Any]]:
         """Every evaluation record of an artifact, ordered by the record's digest."""
+        return [evaluations.from_bytes(data, path) for path, data in self.records("evaluations", sha256, name)]
+
+    def signatures(self, sha256: str, name: str) -> list[bytes]:
+        """Every signature record of an artifact: see `signing`."""
+        return [data for _, data in self.records("signatures", sha256, name)]
 
     @abstractmethod
     def check_writable(self) -> None:

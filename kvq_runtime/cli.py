@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from importlib import metadata
 
-from kvq_runtime import commands, exchange, search
+from kvq_runtime import commands, exchange, search, signatures
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.reference import PRODUCTION
 from kvq_runtime.table import printable
@@ -117,11 +117,23 @@ def parser() -> argparse.ArgumentParser:
     _reference(command, "NAME, NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     command.add_argument("-o", "--output", metavar="DIR", help="folder to write to (default: NAME)")
     _lock(command, "write a lock file that pins what was pulled")
+    command.add_argument(
+        "--key", metavar="FILE", help="public key; demand its signature, now and whenever the lock is used"
+    )
+    command.add_argument("--lowest", metavar="VERSION", help="with --key: accept no version older than this")
+    command.add_argument(
+        "--follow", action="store_true", help="with --key: the lock does not pin, it lets the alias move"
+    )
     command = add(
         "verify", commands.verify, "make every check of an artifact", "kvq verify out/kvq.safetensors --lock kvq.lock"
     )
     _reference(command, "a reference or a .safetensors file")
     _lock(command, "check digest and size against this lock file too")
+    command.add_argument("--key", metavar="FILE", help="public key: check its signature of name, version and bytes")
+    text = "sign a version with an elliptic-curve key (extra `sign`; $KVQ_KEY_PASSWORD)"
+    command = add("sign", signatures.sign, text, "kvq sign NAME@1.2.0 --key private.pem")
+    _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
+    command.add_argument("--key", required=True, metavar="FILE", help="private key, PEM")
     text = "copy a version to another registry, as it is"
     command = add("push", exchange.push, text, "kvq push NAME@1.2.0 hf://my-org --dry-run")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")

@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime import artifact, compare, describe, files, hub_upkeep, reference, search, upkeep
+from kvq_runtime import artifact, compare, describe, files, hub_upkeep, reference, search, signatures, upkeep
 from kvq_runtime.changes import Registry
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.events import State
@@ -62,10 +62,12 @@ def show(args: Namespace) -> int:
 
 def pull(args: Namespace) -> int:
     """Copy a version and the files beside it into a folder, checked; with --lock, pin it."""
+    policy = signatures.policy(args)
     found = resolve(args.reference, args.registry)
     if not found.registry:
         raise ValueError(f"{args.reference} is a file already; pull takes a name in a registry")
     registry = open_registry(found.registry)
+    signed = policy and signatures.accepted(registry, found, policy)
     beside = registry.beside(found.name, registry.existing(found.name).get(found.version))
     data = files.read(found.path, found.size)
     artifact.from_bytes(data, found.sha256)
@@ -75,8 +77,8 @@ def pull(args: Namespace) -> int:
     for name, content in written.items():
         files.replace(folder / name, content, folder, mode=0o644)
     if args.lock:
-        fields = {"name", "version", "sha256", "size", "commit"}
-        pinned = Lock(args.reference, found.registry, **{name: getattr(found, name) for name in fields})
+        fields = {name: getattr(found, name) for name in ("name", "version", "sha256", "size", "commit")}
+        pinned = Lock(args.reference, found.registry, **fields, policy=policy, signature=signed)
         reference.write_lock(Path(args.lock), pinned)
     paths = [str(folder / name) for name in written]
     print_record(_record(found) | {"files": paths, "lock": args.lock}, args.json)
@@ -99,6 +101,9 @@ def verify(args: Namespace) -> int:
         compared = check not in ("size", "sha256") or against
         result = "ok" if compared else "not compared: a path, and no --lock"
         rows.append({"check": check, "result": result})
+    if args.key:
+        signatures.check(found, args.lock, signatures.public_key(args.key))
+        rows.append({"check": "signature", "result": "ok"})
     print_table(rows, args.json)
     return 0
 

@@ -4,7 +4,7 @@
     versions/1.2.0/kvq.safetensors                  a version's artifact
     versions/1.2.0/README.md, ...                   its card and plots
     README.md                                       the newest version's card, which the Hub shows
-    evaluations/<sha256>/<sha256 of file>.json      what was measured of an artifact later
+    evaluations/<sha256>/<sha256 of file>.json      what was measured of an artifact later; signatures/ likewise
 
 A version exists if and only if kvq.json on main has it. A change is one commit whose parent is the commit that was
 read; if another came first the Hub refuses it. A publish then decides again; a promote stops and asks. When no answer
@@ -29,7 +29,7 @@ from kvq_runtime import (
     hub_tags,
     reference,
 )
-from kvq_runtime.changes import Registry
+from kvq_runtime.changes import Kind, Registry
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.events import Change, State, Version
 from kvq_runtime.hub_index import ARTIFACT, Index, Seen, folder
@@ -219,36 +219,38 @@ class HubRegistry(Registry):
             hub_tags.mend(self, name, found, after)
         return found
 
-    # ---- evaluations
+    # ---- records
 
-    def add_evaluation(self, record: Mapping[str, Any], name: str) -> str:
+    def add_record(self, kind: Kind, sha256: str, data: bytes, name: str) -> str:
         """Add a record, in a commit of its own: it contradicts nothing, so that it has no parent to insist on."""
         from huggingface_hub import CommitOperationAdd
 
-        data = evaluations.to_bytes(record)
-        sha256 = hash_of(data).hexdigest()
-        path, message = f"evaluations/{record['artifact']}/{sha256}.json", f"evaluate {record['artifact'][:12]}"
-        with hub_api.asking(self.repo(name)):
-            hub_api.patiently(
-                lambda: hub_api.api().create_commit(
-                    self.repo(name), [CommitOperationAdd(path, data)], commit_message=message
-                )
-            )
-        return sha256
+        repo, digest = self.repo(name), hash_of(data).hexdigest()
+        path, message = f"{kind}/{reference.check_sha256(sha256)}/{digest}.json", f"add {kind[:-1]} of {sha256[:12]}"
 
-    def evaluations(self, sha256: str, name: str) -> list[dict[str, Any]]:
-        """Every record of an artifact, at the commit that was last read."""
+        def commit() -> None:
+            hub_api.api().create_commit(repo, [CommitOperationAdd(path, data)], commit_message=message)
+
+        with hub_api.asking(repo):
+            hub_api.check_online(repo)
+            hub_api.patiently(commit)
+        self._seen.pop(name, None)  # main has moved
+        return digest
+
+    def records(self, kind: Kind, sha256: str, name: str) -> list[tuple[PurePath, bytes]]:
+        """Every record of an artifact, on main; offline, those of the cache."""
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
-        repo, place = self.repo(name), f"evaluations/{reference.check_sha256(sha256)}"
+        repo, place = self.repo(name), f"{kind}/{reference.check_sha256(sha256)}"
         if hub_api.offline():
-            return []
-        commit = self._look(name).commit
-        with hub_api.asking(repo):
-            try:
-                tree = list(hub_api.api().list_repo_tree(repo, place, revision=commit))
-            except RemoteEntryNotFoundError:
-                return []
-            paths = sorted(file.path for file in tree if file.path.endswith(".json"))
-            found = [(path, self._file(repo, path, commit or "main").resolve()) for path in paths]
-        return [evaluations.from_bytes(files.read(file, evaluations.LIMIT), PurePath(path)) for path, file in found]
+            found = [(PurePath(place, path.name), path) for path in hub_cache.under(repo, place)]
+        else:
+            commit = self.commit(name) or self._look(name).commit or "main"
+            with hub_api.asking(repo):
+                try:
+                    tree = hub_api.api().list_repo_tree(repo, place, revision=commit)
+                    paths = sorted(file.path for file in tree if file.path.endswith(".json"))
+                except RemoteEntryNotFoundError:
+                    return []
+                found = [(PurePath(path), self._file(repo, path, commit)) for path in paths]
+        return [(path, files.read(file.resolve(), evaluations.LIMIT)) for path, file in found]

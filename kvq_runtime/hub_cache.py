@@ -45,3 +45,8 @@ def note_read(repo: str, commit: str) -> None:
         with suppress(OSError):
             place.mkdir(parents=True, exist_ok=True)
             files.replace(place / "main", commit.encode(), place, mode=0o644)
+
+
+def under(repo: str, folder: str) -> list[Path]:
+    """The .json files of a folder of the repository that any commit in the cache has, by name."""
+    return sorted({path.name: path for path in _store(repo).glob(f"snapshots/*/{folder}/*.json")}.values())

@@ -12,7 +12,7 @@ from kvq_runtime.hub import HubRegistry
 from kvq_runtime.hub_index import ARTIFACT, Seen, folder
 from kvq_runtime.upkeep import GRACE, Finding
 
-_OURS = ("versions/", "evaluations/")
+_RECORDS = ("evaluations/", "signatures/")
 
 
 def _named(seen: Seen) -> dict[str, tuple[str, int]]:
@@ -34,14 +34,14 @@ def _tree(registry: HubRegistry, name: str, seen: Seen) -> dict:
 
 
 def _unnamed(tree: dict, seen: Seen) -> list[str]:
-    """Files of versions that there are not, and evaluations of artifacts that there are not."""
+    """Files of versions that there are not, and records about artifacts that there are not."""
     named, known = _named(seen), {version.sha256 for version in seen.index.state.versions.values()}
-    found = [path for path in tree if path.startswith(_OURS) and path not in named]
-    return sorted(path for path in found if not (path.startswith("evaluations/") and path.split("/")[1] in known))
+    found = [path for path in tree if path.startswith(("versions/", *_RECORDS)) and path not in named]
+    return sorted(path for path in found if not (path.startswith(_RECORDS) and path.split("/")[1] in known))
 
 
 def collect(registry: HubRegistry, grace: float = GRACE, dry_run: bool = False) -> list[str]:
-    """Remove files under versions/ and evaluations/ that kvq.json does not name and that are older than `grace`.
+    """Remove files under versions/, evaluations/ and signatures/ that nothing names and that are older than `grace`.
 
     One commit a repository, on what was read: if another commit came first nothing is removed (Conflict).
     """

@@ -3,6 +3,7 @@
     blobs/sha256/<hex>                          artifacts, cards and plots, read-only, named by their digest
     names/<name>/events/00000042.json           what happened to a name, one file a change: see events.py
     evaluations/<sha256>/<sha256 of file>.json  what was measured of an artifact later, never changed
+    signatures/<sha256>/<sha256 of file>.json   who vouches for it
     tmp/                                        files not finished yet
 
 A change is prepared from the events there are, written to tmp/, fsynced, and claimed by a hard link to the next number.
@@ -13,12 +14,11 @@ import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from hashlib import sha256 as hash_of
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from kvq_runtime import artifact, changes, describe, events, files, reference
-from kvq_runtime import evaluations as records
-from kvq_runtime.changes import Registry
+from kvq_runtime import artifact, changes, describe, evaluations, events, files, reference
+from kvq_runtime.changes import Kind, Registry
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.events import Change, Event, State, Version
 
@@ -144,19 +144,18 @@ class LocalRegistry(Registry):
         """What the file's header says."""
         return describe.summary(artifact.describe(self.blob(version.sha256)))
 
-    def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
+    def add_record(self, kind: Kind, sha256: str, data: bytes, name: str = "") -> str:
         """Store a record; the name does not matter here."""
-        data = records.to_bytes(record)
-        sha256 = hash_of(data).hexdigest()
-        folder = self._evaluations(record["artifact"])
+        digest, folder = hash_of(data).hexdigest(), self._records(kind, sha256)
         for needed in (folder, self._tmp):
             files.make_folder(needed)
-        files.claim(folder / f"{sha256}.json", data, self._tmp)
-        return sha256
+        files.claim(folder / f"{digest}.json", data, self._tmp)
+        return digest
 
-    def evaluations(self, sha256: str, name: str = "") -> list[dict[str, Any]]:
-        """Every evaluation record of an artifact, ordered by the record's digest."""
-        return [records.read(path) for path in sorted(self._evaluations(sha256).glob("*.json"))]
+    def records(self, kind: Kind, sha256: str, name: str = "") -> list[tuple[PurePath, bytes]]:
+        """Read the records of an artifact."""
+        paths = sorted(self._records(kind, sha256).glob("*.json"))
+        return [(path, files.read(path, evaluations.LIMIT)) for path in paths]
 
-    def _evaluations(self, sha256: str) -> Path:
-        return self.root / "evaluations" / reference.check_sha256(sha256)
+    def _records(self, kind: Kind, sha256: str) -> Path:
+        return self.root / kind / reference.check_sha256(sha256)

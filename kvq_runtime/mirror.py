@@ -1,4 +1,4 @@
-"""Copy versions from one registry to another, of whatever kind: bytes, number, card, plots and evaluations.
+"""Copy versions from one registry to another, of whatever kind: bytes, number, card, plots, records.
 
 A copy may be repeated, and goes on where it was: what is there is left alone, what is there otherwise is a Conflict.
 """
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvq_runtime import artifact, card, files
-from kvq_runtime.changes import Registry, same
+from kvq_runtime.changes import Kind, Registry, same
 from kvq_runtime.errors import Conflict
 from kvq_runtime.events import State, Version
 
@@ -30,10 +30,12 @@ def copy(source: Registry, name: str, version: Version, target: Registry, dry_ru
             text = card.addressed(beside["README.md"].decode(), target.url, name, version.version)
             beside["README.md"] = card.measured(text, name, records).encode()
         target.publish(name, data, version.version, beside)
-    known = target.evaluations(version.sha256, name)
-    for record in records:
-        if record not in known:
-            target.add_evaluation(record, name)
+    kinds: tuple[Kind, ...] = ("evaluations", "signatures")
+    for kind in kinds:
+        known = [data for _, data in target.records(kind, version.sha256, name)]
+        for _, data in source.records(kind, version.sha256, name):
+            if data not in known:
+                target.add_record(kind, version.sha256, data, name)
     return row | {"result": "was there already" if there else "published"}
 
 

@@ -9,9 +9,10 @@ Every name is checked here before any path is joined.
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from kvq_runtime import files, strict_json
@@ -20,6 +21,7 @@ from kvq_runtime.errors import ArtifactError, NotFound
 SUFFIX = ".safetensors"
 PRODUCTION = "production"
 HUB = "hf://"
+POLICY = {"key", "lowest", "follow"}
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 _ALIAS = re.compile(r"[a-z][a-z0-9-]{0,31}")
@@ -137,7 +139,12 @@ def local_root(url: str) -> Path:
 
 @dataclass(frozen=True)
 class Lock:
-    """What a reference meant when it was pulled: one file, pinned by its digest; `commit` of a Hub."""
+    """What a reference meant when it was pulled: one file, pinned by its digest.
+
+    commit      of a Hub
+    policy      what is demanded of the file beside its digest, and whether the reference is followed: see `signing`
+    signature   the one that the policy accepted, so that a pinned file is checked without asking anybody
+    """
 
     reference: str
     registry: str
@@ -146,9 +153,11 @@ class Lock:
     sha256: str
     size: int
     commit: str = ""
+    policy: Mapping[str, Any] | None = None
+    signature: Mapping[str, Any] | None = None
 
 
-_OPTIONAL = {"commit"}
+_OPTIONAL = {"commit", "policy", "signature"}
 
 
 def write_lock(path: Path, lock: Lock) -> None:
@@ -164,7 +173,7 @@ def read_lock(path: Path | str) -> Lock:
         data = files.read(Path(path), 1 << 16)
     except NotFound:
         raise NotFound(f"{what}: no such file; kvq pull REFERENCE --lock {path} writes it") from None
-    given = strict_json.loads(data, what)
+    given = strict_json.loads(data, what, depth=32)
     there = _OPTIONAL & set(given) if isinstance(given, dict) else set()
     strict_json.keys(given, set(Lock.__dataclass_fields__) - _OPTIONAL | there, what)
     try:
@@ -175,6 +184,20 @@ def read_lock(path: Path | str) -> Lock:
             raise ValueError("size must be a whole number, reference and registry text")
         if not isinstance(lock.commit, str) or not _COMMIT.fullmatch(lock.commit):
             raise ValueError(f"commit {lock.commit!r:.80}; 40 digits of 0-9 a-f are meant")
+        _check_demands(lock)
     except ValueError as error:
         raise ArtifactError(f"{what}: {error}; pull again") from None
     return lock
+
+
+def _check_demands(lock: Lock) -> None:
+    """ValueError for a policy that is none."""
+    if lock.policy is None:
+        return
+    strict_json.keys(lock.policy, POLICY, "policy")
+    if not isinstance(lock.policy["key"], str) or not isinstance(lock.policy["follow"], bool):
+        raise ValueError("policy: key must be a public key in PEM, follow true or false")
+    if lock.policy["lowest"] != "":
+        check_version(lock.policy["lowest"])
+    if lock.signature is not None and not isinstance(lock.signature, dict):
+        raise ValueError("signature must be an object")

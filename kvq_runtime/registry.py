@@ -10,10 +10,12 @@ resolve("./kvq.safetensors")                      a file
 import logging
 import os
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from kvq_runtime import artifact, files, reference
+from kvq_runtime import artifact, files, reference, signing, strict_json
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.changes import Registry
 from kvq_runtime.errors import ArtifactError, NotFound
@@ -80,12 +82,19 @@ def resolve(given: str | Path, registry: str | Path | None = None, lock: str | P
     """Find the file a reference means; nothing in it is checked yet, see `load_artifact`.
 
     registry   its address; else $KVQ_REGISTRY, else the lock's, else the default
-    lock       a lock file: the reference then means what it meant when the lock was written, or it is an error
+    lock       a lock file: the reference then means what it meant when the lock was written, or it is an error; where
+               its policy says `follow`, what it means now, if that is signed and not too old
     Raises ValueError for text that is no reference, NotFound, or ArtifactError for a damaged registry or lock.
     """
     pinned = reference.read_lock(lock) if lock is not None else None
     wanted = reference.parse(given)
+    policy = pinned.policy if pinned is not None else None
+    if pinned is not None and policy is not None and not policy["follow"]:
+        own = strict_json.dumps(pinned.signature).encode()
+        signing.enforce(policy, [own], pinned.name, pinned.version, pinned.sha256)
     if isinstance(wanted, Path):
+        if policy is not None and policy["follow"]:
+            raise ArtifactError(f"lock: {lock} follows a reference, and {wanted} is a path; pull without --follow")
         sha256, size = files.digest(wanted)
         found = Resolved(wanted.stem, "", sha256, size, wanted, "asked for by path")
         return found if pinned is None else _same_bytes(found, pinned, lock)
@@ -95,6 +104,8 @@ def resolve(given: str | Path, registry: str | Path | None = None, lock: str | P
     if str(given) != pinned.reference:
         raise ArtifactError(f"lock: {lock} pins {pinned.reference}, not {given}; pull {given} with its own --lock")
     kept = open_registry(where or os.environ.get("KVQ_REGISTRY") or pinned.registry)
+    if policy is not None and policy["follow"]:
+        return _accepted(_find(kept, wanted), policy, kept)
     held, why = kept.held(pinned), f"pinned by {lock}"
     if held is not None:
         return Resolved(
@@ -110,6 +121,13 @@ def _find(registry: Registry, wanted: Reference) -> Resolved:
     return Resolved(name, found.version, found.sha256, found.size, path, why, registry.url, found.yanked, commit)
 
 
+def _accepted(found: Resolved, policy: Mapping[str, Any], registry: Registry) -> Resolved:
+    """What a followed reference means now, if the lock's policy accepts it."""
+    records = registry.signatures(found.sha256, found.name)
+    signing.enforce(policy, records, found.name, found.version, found.sha256)
+    return replace(found, chosen_because=f"{found.chosen_because}; signed, as the lock file demands")
+
+
 def _same_bytes(found: Resolved, pinned: Lock, lock: str | Path | None) -> Resolved:
     if (found.sha256, found.size) != (pinned.sha256, pinned.size):
         raise ArtifactError(
@@ -120,7 +138,7 @@ def _same_bytes(found: Resolved, pinned: Lock, lock: str | Path | None) -> Resol
         raise ArtifactError(
             f"lock: {lock} pins version {pinned.version}; the registry calls these bytes {found.version}"
         )
-    return Resolved(**{**vars(found), "chosen_because": f"pinned by {lock}"})
+    return replace(found, chosen_because=f"pinned by {lock}")
 
 
 def load_artifact(given: str | Path, registry: str | Path | None = None, lock: str | Path | None = None) -> Artifact:

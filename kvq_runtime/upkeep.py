@@ -91,6 +91,8 @@ def examine(registry: LocalRegistry) -> list[Finding]:
     found += _examine_blobs(registry, named, readable)
     for path in sorted(registry.root.glob("evaluations/*/*")):
         found += _try(lambda path=path: evaluations.read(path), path, "delete it, and evaluate again")
+    for path in sorted(registry.root.glob("signatures/*/*")):
+        found += _try(lambda path=path: _check_digest(path, path.stem), path, "delete it, and sign again")
     for path in sorted(registry.root.glob("tmp/*")):
         advice = "left by a process that stopped, or that is writing now; kvq gc removes it when it is old"
         found.append(Finding("note", "temporary file", str(path), advice))

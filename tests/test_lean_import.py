@@ -24,6 +24,7 @@ ABSENT = [
     "psutil",
     "zstandard",
     "fastapi",
+    "model_signing",
 ]
 OPTIONAL = {"kvq_runtime.hf"}  # needs the extra hf
 
