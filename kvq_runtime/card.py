@@ -66,4 +66,4 @@ def eval_results(records: Sequence[Mapping[str, Any]]) -> list[Any]:
 def _parsed(text: str) -> Any:
     from huggingface_hub import ModelCard
 
-    return ModelCard(text)
+    return ModelCard(text if text.startswith("---\n") else f"---\nlibrary_name: kvq\n---\n{text}")

@@ -63,6 +63,10 @@ class Registry(ABC):
     def fetch(self, name: str, version: Version) -> Path:
         """The file of a version; loading it checks digest and size."""
 
+    def whole(self, name: str, version: Version) -> Path:
+        """`fetch`; where the file is a copy in a cache, it is compared, and replaced if it was damaged."""
+        return self.fetch(name, version)
+
     @abstractmethod
     def beside(self, name: str, version: Version) -> dict[str, bytes]:
         """The files beside a version, by name, their digests checked."""

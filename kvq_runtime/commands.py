@@ -68,8 +68,9 @@ def pull(args: Namespace) -> int:
         raise ValueError(f"{args.reference} is a file already; pull takes a name in a registry")
     registry = open_registry(found.registry)
     signed = policy and signatures.accepted(registry, found, policy)
-    beside = registry.beside(found.name, registry.existing(found.name).get(found.version))
-    data = files.read(found.path, found.size)
+    version = registry.existing(found.name).get(found.version)
+    beside = registry.beside(found.name, version)
+    data = files.read(registry.whole(found.name, version), found.size)
     artifact.from_bytes(data, found.sha256)
     folder = Path(args.output or found.name)
     written = {"kvq.safetensors": data} | beside

@@ -167,13 +167,16 @@ class HubRegistry(Registry):
 
     def fetch(self, name: str, version: Version) -> Path:
         """A version's file, from the cache or downloaded; what is downloaded must have the right digest."""
-        repo = self.repo(name)
-        found = hub_cache.artifact(repo, version.version, version.sha256, version.size)
-        if found is not None:
-            if files.digest(found) == (version.sha256, version.size):
-                return found
-            found.unlink()  # damaged where it lay
-        return self._download(name, f"{folder(version.version)}/{ARTIFACT}", version.sha256, version.size)
+        found = hub_cache.artifact(self.repo(name), version.version, version.sha256, version.size)
+        return found or self._download(name, f"{folder(version.version)}/{ARTIFACT}", version.sha256, version.size)
+
+    def whole(self, name: str, version: Version) -> Path:
+        """`fetch`, and again if the file was damaged where it lay."""
+        found = self.fetch(name, version)
+        if files.digest(found) == (version.sha256, version.size):
+            return found
+        found.unlink()
+        return self.fetch(name, version)
 
     def beside(self, name: str, version: Version) -> dict[str, bytes]:
         """The files beside a version."""

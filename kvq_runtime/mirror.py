@@ -23,7 +23,7 @@ def copy(source: Registry, name: str, version: Version, target: Registry, dry_ru
         target.check_writable()
         return row | {"result": "is there already" if there else "would be published"}
     if not there:
-        data = files.read(source.fetch(name, version), version.size)
+        data = files.read(source.whole(name, version), version.size)
         artifact.from_bytes(data, version.sha256)
         beside = source.beside(name, version)
         if "README.md" in beside:

@@ -1,0 +1,144 @@
+"""What a load from a Hub costs beside `huggingface_hub.snapshot_download` of the same file, in one run.
+
+    python benchmarks/registry.py --megabytes 64
+
+A Hub on loopback (tests/hub_server.py) serves one artifact. Cold: an empty cache; both download the same bytes over the
+same socket, and kvq hashes them once. Warm: `resolve` with a lock file asks nobody, as does snapshot_download by a
+commit; with an alias it asks once, as does snapshot_download by a branch. `load` is what comes on top of either:
+reading, hashing and checking every tensor. Rounds are interleaved; medians and ratios to snapshot_download are printed.
+Loopback shows what we add to the network, not what the network costs.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import torch
+from hub_server import Hub
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.utils import disable_progress_bars
+
+from kvq_runtime import artifact, codec, fingerprint, reference, registry
+from kvq_runtime.artifact import Artifact
+from kvq_runtime.fingerprint import Fingerprint
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import preset
+
+NAME = "bench-aqua-2bit"
+
+
+def main() -> int:
+    """Print a table, or write it with --json."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top.add_argument("--megabytes", type=int, default=64)
+    top.add_argument("--rounds", type=int, default=7)
+    top.add_argument("--json", metavar="FILE")
+    args = top.parse_args()
+    disable_progress_bars()
+    warnings.simplefilter("ignore", DeprecationWarning)
+    data = _artifact(args.megabytes)
+    with Hub() as hub, tempfile.TemporaryDirectory() as folder:
+        hub.users = {"hf_bench": ("me", "write")}
+        os.environ |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_bench", "HF_HUB_OFFLINE": "0"}
+        (Path(folder) / "harnesses.json").write_text("{}")
+        constants.AGENT_HARNESSES_PATH = str(Path(folder) / "harnesses.json")
+        seconds, requests = _measure(hub, data, Path(folder), args.rounds)
+    units = {"cold": "cold: snapshot_download", "warm pinned": "warm pinned: snapshot_download",
+             "warm alias": "warm alias: snapshot_download"}  # fmt: skip
+    print(f"{len(data) / 1e6:.1f} MB, {args.rounds} rounds, {torch.get_num_threads()} threads")
+    rows = []
+    for name, taken in seconds.items():
+        unit = units.get(name.partition(":")[0])
+        ratio = statistics.median(taken) / statistics.median(seconds[unit]) if unit else None
+        rows.append(
+            {"what": name, "ms": 1e3 * statistics.median(taken), "ratio": ratio, "requests": requests.get(name)}
+        )
+        shown = f"{ratio:8.2f} x" if ratio else " " * 10
+        print(f"  {name:32} {rows[-1]['ms']:10.2f} ms {shown}   {requests.get(name, '')} requests")
+    if args.json:
+        record = {"benchmark": "registry", "bytes": len(data), "rounds": args.rounds, "rows": rows}
+        Path(args.json).write_text(json.dumps(record) + "\n")
+    return 0
+
+
+def _measure(hub: Hub, data: bytes, folder: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    kept = registry.open_registry("hf://org")
+    constants.HF_HUB_CACHE = str(folder / "publisher")
+    version = kept.publish(NAME, data)
+    kept.promote(NAME, version.version)
+    where, lock = f"hf://org/{NAME}", folder / "kvq.lock"
+    commit = hub.repos[f"org/{NAME}"].branches["main"]
+    pinned = reference.Lock(where, kept.url, NAME, version.version, version.sha256, version.size, commit)
+    reference.write_lock(lock, pinned)
+    file = f"versions/{version.version}/kvq.safetensors"
+
+    def snapshot(revision: str) -> None:
+        snapshot_download(f"org/{NAME}", revision=revision, allow_patterns=file, endpoint=hub.url)
+
+    path = registry.resolve(where).path
+    constants.HF_HUB_CACHE = str(folder / "snapshots")
+    snapshot("main")
+    snapshot(commit)
+    cold: dict[str, Callable[[], object]] = {
+        "cold: snapshot_download": lambda: snapshot(commit),
+        "cold: kvq": lambda: registry.resolve(where),
+    }
+    warm: dict[str, Callable[[], object]] = {
+        "warm pinned: snapshot_download": lambda: snapshot(commit),
+        "warm pinned: kvq": lambda: registry.resolve(where, lock=lock),
+        "warm alias: snapshot_download": lambda: snapshot("main"),
+        "warm alias: kvq": lambda: registry.resolve(f"{where}@production"),
+        "load, checked": lambda: artifact.load(path, version.sha256, version.size),
+        "read and hash once": lambda: reference.files.digest(path),
+    }
+    seconds, requests = {name: [] for name in (*cold, *warm)}, {}
+    for number in range(rounds):
+        for name, action in [*cold.items(), *warm.items()]:
+            warm_cache = "snapshots" if "snapshot" in name else "publisher"
+            constants.HF_HUB_CACHE = str(folder / (f"{number}-{name[-3:]}" if name in cold else warm_cache))
+            before, begun = len(hub.requests), time.perf_counter()
+            action()
+            seconds[name].append(time.perf_counter() - begun)
+            requests[name] = len(hub.requests) - before
+        for name in cold:
+            shutil.rmtree(folder / f"{number}-{name[-3:]}")
+    return seconds, requests
+
+
+def _artifact(megabytes: int) -> bytes:
+    """An artifact of about this size: AQUA-KV's linear predictors, of random numbers."""
+    recipe, layers = preset("aqua-2bit"), 2
+    while True:
+        shape = Geometry(layers=layers, kv_heads=8, head_size=128)
+        specs = codec.all_specs(recipe, shape)
+        if (
+            layers == 1024
+            or sum(torch.empty(s, dtype=d, device="meta").nbytes for s, d in specs.values()) >= megabytes << 20
+        ):
+            break
+        layers += 1
+    generator = torch.Generator().manual_seed(0)
+    tensors = {n: _random(s, d, generator) for n, (s, d) in specs.items()}
+    probes = {n: _random(s, d, generator) for n, (s, d) in fingerprint.specs(shape).items()}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return artifact.to_bytes(Artifact(recipe, Fingerprint(shape, rope, False, probes), tensors, {"model": "none"}, {}))
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if dtype == torch.uint8:
+        return torch.randint(256, shape, generator=generator, dtype=dtype)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
