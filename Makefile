@@ -46,6 +46,7 @@ format: env ## let ruff format and fix
 
 bench: $(VENV)/.bench ## run the benchmarks; BENCH_ARGS=...
 	$(RUN) benchmarks/decode.py $(BENCH_ARGS)
+	$(RUN) benchmarks/registry.py
 
 compare: env ## measure all families of recipes and write docs/compare.md; COMPARE_ARGS="--model demo"
 	$(RUN) scripts/compare_models.py $(COMPARE_ARGS)

@@ -117,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
     _reference(command, "NAME, NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     command.add_argument("-o", "--output", metavar="DIR", help="folder to write to (default: NAME)")
     _lock(command, "write a lock file that pins what was pulled")
+    command.add_argument("--locked", metavar="FILE", help="pull what this lock file pins, or fail")
     command.add_argument(
         "--key", metavar="FILE", help="public key; demand its signature, now and whenever the lock is used"
     )

@@ -26,7 +26,7 @@ def list_names(args: Namespace) -> int:
             state = registry.state(name)
             if state.events:
                 rows.append(_list_row(registry, state))
-        except ArtifactError as error:
+        except (ArtifactError, PermissionError) as error:
             broken = 1
             rows.append({"name": name, "recipe": f"cannot be read: {error}"})
     print_table(rows, args.json)
@@ -61,9 +61,9 @@ def show(args: Namespace) -> int:
 
 
 def pull(args: Namespace) -> int:
-    """Copy a version and the files beside it into a folder, checked; with --lock, pin it."""
+    """Copy a version and the files beside it into a folder, checked; --lock pins it, --locked takes what is pinned."""
     policy = signatures.policy(args)
-    found = resolve(args.reference, args.registry)
+    found = resolve(args.reference, args.registry, args.locked)
     if not found.registry:
         raise ValueError(f"{args.reference} is a file already; pull takes a name in a registry")
     registry = open_registry(found.registry)

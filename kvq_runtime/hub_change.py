@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvq_runtime.hub import HubRegistry
 
 TRIES = 100
+_NEW = {".gitattributes", "README.md", "LICENSE"}  # what the Hub's own form for a new repository makes
 
 
 def change(
@@ -47,6 +48,8 @@ def change(
         if seen.commit is None:
             _create(repo, registry.private)
             continue
+        if not seen.index.state.events:
+            _check_ours(repo, seen.commit)
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         event = Event(len(seen.index.state.events) + 1, name, at, wanted)
         try:
@@ -69,6 +72,18 @@ def change(
 def _create(repo: str, private: bool | None) -> None:
     with hub_api.asking(repo):
         hub_api.patiently(lambda: hub_api.api().create_repo(repo, private=private, exist_ok=True))
+
+
+def _check_ours(repo: str, commit: str) -> None:
+    """Conflict for a repository without kvq.json that holds anything but what a new one may hold."""
+    with hub_api.asking(repo):
+        tree = hub_api.patiently(lambda: list(hub_api.api().list_repo_tree(repo, recursive=True, revision=commit)))
+    other = sorted(file.path for file in tree if file.path not in _NEW)
+    if other:
+        raise Conflict(
+            f"{repo} has no kvq.json, but {other[0]} and {len(other) - 1} other files: it is somebody else's, or its "
+            "kvq.json was deleted; restore that, or choose another name"
+        )
 
 
 def _commit(repo: str, seen: Seen, event: Event, content: Mapping[str, bytes], about: Mapping[str, Any]) -> Seen:

@@ -439,6 +439,19 @@ def test_an_index_that_was_edited_by_hand_is_refused(change, message, hub, store
     assert "fault" in [finding.level for finding in hub_upkeep.examine(store)]
 
 
+def test_a_repository_of_something_else_is_left_alone(hub, store):
+    HfApi(endpoint=hub.url).create_repo(REPO)
+    edit(hub, lambda repo, tree: tree.update({"README.md": repo.blob(b"---\nlicense: mit\n---\n")}))
+    store.publish(NAME, tiny.data())
+    edit(hub, lambda repo, tree: tree.pop(hub_index.FILE))  # its numbers would be used again
+    with pytest.raises(Conflict, match="has no kvq.json, but versions/1.0.0/kvq.safetensors"):
+        store.publish(NAME, tiny.data(1))
+    commits = len(hub.repos[REPO].log("main"))
+    with pytest.raises(NotFound, match="holds no kvq.json"):
+        registry.resolve(f"hf://org/{NAME}")
+    assert len(hub.repos[REPO].log("main")) == commits
+
+
 def test_a_file_that_was_replaced_by_hand_is_refused_and_found(hub, store, monkeypatch, tmp_path):
     store.publish(NAME, tiny.data(0))
     store.publish("other", tiny.data(1))

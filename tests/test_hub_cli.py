@@ -227,3 +227,13 @@ def test_a_cache_comes_from_a_hub_by_alias(hub, tmp_path, capsys):
     registry.open_registry("hf://org").promote("small", "1.0.0")
     cache = KVQCache.from_pretrained("hf://org/small@production", model=model)
     assert cache.blocks.recipe.name == "aqua-2bit"
+    lock = str(tmp_path / "kvq.lock")
+    assert cli.main(["pull", "hf://org/small@production", "-o", str(tmp_path / "out"), "--lock", lock]) == 0
+    before = len(asked(hub))
+    KVQCache.from_pretrained("hf://org/small@production", model=model, lock=lock)
+    assert len(asked(hub)) == before
+    text = ["--corpus", str(folder / "corpus.txt"), "--windows", "1", "--length", "256", "--quiet"]
+    assert cli.main(["eval", "hf://org/small@production", "--model", str(folder), *text]) == 0
+    kept = registry.open_registry("hf://org")
+    (record,) = kept.evaluations(kept.state("small").versions["1.0.0"].sha256, "small")
+    assert record["result"]["recipe"] == "aqua-2bit"

@@ -68,6 +68,16 @@ def test_every_module_imports(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_folder_needs_nothing_of_the_hub(tmp_path):
+    body = """
+from kvq_runtime import registry
+registry.open_registry().names()
+print([name for name in sys.modules if name.startswith(("huggingface_hub", "httpx"))])
+"""
+    done = run(body, home=tmp_path)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 def test_there_are_golden_artifacts():
     assert GOLDEN, "artifacts/golden holds no artifact; one tiny artifact per method and schema version belongs there"
 
