@@ -20,12 +20,12 @@ from typing import Any
 from kvq_runtime import (
     changes,
     describe,
-    evaluations,
     files,
     hub_api,
     hub_cache,
     hub_change,
     hub_index,
+    hub_records,
     hub_tags,
     reference,
 )
@@ -53,7 +53,7 @@ class HubRegistry(Registry):
         return f"{self.org}/{reference.check_name(name)}"
 
     def names(self) -> list[str]:
-        """Every name: models of the organization whose card has the tag kvq."""
+        """Every name: models of the organization whose card has the tag kvq, as the Hub's own index has them now."""
         with hub_api.asking(f"{self.org}/*"):
             hub_api.check_online(self.url)
             found = [model.id.rpartition("/")[2] for model in hub_api.api().list_models(author=self.org, filter="kvq")]
@@ -114,7 +114,7 @@ class HubRegistry(Registry):
 
         repo = self.repo(name)
         try:
-            path = self._file(repo, hub_index.FILE, commit)
+            path = hub_api.file(repo, hub_index.FILE, commit)
         except RemoteEntryNotFoundError:
             return Seen(commit, Index(State(name)))
         data = files.read(path.resolve(), hub_index.LIMIT)
@@ -136,30 +136,9 @@ class HubRegistry(Registry):
             warnings.warn(f"{repo}: {text} ({hub_api.redacted(error)})", stacklevel=5)
             return last
 
-    def _file(self, repo: str, file: str, commit: str, force: bool = False) -> Path:
-        from huggingface_hub import hf_hub_download
-
-        options = {"revision": commit, "endpoint": hub_api.endpoint(), "library_name": "kvq", "force_download": force}
-        options["local_files_only"] = hub_api.offline()
-        return Path(hub_api.patiently(lambda: hf_hub_download(repo, file, **options)))
-
     def check_writable(self) -> None:
-        """Ask who the token belongs to, and whether it may write here; a fine-grained token is believed."""
-        from huggingface_hub.errors import LocalTokenNotFoundError
-
-        with hub_api.asking(f"{self.org}/*"):
-            hub_api.check_online(self.url)
-            try:
-                me = hub_api.patiently(lambda: hub_api.api().whoami())
-            except LocalTokenNotFoundError:
-                text = f"{self.url}: no token to write with: `hf auth login`, or set HF_TOKEN"
-                raise PermissionError(text) from None
-        if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
-            raise PermissionError(f"{self.url}: the token only reads; make one that writes at {hub_api.endpoint()}")
-        if self.org not in (me.get("name"), *(org.get("name") for org in me.get("orgs", []))):
-            raise PermissionError(
-                f"{self.url}: {me.get('name')} is no member of it; ask to be let in, or push elsewhere"
-            )
+        """Ask who the token belongs to, and whether it may write here."""
+        hub_api.check_writable(self.org)
 
     def held(self, lock: Lock) -> Path | None:
         """The pinned file, if it is in the cache: no request."""
@@ -192,7 +171,7 @@ class HubRegistry(Registry):
         found = ("", 0)
         for force in (False, True):  # a damaged file of the cache, or of the way here, is fetched once more
             with hub_api.asking(repo):
-                path = self._file(repo, file, commit, force).resolve()
+                path = hub_api.file(repo, file, commit, force).resolve()
             found = files.digest(path)
             if found == (sha256, size):
                 return path
@@ -225,35 +204,13 @@ class HubRegistry(Registry):
     # ---- records
 
     def add_record(self, kind: Kind, sha256: str, data: bytes, name: str) -> str:
-        """Add a record, in a commit of its own: it contradicts nothing, so that it has no parent to insist on."""
-        from huggingface_hub import CommitOperationAdd
-
-        repo, digest = self.repo(name), hash_of(data).hexdigest()
-        path, message = f"{kind}/{reference.check_sha256(sha256)}/{digest}.json", f"add {kind[:-1]} of {sha256[:12]}"
-
-        def commit() -> None:
-            hub_api.api().create_commit(repo, [CommitOperationAdd(path, data)], commit_message=message)
-
-        with hub_api.asking(repo):
-            hub_api.check_online(repo)
-            hub_api.patiently(commit)
+        """Add a record, in a commit of its own."""
+        digest = hub_records.add(self.repo(name), kind, sha256, data)
         self._seen.pop(name, None)  # main has moved
         return digest
 
     def records(self, kind: Kind, sha256: str, name: str) -> list[tuple[PurePath, bytes]]:
         """Every record of an artifact, on main; offline, those of the cache."""
-        from huggingface_hub.errors import RemoteEntryNotFoundError
-
-        repo, place = self.repo(name), f"{kind}/{reference.check_sha256(sha256)}"
         if hub_api.offline():
-            found = [(PurePath(place, path.name), path) for path in hub_cache.under(repo, place)]
-        else:
-            commit = self.commit(name) or self._look(name).commit or "main"
-            with hub_api.asking(repo):
-                try:
-                    tree = hub_api.api().list_repo_tree(repo, place, revision=commit)
-                    paths = sorted(file.path for file in tree if file.path.endswith(".json"))
-                except RemoteEntryNotFoundError:
-                    return []
-                found = [(PurePath(path), self._file(repo, path, commit)) for path in paths]
-        return [(path, files.read(file.resolve(), evaluations.LIMIT)) for path, file in found]
+            return hub_records.cached(self.repo(name), kind, sha256)
+        return hub_records.read(self.repo(name), kind, sha256, self.commit(name) or self._look(name).commit or "main")

@@ -9,7 +9,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvq_runtime.errors import NotFound
@@ -51,6 +52,31 @@ def check_online(what: str) -> None:
 
     if offline():
         raise OfflineModeIsEnabled(what)
+
+
+def file(repo: str, path: str, commit: str, force: bool = False) -> Path:
+    """A file of a commit, from the cache or downloaded into it; `force`: in place of what the cache has."""
+    from huggingface_hub import hf_hub_download
+
+    options: dict[str, Any] = {"revision": commit, "endpoint": endpoint(), "library_name": "kvq"}
+    options |= {"force_download": force, "local_files_only": offline()}
+    return Path(patiently(lambda: hf_hub_download(repo, path, **options)))
+
+
+def check_writable(org: str) -> None:
+    """PermissionError where the token may not write to an organization; a fine-grained token is believed."""
+    from huggingface_hub.errors import LocalTokenNotFoundError
+
+    with asking(f"{org}/*"):
+        check_online(org)
+        try:
+            me = patiently(lambda: api().whoami())
+        except LocalTokenNotFoundError:
+            raise PermissionError(f"hf://{org}: no token to write with: `hf auth login`, or set HF_TOKEN") from None
+    if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise PermissionError(f"hf://{org}: the token only reads; make one that writes at {endpoint()}")
+    if org not in (me.get("name"), *(one.get("name") for one in me.get("orgs", []))):
+        raise PermissionError(f"hf://{org}: {me.get('name')} is no member of it; ask to be let in, or push elsewhere")
 
 
 def status(error: BaseException) -> int | None:
