@@ -18,7 +18,7 @@ from kvq_runtime.flush import flush, refuse_nan
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.history import History, Pair
 from kvq_runtime.memory import MemoryReport
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.stream import Stream
 from kvq_runtime.timeline import Timeline
 from kvq_runtime.votes import Votes
@@ -69,7 +69,7 @@ class BlockCache:
         The first call returns its arguments: a prompt attends to exact keys and values. A flush follows the reading,
         so a step attends to the state before its own flush.
         """
-        unseen = self.recipe.needs - {"positions"}
+        unseen = self.recipe.needs & OURS
         if unseen:
             raise RuntimeError(
                 f"{self.recipe.name} needs {' and '.join(sorted(unseen))}, which update() does not see; "

@@ -26,11 +26,10 @@ from kvq_runtime.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.memory import MemoryReport
-from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.recipe import OURS, Recipe, preset
 from kvq_runtime.rope import Rotary
 
 _VARYING_ROPE = ("dynamic", "longrope")  # their frequencies change with the length of the text
-OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our attention gives
 _hooked: WeakSet[nn.Module] = WeakSet()
 
 

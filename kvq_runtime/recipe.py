@@ -39,6 +39,7 @@ KINDS: dict[str, dict[str, type]] = {
 }
 LATER = ("feedback", "correct")  # stages younger than the file format: without one, a side does not speak of it
 WINDOWS: dict[str, type] = {kind.kind: kind for kind in window.KINDS}
+OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
 Half = Literal["key", "value"]
 HALVES: tuple[Half, ...] = get_args(Half)
 

@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.ledger import NOWHERE, Ledger
-from kvq_runtime.hf import OURS, KVQCache
+from kvq_runtime.hf import KVQCache
+from kvq_runtime.recipe import OURS
 
 REFERENCE = "16 bit"
 STEP = 32
