@@ -20,7 +20,7 @@ from kvq_runtime.artifact import Artifact
 from kvq_runtime.card import UNMEASURED, eval_results
 from kvq_runtime.describe import artifact_record, recipe_row
 from kvq_runtime.memory import side_bits
-from kvq_runtime.recipe import HALVES
+from kvq_runtime.recipe import HALVES, OURS
 from kvq_runtime.table import cell
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
@@ -133,6 +133,7 @@ def _snippet(artifact: Artifact, reference: str) -> str:
     else:
         head, load = "", "model_id"
         where = f'model_id = "{model}"' + ("" if _HUB.fullmatch(model) else "  # the folder of the model")
+    ours = 'model.set_attn_implementation("kvq")\n' if artifact.recipe.needs & OURS else ""
     pinned = f', revision="{revision}"' if revision else ""
     return f"""\
 ```sh
@@ -147,7 +148,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 {where}
 tokenizer = AutoTokenizer.from_pretrained({load}{pinned})
 model = AutoModelForCausalLM.from_pretrained({load}{pinned}, dtype="auto")
-cache = KVQCache.from_pretrained("{reference}", model=model)
+{ours}cache = KVQCache.from_pretrained("{reference}", model=model)
 
 inputs = tokenizer("The cache of a language model", return_tensors="pt").to(model.device)
 output = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)

@@ -9,6 +9,8 @@ G query heads share a KV head; N = G · T rows of queries per KV head.
 Differs: kernels, which cannot see all scores at once, merge parts by their log-sum-exp (`ops/attention.py`).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,27 +19,40 @@ from kvq_runtime.stream import Stream
 
 _SCORES = 1 << 25  # scores held at once
 _FOLDED = 64  # rows of queries per KV head up to which blocks are not decoded
+# is told the layer and its weights [B, H, G, queries, tokens], slice after slice; it may keep none of the tensor
+Observer = Callable[[int, Tensor], None]
 
 
-def attend(history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def attend(
+    history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, observer: Observer | None = None
+) -> Tensor:
     """See BlockCache.attend."""
     batch, heads, count, _ = q_BHTD.shape
+    if not batch:
+        return torch.empty_like(q_BHTD)
     length = history.layers[layer][0].length
     step = max(1, _SCORES // (batch * heads * length))
     if mask is None and count > 1:
         mask = _causal(count, length, q_BHTD.device)
     if count <= step:
-        return _attend(history, layer, q_BHTD, mask, scale)
+        return _attend(history, layer, q_BHTD, mask, scale, observer)
     out = [
         _attend(
-            history, layer, q_BHTD[:, :, t : t + step], mask[:, :, t : t + step] if mask is not None else None, scale
+            history,
+            layer,
+            q_BHTD[:, :, t : t + step],
+            mask[:, :, t : t + step] if mask is not None else None,
+            scale,
+            observer,
         )
         for t in range(0, count, step)
     ]
     return torch.cat(out, 2)
 
 
-def _attend(history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend(
+    history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, observer: Observer | None
+) -> Tensor:
     heads, count = history.geometry.kv_heads, q_BHTD.shape[2]
     q_BHND = (q_BHTD.float() * scale).reshape(len(q_BHTD), heads, -1, q_BHTD.shape[-1])
     s_BHNT = _scores(history, layer, q_BHND)
@@ -45,6 +60,8 @@ def _attend(history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, s
         s_BHGTT = s_BHNT.unflatten(2, (-1, count))
         s_BHGTT.masked_fill_(~mask[:, :, None], torch.finfo(s_BHNT.dtype).min)
     p_BHNT = s_BHNT.softmax(-1)
+    if observer is not None:
+        observer(layer, p_BHNT.unflatten(2, (-1, count)))
     out = _mix(history, layer, p_BHNT)
     return out.view(q_BHTD.shape).to(q_BHTD.dtype)
 

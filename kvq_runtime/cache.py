@@ -18,9 +18,10 @@ from kvq_runtime.flush import flush, refuse_nan
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.history import History, Pair
 from kvq_runtime.memory import MemoryReport
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.stream import Stream
 from kvq_runtime.timeline import Timeline
+from kvq_runtime.votes import Votes
 
 
 class BlockCache:
@@ -54,6 +55,8 @@ class BlockCache:
         self.timeline = Timeline()
         self.history = History(self.recipe, self.geometry, self.codecs, self.timeline)
         self.layers = self.history.layers
+        window = self.recipe.window
+        self.votes = None if window is None else Votes(window, self.history, len(self.held))
         self.reencoded = 0
         self._before = 0  # tokens before this forward pass
 
@@ -66,6 +69,12 @@ class BlockCache:
         The first call returns its arguments: a prompt attends to exact keys and values. A flush follows the reading,
         so a step attends to the state before its own flush.
         """
+        unseen = self.recipe.needs & OURS
+        if unseen:
+            raise RuntimeError(
+                f"{self.recipe.name} needs {' and '.join(sorted(unseen))}, which update() does not see; "
+                "use take(), attend() and finish()"
+            )
         try:
             streams = self._arrive(layer, k_BTC)
             out = (k_BTC, v_BTC) if streams[0].length == 0 else self.history.whole(layer, (k_BTC, v_BTC))
@@ -91,7 +100,8 @@ class BlockCache:
         mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
         scale   what scores are multiplied with
         """
-        return attend(self.history, layer, q_BHTD, mask, scale)
+        observer = None if self.votes is None else self.votes.hear
+        return attend(self.history, layer, q_BHTD, mask, scale, observer)
 
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
@@ -117,6 +127,8 @@ class BlockCache:
             for stream in (stream for pair in self.layers.values() for stream in pair):
                 stream.release()
             self.timeline.release()
+            if self.votes is not None:
+                self.votes.release()
         self.history.forget(layer, last)
 
     def _streams(self, layer: int, k_BTC: Tensor) -> tuple[Stream, Stream]:
@@ -143,6 +155,8 @@ class BlockCache:
             self.settle()
             self.history.clear()
             self._before = self.timeline.length
+            if self.votes is not None:
+                self.votes.decide(self._before, count)
         streams = self._streams(layer, k_BTC)
         if first:
             self.timeline.extend(batch, count, k_BTC.device)
@@ -190,6 +204,8 @@ class BlockCache:
         self.reencoded += again
         self.history.clear()
         self.timeline.crop(length)
+        if self.votes is not None:
+            self.votes.crop(length)
         if length == 0:
             self.layers.clear()
 
@@ -197,6 +213,8 @@ class BlockCache:
         """Keep these rows of every tensor that has rows, in this order: beam search, batch changes."""
         self.history.clear()
         self.timeline.select(rows)
+        if self.votes is not None:
+            self.votes.select(rows)
         for pair in self.layers.values():
             for stream in pair:
                 stream.select(rows.to(stream.sinks_BSC.device))

@@ -58,9 +58,15 @@ def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
         "keys": _stages(recipe.key),
         "values": _stages(recipe.value) if recipe.value != recipe.key else "as keys",
         "layers": "; ".join(f"{layer}: {text}" for layer, text in others.items()),
-        "window": "/".join(map(str, recipe.key.window)),
+        "window": _window(recipe),
         "summary": recipe.summary,
     }
+
+
+def _window(recipe: Recipe) -> str:
+    """Sinks, recent tokens and block, as in `4/128/128`, or `1/32-128/32` where attention may keep up to 128."""
+    sinks, recent, block = recipe.key.window
+    return f"{sinks}/{recent}" + (f"-{recipe.window.most(recent, block)}" if recipe.window else "") + f"/{block}"
 
 
 def _stages(side: Side) -> str:

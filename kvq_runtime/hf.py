@@ -26,7 +26,7 @@ from kvq_runtime.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.memory import MemoryReport
-from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.recipe import OURS, Recipe, preset
 from kvq_runtime.rope import Rotary
 
 _VARYING_ROPE = ("dynamic", "longrope")  # their frequencies change with the length of the text
@@ -122,7 +122,7 @@ class KVQCache(Cache):
                 "tokens; use a recipe without prediction (kvq recipes lists them)"
             )
         kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        if kind in _VARYING_ROPE and recipe.needs:
+        if kind in _VARYING_ROPE and "positions" in recipe.needs:
             raise ValueError(
                 f"{recipe.name} undoes RoPE, but rope_type={kind} changes with length; use a post-RoPE recipe"
             )
@@ -189,7 +189,7 @@ class KVQCache(Cache):
         if self._announced:
             return
         self._announced = True
-        needed = self.blocks.recipe.needs & {"queries", "attention"}
+        needed = self.blocks.recipe.needs & OURS
         if needed and attention != "kvq":
             raise RuntimeError(
                 f"{self.blocks.recipe.name} needs {' and '.join(sorted(needed))}, which {attention} attention does "
@@ -201,10 +201,10 @@ class KVQCache(Cache):
         mask, self._mask, real = self._mask, None, None
         if mask is not None and mask.ndim == 2 and positions_BT is not None:
             real = mask[:, -positions_BT.shape[-1] :].bool()
-        turning = None
-        if self.blocks.recipe.needs and cos_sin is not None and positions_BT is not None:
+        turning, turned = None, "positions" in self.blocks.recipe.needs
+        if turned and cos_sin is not None and positions_BT is not None:
             turning = _rotary(rotary, cos_sin, positions_BT)
-        self.blocks.timeline.announce(real, positions_BT if self.blocks.recipe.needs else None, turning)
+        self.blocks.timeline.announce(real, positions_BT if turned else None, turning)
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
@@ -257,11 +257,14 @@ def attention(
     The first forward pass attends to its own exact keys and values, so it is `sdpa`'s too.
     """
     turn: _Turn | None = getattr(key, "_kvq", None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if turn is None or turn.first:
         out = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
     else:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = turn.blocks.attend(turn.layer, query, attention_mask, scale).transpose(1, 2).contiguous()
+    if turn is not None and turn.first and turn.blocks.votes is not None:  # sdpa hands out no weights
+        last = None if attention_mask is None else attention_mask[:, :, -1:]
+        turn.blocks.attend(turn.layer, query[:, :, -1:], last, scale)
     if turn is not None:
         turn.blocks.finish(turn.layer)
     return out, None

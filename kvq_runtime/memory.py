@@ -63,7 +63,8 @@ class MemoryReport:
                     parts[kind] = parts.get(kind, 0) + size
                 served, wanted = stream.escapes()
                 escaped, clipped = escaped + served, clipped + wanted - served
-        parts["timeline"] = sum(tensor.untyped_storage().nbytes() for tensor in cache.timeline.tensors)
+        own = [*cache.timeline.tensors, *(cache.votes.tensors if cache.votes is not None else ())]
+        parts["timeline"] = sum(tensor.untyped_storage().nbytes() for tensor in own)
         shared = shared_bytes([codec for pair in cache.codecs for codec in pair])
         sequence = sum(parts.values())
         return MemoryReport(

@@ -27,6 +27,7 @@ from kvq_runtime.stages import (
     rotate,
     rtn,
     sparse,
+    window,
 )  # fmt: skip
 
 KINDS: dict[str, dict[str, type]] = {
@@ -37,6 +38,8 @@ KINDS: dict[str, dict[str, type]] = {
     "correct": {kind.kind: kind for module in (escape, sparse) for kind in module.KINDS},
 }
 LATER = ("feedback", "correct")  # stages younger than the file format: without one, a side does not speak of it
+WINDOWS: dict[str, type] = {kind.kind: kind for kind in window.KINDS}
+OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
 Half = Literal["key", "value"]
 HALVES: tuple[Half, ...] = get_args(Half)
 
@@ -99,7 +102,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A quantizer for the whole cache of a model, named in lower case (`aqua-2bit`)."""
+    """A quantizer for the whole cache of a model, named in lower case (`aqua-2bit`).
+
+    window   what may keep more than the recent tokens exact, or None: `sinks`, `recent` and `block` say it all
+    """
 
     name: str
     key: Side
@@ -107,6 +113,7 @@ class Recipe:
     position: Literal["pre", "post"] = "post"
     layers: Mapping[int, tuple[Side, Side]] = field(default_factory=dict)
     summary: str = field(default="", compare=False)
+    window: Any = None
 
     def at(self, layer: int) -> tuple[Side, Side]:
         """The Sides of keys and values in this layer."""
@@ -137,9 +144,31 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the cache must be told beside keys and values: "positions" (with the cos and sin in use) or nothing."""
+        """What the cache must be told beside keys and values: "positions" (with cos and sin), "attention" weights."""
         turned = self.position == "pre" or any(pair[0].predict is not None for pair in self._pairs())
-        return frozenset({"positions"} if turned else ())
+        wanted = {"positions": turned, "attention": self.window is not None}
+        return frozenset(name for name in wanted if wanted[name])
+
+    @property
+    def arrival_dependent(self) -> bool:
+        """Whether blocks depend on how tokens arrive: then same calls, same blocks; else same tokens, same blocks."""
+        return self.window is not None
+
+    @property
+    def widest(self) -> "Recipe":
+        """The same recipe with a window that is always as long as its own may become."""
+        if self.window is None:
+            return self
+        return replace(self.with_recent(self.window.most(self.key.recent, self.key.block)), window=None)
+
+    def with_recent(self, recent: int) -> "Recipe":
+        """The recipe with so many recent tokens."""
+
+        def changed(pair: tuple[Side, Side]) -> tuple[Side, Side]:
+            return replace(pair[0], recent=recent), replace(pair[1], recent=recent)
+
+        key, value = changed((self.key, self.value))
+        return replace(self, key=key, value=value, layers={n: changed(pair) for n, pair in self.layers.items()})
 
     def _pairs(self) -> list[tuple[Side, Side]]:
         return [(self.key, self.value), *self.layers.values()]
@@ -157,9 +186,12 @@ class Recipe:
         windows = {(pair[0].window, pair[1].window) for pair in self._pairs()}
         if len(windows) > 1:
             raise ValueError(f"{self.name}: sinks, recent and block differ by layer; they belong to the whole recipe")
-        if self.chained and self.key.window != self.value.window:
+        if self.window is not None and not isinstance(self.window, tuple(WINDOWS.values())):
+            raise ValueError(f"{self.name}: window={self.window!r}; use one of {sorted(WINDOWS)}, or None")
+        if (self.chained or self.window) and self.key.window != self.value.window:
             raise ValueError(
-                f"{self.name}: keys and values of a predicted recipe are encoded together; give both the same "
+                f"{self.name}: keys and values of a predicted recipe, or one with a dynamic window, are encoded "
+                "together; give both the same "
                 f"sinks, recent and block (given {self.key.window} and {self.value.window})"
             )
         if geometry is not None:
@@ -219,12 +251,14 @@ class Recipe:
             str(layer): {half: _side_json(side) for half, side in zip(HALVES, pair, strict=True)}
             for layer, pair in sorted(self.layers.items())
         }
-        return {"name": self.name, "position": self.position, **sides, "layers": layers, "summary": self.summary}
+        given = {"name": self.name, "position": self.position, **sides, "layers": layers, "summary": self.summary}
+        return given if self.window is None else given | {"window": _stage_json(self.window)}
 
     @staticmethod
     def from_json(given: Any) -> "Recipe":
         """Read a recipe; unknown keys, kinds and types are refused with a ValueError."""
-        _keys(given, {"name", "position", "key", "value", "layers", "summary"}, "recipe")
+        names = {"name", "position", "key", "value"}
+        _keys(given, names | {"layers", "summary", "window"}, "recipe", optional={"layers", "summary", "window"})
         for name in ("name", "position", "summary"):
             if not isinstance(given.get(name, ""), str):
                 raise ValueError(f"recipe: {name} must be text, not {given[name]!r}")
@@ -240,32 +274,34 @@ class Recipe:
             value=_side_from(given["value"]),
             layers={int(n): (_side_from(pair["key"]), _side_from(pair["value"])) for n, pair in layers.items()},
             summary=given.get("summary", ""),
+            window=_stage_from("window", given.get("window"), WINDOWS),
         ).check()
 
 
 def _side_json(side: Side) -> dict:
     """A side as JSON; without the stages of `LATER` that it does not have, as in files older than those."""
     given = {f.name: getattr(side, f.name) for f in dataclasses.fields(side)}
-    for stage in KINDS:
-        if given[stage] is not None:
-            settings = json.loads(json.dumps(dataclasses.asdict(given[stage])))
-            given[stage] = {"kind": given[stage].kind} | settings
+    given |= {stage: _stage_json(given[stage]) for stage in KINDS if given[stage] is not None}
     return {name: value for name, value in given.items() if value is not None or name not in LATER}
+
+
+def _stage_json(stage: Any) -> dict:
+    return {"kind": stage.kind} | json.loads(json.dumps(dataclasses.asdict(stage)))
 
 
 def _side_from(given: Any) -> Side:
     names = {f.name for f in dataclasses.fields(Side)}
     _keys(given, names, "side", optional=names - {"quantize"})
-    stages = {stage: _stage_from(stage, given.get(stage)) for stage in KINDS}
+    stages = {stage: _stage_from(stage, given.get(stage), kinds) for stage, kinds in KINDS.items()}
     return Side(**{**given, **stages})
 
 
-def _stage_from(stage: str, given: Any) -> Any:
+def _stage_from(stage: str, given: Any, kinds: Mapping[str, type]) -> Any:
     if given is None:
         return None
-    if not isinstance(given, dict) or not isinstance(given.get("kind"), str) or given["kind"] not in KINDS[stage]:
-        raise ValueError(f"{stage}={given!r:.200}; use an object with a kind of {sorted(KINDS[stage])}")
-    cls = KINDS[stage][given["kind"]]
+    if not isinstance(given, dict) or not isinstance(given.get("kind"), str) or given["kind"] not in kinds:
+        raise ValueError(f"{stage}={given!r:.200}; use an object with a kind of {sorted(kinds)}")
+    cls: Any = kinds[given["kind"]]
     settings = {key: value for key, value in given.items() if key != "kind"}
     types = {f.name: f.default for f in dataclasses.fields(cls)}
     _keys(settings, set(types), f"{stage} {cls.kind}", optional=set(types))
@@ -286,7 +322,7 @@ def _like(value: Any, example: Any, name: str) -> bool:
     return isinstance(value, (int, float) if isinstance(example, float) else type(example))
 
 
-def _keys(given: Any, names: set[str], what: str, optional: Set[str] = frozenset({"summary", "layers"})) -> None:
+def _keys(given: Any, names: set[str], what: str, optional: Set[str] = frozenset()) -> None:
     if not isinstance(given, dict):
         raise ValueError(f"{what}: an object is meant, not {given!r:.200}")
     unknown, missing = set(given) - names, names - set(given) - optional

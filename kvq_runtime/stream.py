@@ -23,6 +23,7 @@ class Stream:
 
     def __init__(self, codec: Codec, batch: int, dtype: torch.dtype, device: torch.device):
         self.codec, self.side, self.fold = codec, codec.side, codec.fold
+        self.recent = self.side.recent  # more in a forward pass that a dynamic window makes keep more
         self.blocks = 0
         self.slabs: list[dict[str, Tensor]] = []
         self._buffer = torch.empty(batch, 0, codec.geometry.width, dtype=dtype, device=device)
@@ -48,7 +49,11 @@ class Stream:
     @property
     def due(self) -> int:
         """Blocks that the window holds beyond the recent tokens."""
-        return max(0, self._stop - self._start - self.side.recent) // self.side.block
+        return self.beyond(self.recent)
+
+    def beyond(self, recent: int, count: int = 0) -> int:
+        """Whole blocks that the window holds beyond so many tokens, once `count` more have come."""
+        return max(0, self._stop - self._start + count - recent) // self.side.block
 
     def append(self, x_BTC: Tensor) -> None:
         """Add tokens to the window."""
@@ -64,13 +69,13 @@ class Stream:
 
     def trim(self) -> None:
         """Give back the room that a long prompt took in the window."""
-        if self._buffer.shape[1] > self.side.recent + self.side.block + _SLACK:
+        if self._buffer.shape[1] > self.recent + self.side.block + _SLACK:
             live = self._stop - self._start
             self._rebuffer(live)
             self._start, self._stop = 0, live
 
     def _rebuffer(self, needed: int) -> None:
-        steady = self.side.recent + self.side.block
+        steady = self.recent + self.side.block
         room = needed if needed > steady else min(steady, max(needed, 64, 2 * (self._stop - self._start)))
         buffer = self._buffer.new_empty(len(self._buffer), room, self._buffer.shape[2])
         buffer[:, : self._stop - self._start] = self.window_BTC

@@ -1,6 +1,6 @@
 """Drive a BlockCache as a model would: layer by layer, one forward pass at a time, with random keys and values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import fitted
@@ -16,6 +16,7 @@ from kvq_runtime.stages.mixed import Mixed
 
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
 Pairs = list[tuple[Tensor, Tensor]]
+Query = Callable[[Tensor, Tensor], Tensor]
 
 
 def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
@@ -71,6 +72,35 @@ def make(recipe: Recipe, geometry: Geometry = GEOMETRY) -> BlockCache:
     return BlockCache(recipe, geometry, fitted.tensors(recipe, geometry) or None)
 
 
+def newest(k_BTC: Tensor, v_BTC: Tensor) -> Tensor:
+    """Queries that attend to their own token, so that a dynamic window keeps no more than the recent tokens."""
+    return 100 * k_BTC
+
+
+def oldest(k_BTC: Tensor, v_BTC: Tensor) -> Tensor:
+    """Queries that attend to anything but their own token, so that a dynamic window keeps what it may."""
+    return -100 * k_BTC
+
+
+def anything(k_BTC: Tensor, v_BTC: Tensor) -> Tensor:
+    """Queries that have nothing to do with the keys: a dynamic window now keeps, now lets go."""
+    return v_BTC
+
+
+def attended(
+    cache: BlockCache, layer: int, k_BTC: Tensor, v_BTC: Tensor, real_BT: Tensor | None, query: Query
+) -> tuple[Tensor, Tensor]:
+    """What `update` gives, by the way of recipes that want attention: the newest token's queries attend."""
+    cache.take(layer, k_BTC, v_BTC)
+    if k_BTC.shape[1]:
+        q_BHTD = query(k_BTC, v_BTC)[:, -1:].unflatten(-1, (cache.geometry.kv_heads, -1)).transpose(1, 2)
+        mask = None if real_BT is None else real_BT[:, None, None, : cache.timeline.length]
+        cache.attend(layer, q_BHTD, mask, cache.geometry.head_size**-0.5)
+    out = cache.history.whole(layer, (k_BTC[:, :0], v_BTC[:, :0]))
+    cache.finish(layer)
+    return out
+
+
 def feed(
     cache: BlockCache,
     x_LKBTC: Tensor,
@@ -79,17 +109,22 @@ def feed(
     real_BT: Tensor | None = None,
     scaling: float = 1.0,
     layers: Sequence[int] | None = None,
+    query: Query = newest,
 ) -> Pairs:
     """One forward pass over the tokens from `start` to `stop`; what each layer attended to."""
-    positions = torch.arange(start, stop)[None]
+    positions, real = torch.arange(start, stop)[None], None
     if real_BT is not None:
         positions = (real_BT.cumsum(1) - 1).clamp(min=0)[:, start:stop]
-        real_BT = real_BT[:, start:stop]
-    cache.timeline.announce(real_BT, positions, rotary(cache.geometry, scaling))
+        real = real_BT[:, start:stop]
+    cache.timeline.announce(real, positions, rotary(cache.geometry, scaling))
     layers = range(len(x_LKBTC)) if layers is None else layers
     out = []
     for layer in layers:  # copied: the next layer decodes into the same memory
-        keys, values = cache.update(layer, *x_LKBTC[layer, :, :, start:stop].unbind(0))
+        k_BTC, v_BTC = x_LKBTC[layer, :, :, start:stop].unbind(0)
+        if "attention" in cache.recipe.needs:
+            keys, values = attended(cache, layer, k_BTC, v_BTC, real_BT, query)
+        else:
+            keys, values = cache.update(layer, k_BTC, v_BTC)
         out.append((keys.clone(), values.clone()))
     return out
 

@@ -87,6 +87,15 @@ def test_a_window_that_holds_everything_costs_nothing(demo):
     assert abs(scored(demo.model, demo.tokens[:1], wide)["higgs-2bit"].kl) < 1e-9
 
 
+def test_a_recipe_that_needs_attention_is_served_and_the_others_are_not_touched(demo):
+    """A 4-bit SubKV is closer than 2 bits; the score of another recipe is the one it has alone, to the last bit."""
+    recipes = [preset(name) for name in ("subkv-2bit", "higgs-2bit", "subkv-4bit")]
+    found = scored(demo.model, demo.tokens[:1], *recipes)
+    assert 0 < 3 * found["subkv-4bit"].kl < found["subkv-2bit"].kl
+    assert found["higgs-2bit"] == scored(demo.model, demo.tokens[:1], recipes[1])["higgs-2bit"]
+    assert demo.model.config._attn_implementation == "sdpa"
+
+
 def test_distance_from_the_reference():
     own, other = perplexity.Score(losses=[1.1, 1.3]), perplexity.Score(losses=[1.0, 1.0])
     relative, spread = own.against(other)
@@ -153,6 +162,9 @@ def test_bits_are_those_of_a_cache_that_holds_the_tokens():
     assert two.asymptotic_bits < two.bits_per_element < short.bits_per_element
     assert two.sequence_bytes == sum(two.parts.values())
     assert bits.bits_at(preset("higgs-2bit"), geometry, 1).tokens == 1
+    longest, shortest = (bits.bits_at(recipe, geometry, 4096).parts["window"]
+                         for recipe in (preset("subkv-2bit"), replace(preset("subkv-2bit"), window=None)))  # fmt: skip
+    assert longest - shortest >= 96 * 2 * 2 * 128 * 2  # a dynamic window at its longest: 96 tokens more
 
 
 @pytest.fixture

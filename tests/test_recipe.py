@@ -38,7 +38,8 @@ def test_every_preset_names_what_it_needs(name):
     assert bool(specs) == recipe.fitted
     assert recipe.chained == any("weight" in n or "down" in n or "codes" in n or "hidden" in n for n in specs)
     if recipe.position == "pre":
-        assert recipe.needs == {"positions"}
+        assert "positions" in recipe.needs
+    assert ("attention" in recipe.needs) == recipe.arrival_dependent == (recipe.window is not None)
     assert not any(name.startswith("layers.0.") and name.endswith("bias") for name in specs if "predict" not in name)
 
 

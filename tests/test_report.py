@@ -32,9 +32,8 @@ def made(recipe: str, relative: float = 0.0123, parameters: int = 4_070_000) -> 
     return {"artifact": "0" * 64, "corpus": "1" * 64, "protocol": protocol, "environment": {}, "result": result}
 
 
-@pytest.fixture
-def fitted() -> Artifact:
-    files, recipe = models.resolve("demo"), preset("aqua-2bit")
+def fit(name: str) -> Artifact:
+    files, recipe = models.resolve("demo"), preset(name)
     specs = codec.all_specs(recipe, files.geometry).items()
     tensors = {name: torch.zeros(*shape, dtype=kind) for name, (shape, kind) in specs}
     provenance = {"model": "demo", "revision": None, "samples": 8, "seq_len": 512, "seed": 3, "held_out": 2,
@@ -42,6 +41,11 @@ def fitted() -> Artifact:
     side = {"explained_variance": 0.8765, "relative_error": 0.0123, "mean_energy": 0.5}
     layers = [{"key": side, "value": side}] * files.geometry.layers
     return Artifact(recipe, files.fingerprint(), tensors, provenance, {"layers": layers})
+
+
+@pytest.fixture
+def fitted() -> Artifact:
+    return fit("aqua-2bit")
 
 
 def test_the_card_says_what_is_known(fitted):
@@ -98,12 +102,15 @@ def test_records_of_other_protocols_are_not_compared(fitted):
     assert text.count("| cache | bits |") == 2
 
 
-def test_the_snippet_runs(fitted, capsys):
-    version = open_registry().publish("demo-aqua-2bit", artifact.to_bytes(fitted))
-    text = report.card(fitted, name="demo-aqua-2bit", version=version.version)
+@pytest.mark.parametrize("name", ["aqua-2bit", "subkv-aqua-2bit"])
+def test_the_snippet_runs(name, capsys):
+    fitted = fit(name)
+    version = open_registry().publish(f"demo-{name}", artifact.to_bytes(fitted))
+    text = report.card(fitted, name=f"demo-{name}", version=version.version)
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert ("set_attn_implementation" in code) == (name == "subkv-aqua-2bit")
     exec(code, {})
-    assert "aqua-2bit" in capsys.readouterr().out
+    assert name in capsys.readouterr().out
 
 
 def test_plots_are_pictures_of_the_numbers(tmp_path):

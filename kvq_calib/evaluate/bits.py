@@ -26,9 +26,9 @@ def bits_at(
 ) -> MemoryReport:
     """The report of a cache that holds `tokens` tokens of one row of a 16-bit model: no byte is computed, all are held.
 
-    The contents are noise: what is held depends on shapes alone.
+    The contents are noise: what is held depends on shapes alone. A dynamic window is billed at its longest.
     """
-    cache = BlockCache(recipe, geometry, tensors)
+    cache = BlockCache(recipe.widest, geometry, tensors)
     noise = torch.Generator().manual_seed(0)
     turning = Rotary(torch.arange(1, geometry.head_size // 2 + 1, device=device).float().reciprocal(), 1.0, dtype)
     for count in (tokens - 1, 1):  # a prompt, then a step, so that room taken for the prompt alone is given back

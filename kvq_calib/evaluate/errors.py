@@ -8,7 +8,8 @@ blocks, keys and values of the layer below as decoded, which is what the cache d
     key_explained, ...         1 - Σ|x - f(below)|² / Σ|x - μ|²        the share that the prediction alone gives; none
                                for a recipe that predicts nothing
     attention_error            ‖softmax(q K̂ᵀ) V̂ - softmax(q Kᵀ) V‖² / ‖softmax(q Kᵀ) V‖², each query reading what the
-                               cache gives it in use: sinks and the recent window exact, in steps as for perplexity
+                               cache gives it in use: sinks and the recent window exact, in steps as for perplexity; a
+                               dynamic window at its shortest
     attention_error_encoded    the same, with every token but the sinks encoded: the worst case, of any length
 
 Errors of keys and values are over encoded tokens: sinks, and tokens after the last whole block, do not count.

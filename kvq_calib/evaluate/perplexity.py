@@ -3,6 +3,8 @@
 Tokens arrive in steps, as in decoding: each step attends to what the cache gives back for the steps before it, with
 sinks and recent window as in use. The 16-bit model takes the same steps once, with transformers' own DynamicCache; its
 logits are kept while the compared caches are filled after it, one at a time, each gone before the next.
+Our own attention serves the recipes that need it, the model's the others, so that no result depends on what else is
+compared.
 
     perplexity   exp of the mean of -log q(token)                 over all tokens but the first of each window
     kl           mean of Σ p (log p - log q), in nats             p the 16-bit model, q the model with this cache
@@ -14,6 +16,7 @@ Source: Shutova et al., 2025 (AQUA-KV), section 4: sequences encoded auto-regres
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
@@ -23,6 +26,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.ledger import NOWHERE, Ledger
+from kvq_runtime.hf import KVQCache
+from kvq_runtime.recipe import OURS
 
 REFERENCE = "16 bit"
 STEP = 32
@@ -89,7 +94,7 @@ def scores(
     caches     makes an empty cache, by name
     step       tokens per forward pass
     rows       windows that go through side by side (default: 8192 tokens' worth, fewer where the vocabulary is large);
-               no result depends on it but by rounding
+               no result depends on it but by rounding, and where a dynamic window decides for all rows together
     progress   is told how many tokens were done, counted once per cache
     ledger     keeps the score of each cache on each group of rows
     """
@@ -113,6 +118,20 @@ def scores(
     return found
 
 
+@contextmanager
+def _attention(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
+    """Give the model our attention for the length of a forward pass, if the cache's recipe needs it."""
+    if not isinstance(cache, KVQCache) or not cache.blocks.recipe.needs & OURS:
+        yield
+        return
+    own = model.config._attn_implementation or "eager"
+    model.set_attn_implementation("kvq")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
 class _Group:
     """Windows that go through the model side by side, and what the 16-bit model says of them, once it is asked for."""
 
@@ -129,7 +148,9 @@ class _Group:
     def logits(self, cache: Cache) -> Iterator[Tensor]:
         """The logits of each step: [B, step, vocabulary]."""
         for given in self.tokens_BT.split(self.step, 1):
-            yield self.model(given, past_key_values=cache, use_cache=True).logits
+            with _attention(self.model, cache):
+                logits = self.model(given, past_key_values=cache, use_cache=True).logits
+            yield logits
 
     def score(self, found: Iterable[Tensor], progress: Callable[[int], object]) -> Score:
         """Hold logits against the text and against those of the 16-bit model."""

@@ -41,7 +41,7 @@ class Protocol:
 
     step           tokens per forward pass
     rows           windows side by side; None: as many as make 8192 tokens
-    recent         exact newest tokens; None: what each recipe says, as in use
+    recent         exact newest tokens, before a dynamic window keeps more; None: what each recipe says, as in use
     error_windows  windows on which errors by layer are measured; 0: none
     """
 

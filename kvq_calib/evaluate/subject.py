@@ -1,7 +1,7 @@
 """Say what is evaluated: a fitted artifact, or a recipe that needs no calibration."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -53,11 +53,4 @@ def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subj
 
 def with_recent(recipe: Recipe, recent: int | None) -> Recipe:
     """The recipe with another recent window; None: itself."""
-    if recent is None:
-        return recipe
-
-    def changed(pair):
-        return tuple(replace(side, recent=recent) for side in pair)
-
-    key, value = changed((recipe.key, recipe.value))
-    return replace(recipe, key=key, value=value, layers={n: changed(pair) for n, pair in recipe.layers.items()}).check()
+    return recipe if recent is None else recipe.with_recent(recent).check()

@@ -1,0 +1,64 @@
+"""Let attention say when the oldest exact tokens may be encoded.
+
+A new token attends to the newest tokens most. Where the oldest token of the window, its *edge*, is attended to no less
+than the newest one, the block that begins with it is kept exact for another forward pass.
+
+    keep  ⇔  mean of A_new ≤ mean of A_edge          A: weights of the newest query, after the softmax
+
+Means are over layers, query heads and rows: one decision for the whole cache, so that all layers and both halves hold
+the same blocks.
+
+Source: Zeng et al., 2025 (SubKV), sections 3.3 and 3.5.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """Keep up to `blocks` blocks exact beyond the recent tokens, as long as attention asks for it. 1 to 1024."""
+
+    kind: ClassVar[str] = "dynamic"
+    blocks: int = 3
+
+    def __post_init__(self):
+        if not 1 <= self.blocks <= 1024:
+            raise ValueError(f"blocks={self.blocks}; use 1 to 1024")
+
+    def most(self, recent: int, block: int) -> int:
+        """What `recent` is while the window keeps what it may."""
+        return recent + self.blocks * block
+
+
+def gaps(p_BHGT: Tensor, edge: int, sinks: int, real_BT: Tensor | None) -> Tensor:
+    """A_new - A_edge of each row, means over heads: float32 [B], NaN for a row that has no say.
+
+    p_BHGT  the newest query's weights; on tokens that padding hides they are never looked at
+    edge    the first slot that stays exact; a row's edge is its first real token from there on that is no sink
+
+    A row has no say if its newest token is padding, or its edge is not older than its newest token.
+    """
+    newest, (batch, heads, group, _) = p_BHGT.shape[-1] - 1, p_BHGT.shape
+    if real_BT is None:
+        edge = max(edge, sinks)
+        if edge >= newest:
+            return p_BHGT.new_full((batch,), torch.nan)
+        return (p_BHGT[..., newest] - p_BHGT[..., edge]).mean((1, 2))
+    able_BT = real_BT & (real_BT.cumsum(1) > sinks)
+    able_BT[:, :edge] = False
+    first_B = able_BT.int().argmax(1)
+    p_BHG = p_BHGT.gather(-1, first_B.view(-1, 1, 1, 1).expand(-1, heads, group, 1))[..., 0]
+    heard_B = able_BT[:, newest] & (first_B < newest)
+    return (p_BHGT[..., newest] - p_BHG).mean((1, 2)).where(heard_B, torch.nan)
+
+
+def keep(gaps_LB: Tensor) -> bool:
+    """The decision; where no row has a say, nothing is kept."""
+    return float(gaps_LB.double().nanmean()) <= 0
+
+
+KINDS = (Dynamic,)

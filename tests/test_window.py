@@ -1,0 +1,257 @@
+"""The dynamic window: what attention decides, for all layers at once, and what it never changes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from feeding import RECIPES, anything, feed, feed_in, make, newest, oldest, read, same, state, tensors
+from test_memory import owned
+
+from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.stages import window
+from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.window import Dynamic
+
+DYNAMIC = {name: recipe for name, recipe in RECIPES.items() if recipe.window is not None}
+every = pytest.mark.parametrize("recipe", DYNAMIC.values(), ids=DYNAMIC.keys())
+STEPS = [40] + [1] * 50 + [7, 1, 33, 1, 1, 64, 90, 1, 1]
+
+
+def fixed(recipe: Recipe) -> Recipe:
+    """The recipe with a window that stays as it is."""
+    return replace(recipe, window=None)
+
+
+def decisions(recipe: Recipe, x, query, real_BT=None) -> list[int]:
+    """Blocks held after each step."""
+    cache, found = make(recipe), []
+    for size in STEPS:
+        feed_in(cache, x, [size], real_BT=real_BT, query=query)
+        found.append(cache.layers[0][0].blocks)
+    return found
+
+
+# ---- the rule ----
+
+
+def weights(new: list[float], edge: list[float], at: int, tokens: int = 10) -> torch.Tensor:
+    """Weights of two query heads of one KV head in one row: these on the newest token and on the one at a place."""
+    p = torch.full((1, 1, 2, tokens), 1e-3)
+    p[0, 0, :, -1], p[0, 0, :, at] = torch.tensor(new), torch.tensor(edge)
+    return p
+
+
+def test_the_window_keeps_its_edge_unless_the_newest_token_is_attended_to_more():
+    for new, edge, kept in (
+        ((0.3, 0.1), (0.1, 0.2), False),
+        ((0.1, 0.1), (0.3, 0.0), True),
+        ((0.2, 0), (0, 0.2), True),
+    ):
+        gap_B = window.gaps(weights(list(new), list(edge), 4), 4, 1, None)
+        assert gap_B[0] == pytest.approx(sum(new) / 2 - sum(edge) / 2)
+        assert window.keep(gap_B[None]) == kept
+
+
+def test_the_mean_is_over_layers_and_rows_that_have_a_say():
+    nan = torch.nan
+    assert window.keep(torch.tensor([[0.3, -0.1], [-0.2, -0.1]]))
+    assert not window.keep(torch.tensor([[0.3, nan], [-0.2, nan]]))
+    assert not window.keep(torch.full((2, 2), nan))
+
+
+def test_the_edge_is_the_first_real_token_that_is_no_sink():
+    p = torch.rand(3, 2, 2, 10)
+    real = torch.arange(10) >= torch.tensor([0, 5, 9])[:, None]
+    found = window.gaps(p, 4, 1, real)
+    expected = (p[..., 9] - p[torch.arange(3), :, :, torch.tensor([4, 6, 0])]).mean((1, 2))
+    assert torch.equal(found[:2], expected[:2])
+    assert found[2].isnan()  # its only real token is its sink
+    assert torch.equal(window.gaps(p, 0, 2, None), (p[..., 9] - p[..., 2]).mean((1, 2)))
+    assert window.gaps(p, 9, 1, None).isnan().all()
+
+
+@pytest.mark.parametrize("blocks", [0, -1, 1025])
+def test_settings(blocks):
+    with pytest.raises(ValueError, match="use 1 to 1024"):
+        Dynamic(blocks)
+
+
+def test_what_cannot_be():
+    side = Side(Rtn(2))
+    with pytest.raises(ValueError, match="keys and values of .* a dynamic window"):
+        Recipe("r", replace(side, recent=0), side, window=Dynamic()).check()
+    with pytest.raises(ValueError, match=r"window=3; use one of \['dynamic'\]"):
+        Recipe("r", side, side, window=3).check()
+    given = preset("subkv-2bit").to_json()
+    for bad in ({"kind": "magic"}, {"kind": "dynamic", "blocks": "3"}, {"kind": "dynamic", "most": 3}, 3):
+        with pytest.raises(ValueError, match="window"):
+            Recipe.from_json(given | {"window": bad})
+    assert "window" not in preset("kivi-2bit").to_json()
+
+
+def test_update_is_refused_by_name():
+    cache, x = make(DYNAMIC["subkv-2bit"]), tensors(3)
+    with pytest.raises(RuntimeError, match=r"subkv-2bit needs attention, .* use take\(\), attend\(\) and finish\(\)"):
+        cache.update(0, *x[0].unbind(0))
+    assert cache.length == 0
+
+
+# ---- what a cache makes of it ----
+
+
+@every
+def test_a_rule_that_always_lets_go_is_the_fixed_window(recipe):
+    x = tensors(sum(STEPS))
+    cache, other = make(recipe), make(fixed(recipe))
+    for size in STEPS:
+        feed_in(cache, x, [size], query=newest)
+        feed_in(other, x, [size])
+        assert same(state(cache), state(other))
+
+
+@every
+def test_a_rule_that_never_lets_go_is_a_fixed_window_at_the_cap(recipe):
+    """From the first forward pass on in which the cap is reached; what the prompt encoded before stays encoded."""
+    x = tensors(sum(STEPS))
+    cache, other = make(recipe), make(recipe.widest)
+    for size in STEPS:
+        feed_in(cache, x, [size], query=oldest)
+        feed_in(other, x, [size])
+        held, wide = cache.layers[0][0], other.layers[0][0]
+        assert held.blocks == max(wide.blocks, (STEPS[0] - recipe.key.recent) // recipe.key.block)
+    assert wide.blocks > 2 and same(state(cache), state(other))
+
+
+@every
+def test_no_token_is_lost_and_the_cap_holds(recipe):
+    _, recent, block = recipe.key.window
+    x, cache = tensors(sum(STEPS)), make(recipe)
+    most, seen = recipe.window.most(recent, block), set()
+    for size in STEPS:
+        start = cache.length
+        for layer, pair in enumerate(feed(cache, x, start, start + size, query=anything)):
+            for half, out in enumerate(pair):
+                assert out.shape[1] == start + size
+                newest_exact = max(0, start - recent)
+                assert torch.equal(out[:, newest_exact:], x[layer, half, :, newest_exact : start + size])
+        for pair in cache.layers.values():
+            for stream in pair:
+                exact = stream.window_BTC.shape[1]
+                assert stream.length == cache.length and min(recent, cache.length) <= exact < most + block
+                given = x[stream.codec.layer, int(stream.codec.half == "value")]
+                assert torch.equal(stream.window_BTC, given[:, stream.encoded : cache.length])
+                assert stream.blocks == cache.layers[0][0].blocks
+                seen.add(stream.recent)
+    assert seen == {recent, most}  # attention decided both ways
+
+
+@every
+def test_same_calls_same_blocks(recipe):
+    assert recipe.arrival_dependent and not fixed(recipe).arrival_dependent
+    x, caches = tensors(sum(STEPS)), [make(recipe), make(recipe)]
+    for cache in caches:
+        feed_in(cache, x, STEPS, query=anything)
+    assert same(*map(state, caches))
+    assert decisions(recipe, x, anything) != decisions(recipe, x, newest) != decisions(recipe, x, oldest)
+
+
+def test_every_layer_and_row_has_a_say():
+    """One row, or the last layer, that attends to the newest token alone outweighs the others, for all."""
+    recipe = DYNAMIC["subkv-2bit"]
+    x = tensors(sum(STEPS))
+    last = x[2, 0].flatten(0, 1)
+
+    def mildly(k_BTC, v_BTC):
+        return oldest(k_BTC, v_BTC) / 1000
+
+    def one_row(k_BTC, v_BTC):
+        return torch.stack([newest(k_BTC, v_BTC)[0], mildly(k_BTC, v_BTC)[1]])
+
+    def one_layer(k_BTC, v_BTC):
+        own = bool((last == k_BTC[0, 0]).all(-1).any())
+        return newest(k_BTC, v_BTC) if own else mildly(k_BTC, v_BTC)
+
+    lets_go = decisions(recipe, x, newest)
+    assert decisions(recipe, x, one_row) == decisions(recipe, x, one_layer) == lets_go
+    assert decisions(recipe, x, mildly) == decisions(recipe, x, oldest) != lets_go
+
+
+@every
+def test_padded_slots_have_no_say(recipe):
+    """Whatever stands in them; and a row that has only begun has none."""
+    x = tensors(sum(STEPS))
+    real = torch.arange(x.shape[3]) >= torch.tensor([0, 45])[:, None]
+    other = torch.where(real[:, :, None], x, 300 * torch.randn(x.shape))
+    found = decisions(recipe, x, anything, real)
+    assert found == decisions(recipe, other, anything, real)
+    nobody = torch.arange(x.shape[3]) >= torch.tensor([0, x.shape[3] - 1])[:, None]
+    alone = decisions(recipe, x[:, :, :1], anything)
+    assert decisions(recipe, x, anything, nobody) == alone != found
+
+
+@every
+def test_an_undone_pass_decides_as_before(recipe):
+    """A pass that stops midway, one that is refused for a bad number, one whose layers come one by one."""
+    x, wrong = tensors(sum(STEPS)), tensors(sum(STEPS), seed=9)
+    cache, other = make(recipe), make(recipe)
+    for number, size in enumerate(STEPS):
+        start = cache.length
+        stop = start + size
+        feed(cache, wrong, start, stop, layers=range(1 + number % 2), query=oldest)
+        broken = x.clone()
+        broken[2, 1, 0, stop - 1, 7] = torch.nan
+        with pytest.raises(ValueError, match="layer 2"):
+            feed(cache, broken, start, stop, query=oldest)
+        feed(cache, x, start, stop, query=anything)
+        feed(other, x, start, stop, query=anything)
+        assert same(state(cache), state(other))
+    assert cache.reencoded == 0
+
+
+@every
+def test_a_crop_takes_back_what_the_cropped_tokens_said(recipe):
+    """With nobody left to say anything, the next pass keeps no more than the recent tokens."""
+    _, recent, block = recipe.key.window
+    x, cache = tensors(recent + 4 * block), make(recipe)
+    feed_in(cache, x, [recent] + [1] * (2 * block), query=oldest)
+    assert cache.layers[0][0].blocks == 0
+    cache.crop(recent + 2 * block - 1)
+    feed_in(cache, x, [1], query=oldest)
+    assert cache.layers[0][0].blocks == 2 and cache.reencoded == 0
+    cache.crop(block + 3)  # into a block
+    feed_in(cache, x, [recent + block], query=oldest)
+    assert cache.length == recent + 2 * block + 3 and len(read(cache)) == 3
+
+
+@every
+def test_reordered_rows_take_their_say_with_them(recipe):
+    x, rows = tensors(sum(STEPS), rows=3), torch.tensor([2, 0, 0])
+    real = torch.arange(x.shape[3]) >= torch.tensor([0, 3, 20])[:, None]
+    cache, other = make(recipe), make(recipe)
+    for number, size in enumerate(STEPS):
+        if number % 5 == 0:
+            cache.select(torch.tensor([1, 2, 0]))
+            cache.select(torch.tensor([2, 0, 1]))
+        feed_in(cache, x, [size], real_BT=real, query=anything)
+        feed_in(other, x, [size], real_BT=real, query=anything)
+    assert same(state(cache), state(other))
+    cache.select(rows)
+    votes = next(iter(cache.votes._gaps.values()))
+    expected = next(iter(other.votes._gaps.values()))
+    assert all(torch.equal(votes[layer], expected[layer][rows]) for layer in range(3))
+
+
+@every
+def test_a_longer_window_is_billed(recipe):
+    _, recent, block = recipe.key.window
+    x = tensors(recent + 8 * block)
+    long, short = make(recipe), make(recipe)
+    for _ in range(recent + 6 * block):
+        feed_in(long, x, [1], query=oldest)
+        feed_in(short, x, [1], query=newest)
+        assert long.memory_report().total_bytes == sum(owned(long).values())
+    more = long.memory_report().parts["window"] - short.memory_report().parts["window"]
+    assert more >= recipe.window.blocks * block * 2 * 3 * 2 * 64 * 4  # tokens, halves, layers, rows, channels, bytes
+    feed_in(long, x, [1, 1], query=newest)  # it lets go at the second
+    assert long.layers[0][0].blocks == short.layers[0][0].blocks
+    assert long.memory_report().parts["window"] <= short.memory_report().parts["window"] + 6 * 2 * 64 * 64 * 4
