@@ -7,6 +7,10 @@ import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+# Kernels run on the GPU where there is one, else in Triton's interpreter, which is chosen before triton is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 REPOSITORY = Path(__file__).parent.parent
 
 

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from kvq_runtime.ops import dispatch
+
 # sha256 of each grid's float32 little-endian bytes; `python scripts/build_grids.py` builds them again.
 DIGESTS: dict[tuple[int, int], str] = {
     (2, 16): "367091fd25bd3b3fc6f43a4a60b6f61bfa5a8f4a3ff9442e0890158d642b0501",
@@ -118,6 +120,7 @@ def nearest(x: Tensor, dim: int, size: int) -> Tensor:
     return codes.view(x.shape[:-1])
 
 
+@dispatch.paired
 def encode(x: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
     """Encode float32 groups [..., K]: codes uint8 [..., K/d] and scale float16 [...]."""
     groups = x.reshape(-1, x.shape[-1])
@@ -137,6 +140,7 @@ def _encode(x_NK: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
     return codes.to(torch.uint8), (rms * dot / norm).half()
 
 
+@dispatch.paired
 def decode(codes: Tensor, scale: Tensor, grid: Tensor) -> Tensor:
     """Decode codes uint8 [..., K/d] and scale [...] to float32 [..., K], in the group's own order."""
     vectors = grid[codes.int()]

@@ -13,6 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvq_runtime.ops import dispatch
+
 _MASK = (1 << 64) - 1
 
 
@@ -36,9 +38,30 @@ def signs(size: int, seed: int) -> Tensor:
 @lru_cache(maxsize=64)
 def matrix(size: int, seed: int) -> Tensor:
     """The orthogonal float32 [size, size] that rows are multiplied with: diag(signs) · H / √size."""
-    if size < 1 or size & (size - 1):
-        raise ValueError(f"Hadamard group of {size}; use a power of two")
+    check(size, size)
     sylvester = torch.ones(1, 1)
     while len(sylvester) < size:
         sylvester = torch.cat([torch.cat([sylvester, sylvester], 1), torch.cat([sylvester, -sylvester], 1)])
     return signs(size, seed)[:, None] * sylvester / size**0.5
+
+
+def check(size: int, width: int) -> None:
+    """Refuse a group that is no power of two or does not divide the width."""
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"Hadamard group of {size}; use a power of two")
+    if width % size:
+        raise ValueError(f"Hadamard groups of {size} do not divide a width of {width}")
+
+
+@dispatch.paired
+def rotate(x: Tensor, size: int, seed: int) -> Tensor:
+    """Rotate [..., W] in groups of `size`, to float32."""
+    check(size, x.shape[-1])
+    return (x.float().reshape(-1, size) @ matrix(size, seed).to(x.device)).view(x.shape)
+
+
+@dispatch.paired
+def rotate_back(x: Tensor, size: int, seed: int) -> Tensor:
+    """Undo `rotate`, to float32."""
+    check(size, x.shape[-1])
+    return (x.float().reshape(-1, size) @ matrix(size, seed).mT.to(x.device)).view(x.shape)

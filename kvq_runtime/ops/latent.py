@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import lloyd
+from kvq_runtime.ops import dispatch, lloyd
 
 MOST = 8  # bits of a code
 
@@ -56,6 +56,7 @@ def distortion(bits: int) -> float:
     return 1 - float((_mass(boundaries) * centroids.square()).sum())
 
 
+@dispatch.paired
 def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, R, T]."""
     scale = torch.where(deviation_R > 0, 1 / deviation_R.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
@@ -63,12 +64,14 @@ def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     return torch.bucketize((z_NRT * scale[:, None]).contiguous(), boundaries).to(torch.uint8)
 
 
+@dispatch.paired
 def decode_gaussian(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Float32 [N, R, T]."""
     table = gaussian(bits)[1].to(codes_NRT.device, torch.float32)
     return table.index_select(0, codes_NRT.flatten().int()).view(codes_NRT.shape) * deviation_R[:, None]
 
 
+@dispatch.paired
 def encode_uniform(z_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, R, T]; ends [R] or [N, R]. What lies outside them is clipped."""
     step = (high - low) / (2**bits - 1)
@@ -76,6 +79,7 @@ def encode_uniform(z_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tenso
     return ((z_NRT - low[..., None]) * inverse[..., None]).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
+@dispatch.paired
 def decode_uniform(codes_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
     """Float32 [N, R, T]."""
     step = (high - low) / (2**bits - 1)

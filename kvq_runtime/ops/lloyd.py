@@ -16,6 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvq_runtime.ops import dispatch
+
 CELLS = 1 << 16  # of the numerical integration
 BITS = (1, 2, 3, 4)
 
@@ -96,6 +98,7 @@ def sphere(size: int, bits: int) -> tuple[Tensor, Tensor]:
     return boundaries.float(), centroids.float()
 
 
+@dispatch.paired
 def encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Encode float32 vectors [..., K]: codes uint8 [..., K] and their root mean square float32 [...]."""
     rms = torch.linalg.vector_norm(x, dim=-1).div_(x.shape[-1] ** 0.5)
@@ -106,6 +109,7 @@ def encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return codes, rms
 
 
+@dispatch.paired
 def decode(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Decode uint8 codes [..., K] and scale [...] to float32 [..., K]."""
     table = sphere(codes.shape[-1], bits)[1].to(codes.device)

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import lloyd
+from kvq_runtime.ops import dispatch, lloyd
 
 Points = Literal["unit", "mean"]
 
@@ -71,6 +71,7 @@ def points(level: int, bits: int, kind: Points) -> Tensor:
     return torch.stack([lloyd.cell_means(places, mass, moment) for moment in moments], 1)
 
 
+@dispatch.paired
 def encode(x: Tensor, bits: Sequence[int]) -> tuple[list[Tensor], Tensor]:
     """Encode float32 [..., K] in len(bits) levels: codes uint8 [..., K/2^l] of each level l, radii [..., K/2^L]."""
     codes = []
@@ -118,6 +119,7 @@ def _circle(x: Tensor, y: Tensor, boundaries: Tensor) -> Tensor:
     return codes
 
 
+@dispatch.paired
 def decode(codes: Sequence[Tensor], radii: Tensor, points: Sequence[Tensor]) -> Tensor:
     """Decode what `encode` made to float32 [..., K].
 

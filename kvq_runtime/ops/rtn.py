@@ -12,12 +12,15 @@ Source: Liu et al., 2024 (KIVI), equation 1; Quanto's affine rounding for minmax
 import torch
 from torch import Tensor
 
+from kvq_runtime.ops import dispatch
+
 
 def _encode(x: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
     inverse = torch.where(step > 0, 1 / step.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
     return ((x - low[..., None]) * inverse[..., None]).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
+@dispatch.paired
 def encode_minmax(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Encode float32 groups [..., K]: codes uint8 [..., K], step and low float16 [...]."""
     low, high = x.aminmax(dim=-1)
@@ -26,12 +29,14 @@ def encode_minmax(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return _encode(x, low.float(), step.float(), bits), step, low
 
 
+@dispatch.paired
 def encode_absmax(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Encode float32 groups [..., K]: codes uint8 [..., K] and step float16 [...]; low is -step (2^b - 1) / 2."""
     step = (x.abs().amax(-1) * (2 / (2**bits - 1))).half()
     return _encode(x, step.float() * (-(2**bits - 1) / 2), step.float(), bits), step
 
 
+@dispatch.paired
 def decode(codes: Tensor, step: Tensor, low: Tensor | None, bits: int, out: Tensor | None = None) -> Tensor:
     """Decode uint8 codes [..., K] to float32; without `low` the group is symmetric (absmax)."""
     step = step.float()[..., None]

@@ -1,0 +1,134 @@
+"""Split vectors into radii and angles, level by level in registers, and put them together again; see ops/polar.py.
+
+BITS holds the width of every level in three bits each, the first level lowest.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned
+from kvq_runtime.ops import polar
+from kvq_runtime.ops.polar import Points
+
+
+def encode(x: Tensor, bits: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    return launch(x, bits)
+
+
+@lru_cache(maxsize=32)
+def boundaries(bits: tuple[int, ...], device: torch.device) -> Tensor:
+    """(cos, sin) of the boundaries inside a quarter circle, of every level, float32 [levels, 16, 2]."""
+    table = torch.zeros(len(bits), 16, 2, dtype=torch.float64)
+    for level, width in enumerate(bits, start=1):
+        angles = polar.codebook(level, width)[0]
+        angles = angles[: 2 ** (width - 2) - 1] if level == 1 else angles
+        table[level - 1, : len(angles)] = torch.stack([angles.cos(), angles.sin()], 1)
+    return table.float().to(device)
+
+
+@lru_cache(maxsize=32)
+def points(bits: tuple[int, ...], kind: Points, device: torch.device) -> Tensor:
+    """(cos, sin) that every code decodes to, of every level, float32 [levels, 2, 64]."""
+    table = torch.zeros(len(bits), 2, 64, dtype=torch.float64)
+    for level, width in enumerate(bits, start=1):
+        table[level - 1, :, : 2**width] = polar.points(level, width, kind).mT
+    return table.float().to(device)
+
+
+def widths(bits: Sequence[int]) -> int:
+    """The widths of all levels in one number."""
+    return sum(width << (3 * level) for level, width in enumerate(bits))
+
+
+def launch(x: Tensor, bits: Sequence[int], signs: Tensor | None = None, matrix: Tensor | None = None):
+    """Encode [..., K]: codes uint8 [..., K/2^l] of each level l, radii float32 [..., K/2^L]."""
+    size, shape, levels = x.shape[-1], x.shape[:-1], len(bits)
+    counts = [size >> level for level in range(1, levels + 1)]
+    codes = torch.empty(*shape, sum(counts), dtype=torch.uint8, device=x.device)
+    radii = torch.empty(*shape, counts[-1], dtype=torch.float32, device=x.device)
+    x, (second, third), strides = strided(x)
+    padded = triton.next_power_of_2(size)
+    n = x.numel() // size
+    rows, grid = programs(n, padded)
+    turn = signs if signs is not None else matrix
+    run = 1 if turn is None else len(turn)
+    if n:
+        with on(x):
+            _encode[grid](
+                x, codes, radii, signs, matrix, boundaries(tuple(bits), x.device), n, second, third, *strides,
+                levels, widths(bits), size, padded, rows, run, run.bit_length() - 1,
+            )  # fmt: skip
+    return list(codes.split(counts, -1)), radii
+
+
+@triton.jit
+def _encode(
+    x, codes, radii, signs, matrix, table, n, second, third, s0, s1, s2, s3,
+    LEVELS: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
+    RUN: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    tile, row, _ = rows_of(x, n, second, third, s0, s1, s2, s3, K, P, ROWS)
+    tile = turned(tile, signs, matrix, RUN, LOG)
+    here, start = (row < n)[:, None], row.to(tl.int64)[:, None]
+    for level in tl.static_range(LEVELS):
+        WIDTH: tl.constexpr = (BITS >> (3 * level)) & 7
+        COUNT: tl.constexpr = K >> (level + 1)
+        a, b = tl.split(tl.reshape(tile, (ROWS, P >> (level + 1), 2)))
+        tile = tl.sqrt(a * a + b * b)
+        if level == 0:
+            up, right = b >= 0, a >= 0
+            code = tl.where(up, tl.where(right, 0, 1), tl.where(right, 3, 2)) << (WIDTH - 2)
+            a, b = tl.abs(tl.where(up != right, b, a)), tl.abs(tl.where(up != right, a, b))
+            INNER: tl.constexpr = (1 << (WIDTH - 2)) - 1
+        else:
+            code = tl.zeros(a.shape, tl.int32)
+            INNER: tl.constexpr = (1 << WIDTH) - 1
+        for i in tl.static_range(INNER):
+            at = table + level * 32 + i * 2
+            code += (b * tl.load(at) > a * tl.load(at + 1)).to(tl.int32)
+        j = tl.arange(0, P >> (level + 1))[None, :]
+        first: tl.constexpr = K - (K >> level)
+        to = codes + start * (K - (K >> LEVELS)) + first + j
+        tl.store(to, code.to(tl.uint8), mask=here & (j < COUNT))
+    j = tl.arange(0, P >> LEVELS)[None, :]
+    tl.store(radii + start * (K >> LEVELS) + j, tile, mask=here & (j < (K >> LEVELS)))
+
+
+def decode(codes: Sequence[Tensor], radii: Tensor, bits: Sequence[int], kind: Points) -> Tensor:
+    size, levels = radii.shape[-1] << len(bits), len(bits)
+    out = torch.empty(*radii.shape[:-1], size, dtype=torch.float32, device=radii.device)
+    padded = triton.next_power_of_2(radii.shape[-1]) << levels
+    rows, grid = programs(out.numel() // size, padded)
+    if out.numel():
+        with on(out):
+            table = points(tuple(bits), kind, out.device)
+            _decode[grid](
+                torch.cat(list(codes), -1), radii.contiguous(), table, out, out.numel() // size,
+                levels, widths(bits), size, padded, rows,
+            )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _decode(
+    codes, radii, table, out, n, LEVELS: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = (row < n)[:, None]
+    j = tl.arange(0, P >> LEVELS)[None, :]
+    x = tl.load(radii + row[:, None] * (K >> LEVELS) + j, mask=here & (j < (K >> LEVELS)), other=0.0).to(tl.float32)
+    for up in tl.static_range(LEVELS):
+        level: tl.constexpr = LEVELS - 1 - up
+        j = tl.arange(0, P >> (level + 1))[None, :]
+        first: tl.constexpr = K - (K >> level)
+        at = codes + row[:, None] * (K - (K >> LEVELS)) + first + j
+        code = tl.load(at, mask=here & (j < (K >> (level + 1))), other=0).to(tl.int32)
+        x = tl.interleave(x * tl.load(table + level * 128 + code), x * tl.load(table + level * 128 + 64 + code))
+    j = tl.arange(0, P)[None, :]
+    tl.store(out + row[:, None] * K + j, x, mask=here & (j < K))

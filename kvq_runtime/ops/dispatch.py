@@ -1,0 +1,62 @@
+"""Decide where an op runs: its torch body, or the Triton kernel of the same module and name under `kernels`.
+
+A CUDA tensor goes to the kernel where triton can be imported, anything else to the torch body, which is the reference
+that every kernel is tested against. `kernels` is imported when the first kernel is needed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# "module.name" → the torch body of every op that has a kernel
+OPS: dict[str, Callable[..., Any]] = {}
+_forced: list[bool] = []
+
+
+@cache
+def available() -> bool:
+    """Whether triton is installed."""
+    return find_spec("triton") is not None
+
+
+@contextmanager
+def forced(kernels: bool) -> Iterator[None]:
+    """For tests: run every op as a kernel (on CPU tensors in Triton's interpreter, TRITON_INTERPRET=1), or as torch."""
+    _forced.append(kernels)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def runs_kernel(x: torch.Tensor) -> bool:
+    """Whether an op on this tensor is a kernel's."""
+    return _forced[-1] if _forced else x.is_cuda and available()
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """The kernel of an op, "module.name"."""
+    module, function = name.split(".")
+    return getattr(import_module(f"kvq_runtime.kernels.{module}"), function)
+
+
+def paired(body: Callable[P, R]) -> Callable[P, R]:
+    """Declare that a torch op has a kernel of the same arguments and results; a tensor, or several, comes first."""
+    name = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
+    OPS[name] = body
+
+    @wraps(body)
+    def op(*args: P.args, **settings: P.kwargs) -> R:
+        first: Any = args[0]
+        taken = runs_kernel(first if isinstance(first, torch.Tensor) else first[0])
+        return kernel(name)(*args, **settings) if taken else body(*args, **settings)
+
+    return op
