@@ -20,7 +20,7 @@ Tensors = Mapping[str, Tensor]
 _NOTHING: Tensors = {}
 
 # quantized radii: 2^(-code/16) of the vector's norm, so from 1 down to 2^-15.9, each to 2.2%
-_RADII = 2.0 ** (-torch.arange(256, dtype=torch.float64) / 16)
+RADII = 2.0 ** (-torch.arange(256, dtype=torch.float64) / 16)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Polar:
         """Names, shapes and dtypes of what one block [rows, width] is stored as."""
         size, bits = self.sizes(width, geometry)
         count = width // size
-        codes = sum(pack.packed_size(sum(counts), wide) for wide, counts in _runs(size, bits))
+        codes = sum(pack.packed_size(sum(counts), wide) for wide, counts in runs(size, bits))
         fields = {"codes": ((rows, count, codes), torch.uint8)}
         radii = (rows, count, size >> len(bits))
         if self.radius == "fp16":
@@ -87,7 +87,7 @@ class Polar:
         x = x_NRW.unflatten(-1, (-1, size))
         codes, radii = self._encoded(x, bits, tensors)
         packed, start = [], 0
-        for wide, counts in _runs(size, bits):
+        for wide, counts in runs(size, bits):
             packed.append(pack.pack(torch.cat(codes[start : start + len(counts)], -1), wide))
             start += len(counts)
         fields = {"codes": torch.cat(packed, -1)}
@@ -100,7 +100,7 @@ class Polar:
     def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry, tensors: Tensors = _NOTHING) -> Tensor:
         size, bits = self.sizes(width, geometry)
         codes, start = [], 0
-        for wide, counts in _runs(size, bits):
+        for wide, counts in runs(size, bits):
             stop = start + pack.packed_size(sum(counts), wide)
             run = pack.unpack(fields["codes"][..., start:stop], wide, sum(counts))
             codes += run.split(counts, -1)
@@ -108,7 +108,7 @@ class Polar:
         if self.radius == "fp16":
             radii = fields["radius"].float() * 2 ** (len(bits) / 2)
         else:
-            table = _RADII.to(fields["radius"].device, torch.float32)
+            table = RADII.to(fields["radius"].device, torch.float32)
             radii = table[fields["radius"].int()] * (fields["norm"].float() * size**0.5)[..., None]
         return polar.decode(codes, radii, self._points(bits, tensors, radii.device)).flatten(-2)
 
@@ -151,15 +151,15 @@ class PolarFitted(Polar):
         return list(tensors["points"].split([2**wide for wide in bits]))
 
 
-def _runs(size: int, bits: tuple[int, ...]) -> list[tuple[int, list[int]]]:
+def runs(size: int, bits: tuple[int, ...]) -> list[tuple[int, list[int]]]:
     """Levels that are packed together, for having the same bits: (bits, codes of each level)."""
     levels = groupby(enumerate(bits, start=1), key=lambda level: level[1])
     return [(wide, [size >> level for level, _ in run]) for wide, run in levels]
 
 
 def _radius_code(ratio: Tensor) -> Tensor:
-    """The nearest of _RADII, on the logarithmic scale."""
-    between = (_RADII * 2 ** (-1 / 32))[:-1].flip(0).to(ratio.device, torch.float32)
+    """The nearest of RADII, on the logarithmic scale."""
+    between = (RADII * 2 ** (-1 / 32))[:-1].flip(0).to(ratio.device, torch.float32)
     return (255 - torch.bucketize(ratio, between)).to(torch.uint8)
 
 

@@ -1,0 +1,180 @@
+"""Say how the kernels read one side of a layer: which function, with which settings and tables; None where none can.
+
+The kernels take groups of one head, or of one channel and block; anything else is decoded first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.kernels import per_channel, per_token, read
+from kvq_runtime.kernels import polar as angles
+from kvq_runtime.ops import grid, lloyd, pack
+from kvq_runtime.recipe import Side
+from kvq_runtime.stages import groups
+from kvq_runtime.stages import polar as polar_stage
+from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.lloyd import Lloyd
+from kvq_runtime.stages.polar import Polar
+from kvq_runtime.stages.rtn import Rtn
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one side is read.
+
+    scan       the loop over blocks, for keys
+    read       the function that reads a tile of tokens, or None where codes lie along the tokens
+    settings   of both, see read.py and per_channel.py
+    names      the fields, in the order of the address table
+    lookup     the codebook in the form `read` takes, or None
+    turn       the rotation of a head, float32 [D, D]: x̂ = what is read · turnᵀ; or None
+    """
+
+    scan: Any
+    read: Any
+    settings: tuple[int, ...]
+    names: tuple[str, ...]
+    lookup: Tensor | None = None
+    turn: Tensor | None = None
+
+
+def layout(side: Side, geometry: Geometry, position: str = "post") -> Layout | None:
+    """The layout of a side whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel."""
+    if side.predict is not None or side.correct is not None:
+        return None
+    if side.axis == "channel":
+        return _per_channel(side, geometry, position)
+    makers: dict[type, Callable] = {Rtn: _uniform, Grid: _grid, Lloyd: _lloyd, Polar: _polar}
+    size = getattr(side.quantize, "group", None)
+    if position != "post" or type(side.quantize) not in makers or size is None:
+        return None
+    if groups.size(size, geometry.width, geometry) != geometry.head_size:
+        return None
+    turn = _turn(side, geometry)
+    if side.rotate is not None and turn is None:
+        return None
+    made = makers[type(side.quantize)](side, geometry)
+    return None if made is None else Layout(per_token.plain, *made, turn)
+
+
+def padded(count: int) -> int:
+    """What a tile of so many columns is padded to: a power of two that a matrix product takes."""
+    return max(16, triton.next_power_of_2(count))
+
+
+def _streams(bits: int) -> int:
+    return 8 // min(pack.planes(bits))
+
+
+def _start(side: Side, geometry: Geometry, slots: int, columns: int, weight: int) -> tuple[int, ...]:
+    heads, size = geometry.kv_heads, geometry.head_size
+    return (slots, columns, padded(columns), size, heads, side.block, weight)
+
+
+def _per_channel(side: Side, geometry: Geometry, position: str) -> Layout | None:
+    quantize = side.quantize
+    if not isinstance(quantize, Rtn) or side.rotate is not None:
+        return None
+    slots = _streams(quantize.bits)
+    if groups.size(quantize.group, side.block, geometry) != side.block or side.block % slots or side.block < 16:
+        return None
+    if position == "pre" and geometry.head_size % 2:
+        return None
+    low = int(quantize.range == "minmax")
+    scan = per_channel.plain if position == "post" else per_channel.turning
+    start = _start(side, geometry, slots, side.block // slots, quantize.bits)
+    settings = (*start, quantize.bits, low, _wide(geometry.head_size, position))
+    return Layout(scan, None, settings, ("codes", "step", "low")[: 2 + low])
+
+
+def _wide(size: int, position: str) -> int:
+    """The padded head size; before RoPE, twice that of half a head."""
+    return padded(size) if position == "post" else 2 * padded(size // 2)
+
+
+def _turn(side: Side, geometry: Geometry) -> Tensor | None:
+    """The rotation of a whole head, if it is one."""
+    if side.rotate is None or not hasattr(side.rotate, "matrix"):
+        return None
+    matrix = side.rotate.matrix(geometry.width, geometry)
+    if geometry.head_size % len(matrix):
+        return None
+    return torch.block_diag(*[matrix] * (geometry.head_size // len(matrix)))
+
+
+def _uniform(side: Side, geometry: Geometry):
+    quantize, low = side.quantize, int(side.quantize.range == "minmax")
+    slots = _streams(quantize.bits)
+    if geometry.head_size % slots:
+        return None
+    start = _start(side, geometry, slots, geometry.head_size // slots, quantize.bits)
+    return read.uniform, (*start, quantize.bits, low), ("codes", "step", "low")[: 2 + low], None
+
+
+def _grid(side: Side, geometry: Geometry):
+    dim, size, bits = side.quantize.dim, side.quantize.size, side.quantize.bits
+    count = geometry.head_size // dim
+    points = grid.points(dim, size)
+    if bits == 4 and count % 2 == 0:  # a byte is two codes: its row of the table has element 2 i + c, part i of code c
+        byte = torch.arange(256)
+        points = torch.stack([points[byte & 15], points[byte >> 4]], 2).flatten(1)
+        return _codebook(side, geometry, points, 8, count // 2)
+    return _codebook(side, geometry, points, bits, count)
+
+
+def _lloyd(side: Side, geometry: Geometry):
+    bits = side.quantize.bits
+    centroids = lloyd.sphere(geometry.head_size, bits)[1].bfloat16().float()  # as the stage looks them up
+    size, each = geometry.head_size, 8 // bits
+    if bits != 3:
+        byte = torch.arange(256)[:, None]
+        codes = (byte >> (bits * torch.arange(each))) & (2**bits - 1)
+        return _codebook(side, geometry, centroids[codes], 8, size // each) if size % each == 0 else None
+    index = torch.arange(64)  # two codes of 3 bits
+    return _codebook(side, geometry, torch.stack([centroids[index & 7], centroids[index >> 3]], 1), 3, size // 2, 1)
+
+
+def _codebook(side: Side, geometry: Geometry, points: Tensor, bits: int, indices: int, paired: int = 0):
+    """A codebook [entries, elements] of so many indices, each of `bits`, or of twice that if it is two codes."""
+    streams, elements = _streams(bits) >> paired, points.shape[1]
+    if indices % streams or elements not in (1, 2, 4, 8):
+        return None
+    word = {1: torch.int16, 2: torch.int32}.get(elements, torch.int64)
+    start = _start(side, geometry, streams * elements, indices // streams, 0)
+    lookup = points.half().contiguous().view(word)
+    return read.codebook, (*start, bits, streams, elements, paired), ("codes", "scale"), lookup
+
+
+def _polar(side: Side, geometry: Geometry):
+    quantize: Polar = side.quantize
+    size, bits = quantize.sizes(geometry.width, geometry)
+    levels, low = len(bits), int(quantize.radius == "log8")
+    runs, first = [], 0
+    for wide, counts in polar_stage.runs(size, bits):
+        done = 0
+        for count in counts:
+            runs += [wide, first, sum(counts), done]
+            done += count
+        first += pack.packed_size(sum(counts), wide)
+    points = angles.points(bits, quantize.points, torch.device("cpu"))
+    radii = (polar_stage.RADII * size**0.5).float()
+    wide = triton.next_power_of_2(size >> levels) << levels
+    if wide < 16:
+        return None
+    start = (1, size, wide, size, geometry.kv_heads, side.block, 0)
+    names = ("codes", "radius", "norm")[: 2 + low]
+    return read.polar, (*start, levels, first, low, *runs), names, torch.cat([points.flatten(), radii])
+
+
+@lru_cache(maxsize=64)
+def on_device(turn: Tensor, device: torch.device) -> Tensor:
+    """A rotation on the device, padded to whole tiles."""
+    wide = padded(len(turn)) - len(turn)
+    return torch.nn.functional.pad(turn, (0, wide, 0, wide)).to(device)

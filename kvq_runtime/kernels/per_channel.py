@@ -1,0 +1,115 @@
+"""Attend to keys whose codes lie along the tokens of a block, one group per channel and block: KIVI's.
+
+A block is opened once: its bytes are read, per-channel steps scale the query, lows enter as q·low, and an element costs
+its unpacking alone. Each stream of codes is a run of consecutive tokens. Settings are those of read.py, with SLOTS
+streams of COLUMNS tokens; further ones: BITS, 1 if low is stored, padded head size.
+
+`turning`, for keys before RoPE, decodes a tile and turns it by a constant [K, T] table as if every block began at
+position 0. The query is turned back by the first block's position, and then from block to block by a constant.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq_runtime.kernels import softmax, unpack
+from kvq_runtime.kernels.read import load_query, weight
+from kvq_runtime.kernels.slabs import field
+
+
+@triton.jit
+def _opened(table, block, row, head, d, here, SET: tl.constexpr):
+    """One block's bytes of channels d: (runs of uint8 [len(d), P], step, low), the last two float32."""
+    BITS: tl.constexpr = SET[7]
+    NAMES: tl.constexpr = 2 + SET[8]
+    BYTES: tl.constexpr = SET[5] * BITS // 8
+    NUMBERS: tl.constexpr = SET[4] * SET[3] * 2
+    codes = field(table, block, row, 0, NAMES, SET[4] * SET[3] * BYTES, tl.uint8)
+    channel = head * SET[3] + d
+    j = tl.arange(0, SET[2])[None, :]
+    parts = ()
+    for run in tl.static_range(BYTES // SET[1]):
+        at = codes + channel[:, None] * BYTES + run * SET[1] + j
+        parts = parts + (tl.load(at, mask=here[:, None] & (j < SET[1]), other=0),)
+    step = tl.load(field(table, block, row, 1, NAMES, NUMBERS, tl.float16) + channel, mask=here, other=0.0)
+    step = step.to(tl.float32)
+    if SET[8] == 1:
+        low = tl.load(field(table, block, row, 2, NAMES, NUMBERS, tl.float16) + channel, mask=here, other=0.0)
+        low = low.to(tl.float32)
+    else:
+        low = step * (-((1 << BITS) - 1) / 2)
+    return parts, step, low
+
+
+@triton.jit
+def plain(
+    q, scale, turn, keys, values, lookup, lookups, first, last, row, head, start, H: tl.constexpr, G: tl.constexpr,
+    TQ: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KREAD: tl.constexpr, KSET: tl.constexpr, VREAD: tl.constexpr,
+    VSET: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Attend to blocks `first` to `last` of keys after RoPE."""
+    d = tl.arange(0, KSET[9])
+    here = d < KSET[3]
+    query = load_query(q, scale, row * H + head, d, here, TQ, G, M, KSET[3])
+    top, total, low, sums = softmax.empty(M, VSET[2], VSET[0])
+    for block in range(first, last):
+        parts, step, lows = _opened(keys, block, row, head, d, here, KSET)
+        base = tl.sum(query * lows[None, :], 1)
+        scaled = (query * step[None, :]).to(tl.float16)
+        j = tl.arange(0, KSET[2])
+        for stream in tl.static_range(KSET[0]):
+            s = (
+                tl.dot(scaled, unpack.half(parts, stream, KSET[7], COMPILED)) * (1 / weight(stream, KSET))
+                + base[:, None]
+            )
+            t = stream * KSET[1] + j
+            seen = (j < KSET[1]) & (block * KSET[5] + t >= start)
+            tiles, size, least = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
+            s = tl.where(seen[None, :], s, float("-inf"))
+            top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, size, least)
+    return top, total, low, sums
+
+
+@triton.jit
+def turning(
+    q, scale, turn, keys, values, lookup, lookups, first, last, row, head, start, H: tl.constexpr, G: tl.constexpr,
+    TQ: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KREAD: tl.constexpr, KSET: tl.constexpr, VREAD: tl.constexpr,
+    VSET: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """The same of keys before RoPE; `turn` has cos and sin [K, 2, T], those of T [2, K], of every block [N, 2, K]."""
+    HALF: tl.constexpr = KSET[3] // 2
+    d = tl.arange(0, KSET[9] // 2)
+    here = d < HALF
+    rows = row * H + head
+    one = load_query(q, scale, rows, d, here, TQ, G, M, KSET[3])
+    two = load_query(q, scale, rows, HALF + d, here, TQ, G, M, KSET[3])
+    cos = tl.load(turn[2] + first * (2 * HALF) + d, mask=here, other=1.0)[None, :]
+    sin = tl.load(turn[2] + first * (2 * HALF) + HALF + d, mask=here, other=0.0)[None, :]
+    one, two = one * cos + two * sin, two * cos - one * sin
+    cos = tl.load(turn[1] + d, mask=here, other=1.0)[None, :]
+    sin = tl.load(turn[1] + HALF + d, mask=here, other=0.0)[None, :]
+    top, total, low, sums = softmax.empty(M, VSET[2], VSET[0])
+    j = tl.arange(0, KSET[2])
+    for block in range(first, last):
+        parts, step, lows = _opened(keys, block, row, head, d, here, KSET)
+        others, step2, lows2 = _opened(keys, block, row, head, HALF + d, here, KSET)
+        left, right = one.to(tl.float16), two.to(tl.float16)
+        for stream in tl.static_range(KSET[0]):
+            t = stream * KSET[1] + j
+            seen = (j < KSET[1]) & (block * KSET[5] + t >= start)
+            at = turn[0] + d[:, None] * (2 * KSET[5]) + t[None, :]
+            c = tl.load(at, mask=here[:, None] & (j < KSET[1])[None, :], other=0.0)
+            n = tl.load(at + KSET[5], mask=here[:, None] & (j < KSET[1])[None, :], other=0.0)
+            a = _decoded(parts, step, lows, stream, KSET, COMPILED)
+            b = _decoded(others, step2, lows2, stream, KSET, COMPILED)
+            s = tl.dot(right, a * n + b * c, tl.dot(left, a * c - b * n))
+            tiles, size, least = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
+            s = tl.where(seen[None, :], s, float("-inf"))
+            top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, size, least)
+        one, two = one * cos + two * sin, two * cos - one * sin
+    return top, total, low, sums
+
+
+@triton.jit
+def _decoded(parts, step, low, STREAM: tl.constexpr, SET: tl.constexpr, COMPILED: tl.constexpr):
+    step = (step * (1 / weight(STREAM, SET))).to(tl.float16)[:, None]
+    return unpack.half(parts, STREAM, SET[7], COMPILED) * step + low.to(tl.float16)[:, None]

@@ -1,0 +1,57 @@
+"""Sum values by the softmax of scores, a tile of tokens at a time, all in powers of two.
+
+A row's running state is (top, total, low, sums): with w = 2^(s - top), total = Σ w, low = Σ w·low[t], and per slot
+sums = Σ w·scale[t]·tile[t]. `top` follows the largest s + log2 scale[t], not s: so the weights that the tensor cores
+take in float16, w·scale, are at most 1 whatever the scale.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq_runtime.kernels.read import weight
+
+
+@triton.jit
+def empty(M: tl.constexpr, P: tl.constexpr, SLOTS: tl.constexpr):
+    """The state of no token."""
+    sums = (tl.zeros((M, P), tl.float32),) * SLOTS
+    return tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32), sums
+
+
+@triton.jit
+def add(top, total, low, sums, s, tiles, scale, lows):
+    """Add a tile of tokens with scores s [M, N], -inf where masked. Without `scale` it is 1, without `lows` 0."""
+    level = s
+    if scale is not None:
+        level = s + tl.log2(tl.maximum(tl.abs(scale), 5.9e-8))[None, :]
+    higher = tl.maximum(top, tl.max(level, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    fade = tl.exp2(top - base)
+    w = tl.exp2(s - base[:, None])
+    total = total * fade + tl.sum(w, 1)
+    if lows is not None:
+        low = low * fade + tl.sum(w * lows[None, :], 1)
+    if scale is not None:
+        w = w * scale[None, :]
+    faded = ()
+    for slot in tl.static_range(len(tiles)):
+        each = sums[slot] * fade[:, None]
+        faded = faded + (tl.dot(w.to(tiles[slot].dtype), tiles[slot], each, input_precision="ieee"),)
+    return higher, total, low, faded
+
+
+@triton.jit
+def store(state, part, lse, line, R: tl.constexpr, M: tl.constexpr, SET: tl.constexpr):
+    """Write the mean of the values and log2 Σ 2^s of `line`, one of the splits; nothing at all is 0 and -inf."""
+    top, total, low, sums = state
+    r = tl.arange(0, M)
+    here = (r < R)[:, None]
+    share = tl.where(total > 0, 1 / tl.where(total > 0, total, 1.0), 0.0)
+    j = tl.arange(0, SET[2])[None, :]
+    to = part + line * (R * SET[3]) + r[:, None] * SET[3] + j
+    for slot in tl.static_range(SET[0]):
+        mean = (sums[slot] * (1 / weight(slot, SET)) + low[:, None]) * share[:, None]
+        channel = slot * SET[1] + j
+        tl.store(to + slot * SET[1], mean, mask=here & (j < SET[1]) & (channel < SET[3]))
+    level = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+    tl.store(lse + line * R + r, level, mask=r < R)

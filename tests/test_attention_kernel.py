@@ -1,0 +1,241 @@
+"""Attention over packed blocks gives what softmax gives on the decoded ones, for every family and in every corner."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from parity import DEVICE, error, normal, poisoned
+from torch import Tensor
+
+from kvq_runtime import rope
+from kvq_runtime.codec import Codec, Context
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import grid, pack
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.lloyd import Lloyd
+from kvq_runtime.stages.polar import Polar
+from kvq_runtime.stages.rotate import Hadamard, Random
+from kvq_runtime.stages.rtn import Rtn
+
+pytest.importorskip("triton")
+from kvq_runtime.kernels import slabs
+from kvq_runtime.kernels.attention import Encoded, Exact, Turns, attend
+from kvq_runtime.kernels.layout import layout
+
+# float16 operands of the matrix products, float32 sums; the window's products are in the model's dtype
+TOLERANCE = {torch.float32: 1.5e-3, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+FREQUENCIES = 10000.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's cache and a query."""
+
+    key: Side
+    value: Side
+    size: int = 64
+    heads: int = 2
+    ratio: int = 2
+    tokens: int = 1  # of the query
+    batch: int = 2
+    blocks: int = 3
+    window: int = 20
+    splits: int = 2
+    starts: tuple[int, ...] = (0, 0)
+    position: str = "post"
+    dtype: torch.dtype = torch.float32
+
+
+def side(quantize, rotate=None, axis="token", sinks=4, block=32) -> Side:
+    return Side(quantize, rotate=rotate, axis=axis, sinks=sinks, recent=0, block=block)
+
+
+def kivi(bits: int, block: int = 32, **settings) -> tuple[Side, Side]:
+    return side(Rtn(bits, block), axis="channel", block=block, **settings), side(
+        Rtn(bits, "head"), block=block, **settings
+    )
+
+
+def same(one: Side) -> tuple[Side, Side]:
+    return one, one
+
+
+FAMILIES = {
+    **{f"kivi-{bits}": kivi(bits) for bits in (1, 2, 3, 4, 8)},
+    **{f"rtn-{bits}": same(side(Rtn(bits, "head"))) for bits in (1, 2, 3, 4, 8)},
+    "rtn-absmax": (side(Rtn(2, 32, "absmax"), axis="channel"), side(Rtn(4, "head", "absmax"))),
+    "quarot": same(side(Rtn(4, "head"), Hadamard("head"))),
+    **{f"higgs-{dim}-{size}": same(side(Grid(dim, size, "head"), Hadamard("head"))) for dim, size in
+       ((2, 16), (2, 64), (2, 256), (4, 64), (4, 256), (8, 256))},
+    **{f"lloyd-{bits}": same(side(Lloyd(bits, "head"), Random("head"))) for bits in (1, 2, 3, 4)},
+    "polar": same(side(Polar(), Random())),
+    "polar-radius8": same(side(Polar(radius="log8"), Random())),
+    "polar-full": same(side(Polar((4, 2), levels=0, points="mean"), Random())),
+    "polar-low": same(side(Polar((3, 2, 2, 1), levels=0, points="mean"), Random())),
+    "mixed": (kivi(2)[0], side(Grid(2, 256, "head"), Hadamard("head"))),
+}  # fmt: skip
+
+
+def frequencies(size: int) -> Tensor:
+    return FREQUENCIES ** (-torch.arange(0, size, 2, device=DEVICE) / size)
+
+
+def turned(case: Case, x_BTHD: Tensor, first: int) -> Tensor:
+    """Keys before RoPE at slots from `first` on, turned by their positions."""
+    slots = torch.arange(first, first + x_BTHD.shape[1], device=DEVICE)
+    positions = slots[None] - torch.tensor(case.starts, device=DEVICE)[:, None]
+    angles = positions[..., None].double() * frequencies(case.size)
+    return rope.rotate(x_BTHD, angles.cos().float(), angles.sin().float())
+
+
+def restored(one: Side, fields: dict[str, Tensor], geometry: Geometry) -> Tensor:
+    """What a side's blocks stand for, all in float32, [N, T, C]."""
+    quantize = one.quantize
+    width = geometry.width if one.axis == "token" else one.block
+    if isinstance(quantize, Grid):  # the stage looks up in bfloat16
+        codes = pack.unpack(fields["codes"], quantize.bits, geometry.head_size // quantize.dim)
+        x = grid.decode(codes, fields["scale"], grid.points(quantize.dim, quantize.size).to(DEVICE)).flatten(-2)
+    else:
+        stored = quantize.decode(fields, width, geometry).float()
+        x = torch.empty_like(stored)
+        x[..., quantize.order(width, geometry).to(DEVICE)] = stored
+    if one.rotate is not None:
+        turn = one.rotate.matrix(width, geometry).to(DEVICE)
+        x = (x.unflatten(-1, (-1, len(turn))) @ turn.mT).flatten(-2)
+    return x if one.axis == "token" else x.mT
+
+
+def encoded(case: Case, half: str, x_BTC: Tensor) -> tuple[Encoded, Tensor, list]:
+    """The blocks of one side in two slabs, the last with room to spare, and what they decode to."""
+    geometry = Geometry(1, case.heads, case.size)
+    recipe = Recipe("test", case.key, case.value, "post")
+    codec = Codec(recipe, 0, half, geometry, {}).to(torch.device(DEVICE))
+    one = case.key if half == "key" else case.value
+    x_NTC = x_BTC.reshape(-1, one.block, geometry.width)
+    fields = codec.encode(x_NTC, Context())
+    decoded = restored(one, fields, geometry).reshape(x_BTC.shape)
+    rows = {name: field.unflatten(0, (case.batch, -1)) for name, field in fields.items()}
+    parts, stop = [], 0
+    while stop < case.blocks or not parts:
+        first, stop = stop, min(stop + slabs.SLAB, case.blocks)
+        pad = 1 if stop == case.blocks else 0
+        parts.append({
+            name: torch.cat([field[:, first:stop], torch.full_like(field[:, :1], 77)[:, :pad]], 1).contiguous()
+            if field.shape[1] else field.new_full((case.batch, 1, *field.shape[2:]), 77)
+            for name, field in rows.items()
+        })  # fmt: skip
+    shape = layout(one, geometry, case.position if half == "key" else "post")
+    assert shape is not None
+    return Encoded.of(shape, slabs.table(parts, shape.names, len(parts) + 1, torch.device(DEVICE))), decoded, parts
+
+
+def run(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, log-sum-exp) of the kernel and of softmax in float64."""
+    sinks, block, width = case.key.sinks, case.key.block, case.heads * case.size
+    coded = case.blocks * block
+    past = {half: normal(case.batch, coded, width, seed=seed) for seed, half in enumerate(("key", "value"))}
+    windows = {
+        half: normal(case.batch, case.window, width, seed=9 + seed) for seed, half in enumerate(("key", "value"))
+    }
+    if case.key.axis == "channel":
+        past["key"] += 3 * normal(width, seed=5)  # channels with means of their own, as keys have
+    kept = {half: normal(case.batch, sinks, width, seed=3 + seed) for seed, half in enumerate(("key", "value"))}
+    query = normal(case.batch, case.heads * case.ratio, case.tokens, case.size, seed=7).to(case.dtype)
+    read, whole, alive = {}, {}, []
+    for half in ("key", "value"):
+        read[half], decoded, parts = encoded(case, half, past[half])
+        alive.append(parts)
+        decoded = decoded.unflatten(2, (case.heads, -1))
+        if half == "key" and case.position == "pre":
+            decoded = turned(case, decoded, 0)
+        kept[half], windows[half] = kept[half].to(case.dtype), windows[half].to(case.dtype)
+        for row, start in enumerate(case.starts):
+            count = max(0, min(sinks, coded - start))
+            decoded[row, start : start + count] = kept[half][row, :count].float().unflatten(1, (case.heads, -1))
+        whole[half] = torch.cat([decoded, windows[half].float().unflatten(2, (case.heads, -1))], 1)
+    buffers = [torch.nn.functional.pad(windows[half], (0, 0, 3, 2), value=float("nan")) for half in ("key", "value")]
+    lengths = torch.tensor([case.blocks, 3, case.window], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor(case.starts, dtype=torch.int32, device=DEVICE)
+    turns = Turns.of(frequencies(case.size), 1.0, block, case.blocks + 1) if case.position == "pre" else None
+    exact = Exact(*buffers, kept["key"], kept["value"])
+    scale = case.size**-0.5
+    out, level = attend(query, read["key"], read["value"], exact, lengths, starts, scale, case.splits, turns)
+    return out, level, *reference(case, query, whole["key"], whole["value"], scale)
+
+
+def reference(case: Case, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    count = key.shape[1]
+    k, v = (x.double().repeat_interleave(case.ratio, 2).transpose(1, 2) for x in (key, value))
+    s = query.double() @ k.mT * scale
+    slots = torch.arange(count, device=DEVICE)
+    seen = slots[None, None, None] >= torch.tensor(case.starts, device=DEVICE)[:, None, None, None]
+    last = count - case.tokens + torch.arange(case.tokens, device=DEVICE)
+    s = s.masked_fill(~(seen & (slots[None] <= last[:, None])), float("-inf"))
+    return s.softmax(-1) @ v, s.logsumexp(-1) / torch.log(torch.tensor(2.0))
+
+
+def check(case: Case, monkeypatch) -> None:
+    with poisoned(monkeypatch):
+        out, level, wanted, levels = run(case)
+    assert error(out, wanted) <= TOLERANCE[case.dtype]
+    assert float((level.double() - levels).abs().max()) <= 0.02
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name, monkeypatch):
+    check(Case(*FAMILIES[name]), monkeypatch)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("starts", [(0, 0), (7, 40)])
+def test_keys_before_rope(bits, starts, monkeypatch):
+    check(Case(*kivi(bits), position="pre", starts=starts, blocks=5), monkeypatch)
+
+
+REPRESENTATIVE = ["kivi-2", "rtn-3", "higgs-2-16", "lloyd-2", "polar"]
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("size", [80, 96, 128, 256])
+def test_head_sizes(name, size, monkeypatch):
+    pair = FAMILIES[name]
+    if name == "rtn-3" and size == 256:
+        pair = FAMILIES["rtn-2"]
+    check(Case(*pair, size=size, heads=1, blocks=2), monkeypatch)
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("ratio, tokens", [(1, 1), (7, 1), (5, 3), (8, 8)])
+def test_ratios_and_query_tokens(name, ratio, tokens, monkeypatch):
+    check(Case(*FAMILIES[name], ratio=ratio, tokens=tokens, heads=1, blocks=2), monkeypatch)
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes(name, dtype, monkeypatch):
+    check(Case(*FAMILIES[name], dtype=dtype), monkeypatch)
+
+
+CORNERS = {
+    "no blocks": {"blocks": 0, "window": 1},
+    "one block, empty splits": {"blocks": 1, "splits": 5},
+    "uneven splits": {"blocks": 5, "splits": 3},
+    "over a slab": {"blocks": 33, "splits": 4, "batch": 1, "starts": (0,), "heads": 1},
+    "window of one": {"window": 1},
+    "window of many": {"window": 70},
+    "padded inside a block": {"starts": (5, 33)},
+    "padded beyond the blocks": {"starts": (0, 99), "window": 10},
+    "sinks in the window": {"starts": (94, 0), "window": 30},
+}
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "higgs-2-16"])
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corners(name, corner, monkeypatch):
+    check(replace(Case(*FAMILIES[name]), **CORNERS[corner]), monkeypatch)
+
+
+@pytest.mark.parametrize("pair", [kivi(2, sinks=0), kivi(2, block=48), same(side(Rtn(4, "head"), block=24))])
+def test_blocks_and_no_sinks(pair, monkeypatch):
+    check(Case(*pair), monkeypatch)

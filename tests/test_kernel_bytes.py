@@ -1,0 +1,110 @@
+"""A decode step reads codes and metadata once: bytes counted in Triton's interpreter, load by load."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_attention_kernel import FAMILIES, Case, encoded, kivi, run
+
+pytest.importorskip("triton")
+from triton.runtime.interpreter import InterpreterBuilder
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter, which a GPU replaces")
+
+CASE = {"blocks": 6, "splits": 3, "batch": 2, "starts": (0, 0), "size": 64, "window": 33}
+
+
+class Traffic:
+    """Bytes moved, by the memory they are in; `named` are its ranges."""
+
+    def __init__(self):
+        self.loads: list[tuple[np.ndarray, int]] = []
+        self.stores: list[tuple[np.ndarray, int]] = []
+
+    def within(self, moved: list[tuple[np.ndarray, int]], tensors) -> int:
+        """Bytes moved to or from these tensors."""
+        spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]
+        return sum(size * int(((at >= a) & (at < b)).sum()) for at, size in moved for a, b in spans)
+
+    def total(self, moved: list[tuple[np.ndarray, int]]) -> int:
+        return sum(at.size * size for at, size in moved)
+
+
+@pytest.fixture
+def traffic(monkeypatch) -> Traffic:
+    """The one hook: every load and store of the interpreter, its unmasked addresses and the bytes of an element."""
+    found = Traffic()
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def size(pointer) -> int:
+        return max(1, pointer.get_element_ty().primitive_bitwidth // 8)
+
+    def counted_load(self, pointer, mask, *rest):
+        found.loads.append((pointer.data[mask.data], size(pointer)))
+        return load(self, pointer, mask, *rest)
+
+    def counted_store(self, pointer, value, mask, *rest):
+        found.stores.append((pointer.data[mask.data], size(pointer)))
+        return store(self, pointer, value, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted_load)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counted_store)
+    return found
+
+
+@pytest.fixture
+def slabs(monkeypatch) -> dict[str, list]:
+    """What the case's blocks are stored in: keys and values."""
+    held: dict[str, list] = {}
+
+    def kept(case, half, x_BTC):
+        made = encoded(case, half, x_BTC)
+        held[half] = made[2]
+        return made
+
+    monkeypatch.setattr("test_attention_kernel.encoded", kept)
+    return held
+
+
+def ideal(case: Case, parts: list[dict[str, torch.Tensor]]) -> int:
+    """The bytes of all encoded blocks, each once."""
+    return sum(field[:, 0].numel() * field.element_size() for field in parts[0].values()) * case.blocks
+
+
+# How often codes are loaded: an angle's byte serves several lanes, and every lane loads it, from the first-level cache.
+REPEATED = {"polar": 2.2, "polar-radius8": 2.3, "polar-full": 2.6, "polar-low": 4.7}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_blocks_are_read_once(name, traffic, slabs):
+    sides = [replace(side, sinks=0) for side in FAMILIES[name]]
+    case = Case(*sides, **CASE)
+    run(case)
+    for half in ("key", "value"):
+        fields = [field for part in slabs[half] for field in part.values()]
+        read, once = traffic.within(traffic.loads, fields), ideal(case, slabs[half])
+        assert once <= read <= once * REPEATED.get(name, 1.0), f"{half}: {read} bytes, {once} once"
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "higgs-2-16"])
+def test_sharing_among_query_heads_costs_nothing(name, traffic, slabs):
+    read = Counter()
+    for ratio in (1, 8):
+        traffic.loads.clear()
+        run(Case(*FAMILIES[name], **CASE, ratio=ratio))
+        fields = [field for half in slabs.values() for part in half for field in part.values()]
+        read[ratio] = traffic.within(traffic.loads, fields)
+    assert read[1] == read[8]
+
+
+def test_partial_results_do_not_grow_with_the_tokens(traffic, slabs):
+    stored = {}
+    for blocks in (3, 12):
+        traffic.stores.clear()
+        run(replace(Case(*kivi(2), **CASE), blocks=blocks))
+        stored[blocks] = traffic.total(traffic.stores)
+    assert stored[3] == stored[12]
+    rows = 2 * 2 * 2  # batch, KV heads, query heads of each
+    assert stored[3] == rows * 4 * (3 + 1) * (64 + 1) + rows * 4 * (64 + 1)  # every split's and the merged, float32
