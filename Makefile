@@ -11,13 +11,13 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: help env demo test check format bench compare wheel clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 env: $(VENV)/.installed ## make or update .venv (Python 3.11 or newer)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@bash scripts/make_venv.sh $(VENV)
-	$(INSTALL) -e '.[flows,dev]'
+	$(INSTALL) -e '.[flows,dev,triton]'
 	@touch $@
 
 # Apart from env: where hqq is installed transformers imports it, and every start takes two seconds longer.
@@ -50,6 +50,9 @@ bench: $(VENV)/.bench ## run the benchmarks; BENCH_ARGS=...
 
 compare: env ## measure all families of recipes and write docs/compare.md; COMPARE_ARGS="--model demo"
 	$(RUN) scripts/compare_models.py $(COMPARE_ARGS)
+
+bench-gpu: env ## measure the kernels where there is a GPU; BENCH_ARGS=..., without one BENCH_ARGS=--dry-run
+	env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) benchmarks/gpu.py $(BENCH_ARGS)
 
 wheel: env ## build sdist and wheel into dist/
 	$(RUN) -m build --no-isolation --outdir dist .

@@ -18,6 +18,7 @@ from kvq_runtime.kernels.merge import merge
 from kvq_runtime.kernels.tile import on
 
 ROWS = 64  # query heads of a KV head, times query tokens, at most
+COLUMNS = 32  # channels that one program merges
 LOG2E = 1.4426950408889634
 
 
@@ -115,10 +116,11 @@ def attend(
             *constants(keys.layout, values.layout, q_heads // heads, tokens, exact.k_sinks.shape[1], splits, launch),
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
-        back = None if values.turn is None else _padded(values.turn.mT)
-        merge[(batch * heads,)](
-            part, lse, back, None, out, level, heads, rows, _tall(rows), size, padded(size), splits, num_warps=4
-        )
+        back, wide = None if values.turn is None else _padded(values.turn.mT), padded(size)
+        merge[(batch * heads, triton.cdiv(wide, COLUMNS))](
+            part, lse, back, None, out, level, heads, rows, _tall(rows), size, wide, splits, min(wide, COLUMNS),
+            num_warps=4,
+        )  # fmt: skip
     return out, level
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned, write_codes
+from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned, warps, write_codes
 from kvq_runtime.ops.grid import points
 from kvq_runtime.ops.pack import packed_size
 
@@ -41,7 +41,7 @@ def launch(x: Tensor, dim: int, size: int, stored: int, signs: Tensor | None = N
         with on(x):
             _encode[grid](
                 x, codes, scale, signs, matrix, _planes(dim, size, x.device), scale.numel(), second, third, *strides,
-                dim, size, stored, count, padded, rows, run, run.bit_length() - 1,
+                dim, size, stored, count, padded, rows, run, run.bit_length() - 1, num_warps=warps(matrix),
             )  # fmt: skip
     return codes, scale
 

@@ -53,8 +53,8 @@ def _gaussian(z, deviation, boundaries, channel, BITS: tl.constexpr):
     z = z.to(tl.float32) * tl.where(size > 0, 1 / tl.maximum(size, 1.1754944e-38), 0.0)
     code = tl.zeros(z.shape, tl.int32)
     for i in tl.static_range(BITS):
-        step: tl.constexpr = 1 << (BITS - 1 - i)
-        code += tl.where(z > tl.load(boundaries + code + (step - 1)), step, 0)
+        beyond = z > tl.load(boundaries + code + ((1 << (BITS - 1 - i)) - 1))
+        code += tl.where(beyond, 1 << (BITS - 1 - i), 0)
     return code.to(tl.uint8)
 
 

@@ -38,15 +38,17 @@ def choose(device: torch.device, layout: Layout, rows: int) -> Launch:
     if device.type != "cuda":
         return Launch()
     major, minor = torch.cuda.get_device_capability(device)
-    return table().get(key(10 * major + minor, layout, rows), default(layout))
+    return table().get(key(10 * major + minor, layout, rows), default(layout, rows))
 
 
-def default(keys: Layout) -> Launch:
-    """What does not spill and fits on any architecture (benchmarks/results/kernels_aot.csv)."""
+def default(keys: Layout, rows: int) -> Launch:
+    """What fits on any architecture and spills least (benchmarks/results/kernels_aot.csv)."""
     size, name, bits = keys.settings[3], (keys.read or keys.scan).__name__, keys.settings[7]
     if name == "polar":
-        return Launch(tile=32, warps=8, stages=1)
-    if size > 128 or name == "turning" or (name != "codebook" and bits == 3):
+        return Launch(tile=32 if size <= 128 else 16, warps=4, stages=1)
+    if name == "codebook" and keys.settings[8] > 1 and keys.settings[9] > 2:  # many slots of few columns
+        return Launch(tile=16, warps=2)
+    if rows > 16 or size > 128 or name == "turning" or (name != "codebook" and bits == 3):
         return Launch(tile=32, warps=8)
     return Launch()
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned, write_codes
+from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned, warps, write_codes
 from kvq_runtime.ops.lloyd import sphere
 from kvq_runtime.ops.pack import packed_size
 
@@ -42,7 +42,7 @@ def launch(
         with on(x):
             _encode[grid](
                 x, codes, found, signs, matrix, boundaries, centroids, found.numel(), second, third, *strides,
-                bits, stored, scale, size, padded, rows, run, run.bit_length() - 1,
+                bits, stored, scale, size, padded, rows, run, run.bit_length() - 1, num_warps=warps(matrix),
             )  # fmt: skip
     return codes, found
 

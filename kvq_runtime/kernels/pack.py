@@ -39,17 +39,22 @@ def _pack(codes, out, n, count, size, BITS: tl.constexpr, BLOCK: tl.constexpr):
     value = tl.zeros((BLOCK,), tl.int32)
     first = 0
     for log in tl.static_range(4):
-        W: tl.constexpr = 8 >> log
-        if BITS & W != 0:
-            length = (count * W + 7) // 8
-            j = byte - first
-            for s in tl.static_range(8 // W):
-                k = j + s * length
-                here = (i < n) & (j >= 0) & (j < length) & (k < count)
-                code = tl.load(codes + row * count + k, mask=here, other=0).to(tl.int32)
-                value |= ((code >> (BITS - BITS % (2 * W))) & ((1 << W) - 1)) << (s * W)
+        if BITS & (8 >> log) != 0:
+            length = (count * (8 >> log) + 7) // 8
+            value |= _streams(codes + row * count, i < n, byte - first, length, count, 8 >> log, BITS)
             first += length
     tl.store(out + i, value.to(tl.uint8), mask=i < n)
+
+
+@triton.jit
+def _streams(codes, here, j, length, count, W: tl.constexpr, BITS: tl.constexpr):
+    """Byte j of a plane of W bits, of `length` bytes; 0 where j is not inside it."""
+    value = j.to(tl.int32) * 0
+    for s in tl.static_range(8 // W):
+        k = j + s * length
+        code = tl.load(codes + k, mask=here & (j >= 0) & (j < length) & (k < count), other=0).to(tl.int32)
+        value |= ((code >> (BITS - BITS % (2 * W))) & ((1 << W) - 1)) << (s * W)
+    return value
 
 
 @triton.jit
@@ -60,11 +65,10 @@ def _unpack(packed, out, n, count, size, BITS: tl.constexpr, BLOCK: tl.constexpr
     code = tl.zeros((BLOCK,), tl.int32)
     first = 0
     for log in tl.static_range(4):
-        W: tl.constexpr = 8 >> log
-        if BITS & W != 0:
-            length = (count * W + 7) // 8
+        if BITS & (8 >> log) != 0:
+            length = (count * (8 >> log) + 7) // 8
             byte = tl.load(packed + row * size + first + k % length, mask=i < n, other=0).to(tl.int32)
-            bits = (byte >> (k // length * W).to(tl.int32)) & ((1 << W) - 1)
-            code |= bits << (BITS - BITS % (2 * W))
+            bits = (byte >> (k // length * (8 >> log)).to(tl.int32)) & ((1 << (8 >> log)) - 1)
+            code |= bits << (BITS - BITS % (16 >> log))
             first += length
     tl.store(out + i, code.to(tl.uint8), mask=i < n)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned
+from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned, warps
 from kvq_runtime.ops import polar
 from kvq_runtime.ops.polar import Points
 
@@ -61,7 +61,7 @@ def launch(x: Tensor, bits: Sequence[int], signs: Tensor | None = None, matrix: 
         with on(x):
             _encode[grid](
                 x, codes, radii, signs, matrix, boundaries(tuple(bits), x.device), n, second, third, *strides,
-                levels, widths(bits), size, padded, rows, run, run.bit_length() - 1,
+                levels, widths(bits), size, padded, rows, run, run.bit_length() - 1, num_warps=warps(matrix),
             )  # fmt: skip
     return list(codes.split(counts, -1)), radii
 
@@ -76,27 +76,37 @@ def _encode(
     tile = turned(tile, signs, matrix, RUN, LOG)
     here, start = (row < n)[:, None], row.to(tl.int64)[:, None]
     for level in tl.static_range(LEVELS):
-        WIDTH: tl.constexpr = (BITS >> (3 * level)) & 7
-        COUNT: tl.constexpr = K >> (level + 1)
         a, b = tl.split(tl.reshape(tile, (ROWS, P >> (level + 1), 2)))
-        tile = tl.sqrt(a * a + b * b)
-        if level == 0:
-            up, right = b >= 0, a >= 0
-            code = tl.where(up, tl.where(right, 0, 1), tl.where(right, 3, 2)) << (WIDTH - 2)
-            a, b = tl.abs(tl.where(up != right, b, a)), tl.abs(tl.where(up != right, a, b))
-            INNER: tl.constexpr = (1 << (WIDTH - 2)) - 1
-        else:
-            code = tl.zeros(a.shape, tl.int32)
-            INNER: tl.constexpr = (1 << WIDTH) - 1
-        for i in tl.static_range(INNER):
-            at = table + level * 32 + i * 2
-            code += (b * tl.load(at) > a * tl.load(at + 1)).to(tl.int32)
+        code = _code(a, b, table + level * 32, level, (BITS >> (3 * level)) & 7)
         j = tl.arange(0, P >> (level + 1))[None, :]
-        first: tl.constexpr = K - (K >> level)
-        to = codes + start * (K - (K >> LEVELS)) + first + j
-        tl.store(to, code.to(tl.uint8), mask=here & (j < COUNT))
+        to = codes + start * (K - (K >> LEVELS)) + (K - (K >> level)) + j
+        tl.store(to, code.to(tl.uint8), mask=here & (j < (K >> (level + 1))))
+        tile = tl.sqrt(a * a + b * b)
     j = tl.arange(0, P >> LEVELS)[None, :]
     tl.store(radii + start * (K >> LEVELS) + j, tile, mask=here & (j < (K >> LEVELS)))
+
+
+@triton.jit
+def _code(a, b, table, LEVEL: tl.constexpr, WIDTH: tl.constexpr):
+    """The cell of the angle of (a, b): of the whole circle at the first level, of a quarter above."""
+    if LEVEL == 0:
+        up, right = b >= 0, a >= 0
+        code = tl.where(up, tl.where(right, 0, 1), tl.where(right, 3, 2)) << (WIDTH - 2)
+        odd = up != right
+        x, y = tl.abs(tl.where(odd, b, a)), tl.abs(tl.where(odd, a, b))
+        code += _beyond(x, y, table, (1 << (WIDTH - 2)) - 1)
+    else:
+        code = _beyond(a, b, table, (1 << WIDTH) - 1)
+    return code
+
+
+@triton.jit
+def _beyond(x, y, table, COUNT: tl.constexpr):
+    """How many of the boundaries the angle of (x, y) lies beyond."""
+    code = tl.zeros(x.shape, tl.int32)
+    for i in tl.static_range(COUNT):
+        code += (y * tl.load(table + i * 2) > x * tl.load(table + i * 2 + 1)).to(tl.int32)
+    return code
 
 
 def decode(codes: Sequence[Tensor], radii: Tensor, bits: Sequence[int], kind: Points) -> Tensor:
@@ -124,11 +134,14 @@ def _decode(
     j = tl.arange(0, P >> LEVELS)[None, :]
     x = tl.load(radii + row[:, None] * (K >> LEVELS) + j, mask=here & (j < (K >> LEVELS)), other=0.0).to(tl.float32)
     for up in tl.static_range(LEVELS):
-        level: tl.constexpr = LEVELS - 1 - up
-        j = tl.arange(0, P >> (level + 1))[None, :]
-        first: tl.constexpr = K - (K >> level)
-        at = codes + row[:, None] * (K - (K >> LEVELS)) + first + j
-        code = tl.load(at, mask=here & (j < (K >> (level + 1))), other=0).to(tl.int32)
-        x = tl.interleave(x * tl.load(table + level * 128 + code), x * tl.load(table + level * 128 + 64 + code))
+        x = _doubled(x, codes + row[:, None] * (K - (K >> LEVELS)), here, table, LEVELS - 1 - up, K, P)
     j = tl.arange(0, P)[None, :]
     tl.store(out + row[:, None] * K + j, x, mask=here & (j < K))
+
+
+@triton.jit
+def _doubled(x, codes, here, table, LEVEL: tl.constexpr, K: tl.constexpr, P: tl.constexpr):
+    """Lengths of one level from those of the level above."""
+    j = tl.arange(0, P >> (LEVEL + 1))[None, :]
+    code = tl.load(codes + (K - (K >> LEVEL)) + j, mask=here & (j < (K >> (LEVEL + 1))), other=0).to(tl.int32)
+    return tl.interleave(x * tl.load(table + LEVEL * 128 + code), x * tl.load(table + LEVEL * 128 + 64 + code))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on, programs, rounded, rows_of, strided, turned, write_codes
+from kvq_runtime.kernels.tile import on, programs, rounded, rows_of, strided, turned, warps, write_codes
 from kvq_runtime.ops.pack import packed_size
 
 
@@ -37,7 +37,7 @@ def launch(x: Tensor, bits: int, stored: int, ends: bool, signs: Tensor | None =
         with on(x):
             _encode[grid](
                 x, codes, step, low, signs, matrix, step.numel(), second, third, *strides,
-                bits, stored, size, padded, rows, run, run.bit_length() - 1,
+                bits, stored, size, padded, rows, run, run.bit_length() - 1, num_warps=warps(matrix),
             )  # fmt: skip
     return codes, step, low
 

@@ -20,6 +20,11 @@ def programs(rows: int, padded: int) -> tuple[int, tuple[int]]:
     return each, (triton.cdiv(rows, each),)
 
 
+def warps(matrix: Tensor | None) -> int:
+    """Warps of a program: more for a matrix product, whose operands lie in registers."""
+    return 4 if matrix is None else 8
+
+
 def on(x: Tensor) -> AbstractContextManager:
     """Launch on the tensor's device."""
     return torch.cuda.device_of(x)
@@ -77,7 +82,7 @@ def turned(x, signs, matrix, SIZE: tl.constexpr, LOG: tl.constexpr):
         i = tl.arange(0, SIZE)
         turn = tl.load(matrix + i[:, None] * SIZE + i[None, :])
         runs = tl.reshape(x, (x.shape[0] * (x.shape[1] // SIZE), SIZE))
-        x = tl.reshape(tl.dot(runs, turn, input_precision="ieee"), (x.shape[0], x.shape[1]))
+        x = tl.reshape(tl.dot(runs, turn, input_precision="tf32x3"), (x.shape[0], x.shape[1]))
     return x
 
 
@@ -95,16 +100,19 @@ def rows_of(x, n, second, third, s0, s1, s2, s3, K: tl.constexpr, P: tl.constexp
 @triton.jit
 def write_codes(codes, out, row, n, BITS: tl.constexpr, K: tl.constexpr):
     """Pack codes int32 [ROWS, P] planar (see ops/pack.py) and store them; fewer than 8 bits: K = P, at least 8."""
+    for log in tl.static_range(4):
+        if BITS & (8 >> log) != 0:
+            _write_plane(codes, out, row, n, 8 >> log, BITS, K)
+
+
+@triton.jit
+def _write_plane(codes, out, row, n, W: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr):
     ROWS: tl.constexpr = codes.shape[0]
     P: tl.constexpr = codes.shape[1]
-    start = row.to(tl.int64)[:, None] * (K * BITS // 8)
-    for log in tl.static_range(4):
-        W: tl.constexpr = 8 >> log
-        if BITS & W != 0:
-            S: tl.constexpr = 8 // W
-            SHIFT: tl.constexpr = BITS - BITS % (2 * W)  # what the wider planes hold
-            plane = tl.reshape((codes >> SHIFT) & ((1 << W) - 1), (ROWS, S, P // S))
-            byte = tl.sum(plane << (tl.arange(0, S) * W)[None, :, None], 1)
-            j = tl.arange(0, P // S)[None, :]
-            to = out + start + (K * SHIFT // 8) + j
-            tl.store(to, byte.to(tl.uint8), mask=(row < n)[:, None] & (j < K // S))
+    S: tl.constexpr = 8 // W
+    SHIFT: tl.constexpr = BITS - BITS % (2 * W)  # what the wider planes hold
+    plane = tl.reshape((codes >> SHIFT) & ((1 << W) - 1), (ROWS, S, P // S))
+    byte = tl.sum(plane << (tl.arange(0, S) * W)[None, :, None], 1)
+    j = tl.arange(0, P // S)[None, :]
+    to = out + row.to(tl.int64)[:, None] * (K * BITS // 8) + (K * SHIFT // 8) + j
+    tl.store(to, byte.to(tl.uint8), mask=(row < n)[:, None] & (j < K // S))

@@ -1,0 +1,250 @@
+"""Compile every kernel ahead of time for sm_80, sm_90 and sm_100, and hold what it takes against the committed table.
+
+What is compiled is what the host code would launch: its launches are recorded, with types, constants and alignments.
+Registers, stack and local memory come from the cubin's resource usage, shared memory from the metadata. A kernel gets
+worse if it takes more of anything than the table says, with the Triton that the table was made with; with any Triton it
+has to compile and fit into the shared memory of the architecture.
+
+python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME] [--write | --check]
+"""
+
+import argparse
+import csv
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # before triton is imported
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.kernels import attention, launch
+from kvq_runtime.kernels.layout import layout
+from kvq_runtime.ops import chain, dispatch, grid, hadamard, latent, lloyd, pack, polar, predict, rtn
+from kvq_runtime.recipe import Recipe, preset
+
+TABLE = Path(__file__).parent / "results" / "kernels_aot.csv"
+COLUMNS = ("triton", "kernel", "arch", "registers", "stack", "local", "shared")
+ARCHS = (80, 90, 100)
+SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program can have
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+FAMILIES = (
+    *("kivi-2bit-g128", "kivi-4bit-g128", "rtn-2bit", "rtn-3bit", "rtn-4bit", "rtn-8bit", "rtn-absmax-4bit"),
+    *("quarot-head-2bit", "higgs-head-1bit", "higgs-head-1.5bit", "higgs-head-2bit", "higgs-head-3bit"),
+    *("higgs-head-4bit", "turboquant-3bit", "lloyd-4bit", "polar-paper", "polar-radius8", "polar-3bit"),
+)
+TYPES = {
+    torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One launch, ready to be compiled."""
+
+    function: Any
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[tuple[int, ...], list]
+    options: dict[str, int]
+
+
+@contextmanager
+def recorded() -> Iterator[list[Compiled]]:
+    """Collect launches instead of making them."""
+    found: list[Compiled] = []
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **options: found.append(_bound(self, args, options))  # type: ignore
+    try:
+        yield found
+    finally:
+        JITFunction.run = run
+
+
+def _bound(function: Any, args: tuple, options: dict[str, int]) -> Compiled:
+    signature, constants, attributes = {}, {}, {}
+    for i, (parameter, given) in enumerate(zip(function.params, args, strict=True)):
+        kind = "constexpr" if parameter.is_constexpr else _kind(given, (i,), constants, attributes)
+        if parameter.is_constexpr:
+            constants[(i,)] = given
+        signature[parameter.name] = kind
+    return Compiled(
+        function, signature, constants, attributes, {k: v for k, v in options.items() if k.startswith("num")}
+    )
+
+
+def _kind(given: Any, path: tuple[int, ...], constants: dict, attributes: dict) -> Any:
+    """The type of an argument as a launch would specialize it."""
+    if isinstance(given, tuple):
+        return tuple(_kind(part, (*path, i), constants, attributes) for i, part in enumerate(given))
+    if given is None or (isinstance(given, int) and given == 1):
+        constants[path] = given
+        return "constexpr"
+    if isinstance(given, Tensor):
+        if given.data_ptr() % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return TYPES[given.dtype]
+    if isinstance(given, int):
+        if given % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32" if abs(given) < 2**31 else "i64"
+    return "fp32"
+
+
+def attends(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tokens: int = 1, position: str = "post"):
+    """A decode step over one slab of this recipe, as the host would launch it; None where there is no kernel."""
+    geometry = Geometry(1, heads, size)
+    layouts = [layout(recipe.key, geometry, position), layout(recipe.value, geometry)]
+    if None in layouts:
+        return None
+
+    def call() -> None:
+        sides = [attention.Encoded.of(one, torch.zeros(4, 1 + len(one.names), dtype=torch.int64)) for one in layouts]
+        window, sinks = torch.zeros(2, 256, geometry.width, dtype=torch.bfloat16), recipe.key.sinks
+        exact = attention.Exact(window, window, window[:, :sinks].clone(), window[:, :sinks].clone())
+        q = torch.zeros(2, heads * ratio, tokens, size, dtype=torch.bfloat16)
+        turns = attention.Turns.of(torch.ones(size // 2), 1.0, recipe.key.block, 8) if position == "pre" else None
+        lengths, starts = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        how = launch.default(layouts[0], ratio * tokens)
+        attention.attend(q, *sides, exact, lengths, starts, size**-0.5, 32, turns, how)
+
+    return call
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """Everything that is compiled, by name."""
+    found: dict[str, Any] = {f"attend {name}": attends(preset(name)) for name in FAMILIES}
+    for size in (64, 80, 96, 256):
+        for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit", "polar-paper"):
+            found[f"attend {name} d{size}"] = attends(preset(name), size)
+    for bits in (2, 4):
+        found[f"attend kivi-{bits}bit-g128 pre"] = attends(preset(f"kivi-{bits}bit-g128"), position="pre")
+    for name in ("kivi-2bit-g128", "higgs-head-2bit"):
+        found[f"attend {name} m64"] = attends(preset(name), ratio=8, tokens=8)
+    return {name: call for name, call in found.items() if call is not None} | _ops()
+
+
+def _ops() -> dict[str, Callable[[], Any]]:
+    x, c = torch.randn(64, 8, 128), torch.zeros(64, 8, 128, dtype=torch.uint8)
+    s, z = torch.ones(64, 8).half(), torch.randn(2, 64, 128)
+    signed, turn = chain.Signed(128, 0), torch.eye(128)
+    points = grid.points(2, 16)
+    return {
+        "pack 3": lambda: pack.pack(c, 3),
+        "unpack 3": lambda: pack.unpack(c, 3, 128),
+        "hadamard 128": lambda: hadamard.rotate(x, 128, 0),
+        "hadamard 1024": lambda: hadamard.rotate_back(x.view(64, 1024), 1024, 0),
+        "encode rtn 2 per channel": lambda: chain.minmax(z.mT.unflatten(-1, (1, 64)), 2),
+        "encode rtn 4 rotated": lambda: chain.minmax(x, 4, signed),
+        "encode grid 2 256 rotated": lambda: chain.nearest(x, 2, 256, signed),
+        "encode lloyd 3 matrix": lambda: chain.sphere(x, 3, "norm", turn),
+        "encode polar": lambda: polar.encode(x, (4, 2, 2, 2)),
+        "decode rtn": lambda: rtn.decode(c, s, s, 2),
+        "decode grid": lambda: grid.decode(c, s, points),
+        "decode lloyd": lambda: lloyd.decode(c, s, 2),
+        "decode polar": lambda: polar.decode(
+            [c[..., : 128 >> i] for i in range(1, 5)], s[..., None], (4, 2, 2, 2), "unit"
+        ),
+        "encode latent": lambda: latent.encode_gaussian(z, torch.ones(64), 4),
+        "decode latent": lambda: latent.decode_uniform(z, torch.ones(64), torch.ones(64), 4),
+        "predict add": lambda: predict.add(z.bfloat16(), z),
+    }
+
+
+def launches(only: str) -> dict[str, Compiled]:
+    """Every launch once, under the first name that makes it."""
+    found: dict[str, Compiled] = {}
+    with dispatch.forced(True):
+        for name, call in calls().items():
+            if only not in name:
+                continue
+            with recorded() as made:
+                call()
+            for one in made:
+                inner = one.function.__name__.strip("_")
+                label = name if inner in name else f"{name} {inner}"
+                if not any(_same(one, other) for other in found.values()):
+                    found[label] = one
+    return found
+
+
+def _same(one: Compiled, other: Compiled) -> bool:
+    both = ((x.signature, x.constants, x.options) for x in (one, other))
+    return one.function is other.function and next(both) == next(both)
+
+
+def usage(one: Compiled, arch: int) -> dict[str, int]:
+    """What a launch takes on an architecture."""
+    source = ASTSource(one.function, one.signature, one.constants, one.attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=one.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    pairs = (word.split(":") for line in printed.splitlines() if "REG:" in line for word in line.split() if ":" in word)
+    values = {name: number for name, number in pairs}
+    taken = {"registers": int(values["REG"]), "stack": int(values["STACK"]), "local": int(values["LOCAL"])}
+    return taken | {"shared": compiled.metadata.shared}
+
+
+def stored() -> dict[tuple[str, int], dict[str, Any]]:
+    """The committed table."""
+    found = {}
+    for row in csv.DictReader(io.StringIO(TABLE.read_text())):
+        version, name, arch = row.pop("triton"), row.pop("kernel"), int(row.pop("arch"))
+        found[name, arch] = {"triton": version} | {what: int(amount) for what, amount in row.items()}
+    return found
+
+
+def worse(name: str, arch: int, taken: dict[str, int], table: dict) -> list[str]:
+    """What is wrong with a kernel, against the table."""
+    before = table.get((name, arch))
+    if before is None:
+        return [f"{name}, sm_{arch}: not in {TABLE.name}; run with --write"]
+    most = dict(before) if before["triton"] == triton.__version__ else {}
+    most["shared"] = min(most.get("shared", SHARED[arch]), SHARED[arch])
+    return [f"{name}, sm_{arch}: {what} {amount}; at most {most[what]}"
+            for what, amount in taken.items() if amount > most.get(what, amount)]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--arch", default=",".join(map(str, ARCHS)), help="compute capabilities")
+    parser.add_argument("--only", default="", help="kernels whose name has this")
+    parser.add_argument("--write", action="store_true", help="write the table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a kernel got worse")
+    given = parser.parse_args()
+    table = stored() if TABLE.exists() else {}
+    rows, wrong = [], []
+    for name, one in launches(given.only).items():
+        for arch in map(int, given.arch.split(",")):
+            taken = usage(one, arch)
+            rows.append([triton.__version__, name, arch, *taken.values()])
+            print(*(f"{key} {value}" for key, value in zip(COLUMNS, rows[-1], strict=True)), sep="  ", flush=True)
+            wrong += worse(name, arch, taken, table) if given.check else []
+    if given.write:
+        with TABLE.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    print(*wrong, sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
