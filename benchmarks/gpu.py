@@ -1,0 +1,394 @@
+"""Measure the kernels on a GPU: attention over packed blocks against PyTorch's best bfloat16 attention in the same run.
+
+parity   every family against softmax on the decoded blocks
+attend   a decode step, keys and values of one layer: microseconds, GB/s, what bounds it and the share of that reached,
+         and the speed-up over scaled_dot_product_attention with the fastest of its backends
+encode   GB/s of float32 read; one launch rotates, scales, finds codes and packs
+sweep    launch settings, fastest of all that compile; --write stores them in kvq_runtime/kernels/launch.json
+
+Bounds: bytes that must be read (codes and metadata once, sinks and window) over the bandwidth of a copy measured
+here; multiplications on the tensor cores over a matrix product's rate measured here. The larger is the bound. Medians,
+with a cold L2 cache: every run reads another copy of the blocks, as many as outgrow it.
+
+python benchmarks/gpu.py [--only attend] [--lengths 2048,...] [--batches 1,8,64] [--out FILE]
+python benchmarks/gpu.py --dry-run: shapes and bytes of every case on any machine
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_runtime import codec
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe, preset
+
+RESULTS = Path(__file__).parent / "results"
+FAMILIES = (
+    *("kivi-2bit-g128", "kivi-4bit-g128", "rtn-2bit", "rtn-4bit", "quarot-head-4bit"),
+    *("higgs-head-2bit", "higgs-head-3bit", "higgs-head-4bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit", "polar-3bit"),
+)
+LENGTHS = (2048, 4096, 16384, 32768, 131072)
+BATCHES = (1, 8, 64)
+LIMIT = 8 << 30  # bytes of bfloat16 history that a case may stand for
+L2 = 256 << 20  # more than any cache
+
+
+@dataclass(frozen=True)
+class Model:
+    """The attention of one layer."""
+
+    name: str
+    q_heads: int
+    kv_heads: int
+    head_size: int
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(1, self.kv_heads, self.head_size)
+
+
+MODELS = (Model("llama-3.1-8b", 32, 8, 128), Model("qwen2.5-7b", 28, 4, 128))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode step: `tokens` in all, the last `window` of them exact."""
+
+    model: Model
+    recipe: str
+    tokens: int
+    batch: int
+    window: int = 192
+
+    @property
+    def blocks(self) -> int:
+        return (self.tokens - self.window) // 128
+
+    def sides(self) -> Recipe:
+        return preset(self.recipe)
+
+    def packed(self) -> int:
+        """Bytes of the encoded blocks, keys and values."""
+        recipe, elements = self.sides(), self.batch * self.blocks * 128 * self.model.geometry.width
+        return round(sum(codec.bits(side, self.model.geometry) for side in (recipe.key, recipe.value)) * elements / 8)
+
+    def exact(self) -> int:
+        """Bytes of window and sinks, keys and values, in 16 bits."""
+        tokens = self.tokens - 128 * self.blocks + self.sides().key.sinks
+        return 4 * self.batch * tokens * self.model.geometry.width
+
+    def dense(self) -> int:
+        """Bytes that attention in 16 bits reads."""
+        return 4 * self.batch * self.tokens * self.model.geometry.width
+
+    def products(self) -> int:
+        """Multiplications and additions on the tensor cores, the query tile padded to 16 rows."""
+        rows = max(16, 1 << (self.model.q_heads // self.model.kv_heads - 1).bit_length())
+        return 4 * self.batch * self.tokens * self.model.geometry.width * rows
+
+
+def cases(models: list[str], recipes: list[str], lengths: list[int], batches: list[int]) -> Iterator[Case]:
+    """Every case that fits."""
+    chosen = [model for model in MODELS if model.name in models]
+    for model, recipe, tokens, batch in itertools.product(chosen, recipes, lengths, batches):
+        case = Case(model, recipe, tokens, batch)
+        if case.dense() <= LIMIT:
+            yield case
+
+
+def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The decode step over random codes: a function of the query (and launch settings)."""
+    from kvq_runtime.kernels import attention, launch, slabs
+    from kvq_runtime.kernels.layout import layout
+
+    geometry, recipe = case.model.geometry, case.sides()
+    sides, alive = [], []
+    for side in (recipe.key, recipe.value):
+        one = layout(side, geometry)
+        assert one is not None, f"{case.recipe} has no kernel"
+        full = [
+            random_slab(side, geometry, case.batch, slabs.SLAB, device) for _ in range(-(-case.blocks // slabs.SLAB))
+        ]
+        alive.append(full)
+        sides.append(attention.Encoded.of(one, slabs.table(full, one.names, len(full), device)))
+    sinks = recipe.key.sinks
+    tokens = case.tokens - 128 * case.blocks
+    shape = (case.batch, tokens, geometry.width)
+    window = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    exact = attention.Exact(*window, *(x[:, :sinks].clone() for x in window))
+    lengths = torch.tensor([case.blocks, 0, tokens], dtype=torch.int32, device=device)
+    starts = torch.zeros(case.batch, dtype=torch.int32, device=device)
+    cut = launch.splits(case.batch * geometry.kv_heads, case.blocks, device)
+
+    def step(q: Tensor, how: Any = None) -> tuple[Tensor, Tensor]:
+        assert alive
+        scale = case.model.head_size**-0.5
+        return attention.attend(q, sides[0], sides[1], exact, lengths, starts, scale, cut, launch=how)
+
+    return step
+
+
+def random_slab(side: Any, geometry: Geometry, batch: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
+    """Fields of the right shapes; time does not depend on the codes."""
+    fields = codec.fields(side, geometry, torch.bfloat16)
+    made = {}
+    for name, (shape, dtype) in fields.items():
+        whole = (batch, blocks, *shape)
+        if dtype == torch.uint8:
+            made[name] = torch.randint(0, 256, whole, dtype=dtype, device=device)
+        else:
+            made[name] = (torch.rand(whole, device=device) * 0.1 + 0.1).to(dtype)
+    return made
+
+
+def timed(calls: list[Callable[[], Any]], repeats: int = 30) -> float:
+    """The median microseconds of a call, each time another of `calls`, as one captured graph each."""
+    graphs = []
+    for call in calls:
+        for _ in range(2):
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graphs.append(graph)
+    times = []
+    for i in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graphs[i % len(graphs)].replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * begin.elapsed_time(end))
+    return median(times[len(graphs) :] or times)
+
+
+def bandwidth() -> float:
+    """Bytes per second of a copy, read and written."""
+    a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2e6 * a.numel() / timed([lambda: b.copy_(a)])
+
+
+def tensor_rate() -> float:
+    """Float16 operations per second of a large matrix product."""
+    a = torch.randn(8192, 8192, dtype=torch.float16, device="cuda")
+    return 2e6 * 8192**3 / timed([lambda: a @ a], 10)
+
+
+def sdpa(case: Case) -> tuple[float, str]:
+    """(microseconds, name) of the fastest backend of PyTorch's attention in bfloat16."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    model, found = case.model, []
+    copies = max(1, min(4, L2 // max(1, case.dense()) + 1))
+    shape = (case.batch, model.kv_heads, case.tokens, model.head_size)
+    pairs = [[torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(copies)]
+    q = torch.randn(case.batch, model.q_heads, 1, model.head_size, device="cuda", dtype=torch.bfloat16)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        calls = [lambda k=k, v=v: attention(q, k, v, enable_gqa=True) for k, v in pairs]
+        try:
+            with sdpa_kernel(backend):
+                found.append((timed(calls), backend.name.lower()))
+        except RuntimeError:  # this backend does not take these shapes on this device
+            continue
+    return min(found)
+
+
+def attend(case: Case, copy: float, rate: float) -> dict[str, Any]:
+    """One line of the results."""
+    device = torch.device("cuda")
+    copies = max(1, min(4, L2 // max(1, case.packed()) + 1))
+    steps = [built(case, device) for _ in range(copies)]
+    model = case.model
+    q = torch.randn(case.batch, model.q_heads, 1, model.head_size, device=device, dtype=torch.bfloat16)
+    took = timed([lambda step=step: step(q) for step in steps])
+    del steps
+    theirs, backend = sdpa(case)
+    read = case.packed() + case.exact()
+    bounds = {"bytes": 1e6 * read / copy, "tensor cores": 1e6 * case.products() / rate}
+    bound = max(bounds, key=lambda name: bounds[name])
+    return row(case) | {
+        "microseconds": round(took, 1),
+        "gb_per_s": round(read / took / 1e3, 1),
+        "bound": bound,
+        "share": round(bounds[bound] / took, 3),
+        "sdpa_microseconds": round(theirs, 1),
+        "sdpa_backend": backend,
+        "speed_up": round(theirs / took, 2),
+    }
+
+
+def row(case: Case) -> dict[str, Any]:
+    """What a case is, and the bytes it must read."""
+    return {
+        "what": "attend", "model": case.model.name, "recipe": case.recipe, "tokens": case.tokens, "batch": case.batch,
+        "packed_bytes": case.packed(), "exact_bytes": case.exact(), "dense_bytes": case.dense(),
+        "bytes_ratio": round(case.dense() / (case.packed() + case.exact()), 2),
+    }  # fmt: skip
+
+
+def encoder(side: Any, geometry: Geometry) -> Callable[[Tensor], Any]:
+    """The one launch that encodes blocks [N, T, C] of a side: rotate, scale, find codes, pack."""
+    from kvq_runtime.ops import chain
+    from kvq_runtime.stages import groups
+
+    width = geometry.width if side.axis == "token" else side.block
+    size = groups.size(side.quantize.group, width, geometry)
+    turn: chain.Turn = None
+    if side.rotate is not None:
+        signed = side.rotate.kind == "hadamard"
+        own = chain.Signed(side.rotate.size(width, geometry), side.rotate.seed)
+        turn = own if signed else side.rotate.matrix(width, geometry)
+    op, settings = {
+        "rtn": (chain.minmax, lambda q: (q.bits,)),
+        "grid": (chain.nearest, lambda q: (q.dim, q.size)),
+        "lloyd": (chain.sphere, lambda q: (q.bits, q.scale)),
+    }[side.quantize.kind]
+
+    def encoded(x_NTC: Tensor) -> Any:
+        x = x_NTC if side.axis == "token" else x_NTC.mT
+        way = turn.to(x.device) if isinstance(turn, Tensor) else turn
+        return op(x.float().unflatten(-1, (-1, size)), *settings(side.quantize), way)
+
+    return encoded
+
+
+def encode(model: Model, recipe: str, half: str) -> dict[str, Any]:
+    """Encode 64 blocks of one layer's keys or values."""
+    side = getattr(preset(recipe), half)
+    call, x = encoder(side, model.geometry), torch.randn(64, side.block, model.geometry.width, device="cuda")
+    took = timed([lambda: call(x)])
+    found = {"what": "encode", "model": model.name, "recipe": recipe, "half": half, "microseconds": round(took, 1)}
+    return found | {"gb_per_s": round(x.numel() * x.element_size() / took / 1e3, 1)}
+
+
+def parity() -> dict[str, Any]:
+    """Run the tests that compare kernels with torch, on this device."""
+    import pytest
+
+    tests = Path(__file__).parent.parent / "tests"
+    code = pytest.main(["-q", str(tests / "test_kernels.py"), str(tests / "test_attention_kernel.py")])
+    return {"what": "parity", "passed": code == 0}
+
+
+def sweep(model: Model, recipe: str) -> tuple[str, Any, list[dict[str, Any]]]:
+    """(key, fastest, all) of the launch settings of a family at 32k tokens."""
+    from kvq_runtime.kernels.launch import Launch, key
+    from kvq_runtime.kernels.layout import layout
+
+    case = Case(model, recipe, 32768, 8)
+    step, lines = built(case, torch.device("cuda")), []
+    q = torch.randn(case.batch, model.q_heads, 1, model.head_size, device="cuda", dtype=torch.bfloat16)
+    for tile, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (1, 2, 3, 4)):
+        how = Launch(tile, warps, stages)
+        try:
+            took = timed([lambda how=how: step(q, how)], 12)
+        except Exception as error:  # too much shared memory for this device: Triton's own error types vary
+            print(f"{recipe} {how}: {type(error).__name__}", file=sys.stderr)
+            continue
+        lines.append({"what": "sweep", "recipe": recipe, **asdict(how), "microseconds": round(took, 1)})
+    best = min(lines, key=lambda line: line["microseconds"])
+    major, minor = torch.cuda.get_device_capability()
+    keys = layout(preset(recipe).key, model.geometry)
+    assert keys is not None
+    name = key(10 * major + minor, keys, model.q_heads // model.kv_heads)
+    return name, Launch(best["tile"], best["warps"], best["stages"]), lines
+
+
+def write_settings(found: dict[str, Any]) -> None:
+    """Add measured settings to the package's table."""
+    from kvq_runtime.kernels import launch
+
+    path = Path(launch.__file__).with_name("launch.json")
+    path.write_text(launch.to_json(launch.table() | found))
+
+
+def listed(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="parity,attend,encode", help="of parity, attend, encode, sweep")
+    parser.add_argument("--models", default=",".join(model.name for model in MODELS))
+    parser.add_argument("--recipes", default=",".join(FAMILIES))
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--minutes", type=float, default=8.0, help="stop starting cases after this long")
+    parser.add_argument("--out", type=Path, help="JSON lines, by default benchmarks/results/gpu-<device>.jsonl")
+    parser.add_argument("--write", action="store_true", help="with sweep: store the settings")
+    parser.add_argument("--dry-run", action="store_true", help="print the cases and their bytes, run nothing")
+    return parser.parse_args(given)
+
+
+def chosen(given: argparse.Namespace) -> Iterator[Case]:
+    """The cases that the command line asks for."""
+    lengths, batches = ([int(number) for number in listed(text)] for text in (given.lengths, given.batches))
+    return cases(listed(given.models), listed(given.recipes), lengths, batches)
+
+
+def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every result, as it comes."""
+    wanted, recipes, deadline = listed(given.only), listed(given.recipes), time.monotonic() + 60 * given.minutes
+    models = [model for model in MODELS if model.name in listed(given.models)]
+    copy, rate = bandwidth(), tensor_rate()
+    yield {
+        "what": "device",
+        "name": torch.cuda.get_device_name(),
+        "copy_gb_per_s": round(copy / 1e9),
+        "torch": torch.__version__,
+    }
+    if "sweep" in wanted:
+        best = {}
+        for recipe in recipes:
+            name, fastest, tried = sweep(models[0], recipe)
+            best[name] = fastest
+            yield from tried
+        if given.write:
+            write_settings(best)
+    if "parity" in wanted:
+        yield parity()
+    if "encode" in wanted:
+        encoded = [name for name in recipes if not name.startswith("polar")]  # those are several launches
+        yield from (encode(*each) for each in itertools.product(models, encoded, ("key", "value")))
+    if "attend" in wanted:
+        for case in chosen(given):
+            if time.monotonic() > deadline:
+                yield {"what": "stopped", "after_minutes": given.minutes}
+                return
+            yield attend(case, copy, rate)
+
+
+def main(arguments_given: list[str] | None = None) -> int:
+    given = arguments(arguments_given)
+    if given.dry_run:
+        for case in chosen(given):
+            print(json.dumps(row(case)))
+        return 0
+    if not torch.cuda.is_available():
+        print("no CUDA device; --dry-run prints what would be measured", file=sys.stderr)
+        return 1
+    name = torch.cuda.get_device_name().lower().replace(" ", "-")
+    out = given.out or RESULTS / f"gpu-{name}.jsonl"
+    with out.open("w") as file:
+        for line in lines(given):
+            print(json.dumps(line), flush=True)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The GPU benchmark's cases, bytes and settings, on a machine that has none; the rest of it where there is a GPU."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from benchmarks import gpu
+from kvq_runtime import codec
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.kernels import launch
+from kvq_runtime.kernels.layout import layout
+from kvq_runtime.recipe import preset
+
+
+def test_every_family_has_a_kernel_for_every_model():
+    for model in gpu.MODELS:
+        for name in gpu.FAMILIES:
+            recipe = preset(name)
+            assert layout(recipe.key, model.geometry) is not None and layout(recipe.value, model.geometry) is not None
+
+
+def test_bytes_of_a_case():
+    case = gpu.Case(gpu.MODELS[0], "kivi-2bit-g128", 2048, 2)
+    blocks = (2048 - 192) // 128
+    held = 0
+    for side in (case.sides().key, case.sides().value):
+        slab = gpu.random_slab(side, case.model.geometry, case.batch, blocks, torch.device("cpu"))
+        held += sum(field.numel() * field.element_size() for field in slab.values())
+    assert case.packed() == held
+    assert case.dense() == 2 * 2 * 2 * 2048 * 1024
+    assert case.exact() == 2 * 2 * 2 * (2048 - 128 * blocks) * 1024
+
+
+def test_dry_run_lists_the_cases(capsys):
+    assert gpu.main(["--dry-run", "--recipes", "higgs-head-2bit", "--lengths", "2048,131072", "--batches", "1,64"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {(row["model"], row["tokens"], row["batch"]) for row in rows} == {
+        ("llama-3.1-8b", 2048, 1), ("llama-3.1-8b", 2048, 64), ("llama-3.1-8b", 131072, 1),
+        ("qwen2.5-7b", 2048, 1), ("qwen2.5-7b", 2048, 64), ("qwen2.5-7b", 131072, 1),
+    }  # fmt: skip
+    assert all(4 < row["bytes_ratio"] < 8 for row in rows if row["tokens"] == 131072)
+
+
+def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 1
+    assert "--dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["kivi-2bit-g128", "higgs-head-2bit"])
+def test_a_step_runs_as_it_is_timed(name):
+    small = gpu.Model("small", 4, 2, 64)
+    case = gpu.Case(small, name, 400, 2, window=16)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device=device)
+    out, level = gpu.built(case, device)(q)
+    assert out.shape == q.shape and bool(torch.isfinite(out).all()) and bool(torch.isfinite(level).all())
+
+
+@pytest.mark.parametrize("half", ["key", "value"])
+@pytest.mark.parametrize("name", [name for name in gpu.FAMILIES if not name.startswith("polar")])
+def test_the_timed_encoder_is_the_codec(name, half):
+    recipe, geometry = preset(name), Geometry(1, 2, 64)
+    side = getattr(recipe, half)
+    x = torch.randn(2, side.block, 128, generator=torch.Generator().manual_seed(0))
+    wanted = list(codec.Codec(recipe, 0, half, geometry, {}).encode(x, codec.Context()).values())
+    for found, field in zip(gpu.encoder(side, geometry)(x), wanted, strict=True):
+        assert torch.equal(found, field)
+
+
+def test_settings_are_stored_and_read(tmp_path, monkeypatch):
+    measured = {"sm90-d128-x": launch.Launch(128, 8, 3)}
+    monkeypatch.setattr(launch, "__file__", str(tmp_path / "launch.py"))
+    gpu.write_settings(measured)
+    stored = json.loads((tmp_path / "launch.json").read_text())
+    assert {name: launch.Launch(**given) for name, given in stored.items()} == launch.table() | measured
+
+
+@pytest.mark.gpu
+def test_a_step_is_one_graph():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    case = gpu.Case(gpu.MODELS[0], "kivi-2bit-g128", 4096, 1)
+    step = gpu.built(case, torch.device("cuda"))
+    q = torch.randn(1, 32, 1, 128, dtype=torch.bfloat16, device="cuda")
+    wanted = step(q)[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(q)[0]
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, wanted)
+    assert gpu.attend(case, 1e12, 1e14)["microseconds"] > 0
