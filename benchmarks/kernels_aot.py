@@ -35,7 +35,7 @@ from triton.runtime.jit import JITFunction
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels import attention, launch
 from kvq_runtime.kernels.layout import layout
-from kvq_runtime.ops import chain, dispatch, grid, hadamard, latent, lloyd, pack, polar, predict, rtn
+from kvq_runtime.ops import chain, dispatch, feedback, grid, hadamard, latent, lloyd, pack, polar, predict, rtn
 from kvq_runtime.recipe import Recipe, preset
 
 TABLE = Path(__file__).parent / "results" / "kernels_aot.csv"
@@ -163,6 +163,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
         ),
         "encode latent": lambda: latent.encode_gaussian(z, torch.ones(64), 4),
         "decode latent": lambda: latent.decode_uniform(z, torch.ones(64), torch.ones(64), 4),
+        "feedback": lambda: feedback.follow(z.view(2, 1, 64, 128), torch.zeros(1, 32, 32), z[:, None, :32].clone()),
         "predict add": lambda: predict.add(z.bfloat16(), z),
     }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from parity import DEVICE, error, normal, poisoned
 
-from kvq_runtime.ops import chain, dispatch, grid, hadamard, latent, lloyd, pack, polar, predict, rtn
+from kvq_runtime.ops import chain, dispatch, feedback, grid, hadamard, latent, lloyd, pack, polar, predict, rtn
 
 pytest.importorskip("triton")
 
@@ -165,6 +165,19 @@ def test_predict_add(dtype):
         assert predict.add(predicted, rounded) is predicted
 
 
+@pytest.mark.parametrize("size, blocks, count", [(64, 2, 128), (80, 4, 1), (96, 3, 40), (128, 2, 33)])
+@pytest.mark.parametrize("rows", [False, True])
+def test_feedback(size, blocks, count, rows):
+    group = size // blocks
+    moves = normal(*([3] * rows), 2, size - group, group, seed=1) / size**0.5
+    found, wanted = both(feedback.follow, normal(3, 2, size, count), moves, normal(3, 2, group, count, seed=2))
+    assert error(found[0], wanted[0]) <= FLOAT32
+    assert not torch.equal(wanted[0], normal(3, 2, size, count))
+    with dispatch.forced(True):
+        turned = normal(3, 2, size, count).mT.contiguous().mT
+        assert error(feedback.follow(turned, moves, normal(3, 2, group, count, seed=2)), wanted[0]) <= FLOAT32
+
+
 TURNS = [None, chain.Signed(16, 0), "matrix"]
 
 
@@ -195,5 +208,5 @@ TESTED = [
     *(pack.pack, pack.unpack, hadamard.rotate, hadamard.rotate_back, rtn.encode_minmax, rtn.encode_absmax, rtn.decode),
     *(grid.encode, grid.decode, lloyd.encode, lloyd.decode, polar.encode, polar.decode, predict.add),
     *(latent.encode_gaussian, latent.decode_gaussian, latent.encode_uniform, latent.decode_uniform),
-    *(chain.minmax, chain.absmax, chain.nearest, chain.sphere),
+    *(chain.minmax, chain.absmax, chain.nearest, chain.sphere, feedback.follow),
 ]

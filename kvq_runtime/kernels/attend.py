@@ -67,7 +67,7 @@ def _exact(
             value = tl.load(v_sinks + at, mask=seen[:, None] & there[None, :], other=0.0)
             s = tl.dot(query, tl.trans(key.to(DTYPE)), input_precision="ieee") * scale
             s = tl.where(seen[None, :], s, float("-inf"))
-            top, total, low, sums = softmax.add(top, total, low, sums, s, (value.to(DTYPE),), None, None)
+            top, total, low, sums = softmax.add(top, total, low, sums, s, (value.to(DTYPE),), ())
     place, count = tl.load(lengths + 1), tl.load(lengths + 2)
     latest = count - TQ + tl.arange(0, M) % TQ  # in the window, of each query token
     for i in range(0, count, N):
@@ -78,5 +78,5 @@ def _exact(
         value = tl.load(v_window + at, mask=seen[:, None] & there[None, :], other=0.0)
         s = tl.dot(query, tl.trans(key.to(DTYPE)), input_precision="ieee") * scale
         s = tl.where(seen[None, :] & (t[None, :] <= latest[:, None]), s, float("-inf"))
-        top, total, low, sums = softmax.add(top, total, low, sums, s, (value.to(DTYPE),), None, None)
+        top, total, low, sums = softmax.add(top, total, low, sums, s, (value.to(DTYPE),), ())
     return top, total, low, sums

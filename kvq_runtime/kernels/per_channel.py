@@ -56,16 +56,16 @@ def plain(
         base = tl.sum(query * lows[None, :], 1)
         scaled = (query * step[None, :]).to(tl.float16)
         j = tl.arange(0, KSET[2])
-        for stream in tl.static_range(KSET[0]):
+        for stream in tl.static_range(tl.constexpr(KSET[0])):
             s = (
                 tl.dot(scaled, unpack.half(parts, stream, KSET[7], COMPILED)) * (1 / weight(stream, KSET))
                 + base[:, None]
             )
             t = stream * KSET[1] + j
             seen = (j < KSET[1]) & (block * KSET[5] + t >= start)
-            tiles, size, least = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
+            tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
             s = tl.where(seen[None, :], s, float("-inf"))
-            top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, size, least)
+            top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
     return top, total, low, sums
 
 
@@ -93,7 +93,7 @@ def turning(
         parts, step, lows = _opened(keys, block, row, head, d, here, KSET)
         others, step2, lows2 = _opened(keys, block, row, head, HALF + d, here, KSET)
         left, right = one.to(tl.float16), two.to(tl.float16)
-        for stream in tl.static_range(KSET[0]):
+        for stream in tl.static_range(tl.constexpr(KSET[0])):
             t = stream * KSET[1] + j
             seen = (j < KSET[1]) & (block * KSET[5] + t >= start)
             at = turn[0] + d[:, None] * (2 * KSET[5]) + t[None, :]
@@ -102,9 +102,9 @@ def turning(
             a = _decoded(parts, step, lows, stream, KSET, COMPILED)
             b = _decoded(others, step2, lows2, stream, KSET, COMPILED)
             s = tl.dot(right, a * n + b * c, tl.dot(left, a * c - b * n))
-            tiles, size, least = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
+            tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
             s = tl.where(seen[None, :], s, float("-inf"))
-            top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, size, least)
+            top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
         one, two = one * cos + two * sin, two * cos - one * sin
     return top, total, low, sums
 

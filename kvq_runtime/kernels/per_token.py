@@ -17,7 +17,7 @@ def plain(
     d = tl.arange(0, KSET[2])
     whole = tl.zeros((M,), tl.float32)
     slices = ()
-    for slot in tl.static_range(KSET[0]):
+    for slot in tl.static_range(tl.constexpr(KSET[0])):
         channel = slot * KSET[1] + d
         here = (d < KSET[1]) & (channel < KSET[3])
         part = load_query(q, scale, row * H + head, channel, here, TQ, G, M, KSET[3])
@@ -28,15 +28,15 @@ def plain(
     for i in range(first * TILES, last * TILES):
         block, t = i // TILES, i % TILES * N + tl.arange(0, N)
         seen = (t < KSET[5]) & (block * KSET[5] + t >= start)
-        tiles, size, least = KREAD(keys, lookup, block, row, head, t, seen, KSET, COMPILED)
+        tiles, own = KREAD(keys, lookup, block, row, head, t, seen, KSET, COMPILED)
         s = tl.zeros((M, N), tl.float32)
-        for slot in tl.static_range(KSET[0]):
+        for slot in tl.static_range(tl.constexpr(KSET[0])):
             s = tl.dot(slices[slot], tl.trans(tiles[slot]), s)
-        if size is not None:
-            s = s * size[None, :]
-        if least is not None:
-            s = s + whole[:, None] * least[None, :]
-        tiles, size, least = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
+        if len(own) > 0:
+            s = s * own[0][None, :]
+        if len(own) > 1:
+            s = s + whole[:, None] * own[1][None, :]
+        tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
         s = tl.where(seen[None, :], s, float("-inf"))
-        top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, size, least)
+        top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
     return top, total, low, sums

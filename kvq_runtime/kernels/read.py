@@ -1,7 +1,7 @@
 """Read a tile of tokens whose codes lie along the channels of each head: keys or values, encoded per token.
 
-What is read is a tuple of SLOTS tiles [N, P], slot i the channels [i · COLUMNS, (i + 1) · COLUMNS), and a number or two
-per token:   x̂[t, c] = scale[t] · tile[t, c] + low[t]
+What is read is a tuple of SLOTS tiles [N, P], slot i the channels [i · COLUMNS, (i + 1) · COLUMNS), and (scale, low),
+(scale,) or (), numbers per token:   x̂[t, c] = scale[t] · tile[t, c] + low[t]
 
 So neither a dot product with the query, slice by slice, nor a sum over tokens, weighted by probability times scale,
 multiplies an element. Settings of every layout begin with
@@ -60,14 +60,14 @@ def uniform(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILE
     codes = field(table, block, row, 0, NAMES, SET[4] * SET[5] * BYTES, tl.uint8)
     parts = _runs(codes, t, here, head, SET, BYTES, BYTES // SET[1])
     tiles = ()
-    for slot in tl.static_range(SET[0]):
+    for slot in tl.static_range(tl.constexpr(SET[0])):
         tiles = tiles + (unpack.half(parts, slot, BITS, COMPILED),)
     scale = _number(field(table, block, row, 1, NAMES, NUMBERS, tl.float16), t, here, head, SET)
     if SET[8] == 1:
         low = _number(field(table, block, row, 2, NAMES, NUMBERS, tl.float16), t, here, head, SET)
     else:
         low = scale * (-((1 << BITS) - 1) / 2)
-    return tiles, scale, low
+    return tiles, (scale, low)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def codebook(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPIL
                 bits = (words[stream] >> (16 * element)).to(tl.int16)
                 tiles = tiles + (bits.to(tl.float16, bitcast=True),)
     scale = _number(field(table, block, row, 1, 2, SET[4] * SET[5] * 2, tl.float16), t, here, head, SET)
-    return tiles, scale, None
+    return tiles, (scale,)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED:
         code = _angles(codes, here, SET[2] >> (LEVELS - up), SET[3] >> (LEVELS - up), SET, 10 + 4 * (LEVELS - 1 - up))
         points = lookup + (LEVELS - 1 - up) * 128 + code
         x = tl.interleave(x * tl.load(points), x * tl.load(points + 64))
-    return (x.to(tl.float16),), None, None
+    return (x.to(tl.float16),), ()
 
 
 @triton.jit

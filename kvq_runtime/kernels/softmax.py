@@ -19,20 +19,20 @@ def empty(M: tl.constexpr, P: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def add(top, total, low, sums, s, tiles, scale, lows):
-    """Add a tile of tokens with scores s [M, N], -inf where masked. Without `scale` it is 1, without `lows` 0."""
+def add(top, total, low, sums, s, tiles, numbers):
+    """Add a tile of tokens with scores s [M, N], -inf where masked; numbers are (), (scale,) or (scale, low)."""
     level = s
-    if scale is not None:
-        level = s + tl.log2(tl.maximum(tl.abs(scale), 5.9e-8))[None, :]
+    if len(numbers) > 0:
+        level = s + tl.log2(tl.maximum(tl.abs(numbers[0]), 5.9e-8))[None, :]
     higher = tl.maximum(top, tl.max(level, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     fade = tl.exp2(top - base)
     w = tl.exp2(s - base[:, None])
     total = total * fade + tl.sum(w, 1)
-    if lows is not None:
-        low = low * fade + tl.sum(w * lows[None, :], 1)
-    if scale is not None:
-        w = w * scale[None, :]
+    if len(numbers) > 1:
+        low = low * fade + tl.sum(w * numbers[1][None, :], 1)
+    if len(numbers) > 0:
+        w = w * numbers[0][None, :]
     faded = ()
     for slot in tl.static_range(len(tiles)):
         each = sums[slot] * fade[:, None]
@@ -49,7 +49,7 @@ def store(state, part, lse, line, R: tl.constexpr, M: tl.constexpr, SET: tl.cons
     share = tl.where(total > 0, 1 / tl.where(total > 0, total, 1.0), 0.0)
     j = tl.arange(0, SET[2])[None, :]
     to = part + line * (R * SET[3]) + r[:, None] * SET[3] + j
-    for slot in tl.static_range(SET[0]):
+    for slot in tl.static_range(tl.constexpr(SET[0])):
         mean = (sums[slot] * (1 / weight(slot, SET)) + low[:, None]) * share[:, None]
         channel = slot * SET[1] + j
         tl.store(to + slot * SET[1], mean, mask=here & (j < SET[1]) & (channel < SET[3]))

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvq_runtime.ops import dispatch
+
 
 def metric(moment_HDD: Tensor, weight: float | Tensor, rank: int = 0) -> Tensor:
     """P = I + weight · C, where C is the moment, or its part in the `rank` leading directions (0: all); float64.
@@ -55,5 +57,13 @@ def push(x_NHDK: Tensor, moves: Sequence[Tensor], rounded: Callable[[Tensor, sli
     for move_HRG in moves:
         end = x.shape[-2] - move_HRG.shape[-2]
         part = slice(end - move_HRG.shape[-1], end)
-        x[..., end:, :] += move_HRG @ (rounded(x, part) - x[..., part, :])
+        follow(x, move_HRG, rounded(x, part))
     return x
+
+
+@dispatch.paired
+def follow(x_NHDK: Tensor, move_HRG: Tensor, decoded_NHGK: Tensor) -> Tensor:
+    """Move the last R channels by what the G before them have erred: x_R += move (decoded - x_G), in place."""
+    end = x_NHDK.shape[-2] - move_HRG.shape[-2]
+    x_NHDK[..., end:, :] += move_HRG @ (decoded_NHGK - x_NHDK[..., end - move_HRG.shape[-1] : end, :])
+    return x_NHDK
