@@ -144,7 +144,8 @@ def _ops() -> dict[str, Callable[[], Any]]:
     x, c = torch.randn(64, 8, 128), torch.zeros(64, 8, 128, dtype=torch.uint8)
     s, z = torch.ones(64, 8).half(), torch.randn(2, 64, 128)
     signed, turn = chain.Signed(128, 0), torch.eye(128)
-    points = grid.points(2, 16)
+    points, wide = grid.points(2, 16), enumerate((4, 2, 2, 2), start=1)
+    angles = [polar.points_on(x.device, level, bits, "unit") for level, bits in wide]
     return {
         "pack 3": lambda: pack.pack(c, 3),
         "unpack 3": lambda: pack.unpack(c, 3, 128),
@@ -158,9 +159,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "decode rtn": lambda: rtn.decode(c, s, s, 2),
         "decode grid": lambda: grid.decode(c, s, points),
         "decode lloyd": lambda: lloyd.decode(c, s, 2),
-        "decode polar": lambda: polar.decode(
-            [c[..., : 128 >> i] for i in range(1, 5)], s[..., None], (4, 2, 2, 2), "unit"
-        ),
+        "decode polar": lambda: polar.decode([c[..., : 128 >> i] for i in range(1, 5)], s[..., None], angles),
         "encode latent": lambda: latent.encode_gaussian(z, torch.ones(64), 4),
         "decode latent": lambda: latent.decode_uniform(z, torch.ones(64), torch.ones(64), 4),
         "feedback": lambda: feedback.follow(z.view(2, 1, 64, 128), torch.zeros(1, 32, 32), z[:, None, :32].clone()),

@@ -135,7 +135,8 @@ def test_polar(bits, width, kind):
     (found, radii), (wanted, lengths) = both(polar.encode, normal(3, 2, width), bits)
     assert error(radii, lengths) <= FLOAT32
     assert all(differing(a, b) <= CODES for a, b in zip(found, wanted, strict=True))
-    got, want = both(polar.decode, wanted, lengths, bits, kind)
+    points = [polar.points_on(torch.device(DEVICE), level, wide, kind) for level, wide in enumerate(bits, start=1)]
+    got, want = both(polar.decode, wanted, lengths, points)
     assert error(got[0], want[0]) <= FLOAT32
 
 

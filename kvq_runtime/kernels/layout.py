@@ -15,7 +15,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels import per_channel, per_token, read
 from kvq_runtime.kernels import polar as angles
-from kvq_runtime.ops import grid, lloyd, pack
+from kvq_runtime.ops import grid, lloyd, pack, polar
 from kvq_runtime.recipe import Side
 from kvq_runtime.stages import groups
 from kvq_runtime.stages import polar as polar_stage
@@ -163,7 +163,8 @@ def _polar(side: Side, geometry: Geometry):
             runs += [wide, first, sum(counts), done]
             done += count
         first += pack.packed_size(sum(counts), wide)
-    points = angles.points(bits, quantize.points, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    points = angles.table([polar.points_on(cpu, n, wide, quantize.points) for n, wide in enumerate(bits, start=1)])
     radii = (polar_stage.RADII * size**0.5).float()
     wide = triton.next_power_of_2(size >> levels) << levels
     if wide < 16:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned, warps
 from kvq_runtime.ops import polar
-from kvq_runtime.ops.polar import Points
 
 
 def encode(x: Tensor, bits: Sequence[int]) -> tuple[list[Tensor], Tensor]:
@@ -31,13 +30,9 @@ def boundaries(bits: tuple[int, ...], device: torch.device) -> Tensor:
     return table.float().to(device)
 
 
-@lru_cache(maxsize=32)
-def points(bits: tuple[int, ...], kind: Points, device: torch.device) -> Tensor:
+def table(points: Sequence[Tensor]) -> Tensor:
     """(cos, sin) that every code decodes to, of every level, float32 [levels, 2, 64]."""
-    table = torch.zeros(len(bits), 2, 64, dtype=torch.float64)
-    for level, width in enumerate(bits, start=1):
-        table[level - 1, :, : 2**width] = polar.points(level, width, kind).mT
-    return table.float().to(device)
+    return torch.stack([torch.nn.functional.pad(level.float().mT, (0, 64 - len(level))) for level in points])
 
 
 def widths(bits: Sequence[int]) -> int:
@@ -109,25 +104,23 @@ def _beyond(x, y, table, COUNT: tl.constexpr):
     return code
 
 
-def decode(codes: Sequence[Tensor], radii: Tensor, bits: Sequence[int], kind: Points) -> Tensor:
-    size, levels = radii.shape[-1] << len(bits), len(bits)
+def decode(codes: Sequence[Tensor], radii: Tensor, points: Sequence[Tensor]) -> Tensor:
+    size, levels = radii.shape[-1] << len(points), len(points)
     out = torch.empty(*radii.shape[:-1], size, dtype=torch.float32, device=radii.device)
     padded = triton.next_power_of_2(radii.shape[-1]) << levels
     rows, grid = programs(out.numel() // size, padded)
     if out.numel():
         with on(out):
-            table = points(tuple(bits), kind, out.device)
             _decode[grid](
-                torch.cat(list(codes), -1), radii.contiguous(), table, out, out.numel() // size,
-                levels, widths(bits), size, padded, rows,
+                torch.cat(list(codes), -1), radii.contiguous(), table(points), out, out.numel() // size,
+                levels, size, padded, rows,
             )  # fmt: skip
     return out
 
 
 @triton.jit
 def _decode(
-    codes, radii, table, out, n, LEVELS: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr,
+    codes, radii, table, out, n, LEVELS: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = (row < n)[:, None]
