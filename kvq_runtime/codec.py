@@ -100,7 +100,7 @@ class Codec:
         if self.side.correct is None:
             return self._round(x)
         fields = self._round(self.side.correct.rest(x))
-        return fields | self.side.correct.encode(x, self._unround(fields), self._own["correct"])
+        return fields | self.side.correct.encode(x, self._unround(fields), self.geometry, self._own["correct"])
 
     def residual(self, x_NTC: Tensor, context: Context) -> Tensor:
         """What is left to be rounded after mean and prediction, float32."""
@@ -200,7 +200,7 @@ def fields(side: Side, geometry: Geometry, dtype: torch.dtype) -> Specs:
     """Names, shapes and dtypes of one encoded block of a side; `dtype` is the model's."""
     rows, width = (side.block, geometry.width) if side.axis == "token" else (geometry.width, side.block)
     found = side.quantize.fields(rows, width, geometry, dtype)
-    return found if side.correct is None else found | side.correct.fields(side.block, geometry.width)
+    return found if side.correct is None else found | side.correct.fields(side.block, geometry)
 
 
 def bits(side: Side, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:

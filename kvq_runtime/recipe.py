@@ -20,6 +20,7 @@ from kvq_runtime.stages import (
     feedback,
     grid,
     lloyd,
+    low_rank,
     mixed,
     nuq,
     polar,
@@ -35,7 +36,7 @@ KINDS: dict[str, dict[str, type]] = {
     "rotate": {kind.kind: kind for kind in rotate.KINDS},
     "quantize": {kind.kind: kind for module in (exact, grid, lloyd, mixed, nuq, polar, rtn) for kind in module.KINDS},
     "feedback": {kind.kind: kind for kind in feedback.KINDS},
-    "correct": {kind.kind: kind for module in (escape, sparse) for kind in module.KINDS},
+    "correct": {kind.kind: kind for module in (escape, low_rank, sparse) for kind in module.KINDS},
 }
 LATER = ("feedback", "correct")  # stages younger than the file format: without one, a side does not speak of it
 WINDOWS: dict[str, type] = {kind.kind: kind for kind in window.KINDS}
@@ -241,6 +242,8 @@ class Recipe:
                         side.rotate.size(width, geometry)
                     if side.feedback is not None:
                         side.feedback.check(side.axis, side.rotate, side.quantize, geometry)
+                    if side.correct is not None:
+                        side.correct.fields(side.block, geometry)
                 except ValueError as error:
                     raise ValueError(f"{self.name}, layer {layer} {half}: {error}") from None
 

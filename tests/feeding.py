@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.codec import Codec
+from kvq_runtime.codec import Codec, bits
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Side, presets
 from kvq_runtime.rope import Rotary, rotate
+from kvq_runtime.stages.low_rank import LowRank, LowRankSparse
 from kvq_runtime.stages.mixed import Mixed
 
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
@@ -165,6 +166,14 @@ def dropped(codec: Codec) -> float:
     if not isinstance(codec.side.quantize, Mixed):
         return 0.0
     return 1 - codec.side.quantize.stored(codec.geometry.width) / codec.geometry.width
+
+
+def paid(codec: Codec) -> float:
+    """Bits per element that buy precision: of this white data, no matrix of low rank is a part worth its bits."""
+    side = codec.side
+    if isinstance(side.correct, LowRank | LowRankSparse):
+        side = replace(side, correct=side.correct.sparse if isinstance(side.correct, LowRankSparse) else None)
+    return bits(side, codec.geometry)
 
 
 def read(cache: BlockCache, scaling: float = 1.0) -> Pairs:

@@ -13,7 +13,7 @@ from kvq_runtime.recipe import Recipe, Side
 from kvq_runtime.stages.rtn import Rtn
 
 
-def keys(bits: int, group: int = 32, block: int = 128) -> Side:
+def keys(bits: int, group: str | int = 32, block: int = 128) -> Side:
     """Keys per channel, in groups of tokens inside a block."""
     return Side(quantize=Rtn(bits, group), axis="channel", sinks=0, recent=128, block=block)
 
@@ -24,9 +24,9 @@ def values(bits: int, group: str | int = 32, block: int = 128) -> Side:
 
 
 def recipes() -> list[Recipe]:
-    """2 and 4 bits, in groups of 32 and of 128."""
+    """2, 3 and 4 bits, in groups of 32 and of 128."""
     found = []
-    for bits in (2, 4):
+    for bits in (2, 3, 4):
         small, large = (keys(bits), values(bits)), (keys(bits, 128), values(bits, "head"))
         found.append(Recipe(f"kivi-{bits}bit", *small, summary=f"KIVI, {bits} bits, groups of 32"))
         found.append(Recipe(f"kivi-{bits}bit-g128", *large, summary=f"KIVI, {bits} bits, keys in groups of 128 tokens"))

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rtn
 
 BITS = 8
@@ -41,10 +42,10 @@ class Escape:
         """The fitted bound: a token's squared error, float32 [1]."""
         return {"bound": ((1,), torch.float32)}
 
-    def fields(self, block: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def fields(self, block: int, geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """What a block holds beside the quantizer's fields; a place of -1 is a slot that is not used."""
         return {
-            "escape_codes": ((self.slots, width), torch.uint8),
+            "escape_codes": ((self.slots, geometry.width), torch.uint8),
             "escape_step": ((self.slots,), torch.float16),
             "escape_low": ((self.slots,), torch.float16),
             "escape_place": ((self.slots,), torch.int16),
@@ -55,7 +56,9 @@ class Escape:
         """What the quantizer is to round: everything."""
         return x_NTC
 
-    def encode(self, x_NTC: Tensor, rounded_NTC: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def encode(
+        self, x_NTC: Tensor, rounded_NTC: Tensor, geometry: Geometry, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Choose tokens of blocks by what `rounded` leaves of `x`, and encode them."""
         error_NT = (x_NTC - rounded_NTC.float()).square().sum(-1)
         wants_NT = error_NT > tensors["bound"]

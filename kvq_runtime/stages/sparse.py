@@ -20,6 +20,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
 
 GROUPS = ("token", "channel", "block")
@@ -48,8 +49,9 @@ class Sparse:
         """Nothing is fitted."""
         return {}
 
-    def fields(self, block: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """What a block [block, width] holds beside the quantizer's fields."""
+    def fields(self, block: int, geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """What a block holds beside the quantizer's fields."""
+        width = geometry.width
         shapes = {"token": (block, width), "channel": (width, block), "block": (1, block * width)}
         groups, size = shapes[self.group]
         count = groups * self._count(size)
@@ -67,7 +69,9 @@ class Sparse:
         place = (x_NGK - median).abs_().topk(self._count(x_NGK.shape[-1]), -1).indices
         return self._ungrouped(x_NGK.scatter(-1, place, median.expand(place.shape)), x_NTC)
 
-    def encode(self, x_NTC: Tensor, rounded_NTC: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def encode(
+        self, x_NTC: Tensor, rounded_NTC: Tensor, geometry: Geometry, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Choose the elements of blocks by what `rounded` leaves of `x`."""
         error_NGK = self._grouped((x_NTC - rounded_NTC.float()).abs_())
         size = error_NGK.shape[-1]

@@ -1,0 +1,41 @@
+"""GEAR: KIVI's rounding, the leading directions of its error by head, and the 2% of elements farthest out kept exact.
+
+    gear-4bit       a range for each channel of keys in a block, and for each token of values
+    gear-2bit       groups of 64
+    gear-l-2bit     without the outliers, the paper's GEAR-L
+    gear-l-2bit-r1  one direction, not four: about the bits of KIVI in groups of 32
+
+A direction costs 16 (1/D + 1/128) bits per element: four are 1 bit of a head of 128 channels, 1.5 of one of 64.
+Outliers cost 0.5 bits.
+
+Source: Kang et al., 2024 (GEAR), section 4: rank 4, 2% outliers; for 2 bits over KIVI in groups of 64, for 4 over its
+variant without groups (KCVT).
+Differs: prompt and generated text are blocks of 128 tokens alike, each with four directions of its own, and the 128
+newest tokens are exact (theirs: four for the whole prompt, two for each buffer of generated tokens, and up to 64 exact
+ones in the last buffer), so that directions cost more bits, and a block once stored stays. Outliers are those farthest
+from the median (theirs: 1% at each end).
+"""
+
+from dataclasses import replace
+
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipes import kivi
+from kvq_runtime.stages.low_rank import LowRank, LowRankSparse
+
+Correct = LowRank | LowRankSparse
+
+
+def sides(bits: int, group: str | int, key: Correct, value: Correct) -> tuple[Side, Side]:
+    """KIVI's keys and values, each with what mends its rounding."""
+    return replace(kivi.keys(bits, group), correct=key), replace(kivi.values(bits, group), correct=value)
+
+
+def recipes() -> list[Recipe]:
+    """2 and 4 bits; 2 bits with the low rank alone."""
+    both, four, one = (LowRankSparse(group="channel"), LowRankSparse(group="token")), LowRank(4), LowRank(1)
+    return [
+        Recipe("gear-2bit", *sides(2, 64, *both), summary="GEAR, 2 bits, groups of 64, rank 4, 2% outliers"),
+        Recipe("gear-4bit", *sides(4, "all", *both), summary="GEAR, 4 bits, rank 4, 2% outliers"),
+        Recipe("gear-l-2bit", *sides(2, 64, four, four), summary="GEAR, 2 bits, groups of 64, rank 4, no outliers"),
+        Recipe("gear-l-2bit-r1", *sides(2, 64, one, one), summary="GEAR, 2 bits, groups of 64, rank 1, no outliers"),
+    ]

@@ -1,0 +1,158 @@
+"""GEAR's low rank of a rounding error: as good as it can be, never harmful, and what it costs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvq_runtime.codec import Codec, Context
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.recipes import kivi
+from kvq_runtime.stages.low_rank import LowRank, LowRankSparse
+from kvq_runtime.stages.rotate import Hadamard
+from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.sparse import Sparse
+
+GEOMETRY = Geometry(1, 2, 64)
+NOWHERE = Context()
+SIDES = {"keys": kivi.keys(2, 64), "values": kivi.values(2, 64), "rotated": Side(Rtn(2, "head"), rotate=Hadamard())}
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def blocks(kind: str) -> Tensor:
+    """Blocks [3, 128, C]: without any structure; or a few waves over tokens, in amounts that differ by channel."""
+    if kind == "white":
+        return gaussian(3, 128, 128)
+    waves = torch.sin(torch.arange(128)[:, None] * torch.tensor([0.05, 0.11, 0.3]))
+    return waves @ (4 * gaussian(3, 3, 128, seed=1)) + 0.3 * gaussian(3, 128, 128)
+
+
+def both_ways(side: Side, x: Tensor) -> Tensor:
+    codec = Codec(Recipe("test", side, side).check(GEOMETRY), 0, "key", GEOMETRY, {})
+    return codec.decode(codec.encode(x, NOWHERE), NOWHERE).double()
+
+
+def by_head(x_NTC: Tensor) -> Tensor:
+    return x_NTC.unflatten(-1, (GEOMETRY.kv_heads, -1)).transpose(1, 2)
+
+
+def least(error_NTC: Tensor, rank: int) -> Tensor:
+    """The squared error [N, H] of the best approximation of this rank (Eckart and Young), from all singular values."""
+    return torch.linalg.svdvals(by_head(error_NTC))[..., rank:].square().sum(-1)
+
+
+# ---- the paper's claims
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["white", "waves"])
+@pytest.mark.parametrize("name", SIDES)
+def test_what_is_left_is_what_the_best_matrix_of_the_rank_leaves(name, kind, rank):
+    x = blocks(kind)
+    plain = x - both_ways(SIDES[name], x)
+    left = by_head(x - both_ways(replace(SIDES[name], correct=LowRank(rank)), x)).square().sum((-1, -2))
+    torch.testing.assert_close(left, least(plain, rank), rtol=1e-5, atol=0)
+    assert (left < by_head(plain).square().sum((-1, -2))).all()
+
+
+def test_an_error_of_the_rank_is_gone():
+    """A rounding whose error has rank 3 by construction, in every head: nothing is left but the factors' rounding."""
+    x = blocks("white")
+    rounded = x - (gaussian(3, 2, 128, 3, seed=1) @ gaussian(3, 2, 3, 64, seed=2)).transpose(1, 2).flatten(2)
+    stage = LowRank(3)
+    out = stage.apply(rounded.clone(), stage.encode(x, rounded, GEOMETRY, {}))
+    assert float((out - x).norm() / (rounded - x).norm()) < 1e-3
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_with_all_directions_nothing_is_left(name):
+    x = blocks("white")
+    plain = x - both_ways(SIDES[name], x)
+    left = x - both_ways(replace(SIDES[name], correct=LowRank(64)), x)
+    assert float(left.norm() / plain.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("group", ["token", "channel"])
+def test_outliers_are_exact_and_the_rest_is_as_if_they_had_not_been(group):
+    """The directions are of what outliers leave, found without them; where both meet, the outlier wins."""
+    side = SIDES["keys"] if group == "channel" else SIDES["values"]
+    x = gaussian(2, 128, 128)
+    x.diagonal(dim1=1, dim2=2).add_(60)  # one of every token, and of every channel
+    sparse, both = (both_ways(replace(side, correct=c(share=0.02, group=group)), x) for c in (Sparse, LowRankSparse))
+    assert torch.equal(both.diagonal(dim1=1, dim2=2), x.diagonal(dim1=1, dim2=2).bfloat16().double())
+    left, plain = (by_head(x - out).square().sum((-1, -2)) for out in (both, sparse))
+    assert (left <= least(x - sparse, 4)).all() and (left < plain).all()
+    assert float(plain.sum()) < 0.1 * float((x - both_ways(side, x)).square().sum())
+
+
+def test_every_part_of_gear_pays_in_error():
+    """KIVI errs more than GEAR-L, GEAR-L more than GEAR, with codes of the same bits, on waves and outliers."""
+    far = torch.rand(3, 128, 128, generator=torch.Generator().manual_seed(1)) > 0.99
+    x = blocks("waves") + 20 * far
+    for half, name in (("key", "keys"), ("value", "values")):
+        found = [SIDES[name], preset("gear-l-2bit").side(0, half), preset("gear-2bit").side(0, half)]
+        errors = [float((both_ways(side, x) - x).square().sum()) for side in found]
+        assert errors[1] < 0.9 * errors[0] and errors[2] < 0.6 * errors[1]
+
+
+# ---- what it costs
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+@pytest.mark.parametrize("rank", [1, 4])
+def test_the_bill(rank, head_size):
+    """Two factors of 16 bits, held as they are billed."""
+    geometry = Geometry(1, 4, head_size)
+    for side in (kivi.keys(2, 64), kivi.values(2, 64)):
+        recipe = Recipe("test", *[replace(side, correct=LowRank(rank))] * 2).check(geometry)
+        codec = Codec(recipe, 0, "key", geometry, {})
+        fields = codec.encode(gaussian(1, 128, geometry.width), NOWHERE)
+        held = sum(field.untyped_storage().nbytes() for field in fields.values())
+        assert codec.bits() == 8 * held / (128 * geometry.width)
+        assert codec.bits() == pytest.approx(2.5 + 16 * rank * (1 / head_size + 1 / 128))
+
+
+def test_bits_of_the_recipes():
+    """Of a 7B model: 3 of 128 elements of a channel, 10 of 512 of a token, are outliers."""
+    geometry = Geometry(28, 4, 128)
+    for name, codes in (("gear-2bit", (2.5, 2.5)), ("gear-4bit", (4.25, 4 + 32 / 512)), ("gear-l-2bit", (2.5, 2.5))):
+        far = (0, 0) if "-l-" in name else (3 / 128 * (16 + 7), 10 / 512 * (16 + 9))
+        for half, code, outliers in zip(("key", "value"), codes, far, strict=True):
+            assert Codec(preset(name), 0, half, geometry, {}).bits() == pytest.approx(code + 1 + outliers, abs=0.001)
+
+
+# ---- edges
+
+
+@pytest.mark.parametrize("correct", [LowRank(), LowRankSparse()])
+@pytest.mark.parametrize("number", [0.0, 3.0])
+def test_constant_blocks_have_no_error_to_factor(correct, number):
+    x = torch.full((1, 128, 128), number)
+    for side in SIDES["keys"], SIDES["values"]:
+        assert torch.equal(both_ways(replace(side, correct=correct), x), x.double())
+
+
+def test_a_block_is_encoded_the_same_alone_and_among_others():
+    codec = Codec(preset("gear-2bit"), 0, "key", GEOMETRY, {})
+    x = gaussian(5, 128, 128)
+    alone, together = codec.encode(x[3:4], NOWHERE), codec.encode(x, NOWHERE)
+    assert all(torch.equal(field[0], together[name][3]) for name, field in alone.items())
+
+
+def test_settings():
+    for correct in (LowRank(2), LowRankSparse(2, 0.01, "channel")):
+        side = replace(SIDES["keys"], correct=correct)
+        recipe = Recipe("test", side, side)
+        assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe and not recipe.fitted
+    for wrong in (lambda: LowRank(0), lambda: LowRank(257), lambda: LowRankSparse(share=0.5)):
+        with pytest.raises(ValueError, match="; use"):
+            wrong()
+    side = replace(SIDES["values"], correct=LowRankSparse(65))
+    with pytest.raises(ValueError, match=r"rank=65 of blocks \[128, 64\]; use at most 64"):
+        Recipe("test", side, side).check(GEOMETRY)
