@@ -67,6 +67,7 @@ CLAIMS = (
     Claim("PolarQuant: angles beat KIVI", "polar-paper", "kivi-2bit"),
     Claim("TurboQuant: an optimal scalar grid beats PolarQuant", "turboquant-3bit", "polar-paper"),
     Claim("SVDq: latent channels of mixed bits beat KIVI (2-bit keys, 4-bit values)", "svdq-2bit-v4", "kivi-2bit"),
+    Claim("GEAR: low rank and outliers mend KIVI's rounding", "gear-2bit", "kivi-2bit"),
     Claim("here: water-filling beats SVDq's fixed schedule", "svdq-wf-2bit-v4", "svdq-2bit-v4"),
     Claim("here: the mean is worth removing", "mean-higgs-2bit", "higgs-2bit"),
     Claim("here: bases of AQUA-KV's residuals beat its grid", "aqua-klt-2bit", "aqua-2bit"),

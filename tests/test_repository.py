@@ -76,6 +76,18 @@ def test_files_that_the_readme_names_exist():
         assert name.startswith("build/") or (ROOT / name).exists(), name
 
 
+def test_excerpts_of_the_documentation_are_the_code():
+    """A block that begins with a file's name quotes it; `...` stands for what is left out."""
+    quoted = re.findall(
+        r"```python\n# (\S+\.py)\n(.*?)```", (ROOT / "docs" / "adding-a-method.md").read_text(), re.DOTALL
+    )
+    assert len(quoted) >= 3
+    for name, block in quoted:
+        text = (ROOT / name).read_text()
+        for part in block.split("...\n"):
+            assert part in text, f"{name} has no longer:\n{part}"
+
+
 def test_pins_satisfy_the_project():
     """Every direct dependency of the project has one pin in constraints.txt, inside the project's bounds."""
     packaging = pytest.importorskip("packaging.requirements")
