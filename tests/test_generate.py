@@ -33,6 +33,7 @@ LOSSY = [
     "aqua-2bit-channel",
     "aqua-2bit-below-1-2",
     "rtn-4bit",
+    "gear-4bit",
 ]
 
 
