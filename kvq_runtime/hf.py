@@ -77,7 +77,7 @@ class KVQLayer(CacheLayerMixin):
         return keys.unflatten(-1, (heads, -1)).transpose(1, 2), values.unflatten(-1, (heads, -1)).transpose(1, 2)
 
     def get_seq_length(self) -> int:
-        """Tokens held by every layer: those of a forward pass that stopped midway do not count."""
+        """Tokens that every layer has seen, held or not: those of a forward pass that stopped midway do not count."""
         return self.blocks.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -161,6 +161,11 @@ class KVQCache(Cache):
         """Make a cache from a loaded artifact, after comparing fingerprints."""
         fingerprint.compare(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
         return cls(artifact.recipe, model, artifact.tensors)
+
+    @property
+    def attention(self) -> str | None:
+        """The attention implementation that the model needs to have for this recipe; None: any."""
+        return "kvq" if self.blocks.recipe.needs & OURS else None
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""
@@ -254,11 +259,12 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend to a KVQCache's packed blocks; to any other keys and values as `sdpa` does.
 
-    The first forward pass attends to its own exact keys and values, so it is `sdpa`'s too.
+    The first forward pass attends to its own exact keys and values, so it is `sdpa`'s too, unless the recipe needs the
+    weights.
     """
     turn: _Turn | None = getattr(key, "_kvq", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if turn is None or turn.first:
+    if turn is None or (turn.first and turn.blocks.hitters is None):
         out = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
     else:
         out = turn.blocks.attend(turn.layer, query, attention_mask, scale).transpose(1, 2).contiguous()

@@ -99,6 +99,11 @@ class Stream:
         self.blocks += 1
         self._start += self.side.block
 
+    def drop(self, kept_BK: Tensor) -> None:
+        """Keep these tokens of the window, in rising order; the others are gone for good."""
+        self._buffer = self.window_BTC.gather(1, kept_BK[..., None].expand(-1, -1, self._buffer.shape[2]))
+        self._start, self._stop = 0, kept_BK.shape[1]
+
     def keep(self, length: int) -> None:
         """Keep the window of the first `length` tokens, until `release`: blocks are about to be made of it."""
         if length > self.encoded:

@@ -13,6 +13,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Side, presets
 from kvq_runtime.rope import Rotary, rotate
 from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.select import Heavy
 
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
 Pairs = list[tuple[Tensor, Tensor]]
@@ -35,7 +36,17 @@ def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
     return recipe
 
 
-RECIPES = {name: small(recipe) for name, recipe in presets().items()}
+def whole(recipe: Recipe) -> Recipe:
+    """The recipe without dropping a token, if it is one of those: all that other recipes owe, it then owes too."""
+    return replace(recipe, select=replace(recipe.select, share=1.0)) if dropping(recipe) else recipe
+
+
+def dropping(recipe: Recipe) -> bool:
+    """Whether the recipe drops tokens, by their attention."""
+    return isinstance(recipe.select, Heavy)
+
+
+RECIPES = {name: whole(small(recipe)) for name, recipe in presets().items()}
 
 
 FEW = ("exact", "exact-pre", "higgs-2bit", "aqua-2bit", "aqua-2bit-post", "aqua-2bit-channel")
