@@ -17,7 +17,7 @@ from torch import Tensor
 from kvq_runtime.history import History
 from kvq_runtime.stream import Stream
 
-_SCORES = 1 << 25  # scores held at once
+SCORES = 1 << 25  # scores held at once
 _FOLDED = 64  # rows of queries per KV head up to which blocks are not decoded
 # is told the layer, its weights [B, H, G, queries, tokens], slice after slice, and the slots of these queries; it may
 # keep none of the tensor
@@ -32,9 +32,9 @@ def attend(
     if not batch or not count:
         return torch.empty_like(q_BHTD)
     length = history.layers[layer][0].length
-    step = max(1, _SCORES // (batch * heads * length))
+    step = max(1, SCORES // (batch * heads * length))
     if mask is None and count > 1:
-        mask = _causal(count, length, q_BHTD.device)
+        mask = causal(count, length, q_BHTD.device)
     elif mask is not None and history.timeline.tokens_BT is not None:
         held = history.timeline.tokens_BT[:, None, None].long()
         mask = mask.expand(batch, -1, -1, -1).gather(-1, held.expand(-1, 1, count, -1))
@@ -142,6 +142,6 @@ def _heads(x_BTC: Tensor, heads: int) -> Tensor:
     return x_BTC.float().view(batch, tokens, heads, -1).transpose(1, 2).reshape(batch * heads, tokens, width // heads)
 
 
-def _causal(count: int, length: int, device: torch.device) -> Tensor:
+def causal(count: int, length: int, device: torch.device) -> Tensor:
     """Which tokens each of the newest `count` sees: itself and all before, bool [1, 1, T, length]."""
     return torch.ones(count, length, dtype=torch.bool, device=device).tril_(length - count)[None, None]

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from kvq_runtime import codec as codecs
-from kvq_runtime import sinks
+from kvq_runtime import shadow, sinks
 from kvq_runtime.attend import Observer, attend
 from kvq_runtime.flush import encode, flush, refuse_nan
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.history import History, Pair
 from kvq_runtime.hitters import Hitters
 from kvq_runtime.memory import MemoryReport
+from kvq_runtime.outliers import Outliers
 from kvq_runtime.recipe import OURS, Recipe
-from kvq_runtime.stages.select import Heavy
+from kvq_runtime.stages.select import Chunks, Heavy
 from kvq_runtime.stream import Stream
 from kvq_runtime.timeline import Timeline
 from kvq_runtime.votes import Votes
@@ -114,6 +115,9 @@ class BlockCache:
         mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
         scale   what scores are multiplied with
         """
+        keys = self.layers[layer][0]
+        if keys.outliers is not None and keys.encoded:
+            return shadow.attend(self.history, layer, q_BHTD, mask, scale)
         return attend(self.history, layer, q_BHTD, mask, scale, self._observer)
 
     def finish(self, layer: int) -> None:
@@ -179,8 +183,10 @@ class BlockCache:
                 raise ValueError(f"keys of width {k_BTC.shape[-1]}; the cache was made for {self.geometry}")
             for codec in self.codecs[layer]:
                 codec.to(k_BTC.device)
-            one, two = (Stream(c, len(k_BTC), k_BTC.dtype, k_BTC.device) for c in self.codecs[layer])
-            self.layers[layer] = (one, two)
+            select, where = self.recipe.select, (len(k_BTC), k_BTC.dtype, k_BTC.device)
+            outliers = Outliers(select, self.geometry, *where) if isinstance(select, Chunks) else None
+            keys, values = self.codecs[layer]
+            self.layers[layer] = (Stream(keys, *where, outliers), Stream(values, *where))
         rows = self.layers[layer][0].sinks_BSC.shape[0]
         if k_BTC.shape[0] != rows:
             raise ValueError(f"{len(k_BTC)} rows; the cache holds {rows}: reset() it, or make one for each batch")

@@ -33,7 +33,7 @@ def encode(history: History, layer: int, due: Sequence[int]) -> None:
         return
     for stream, count in zip(history.layers[layer], due, strict=True):
         for _ in range(count):
-            stream.store(stream.codec.encode(*_block_input(history, stream)))
+            stream.store(stream.codec.encode(*_block_input(history, stream)) | _landmarks(history, stream))
 
 
 def refuse_nan(layer: int, stream: Stream, timeline: Timeline, x_BTC: Tensor, start: int) -> None:
@@ -66,6 +66,15 @@ def _encode_chained(history: History, layer: int) -> None:
         history.add(layer, block, (decoded, v_decoded))
     keys.store(k_fields)
     values.store(v_fields)
+
+
+def _landmarks(history: History, stream: Stream) -> dict[str, Tensor]:
+    """What marks the chunks of the window's oldest block, where a recipe reads by chunks."""
+    if stream.outliers is None:
+        return {}
+    size, start = stream.side.block, stream.encoded
+    valid_BT = history.timeline.valid(start, start + size, stream.side.sinks).to(stream.sinks_BSC.device)
+    return stream.outliers.add(stream.blocks, stream.window_BTC[:, :size], valid_BT)
 
 
 def _block_input(history: History, stream: Stream) -> tuple[Tensor, Context]:

@@ -8,6 +8,7 @@ Under `model.set_attn_implementation("kvq")` a step attends to the packed blocks
 are there for recipes that need them. Under any other attention the cache hands out decoded tensors.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.memory import MemoryReport
 from kvq_runtime.recipe import OURS, Recipe, preset
 from kvq_runtime.rope import Rotary
+from kvq_runtime.stages.select import Chunks
 
 _VARYING_ROPE = ("dynamic", "longrope")  # their frequencies change with the length of the text
 _hooked: WeakSet[nn.Module] = WeakSet()
@@ -130,6 +132,7 @@ class KVQCache(Cache):
         super().__init__(layers=layers)  # type: ignore[arg-type]
         self._mask: Tensor | None = None
         self._announced = True
+        self._warned = False
         _hook(model)
 
     @classmethod
@@ -164,8 +167,9 @@ class KVQCache(Cache):
 
     @property
     def attention(self) -> str | None:
-        """The attention implementation that the model needs to have for this recipe; None: any."""
-        return "kvq" if self.blocks.recipe.needs & OURS else None
+        """The attention implementation that the model needs to have for all that this recipe does; None: any."""
+        recipe = self.blocks.recipe
+        return "kvq" if recipe.needs & OURS or isinstance(recipe.select, Chunks) else None
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""
@@ -199,6 +203,13 @@ class KVQCache(Cache):
             raise RuntimeError(
                 f"{self.blocks.recipe.name} needs {' and '.join(sorted(needed))}, which {attention} attention does "
                 'not hand out; call model.set_attn_implementation("kvq")'
+            )
+        if self.attention not in (None, attention) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.blocks.recipe.name} chooses what it reads by the queries, which {attention} attention does not "
+                'hand out: all tokens are read; call model.set_attn_implementation("kvq")',
+                stacklevel=2,
             )
         for layer in self.layers:
             if isinstance(layer, KVQLayer):

@@ -11,6 +11,7 @@ from kvq_runtime import codec as codecs
 from kvq_runtime.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import HALVES, Recipe, presets
+from kvq_runtime.stages.select import Chunks
 
 if TYPE_CHECKING:
     from kvq_runtime.cache import BlockCache
@@ -129,7 +130,8 @@ def asymptotic_bits(recipe: Recipe, geometry: Geometry, dtype: torch.dtype = tor
 
 def side_bits(recipe: Recipe, layer: int, half, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
     """Bits per encoded element of one side of one layer, without its fitted tensors."""
-    return codecs.bits(recipe.side(layer, half), geometry, dtype)
+    marks = recipe.select.bits(dtype) if half == "key" and isinstance(recipe.select, Chunks) else 0.0
+    return marks + codecs.bits(recipe.side(layer, half), geometry, dtype)
 
 
 def smaller_from(recipe: Recipe, geometry: Geometry, shared: int) -> int | None:

@@ -147,7 +147,10 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the cache must be told beside keys and values: "positions" (with cos and sin), "attention" weights."""
+        """What the cache must be told beside keys and values: "positions" (with cos and sin), "attention" weights.
+
+        Queries that choose chunks are not among it: where nobody tells them, all tokens are read.
+        """
         turned = self.position == "pre" or any(pair[0].predict is not None for pair in self._pairs())
         wanted = {"positions": turned, "attention": self.arrival_dependent}
         return frozenset(name for name in wanted if wanted[name])
@@ -203,9 +206,21 @@ class Recipe:
             raise ValueError(f"{self.name}: tokens are selected behind a fixed window; drop select, or window")
         if isinstance(self.select, select.Heavy) and self.key.window != self.value.window:
             raise ValueError(f"{self.name}: tokens are held with key and value; give both the same window")
+        if isinstance(self.select, select.Chunks):
+            self._check_chunks()
         if geometry is not None:
             self._check_geometry(geometry)
         return self
+
+    def _check_chunks(self) -> None:
+        if any(side.block % self.select.chunk for side in self.sides):
+            raise ValueError(f"{self.name}: chunks of {self.select.chunk} do not divide the blocks; use chunks that do")
+        if self.chained or any(side.correct or side.axis != "token" for side in self.sides):
+            raise ValueError(
+                f"{self.name}: single tokens are decoded; use sides per token, with no prediction or mending"
+            )
+        if self.position == "post" and any(pair[0].predict for pair in self._pairs()):
+            raise ValueError(f"{self.name}: a mean after RoPE turns with each token; encode keys before RoPE")
 
     def _check_side(self, side: Side) -> None:
         for name, least in (("sinks", 0), ("recent", 0), ("block", 1)):

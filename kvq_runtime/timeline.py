@@ -102,6 +102,18 @@ class Timeline:
             return rotary.tables(torch.arange(start, stop, device=device)[None])
         return rotary.tables(positions_BT[:, start:stop])
 
+    def rope_at(self, slots_BM: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of single slots of each row, [B, M, K] each."""
+        held = self.tokens_BT if self.positions_BT is None else self.positions_BT
+        return self.require().tables(slots_BM if held is None else held.expand(len(slots_BM), -1).gather(1, slots_BM))
+
+    def valid(self, start: int, stop: int, sinks: int) -> Tensor:
+        """Which slots from `start` to `stop` hold a real token that is no sink, [B or 1, T]."""
+        if self.real_BT is None:
+            return (torch.arange(start, stop) >= sinks)[None]
+        real_BT = self.real_BT[:, :stop]
+        return (real_BT & (real_BT.cumsum(1) > sinks))[:, start:]
+
     def require(self) -> Rotary:
         """The model's rotation; a RuntimeError if nobody has announced it."""
         if self.rotary is None:
@@ -147,8 +159,7 @@ class Timeline:
                 return None
             slots = torch.arange(stop - start)[None]
             return slots.clamp(min=sinks - start) if sinks < stop else torch.full_like(slots, -1)
-        real_BT = self.real_BT[:, :stop]
-        valid_BT = (real_BT & (real_BT.cumsum(1) > sinks))[:, start:]
+        valid_BT = self.valid(start, stop, sinks)
         if bool(valid_BT.all()):
             return None
         slots = torch.arange(stop - start, device=valid_BT.device)

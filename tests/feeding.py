@@ -37,13 +37,10 @@ def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
 
 
 def whole(recipe: Recipe) -> Recipe:
-    """The recipe without dropping a token, if it is one of those: all that other recipes owe, it then owes too."""
-    return replace(recipe, select=replace(recipe.select, share=1.0)) if dropping(recipe) else recipe
-
-
-def dropping(recipe: Recipe) -> bool:
-    """Whether the recipe drops tokens, by their attention."""
-    return isinstance(recipe.select, Heavy)
+    """The recipe without a choice among tokens, if it makes one: all that other recipes owe, it then owes too."""
+    if isinstance(recipe.select, Heavy):
+        return replace(recipe, select=Heavy(share=1.0))
+    return replace(recipe, select=replace(recipe.select, outliers=0)) if recipe.select is not None else recipe
 
 
 RECIPES = {name: whole(small(recipe)) for name, recipe in presets().items()}

@@ -1,13 +1,15 @@
-"""Choose which tokens are held: a setting of the whole recipe, because a token is held by all layers or by none."""
+"""Choose which tokens are held, or which of those held are read: a setting of the whole recipe."""
 
 import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 
 @dataclass(frozen=True)
 class Heavy:
-    """Hold the tokens that attention looks at most, H2O's heavy hitters: see `kvq_runtime/hitters.py`.
+    """Hold the tokens that attention looks at most, H2O's heavy hitters, in all layers: see `kvq_runtime/hitters.py`.
 
     share   of the tokens seen that are held, sinks and the recent window among them; over 0, at most 1
     """
@@ -25,4 +27,32 @@ class Heavy:
         return min(left, max(budget, sinks))
 
 
-KINDS = (Heavy,)
+@dataclass(frozen=True)
+class Chunks:
+    """Hold all tokens, and read the chunks that queries ask for, ShadowKV's: see `kvq_runtime/shadow.py`.
+
+    chunk      tokens that are chosen together
+    budget     tokens of chosen chunks, by row and KV head; sinks, outliers and the window are read beside them
+    outliers   chunks, by row and KV head, whose keys are kept exact and always read
+    """
+
+    kind: ClassVar[str] = "chunks"
+    chunk: int = 8
+    budget: int = 2048
+    outliers: int = 48
+
+    def __post_init__(self):
+        if self.chunk < 1 or self.outliers < 0 or self.budget < self.chunk:
+            raise ValueError(f"{self}; use a chunk of at least 1, a budget of at least a chunk, and outliers from 0")
+
+    @property
+    def count(self) -> int:
+        """Chunks that the budget holds."""
+        return self.budget // self.chunk
+
+    def bits(self, dtype: torch.dtype) -> float:
+        """What a landmark costs, in bits per element of the keys."""
+        return 8 * dtype.itemsize / self.chunk
+
+
+KINDS = (Heavy, Chunks)
