@@ -17,10 +17,11 @@ from torch import Tensor
 from kvq_runtime.history import History
 from kvq_runtime.stream import Stream
 
-_SCORES = 1 << 25  # scores held at once
+SCORES = 1 << 25  # scores held at once
 _FOLDED = 64  # rows of queries per KV head up to which blocks are not decoded
-# is told the layer and its weights [B, H, G, queries, tokens], slice after slice; it may keep none of the tensor
-Observer = Callable[[int, Tensor], None]
+# is told the layer, its weights [B, H, G, queries, tokens], slice after slice, and the slots of these queries; it may
+# keep none of the tensor
+Observer = Callable[[int, Tensor, range], None]
 
 
 def attend(
@@ -28,30 +29,31 @@ def attend(
 ) -> Tensor:
     """See BlockCache.attend."""
     batch, heads, count, _ = q_BHTD.shape
-    if not batch:
+    if not batch or not count:
         return torch.empty_like(q_BHTD)
     length = history.layers[layer][0].length
-    step = max(1, _SCORES // (batch * heads * length))
+    step = max(1, SCORES // (batch * heads * length))
     if mask is None and count > 1:
-        mask = _causal(count, length, q_BHTD.device)
-    if count <= step:
-        return _attend(history, layer, q_BHTD, mask, scale, observer)
-    out = [
-        _attend(
-            history,
-            layer,
-            q_BHTD[:, :, t : t + step],
-            mask[:, :, t : t + step] if mask is not None else None,
-            scale,
-            observer,
-        )
-        for t in range(0, count, step)
-    ]
-    return torch.cat(out, 2)
+        mask = causal(count, length, q_BHTD.device)
+    elif mask is not None and history.timeline.tokens_BT is not None:
+        held = history.timeline.tokens_BT[:, None, None].long()
+        mask = mask.expand(batch, -1, -1, -1).gather(-1, held.expand(-1, 1, count, -1))
+    slots, out = range(length - count, length), []
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        seen = None if mask is None else mask[:, :, part]
+        out.append(_attend(history, layer, q_BHTD[:, :, part], seen, scale, slots[part], observer))
+    return torch.cat(out, 2) if len(out) > 1 else out[0]
 
 
 def _attend(
-    history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, observer: Observer | None
+    history: History,
+    layer: int,
+    q_BHTD: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    slots: range,
+    observer: Observer | None,
 ) -> Tensor:
     heads, count = history.geometry.kv_heads, q_BHTD.shape[2]
     q_BHND = (q_BHTD.float() * scale).reshape(len(q_BHTD), heads, -1, q_BHTD.shape[-1])
@@ -61,7 +63,7 @@ def _attend(
         s_BHGTT.masked_fill_(~mask[:, :, None], torch.finfo(s_BHNT.dtype).min)
     p_BHNT = s_BHNT.softmax(-1)
     if observer is not None:
-        observer(layer, p_BHNT.unflatten(2, (-1, count)))
+        observer(layer, p_BHNT.unflatten(2, (-1, count)), slots)
     out = _mix(history, layer, p_BHNT)
     return out.view(q_BHTD.shape).to(q_BHTD.dtype)
 
@@ -140,6 +142,6 @@ def _heads(x_BTC: Tensor, heads: int) -> Tensor:
     return x_BTC.float().view(batch, tokens, heads, -1).transpose(1, 2).reshape(batch * heads, tokens, width // heads)
 
 
-def _causal(count: int, length: int, device: torch.device) -> Tensor:
+def causal(count: int, length: int, device: torch.device) -> Tensor:
     """Which tokens each of the newest `count` sees: itself and all before, bool [1, 1, T, length]."""
     return torch.ones(count, length, dtype=torch.bool, device=device).tril_(length - count)[None, None]

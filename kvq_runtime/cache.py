@@ -2,23 +2,28 @@
 
 Layers are updated in order, once per forward pass: `update` hands out all keys and values, history decoded (see
 `history.py`); or `take` only takes the new ones in, `attend` answers queries from what is held, and `finish` encodes
-what is due (see `flush.py`).
+what is due (see `flush.py`). A recipe that selects tokens by their attention is served by the second road alone, and
+encodes at the end of a forward pass (see `hitters.py`).
 
 Knows nothing of transformers: see `hf.py`. Tensors are [B, T, C], all heads side by side.
 """
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from kvq_runtime import codec as codecs
-from kvq_runtime import sinks
-from kvq_runtime.attend import attend
-from kvq_runtime.flush import flush, refuse_nan
+from kvq_runtime import shadow, sinks
+from kvq_runtime.attend import Observer, attend
+from kvq_runtime.flush import encode, flush, refuse_nan
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.history import History, Pair
+from kvq_runtime.hitters import Hitters
 from kvq_runtime.memory import MemoryReport
+from kvq_runtime.outliers import Outliers
 from kvq_runtime.recipe import OURS, Recipe
+from kvq_runtime.stages.select import Chunks, Heavy
 from kvq_runtime.stream import Stream
 from kvq_runtime.timeline import Timeline
 from kvq_runtime.votes import Votes
@@ -57,8 +62,18 @@ class BlockCache:
         self.layers = self.history.layers
         window = self.recipe.window
         self.votes = None if window is None else Votes(window, self.history, len(self.held))
+        self.hitters = self._hitters()
         self.reencoded = 0
         self._before = 0  # tokens before this forward pass
+
+    def _hitters(self) -> Hitters | None:
+        select = self.recipe.select
+        return Hitters(select, self.timeline, *self.recipe.key.window) if isinstance(select, Heavy) else None
+
+    @property
+    def _observer(self) -> Observer | None:
+        listener = self.votes or self.hitters
+        return None if listener is None else listener.hear
 
     # ---- one layer of one forward pass -------------------------------------------------------------------------
 
@@ -100,8 +115,10 @@ class BlockCache:
         mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
         scale   what scores are multiplied with
         """
-        observer = None if self.votes is None else self.votes.hear
-        return attend(self.history, layer, q_BHTD, mask, scale, observer)
+        keys = self.layers[layer][0]
+        if keys.outliers is not None and keys.encoded:
+            return shadow.attend(self.history, layer, q_BHTD, mask, scale)
+        return attend(self.history, layer, q_BHTD, mask, scale, self._observer)
 
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
@@ -119,8 +136,11 @@ class BlockCache:
             sinks.keep(stream, self.timeline, x_BTC)
 
     def _finish(self, layer: int) -> None:
-        flush(self.history, layer, self._before)
         last = layer == max(self.held)
+        if self.hitters is None:
+            flush(self.history, layer, self._before)
+        elif last:
+            self._select(self.hitters)
         for stream in self.layers[layer]:
             stream.trim()
         if last:
@@ -131,6 +151,30 @@ class BlockCache:
                 self.votes.release()
         self.history.forget(layer, last)
 
+    def _select(self, hitters: Hitters) -> None:
+        """At the end of a forward pass, drop what attention passes by, and encode what it does not, layer by layer."""
+        hitters.commit()
+        if hitters.left(self.timeline.seen) <= hitters.decided:
+            return
+        for layer, pair in self.layers.items():
+            for stream in pair:
+                if stream.sinks_BSC.is_cuda:  # before anything is dropped: that cannot be undone
+                    refuse_nan(layer, stream, self.timeline, stream.window_BTC, stream.encoded)
+        encoded = self.timeline.length - hitters.mass_BW.shape[1]
+        kept_BK, left = hitters.choose()
+        blocks = left // self.recipe.key.block
+        if kept_BK.shape[1] < hitters.mass_BW.shape[1]:
+            first = torch.arange(encoded, device=kept_BK.device).expand(len(kept_BK), -1)
+            self.timeline.drop(torch.cat([first, kept_BK + encoded], 1))
+            for stream in (stream for pair in self.layers.values() for stream in pair):
+                stream.drop(kept_BK)
+        hitters.keep(kept_BK, blocks * self.recipe.key.block)
+        for layer in sorted(self.layers):
+            encode(self.history, layer, (blocks, blocks))
+            for stream in self.layers[layer]:
+                stream.trim()
+            self.history.forget(layer, layer == max(self.held))
+
     def _streams(self, layer: int, k_BTC: Tensor) -> tuple[Stream, Stream]:
         if layer not in self.layers:
             if layer not in self.held:
@@ -139,8 +183,10 @@ class BlockCache:
                 raise ValueError(f"keys of width {k_BTC.shape[-1]}; the cache was made for {self.geometry}")
             for codec in self.codecs[layer]:
                 codec.to(k_BTC.device)
-            one, two = (Stream(c, len(k_BTC), k_BTC.dtype, k_BTC.device) for c in self.codecs[layer])
-            self.layers[layer] = (one, two)
+            select, where = self.recipe.select, (len(k_BTC), k_BTC.dtype, k_BTC.device)
+            outliers = Outliers(select, self.geometry, *where) if isinstance(select, Chunks) else None
+            keys, values = self.codecs[layer]
+            self.layers[layer] = (Stream(keys, *where, outliers), Stream(values, *where))
         rows = self.layers[layer][0].sinks_BSC.shape[0]
         if k_BTC.shape[0] != rows:
             raise ValueError(f"{len(k_BTC)} rows; the cache holds {rows}: reset() it, or make one for each batch")
@@ -154,7 +200,7 @@ class BlockCache:
         if first:
             self.settle()
             self.history.clear()
-            self._before = self.timeline.length
+            self._before = self.timeline.seen
             if self.votes is not None:
                 self.votes.decide(self._before, count)
         streams = self._streams(layer, k_BTC)
@@ -162,6 +208,8 @@ class BlockCache:
             self.timeline.extend(batch, count, k_BTC.device)
             if "positions" in self._needs:
                 self.timeline.require()
+        if self.hitters is not None and (first or count == 0):
+            self.hitters.begin(batch, count, k_BTC.device)
         below = self.layers.get(layer - 1)
         if self.recipe.chained and layer > 0 and (below is None or below[0].length != self.timeline.length):
             raise RuntimeError(f"layer {layer} is predicted from layer {layer - 1}, which must be updated before it")
@@ -172,16 +220,17 @@ class BlockCache:
         lengths = {stream.length for pair in self.layers.values() for stream in pair}
         shortest = min(lengths, default=0) if len(self.layers) == len(self.held) else 0
         if lengths - {shortest} or self.timeline.length != shortest:
-            self.crop(shortest)
+            self.crop(shortest + self.timeline.dropped)
 
     # ---- the whole cache ---------------------------------------------------------------------------------------
 
     @property
     def length(self) -> int:
-        """Tokens that every layer holds."""
+        """Tokens that every layer has taken in, those that were dropped since among them."""
         if len(self.layers) < len(self.held):
             return 0
-        return min((stream.length for pair in self.layers.values() for stream in pair), default=0)
+        shortest = min((stream.length for pair in self.layers.values() for stream in pair), default=0)
+        return shortest + self.timeline.dropped
 
     @property
     def scratch_peak(self) -> int:
@@ -189,9 +238,18 @@ class BlockCache:
         return self.history.scratch_peak
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens. The survivors of a block that is cut return to the window, decoded."""
+        """Keep the first `length` tokens. The survivors of a block that is cut return to the window, decoded.
+
+        Raises RuntimeError where some of them have been dropped since: they cannot be had back.
+        """
+        seen = max(0, min(length, self.length))
+        if self.hitters is not None and self.timeline.dropped and 0 < seen < self.hitters.decided:
+            raise RuntimeError(
+                f"crop to {seen} tokens; {self.recipe.name} has dropped {self.timeline.dropped} of the first "
+                f"{self.hitters.decided}: crop to that many or more, or to 0"
+            )
         self.history.clear()
-        again, length = 0, min(length, self.length)
+        again, length = 0, max(0, seen - self.timeline.dropped)
         for layer in sorted(self.layers, reverse=True):
             cut = {}
             for half, stream in enumerate(self.layers[layer]):
@@ -206,8 +264,11 @@ class BlockCache:
         self.timeline.crop(length)
         if self.votes is not None:
             self.votes.crop(length)
+        if self.hitters is not None and length:
+            self.hitters.crop(seen, next(iter(self.layers.values()))[0].window_BTC.shape[1])
         if length == 0:
             self.layers.clear()
+            self.hitters = self._hitters()
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of every tensor that has rows, in this order: beam search, batch changes."""
@@ -215,6 +276,8 @@ class BlockCache:
         self.timeline.select(rows)
         if self.votes is not None:
             self.votes.select(rows)
+        if self.hitters is not None and self.layers:
+            self.hitters.take_rows(rows)
         for pair in self.layers.values():
             for stream in pair:
                 stream.select(rows.to(stream.sinks_BSC.device))

@@ -20,6 +20,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import HALVES, KINDS, Half, Recipe, Side
 from kvq_runtime.stages import groups, predict
 from kvq_runtime.stages.exact import Exact
+from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.rotate import Basis
 
 Specs = predict.Specs
@@ -121,6 +122,19 @@ class Codec:
         if self.side.correct is not None:
             x = self.side.correct.apply(x, fields)
         return x if predicted is None else predicted.add_(x.to(torch.bfloat16))
+
+    def tokens(self, fields: Mapping[str, Tensor], block_N: Tensor, place_N: Tensor, channels: slice) -> Tensor:
+        """These channels of single tokens, one in each of these blocks, with their mean: [N, channels].
+
+        For sides per token that predict nothing but a mean; keys stay before RoPE if they are encoded so.
+        """
+        if isinstance(self.side.quantize, Mixed):
+            assert self.back is not None
+            z = self.side.quantize.decode_at(fields, block_N, place_N, self.side.block, self.geometry, **self._fitted)
+            x = (z @ self.back[:, channels]).float()
+        else:
+            x = self._unround({name: field[block_N, place_N][None] for name, field in fields.items()})[0, :, channels]
+        return x if self.predictor is None else x + self._own["predict"]["mean"][channels]
 
     def rounded(self, x_NTC: Tensor) -> Tensor:
         """What the quantizer alone makes of residuals [N, T, C]."""

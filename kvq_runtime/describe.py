@@ -4,10 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import HALVES, Half, Recipe, Side
+from kvq_runtime.stages.select import Chunks
 
 REFERENCE_MODEL = Geometry(layers=28, kv_heads=4, head_size=128)  # Qwen2.5-7B
 
@@ -20,7 +23,8 @@ def mean_bits(recipe: Recipe, geometry: Geometry) -> float:
         side = recipe.side(layer, half)
         if side not in costs:
             costs[side] = Codec(recipe, layer, half, geometry, {}).bits()
-    return sum(costs[recipe.side(layer, half)] for layer, half in places) / len(places)
+    marks = recipe.select.bits(torch.bfloat16) / 2 if isinstance(recipe.select, Chunks) else 0.0  # of keys alone
+    return marks + sum(costs[recipe.side(layer, half)] for layer, half in places) / len(places)
 
 
 def artifact_record(fitted: Artifact) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Encode the oldest tokens of a layer's windows, one whole block at a time, when they are due."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,13 +22,18 @@ def flush(history: History, layer: int, before: int) -> None:
             if stream.sinks_BSC.is_cuda:  # here, where the device is waited for anyway
                 due = stream.window_BTC[:, : stream.due * stream.side.block]
                 refuse_nan(layer, stream, history.timeline, due, stream.encoded)
+    encode(history, layer, [stream.due for stream in streams])
+
+
+def encode(history: History, layer: int, due: Sequence[int]) -> None:
+    """Encode so many of the oldest blocks in the windows of a layer's keys and values."""
     if history.recipe.chained:
-        while streams[0].due:
+        for _ in range(due[0]):
             _encode_chained(history, layer)
         return
-    for stream in streams:
-        while stream.due:
-            stream.store(stream.codec.encode(*_block_input(history, stream)))
+    for stream, count in zip(history.layers[layer], due, strict=True):
+        for _ in range(count):
+            stream.store(stream.codec.encode(*_block_input(history, stream)) | _landmarks(history, stream))
 
 
 def refuse_nan(layer: int, stream: Stream, timeline: Timeline, x_BTC: Tensor, start: int) -> None:
@@ -38,10 +44,10 @@ def refuse_nan(layer: int, stream: Stream, timeline: Timeline, x_BTC: Tensor, st
     if timeline.real_BT is not None:
         bad_BT &= timeline.real_BT[:, start : start + x_BTC.shape[1]]
     if bool(bad_BT.any()):
-        token = start + int(bad_BT.any(0).int().argmax())
+        slot = start + int(bad_BT.any(0).int().argmax())
         raise ValueError(
-            f"layer {layer}, block {token // stream.side.block}: NaN or infinity in the model's "
-            f"{stream.codec.half}s at token {token}; the cache keeps the tokens before this forward pass"
+            f"layer {layer}, block {slot // stream.side.block}: NaN or infinity in the model's {stream.codec.half}s "
+            f"at token {slot + timeline.dropped}; the cache keeps the tokens before this forward pass"
         )
 
 
@@ -62,6 +68,15 @@ def _encode_chained(history: History, layer: int) -> None:
     values.store(v_fields)
 
 
+def _landmarks(history: History, stream: Stream) -> dict[str, Tensor]:
+    """What marks the chunks of the window's oldest block, where a recipe reads by chunks."""
+    if stream.outliers is None:
+        return {}
+    size, start = stream.side.block, stream.encoded
+    valid_BT = history.timeline.valid(start, start + size, stream.side.sinks).to(stream.sinks_BSC.device)
+    return stream.outliers.add(stream.blocks, stream.window_BTC[:, :size], valid_BT)
+
+
 def _block_input(history: History, stream: Stream) -> tuple[Tensor, Context]:
     """The window's oldest block as the codec wants it: sinks and padding filled, RoPE undone where it must be."""
     recipe, timeline, half = history.recipe, history.timeline, stream.codec.half
@@ -76,6 +91,7 @@ def _block_input(history: History, stream: Stream) -> tuple[Tensor, Context]:
         return x_BTC, Context()
     cos, sin = timeline.rope(start, start + size)
     if source is not None:
+        source = source.expand(max(len(source), len(cos)), -1)
         turned = source.clamp(min=0)[..., None]
         cos, sin = (t.expand(len(source), -1, -1).gather(1, turned.expand(-1, -1, t.shape[-1])) for t in (cos, sin))
         cos, sin = (t.where((source >= 0)[..., None], one) for t, one in ((cos, 1.0), (sin, 0.0)))

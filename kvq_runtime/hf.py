@@ -8,6 +8,7 @@ Under `model.set_attn_implementation("kvq")` a step attends to the packed blocks
 are there for recipes that need them. Under any other attention the cache hands out decoded tensors.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.memory import MemoryReport
 from kvq_runtime.recipe import OURS, Recipe, preset
 from kvq_runtime.rope import Rotary
+from kvq_runtime.stages.select import Chunks
 
 _VARYING_ROPE = ("dynamic", "longrope")  # their frequencies change with the length of the text
 _hooked: WeakSet[nn.Module] = WeakSet()
@@ -77,7 +79,7 @@ class KVQLayer(CacheLayerMixin):
         return keys.unflatten(-1, (heads, -1)).transpose(1, 2), values.unflatten(-1, (heads, -1)).transpose(1, 2)
 
     def get_seq_length(self) -> int:
-        """Tokens held by every layer: those of a forward pass that stopped midway do not count."""
+        """Tokens that every layer has seen, held or not: those of a forward pass that stopped midway do not count."""
         return self.blocks.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -130,6 +132,7 @@ class KVQCache(Cache):
         super().__init__(layers=layers)  # type: ignore[arg-type]
         self._mask: Tensor | None = None
         self._announced = True
+        self._warned = False
         _hook(model)
 
     @classmethod
@@ -161,6 +164,12 @@ class KVQCache(Cache):
         """Make a cache from a loaded artifact, after comparing fingerprints."""
         fingerprint.compare(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
         return cls(artifact.recipe, model, artifact.tensors)
+
+    @property
+    def attention(self) -> str | None:
+        """The attention implementation that the model needs to have for all that this recipe does; None: any."""
+        recipe = self.blocks.recipe
+        return "kvq" if recipe.needs & OURS or isinstance(recipe.select, Chunks) else None
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""
@@ -194,6 +203,13 @@ class KVQCache(Cache):
             raise RuntimeError(
                 f"{self.blocks.recipe.name} needs {' and '.join(sorted(needed))}, which {attention} attention does "
                 'not hand out; call model.set_attn_implementation("kvq")'
+            )
+        if self.attention not in (None, attention) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.blocks.recipe.name} chooses what it reads by the queries, which {attention} attention does not "
+                'hand out: all tokens are read; call model.set_attn_implementation("kvq")',
+                stacklevel=2,
             )
         for layer in self.layers:
             if isinstance(layer, KVQLayer):
@@ -254,11 +270,12 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend to a KVQCache's packed blocks; to any other keys and values as `sdpa` does.
 
-    The first forward pass attends to its own exact keys and values, so it is `sdpa`'s too.
+    The first forward pass attends to its own exact keys and values, so it is `sdpa`'s too, unless the recipe needs the
+    weights.
     """
     turn: _Turn | None = getattr(key, "_kvq", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if turn is None or turn.first:
+    if turn is None or (turn.first and turn.blocks.hitters is None):
         out = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
     else:
         out = turn.blocks.attend(turn.layer, query, attention_mask, scale).transpose(1, 2).contiguous()

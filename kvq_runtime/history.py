@@ -56,7 +56,7 @@ class History:
         for stream, whole in zip(streams, out, strict=True):
             if stream.encoded:
                 sinks.put(stream, self.timeline, whole[:, : stream.encoded])
-        self._count(*out)
+        self.count(*out)
         return out[0], out[1]
 
     def run(self, layer: int, half: int, run: Run) -> Tensor:
@@ -67,7 +67,7 @@ class History:
         room = self._room(stream.codec.half, stream.sinks_BSC, shape[1])
         decoded = self._pair(layer, run)[half] if self.recipe.chained else self._decode(stream, run, room)
         self._restore(stream, decoded, run, room)
-        self._count(room)
+        self.count(room)
         return room
 
     def below(self, layer: int, block: int) -> list[Pair]:
@@ -157,7 +157,8 @@ class History:
             self._rooms[half] = like.new_empty(shape)
         return self._rooms[half]
 
-    def _count(self, *rooms: Tensor) -> None:
+    def count(self, *rooms: Tensor) -> None:
+        """Note how many bytes of decoded tensors are alive."""
         alive = sum(t.numel() * t.element_size() for t in rooms)
         if self._carried:
             alive += sum(t.numel() * t.element_size() for pair in self._carried.values() for t in pair)

@@ -11,6 +11,7 @@ from kvq_runtime import codec as codecs
 from kvq_runtime.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import HALVES, Recipe, presets
+from kvq_runtime.stages.select import Chunks
 
 if TYPE_CHECKING:
     from kvq_runtime.cache import BlockCache
@@ -21,9 +22,11 @@ class MemoryReport:
     """What a cache holds.
 
     total_bytes        sequence_bytes + shared_bytes
-    exact_bytes        what a 16-bit cache of the same tokens holds
-    bits_per_element   sequence_bytes at these tokens, in bits per key or value element
-    all_bits           total_bytes at these tokens, likewise
+    exact_bytes        what a 16-bit cache of all tokens seen holds
+    tokens, kept       tokens of a row that the model has seen, and those that are held: all, unless the recipe selects
+    bits_per_element   sequence_bytes, in bits per key or value element of the tokens seen
+    bits_per_kept      sequence_bytes, in bits per key or value element of the tokens held
+    all_bits           total_bytes, in bits per key or value element of the tokens seen
     asymptotic_bits    what one more encoded element costs, in a cache of the model's dtype
     sequence_bytes     grow with tokens and batch; `parts` has them by kind
     shared_bytes       the artifact's tensors and rotations, once per process
@@ -49,22 +52,27 @@ class MemoryReport:
     parts: dict[str, int] = field(default_factory=dict)
     escaped: int = 0
     clipped: int = 0
+    kept: int = 0
+    bits_per_kept: float = 0.0
 
     @staticmethod
     def of(cache: BlockCache) -> MemoryReport:
         """Count a cache."""
         parts: dict[str, int] = {}
-        batch, elements, dtype, escaped, clipped = 0, 0, torch.bfloat16, 0, 0
+        batch, elements, missing, dtype, escaped, clipped = 0, 0, 0, torch.bfloat16, 0, 0
         for pair in cache.layers.values():
             for stream in pair:
                 batch, dtype = len(stream.sinks_BSC), stream.sinks_BSC.dtype
-                elements += batch * stream.length * cache.geometry.width
+                elements += batch * (stream.length + cache.timeline.dropped) * cache.geometry.width
+                missing += batch * cache.timeline.dropped * cache.geometry.width
                 for kind, size in stream.bytes().items():
                     parts[kind] = parts.get(kind, 0) + size
                 served, wanted = stream.escapes()
                 escaped, clipped = escaped + served, clipped + wanted - served
         own = [*cache.timeline.tensors, *(cache.votes.tensors if cache.votes is not None else ())]
         parts["timeline"] = sum(tensor.untyped_storage().nbytes() for tensor in own)
+        if cache.hitters is not None:
+            parts["selection"] = sum(tensor.untyped_storage().nbytes() for tensor in cache.hitters.tensors)
         shared = shared_bytes([codec for pair in cache.codecs for codec in pair])
         sequence = sum(parts.values())
         return MemoryReport(
@@ -83,6 +91,8 @@ class MemoryReport:
             parts=parts,
             escaped=escaped,
             clipped=clipped,
+            kept=cache.timeline.length,
+            bits_per_kept=8 * sequence / max(1, elements - missing),
         )
 
     def as_dict(self) -> dict:
@@ -91,9 +101,10 @@ class MemoryReport:
 
     def __str__(self) -> str:
         ratio = self.exact_bytes / max(1, self.total_bytes)
+        held = "" if self.kept == self.tokens else f", {self.kept} of them held,"
         kinds = ", ".join(f"{kind} {_human(size)}" for kind, size in self.parts.items() if size)
         return (
-            f"{self.recipe}: {self.tokens} tokens x {self.batch} rows hold {_human(self.total_bytes)}; "
+            f"{self.recipe}: {self.tokens} tokens{held} x {self.batch} rows hold {_human(self.total_bytes)}; "
             f"16 bit would hold {_human(self.exact_bytes)} ({ratio:.1f} times as much)\n"
             f"  sequence {_human(self.sequence_bytes)} ({kinds}) · shared {_human(self.shared_bytes)} · "
             f"scratch at most {_human(self.scratch_peak)}\n"
@@ -119,7 +130,8 @@ def asymptotic_bits(recipe: Recipe, geometry: Geometry, dtype: torch.dtype = tor
 
 def side_bits(recipe: Recipe, layer: int, half, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
     """Bits per encoded element of one side of one layer, without its fitted tensors."""
-    return codecs.bits(recipe.side(layer, half), geometry, dtype)
+    marks = recipe.select.bits(dtype) if half == "key" and isinstance(recipe.select, Chunks) else 0.0
+    return marks + codecs.bits(recipe.side(layer, half), geometry, dtype)
 
 
 def smaller_from(recipe: Recipe, geometry: Geometry, shared: int) -> int | None:

@@ -2,7 +2,7 @@
 
 position  "pre": keys are encoded as they are before RoPE · "post": as the model caches them
 Side      predict → rotate → feedback, quantize → correct, per token or per channel, and the tokens kept exact
-Recipe    a Side for keys, one for values, and other Sides for single layers
+Recipe    a Side for keys, one for values, other Sides for single layers, and which tokens are held, if not all
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from kvq_runtime.stages import (
     predict,
     rotate,
     rtn,
+    select,
     sparse,
     window,
 )  # fmt: skip
@@ -41,6 +42,7 @@ KINDS: dict[str, dict[str, type]] = {
 LATER = ("feedback", "correct")  # stages younger than the file format: without one, a side does not speak of it
 WINDOWS: dict[str, type] = {kind.kind: kind for kind in window.KINDS}
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
+SELECT: dict[str, type] = {kind.kind: kind for kind in select.KINDS}
 Half = Literal["key", "value"]
 HALVES: tuple[Half, ...] = get_args(Half)
 
@@ -115,6 +117,7 @@ class Recipe:
     layers: Mapping[int, tuple[Side, Side]] = field(default_factory=dict)
     summary: str = field(default="", compare=False)
     window: Any = None
+    select: Any = None
 
     def at(self, layer: int) -> tuple[Side, Side]:
         """The Sides of keys and values in this layer."""
@@ -145,15 +148,18 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the cache must be told beside keys and values: "positions" (with cos and sin), "attention" weights."""
+        """What the cache must be told beside keys and values: "positions" (with cos and sin), "attention" weights.
+
+        Queries that choose chunks are not among it: where nobody tells them, all tokens are read.
+        """
         turned = self.position == "pre" or any(pair[0].predict is not None for pair in self._pairs())
-        wanted = {"positions": turned, "attention": self.window is not None}
+        wanted = {"positions": turned, "attention": self.arrival_dependent}
         return frozenset(name for name in wanted if wanted[name])
 
     @property
     def arrival_dependent(self) -> bool:
         """Whether blocks depend on how tokens arrive: then same calls, same blocks; else same tokens, same blocks."""
-        return self.window is not None
+        return self.window is not None or isinstance(self.select, select.Heavy)
 
     @property
     def widest(self) -> "Recipe":
@@ -195,9 +201,27 @@ class Recipe:
                 "together; give both the same "
                 f"sinks, recent and block (given {self.key.window} and {self.value.window})"
             )
+        if self.select is not None and not isinstance(self.select, tuple(SELECT.values())):
+            raise ValueError(f"{self.name}: select={self.select!r}; use one of {sorted(SELECT)}, or none")
+        if self.select is not None and self.window is not None:
+            raise ValueError(f"{self.name}: tokens are selected behind a fixed window; drop select, or window")
+        if isinstance(self.select, select.Heavy) and self.key.window != self.value.window:
+            raise ValueError(f"{self.name}: tokens are held with key and value; give both the same window")
+        if isinstance(self.select, select.Chunks):
+            self._check_chunks()
         if geometry is not None:
             self._check_geometry(geometry)
         return self
+
+    def _check_chunks(self) -> None:
+        if any(side.block % self.select.chunk for side in self.sides):
+            raise ValueError(f"{self.name}: chunks of {self.select.chunk} do not divide the blocks; use chunks that do")
+        if self.chained or any(side.correct or side.axis != "token" for side in self.sides):
+            raise ValueError(
+                f"{self.name}: single tokens are decoded; use sides per token, with no prediction or mending"
+            )
+        if self.position == "post" and any(pair[0].predict for pair in self._pairs()):
+            raise ValueError(f"{self.name}: a mean after RoPE turns with each token; encode keys before RoPE")
 
     def _check_side(self, side: Side) -> None:
         for name, least in (("sinks", 0), ("recent", 0), ("block", 1)):
@@ -254,14 +278,15 @@ class Recipe:
             str(layer): {half: _side_json(side) for half, side in zip(HALVES, pair, strict=True)}
             for layer, pair in sorted(self.layers.items())
         }
-        given = {"name": self.name, "position": self.position, **sides, "layers": layers, "summary": self.summary}
-        return given if self.window is None else given | {"window": _stage_json(self.window)}
+        found = {"name": self.name, "position": self.position, **sides, "layers": layers, "summary": self.summary}
+        later = {"window": self.window, "select": self.select}  # not spoken of where there is none, as in older files
+        return found | {name: _stage_json(stage) for name, stage in later.items() if stage is not None}
 
     @staticmethod
     def from_json(given: Any) -> "Recipe":
         """Read a recipe; unknown keys, kinds and types are refused with a ValueError."""
-        names = {"name", "position", "key", "value"}
-        _keys(given, names | {"layers", "summary", "window"}, "recipe", optional={"layers", "summary", "window"})
+        optional = {"layers", "summary", "window", "select"}
+        _keys(given, {"name", "position", "key", "value"} | optional, "recipe", optional)
         for name in ("name", "position", "summary"):
             if not isinstance(given.get(name, ""), str):
                 raise ValueError(f"recipe: {name} must be text, not {given[name]!r}")
@@ -276,6 +301,7 @@ class Recipe:
             key=_side_from(given["key"]),
             value=_side_from(given["value"]),
             layers={int(n): (_side_from(pair["key"]), _side_from(pair["value"])) for n, pair in layers.items()},
+            select=_stage_from("select", given.get("select"), SELECT),
             summary=given.get("summary", ""),
             window=_stage_from("window", given.get("window"), WINDOWS),
         ).check()

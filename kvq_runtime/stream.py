@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec import Codec
+from kvq_runtime.outliers import Outliers
 from kvq_runtime.stages.escape import Escape
 
 SLAB = 32  # blocks
 # what the first word of a field's name says it is; all other fields are scales
-_KINDS = {"codes": "codes", "x": "codes", "escape": "escapes", "sparse": "outliers"}
+_KINDS = {"codes": "codes", "x": "codes", "escape": "escapes", "sparse": "outliers", "landmarks": "landmarks"}
 _SLACK = 64  # tokens that one step may add before the window is made larger and smaller again
 
 
@@ -21,7 +22,10 @@ class Stream:
     front when its end is reached, once per block.
     """
 
-    def __init__(self, codec: Codec, batch: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, codec: Codec, batch: int, dtype: torch.dtype, device: torch.device, outliers: Outliers | None = None
+    ):
+        self.outliers = outliers
         self.codec, self.side, self.fold = codec, codec.side, codec.fold
         self.recent = self.side.recent  # more in a forward pass that a dynamic window makes keep more
         self.blocks = 0
@@ -99,14 +103,23 @@ class Stream:
         self.blocks += 1
         self._start += self.side.block
 
+    def drop(self, kept_BK: Tensor) -> None:
+        """Keep these tokens of the window, in rising order; the others are gone for good."""
+        self._buffer = self.window_BTC.gather(1, kept_BK[..., None].expand(-1, -1, self._buffer.shape[2]))
+        self._start, self._stop = 0, kept_BK.shape[1]
+
     def keep(self, length: int) -> None:
         """Keep the window of the first `length` tokens, until `release`: blocks are about to be made of it."""
         if length > self.encoded:
             self._kept = (self.blocks, self.window_BTC[:, : length - self.encoded].clone())
+            if self.outliers is not None:
+                self.outliers.keep()
 
     def release(self) -> None:
         """Drop what `keep` kept."""
         self._kept = None
+        if self.outliers is not None:
+            self.outliers.release()
 
     def keeps(self, length: int) -> bool:
         """Whether `crop(length)` finds the window of that time."""
@@ -131,11 +144,15 @@ class Stream:
         if self._kept is not None and self.keeps(length):
             self.blocks, survivors_BTC = self._kept
             self._kept = None
+            if self.outliers is not None:
+                self.outliers.undo()
         elif length >= self.encoded:
             self._stop = self._start + length - self.encoded
             return
         else:
             self.blocks = length // self.side.block
+            if self.outliers is not None:
+                self.outliers.crop(self.encoded)
         del self.slabs[-(-self.blocks // SLAB) :]
         self._start = self._stop = 0
         if survivors_BTC is not None:
@@ -147,6 +164,8 @@ class Stream:
         self._buffer = self._buffer.index_select(0, rows)
         self._kept = None
         self.sinks_BSC = self.sinks_BSC.index_select(0, rows)
+        if self.outliers is not None:
+            self.outliers.take_rows(rows)
 
     def escapes(self) -> tuple[int, int]:
         """(tokens stored by the escape, tokens that wanted to be)."""
@@ -159,6 +178,8 @@ class Stream:
         """Allocated bytes by kind."""
         kept = _bytes(self._kept[1]) if self._kept is not None else 0
         found = {"window": _bytes(self._buffer) + kept, "sinks": _bytes(self.sinks_BSC)}
+        if self.outliers is not None:
+            found["chunks"] = self.outliers.bytes()
         for slab in self.slabs:
             for name, field in slab.items():
                 kind = _KINDS.get(name.split("_")[0], "scales")

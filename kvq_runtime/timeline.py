@@ -1,7 +1,8 @@
 """Keep what is true of a sequence's tokens in every layer: how many there are, which are real, where they stand.
 
-Slots are places in the cache, the same for all rows; a padded slot holds no real token. Without padding, and with
-positions that count from 0, nothing is stored.
+Slots are places in the cache, the same for all rows; a padded slot holds no real token. Where tokens have been dropped
+there are fewer slots than tokens seen, and it is stored which token each slot holds. Without that, without padding, and
+with positions that count from 0, nothing is stored.
 """
 
 import torch
@@ -16,11 +17,18 @@ class Timeline:
 
     def __init__(self):
         self.length = 0
+        self.dropped = 0  # tokens, of every row
+        self.tokens_BT: Tensor | None = None
         self.real_BT: Tensor | None = None
         self.positions_BT: Tensor | None = None
         self.rotary: Rotary | None = None
         self._spread: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._next: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    @property
+    def seen(self) -> int:
+        """Tokens that have come, held or not."""
+        return self.length + self.dropped
 
     def announce(self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None) -> None:
         """Say which of the next tokens are real and at which positions they stand; None: all, and counting on."""
@@ -34,7 +42,7 @@ class Timeline:
         self._spread.clear()
         if positions is not None and positions.shape[-1] != count:
             raise RuntimeError(f"positions for {positions.shape[-1]} tokens were announced, but {count} arrived")
-        slots = torch.arange(self.length, self.length + count, device=device)
+        tokens = torch.arange(self.seen, self.seen + count, device=device)
         if self.real_BT is None and real is not None and not bool(real.all()):
             self.real_BT = torch.ones(batch, self.length, dtype=torch.bool, device=device)
         if self.real_BT is not None:
@@ -43,9 +51,11 @@ class Timeline:
         if (
             self.positions_BT is None
             and positions is not None
-            and not torch.equal(positions, slots.expand_as(positions))
+            and not torch.equal(positions, tokens.expand_as(positions))
         ):
-            self.positions_BT = torch.arange(self.length, dtype=torch.int32, device=device).expand(batch, -1)
+            held = self.tokens_BT
+            held = torch.arange(self.length, dtype=torch.int32, device=device) if held is None else held.clone()
+            self.positions_BT = held.expand(batch, -1)
         if self.positions_BT is not None:
             new = (
                 positions
@@ -53,18 +63,33 @@ class Timeline:
                 else self.positions_BT[:, -1:] + 1 + torch.arange(count, device=device)
             )
             self.positions_BT = torch.cat([self.positions_BT, new.to(torch.int32).expand(batch, -1)], 1)
+        if self.tokens_BT is not None:
+            self.tokens_BT = torch.cat([self.tokens_BT, tokens.to(torch.int32).expand(batch, -1)], 1)
         self.length += count
+
+    def drop(self, kept_BT: Tensor) -> None:
+        """Keep these slots of each row, in rising order, as many of all rows; the others are forgotten."""
+        self._spread.clear()
+        held = torch.arange(self.length, dtype=torch.int32, device=kept_BT.device).expand(len(kept_BT), -1)
+        self.tokens_BT = (held if self.tokens_BT is None else self.tokens_BT).gather(1, kept_BT)
+        self.real_BT = self.real_BT.gather(1, kept_BT) if self.real_BT is not None else None
+        self.positions_BT = self.positions_BT.gather(1, kept_BT) if self.positions_BT is not None else None
+        self.dropped += self.length - kept_BT.shape[1]
+        self.length = kept_BT.shape[1]
 
     def crop(self, length: int) -> None:
         """Forget every slot from `length` on."""
         self._spread.clear()
         self.length = length
+        self.dropped = self.dropped if length else 0
+        self.tokens_BT = self.tokens_BT[:, :length].clone() if self.tokens_BT is not None and length else None
         self.real_BT = self.real_BT[:, :length].clone() if self.real_BT is not None and length else None
         self.positions_BT = self.positions_BT[:, :length].clone() if self.positions_BT is not None and length else None
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         self._spread.clear()
+        self.tokens_BT = self.tokens_BT[rows] if self.tokens_BT is not None else None
         self.real_BT = self.real_BT[rows] if self.real_BT is not None else None
         self.positions_BT = self.positions_BT[rows] if self.positions_BT is not None else None
 
@@ -72,9 +97,22 @@ class Timeline:
         """cos and sin of the slots from `start` to `stop`, [B or 1, T, K] each."""
         rotary = self.require()
         device = rotary.frequencies_K.device
-        if self.positions_BT is None:
+        positions_BT = self.tokens_BT if self.positions_BT is None else self.positions_BT
+        if positions_BT is None:
             return rotary.tables(torch.arange(start, stop, device=device)[None])
-        return rotary.tables(self.positions_BT[:, start:stop])
+        return rotary.tables(positions_BT[:, start:stop])
+
+    def rope_at(self, slots_BM: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of single slots of each row, [B, M, K] each."""
+        held = self.tokens_BT if self.positions_BT is None else self.positions_BT
+        return self.require().tables(slots_BM if held is None else held.expand(len(slots_BM), -1).gather(1, slots_BM))
+
+    def valid(self, start: int, stop: int, sinks: int) -> Tensor:
+        """Which slots from `start` to `stop` hold a real token that is no sink, [B or 1, T]."""
+        if self.real_BT is None:
+            return (torch.arange(start, stop) >= sinks)[None]
+        real_BT = self.real_BT[:, :stop]
+        return (real_BT & (real_BT.cumsum(1) > sinks))[:, start:]
 
     def require(self) -> Rotary:
         """The model's rotation; a RuntimeError if nobody has announced it."""
@@ -121,8 +159,7 @@ class Timeline:
                 return None
             slots = torch.arange(stop - start)[None]
             return slots.clamp(min=sinks - start) if sinks < stop else torch.full_like(slots, -1)
-        real_BT = self.real_BT[:, :stop]
-        valid_BT = (real_BT & (real_BT.cumsum(1) > sinks))[:, start:]
+        valid_BT = self.valid(start, stop, sinks)
         if bool(valid_BT.all()):
             return None
         slots = torch.arange(stop - start, device=valid_BT.device)
@@ -133,4 +170,4 @@ class Timeline:
     @property
     def tensors(self) -> list[Tensor]:
         """What is stored per sequence."""
-        return [tensor for tensor in (self.real_BT, self.positions_BT) if tensor is not None]
+        return [tensor for tensor in (self.tokens_BT, self.real_BT, self.positions_BT) if tensor is not None]

@@ -19,7 +19,7 @@ class Votes:
         self.setting, self.history, self.held = setting, history, held
         self._gaps: dict[int, dict[int, Tensor]] = {}  # by tokens at the end of the pass, by layer, [B]
 
-    def hear(self, layer: int, p_BHGTT: Tensor) -> None:
+    def hear(self, layer: int, p_BHGTT: Tensor, slots: range) -> None:
         """Take the weights of some queries of a layer on all tokens; those of the newest query, which come last, count.
 
         The edge is that of the window as this forward pass leaves it.

@@ -35,7 +35,7 @@ METHODS = (
     "mean-lloyd-2bit", "mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
     "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output", "kvquant-3bit",
     "polar-3bit-fitted-plain", "aqua-svdq-2bit", "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
-    "subkv-aqua-2bit",
+    "subkv-aqua-2bit", "aqua-h2o-2bit", "svdq-shadow-1.25bit-v4",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from kvq_runtime.recipe import Recipe, Side, presets
 from kvq_runtime.rope import Rotary, rotate
 from kvq_runtime.stages.low_rank import LowRank, LowRankSparse
 from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.select import Heavy
 
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
 Pairs = list[tuple[Tensor, Tensor]]
@@ -36,7 +37,14 @@ def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
     return recipe
 
 
-RECIPES = {name: small(recipe) for name, recipe in presets().items()}
+def whole(recipe: Recipe) -> Recipe:
+    """The recipe without a choice among tokens, if it makes one: all that other recipes owe, it then owes too."""
+    if isinstance(recipe.select, Heavy):
+        return replace(recipe, select=Heavy(share=1.0))
+    return replace(recipe, select=replace(recipe.select, outliers=0)) if recipe.select is not None else recipe
+
+
+RECIPES = {name: whole(small(recipe)) for name, recipe in presets().items()}
 
 
 FEW = ("exact", "exact-pre", "higgs-2bit", "aqua-2bit", "aqua-2bit-post", "aqua-2bit-channel")

@@ -14,6 +14,7 @@ from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.select import Heavy
 
 PRESETS = presets()
 GEOMETRY = Geometry(layers=4, kv_heads=2, head_size=64)
@@ -39,7 +40,11 @@ def test_every_preset_names_what_it_needs(name):
     assert recipe.chained == any("weight" in n or "down" in n or "codes" in n or "hidden" in n for n in specs)
     if recipe.position == "pre":
         assert "positions" in recipe.needs
-    assert ("attention" in recipe.needs) == recipe.arrival_dependent == (recipe.window is not None)
+    assert (
+        ("attention" in recipe.needs)
+        == recipe.arrival_dependent
+        == (recipe.window is not None or isinstance(recipe.select, Heavy))
+    )
     assert not any(name.startswith("layers.0.") and name.endswith("bias") for name in specs if "predict" not in name)
 
 

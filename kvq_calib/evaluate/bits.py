@@ -37,7 +37,8 @@ def bits_at(
         cache.timeline.announce(None, None, turning)
         for layer in range(geometry.layers):
             k_BTC, v_BTC = torch.randn(2, 1, count, geometry.width, generator=noise).to(device, dtype)
-            cache.update(layer, k_BTC, v_BTC)
+            cache.take(layer, k_BTC, v_BTC)
+            cache.finish(layer)
     return cache.memory_report()
 
 

@@ -27,7 +27,6 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.ledger import NOWHERE, Ledger
 from kvq_runtime.hf import KVQCache
-from kvq_runtime.recipe import OURS
 
 REFERENCE = "16 bit"
 STEP = 32
@@ -121,11 +120,11 @@ def scores(
 @contextmanager
 def _attention(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     """Give the model our attention for the length of a forward pass, if the cache's recipe needs it."""
-    if not isinstance(cache, KVQCache) or not cache.blocks.recipe.needs & OURS:
+    if not isinstance(cache, KVQCache) or cache.attention is None:
         yield
         return
     own = model.config._attn_implementation or "eager"
-    model.set_attn_implementation("kvq")
+    model.set_attn_implementation(cache.attention)
     try:
         yield
     finally:

@@ -81,6 +81,18 @@ def unpack_places(packed: Tensor, bits: int, count: int) -> Tensor:
     return places
 
 
+def pick(packed: Tensor, start: Tensor, place: Tensor, bits: int, count: int) -> Tensor:
+    """Single codes: those at `place` in runs of `count` codes that begin at byte `start` of flat `packed`."""
+    codes, shift = None, 0
+    for width in planes(bits):
+        size = -(-count * width // 8)
+        plane = (packed[start + place % size] >> (place // size * width).to(torch.uint8)) & ((1 << width) - 1)
+        codes = plane if codes is None else codes | (plane << shift)
+        start, shift = start + size, shift + width
+    assert codes is not None
+    return codes
+
+
 def _streams(byte: Tensor, width: int) -> Tensor:
     """The codes of one plane, stream after stream; eight bytes at a time where they are whole words."""
     mask, words = (1 << width) - 1, byte

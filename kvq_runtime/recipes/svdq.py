@@ -11,8 +11,13 @@ Source: Hong et al., 2025 (SVDq), algorithm 1, equations 4 and 6, table 1.
 Differs: mean, basis and ranges come from calibration, once, and cost nothing per prompt; the paper decomposes each
 prompt and bills neither basis nor ranges. Decode-time tokens are encoded too; the paper keeps them in 16 bit. Ranges
 leave the exact sinks out and are clipped where that lowers the error; the paper's, of all tokens, are stretched by one
-outlier. ShadowKV's selection of tokens is no part of these recipes.
+outlier.
+
+`svdq-shadow-*` reads by chunks, as ShadowKV does: the paper's "SVDq+Sparsity" (tables 3 and 5), a budget of 2048
+tokens. All tokens are held; landmarks add 2 bits per key element of a 16-bit model, which the paper does not bill.
 """
+
+from dataclasses import replace
 
 from kvq_runtime.recipe import Recipe, Side
 from kvq_runtime.stages.exact import Exact
@@ -20,6 +25,7 @@ from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
 from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.select import Chunks
 
 # mean bits → bits of the 8 equal runs of latent channels
 SCHEDULES = {
@@ -29,6 +35,7 @@ SCHEDULES = {
     "1.75bit": (8, 4, 2, 0, 0, 0, 0, 0),
     "1.25bit": (4, 4, 2, 0, 0, 0, 0, 0),
 }
+SHADOWED = ("2bit", "2bit-v4", "1.25bit", "1.25bit-v4")
 FILLED = {"3bit": 3.0, "2bit": 2.0, "1.5bit": 1.5, "1.25bit": 1.25, "1bit": 1.0}
 
 
@@ -38,7 +45,7 @@ def side(quantize: Mixed) -> Side:
 
 
 def recipes() -> list[Recipe]:
-    """The paper's schedules, water-filled ones, and ranges by block; values at 16 and at 4 bits."""
+    """The paper's schedules, water-filled ones, ranges by block, reading by chunks; values at 16 and at 4 bits."""
     exact, four = Side(Exact()), Side(Rtn(4, "all"))
     keys = {bits: (Mixed(schedule, codebook="uniform"), "its schedule") for bits, schedule in SCHEDULES.items()}
     keys |= {
@@ -50,4 +57,9 @@ def recipes() -> list[Recipe]:
         for suffix, value, values in (("", exact, "16 bit"), ("-v4", four, "4 bits")):
             summary = f"SVDq, keys {name.removeprefix('wf-').removesuffix('-block')}, {how}; values {values}"
             found.append(Recipe(f"svdq-{name}{suffix}", side(quantize), value, "pre", summary=summary))
-    return found
+    return found + [_shadow(recipe) for recipe in found if recipe.name.removeprefix("svdq-") in SHADOWED]
+
+
+def _shadow(recipe: Recipe) -> Recipe:
+    name = recipe.name.replace("svdq", "svdq-shadow")
+    return replace(recipe, name=name, select=Chunks(), summary=f"{recipe.summary}; read by chunks")

@@ -123,6 +123,27 @@ class Mixed:
             start = stop
         return torch.cat(found, 1).mT
 
+    def decode_at(
+        self,
+        fields: Mapping[str, Tensor],
+        block_N: Tensor,
+        place_N: Tensor,
+        rows: int,
+        geometry: Geometry,
+        tensors=None,
+    ) -> Tensor:
+        """Decode single tokens to bfloat16 [N, R]: the one in `place` of each of these blocks of `rows` tokens."""
+        packed, start, found = fields["codes"].flatten(), block_N[:, None] * fields["codes"].shape[1], []
+        ends = dict(tensors or {}) or {name: fields[name][block_N].float() for name in ("low", "high")}
+        runs = self.runs(geometry.width)
+        for (count, _), (_, bits, own) in zip(runs, self._parts(geometry.width, ends), strict=True):
+            size = pack.packed_size(rows, bits)
+            first = start + size * torch.arange(count, device=packed.device)
+            codes_NR = pack.pick(packed, first, place_N[:, None], bits, rows)
+            found.append(self._values(codes_NR[..., None], own, bits).bfloat16()[..., 0])
+            start = start + count * size
+        return torch.cat(found, 1)
+
     def _parts(self, width: int, ends: Mapping[str, Tensor]) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
         """The channels of each run, their bits, and what scales them."""
         start = 0

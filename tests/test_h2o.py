@@ -1,0 +1,318 @@
+"""Heavy hitters: which tokens are held, that attention is that over the held ones, and what is billed."""
+
+import math
+from dataclasses import replace
+
+import fitted
+import pytest
+import torch
+from feeding import GEOMETRY, make, rotary, small, tensors, turned
+from models import prompt, random_model
+from test_generate import WAYS, generate, padded, stock
+from torch import Tensor
+
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.codec import Codec
+from kvq_runtime.hf import KVQCache, geometry_of
+from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.rope import rotate
+from kvq_runtime.stages.exact import Exact
+from kvq_runtime.stages.select import Heavy
+
+SINKS, RECENT, BLOCK, SHARE = 2, 6, 8, 0.4
+GROUP, SCALE = 2, GEOMETRY.head_size**-0.5
+SIDE = Side(Exact(), sinks=SINKS, recent=RECENT, block=BLOCK)
+EXACT = Recipe("h2o-small", SIDE, SIDE, select=Heavy(SHARE))
+PRE = replace(EXACT, name="h2o-small-pre", position="pre")
+
+
+def queries(tokens: int, rows: int = 2) -> Tensor:
+    """Of all layers, [L, B, heads, T, D], a few of them so large that their attention is a matter of few tokens."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(GEOMETRY.layers, rows, GROUP * GEOMETRY.kv_heads, tokens, GEOMETRY.head_size, generator=generator)
+    return q * (1 + 3 * (torch.rand(tokens, 1, generator=generator) > 0.7))
+
+
+def drive(cache: BlockCache, x: Tensor, q: Tensor, start: int, stop: int, real: Tensor | None = None) -> list[Tensor]:
+    """One forward pass; what each layer's attention gives."""
+    positions, mask = torch.arange(start, stop)[None], None
+    if real is not None:
+        positions = (real.cumsum(1) - 1).clamp(min=0)[:, start:stop]
+        mask = torch.ones(stop - start, stop, dtype=torch.bool).tril(start) & real[:, None, None, :stop]
+    cache.timeline.announce(None if real is None else real[:, start:stop], positions, rotary(cache.geometry))
+    out = []
+    for layer in range(len(x)):
+        cache.take(layer, *x[layer, :, :, start:stop].unbind(0))
+        out.append(cache.attend(layer, q[layer, :, :, start:stop], mask, SCALE))
+        cache.finish(layer)
+    return out
+
+
+class Oracle:
+    """The rule in plain words, row by row: exact keys, attention over the tokens that are held, then the choice."""
+
+    def __init__(self, x: Tensor, q: Tensor, real: Tensor):
+        self.x, self.q, self.real, self.rows = x, q, real, x.shape[2]
+        self.held: list[list[int]] = [[] for _ in range(self.rows)]
+        self.mass: list[dict[int, float]] = [{} for _ in range(self.rows)]
+        self.asked: list[dict[int, int]] = [{} for _ in range(self.rows)]
+        self.encoded, self.decided, self.seen = 0, 0, 0
+
+    def step(self, stop: int) -> Tensor:
+        """Take in the tokens up to `stop`; the output of attention, [L, B, heads, new, D]."""
+        start, self.seen = self.seen, stop
+        out = torch.zeros(*self.q.shape[:3], stop - start, GEOMETRY.head_size)
+        for row in range(self.rows):
+            self.held[row] += range(start, stop)
+            for token in range(start, stop):
+                self.mass[row][token], self.asked[row][token] = 0.0, 0
+            for query in range(start, stop):
+                if self.real[row, query]:
+                    out[:, row, :, query - start] = self._ask(row, query)
+        left = max(0, stop - RECENT) // BLOCK * BLOCK
+        if left > self.decided:
+            count = min(left, max(math.ceil(SHARE * (left + RECENT)) - RECENT, SINKS)) - self.encoded
+            for row in range(self.rows):
+                self._choose(row, left, count)
+            self.decided, self.encoded = left, self.encoded + count // BLOCK * BLOCK
+        return out
+
+    def _ask(self, row: int, query: int) -> Tensor:
+        seen = [token for token in self.held[row] if token <= query and self.real[row, token]]
+        heads = self.q.shape[2]
+        k, v = (
+            self.x[:, i, row, seen].unflatten(-1, (GEOMETRY.kv_heads, -1)).repeat_interleave(GROUP, 2) for i in (0, 1)
+        )
+        p = (torch.einsum("lhd,lthd->lht", self.q[:, row, :, query], k) * SCALE).softmax(-1)
+        assert p.shape[1] == heads
+        for token, mass in zip(seen, p.sum((0, 1)).tolist(), strict=True):
+            self.mass[row][token] += mass
+            self.asked[row][token] += 1
+        return torch.einsum("lht,lthd->lhd", p, v)
+
+    def _choose(self, row: int, left: int, count: int) -> None:
+        held, sinks = self.held[row], self.real[row].nonzero()[:SINKS, 0].tolist()
+        stake = [token for token in held[self.encoded :] if token < left]
+
+        def rank(token: int) -> float:
+            if not self.real[row, token]:
+                return -1.0
+            return math.inf if token in sinks else self.mass[row][token] / self.asked[row][token]
+
+        best = sorted(stake, key=rank, reverse=True)[:count]
+        self.held[row] = held[: self.encoded] + sorted(best) + [token for token in held if token >= left]
+
+
+def held(cache: BlockCache) -> list[list[int]]:
+    tokens, rows = cache.timeline.tokens_BT, len(cache.layers[0][0].sinks_BSC)
+    return [list(range(cache.timeline.length))] * rows if tokens is None else tokens.tolist()
+
+
+@pytest.mark.parametrize("recipe", [EXACT, PRE], ids=["post", "pre"])
+@pytest.mark.parametrize("short", [0, 5, 33])
+def test_the_tokens_held_are_those_with_the_largest_mass(recipe, short):
+    """A prompt, single tokens, chunks: the sets, and attention over them at their own positions, are the oracle's."""
+    total = 96
+    x, q = turned(tensors(total)), queries(total)
+    real = torch.arange(total) >= torch.tensor([0, short])[:, None]
+    if short:
+        tables = rotary().tables((real.cumsum(1) - 1).clamp(min=0))
+        x = tensors(total)
+        for keys in x[:, 0]:
+            keys.copy_(rotate(keys.unflatten(-1, (GEOMETRY.kv_heads, -1)), *tables).flatten(-2))
+    cache, oracle, start = make(recipe), Oracle(x, q, real), 0
+    for stop in (47, 48, 49, 53, 54, 55, 60, 77, 78, 90, 91, 92, 93, 94, 95, 96):
+        found = torch.stack(drive(cache, x, q, start, stop, real if short else None))
+        expected = oracle.step(stop)
+        asked = real[:, start:stop]
+        torch.testing.assert_close(
+            found.transpose(2, 3)[:, asked], expected.transpose(2, 3)[:, asked], rtol=1e-4, atol=1e-4
+        )
+        for row, (ours, theirs) in enumerate(zip(held(cache), oracle.held, strict=True)):
+            assert [t for t in ours if real[row, t]] == [t for t in theirs if real[row, t]]
+        assert cache.length == stop and cache.timeline.length == len(oracle.held[0])
+        assert cache.layers[0][0].encoded == oracle.encoded
+        start = stop
+    assert cache.timeline.dropped > 40 and oracle.encoded >= 2 * BLOCK
+    assert held(cache)[0] != held(cache)[1]
+
+
+def test_what_is_held_is_the_budget_with_sinks_and_the_recent_window():
+    cache, total = make(EXACT), 200
+    x, q = turned(tensors(total)), queries(total)
+    sizes = [30] + [1] * (total - 30)
+    for stop in torch.tensor(sizes).cumsum(0).tolist():
+        drive(cache, x, q, cache.length, stop)
+        left = max(0, stop - RECENT) // BLOCK * BLOCK
+        newer = stop - left
+        assert RECENT <= newer < RECENT + BLOCK
+        assert cache.timeline.length == max(math.ceil(SHARE * (left + RECENT)) - RECENT, SINKS) + newer
+        for row in held(cache):
+            assert row[:SINKS] == [0, 1] and row[-newer:] == list(range(left, stop))
+            assert row == sorted(set(row))
+        if stop == left + RECENT:
+            assert cache.timeline.length == math.ceil(SHARE * stop)
+
+
+def test_tokens_are_chosen_before_they_are_encoded(monkeypatch):
+    """Codecs never see a token that is dropped, and what they see are the keys before RoPE at the tokens' positions."""
+    plain, total = tensors(120), 120
+    x, q, seen = turned(plain), queries(total), []
+    encode = Codec.encode
+
+    def watching(self, x_NTC, context):
+        if (self.layer, self.half) == (2, "key"):
+            seen.append(x_NTC.clone())
+        return encode(self, x_NTC, context)
+
+    monkeypatch.setattr(Codec, "encode", watching)
+    cache = make(PRE)
+    for stop in (60, 61, 90, *range(91, 121)):
+        drive(cache, x, q, cache.length, stop)
+    encoded = cache.layers[0][0].encoded
+    assert len(seen) == encoded // BLOCK > 3
+    for row in range(2):
+        tokens = held(cache)[row][SINKS:encoded]
+        torch.testing.assert_close(torch.cat(seen, 1)[row, SINKS:], plain[2, 0, row, tokens], rtol=1e-4, atol=1e-4)
+
+
+def test_bits_are_billed_for_tokens_seen_and_for_tokens_held():
+    cache, total = make(EXACT), 160
+    x, q = tensors(total), queries(total)
+    drive(cache, x, q, 0, 159)
+    drive(cache, x, q, 159, 160)
+    report = cache.memory_report()
+    assert (report.tokens, report.kept) == (160, cache.timeline.length) and report.kept < 80
+    assert report.exact_bytes == 2 * 2 * GEOMETRY.layers * 2 * 160 * GEOMETRY.width
+    assert report.bits_per_kept * report.kept == pytest.approx(report.bits_per_element * 160)
+    assert (
+        report.parts["timeline"] == 2 * report.kept * 4
+    )  # which token of the row each slot holds, once for all layers
+    width = report.kept - cache.layers[0][0].encoded
+    assert report.parts["selection"] == 2 * 2 * width * 4  # mass and queries of the window
+    assert f"160 tokens, {report.kept} of them held, x 2 rows" in str(report)
+    assert report.parts["codes"] == 2 * GEOMETRY.layers * 2 * GEOMETRY.width * 4 * sum(
+        slab["x"].shape[1] * BLOCK for slab in cache.layers[0][0].slabs
+    )
+
+
+def test_what_was_dropped_cannot_be_cropped_back():
+    cache, total = make(EXACT), 100
+    x, q = tensors(total), queries(total)
+    drive(cache, x, q, 0, 90)
+    drive(cache, x, q, 90, 94)
+    before = held(cache)
+    cache.crop(91)
+    assert cache.length == 91 and held(cache) == [row[:-3] for row in before]
+    drive(cache, x, q, 91, 94)
+    assert held(cache) == before
+    with pytest.raises(RuntimeError, match="crop to 50 tokens; h2o-small has dropped .* of the first 88"):
+        cache.crop(50)
+    assert cache.length == 94
+    cache.crop(0)
+    drive(cache, x, q, 0, 94)
+    assert cache.length == 94 and cache.layers[0][0].encoded >= BLOCK
+
+
+def test_a_pass_that_stops_midway_counts_no_attention():
+    x, q = tensors(100), queries(100)
+    cache, other = make(EXACT), make(EXACT)
+    for each in (cache, other):
+        drive(each, x, q, 0, 60)
+    cache.timeline.announce(None, None, None)
+    cache.take(0, *x[0, :, :, 60:80].unbind(0))
+    cache.attend(0, q[0, :, :, 60:80], None, SCALE)
+    cache.finish(0)
+    for each in (cache, other):
+        drive(each, x, q, 60, 80)
+    assert held(cache) == held(other) and torch.equal(cache.hitters.mass_BW, other.hitters.mass_BW)
+
+
+def test_rows_keep_their_own_tokens_when_they_are_reordered():
+    x, q, rows = tensors(100), queries(100), torch.tensor([1, 1, 0])
+    cache, other = make(EXACT), make(EXACT)
+    drive(cache, x, q, 0, 70)
+    cache.select(rows)
+    drive(other, x[:, :, rows], q[:, rows], 0, 70)
+    for each in (cache, other):
+        drive(each, x[:, :, rows], q[:, rows], 70, 85)
+    assert held(cache) == held(other)
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
+def test_shares_that_cannot_be(share):
+    with pytest.raises(ValueError, match="use a number over 0 and at most 1"):
+        Heavy(share)
+
+
+def test_settings_survive_json_and_are_left_out_where_there_are_none():
+    for recipe in (preset("aqua-h2o-2bit"), EXACT):
+        assert Recipe.from_json(recipe.to_json()) == recipe
+        assert recipe.to_json()["select"] == {"kind": "heavy", "share": recipe.select.share}
+    assert "select" not in preset("aqua-2bit").to_json()
+    with pytest.raises(ValueError, match="select=.*use an object with a kind"):
+        Recipe.from_json(EXACT.to_json() | {"select": {"kind": "light"}})
+
+
+# ---- with a model ----
+
+
+def cached(name: str, model, share: float = 0.4) -> KVQCache:
+    recipe = replace(small(preset(name), geometry_of(model)), select=Heavy(share))
+    return KVQCache(recipe, model, fitted.tensors(recipe, geometry_of(model)) or None)
+
+
+def test_other_attention_is_refused_by_name():
+    model = random_model("llama")
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match='h2o needs attention, which sdpa .*attn_implementation\\("kvq"'),
+    ):
+        model(prompt(), past_key_values=cached("h2o", model))
+    with pytest.raises(RuntimeError, match=r"h2o-small needs attention, which update\(\) does not see"):
+        make(EXACT).update(0, torch.zeros(1, 1, 64), torch.zeros(1, 1, 64))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "yarn"])
+def test_a_model_reads_what_is_held_as_if_the_rest_were_masked(kind):
+    """The stock cache with everything else masked out gives the same logits, at the same positions."""
+    model, ids = random_model(kind, attention="kvq"), prompt(2, 90)
+    cache = cached("h2o", model)
+    whole = stock(model)
+    with torch.no_grad():
+        one = model(ids[:, :70], past_key_values=cache).logits
+        two = model(ids[:, :70], past_key_values=whole).logits
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+        for at in range(70, 90):
+            seen = torch.zeros(2, 1, 1, at + 1, dtype=torch.bool)
+            for row, tokens in enumerate(held(cache.blocks)):
+                seen[row, 0, 0, [*tokens, at]] = True
+            assert cache.get_seq_length() == at and cache.get_mask_sizes(1, 0) == (at + 1, 0)
+            one = model(ids[:, at : at + 1], past_key_values=cache).logits
+            model.set_attn_implementation("sdpa")
+            two = model(ids[:, at : at + 1], attention_mask=seen, past_key_values=whole).logits
+            model.set_attn_implementation("kvq")
+            torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
+    assert cache.memory_report().kept < 50
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["aqua-h2o-2bit", "h2o"])
+def test_every_way_of_generating_works(name, way):
+    model = random_model("llama", attention="kvq")
+    ids = prompt(1 if way in ("lookup", "assisted") else 2)
+    cache = cached(name, model)
+    out = generate(model, ids, cache, way)
+    assert out.shape == (len(ids), 80) and torch.equal(out[:, :40], ids)
+    report = cache.memory_report()
+    assert report.tokens == cache.get_seq_length() >= 78 and 0 < report.kept < 55
+
+
+def test_holding_everything_is_the_stock_cache_and_padding_does_not_count():
+    model = random_model("llama", attention="kvq")
+    ids, mask = padded(prompt(2, 60), 60, 23)
+    expected = generate(model, ids, stock(model), attention_mask=mask)
+    assert torch.equal(generate(model, ids, cached("h2o", model, 1.0), attention_mask=mask), expected)
+    cache = cached("h2o", model)
+    generate(model, ids, cache, attention_mask=mask)
+    assert bool(cache.blocks.timeline.real_BT[:, -20:].all()) and cache.memory_report().kept < 70
