@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvq_calib.plan import Plan
+from kvq_runtime import faults, files
 
 
 class AlreadyRunning(RuntimeError):
@@ -31,7 +32,7 @@ class AlreadyRunning(RuntimeError):
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Hold the run folder; a lock of the operating system, so it ends with the process however that ends."""
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder)
     lock = FileLock(folder / "lock")
     try:
         lock.acquire(timeout=0)
@@ -45,7 +46,8 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def open_run(plan: Plan, folder: Path) -> None:
     """Write the plan, or compare it with the one that is there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder)
+    files.sync(folder)  # whoever finished its last layer may have died before
     path, given = folder / "plan.json", json.dumps(plan.to_json(), sort_keys=True, indent=1)
     if not path.exists():
         _write(path, given)
@@ -69,13 +71,18 @@ def layer_folder(run: Path, layer: int, noted: dict) -> Iterator[Path]:
     final = folder_of(run, layer)
     partial = final.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
+    faults.point("layer.begun")
     partial.mkdir()
+    faults.point("layer.made")
     yield partial
-    files = sorted(path for path in partial.iterdir() if path.is_file())
-    _write(partial / "done.json", json.dumps(noted | {"files": {p.name: _seal(p) for p in files}}, sort_keys=True))
-    _fsync(partial)
+    filled = sorted(path for path in partial.iterdir() if path.is_file())
+    _write(partial / "done.json", json.dumps(noted | {"files": {p.name: _seal(p) for p in filled}}, sort_keys=True))
+    files.sync(partial)
+    faults.point("layer.synced")
     partial.rename(final)
-    _fsync(run)
+    faults.point("layer.renamed")
+    files.sync(run)
+    faults.point("layer.done")
 
 
 def record(run: Path, layer: int) -> dict | None:
@@ -100,11 +107,13 @@ def thin(run: Path, layer: int, depth: int, last: bool) -> None:
         for path in folder_of(run, older).glob("*-?????.safetensors"):
             if last or older <= layer - depth or (older < layer and path.name.startswith("hidden-")):
                 path.unlink()
+                faults.point("thin.unlinked")
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
     """Write tensors; they are made durable when their layer is sealed."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    faults.point("layer.saved")
 
 
 def load(path: Path, device: str = "cpu") -> dict[str, Tensor]:
@@ -114,14 +123,20 @@ def load(path: Path, device: str = "cpu") -> dict[str, Tensor]:
 
 def _write(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
+    faults.point("note.begun")
     partial.write_text(text)
+    faults.point("note.written")
     _fsync(partial)
+    faults.point("note.synced")
     partial.rename(path)
-    _fsync(path.parent)
+    faults.point("note.renamed")
+    files.sync(path.parent)
+    faults.point("note.done")
 
 
 def _seal(path: Path) -> str:
     _fsync(path)
+    faults.point("layer.sealed")
     return _digest(path)
 
 

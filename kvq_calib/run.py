@@ -19,6 +19,7 @@ from kvq_calib.fit.layer import Blocks, SideFit, blocks, summary
 from kvq_calib.plan import Plan
 from kvq_calib.statistics import MeanVariance, Moments
 from kvq_calib.weights import ModelFiles
+from kvq_runtime import faults
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.codec import Codec, Context
 from kvq_runtime.recipe import HALVES, Half, Recipe, Side
@@ -108,6 +109,8 @@ def first_unfinished(run: Run) -> int:
         checkpoint.verify(run.folder, last)
         for layer in range(max(0, last - run.plan.depth + 1), last):
             checkpoint.verify(run.folder, layer, tuple(recipe.name for recipe in run.plan.recipes))
+    else:  # it may have been killed before it deleted what no layer reads
+        checkpoint.thin(run.folder, last, run.plan.depth, last=True)
     for layer in range(last):
         checkpoint.verify(run.folder, layer, ("fit",))
     return last + 1
@@ -149,6 +152,7 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
         if not any(_clean(side) for recipe in plan.recipes for side in recipe.sides):
             for index in range(len(plan.chunks)):
                 (folder / _chunk("capture", index)).unlink()
+                faults.point("capture.unlinked")
     checkpoint.thin(run.folder, layer, max(plan.depth, 1), last=layer == plan.geometry.layers - 1)
 
 

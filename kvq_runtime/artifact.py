@@ -81,7 +81,7 @@ def _content(about: Mapping[str, Any], entries: Mapping[str, Any], data: memoryv
 def save(artifact: Artifact, path: Path | str) -> str:
     """Write the file, whole or not at all; returns its sha256."""
     data, path = to_bytes(artifact), Path(path)
-    files.replace(path, data, path.parent, mode=0o644)
+    files.save(path, data)
     return hash_of(data).hexdigest()
 
 

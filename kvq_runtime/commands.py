@@ -76,7 +76,7 @@ def pull(args: Namespace) -> int:
     written = {"kvq.safetensors": data} | beside
     files.make_folder(folder)
     for name, content in written.items():
-        files.replace(folder / name, content, folder, mode=0o644)
+        files.save(folder / name, content)
     if args.lock:
         fields = {name: getattr(found, name) for name in ("name", "version", "sha256", "size", "commit")}
         pinned = Lock(args.reference, found.registry, **fields, policy=policy, signature=signed)

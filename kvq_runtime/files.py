@@ -9,14 +9,17 @@ import errno
 import hashlib
 import io
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvq_runtime import faults
 from kvq_runtime.errors import ArtifactError, NotFound
 
+_DRAFT = re.compile(r"\.([1-9][0-9]{0,8})-[0-9a-f]{16}\.tmp")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: a pipe must not hold us at open
 
 
@@ -61,39 +64,69 @@ def claim(path: Path, data: bytes, temporary: Path) -> bool:
 
     temporary   a folder on the same file system. Of several processes that claim one name, exactly one gets True.
     """
-    draft = _draft(data, temporary)
+    sync(path.parent)  # of two names the first must not be the one that is lost
+    draft, claimed = _draft(data, temporary), True
     try:
+        faults.point("claim.drafted")
         os.link(draft, path)
+        faults.point("claim.linked")
     except FileExistsError:
-        return False
+        claimed = False
     except OSError as error:
         if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK):
             raise RuntimeError(f"{path.parent}: the file system has no hard links; use a registry elsewhere") from error
         raise
     finally:
         draft.unlink()
-    sync(path.parent)
-    return True
+    faults.point("claim.unlinked")
+    sync(path.parent)  # where another claimed it, too: it may have died before this
+    faults.point("claim.synced")
+    return claimed
 
 
 def replace(path: Path, data: bytes, temporary: Path, mode: int = 0o444) -> None:
     """Write a file, in place of whatever has the name; readers see the old bytes or the new ones."""
     draft = _draft(data, temporary, mode)
     try:
+        faults.point("replace.drafted")
         os.replace(draft, path)
     except BaseException:
         draft.unlink()
         raise
+    faults.point("replace.renamed")
     sync(path.parent)
+    faults.point("replace.synced")
+
+
+def save(path: Path, data: bytes) -> None:
+    """`replace` in a folder of the user's: drafts lie beside the file, and those of processes that died are removed."""
+    for draft in path.parent.glob(".*.tmp"):
+        written_by = _DRAFT.fullmatch(draft.name)
+        if written_by and not _is_alive(int(written_by[1])):
+            draft.unlink(missing_ok=True)
+    replace(path, data, path.parent, mode=0o644)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _draft(data: bytes, temporary: Path, mode: int = 0o444) -> Path:
+    faults.point("draft.begun")
     draft = temporary / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            faults.point("draft.opened")
             file.write(data)
             file.flush()
+            faults.point("draft.written")
             os.fchmod(descriptor, mode)
             os.fsync(descriptor)
     except BaseException:
@@ -104,11 +137,17 @@ def _draft(data: bytes, temporary: Path, mode: int = 0o444) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents, and make them last."""
-    if not path.is_dir():
-        make_folder(path.parent)
-        path.mkdir(exist_ok=True)
-        sync(path.parent)
+    """Create a folder and its parents, and make them last; one that is there, too: its maker may have died before."""
+    if path.is_dir():
+        with suppress(PermissionError):  # who may not open the parent has not made the folder
+            sync(path.parent)
+        return
+    make_folder(path.parent)
+    faults.point("folder.begun")
+    path.mkdir(exist_ok=True)
+    faults.point("folder.made")
+    sync(path.parent)
+    faults.point("folder.synced")
 
 
 def sync(folder: Path) -> None:

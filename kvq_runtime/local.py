@@ -17,7 +17,7 @@ from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvq_runtime import artifact, changes, describe, evaluations, events, files, reference
+from kvq_runtime import artifact, changes, describe, evaluations, events, faults, files, reference
 from kvq_runtime.changes import Kind, Registry
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.events import Change, Event, State, Version
@@ -82,6 +82,7 @@ class LocalRegistry(Registry):
             state = self.state(name)
             change = decide(state)
             if change is None:
+                files.sync(self.events_folder(name))  # whoever made the change may have died before
                 return state
             at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             event = Event(len(state.events) + 1, name, at, change)
@@ -112,7 +113,9 @@ class LocalRegistry(Registry):
         self.state(name)  # a damaged history is an error before anything is written
         for content in (data, *beside.values()):
             self.put_blob(content)
+            faults.point("publish.blob")
         found = changes.same(self.change(name, decide), hash_of(data).hexdigest())
+        faults.point("publish.event")
         for content in (data, *beside.values()):  # gc may have taken an old orphan between put_blob and the event
             if not self.blob(hash_of(content).hexdigest()).exists():
                 self.put_blob(content)

@@ -163,7 +163,7 @@ _OPTIONAL = {"commit", "policy", "signature"}
 def write_lock(path: Path, lock: Lock) -> None:
     """Write a lock file; what is not there is left out."""
     given = {name: value for name, value in asdict(lock).items() if value or name not in _OPTIONAL}
-    files.replace(path, (strict_json.dumps(given) + "\n").encode(), path.parent, mode=0o644)
+    files.save(path, (strict_json.dumps(given) + "\n").encode())
 
 
 def read_lock(path: Path | str) -> Lock:

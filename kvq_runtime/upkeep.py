@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvq_runtime import artifact, evaluations, events, files
+from kvq_runtime import artifact, evaluations, events, faults, files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.local import LocalRegistry
 
@@ -50,6 +50,7 @@ def collect(registry: LocalRegistry, grace: float = GRACE, dry_run: bool = False
         if sha256 in named and not registry.blob(sha256).exists():  # a gc stopped between its two looks
             path.rename(registry.blob(sha256))
         path.unlink(missing_ok=True)
+        faults.point("gc.draft")
     return [*drafts, *(path for path in orphans if _older(path, before) and _remove_blob(registry, path, before))]
 
 
@@ -62,10 +63,12 @@ def _remove_blob(registry: LocalRegistry, path: Path, before: float) -> bool:
     aside = registry.root / "tmp" / f".{path.name}.tmp"
     aside.parent.mkdir(exist_ok=True)
     path.rename(aside)
+    faults.point("gc.aside")
     if not _older(aside, before) or path.name in named_blobs(registry):
         aside.rename(path)
         return False
     aside.unlink()
+    faults.point("gc.blob")
     return True
 
 
@@ -112,6 +115,8 @@ def _examine_name(registry: LocalRegistry, folder: Path) -> tuple[list[Finding],
     advice = "restore this file from a copy of the registry; events after it are kept, and nothing was removed"
     try:
         paths = {path.name: path for path in registry.events_folder(folder.name).iterdir()}
+    except FileNotFoundError:  # a first publish stopped before its event
+        return [], {}
     except (ValueError, OSError) as error:
         return [Finding("fault", f"no folder of events: {error}", str(folder), "move it out of the registry")], {}
     last = max((int(name[:8]) for name in paths if name[:8].isdecimal()), default=0)

@@ -39,3 +39,14 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("KVQ_HOME", str(tmp_path / "kvq-home"))
     monkeypatch.delenv("KVQ_REGISTRY", raising=False)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Print what tests counted: `record_property("kvq", "...")`."""
+    reports = [
+        report for group in terminalreporter.stats.values() for report in group if hasattr(report, "user_properties")
+    ]
+    counted = [text for report in reports for name, text in report.user_properties if name == "kvq"]
+    if counted:
+        terminalreporter.section("counts")
+        terminalreporter.write_line("\n".join(dict.fromkeys(counted)))

@@ -1,6 +1,5 @@
 """A registry is a fold over events, each of them whole or absent, however many processes write at once."""
 
-import multiprocessing
 import os
 import stat
 import time
@@ -75,26 +74,6 @@ def test_only_artifacts_are_published(store):
     with pytest.raises(ArtifactError, match="^finite"):
         store.publish(NAME, tiny.resealed({tiny.WEIGHT: tiny.tiny().tensors[tiny.WEIGHT] * float("nan")}))
     assert not store.root.exists()
-
-
-def _publish(arguments: tuple[str, int]) -> tuple[str, str]:
-    root, seed = arguments
-    version = LocalRegistry(root).publish(NAME, tiny.data(seed), beside={"README.md": f"card {seed}".encode()})
-    return version.version, version.sha256
-
-
-@pytest.mark.parametrize("seeds, count", [(range(8), 8), ([0] * 8, 1)], ids=["distinct", "identical"])
-def test_eight_processes_publish_at_once(seeds, count, store):
-    with multiprocessing.get_context("fork").Pool(8) as pool:
-        published = pool.map(_publish, [(str(store.root), seed) for seed in seeds], chunksize=1)
-    state = store.state(NAME)
-    assert len(set(published)) == len(state.versions) == len(state.events) == count
-    assert {(v.version, v.sha256) for v in state.versions.values()} == set(published)
-    assert [event.number for event in state.events] == list(range(1, count + 1))
-    for version in state.versions.values():
-        artifact.load(store.fetch(NAME, version), version.sha256, version.size)
-        assert files.digest(store.blob(version.files["README.md"]["sha256"]))[1] == len("card 0")
-    assert [finding.level for finding in upkeep.examine(store)].count("fault") == 0
 
 
 # ---- order of writing

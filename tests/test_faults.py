@@ -1,0 +1,126 @@
+"""Nothing torn, nothing lost: commands killed at every point and at any moment, on a full disk, before a power cut.
+
+After each kill the registry opens, every version in it verifies, and none is half there; the same command again ends
+with the same digests, and after `gc` nothing temporary is left: see `chaos.Case.disturb`. KVQ_KILLS is how many are
+killed at random moments; `make chaos` asks for more, and for every passage of every point.
+"""
+
+import os
+import random
+from collections.abc import Callable
+from functools import cache
+
+import chaos
+import pytest
+import tiny_artifact
+
+from kvq_runtime import faults
+
+KILLS = int(os.environ.get("KVQ_KILLS", "20"))
+THOROUGH = KILLS > 20
+SHARES = {"calibrate": 0.5, "publish another": 0.25, "pull": 0.25}  # of the random kills
+SLOW = {"calibrate"}  # one passage of each point is enough, but for `make chaos`
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> Callable[[str], chaos.Case]:
+    return cache(lambda name: chaos.Case(name, tmp_path_factory.mktemp("chaos")))
+
+
+@pytest.fixture(params=chaos.COMMANDS)
+def case(request, cases) -> chaos.Case:
+    return cases(request.param)
+
+
+def passages(case: chaos.Case) -> list[str]:
+    """`point:n` for every point that the command passes; n drawn where one passage must do."""
+    every = {point: range(1, count + 1) for point, count in case.passages.items()}
+    if case.name in SLOW and not THOROUGH:
+        draw = random.Random(0)
+        every = {point: [draw.choice(numbers)] for point, numbers in every.items()}
+    return [f"{point}:{n}" for point, numbers in every.items() for n in numbers]
+
+
+def test_a_point_stands_in_every_gap(case):
+    assert not chaos.gaps(case.trace)
+
+
+def test_written_then_synced_then_named_then_lasting(case):
+    chaos.Disk(case.place).play(case.trace)
+
+
+def test_killed_at_every_point(case, record_property):
+    wanted = passages(case)
+    assert [case.disturb(fault).code for fault in wanted] == [-9] * len(wanted)
+    record_property("kvq", f"{case.name}: {len(wanted)} kills at {len(case.passages)} points")
+
+
+def test_killed_at_any_moment(case, record_property):
+    share, late, draw = round(KILLS * SHARES.get(case.name, 0)), 0, random.Random(case.name)
+    for _ in range(share):
+        while case.disturb(kill_after=draw.uniform(0, case.undisturbed.seconds)).code != -9:
+            late += 1
+            assert late < 20 + 5 * share, "the command ends before it can be killed"
+    record_property("kvq", f"{case.name}: {share} kills at random moments, {late} came too late")
+
+
+def test_a_full_disk_at_every_point(case, record_property):
+    wanted = passages(case)
+    for fault in wanted:
+        ended = case.disturb(f"{fault}:full")
+        assert ended.code == 1 and "No space left on device" in ended.said, f"{fault}: {ended.said}"
+        assert "Traceback" not in ended.said
+    record_property("kvq", f"{case.name}: {len(wanted)} times a full disk")
+
+
+def test_every_point_of_the_code_is_passed(cases):
+    """What the tests above visit is all there is."""
+    written = chaos.points_in_the_code()
+    assert len(written) == len(set(written)), "a name is used twice"
+    passed = {point for name in chaos.COMMANDS for point in cases(name).passages}
+    assert passed == set(written)
+
+
+def test_a_short_write_is_a_full_disk_too(cases, record_property):
+    """The system cuts a write in the middle, whoever writes; RLIMIT_FSIZE stands for the disk."""
+    refused = 0
+    for name in ("calibrate", "publish another", "pull"):
+        for size in (0, 1, 100, 1000, 5000):
+            ended = cases(name).disturb(limit=size)
+            assert ended.code in (0, 1) and "Traceback" not in ended.said, ended.said
+            refused += ended.code
+    assert refused >= 12
+    record_property("kvq", f"{refused} times a write cut short")
+
+
+def test_without_the_variable_a_point_does_nothing(monkeypatch):
+    monkeypatch.delenv("KVQ_FAULT", raising=False)
+    faults.point("draft.begun")
+    monkeypatch.setenv("KVQ_FAULT", "another:1:full")
+    faults.point("draft.begun")
+    monkeypatch.setenv("KVQ_FAULT", "draft.begun:1:full")
+    with pytest.raises(OSError, match="No space left"):
+        faults.point("draft.begun")
+
+
+def test_the_checks_would_see_a_torn_state(tmp_path):
+    """A draft named before it is synced, an event before its blob lasts, a file that is lost, a torn version."""
+    disk = lambda *steps: chaos.Disk(tmp_path).play([list(step) for step in steps])  # noqa: E731
+    draft, blob, event = (f"{tmp_path}/{name}" for name in ("tmp/.1.tmp", "blobs/a", "events/1.json"))
+    good = [("write", draft), ("sync", draft), ("name", draft, blob), ("sync", f"{tmp_path}/blobs")]
+    disk(*good)
+    for missing, message in ((1, "named before it is synced"), (3, "a power cut would take")):
+        with pytest.raises(AssertionError, match=message):
+            disk(*good[:missing], *good[missing + 1 :])
+    with pytest.raises(AssertionError, match="may be lost"):
+        disk(*good[:3], ("write", draft), ("sync", draft), ("link", draft, event))
+    assert chaos.gaps([["write", draft], ["sync", draft]]) and not chaos.gaps(
+        [["write", draft], ["point", "x"], ["sync", draft]]
+    )
+    registry = chaos.store(tmp_path)
+    path = registry.blob(registry.publish(chaos.NAME, tiny_artifact.data()).sha256)
+    chaos.observe(tmp_path)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(AssertionError, match="truncated"):
+        chaos.observe(tmp_path)

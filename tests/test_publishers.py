@@ -1,0 +1,150 @@
+"""Many processes change one name at once: every change is there once, whole, in an order that all of them agree on."""
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tiny_artifact as tiny
+
+from kvq_runtime import artifact, cli, files, registry, upkeep
+from kvq_runtime.errors import Conflict
+from kvq_runtime.local import LocalRegistry
+
+NAME = "tiny-2bit"
+MANY = 8
+
+
+@pytest.fixture
+def store(tmp_path) -> LocalRegistry:
+    return LocalRegistry(tmp_path / "registry")
+
+
+def at_once(work: Callable, arguments: list[tuple]) -> list:
+    """What `work` returns for each of the arguments, in as many processes that begin together."""
+    context = multiprocessing.get_context("fork")
+    gate, found = context.Barrier(len(arguments)), context.SimpleQueue()
+
+    def child(place: int) -> None:
+        gate.wait(60)
+        try:
+            found.put((place, work(*arguments[place])))
+        except BaseException as error:
+            found.put((place, error))
+            raise
+
+    children = [context.Process(target=child, args=(place,)) for place in range(len(arguments))]
+    for one in children:
+        one.start()
+    results = dict(found.get() for _ in children)
+    for one in children:
+        one.join(60)
+    failed = [result for result in results.values() if isinstance(result, BaseException)]
+    assert not failed, failed
+    return [results[place] for place in range(len(arguments))]
+
+
+def publish(root: Path, seed: int) -> tuple[str, str]:
+    version = LocalRegistry(root).publish(NAME, tiny.data(seed), beside={"README.md": f"card {seed}".encode()})
+    return version.version, version.sha256
+
+
+def promote(root: Path, version: str, expect: str | None) -> str:
+    try:
+        LocalRegistry(root).promote(NAME, version, expect=expect)
+    except Conflict as error:
+        return str(error)
+    return "done"
+
+
+def change(root: Path, number: int) -> str:
+    """Publish, point an alias of one's own to it, withdraw it: three changes that depend on each other."""
+    store = LocalRegistry(root)
+    version = store.publish(NAME, tiny.data(number)).version
+    store.promote(NAME, version, alias=f"alias-{number}")
+    store.promote(NAME, "1.0.0", alias=f"alias-{number}")
+    store.yank(NAME, version, f"by {number}")
+    return version
+
+
+@pytest.mark.parametrize("seeds, count", [(range(MANY), MANY), ([0] * MANY, 1)], ids=["distinct", "identical"])
+def test_eight_publish_at_once(seeds, count, store, capsys):
+    published = at_once(publish, [(store.root, seed) for seed in seeds])
+    state = store.state(NAME)
+    assert len(set(published)) == len(state.versions) == len(state.events) == count
+    assert {(v.version, v.sha256) for v in state.versions.values()} == set(published)
+    for version in state.versions.values():
+        artifact.load(store.fetch(version), version.sha256, version.size)
+        assert files.digest(store.blob(version.files["README.md"]["sha256"]))[1] == len("card 0")
+    assert upkeep.examine(store) == []
+    assert cli.main(["history", NAME, "--registry", store.url, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["number"] for row in rows] == list(range(1, count + 1))
+    assert [row["version"] for row in rows] == [f"1.0.{n}" for n in range(count)], "a PATCH each, in their order"
+    assert [(row["version"], row["sha256"]) for row in rows] == [(v.version, v.sha256) for v in state.versions.values()]
+
+
+def test_of_eight_promotes_from_one_state_one_wins_and_the_others_ask(store, capsys):
+    for seed in range(MANY + 1):
+        store.publish(NAME, tiny.data(seed))
+    store.promote(NAME, "1.0.0")
+    versions = [f"1.0.{n}" for n in range(1, MANY + 1)]
+    answers = at_once(promote, [(store.root, version, "1.0.0") for version in versions])
+    now = store.state(NAME).at("production")
+    assert answers.count("done") == 1 and versions[answers.index("done")] == now
+    lost = [answer for answer in answers if answer != "done"]
+    assert all(f"@production is {now}, 1.0.0 was expected: somebody moved it" in answer for answer in lost)
+    assert all(f"say it again with --expect {now}" in answer for answer in lost)
+    late = next(version for version in versions if version != now)
+    given = ["promote", f"{NAME}@{late}", "--registry", store.url, "--expect"]
+    assert cli.main([*given, "1.0.0"]) == 4
+    assert f"--expect {now}" in capsys.readouterr().err
+    assert cli.main([*given, now]) == 0
+    moves = [event.change.version for event in store.state(NAME).events if event.change.kind == "promote"]
+    assert moves == ["1.0.0", now, late]
+
+
+def test_eight_that_do_everything_at_once_lose_nothing(store):
+    store.publish(NAME, tiny.data(100))
+    versions = at_once(change, [(store.root, number) for number in range(MANY)])
+    state = store.state(NAME)
+    assert len(set(versions)) == MANY and len(state.events) == 1 + 4 * MANY
+    for number, version in enumerate(versions):
+        kinds = [e.change.kind for e in state.events if version in (e.change.version, getattr(e.change, "reason", ""))]
+        assert kinds == ["publish", "promote", "yank"]
+        assert state.versions[version].yanked == f"by {number}" and state.at(f"alias-{number}") == "1.0.0"
+    assert upkeep.examine(store) == []
+
+
+@contextmanager
+def collecting(store: LocalRegistry) -> Iterator[None]:
+    """Meanwhile another process collects again and again, with the usual grace."""
+    context = multiprocessing.get_context("fork")
+    stop = context.Event()
+
+    def child() -> None:
+        while not stop.is_set():
+            upkeep.collect(store)
+
+    other = context.Process(target=child)
+    other.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        other.join(60)
+    assert other.exitcode == 0
+
+
+def test_gc_takes_nothing_from_publishers(store):
+    """Their blobs lay there unnamed and old before: a publish makes them young."""
+    for seed in range(MANY):
+        path = store.blob(store.put_blob(tiny.data(seed)))
+        files.os.utime(path, (0, 0))
+    with collecting(store):
+        at_once(publish, [(store.root, seed) for seed in range(MANY)])
+    for version in store.state(NAME).versions:
+        registry.load_artifact(f"{NAME}@{version}", store.url)
+    assert [finding.what for finding in upkeep.examine(store) if finding.level == "fault"] == []
