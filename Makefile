@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check format bench compare wheel clean
+.PHONY: help env demo test chaos check format bench compare wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -33,6 +33,11 @@ test: export OMP_NUM_THREADS ?= 1
 test: export TOKENIZERS_PARALLELISM ?= false
 test: env ## run the tests on 2 processes; PYTEST_ARGS="-m 'not slow'"
 	env -u TRITON_INTERPRET $(RUN) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+chaos: export OMP_NUM_THREADS ?= 1
+chaos: export KVQ_KILLS ?= 200
+chaos: env ## kill commands at every passage of every fault point, and KVQ_KILLS times (200) at random moments
+	$(RUN) -m pytest -n 2 tests/test_faults.py
 
 check: env ## formatting, lint, types, import arrows
 	$(VENV)/bin/ruff format --check .

@@ -90,7 +90,7 @@ def from_bytes(data: bytes, number: int, name: str) -> Event:
 
 def from_json(given: Any, number: int, name: str) -> Event:
     """`from_bytes` for JSON at hand."""
-    if not isinstance(given, dict) or given.get("schema") != SCHEMA:
+    if not isinstance(given, dict) or type(given.get("schema")) is not int or given["schema"] != SCHEMA:
         raise ArtifactError(f"event: schema 1 is meant, not {given!r:.80}; a newer kvq may have written it")
     kind = KINDS.get(given["kind"]) if isinstance(given.get("kind"), str) else None
     if kind is None:

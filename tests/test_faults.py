@@ -49,12 +49,14 @@ def test_written_then_synced_then_named_then_lasting(case):
     chaos.Disk(case.place).play(case.trace)
 
 
+@pytest.mark.slow
 def test_killed_at_every_point(case, record_property):
     wanted = passages(case)
     assert [case.disturb(fault).code for fault in wanted] == [-9] * len(wanted)
     record_property("kvq", f"{case.name}: {len(wanted)} kills at {len(case.passages)} points")
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(case, record_property):
     share, late, draw = round(KILLS * SHARES.get(case.name, 0)), 0, random.Random(case.name)
     for _ in range(share):
@@ -64,6 +66,7 @@ def test_killed_at_any_moment(case, record_property):
     record_property("kvq", f"{case.name}: {share} kills at random moments, {late} came too late")
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_every_point(case, record_property):
     wanted = passages(case)
     for fault in wanted:
@@ -81,6 +84,7 @@ def test_every_point_of_the_code_is_passed(cases):
     assert passed == set(written)
 
 
+@pytest.mark.slow
 def test_a_short_write_is_a_full_disk_too(cases, record_property):
     """The system cuts a write in the middle, whoever writes; RLIMIT_FSIZE stands for the disk."""
     refused = 0

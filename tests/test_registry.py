@@ -320,6 +320,11 @@ EVENTS = {
         GOOD | {"schema": 2, "kind": "yank", "version": "1.0.0", "reason": "x"},
         "a newer kvq may have written it",
     ),
+    "true is no schema": (
+        GOOD | {"schema": True, "kind": "yank", "version": "1.0.0", "reason": "x"},
+        "schema 1 is meant",
+    ),
+    "nor is 1.0": (GOOD | {"schema": 1.0, "kind": "yank", "version": "1.0.0", "reason": "x"}, "schema 1 is meant"),
     "unknown kind": (GOOD | {"kind": "delete", "version": "1.0.0"}, "kind 'delete'"),
     "unknown key": (GOOD | {"kind": "yank", "version": "1.0.0", "reason": "x", "y": 1}, r"unknown keys \['y'\]"),
     "other name": (GOOD | {"name": "../x", "kind": "yank", "version": "1.0.0", "reason": "x"}, "in the place of"),
