@@ -17,6 +17,7 @@ from pathlib import Path
 
 import tiny
 import tiny_artifact
+from power_cut import Disk
 
 from kvq_calib import checkpoint
 from kvq_calib import cli as calibrate_cli
@@ -275,79 +276,5 @@ class Case:
         upkeep.collect(store(self.place), grace=0)
         left, lost = tree(self.place) - self.paths, self.paths - tree(self.place)
         assert not left and not lost, f"left {sorted(left)}, lost {sorted(lost)}"
-        Disk(self.place).play(first.steps + again.steps)
+        Disk().play(first.steps + again.steps)
         return first
-
-
-# ---- what a power cut would leave
-
-
-class Disk:
-    """Follow the steps of a command on a disk that keeps only what was synced, and check their order.
-
-    dirty     files whose bytes may be lost
-    entries   names that may be lost: nobody synced their folder since
-    """
-
-    def __init__(self, folder: Path):
-        self.folder, self.dirty, self.entries = folder, set(), set()
-
-    def play(self, steps: list[list[str]]) -> None:
-        """Every step in turn; in the end all that is left must last."""
-        for kind, *paths in steps:
-            if kind != "point":
-                getattr(self, kind)(*paths)
-        lost = {path for path in self.dirty | self.entries if not _is_draft(path)}
-        assert not lost, f"a power cut would take {sorted(lost)}"
-
-    def write(self, path: str) -> None:
-        self.dirty.add(path)
-        self.entries.add(path)
-
-    def sync(self, path: str) -> None:
-        self.dirty.discard(path)
-        self.entries = {entry for entry in self.entries if os.path.dirname(entry) != path}
-
-    def make(self, path: str) -> None:
-        self.remove(path)
-        self.entries.add(path)
-
-    def remove(self, path: str) -> None:
-        for known in (self.dirty, self.entries):
-            known -= {entry for entry in known if entry == path or entry.startswith(f"{path}/")}
-
-    def name(self, old: str, new: str) -> None:
-        self.link(old, new)
-        self.remove(old)
-
-    def link(self, old: str, new: str) -> None:
-        """Written → synced → named → folder synced → the next name."""
-        inside = {path for path in self.dirty | self.entries if path.startswith(f"{old}/")}
-        assert old not in self.dirty and not inside, f"{old} is named before it is synced: {inside}"
-        waiting = {entry for entry in self.entries if not _is_draft(entry) and not _is_draft(new)}
-        if "/events/" not in new and "/layer-" not in new:  # what refers to nothing needs only the folders above it
-            waiting &= {str(parent) for parent in Path(new).parents}
-        assert not waiting, f"{new} is named while {waiting} may be lost"
-        self.entries.add(new)
-
-
-def _is_draft(path: str) -> bool:
-    """Whether it has a temporary name, or is in a folder that has."""
-    return any(part.endswith((".tmp", ".partial")) for part in Path(path).parts)
-
-
-def gaps(steps: list[list[str]]) -> list[tuple[list[str], list[str]]]:
-    """Steps that follow each other with no point in between. A sync of what is synced already is no step."""
-    found, last, changed = [], None, set()
-    for step in steps:
-        kind, path = step[0], step[-1]
-        if kind == "sync" and path not in changed:
-            continue
-        if kind == "sync":
-            changed.discard(path)
-        elif kind != "point":
-            changed |= {path, os.path.dirname(path)}
-        if last is not None and kind != "point" and last[0] != "point":
-            found.append((last, step))
-        last = step
-    return found

@@ -5,16 +5,18 @@ with the same digests, and after `gc` nothing temporary is left: see `chaos.Case
 killed at random moments; `make chaos` asks for more, and for every passage of every point.
 """
 
+import multiprocessing
 import os
 import random
 from collections.abc import Callable
 from functools import cache
 
 import chaos
+import power_cut
 import pytest
 import tiny_artifact
 
-from kvq_runtime import faults
+from kvq_runtime import faults, files
 
 KILLS = int(os.environ.get("KVQ_KILLS", "20"))
 THOROUGH = KILLS > 20
@@ -42,11 +44,11 @@ def passages(case: chaos.Case) -> list[str]:
 
 
 def test_a_point_stands_in_every_gap(case):
-    assert not chaos.gaps(case.trace)
+    assert not power_cut.gaps(case.trace)
 
 
 def test_written_then_synced_then_named_then_lasting(case):
-    chaos.Disk(case.place).play(case.trace)
+    power_cut.Disk().play(case.trace)
 
 
 @pytest.mark.slow
@@ -109,7 +111,7 @@ def test_without_the_variable_a_point_does_nothing(monkeypatch):
 
 def test_the_checks_would_see_a_torn_state(tmp_path):
     """A draft named before it is synced, an event before its blob lasts, a file that is lost, a torn version."""
-    disk = lambda *steps: chaos.Disk(tmp_path).play([list(step) for step in steps])  # noqa: E731
+    disk = lambda *steps: power_cut.Disk().play([list(step) for step in steps])  # noqa: E731
     draft, blob, event = (f"{tmp_path}/{name}" for name in ("tmp/.1.tmp", "blobs/a", "events/1.json"))
     good = [("write", draft), ("sync", draft), ("name", draft, blob), ("sync", f"{tmp_path}/blobs")]
     disk(*good)
@@ -118,7 +120,7 @@ def test_the_checks_would_see_a_torn_state(tmp_path):
             disk(*good[:missing], *good[missing + 1 :])
     with pytest.raises(AssertionError, match="may be lost"):
         disk(*good[:3], ("write", draft), ("sync", draft), ("link", draft, event))
-    assert chaos.gaps([["write", draft], ["sync", draft]]) and not chaos.gaps(
+    assert power_cut.gaps([["write", draft], ["sync", draft]]) and not power_cut.gaps(
         [["write", draft], ["point", "x"], ["sync", draft]]
     )
     registry = chaos.store(tmp_path)
@@ -128,3 +130,16 @@ def test_the_checks_would_see_a_torn_state(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(AssertionError, match="truncated"):
         chaos.observe(tmp_path)
+
+
+def test_a_draft_beside_a_file_is_removed_when_its_process_is_dead(tmp_path):
+    child = multiprocessing.get_context("fork").Process(target=os.getpid)
+    child.start()
+    child.join()
+    dead, alive, other = (
+        tmp_path / f".{who}.tmp" for who in (f"{child.pid}-{'a' * 16}", f"{os.getpid()}-{'a' * 16}", "notes")
+    )
+    for path in (dead, alive, other):
+        path.write_bytes(b"half")
+    files.save(tmp_path / "kvq.safetensors", b"whole")
+    assert not dead.exists() and alive.exists() and other.exists()

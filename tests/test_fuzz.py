@@ -1,10 +1,10 @@
 """Ten thousand artifacts and events that nobody meant: each is refused with an ArtifactError, or means what it says.
 
+What loads is used, too: each of its codecs encodes and decodes a block.
 Half are changed in their bytes, half in their content and sealed again, so that no digest refuses them. Each load is
 held to 2 s of processor and to twice the file and 64 MiB of memory; an audit hook sees what is opened or executed.
 """
 
-import gc
 import json
 import multiprocessing
 import os
@@ -14,6 +14,8 @@ import resource
 import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -32,6 +34,7 @@ from kvq_runtime.recipe import presets
 MUTANTS = int(os.environ.get("KVQ_MUTANTS", "2600"))  # of each of the four kinds
 SECONDS = 2
 MEMORY = 64 << 20
+LARGEST = 1 << 15  # elements of a block that is tried
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_size=16)
 # what runs or fetches something; and imports, which nothing of a file may cause
 FORBIDDEN = re.compile(
@@ -75,7 +78,8 @@ def load_artifact(path: Path, good: bytes, data: bytes, draw: random.Random) -> 
     """Load it, with the digest and size of the good one or without; the check that refused it, or "loaded"."""
     given: tuple = draw.choice(((), (), (sha256(good).hexdigest(),), (sha256(good).hexdigest(), len(good))))
     try:
-        loaded = artifact.load(path, *given)
+        with limits(data):
+            loaded = artifact.load(path, *given)
     except ArtifactError as error:
         return str(error).removeprefix(f"{path}: ").partition(":")[0]
     assert artifact.to_bytes(loaded) == good, "bytes were changed, and what was loaded means something else"
@@ -85,7 +89,8 @@ def load_artifact(path: Path, good: bytes, data: bytes, draw: random.Random) -> 
 def load_resealed(path: Path, good: bytes, data: bytes, draw: random.Random) -> str:
     """Load it, expecting its own digest and size; what is loaded must be what the file says."""
     try:
-        loaded = artifact.load(path, sha256(data).hexdigest(), len(data))
+        with limits(data):
+            loaded = artifact.load(path, sha256(data).hexdigest(), len(data))
     except ArtifactError as error:
         return str(error).removeprefix(f"{path}: ").partition(":")[0]
     about, entries, body = mutate.opened(data)
@@ -97,9 +102,23 @@ def load_resealed(path: Path, good: bytes, data: bytes, draw: random.Random) -> 
     for name, tensor in tensors.items():
         begin, end = entries[name]["data_offsets"]
         assert tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == body[begin:end], name
-    codec.build(loaded.recipe, loaded.fingerprint.geometry, loaded.tensors)
     artifact.to_bytes(loaded)  # which loads what it wrote
+    use(loaded)
     return "loaded"
+
+
+def use(loaded: artifact.Artifact) -> None:
+    """Encode and decode a block with each of its codecs, if a block is no more than LARGEST elements."""
+    geometry = loaded.fingerprint.geometry
+    for one in (one for pair in codec.build(loaded.recipe, geometry, loaded.tensors) for one in pair):
+        tokens, angle = one.side.block, torch.zeros(1, one.side.block, geometry.head_size // 2)
+        if tokens * geometry.width <= LARGEST:
+            x_NTC, zero_NTC = torch.randn(1, tokens, geometry.width), torch.zeros(1, tokens, geometry.width)
+            context = codec.Context((angle.cos(), angle), zero_NTC, [(zero_NTC, zero_NTC)] * 3)
+            fields = one.encode(x_NTC, context)
+            kinds = {name: (tuple(field.shape[1:]), field.dtype) for name, field in fields.items()}
+            assert kinds == one.fields(torch.float32), "it is not stored as it says"
+            assert one.restore(one.decode(fields, context), context).shape == x_NTC.shape
 
 
 def says(full, given) -> bool:
@@ -127,9 +146,11 @@ EVENT_CHECKS = {
 
 def load_event(data: bytes, number: int) -> str:
     """Read and apply it as the event of this number; the check that refused it, or "loaded"."""
+    before = events.fold(NAME, HISTORY[: number - 1])
     try:
-        event = events.from_bytes(data, number, NAME)
-        events.fold(NAME, HISTORY[: number - 1]).apply(event)
+        with limits(data):
+            event = events.from_bytes(data, number, NAME)
+            before.apply(event)
     except ArtifactError as error:
         return next(check for check, message in EVENT_CHECKS.items() if re.match(message, str(error), re.DOTALL))
     assert same(json.loads(event.to_bytes()), json.loads(data)), "another event"
@@ -145,38 +166,28 @@ def hunt(kind: str, seed: int, folder: Path) -> tuple[Counter, list[str]]:
     bases = artifacts() if "artifact" in kind else [event.to_bytes() for event in HISTORY]
     trees = [mutate.opened(good)[:2] for good in bases] if "artifact" in kind else [json.loads(good) for good in bases]
     known, path = mutate.vocabulary([list(tree) if isinstance(tree, tuple) else tree for tree in trees]), folder / "x"
-    for warm in (True, False):
-        seen: list[str] = []
-        for index in range(len(bases) if warm else MUTANTS):
-            number = index % len(bases)
-            good = bases[number]
-            data = good
-            while data == good and not warm:
-                data = _mutant(kind, good, draw.choice(bases), known, draw)
-            path.write_bytes(data)
-            gc.collect(0)
-            with _limits(len(data)):
-                _watched.append(seen)
-                try:
-                    if kind == "artifact":
-                        verdict = load_artifact(path, good, data, draw)
-                    elif kind == "artifact, resealed":
-                        verdict = load_resealed(path, good, data, draw)
-                    else:
-                        verdict = load_event(data, number + 1)
-                except BaseException as error:
-                    verdict = "wrong"
-                    kept = folder / f"{kind}-{index}"
-                    kept.write_bytes(data)
-                    wrong.append(f"{kept}: {type(error).__name__}: {error}")
-                finally:
-                    _watched.clear()
-            counts[verdict] += not warm
-        if warm:
+    for index in range(-len(bases), MUTANTS):  # each as it is first, to warm up
+        number = index % len(bases)
+        good = data = bases[number]
+        while data == good and index >= 0:
+            data = _mutant(kind, good, draw.choice(bases), known, draw)
+        path.write_bytes(data)
+        try:
+            if kind == "artifact":
+                verdict = load_artifact(path, good, data, draw)
+            elif kind == "artifact, resealed":
+                verdict = load_resealed(path, good, data, draw)
+            else:
+                verdict = load_event(data, number + 1)
+        except BaseException as error:
+            verdict = "wrong"
+            kept = folder / f"{kind}-{index}"
+            kept.write_bytes(data)
+            wrong.append(f"{kept}: {type(error).__name__}: {error}")
+        counts[verdict] += index >= 0
+        if index == -1:
             sys.addaudithook(_heard)
-        elif seen:
-            wrong.append(f"executed or opened: {sorted(set(seen))[:5]}")
-    return counts, wrong
+    return counts, wrong + [f"executed or opened: {what}" for what in sorted(set(_seen))[:5]]
 
 
 def _mutant(kind: str, good: bytes, other: bytes, known: dict[str, list], draw: random.Random) -> bytes:
@@ -187,28 +198,30 @@ def _mutant(kind: str, good: bytes, other: bytes, known: dict[str, list], draw: 
     return mutate.some_bytes(good, other, draw)
 
 
-_watched: list[list[str]] = []
+_watching: list[bool] = []
+_seen: list[str] = []
 
 
 def _heard(event: str, given: tuple) -> None:
-    if _watched and (FORBIDDEN.match(event) or (event == "open" and not str(given[0]).endswith(("/x", *"0123456789")))):
-        _watched[0].append(f"{event} {given!r:.100}")
+    if _watching and (
+        FORBIDDEN.match(event) or (event == "open" and not str(given[0]).endswith(("/x", *"0123456789")))
+    ):
+        _seen.append(f"{event} {given!r:.100}")
 
 
-class _limits:
-    """SECONDS of processor, and MEMORY beside twice the file, for what is inside."""
-
-    def __init__(self, size: int):
-        self.more = 2 * size + MEMORY
-
-    def __enter__(self) -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + self.more
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-        signal.signal(signal.SIGPROF, _too_long)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
-
-    def __exit__(self, *_: object) -> None:
+@contextmanager
+def limits(data: bytes) -> Iterator[None]:
+    """Hold what is inside to SECONDS of processor, to MEMORY beside twice the file, and listen to what it does."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + 2 * len(data) + MEMORY
+    signal.signal(signal.SIGPROF, _too_long)
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    _watching.append(True)
+    try:
+        yield
+    finally:
+        _watching.clear()
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
@@ -251,18 +264,17 @@ def test_the_limits_hold_and_the_hook_hears(tmp_path):
 
 def _provoked() -> list[str]:
     sys.addaudithook(_heard)
-    caught, seen = [], []
+    caught = []
     for action in (
         lambda: bytes(128 << 20),
         lambda: torch.empty(128 << 20, dtype=torch.uint8),
         lambda: next(x for x in iter(int, 1) if x),
     ):
         try:
-            with _limits(100):
+            with limits(b""):
                 action()
         except (MemoryError, RuntimeError, TimeoutError) as error:
             caught.append(type(error).__name__)
-    _watched.append(seen)
-    exec("1")
-    _watched.clear()
-    return [*caught, *sorted({event.split()[0] for event in seen})]
+    with limits(b""):
+        exec("1")
+    return [*caught, *sorted({event.split()[0] for event in _seen})]
