@@ -210,7 +210,7 @@ def observe(folder: Path) -> dict:
     for name in registry.names():
         state = registry.state(name)
         for version in state.versions.values():
-            artifact.load(registry.fetch(version), version.sha256, version.size)
+            artifact.load(registry.fetch(name, version), version.sha256, version.size)
             for entry in version.files.values():
                 assert files.digest(registry.blob(entry["sha256"])) == (entry["sha256"], entry["size"])
         found[name] = {v.version: (v.sha256, v.files) for v in state.versions.values()}, state.aliases

@@ -76,7 +76,7 @@ def test_eight_publish_at_once(seeds, count, store, capsys):
     assert len(set(published)) == len(state.versions) == len(state.events) == count
     assert {(v.version, v.sha256) for v in state.versions.values()} == set(published)
     for version in state.versions.values():
-        artifact.load(store.fetch(version), version.sha256, version.size)
+        artifact.load(store.fetch(NAME, version), version.sha256, version.size)
         assert files.digest(store.blob(version.files["README.md"]["sha256"]))[1] == len("card 0")
     assert upkeep.examine(store) == []
     assert cli.main(["history", NAME, "--registry", store.url, "--json"]) == 0
