@@ -8,10 +8,10 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check format bench compare wheel clean
+.PHONY: help env demo test check format bench compare flows-up flows-down wheel clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 env: $(VENV)/.installed ## make or update .venv (Python 3.11 or newer)
 
@@ -50,6 +50,12 @@ bench: $(VENV)/.bench ## run the benchmarks; BENCH_ARGS=...
 
 compare: env ## measure all families of recipes and write docs/compare.md; COMPARE_ARGS="--model demo"
 	$(RUN) scripts/compare_models.py $(COMPARE_ARGS)
+
+flows-up: env ## start a Prefect server and a worker here, deploy flows.yaml; FLOWS_PORT=4200 WEBHOOK=https://...
+	$(RUN) -m pipelines.service up $(if $(FLOWS_PORT),--port $(FLOWS_PORT)) $(if $(WEBHOOK),--webhook "$(WEBHOOK)")
+
+flows-down: env ## stop what flows-up started, and nothing else
+	$(RUN) -m pipelines.service down
 
 wheel: env ## build sdist and wheel into dist/
 	$(RUN) -m build --no-isolation --outdir dist .
