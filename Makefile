@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test chaos check format bench compare wheel clean
+.PHONY: help env demo test chaos check format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -58,6 +58,12 @@ compare: env ## measure all families of recipes and write docs/compare.md; COMPA
 
 bench-gpu: env ## measure the kernels where there is a GPU; BENCH_ARGS=..., without one BENCH_ARGS=--dry-run
 	env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) benchmarks/gpu.py $(BENCH_ARGS)
+
+flows-up: env ## start a Prefect server and a worker here, deploy flows.yaml; FLOWS_PORT=4200 WEBHOOK=https://...
+	$(RUN) -m pipelines.service up $(if $(FLOWS_PORT),--port $(FLOWS_PORT)) $(if $(WEBHOOK),--webhook "$(WEBHOOK)")
+
+flows-down: env ## stop what flows-up started, and nothing else
+	$(RUN) -m pipelines.service down
 
 wheel: env ## build sdist and wheel into dist/
 	$(RUN) -m build --no-isolation --outdir dist .

@@ -1,7 +1,7 @@
 """Decide whether what was measured is good enough to be published."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +26,15 @@ class Bounds:
     def given(self) -> dict[str, float]:
         """The bounds that there are."""
         return {name: bound for name, bound in asdict(self).items() if bound is not None}
+
+
+class Refused(RuntimeError):
+    """Artifacts do not keep their bounds, and were not published; `done`: all that was made."""
+
+    def __init__(self, done: Sequence[Any]):
+        reasons = [f"{one.name} was not published. {reason}" for one in done for reason in one.failed]
+        super().__init__("; ".join(reasons))
+        self.done = list(done)
 
 
 def passes(record: Mapping[str, Any], bounds: Bounds) -> list[str]:

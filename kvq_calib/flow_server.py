@@ -1,0 +1,118 @@
+"""Start a Prefect server for the length of a process that has none: own folder, own port, gone with the process.
+
+The server reads a pipe that only its parent can write to. Whatever way the parent ends, kill -9 included, the pipe
+closes; the server then ends and deletes its folder. Several at once share nothing.
+"""
+
+import atexit
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import ProxyHandler, build_opener
+
+STARTUP = 180  # seconds; the first start on a busy machine migrates an empty database in some 20
+GRACE = 5  # seconds in which a server may end by itself
+# no telemetry, no blocks that nobody uses, no word but errors
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
+    "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
+    "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
+}
+_running: list[subprocess.Popen[str]] = []
+
+
+@cache
+def address() -> str:
+    """The API of this process's server, started when it is first asked for.
+
+    Raises RuntimeError with what the server said if it does not start.
+    """
+    home = Path(tempfile.mkdtemp(prefix="kvq-prefect-"))
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
+    with (home / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "kvq_calib.flow_server", str(home)],
+            env=inherited
+            | QUIET
+            | {"PREFECT_HOME": str(home), "PREFECT_UI_ENABLED": "false", "PREFECT__SERVER_EPHEMERAL": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the run, which tells the server what became of it
+        )
+    _running.append(server)
+    assert server.stdout is not None
+    port = server.stdout.readline().strip()
+    url = f"http://127.0.0.1:{port}/api"
+    if not port or not wait(url, lambda: server.poll() is None):
+        said = (home / "server.log").read_text()[-2000:] if home.exists() else ""
+        stop()
+        raise RuntimeError(f"the Prefect server did not start; it said: {said or 'nothing'}. Leave out --prefect")
+    return url
+
+
+def wait(url: str, alive, seconds: float = STARTUP) -> bool:
+    """Wait until a server answers; False if it ends, or does not answer in time."""
+    ask, until = build_opener(ProxyHandler({})), time.monotonic() + seconds
+    while alive() and time.monotonic() < until:
+        try:
+            with ask.open(f"{url}/health", timeout=5):
+                return True
+        except (URLError, OSError):
+            time.sleep(0.2)
+    return False
+
+
+@atexit.register  # before prefect's own, which is imported later and so ends first
+def stop() -> None:
+    """End what `address` started, and wait for it."""
+    while _running:
+        server = _running.pop()
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.close()
+        try:
+            server.wait(2 * GRACE)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        server.stdout.close()
+    address.cache_clear()
+
+
+def main(home: str) -> None:
+    """Serve until standard input ends."""
+    import uvicorn
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config("prefect.server.api.server:create_app", factory=True, log_level="error", lifespan="on")
+    )
+
+    def follow() -> None:
+        sys.stdin.read()
+        server.should_exit = True
+        time.sleep(GRACE)
+        shutil.rmtree(home, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    print(listening.getsockname()[1], flush=True)
+    server.run(sockets=[listening])
+    shutil.rmtree(home, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

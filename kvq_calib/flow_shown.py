@@ -1,0 +1,91 @@
+"""Show a run in Prefect: how far it is, the result table, the plots, links to what was published."""
+
+import base64
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+
+from kvq_calib import plots
+from kvq_calib.job import Done, Job
+from kvq_calib.run import Progress
+from kvq_runtime import reference, registry
+
+EVERY = 5.0  # seconds between two updates of one layer
+
+
+def begun(model: str) -> Any:
+    """Create the progress artifact of a flow run; its id."""
+    return create_progress_artifact(0.0, key="kvq-progress", description=f"{model}: preparing")
+
+
+class Shown:
+    """A progress listener that keeps a progress artifact up to date: at the start of each layer, then every 5 s.
+
+    Per cent are of the layers of a round, then of the evaluation.
+    """
+
+    def __init__(self, artifact: UUID, model: str):
+        self._artifact, self._model = artifact, model
+        self._at, self._last = (0, -2), 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        now, at = time.monotonic(), (progress.round, progress.layer)
+        if at == self._at and now - self._last < EVERY and (progress.layer >= 0 or progress.done < progress.total):
+            return
+        self._at, self._last = at, now
+        share = progress.done / progress.total
+        where = progress.stage
+        if progress.layer >= 0:
+            share = progress.layer / progress.layers
+            again = f"round {progress.round}, " if progress.round else ""
+            where = f"{again}layer {progress.layer + 1} of {progress.layers}, {progress.stage}"
+        update_progress_artifact(self._artifact, 100 * share, f"{self._model}: {where}")
+
+    def finished(self, layer: int, layers: int) -> None:
+        """A layer is done."""
+        update_progress_artifact(self._artifact, 100 * (layer + 1) / layers, f"{self._model}: {layer + 1} of {layers}")
+
+
+def made(asked: Job, done: Sequence[Done], folder: Path) -> None:
+    """Show what a run made: the table, the plots if it was measured, a link to each version."""
+    rows = [one.row() | {"not published": "; ".join(one.failed)} for one in done]
+    create_table_artifact(rows, key="kvq-artifacts", description=f"What was made of {asked.model}")
+    if (folder / "evaluation.json").exists() and asked.evaluate:
+        records = json.loads((folder / "evaluation.json").read_text())
+        drawn = {
+            "Perplexity by bits": plots.perplexity_by_bits(records),
+            "Error by layer": plots.error_by_layer(records),
+        }
+        shown = [
+            f"## {name}\n\n![{name}](data:image/png;base64,{base64.b64encode(png).decode()})"
+            for name, png in drawn.items()
+        ]
+        create_markdown_artifact("\n\n".join(shown), key="kvq-plots", description=f"Plots of {asked.model}")
+    for one in done:
+        if one.version:
+            text = f"{one.name}@{one.version}"
+            create_link_artifact(_link(text, asked), key="kvq-version", link_text=text, description=one.sha256)
+
+
+def _link(given: str, asked: Job) -> str:
+    """Where a version is: a page of the Hub, or the file."""
+    found = reference.parse(given)
+    assert isinstance(found, reference.Reference), "what was published has a reference"
+    url = reference.registry_url(found.registry or asked.registry)
+    org = reference.hub_org(url)
+    if org is None:
+        return registry.resolve(given, url).path.as_uri()
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{org}/{found.name}/tree/v{found.value}"

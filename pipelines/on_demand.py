@@ -1,0 +1,51 @@
+"""Calibrate one model when somebody asks for it."""
+
+from prefect import flow
+
+from kvq_calib.flow import calibrated
+from kvq_calib.job import Job
+from pipelines import parameters as p
+
+
+@flow(name="on-demand", flow_run_name="{model}", persist_result=False)
+def on_demand(
+    model: p.Model,
+    recipes: p.Recipes = ["aqua-2bit"],  # noqa: B006  (Prefect shows it, and nothing changes it)
+    bits: p.Bits = [],  # noqa: B006
+    revision: p.Revision = None,
+    corpus: p.Corpus = None,
+    samples: p.Samples = None,
+    seq_len: p.Length = None,
+    seed: p.Seed = 0,
+    device: p.Device = "cpu",
+    registry: p.Registry = None,
+    push: p.Push = None,
+    name: p.Name = None,
+    version: p.Version = None,
+    eval_windows: p.Windows = None,
+    baselines: p.Baselines = [],  # noqa: B006
+    max_perplexity_ratio: p.PerplexityRatio = None,
+    max_kl: p.Divergence = None,
+    timeout_hours: p.TimeoutHours = 24,
+) -> list[dict]:
+    """Fit, measure, publish. An artifact that does not keep the bounds is not published, and the run fails with why."""
+    asked = Job(
+        model=model,
+        recipes=tuple(recipes),
+        bits=tuple(bits),
+        revision=revision,
+        corpus=corpus,
+        samples=samples,
+        seq_len=seq_len,
+        seed=seed,
+        device=device,
+        registry=registry,
+        push=push,
+        name=name,
+        version=version,
+        eval_windows=eval_windows,
+        baselines=tuple(baselines),
+        max_perplexity_ratio=max_perplexity_ratio,
+        max_kl=max_kl,
+    )
+    return [made.row(full=True) for made in calibrated(asked, 3600 * timeout_hours)]

@@ -1,0 +1,163 @@
+"""Start a Prefect server and a worker on this machine, deploy `flows.yaml` to them, and stop exactly those again.
+
+    python -m pipelines.service up [--webhook URL]
+    python -m pipelines.service down
+
+Database, logs and the record of what was started lie in $KVQ_HOME/flows. A process is known by its id and the moment it
+began, so that an id that the system has given away again is left alone.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+from filelock import FileLock
+
+from kvq_calib import flow_server
+from kvq_calib.plan import home
+
+ROOT = Path(__file__).parents[1]
+PORT = 4200
+GRACE = 20  # seconds
+_started: list[subprocess.Popen] = []  # Python complains of one that is forgotten while it runs
+
+
+def up(port: int = PORT, file: Path = ROOT / "flows.yaml", webhook: str | None = None) -> str:
+    """Start what does not run yet, deploy, and return the address of the server.
+
+    Raises RuntimeError where the port is taken by another, or something does not start.
+    """
+    folder = _folder()
+    with FileLock(folder / "lock"):
+        url = f"http://127.0.0.1:{port}/api"
+        environment = _environment(folder, url)
+        if _running(folder / "server.json") is None:
+            if _taken(port):
+                raise RuntimeError(f"port {port} is taken by another process; use another: --port, FLOWS_PORT=4300")
+            _start("server", ["server", "start", "--host", "127.0.0.1", "--port", str(port)], environment, folder)
+        if not flow_server.wait(url, lambda: _running(folder / "server.json") is not None):
+            raise RuntimeError(f"the server did not start: see {folder / 'server.log'}")
+        setup = [sys.executable, "-m", "pipelines.service", "deploy", "--file", str(file)]
+        given = setup + (["--webhook", webhook] if webhook else [])
+        if subprocess.run(given, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL).returncode:
+            raise RuntimeError("the deployment failed; what was started runs on: make flows-down stops it")
+        if _running(folder / "worker.json") is None:
+            _start("worker", ["worker", "start", "--pool", "kvq-gpu", "--type", "process"], environment, folder)
+    return url
+
+
+def down() -> list[str]:
+    """Stop what `up` started, flows at work included; what was stopped."""
+    folder, stopped = _folder(), []
+    with FileLock(folder / "lock"):
+        for name in ("worker", "server"):
+            process = _running(folder / f"{name}.json")
+            if process is not None:
+                _stop(process)
+                stopped.append(name)
+            (folder / f"{name}.json").unlink(missing_ok=True)
+    return stopped
+
+
+def deploy(file: Path, webhook: str | None) -> int:
+    """Make the pool of one GPU, deploy a file, define the automations, on the server of PREFECT_API_URL."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.workers.process import ProcessWorker
+
+    from pipelines import automations
+
+    template = ProcessWorker.get_default_base_job_template()
+    pool = WorkPoolCreate(name="kvq-gpu", type="process", base_job_template=template, concurrency_limit=1)
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(pool, overwrite=True)
+    automations.define(webhook)
+    command = ["-m", "prefect", "--no-prompt", "deploy", "--prefect-file", str(file), "--all"]
+    return subprocess.run([sys.executable, *command], cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+
+
+def _folder() -> Path:
+    folder = home() / "flows"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _environment(folder: Path, url: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_API")}
+    own = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_API_URL": url, "KVQ_CHECKOUT": str(ROOT)}
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return flow_server.QUIET | inherited | own
+
+
+def _taken(port: int) -> bool:
+    return any(
+        one.laddr.port == port and one.status == psutil.CONN_LISTEN
+        for one in psutil.net_connections("tcp")
+        if one.laddr
+    )
+
+
+def _start(name: str, arguments: list[str], environment: dict[str, str], folder: Path) -> None:
+    """Start a command of Prefect apart from this terminal, and note which process it is."""
+    with (folder / f"{name}.log").open("ab") as log:
+        command = [sys.executable, "-m", "prefect", *arguments]
+        process = subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    _started.append(process)
+    began = psutil.Process(process.pid).create_time()
+    (folder / f"{name}.json").write_text(json.dumps({"pid": process.pid, "began": began}))
+
+
+def _running(record: Path) -> psutil.Process | None:
+    """The process that was noted, if it still is that one."""
+    try:
+        noted = json.loads(record.read_text())
+        process = psutil.Process(noted["pid"])
+        same = process.create_time() == noted["began"] and process.status() != psutil.STATUS_ZOMBIE
+        return process if same else None
+    except (FileNotFoundError, psutil.NoSuchProcess):
+        return None
+
+
+def _stop(process: psutil.Process) -> None:
+    """End a process and its children: asked first, then killed."""
+    family = [process, *process.children(recursive=True)]
+    process.terminate()
+    psutil.wait_procs([process], GRACE)
+    for one in family:
+        try:
+            one.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(family, GRACE)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser("python -m pipelines.service", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("command", choices=("up", "down", "deploy"))
+    parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"of the server (default {PORT})")
+    parser.add_argument("--file", type=Path, default=ROOT / "flows.yaml", help="what to deploy (default flows.yaml)")
+    parser.add_argument("--webhook", metavar="URL", help="where failed gates, drift and silence are told")
+    args = parser.parse_args()
+    try:
+        if args.command == "deploy":
+            return deploy(args.file, args.webhook)
+        if args.command == "up":
+            url = up(args.port, args.file, args.webhook)
+            print(f"{url.removesuffix('/api')} shows the flows; logs in {_folder()}; make flows-down stops both")
+        else:
+            print(f"stopped: {', '.join(down()) or 'nothing was running'}")
+    except RuntimeError as error:
+        print(f"flows: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The flows of `pipelines/`, run in this process against a Prefect server of its own."""
+
+import json
+from datetime import date
+
+import pytest
+import tiny
+
+from kvq_calib import cli, drift
+from kvq_runtime import registry
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
+NAME = "tiny-model-aqua-2bit"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model") / "tiny-model"
+    folder.mkdir()
+    tiny.save(folder, "llama", layers=2)
+    tiny.text(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def server():
+    """A Prefect server for the whole process, in use."""
+    from kvq_calib import flow, flow_server
+
+    assert flow.PREFECT_API_URL.value() is None
+    with flow.temporary_settings({flow.PREFECT_API_URL: flow_server.address()}):
+        yield flow_server.address()
+
+
+def small(model: str, **more) -> dict:
+    return {"corpus": f"{model}/corpus.txt", "samples": 4, "seq_len": 384, "eval_windows": 2, **more}
+
+
+def flow_runs(name: str):
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+
+    with get_client(sync_client=True) as client:
+        return client.read_flow_runs(flow_filter=FlowFilter(name=FlowFilterName(any_=[name])))
+
+
+def artifacts(key: str):
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+
+    with get_client(sync_client=True) as client:
+        return client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
+
+
+def test_every_parameter_is_described_and_none_is_a_secret():
+    from prefect.utilities.callables import parameter_schema
+
+    from pipelines.drift import drift
+    from pipelines.nightly import nightly
+    from pipelines.on_demand import on_demand
+
+    for one in (on_demand, nightly, drift):
+        properties = parameter_schema(one.fn).properties
+        assert properties and all(len(given["description"]) > 10 for given in properties.values()), properties
+        assert not any("token" in name for name in properties)
+
+
+def test_a_run_shows_progress_table_plots_and_version(model, server):
+    from pipelines.on_demand import on_demand
+
+    rows = on_demand(model, **small(model))
+    assert registry.resolve(rows[0]["artifact"]).sha256 == rows[0]["sha256"]
+    progress = artifacts("kvq-progress")
+    assert [one.data for one in progress] == [100.0] and "evaluation" in progress[0].description
+    assert NAME in artifacts("kvq-artifacts")[0].data
+    assert artifacts("kvq-plots")[0].data.count("data:image/png;base64,iVBOR") == 2
+    assert registry.resolve(f"{NAME}@1.0.0").path.as_uri() in artifacts("kvq-version")[0].data
+
+
+def test_a_failed_gate_is_in_the_state_the_record_and_the_exit_code(model, server, tmp_path, monkeypatch, capsys):
+    from pipelines.on_demand import on_demand
+
+    monkeypatch.setenv("PREFECT_API_URL", server)
+    state = on_demand(model, **small(model, seed=1, max_kl=1e-12), return_state=True)
+    assert state.is_failed() and f"{NAME} was not published. KL divergence, nats: " in state.message
+    inner = [run.state for run in flow_runs("kvq-calibrate") if run.state_name == "GateFailed"]
+    assert len(inner) == 1 and inner[0].type.value == "FAILED" and inner[0].message in state.message
+    (run,) = (tmp_path / "kvq-home" / "runs").iterdir()
+    record = json.loads((run / "evaluation.json").read_text())[0]
+    assert record["result"]["gate"]["failed"][0] in state.message
+    assert registry.open_registry().names() == []
+    given = ["--model", model, "--corpus", f"{model}/corpus.txt", "--samples", "4", "--seq-len", "384", "--seed", "1"]
+    assert cli.main([*given, "--eval-windows", "2", "--max-kl", "1e-12"]) == 5
+    assert "was not published. KL" in capsys.readouterr().err
+
+
+def test_a_model_that_fails_does_not_stop_the_night(model, server, tmp_path):
+    from pipelines.nightly import nightly
+
+    gone = str(tmp_path / "gone")
+    state = nightly([gone, model], **small(model), return_state=True)
+    assert state.is_failed() and state.message.startswith(f"{gone}: ") and model not in state.message.replace(gone, "")
+    assert registry.resolve(NAME).version == "1.0.0"
+
+
+def test_drift_is_told_and_what_is_worse_is_not_promoted(model, server):
+    from pipelines.drift import drift as check
+    from pipelines.on_demand import on_demand
+
+    on_demand(model, **small(model, seed=2))
+    place, given = registry.open_registry(), {"model": model, "corpus": f"{model}/corpus.txt", "windows": 2}
+    given |= {"length": 384, "promote": True}
+    state = check([NAME], max_kl=1e-12, **given, return_state=True)
+    assert state.name == "Drifted" and state.is_failed() and f"{NAME}@1.0.0 has drifted. KL" in state.message
+    assert place.existing(NAME).at("production") is None
+    assert check([NAME], max_kl=100.0, max_perplexity_ratio=2.0, **given) == [f"{NAME}@1.0.0"]
+    assert place.existing(NAME).at("production") == "1.0.0"
+    kept = place.evaluations(registry.resolve(NAME).sha256)
+    assert sorted(len(one["result"]["gate"]["failed"]) for one in kept if "gate" in one["result"]) == [0, 1]
+
+
+def test_the_text_of_a_drift_check_is_fresh_every_week(model):
+    assert drift.week(date(2026, 4, 1)) == drift.week(date(2026, 4, 3)) == 202614
+    assert drift.week(date(2027, 1, 1)) == 202653
+    assert drift.week(date(2026, 4, 8)) == 202615
+
+
+def test_a_drift_check_without_bounds_is_refused(model):
+    with pytest.raises(ValueError, match="needs a bound"):
+        drift.check([NAME], model, "demo", drift.Bounds(), seed=0)
