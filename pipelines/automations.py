@@ -76,9 +76,8 @@ def dead() -> AutomationCore:
         threshold=1,
         within=DEAD,
     )
-    crashed = ChangeFlowRunState(
-        state=StateType.CRASHED, message="No heartbeat for 90 s: its process ended without a word. Retry goes on there."
-    )
+    message = "No heartbeat for 90 s: its process ended without a word. A retry goes on where it stopped."
+    crashed = ChangeFlowRunState(name=None, state=StateType.CRASHED, message=message, force=False)
     return AutomationCore(name="kvq: find the dead", trigger=trigger, actions=[crashed])
 
 

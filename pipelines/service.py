@@ -60,6 +60,8 @@ def down() -> list[str]:
                 _stop(process)
                 stopped.append(name)
             (folder / f"{name}.json").unlink(missing_ok=True)
+    for one in _started:
+        one.poll()
     return stopped
 
 

@@ -60,7 +60,7 @@ def webhook():
 
 
 def deployments(model: Path, folder: Path) -> Path:
-    """flows.yaml for a tiny model: every five seconds what is nightly, and a bound on demand that nothing keeps."""
+    """flows.yaml for a tiny model: every ten seconds what is nightly, and a bound on demand that nothing keeps."""
     import yaml
 
     given = yaml.safe_load((ROOT / "flows.yaml").read_text())
@@ -69,7 +69,7 @@ def deployments(model: Path, folder: Path) -> Path:
     asked = next(one for one in given["deployments"] if one["name"] == "on-demand")
     soon = (datetime.now(UTC) + timedelta(seconds=1)).isoformat()
     nightly["parameters"] = {"models": [str(model)], **small}
-    nightly["schedules"] = [{"interval": 5, "anchor_date": soon, "timezone": "Europe/Berlin", "slug": "soon"}]
+    nightly["schedules"] = [{"interval": 10, "anchor_date": soon, "timezone": "Europe/Berlin", "slug": "soon"}]
     asked["parameters"] = {"model": str(model), "seed": 1, "max_kl": 1e-12, **small}
     path = folder / "flows.yaml"
     path.write_text(yaml.safe_dump(given))

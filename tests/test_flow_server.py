@@ -1,0 +1,50 @@
+"""The server that a run starts for itself: several at once, and none left, whatever ends the run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
+RUN = "import sys; from kvq_calib import flow_server; print(flow_server.address(), flush=True); sys.stdin.read()"
+
+
+def gone(pids: list[int], folder: Path) -> bool:
+    return not any(psutil.pid_exists(pid) for pid in pids) and not list(folder.iterdir())
+
+
+def test_two_at_once_share_nothing_and_leave_nothing_when_killed_or_done(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", RUN], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    addresses = [run.stdout.readline().strip() for run in runs]
+    servers = [child.pid for run in runs for child in psutil.Process(run.pid).children()]
+    assert len(set(addresses)) == len(servers) == len(list(tmp_path.iterdir())) == 2
+    assert all(address.startswith("http://127.0.0.1:") for address in addresses)
+    os.kill(runs[0].pid, signal.SIGKILL)
+    for run in runs:
+        run.communicate()  # the second one's input ends, and so does it
+    assert runs[1].returncode == 0
+    end = time.monotonic() + 30
+    while not gone(servers, tmp_path) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert gone(servers, tmp_path)
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    root = Path(__file__).parents[1]
+    (tmp_path / "uvicorn.py").write_text("raise SystemExit('no port for you')")
+    code = f"import sys; sys.path.append({str(root)!r}); {RUN}"
+    environment["PYTHONPATH"] += os.pathsep + str(root)
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, input="", capture_output=True, text=True)
+    assert ended.returncode == 1 and "did not start" in ended.stderr and "no port for you" in ended.stderr
