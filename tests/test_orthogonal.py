@@ -52,7 +52,9 @@ def test_layers_keys_and_values_share_it():
     side = Side(Lloyd(), rotate=Random())
     recipe = Recipe("test", side, side)
     shared = [Codec(recipe, layer, half, geometry, {}).shared for layer in range(3) for half in ("key", "value")]
-    assert len({tensor.data_ptr() for tensors in shared for tensor in tensors}) == 3  # forward, back, and back in float32
+    assert (
+        len({tensor.data_ptr() for tensors in shared for tensor in tensors}) == 3
+    )  # forward, back, and back in float32
 
 
 @pytest.mark.parametrize("geometry", [Geometry(1, 4, 80), Geometry(1, 8, 128), Geometry(1, 1, 24)])
