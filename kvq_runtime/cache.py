@@ -91,7 +91,7 @@ class BlockCache:
         if unseen:
             raise RuntimeError(
                 f"{self.recipe.name} needs {' and '.join(sorted(unseen))}, which update() does not see; "
-                "use take(), hear(), attend() and finish()"
+                "use take(), attend() and finish(), with hear() for queries"
             )
         try:
             streams = self._arrive(layer, k_BTC)
