@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kvq_calib.sample import Sample, in_order
 from kvq_runtime import rope
+from kvq_runtime.fit import query
 from kvq_runtime.geometry import Geometry
 
 __all__ = ["Centred", "CrossMoments", "MeanVariance", "Moments", "QueryMoments", "Sample"]
@@ -162,9 +163,7 @@ class QueryMoments(_Sums):
         q_NTGD = q_NTGD.float()
         heads = len(self.sums["before"])
         for name, part in (("before", q_NTGD), ("after", rope.rotate(q_NTGD, *tables))):
-            rows_HRD = part.unflatten(2, (heads, -1)).permute(2, 0, 1, 3, 4).flatten(1, 3)
-            for tile_HRD in rows_HRD.split(TILE, 1):
-                self.sums[name] += tile_HRD.mT @ tile_HRD
+            query.add(self.sums[name], part)
         self.sums["count"] += q_NTGD.shape[:3].numel() // heads
 
     def value(self) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 Layers are updated in order, once per forward pass: `update` hands out all keys and values, history decoded (see
 `history.py`); or `take` only takes the new ones in, `attend` answers queries from what is held, and `finish` encodes
 what is due (see `flush.py`). A recipe that selects tokens by their attention is served by the second road alone, and
-encodes at the end of a forward pass (see `hitters.py`).
+encodes at the end of a forward pass (see `hitters.py`); one that is fitted online waits for its tokens first (see
+`online.py`).
 
 Knows nothing of transformers: see `hf.py`. Tensors are [B, T, C], all heads side by side.
 """
@@ -21,6 +22,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.history import History, Pair
 from kvq_runtime.hitters import Hitters
 from kvq_runtime.memory import MemoryReport
+from kvq_runtime.online import Online
 from kvq_runtime.outliers import Outliers
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.stages.select import Chunks, Heavy
@@ -63,6 +65,7 @@ class BlockCache:
         window = self.recipe.window
         self.votes = None if window is None else Votes(window, self.history, len(self.held))
         self.hitters = self._hitters()
+        self.online = None if self.recipe.online is None else Online(self.recipe.online, self.history)
         self.reencoded = 0
         self._before = 0  # tokens before this forward pass
 
@@ -88,7 +91,7 @@ class BlockCache:
         if unseen:
             raise RuntimeError(
                 f"{self.recipe.name} needs {' and '.join(sorted(unseen))}, which update() does not see; "
-                "use take(), attend() and finish()"
+                "use take(), attend() and finish(), with hear() for queries"
             )
         try:
             streams = self._arrive(layer, k_BTC)
@@ -108,6 +111,11 @@ class BlockCache:
         except Exception:
             self.crop(self._before)
             raise
+
+    def hear(self, layer: int, q_BHTD: Tensor) -> None:
+        """Take the queries [B, query heads, T, D] of what `take` took in, for a recipe that is fitted to them."""
+        if self.online is not None:
+            self.online.hear(layer, q_BHTD)
 
     def attend(self, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """What queries [B, query heads, T, D] of the newest tokens get from everything the layer holds: the same shape.
@@ -137,10 +145,11 @@ class BlockCache:
 
     def _finish(self, layer: int) -> None:
         last = layer == max(self.held)
-        if self.hitters is None:
+        if self.hitters is not None:
+            if last:
+                self._select(self.hitters)
+        elif self.online is None or self.online.ready(layer, self._before):
             flush(self.history, layer, self._before)
-        elif last:
-            self._select(self.hitters)
         for stream in self.layers[layer]:
             stream.trim()
         if last:
@@ -149,6 +158,8 @@ class BlockCache:
             self.timeline.release()
             if self.votes is not None:
                 self.votes.release()
+            if self.online is not None:
+                self.online.release()
         self.history.forget(layer, last)
 
     def _select(self, hitters: Hitters) -> None:
@@ -266,6 +277,8 @@ class BlockCache:
             self.votes.crop(length)
         if self.hitters is not None and length:
             self.hitters.crop(seen, next(iter(self.layers.values()))[0].window_BTC.shape[1])
+        if self.online is not None:
+            self.online.crop(length)
         if length == 0:
             self.layers.clear()
             self.hitters = self._hitters()
@@ -278,6 +291,8 @@ class BlockCache:
             self.votes.select(rows)
         if self.hitters is not None and self.layers:
             self.hitters.take_rows(rows)
+        if self.online is not None:
+            self.online.select(rows)
         for pair in self.layers.values():
             for stream in pair:
                 stream.select(rows.to(stream.sinks_BSC.device))

@@ -225,6 +225,8 @@ def bits(side: Side, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) ->
 
 def specs(recipe: Recipe, layer: int, half: Half, geometry: Geometry) -> Specs:
     """The tensors an artifact holds for one side of one layer: {"predict.weight": (shape, dtype), ...}."""
+    if recipe.online is not None:
+        return {}
     side = recipe.side(layer, half)
     keys, below = side.inputs(layer, half)
     predictor, width, found = side.predictor(layer, half), geometry.width, {}

@@ -58,7 +58,7 @@ def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
         "name": recipe.name,
         "position": recipe.position,
         "bits": round(mean_bits(recipe, geometry), 4),
-        "fitted": recipe.fitted,
+        "fitted": "online" if recipe.online else recipe.fitted,
         "keys": _stages(recipe.key),
         "values": _stages(recipe.value) if recipe.value != recipe.key else "as keys",
         "layers": "; ".join(f"{layer}: {text}" for layer, text in others.items()),

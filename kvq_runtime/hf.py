@@ -283,6 +283,7 @@ def attention(
         last = None if attention_mask is None else attention_mask[:, :, -1:]
         turn.blocks.attend(turn.layer, query[:, :, -1:], last, scale)
     if turn is not None:
+        turn.blocks.hear(turn.layer, query)
         turn.blocks.finish(turn.layer)
     return out, None
 

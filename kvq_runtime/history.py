@@ -26,7 +26,7 @@ class History:
     """The decoded history of a cache's layers."""
 
     def __init__(self, recipe: Recipe, geometry: Geometry, codecs: list[tuple[Codec, Codec]], timeline: Timeline):
-        self.recipe, self.geometry, self.timeline = recipe, geometry, timeline
+        self.recipe, self.geometry, self.codecs, self.timeline = recipe, geometry, codecs, timeline
         self.layers: Layers = {}
         self.scratch_peak = 0
         # by layer, how many layers underneath its predictions read

@@ -70,6 +70,8 @@ class MemoryReport:
                 served, wanted = stream.escapes()
                 escaped, clipped = escaped + served, clipped + wanted - served
         own = [*cache.timeline.tensors, *(cache.votes.tensors if cache.votes is not None else ())]
+        if cache.online is not None:
+            parts |= cache.online.bytes()
         parts["timeline"] = sum(tensor.untyped_storage().nbytes() for tensor in own)
         if cache.hitters is not None:
             parts["selection"] = sum(tensor.untyped_storage().nbytes() for tensor in cache.hitters.tensors)

@@ -23,6 +23,7 @@ from kvq_runtime.stages import (
     low_rank,
     mixed,
     nuq,
+    online,
     polar,
     predict,
     rotate,
@@ -41,6 +42,7 @@ KINDS: dict[str, dict[str, type]] = {
 }
 LATER = ("feedback", "correct")  # stages younger than the file format: without one, a side does not speak of it
 WINDOWS: dict[str, type] = {kind.kind: kind for kind in window.KINDS}
+ONLINE: dict[str, type] = {kind.kind: kind for kind in online.KINDS}
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
 SELECT: dict[str, type] = {kind.kind: kind for kind in select.KINDS}
 Half = Literal["key", "value"]
@@ -108,6 +110,7 @@ class Recipe:
     """A quantizer for the whole cache of a model, named in lower case (`aqua-2bit`).
 
     window   what may keep more than the recent tokens exact, or None: `sinks`, `recent` and `block` say it all
+    online   the tokens of each row to which stages are fitted in the cache, or None: they are calibrated
     """
 
     name: str
@@ -118,6 +121,7 @@ class Recipe:
     summary: str = field(default="", compare=False)
     window: Any = None
     select: Any = None
+    online: Any = None
 
     def at(self, layer: int) -> tuple[Side, Side]:
         """The Sides of keys and values in this layer."""
@@ -139,7 +143,11 @@ class Recipe:
     @property
     def fitted(self) -> bool:
         """Whether the recipe has stages that need calibration."""
-        return any(side.fitted for side in self.sides)
+        return self.online is None and any(side.fitted for side in self.sides)
+
+    def fits(self, side: Side) -> bool:
+        """Whether a cache fits this side itself."""
+        return self.online is not None and side.fitted
 
     @property
     def chained(self) -> bool:
@@ -148,18 +156,24 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the cache must be told beside keys and values: "positions" (with cos and sin), "attention" weights.
+        """What the cache is told beside keys and values: "positions" (with cos and sin), "queries", "attention".
 
         Queries that choose chunks are not among it: where nobody tells them, all tokens are read.
         """
+        asked = {key.feedback.queries for key, _ in self._pairs() if key.feedback} if self.online else set()
         turned = self.position == "pre" or any(pair[0].predict is not None for pair in self._pairs())
-        wanted = {"positions": turned, "attention": self.arrival_dependent}
+        wanted = {
+            "positions": turned or bool(asked - {"after"}),
+            "queries": bool(asked),
+            "attention": self.window is not None or isinstance(self.select, select.Heavy),
+        }
         return frozenset(name for name in wanted if wanted[name])
 
     @property
     def arrival_dependent(self) -> bool:
         """Whether blocks depend on how tokens arrive: then same calls, same blocks; else same tokens, same blocks."""
-        return self.window is not None or isinstance(self.select, select.Heavy)
+        changing = self.window is not None or isinstance(self.select, select.Heavy)
+        return changing or self.online is not None
 
     @property
     def widest(self) -> "Recipe":
@@ -209,6 +223,8 @@ class Recipe:
             raise ValueError(f"{self.name}: tokens are held with key and value; give both the same window")
         if isinstance(self.select, select.Chunks):
             self._check_chunks()
+        if self.online is not None:
+            self._check_online()
         if geometry is not None:
             self._check_geometry(geometry)
         return self
@@ -222,6 +238,30 @@ class Recipe:
             )
         if self.position == "post" and any(pair[0].predict for pair in self._pairs()):
             raise ValueError(f"{self.name}: a mean after RoPE turns with each token; encode keys before RoPE")
+
+    def _check_online(self) -> None:
+        if not isinstance(self.online, tuple(ONLINE.values())):
+            raise ValueError(f"{self.name}: online={self.online!r}; use one of {sorted(ONLINE)}, or None")
+        if not any(side.fitted for side in self.sides):
+            raise ValueError(f"{self.name}: nothing is fitted; drop online")
+        if self.window is not None or self.select is not None:
+            raise ValueError(f"{self.name}: a choice of tokens does not wait for a fit; drop window, select, or online")
+        for side in self.sides:
+            if side.predict is not None and not isinstance(side.predict, predict.Mean):
+                raise ValueError(f"{self.name}: {side.predict.kind} needs calibration; online use a mean, or nothing")
+            if isinstance(side.correct, escape.Escape) or isinstance(side.rotate, rotate.OutputBasis):
+                stage = side.correct or side.rotate
+                raise ValueError(f"{self.name}: {stage.kind} needs calibration; drop it, or online")
+            if side.fitted_quantizer and not isinstance(side.quantize, (mixed.Mixed, polar.PolarFitted)):
+                raise ValueError(
+                    f"{self.name}: {side.quantize.kind} needs calibration; online use mixed or polar_fitted"
+                )
+            if isinstance(side.quantize, mixed.Mixed) and side.quantize.target:
+                raise ValueError(f"{self.name}: target={side.quantize.target} would differ by row; online give counts")
+        if any(key.feedback and key.feedback.queries == "averaged" for key, _ in self._pairs()):
+            raise ValueError(f'{self.name}: queries are averaged over distances offline; use "before" or "after"')
+        if self.position == "post" and any(key.predict for key, _ in self._pairs()):
+            raise ValueError(f'{self.name}: a mean of keys is fitted online before RoPE alone; use position "pre"')
 
     def _check_side(self, side: Side) -> None:
         for name, least in (("sinks", 0), ("recent", 0), ("block", 1)):
@@ -279,13 +319,17 @@ class Recipe:
             for layer, pair in sorted(self.layers.items())
         }
         found = {"name": self.name, "position": self.position, **sides, "layers": layers, "summary": self.summary}
-        later = {"window": self.window, "select": self.select}  # not spoken of where there is none, as in older files
+        later = {
+            "window": self.window,
+            "select": self.select,
+            "online": self.online,
+        }  # not spoken of where there is none, as in older files
         return found | {name: _stage_json(stage) for name, stage in later.items() if stage is not None}
 
     @staticmethod
     def from_json(given: Any) -> "Recipe":
         """Read a recipe; unknown keys, kinds and types are refused with a ValueError."""
-        optional = {"layers", "summary", "window", "select"}
+        optional = {"layers", "summary", "window", "select", "online"}
         _keys(given, {"name", "position", "key", "value"} | optional, "recipe", optional)
         for name in ("name", "position", "summary"):
             if not isinstance(given.get(name, ""), str):
@@ -304,6 +348,7 @@ class Recipe:
             select=_stage_from("select", given.get("select"), SELECT),
             summary=given.get("summary", ""),
             window=_stage_from("window", given.get("window"), WINDOWS),
+            online=_stage_from("online", given.get("online"), ONLINE),
         ).check()
 
 
@@ -346,7 +391,7 @@ def _like(value: Any, example: Any, name: str) -> bool:
         return isinstance(value, list) and len(value) <= 8 and all(_like(item, 1, name) for item in value)
     if isinstance(example, bool) or isinstance(value, bool):
         return isinstance(example, bool) and isinstance(value, bool)
-    if name == "group":
+    if name in ("group", "fit_tokens"):
         return isinstance(value, (int, str))
     return isinstance(value, (int, float) if isinstance(example, float) else type(example))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvq_runtime import rope
 from kvq_runtime.attend import SCORES, causal
+from kvq_runtime.codec import Codec
 from kvq_runtime.history import History
 from kvq_runtime.outliers import Outliers
 from kvq_runtime.stream import SLAB, Stream
@@ -90,6 +91,7 @@ def gather(history: History, layer: int, half: int, slots_BHM: Tensor) -> Tensor
                 fields = {name: field.flatten(0, 1) for name, field in slab.items() if name != "landmarks"}
                 room = next(iter(slab.values())).shape[1]
                 inside = row[at] * room + block[at] % SLAB
+                assert isinstance(stream.codec, Codec), "what is read by chunks is not fitted online"
                 found[at] = stream.codec.tokens(fields, inside, place[at], channels).float()
         out[:, head] = found.view(batch, count, size)
     if half == 0 and history.recipe.position == "pre":

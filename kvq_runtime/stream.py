@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvq_runtime.codec import Codec
 from kvq_runtime.outliers import Outliers
+from kvq_runtime.row_codec import RowCodec
 from kvq_runtime.stages.escape import Escape
 
 SLAB = 32  # blocks
@@ -26,7 +27,8 @@ class Stream:
         self, codec: Codec, batch: int, dtype: torch.dtype, device: torch.device, outliers: Outliers | None = None
     ):
         self.outliers = outliers
-        self.codec, self.side, self.fold = codec, codec.side, codec.fold
+        self.codec: Codec | RowCodec = codec
+        self.side, self.fold = codec.side, codec.fold
         self.recent = self.side.recent  # more in a forward pass that a dynamic window makes keep more
         self.blocks = 0
         self.slabs: list[dict[str, Tensor]] = []

@@ -114,6 +114,12 @@ class Timeline:
         real_BT = self.real_BT[:, :stop]
         return (real_BT & (real_BT.cumsum(1) > sinks))[:, start:]
 
+    def positions(self, row: int, device: torch.device) -> Tensor:
+        """Where the tokens of a row stand, [T]."""
+        if self.positions_BT is None:
+            return torch.arange(self.length, device=device)
+        return self.positions_BT[row if len(self.positions_BT) > 1 else 0]
+
     def require(self) -> Rotary:
         """The model's rotation; a RuntimeError if nobody has announced it."""
         if self.rotary is None:

@@ -10,10 +10,11 @@ from torch import Tensor
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec import Codec, bits
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe, Side, presets
+from kvq_runtime.recipe import OURS, Recipe, Side, presets
 from kvq_runtime.rope import Rotary, rotate
 from kvq_runtime.stages.low_rank import LowRank, LowRankSparse
 from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.online import FirstTokens
 from kvq_runtime.stages.select import Heavy
 
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
@@ -22,14 +23,18 @@ Query = Callable[[Tensor, Tensor], Tensor]
 
 
 def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
-    """The recipe with the smallest block, and a window to match, that its groups allow; sinks stay its own."""
+    """The recipe with the smallest block, and a window to match, that its groups allow; sinks stay its own.
+
+    What is fitted online is fitted to so many tokens, not to a prompt: its blocks are those of the tokens alone.
+    """
     for block in (16, 32, 64, 128, 256):
 
         def shrink(side: Side, block: int = block) -> Side:
             return replace(side, block=block, recent=block - 4)
 
         layers = {layer: (shrink(pair[0]), shrink(pair[1])) for layer, pair in recipe.layers.items()}
-        candidate = replace(recipe, key=shrink(recipe.key), value=shrink(recipe.value), layers=layers)
+        online = recipe.online and FirstTokens(2 * block - 4)
+        candidate = replace(recipe, key=shrink(recipe.key), value=shrink(recipe.value), layers=layers, online=online)
         try:
             return candidate.check(geometry)
         except ValueError:
@@ -99,12 +104,13 @@ def anything(k_BTC: Tensor, v_BTC: Tensor) -> Tensor:
 def attended(
     cache: BlockCache, layer: int, k_BTC: Tensor, v_BTC: Tensor, real_BT: Tensor | None, query: Query
 ) -> tuple[Tensor, Tensor]:
-    """What `update` gives, by the way of recipes that want attention: the newest token's queries attend."""
+    """What `update` gives, by the way of recipes that want queries or attention: the newest token's attend."""
     cache.take(layer, k_BTC, v_BTC)
-    if k_BTC.shape[1]:
-        q_BHTD = query(k_BTC, v_BTC)[:, -1:].unflatten(-1, (cache.geometry.kv_heads, -1)).transpose(1, 2)
+    q_BHTD = query(k_BTC, v_BTC).unflatten(-1, (cache.geometry.kv_heads, -1)).transpose(1, 2)
+    cache.hear(layer, q_BHTD)
+    if k_BTC.shape[1] and "attention" in cache.recipe.needs:
         mask = None if real_BT is None else real_BT[:, None, None, : cache.timeline.length]
-        cache.attend(layer, q_BHTD, mask, cache.geometry.head_size**-0.5)
+        cache.attend(layer, q_BHTD[:, :, -1:], mask, cache.geometry.head_size**-0.5)
     out = cache.history.whole(layer, (k_BTC[:, :0], v_BTC[:, :0]))
     cache.finish(layer)
     return out
@@ -130,7 +136,7 @@ def feed(
     out = []
     for layer in layers:  # copied: the next layer decodes into the same memory
         k_BTC, v_BTC = x_LKBTC[layer, :, :, start:stop].unbind(0)
-        if "attention" in cache.recipe.needs:
+        if cache.recipe.needs & OURS:
             keys, values = attended(cache, layer, k_BTC, v_BTC, real_BT, query)
         else:
             keys, values = cache.update(layer, k_BTC, v_BTC)

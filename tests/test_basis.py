@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import basis, metric
+from kvq_calib.fit import metric
 from kvq_calib.fit.allocate import water_fill
 from kvq_calib.fit.layer import Blocks, SideFit
 from kvq_calib.statistics import Moments
 from kvq_runtime import codec
 from kvq_runtime.codec import Codec, Context
+from kvq_runtime.fit import basis
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import Recipe, Side, preset

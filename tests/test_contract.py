@@ -36,7 +36,7 @@ def test_every_token_is_encoded_once_and_stays_as_it_was(recipe, monkeypatch):
     encode = Codec.encode
 
     def counting(self, x_NTC, context):
-        counted[self.layer, self.half] = counted.get((self.layer, self.half), 0) + x_NTC.shape[1]
+        counted[self.layer, self.half] = counted.get((self.layer, self.half), 0) + x_NTC.shape[:2].numel()
         assert x_NTC.shape[1] == self.side.block
         return encode(self, x_NTC, context)
 
@@ -47,7 +47,7 @@ def test_every_token_is_encoded_once_and_stays_as_it_was(recipe, monkeypatch):
     early = blocks(state(cache))
     feed_in(cache, x, [1, 1, block - 3, 2, 1, block, 5])
     assert encoded(cache) == 3 * block
-    assert counted == {(layer, half): encoded(cache) for layer in range(3) for half in HALVES}
+    assert counted == {(layer, half): 2 * encoded(cache) for layer in range(3) for half in HALVES}
     for before, now in zip(early, state(cache), strict=True):
         assert all(torch.equal(field, now[name][:, : field.shape[1]]) for name, field in before.items())
     assert cache.reencoded == 0

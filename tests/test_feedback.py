@@ -236,7 +236,7 @@ def test_bfloat16_moves_are_as_good():
     made = one(side, feedback.metric(moment(), 3.0))
     stage = replace(STAGE, lam=3.0 / SIZE * float(moment()[0].trace()))
     queries = query.Queries(moment(), moment(), (x, x), 1.0)
-    stored = query.fit(stage, queries, None)
+    stored = queries.fit(stage, None)
     assert all(tensor.dtype == torch.bfloat16 for tensor in stored.values())
     coarse = Codec(Recipe("test", made.side, SIDES["channel"]), 0, "key", GEOMETRY, stored)
     exact, rounded = (seen(errors(each, x), moment()) for each in (made, coarse))

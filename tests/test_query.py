@@ -15,6 +15,7 @@ from kvq_calib.capture import Stream
 from kvq_calib.fit import query
 from kvq_calib.statistics import QueryMoments
 from kvq_runtime import artifact, rope
+from kvq_runtime.fit import query as fits
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
 from kvq_runtime.stages.feedback import QueryOrthogonal
@@ -71,7 +72,7 @@ def test_the_average_over_distances_is_the_sum_over_all_pairs(rotated):
             turn = rope.rotate(turn, cos[:, position - key, None], sin[:, position - key, None])[0, 0].double()
             total += turn.mT @ moment @ turn
     expected = total / (TOKENS * (TOKENS + 1) / 2)
-    assert torch.allclose(query.averaged(moment, cos, sin), expected, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(fits.averaged(moment, cos, sin), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_deviations_fall_to_nothing_and_are_those_of_projections():
@@ -98,19 +99,23 @@ def queries(scale: float = 1.0, tokens: int = TOKENS) -> query.Queries:
     return query.Queries(*total.value(), tables(), tokens * GROUP)
 
 
+def metric_of(stage: QueryOrthogonal, given: query.Queries) -> Tensor:
+    return fits.metric(stage, given.moment(stage), given.sequence)
+
+
 def test_lambda_without_a_length_means_the_same_at_every_length_and_size():
     free, paper = QueryOrthogonal(lam=2.0), QueryOrthogonal(lam=1e-3, rank=5, normalize="paper")
     other = queries(scale=3.0, tokens=4 * TOKENS)
-    metric = query.metric(free, queries())
-    assert torch.allclose(metric, query.metric(free, other), rtol=1e-4, atol=1e-4)
+    metric = metric_of(free, queries())
+    assert torch.allclose(metric, metric_of(free, other), rtol=1e-4, atol=1e-4)
     assert torch.allclose(metric.diagonal(dim1=1, dim2=2).mean(-1), torch.tensor(3.0).double(), rtol=1e-4)  # 1 + λ
-    one, two = (query.metric(paper, given) - torch.eye(16) for given in (queries(), other))
+    one, two = (metric_of(paper, given) - torch.eye(16) for given in (queries(), other))
     assert torch.allclose(two, 36 * one, rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_without_queries_is_rounded_plainly():
     empty = query.Queries(torch.zeros(2, 16, 16).double(), torch.zeros(2, 16, 16).double(), tables(), 1.0)
-    assert not any(tensor.any() for tensor in query.fit(QueryOrthogonal(), empty, None).values())
+    assert not any(tensor.any() for tensor in empty.fit(QueryOrthogonal(), None).values())
 
 
 # ---- in a run ----
@@ -135,7 +140,7 @@ def test_a_run_fits_the_moves_of_the_models_own_queries(tmp_path):
     total.update(q_NTC.unflatten(-1, (-1, geometry.head_size)), stream.rope(256))
     found = query.Queries(*total.value(), stream.rope(256), 0.0)
     for recipe in recipes[:2]:
-        moves = query.fit(recipe.key.feedback, found, None)
+        moves = found.fit(recipe.key.feedback, None)
         for name, move in moves.items():
             assert torch.equal(artifacts[recipe.name].tensors[f"layers.0.key.{name}"], move)
         measured = artifacts[recipe.name].fit["layers"][1]["key"]["query_deviation"]

@@ -40,11 +40,9 @@ def test_every_preset_names_what_it_needs(name):
     assert recipe.chained == any("weight" in n or "down" in n or "codes" in n or "hidden" in n for n in specs)
     if recipe.position == "pre":
         assert "positions" in recipe.needs
-    assert (
-        ("attention" in recipe.needs)
-        == recipe.arrival_dependent
-        == (recipe.window is not None or isinstance(recipe.select, Heavy))
-    )
+    held = isinstance(recipe.select, Heavy)
+    assert ("attention" in recipe.needs) == (recipe.window is not None or held)
+    assert recipe.arrival_dependent == (recipe.window is not None or held or recipe.online is not None)
     assert not any(name.startswith("layers.0.") and name.endswith("bias") for name in specs if "predict" not in name)
 
 

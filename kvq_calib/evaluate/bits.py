@@ -38,6 +38,7 @@ def bits_at(
         for layer in range(geometry.layers):
             k_BTC, v_BTC = torch.randn(2, 1, count, geometry.width, generator=noise).to(device, dtype)
             cache.take(layer, k_BTC, v_BTC)
+            cache.hear(layer, k_BTC.unflatten(-1, (geometry.kv_heads, -1)).transpose(1, 2))
             cache.finish(layer)
     return cache.memory_report()
 

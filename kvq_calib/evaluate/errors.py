@@ -10,6 +10,7 @@ blocks, keys and values of the layer below as decoded, which is what the cache d
     attention_error            ‖softmax(q K̂ᵀ) V̂ - softmax(q Kᵀ) V‖² / ‖softmax(q Kᵀ) V‖², each query reading what the
                                cache gives it in use: sinks and the recent window exact, in steps as for perplexity; a
                                dynamic window at its shortest
+                               (a recipe fitted online is fitted to the tokens that it would be in use)
     attention_error_encoded    the same, with every token but the sinks encoded: the worst case, of any length
 
 Errors of keys and values are over encoded tokens: sinks, and tokens after the last whole block, do not count.
@@ -30,8 +31,9 @@ from kvq_calib.statistics import Moments
 from kvq_runtime import codec as codecs
 from kvq_runtime import rope
 from kvq_runtime.codec import Codec, Context
+from kvq_runtime.fit import row
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import HALVES, Recipe
+from kvq_runtime.recipe import HALVES, Half, Recipe
 
 Pair = tuple[Tensor, Tensor]
 
@@ -100,7 +102,8 @@ class _Work:
 
     def add(self, layer: int, index: int, chunk: Chunk, exact_NTC: Tensor) -> None:
         """Encode and decode one chunk, and add its errors."""
-        pair, below = self.codecs[layer], self.below[index]
+        pair = self.codecs[layer] if self.recipe.online is None else self._fitted(layer, chunk)
+        below = self.below[index]
         keys, k_hat = self._side(pair[0], chunk, chunk.k if self.recipe.position == "post" else chunk.bare, None, below)
         values, v_hat = self._side(pair[1], chunk, chunk.v, keys, below)
         self.below[index] = [(keys, values), *below][: self.depth]
@@ -112,6 +115,25 @@ class _Work:
             out = attention.attend(chunk.q, (chunk.k, chunk.v), decoded, tiles, self.geometry.head_size)
             self._add(f"{name}/error", (out - exact_NTC).square())
         self._add("attention/energy", exact_NTC.square())
+
+    def _fitted(self, layer: int, chunk: Chunk) -> tuple[Codec, Codec]:
+        """The codecs of a recipe that is fitted online, on the tokens that the cache would take: one row a chunk."""
+        recipe, geometry, tokens = self.recipe, self.geometry, chunk.q.shape[1]
+        first = min(side.recent + side.block for side in recipe.at(layer))
+        count = recipe.online.fit_tokens
+        count = min(-(-first // self.step) * self.step if count == "prompt" else count, tokens)
+        stage, q_NTC = recipe.key.feedback, chunk.q
+        if stage is not None and stage.queries == "before":
+            q_NTC = rope.unrotate(q_NTC.unflatten(-1, (-1, geometry.head_size)), *chunk.rope).flatten(-2)
+
+        def one(half: Half, x_NTC: Tensor) -> Codec:
+            side = recipe.side(layer, half)
+            if not recipe.fits(side):
+                return self.codecs[layer][HALVES.index(half)]
+            own = slice(min(side.sinks, count - 1), count)
+            return row.fit(recipe, layer, half, geometry, x_NTC[0, own].float(), q_NTC[0, :count])
+
+        return one("key", chunk.k if recipe.position == "post" else chunk.bare), one("value", chunk.v)
 
     def _side(self, codec: Codec, chunk: Chunk, x_NTC: Tensor, keys: Tensor | None, below) -> Pair:
         """The decoded, centred blocks [N·blocks, block, C], and the whole sequence with them in it [N, T, C]."""

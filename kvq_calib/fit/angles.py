@@ -1,52 +1,18 @@
-"""Fit the codebook of each level of a polar transform to the angles of a sample, by k-means++ in one dimension.
+"""Fit a polar transform's codebooks to the calibration's angles, by k-means++.
 
-    centroids   of the angles of the level, all vectors and places together; pairs of no length have no angle
-    boundaries  halfway between neighbours
-    points      (cos, sin) of the centroid, or the mean of (cos, sin) over the cell
+What is done with the clusters is `kvq_runtime.fit.angles`, which a cache that fits to its own prompt shares.
 
-Level 1 is a circle, but 0 stays a boundary, as in the exact codebook.
-
-Source: Han et al., 2025 (PolarQuant), equation 4, algorithm 1 and section 4.1 (offline).
+Source: Han et al., 2025 (PolarQuant), section 4.1 (offline).
 """
 
-import math
-
-import torch
 from torch import Tensor
 
 from kvq_calib.fit import clusters
+from kvq_runtime.fit import angles
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import polar
 from kvq_runtime.stages.polar import PolarFitted
 
 
 def fit(quantize: PolarFitted, rows_NC: Tensor, geometry: Geometry, seed: int) -> dict[str, Tensor]:
     """The tensors of the quantizer, from a sample of tokens as it sees them, float32."""
-    size, bits = quantize.sizes(rows_NC.shape[-1], geometry)
-    x = rows_NC.unflatten(-1, (-1, size)).double()
-    boundaries, points = [], []
-    for level, width in enumerate(bits, start=1):
-        a, b = x[..., 0::2], x[..., 1::2]
-        x = torch.hypot(a, b)
-        angles = torch.atan2(b, a)[x > 0].remainder(2 * math.pi)
-        centroids = _centroids(angles, level, width, seed)
-        between = (centroids[1:] + centroids[:-1]) / 2
-        boundaries.append(between)
-        points.append(_points(angles, between, centroids, quantize.points))
-    return {"boundaries": torch.cat(boundaries).float(), "points": torch.cat(points).float()}
-
-
-def _centroids(angles: Tensor, level: int, bits: int, seed: int) -> Tensor:
-    if not len(angles):  # of nothing but zeros
-        return polar.codebook(level, bits)[1].to(angles.device)
-    return clusters.centres(angles, 2**bits, seed).to(angles.device)
-
-
-def _points(angles: Tensor, boundaries: Tensor, centroids: Tensor, kind: polar.Points) -> Tensor:
-    circle = torch.stack([centroids.cos(), centroids.sin()], 1)
-    if kind == "unit":
-        return circle
-    cell = torch.bucketize(angles, boundaries)
-    count = cell.bincount(minlength=len(centroids))
-    sums = [cell.bincount(part, len(centroids)) for part in (angles.cos(), angles.sin())]
-    return torch.where(count[:, None] > 0, torch.stack(sums, 1) / count.clamp_min(1)[:, None], circle)
+    return angles.fit(quantize, rows_NC, geometry, lambda x_N, count: clusters.centres(x_N, count, seed))

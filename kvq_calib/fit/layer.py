@@ -127,7 +127,7 @@ class SideFit:
     def solve_feedback(self, queries: query.Queries) -> None:
         """Fit what the error of one block of channels does to the rest."""
         stage, geometry = self.side.feedback, self.codec.geometry
-        self._hold(query.fit(stage, queries, stage.turn(self.side.axis, self.side.rotate, geometry)))
+        self._hold(queries.fit(stage, stage.turn(self.side.axis, self.side.rotate, geometry)))
 
     def empty(self) -> Partial:
         """The statistics before any chunk: moments of inputs and target, both centred, and tokens for an MLP."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq_calib.statistics import Centred
+from kvq_runtime.fit.basis import fixed_sign
 from kvq_runtime.ops import pack, rtn
 from kvq_runtime.stages.predict import GPTQ_BITS, GPTQ_GROUP, Linear, LowRank
 
@@ -50,12 +51,6 @@ def ridge_map(joint: Centred, ridge: float) -> Tensor:
     if not joint.xx_II.diagonal().any():
         return torch.zeros_like(joint.xy_IO)
     return torch.cholesky_solve(joint.xy_IO, _cholesky(_damped(joint.xx_II, ridge), int(joint.count)))
-
-
-def fixed_sign(vectors_NR: Tensor) -> Tensor:
-    """Turn each column so that its largest component is positive: eigenvectors come with either sign."""
-    largest = vectors_NR.abs().argmax(0, keepdim=True)
-    return vectors_NR * vectors_NR.gather(0, largest).sign()
 
 
 def gptq(weight_IO: Tensor, covariance_II: Tensor, bits: int = GPTQ_BITS, group: int = GPTQ_GROUP) -> Tensors:

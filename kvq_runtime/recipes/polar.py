@@ -11,12 +11,14 @@ Source: Han et al., 2025 (PolarQuant), section 4.1; the rotation as in its footn
 Differs: the paper encodes the prompt alone and keeps generated tokens in 16 bits; here every token that leaves the
 recent window is encoded. Codebooks come from the exact density, which its k-means of sampled angles approximates;
 `-fitted` have the paper's offline k-means, and `-fitted-plain` have it without the rotation, where angles have no
-density that is known beforehand. Ours are one per level, layer and side, of all heads.
+density that is known beforehand. Ours are one per level, layer and side, of all heads. `polar-online` has them from
+each row's own prompt, as the paper's online variant, by plain Lloyd steps from quantiles instead of k-means++.
 """
 
 from dataclasses import replace
 
 from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.stages.online import FirstTokens
 from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard, Random
@@ -59,4 +61,8 @@ def recipes() -> list[Recipe]:
         summary = f"polar-{name} with codebooks from the calibration's angles"
         found.append(Recipe(f"polar-{name}-fitted", turned, turned, summary=summary))
         found.append(Recipe(f"polar-{name}-fitted-plain", bare, bare, summary=f"{summary}, without a rotation"))
+    for name, rotation in (("polar-online", Random()), ("polar-online-plain", None)):
+        own = fitted(plain, rotation)
+        summary = "PolarQuant with codebooks from each prompt's angles" + ("" if rotation else ", without a rotation")
+        found.append(Recipe(name, own, own, summary=summary, online=FirstTokens()))
     return found

@@ -2,14 +2,16 @@
 
     squat-*        keys after RoPE, per channel in groups of 32 tokens; values per token, in groups of 32 channels
     squat-pre-*    the same, keys before RoPE
+    *-online-*     the subspace from each row's own prompt, as the paper has it; no calibration
     *-paper        the paper's defaults; *-llama2, *-llama3, *-mistral, *-r1: what it took for long prompts, by model
 
 Source: Wang et al., 2025 (SQuat), algorithm 1; settings of appendix D.2.
-Differs: the subspace is calibrated, once. A sequence of the calibration stands for the prompt in the paper's λ, which
-grows with the prompt; ours (`squat-2bit`) does not, and counts every direction by its weight instead of `rank` of them.
-The window is our KIVI's, at least 128 tokens, so that the two differ in the feedback alone; the paper gives both at
-most 32. Keys before RoPE are given queries before RoPE; the variants with the paper's settings have what the authors'
-code has, queries after RoPE. Blocks are a half or a quarter of a head: 64 or 32 of the paper's 128 channels.
+Differs: the subspace is calibrated, once, but for the online ones. A sequence of the calibration stands for the prompt
+in the paper's λ, which grows with the prompt; ours (`squat-2bit`) does not, and counts every direction by its weight
+instead of `rank` of them. The window is our KIVI's, at least 128 tokens, so that the two differ in the feedback alone;
+the paper gives both at most 32. Keys before RoPE are given queries before RoPE; the variants with the paper's settings
+have what the authors' code has, queries after RoPE. Blocks are a half or a quarter of a head: 64 or 32 of the paper's
+128 channels.
 """
 
 from dataclasses import replace
@@ -19,6 +21,7 @@ from kvq_runtime.recipe import Recipe, Side
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.feedback import QueryOrthogonal
 from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.online import FirstTokens
 from kvq_runtime.stages.rotate import Hadamard
 
 Position = Literal["pre", "post"]
@@ -53,6 +56,13 @@ def recipes() -> list[Recipe]:
                 paper = QueryOrthogonal(blocks, lam, rank, "paper")
                 summary = f"SQuat {position}-RoPE, 2 bits, as published ({name})"
                 found.append(Recipe(f"{start}-{name}", keys(paper), kivi.values(2), position, summary=summary))
+    for position, ours in OURS.items():
+        start = "squat-online-2bit" if position == "post" else "squat-pre-online-2bit"
+        rank, lam, blocks = PAPER["paper"][position]
+        for name, stage in ((start, ours), (f"{start}-paper", QueryOrthogonal(blocks, lam, rank, "paper"))):
+            summary = f"SQuat {position}-RoPE, 2 bits, the subspace from each prompt"
+            sides = keys(stage), kivi.values(2)
+            found.append(Recipe(name, *sides, position, summary=summary, online=FirstTokens()))
     plain = Side(Grid(2, 16, 16), rotate=Hadamard("head"))
     summary = "a Hadamard per head, SQuat's feedback, HIGGS in groups of 16, 2 bits"
     return [*found, Recipe("squat-hadamard-2bit", replace(plain, feedback=OURS["post"]), plain, summary=summary)]

@@ -5,11 +5,12 @@
 The paper's schedules give 8 equal runs of channels their bits. `svdq-wf-*` find them for any total by reverse
 water-filling on the eigenvalues: bit by bit, each where it lowers the error most. Values stay at 16 bits, or take 4
 bits per token (`-v4`). `svdq-*-block` takes ranges from each block of tokens, as far as the paper's "all tokens" can
-be had in a cache that grows.
+be had in a cache that grows. `svdq-online-*` decompose each row's own prompt, with the paper's schedules.
 
 Source: Hong et al., 2025 (SVDq), algorithm 1, equations 4 and 6, table 1.
 Differs: mean, basis and ranges come from calibration, once, and cost nothing per prompt; the paper decomposes each
-prompt and bills neither basis nor ranges. Decode-time tokens are encoded too; the paper keeps them in 16 bit. Ranges
+prompt and bills neither basis nor ranges. Online ones do as the paper does and bill both, for every row: 2 R bytes a
+channel, as much as R tokens of 16-bit keys. Decode-time tokens are encoded too; the paper keeps them in 16 bit. Ranges
 leave the exact sinks out and are clipped where that lowers the error; the paper's, of all tokens, are stretched by one
 outlier.
 
@@ -22,6 +23,7 @@ from dataclasses import replace
 from kvq_runtime.recipe import Recipe, Side
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.online import FirstTokens
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
 from kvq_runtime.stages.rtn import Rtn
@@ -57,6 +59,10 @@ def recipes() -> list[Recipe]:
         for suffix, value, values in (("", exact, "16 bit"), ("-v4", four, "4 bits")):
             summary = f"SVDq, keys {name.removeprefix('wf-').removesuffix('-block')}, {how}; values {values}"
             found.append(Recipe(f"svdq-{name}{suffix}", side(quantize), value, "pre", summary=summary))
+    for bits, schedule in SCHEDULES.items():
+        keyed = side(Mixed(schedule, codebook="uniform"))
+        summary = f"SVDq, keys {bits}, its schedule, fitted to each prompt; values 16 bit"
+        found.append(Recipe(f"svdq-online-{bits}", keyed, exact, "pre", summary=summary, online=FirstTokens()))
     return found + [_shadow(recipe) for recipe in found if recipe.name.removeprefix("svdq-") in SHADOWED]
 
 

@@ -1,0 +1,57 @@
+"""Fit the codebook of each level of a polar transform to the angles of a sample.
+
+    centroids   of the angles of the level, all vectors and places together; pairs of no length have no angle
+    boundaries  halfway between neighbours
+    points      (cos, sin) of the centroid, or the mean of (cos, sin) over the cell
+
+Level 1 is a circle, but 0 stays a boundary, as in the exact codebook.
+
+Source: Han et al., 2025 (PolarQuant), equation 4, algorithm 1 and section 4.1.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import polar
+from kvq_runtime.stages.polar import PolarFitted
+
+
+def fit(
+    quantize: PolarFitted, rows_NC: Tensor, geometry: Geometry, centres: Callable[[Tensor, int], Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of the quantizer, from a sample of tokens as it sees them, float32.
+
+    centres   the rising centres of so many clusters of some numbers, float64
+    """
+    size, bits = quantize.sizes(rows_NC.shape[-1], geometry)
+    x = rows_NC.unflatten(-1, (-1, size)).double()
+    boundaries, points = [], []
+    for level, width in enumerate(bits, start=1):
+        a, b = x[..., 0::2], x[..., 1::2]
+        x = torch.hypot(a, b)
+        angles = torch.atan2(b, a)[x > 0].remainder(2 * math.pi)
+        centroids = _centroids(angles, level, width, centres)
+        between = (centroids[1:] + centroids[:-1]) / 2
+        boundaries.append(between)
+        points.append(_points(angles, between, centroids, quantize.points))
+    return {"boundaries": torch.cat(boundaries).float(), "points": torch.cat(points).float()}
+
+
+def _centroids(angles: Tensor, level: int, bits: int, centres: Callable[[Tensor, int], Tensor]) -> Tensor:
+    if not len(angles):  # of nothing but zeros
+        return polar.codebook(level, bits)[1].to(angles.device)
+    return centres(angles, 2**bits).to(angles.device)
+
+
+def _points(angles: Tensor, boundaries: Tensor, centroids: Tensor, kind: polar.Points) -> Tensor:
+    circle = torch.stack([centroids.cos(), centroids.sin()], 1)
+    if kind == "unit":
+        return circle
+    cell = torch.bucketize(angles, boundaries)
+    count = cell.bincount(minlength=len(centroids))
+    sums = [cell.bincount(part, len(centroids)) for part in (angles.cos(), angles.sin())]
+    return torch.where(count[:, None] > 0, torch.stack(sums, 1) / count.clamp_min(1)[:, None], circle)

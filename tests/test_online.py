@@ -1,0 +1,313 @@
+"""Online fits: those of the same tokens offline, made once, of each row alone, before anything is encoded."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from feeding import GEOMETRY, error, feed, feed_in, make, read, rotary, same, state, tensors
+from models import prompt, random_model
+from torch import Tensor
+
+from kvq_calib.fit import clusters, query
+from kvq_calib.fit.layer import Blocks, SideFit
+from kvq_calib.statistics import Moments, QueryMoments
+from kvq_runtime import rope
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.codec import Codec, Context
+from kvq_runtime.fit import row
+from kvq_runtime.hf import KVQCache
+from kvq_runtime.ops import lloyd
+from kvq_runtime.recipe import HALVES, Recipe, preset, presets
+from kvq_runtime.row_codec import RowCodec
+from kvq_runtime.stages.online import FirstTokens
+from kvq_runtime.stages.window import Dynamic
+
+ONLINE = {name: recipe for name, recipe in presets().items() if recipe.online}
+# an online recipe, and the same one fitted offline
+PAIRS = {
+    "svdq-online-2bit": "svdq-2bit",
+    "squat-online-2bit": "squat-2bit",
+    "squat-online-2bit-paper": "squat-2bit-paper",
+    "squat-pre-online-2bit": "squat-pre-2bit",
+}
+FIT = 256
+
+
+def short(name: str, fit_tokens: int | str = "prompt") -> Recipe:
+    """A window of 32, blocks of 32."""
+    recipe = preset(name)
+    key, value = (replace(side, recent=32, block=32) for side in (recipe.key, recipe.value))
+    return replace(recipe, key=key, value=value, online=FirstTokens(fit_tokens)).check(GEOMETRY)
+
+
+def codecs(cache: BlockCache) -> dict[tuple[int, int], RowCodec]:
+    found = {(n, half): pair[half].codec for n, pair in cache.layers.items() for half in (0, 1)}
+    return {place: codec for place, codec in found.items() if isinstance(codec, RowCodec)}
+
+
+def fits(cache: BlockCache) -> list[Tensor]:
+    return [tensor for codec in codecs(cache).values() for tensor in codec.tensors]
+
+
+def alike(one: list[Tensor], two: list[Tensor]) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+# ---- online is offline on these tokens ----
+
+
+def offline(recipe: Recipe, x_LKBTC: Tensor) -> dict[str, Tensor]:
+    """What calibration finds for the keys of layer 0 in the first row; queries as `feeding.newest` makes them."""
+    k_NTC = x_LKBTC[0, 0, :1]
+    tables = rotary().tables(torch.arange(k_NTC.shape[1])[None])
+    q_NTC = 100 * k_NTC
+    if recipe.position == "pre":
+        k_NTC = rope.unrotate(k_NTC.unflatten(-1, (2, -1)), *tables).flatten(-2)
+    sinks = recipe.key.sinks
+    moments = Moments(GEOMETRY.width)
+    moments.update(k_NTC[:, sinks:])
+    side = SideFit(recipe, 0, "key", GEOMETRY, moments.value())
+    if side.side.feedback is not None:
+        bare = rope.unrotate(q_NTC.unflatten(-1, (2, -1)), *tables)
+        total = QueryMoments(GEOMETRY)
+        total.update(bare, tables)
+        side.solve_feedback(query.Queries(*total.value(), tables, k_NTC.shape[1]))
+    if side.needs_residuals:
+        mask = (torch.arange(k_NTC.shape[1]) >= sinks)[None]
+        data = Blocks(k_NTC, mask, tables, torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+        side.solve_residuals([side.residuals(data, Context(), 0)], 0)
+    return side.tensors
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_online_fit_is_the_offline_fit_on_the_same_tokens(name):
+    x, cache = tensors(FIT + 70), make(short(name, FIT))
+    feed_in(cache, x, [FIT + 70])
+    expected = offline(preset(PAIRS[name]), x[:, :, :, :FIT])
+    found = codecs(cache)[0, 0].rows[0].tensors
+    assert found.keys() == expected.keys()
+    for field, tensor in found.items():
+        assert error(tensor.float(), expected[field].float()) < 0.004, field  # of a bfloat16: the sums round otherwise
+
+
+def test_codebooks_from_the_prompt_are_as_good_as_k_means():
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0)).double().abs().sqrt()
+
+    def left(centres: Tensor) -> float:
+        return float((x[:, None] - centres).square().amin(1).mean())
+
+    for count in (2, 4, 16):
+        assert left(lloyd.centres(x, count)) < 1.05 * left(clusters.centres(x, count, 0))
+    assert lloyd.centres(torch.tensor([2.0, 1.0, 2.0]), 4).tolist() == [1, 2, 2, 2]
+    rising = lloyd.centres(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 50.0, 51.0]), 3)
+    assert torch.equal(rising, rising.sort().values)
+    with pytest.raises(ValueError, match="at least one"):
+        lloyd.centres(torch.empty(0), 2)
+
+
+# ---- once, before anything is encoded, and for all that follows ----
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_nothing_is_encoded_before_the_tokens_of_the_fit_have_arrived(name):
+    x, cache = tensors(FIT + 40), make(short(name, FIT))
+    for size in (100, 100, FIT - 201):
+        feed_in(cache, x, [size])
+        assert not codecs(cache) and not any(s.encoded for pair in cache.layers.values() for s in pair)
+    assert torch.equal(read(cache)[2][0], x[2, 0, :, : FIT - 1])
+    assert ("queries" in cache.recipe.needs) == bool(cache.memory_report().parts["queries"])
+    feed_in(cache, x, [1])
+    assert len(codecs(cache)) == 3 * sum(side.fitted for side in cache.recipe.at(0))
+    assert cache.layers[2][0].encoded == FIT - 32 and not cache.memory_report().parts["queries"]
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_the_prompt_is_the_first_forward_pass_or_what_has_come_when_a_block_is_due(name):
+    x, whole, pieces, fixed = tensors(FIT + 70), make(short(name)), make(short(name)), make(short(name, FIT))
+    feed_in(whole, x, [FIT, 35, 35])
+    feed_in(fixed, x, [FIT + 70])
+    assert same(state(whole), state(fixed))
+    feed_in(pieces, x, [40, 10])
+    assert not codecs(pieces)
+    feed_in(pieces, x, [FIT - 50, 70])
+    assert same(state(pieces), state(whole))
+    other = make(short(name))
+    feed_in(other, x, [64, FIT + 6])  # the same tokens in other calls: another fit
+    assert whole.recipe.arrival_dependent and not alike(fits(other), fits(whole))
+    assert whole.layers[0][0].encoded == other.layers[0][0].encoded == FIT + 32
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_later_tokens_are_encoded_with_the_fit_of_the_prompt(name):
+    """Each block is what the fitted codec of its row makes of its tokens, those that came one by one included."""
+    x, cache = tensors(FIT + 64), make(short(name))
+    feed_in(cache, x, [FIT])
+    before = [tensor.clone() for tensor in fits(cache)]
+    feed_in(cache, x, [1] * 64)
+    assert alike(before, fits(cache))
+    for (layer, half), codec in codecs(cache).items():
+        stream = cache.layers[layer][half]
+        last = slice(stream.encoded - 32, stream.encoded)
+        block = x[layer, half, :, last]
+        if half == 0 and cache.recipe.position == "pre":
+            tables = rotary().tables(torch.arange(FIT + 64)[None, last])
+            block = rope.unrotate(block.unflatten(-1, (2, -1)), *tables).flatten(-2)
+        stored = stream.fields(stream.blocks - 1, stream.blocks)
+        for index, own in enumerate(codec.rows):
+            made = own.encode(block[index : index + 1], Context())
+            assert all(torch.equal(made[field][0], stored[field][index, 0]) for field in made)
+    for pair in read(cache):
+        wrong = (pair[0] - x[0, 0]).norm(dim=-1)[:, FIT : FIT + 32]
+        assert bool((wrong > 0).all())
+
+
+# ---- rows, padding, and what is undone ----
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_a_row_does_not_depend_on_the_others(name):
+    x, cache = tensors(FIT + 40, rows=3), make(short(name))
+    feed_in(cache, x, [FIT, 40])
+    for index in range(3):
+        alone = make(short(name))
+        feed_in(alone, x[:, :, index : index + 1], [FIT, 40])
+        for together, own in zip(state(cache), state(alone), strict=True):
+            assert all(torch.equal(together[field][index : index + 1], own[field]) for field in own)
+    cache.select(torch.tensor([2, 0, 2]))
+    other = make(short(name))
+    feed_in(other, x[:, :, [2, 0, 2]], [FIT, 40])
+    assert same(state(cache), state(other)) and alike(fits(cache), fits(other))
+    saved = other.memory_report().parts["fitted"] - cache.memory_report().parts["fitted"]
+    assert saved == other.memory_report().parts["fitted"] // 3  # a row that is there twice has one fit
+
+
+@pytest.mark.parametrize("name", ["squat-pre-online-2bit", "svdq-online-2bit", "polar-online"])
+def test_padding_and_sinks_have_no_part_in_the_fit(name):
+    x = tensors(FIT, rows=2)
+    real = torch.arange(FIT) >= torch.tensor([0, 100])[:, None]
+    cache, other = make(short(name)), make(short(name))
+    feed_in(cache, x.where(real[..., None], 1e4), [FIT], real_BT=real)
+    shifted = x[:, :, 1:, 100:]
+    feed_in(other, shifted, [FIT - 100])
+    for place, codec in codecs(cache).items():
+        assert alike(RowCodec(codec.rows[1:]).tensors, codecs(other)[place].tensors)
+    sinks = cache.recipe.key.sinks
+    if sinks and "queries" not in cache.recipe.needs:
+        loud = shifted.clone()
+        loud[:, :, :, :sinks] = 1e4
+        again = make(short(name))
+        feed_in(again, loud, [FIT - 100])
+        assert alike(fits(again), fits(other))
+    waiting = make(short(name, 50))
+    feed_in(waiting, x[..., :140, :], [140], real_BT=real[:, :140])  # the second row has 40
+    assert not codecs(waiting)
+
+
+@pytest.mark.parametrize("name", ["squat-online-2bit", "svdq-online-2bit"])
+def test_a_forward_pass_that_fails_takes_its_fit_with_it(name):
+    x, cache, other = tensors(200), make(short(name)), make(short(name))
+    feed_in(cache, x, [50])
+    bad = x.clone()
+    bad[2, 1, 0, 150] = torch.nan
+    with pytest.raises(ValueError, match="layer 2"):
+        feed(cache, bad, 50, 200)
+    assert cache.length == 50 and not codecs(cache)
+    feed_in(cache, x, [100, 50])
+    feed_in(other, x, [50, 100, 50])
+    assert same(state(cache), state(other)) and alike(fits(cache), fits(other))
+
+
+def test_a_crop_before_the_fit_refits_and_one_after_it_does_not():
+    x, cache, other = tensors(300), make(short("squat-online-2bit", 100)), make(short("squat-online-2bit", 100))
+    feed_in(cache, tensors(90, seed=1), [90])
+    cache.crop(0)
+    feed_in(cache, torch.cat([x[..., :60, :], tensors(30, seed=1)], 3), [90])
+    cache.crop(60)
+    feed_in(cache, x, [140])
+    feed_in(other, x, [200])
+    assert same(state(cache), state(other)) and alike(fits(cache), fits(other))
+    held = fits(cache)
+    cache.crop(20)  # inside the first block
+    assert cache.reencoded == 20
+    feed_in(cache, x, [100])
+    assert alike(held, fits(cache)) and cache.layers[0][0].encoded == 64
+
+
+# ---- what is billed ----
+
+
+def test_the_fit_of_every_row_is_billed():
+    cache, x = make(short("svdq-online-2bit")), tensors(FIT, rows=3)
+    assert not cache.recipe.fitted and cache.memory_report().shared_bytes == 0
+    feed_in(cache, x, [FIT])
+    width, stored = GEOMETRY.width, 3 * GEOMETRY.width // 8
+    row_bytes = 4 * width + 2 * width * stored + 2 * 4 * stored  # a mean, a basis in bfloat16, and two ends a channel
+    assert cache.memory_report().parts["fitted"] == 3 * GEOMETRY.layers * row_bytes
+    cache.crop(0)
+    assert cache.memory_report().sequence_bytes == 0
+
+
+# ---- recipes ----
+
+
+def test_a_recipe_says_what_is_fitted_online():
+    for recipe in ONLINE.values():
+        assert Recipe.from_json(recipe.to_json()) == recipe
+        assert recipe.to_json()["online"] == {"kind": "first_tokens", "fit_tokens": "prompt"}
+    assert "online" not in preset("squat-2bit").to_json()
+    assert short("squat-online-2bit", 64) == Recipe.from_json(short("squat-online-2bit", 64).to_json())
+    with pytest.raises(ValueError, match="fit_tokens"):
+        FirstTokens(0)
+    with pytest.raises(ValueError, match="fit_tokens"):
+        FirstTokens("row")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "base, changes, said",
+    [
+        ("higgs-2bit", {}, "nothing is fitted"),
+        ("aqua-2bit", {}, "linear needs calibration"),
+        ("kvquant-3bit", {}, "needs calibration"),
+        ("svdq-wf-2bit", {}, "differ by row"),
+        ("squat-2bit", {"window": Dynamic()}, "does not wait"),
+    ],
+)
+def test_what_cannot_be_fitted_online_is_refused(base, changes, said):
+    with pytest.raises(ValueError, match=said):
+        replace(preset(base), online=FirstTokens(), **changes).check()
+
+
+# ---- under transformers ----
+
+
+def test_a_model_hands_its_queries_to_the_fit():
+    """The moves against those of queries recomputed from the prompt; under any other attention the recipe refuses."""
+    model, ids = random_model("qwen2", "sdpa"), prompt(2, 200)
+    recipe = preset("squat-pre-online-2bit")
+    with pytest.raises(RuntimeError, match="needs queries"):
+        model(ids, past_key_values=KVQCache.from_recipe(recipe, model))
+    seen: list[Tensor] = []
+    attention = model.get_decoder().layers[1].self_attn
+    hook = attention.q_proj.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    model.set_attn_implementation("kvq")
+    key, value = (replace(side, recent=32, block=32) for side in (recipe.key, recipe.value))
+    cache = KVQCache.from_recipe(replace(recipe, key=key, value=value), model)
+    with torch.no_grad():
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=50, do_sample=False, pad_token_id=1)
+    hook.remove()
+    assert out.shape[1] == 250 and cache.blocks.layers[0][0].encoded == 192
+    stream = cache.blocks.layers[1][0]
+    assert isinstance(stream.codec, RowCodec)
+    geometry = cache.blocks.geometry
+    for index, codec in enumerate(stream.codec.rows):
+        unused = torch.ones(1, geometry.width)
+        expected = row.fit(cache.blocks.recipe, 1, "key", geometry, unused, seen[0][index])
+        for field, tensor in codec.tensors.items():
+            assert error(tensor.float(), expected.tensors[field].float()) < 0.01, field
+
+
+def test_halves_without_a_fit_keep_their_codec():
+    cache = make(short("squat-online-2bit"))
+    feed_in(cache, tensors(100), [100])
+    assert {half for _, half in codecs(cache)} == {HALVES.index("key")}
+    assert isinstance(cache.layers[0][1].codec, Codec)
