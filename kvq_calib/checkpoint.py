@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -112,7 +113,10 @@ def thin(run: Path, layer: int, depth: int, last: bool) -> None:
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
     """Write tensors; they are made durable when their layer is sealed."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # the disk is full, or worse
+        raise OSError(f"{path}: {error}") from error
     faults.point("layer.saved")
 
 

@@ -48,7 +48,7 @@ class Ledger:
         if path is not None:
             files.make_folder(path.parent)
             text = json.dumps({"unit": {**self.about, **unit}, "found": found})
-            files.replace(path, text.encode(), path.parent, mode=0o644)
+            files.save(path, text.encode())
 
     def _path(self, unit: Mapping[str, Any]) -> Path | None:
         if self.folder is None:

@@ -44,7 +44,7 @@ def note_read(repo: str, commit: str) -> None:
     if last_read(repo) != commit:
         with suppress(OSError):
             place.mkdir(parents=True, exist_ok=True)
-            files.replace(place / "main", commit.encode(), place, mode=0o644)
+            files.save(place / "main", commit.encode())
 
 
 def under(repo: str, folder: str) -> list[Path]:

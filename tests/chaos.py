@@ -11,6 +11,7 @@ import resource
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,11 @@ def _child(command: Command, folder: Path, notes: Path, fault: str | None, limit
             _trace(folder, os.open(notes / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
         else:  # the notes would be cut short, too
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        code = command.run(folder)
+        try:
+            code = command.run(folder)
+        except BaseException:
+            traceback.print_exc()
+            code = 70
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, multiprocessing flushes them at the end
     sys.exit(code)
