@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq_calib.weights import ModelFiles
 
+TILE = 2048  # tokens
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -67,14 +69,17 @@ class Stream:
     def layer(self, index: int) -> "Layer":
         """Load one decoder layer. Drop it before the next is loaded."""
         start = f"model.layers.{index}."
-        weights = {name: self.files.tensor(start + name) for name in self.files.layer_names(index)}
+        weights = {name: start + name for name in self.files.layer_names(index)}
         return Layer(self._filled(self._model.model.layers[index], weights), self)
+
+    def __reduce__(self):
+        return opened, (self.files, self.device, self.dtype)
 
     def head(self) -> "Head":
         """Load the last norm and the output head."""
         tied = "lm_head.weight" not in self.files.names
-        output = self.files.tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
-        norm = self._filled(self._model.model.norm, {"weight": self.files.tensor("model.norm.weight")})
+        output = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        norm = self._filled(self._model.model.norm, {"weight": "model.norm.weight"})
         return Head(norm, self._filled(self._model.lm_head, {"weight": output}))
 
     @torch.no_grad()
@@ -88,12 +93,12 @@ class Stream:
         positions = torch.arange(tokens, device=self.device)[None]
         return self._rotary(torch.empty(0, dtype=dtype, device=self.device), positions)
 
-    def _filled(self, empty: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    def _filled(self, empty: nn.Module, weights: dict[str, str]) -> nn.Module:
+        """The module with weights of its own; `weights` names the tensor of each parameter."""
         module = copy.deepcopy(empty)
-        # a copy, even where dtype and device agree: compute must not wait for pages of the file
-        moved = {name: tensor.to(self.device, self.dtype, copy=True) for name, tensor in weights.items()}
+        copies = {name: self.files.copied(stored, self.device, self.dtype) for name, stored in weights.items()}
         try:
-            module.load_state_dict(moved, assign=True)
+            module.load_state_dict(copies, assign=True)
         except RuntimeError as error:
             raise ValueError(f"the weights of {self.files.id} do not fit its config.json: {error}") from error
         return module.requires_grad_(False)
@@ -102,10 +107,11 @@ class Stream:
 class Layer:
     """One decoder layer on the device."""
 
-    def __init__(self, module: nn.Module, stream: Stream):
+    def __init__(self, module: Any, stream: Stream):
+        module.mlp = Tiled(module.mlp)
         self._module, self._stream = module, stream
         seen: dict[str, Tensor] = {}
-        attention: Any = module.self_attn
+        attention = module.self_attn
         taps = {"k": getattr(attention, "k_norm", attention.k_proj), "v": attention.v_proj,
                 "q": getattr(attention, "q_norm", attention.q_proj)}  # fmt: skip
         for name, tap in taps.items():
@@ -124,6 +130,20 @@ class Layer:
         return Captured(out, k, v, q if queries else None)
 
 
+class Tiled(nn.Module):
+    """An MLP at work on TILE tokens at a time: inside it they are several times as wide as outside."""
+
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, h_BTE: Tensor) -> Tensor:
+        out_BTE = torch.empty_like(h_BTE)
+        for tile, out in zip(h_BTE.flatten(0, 1).split(TILE), out_BTE.flatten(0, 1).split(TILE), strict=True):
+            out.copy_(self.mlp(tile))
+        return out_BTE
+
+
 class Head:
     """The last norm and the output head on the device."""
 
@@ -134,6 +154,18 @@ class Head:
     def __call__(self, h_BTE: Tensor) -> Tensor:
         """Logits, [B, T, V], in the dtype of the stream."""
         return self._output(self._norm(h_BTE))
+
+
+_opened: dict[tuple, Stream] = {}
+
+
+def opened(files: ModelFiles, device: torch.device, dtype: torch.dtype) -> Stream:
+    """What a Stream is in another process: the same model, opened there, and kept until another one is asked for."""
+    key = files.path, device, dtype
+    if key not in _opened:
+        _opened.clear()
+        _opened[key] = Stream(files, device, dtype)
+    return _opened[key]
 
 
 def default_dtype(files: ModelFiles, device: torch.device) -> torch.dtype:

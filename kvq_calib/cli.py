@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "kvq").startswith("kvq"):
             raise
-        return _say(f"{error.name} is not installed: pip install 'kvq-runtime[calib]' (with --prefect: [flows])", 1)
+        extras = "[calib]', with --prefect '[flows]', with --workers '[scale]'"
+        return _say(f"{error.name} is not installed: pip install 'kvq-runtime{extras}", 1)
     except KeyboardInterrupt:
         return _say("interrupted; the same command goes on where it stopped", 130)
 
@@ -98,10 +99,12 @@ def _calibrate(args: argparse.Namespace) -> int:
 def _job(args: argparse.Namespace):
     from kvq_calib.job import Job
 
+    if args.workers and _wants_prefect(args):
+        raise ValueError("--workers shares chunks inside this process's run; leave out --prefect and $PREFECT_API_URL")
     if args.model is None:
         raise ValueError("--model is missing: a name of --list-models, a folder, or a Hub id")
     names = ("model", "revision", "corpus", "samples", "seq_len", "held_out", "seed", "device", "dtype", "threads")
-    names += ("registry", "push", "name", "version", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
+    names += ("workers", "registry", "push", "name", "version", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
     given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
     given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline)}
     return Job(recipes=tuple(args.recipe or ["aqua-2bit"]), **given)
@@ -244,6 +247,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the forward pass (default: the model's)")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads; a part of the plan (default 1)")
+    add("--workers", type=count, metavar="N", help="share the chunks among N processes, with Ray (default: this one)")
     add("--run", metavar="DIR", help="folder of the run's files (default: $KVQ_HOME/runs/PLAN)")
     add(
         "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"

@@ -5,7 +5,8 @@ import json
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from kvq_calib import budget, checkpoint, gate, held_out, licenses, models, plots, report
 from kvq_calib import run as graph
+from kvq_calib.chunks import Spread
 from kvq_calib.evaluate.subject import find
 from kvq_calib.gate import Bounds
 from kvq_calib.plan import Plan, home, make
@@ -36,6 +38,7 @@ class Job:
     name       of the artifact; by default MODEL-RECIPE
     version    its number; by default the next one
     bits       of the recipe "auto": an artifact for each
+    workers    processes that share the chunks (`workers.py`); None: this one does all; the bytes are the same
     run        where the run's files go; by default under $KVQ_HOME/runs
     publish    whether the artifacts go to the registry
     push       another registry, hf://org, that they go to as well; it gives them numbers of its own
@@ -56,6 +59,7 @@ class Job:
     device: str = "cpu"
     dtype: str | None = None
     threads: int = 1
+    workers: int | None = None
     registry: str | None = None
     name: str | None = None
     version: str | None = None
@@ -190,11 +194,21 @@ def run(job: Job, listener: Listener = lambda progress: None) -> tuple[list[Done
     work = Run(plan, files, job.folder(plan), listener)
     with checkpoint.claimed(work.folder):
         begin(job, work)
-        fitted = graph.fit(work)
+        with spread(job, work) as given:
+            fitted = graph.fit(replace(work, spread=given))
         begun = time.perf_counter()
         records = evaluate(job, work, fitted)
         spent = {"evaluation": time.perf_counter() - begun} if records else {}
         return list(publish(job, work, fitted, records)), seconds(work) | spent
+
+
+def spread(job: Job, work: Run) -> AbstractContextManager[Spread]:
+    """Who does the chunks: this process, or workers while this is entered."""
+    if job.workers is None:
+        return nullcontext(work.spread)
+    from kvq_calib import workers
+
+    return workers.hired(work, job.workers)
 
 
 def begin(job: Job, work: Run) -> None:

@@ -30,7 +30,7 @@ from kvq_calib.plan import Plan
 from kvq_runtime.recipe import HALVES, Half, Side
 
 if TYPE_CHECKING:
-    from kvq_calib.run import RecipeWork
+    from kvq_calib.chunks import RecipeWork
 
 MEASURED = 4
 ROWS = 1024  # tokens that the scales of a setting are fitted on: a quarter of those of what is kept

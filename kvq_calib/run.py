@@ -12,18 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvq_calib import budget, checkpoint, corpus, measure
+from kvq_calib import budget, checkpoint, chunks, corpus, measure
 from kvq_calib.capture import Stream
+from kvq_calib.chunks import RecipeWork, Spread
 from kvq_calib.fit import metric, query
-from kvq_calib.fit.layer import Blocks, SideFit, blocks, summary
+from kvq_calib.fit.layer import SideFit, summary
 from kvq_calib.plan import Plan
 from kvq_calib.statistics import MeanVariance, Moments
 from kvq_calib.weights import ModelFiles
 from kvq_runtime import faults
 from kvq_runtime.artifact import Artifact
-from kvq_runtime.codec import Codec, Context
-from kvq_runtime.recipe import HALVES, Half, Recipe, Side
-from kvq_runtime.stages.predict import Linear
+from kvq_runtime.recipe import HALVES, Recipe, Side
 from kvq_runtime.stages.rotate import OutputBasis
 
 
@@ -62,13 +61,20 @@ class Said:
 
 @dataclass(frozen=True)
 class Run:
-    """A plan at work: where its files are, whose weights it reads, and who hears of its progress."""
+    """A plan at work: where its files are, whose weights it reads, who does its chunks and hears of its progress.
+
+    In another process it is a run that works there by itself, and that nobody hears of.
+    """
 
     plan: Plan
     files: ModelFiles
     folder: Path
     listener: Listener = lambda progress: None
     round: int = 0
+    spread: Spread = chunks.here
+
+    def __reduce__(self):
+        return Run, (self.plan, self.files, self.folder)
 
     def say(self, layer: int, stage: str, done: int, total: int, tokens: int = 0) -> None:
         """Report progress."""
@@ -93,13 +99,18 @@ def fit(run: Run) -> dict[str, Artifact]:
 def start(run: Run) -> Stream:
     """Set the numeric environment, open the run folder and the model, and prepare the text."""
     plan = run.plan
-    torch.set_num_threads(plan.threads)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.use_deterministic_algorithms(plan.device.startswith("cuda"))
+    arithmetic(plan)
     checkpoint.open_run(plan, run.folder)
     stream = Stream(run.files, plan.device, getattr(torch, plan.dtype))
     prepare(run, stream)
     return stream
+
+
+def arithmetic(plan: Plan) -> None:
+    """Make this process calculate as the plan says."""
+    torch.set_num_threads(plan.threads)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(plan.device.startswith("cuda"))
 
 
 def first_unfinished(run: Run) -> int:
@@ -125,7 +136,7 @@ def prepare(run: Run, stream: Stream) -> None:
     with checkpoint.layer_folder(run.folder, -1, {"corpus": batch.description}) as folder:
         for index, rows in enumerate(plan.chunks):
             tokens = batch.tokens_BT[rows.start : rows.stop]
-            checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / _chunk("hidden", index))
+            checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / chunks.file("hidden", index))
 
 
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
@@ -149,36 +160,28 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
                     measures[half]["attention_error"] = found[half][0]
             record["seconds"][recipe.name] = time.perf_counter() - begun
         checkpoint.save(tensors, folder / "fit.safetensors")
-        if not any(_clean(side) for recipe in plan.recipes for side in recipe.sides):
+        if not any(chunks.clean(side) for recipe in plan.recipes for side in recipe.sides):
             for index in range(len(plan.chunks)):
-                (folder / _chunk("capture", index)).unlink()
+                (folder / chunks.file("capture", index)).unlink()
                 faults.point("capture.unlinked")
     checkpoint.thin(run.folder, layer, max(plan.depth, 1), last=layer == plan.geometry.layers - 1)
 
 
 def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) -> Said:
     """Run the layer on every chunk, keep its keys and values, and take what statistics of it are sums."""
-    plan, before = run.plan, checkpoint.folder_of(run.folder, layer - 1)
-    width, device = plan.geometry.width, stream.device
+    plan, width, device = run.plan, run.plan.geometry.width, stream.device
     sums = {sinks: (Moments(width, device), Moments(width, device)) for sinks in {_sinks(r) for r in plan.recipes}}
     asked = any(side.feedback for recipe in plan.recipes for side in recipe.sides)
     gathered = query.Gathered(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
-    module = stream.layer(layer)
-    for index, rows in enumerate(plan.chunks):
-        hidden = checkpoint.load(before / _chunk("hidden", index))["hidden"]
-        begun = time.perf_counter()
-        captured = module.forward(hidden, queries=asked)
-        seconds["forward"] = seconds.get("forward", 0.0) + time.perf_counter() - begun
-        checkpoint.save({"hidden": captured.h_BTE.cpu()}, folder / _chunk("hidden", index))
-        checkpoint.save({"key": captured.k_NTC.cpu(), "value": captured.v_NTC.cpu()}, folder / _chunk("capture", index))
-        if index < plan.fitted_chunks:
-            for sinks, pair in sums.items():
-                for total, x_NTC in zip(pair, (captured.k_NTC, captured.v_NTC), strict=True):
-                    partial = Moments(width, device)
-                    partial.update(x_NTC[:, sinks:])
-                    total.merge(index, partial)
-        if captured.q_NTC is not None:
-            gathered.add(index, captured.q_NTC)
+    shared = chunks.Capture(run, stream, layer, folder, frozenset(sums), gathered if asked else None)
+    caught = run.spread(chunks.capture, shared, range(len(plan.chunks)))
+    for (index, rows), found in zip(enumerate(plan.chunks), caught, strict=True):
+        seconds["forward"] = seconds.get("forward", 0.0) + found.forward
+        for sinks, pair in found.moments.items():
+            for total, partial in zip(sums[sinks], pair, strict=True):
+                total.merge(index, partial)
+        if found.queries is not None:
+            gathered.merge(index, found.queries, len(rows))
         run.say(layer, "capture", index + 1, len(plan.chunks), len(rows) * plan.seq_len)
     moments = {sinks: (keys.value(), values.value()) for sinks, (keys, values) in sums.items()}
     return Said(moments, *(gathered.value() if asked else ()))
@@ -186,7 +189,7 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
 
 def _fit_recipe(
     run: Run, stream: Stream, layer: int, recipe: Recipe, said: Said, folder: Path
-) -> tuple[dict[str, Tensor], dict, "RecipeWork"]:
+) -> tuple[dict[str, Tensor], dict, RecipeWork]:
     """Keys first, then values, each: statistics over the fitted chunks, solution, every chunk decoded.
 
     Returns tensors, measures, and the work, whose sides have what the fit found for their settings.
@@ -197,21 +200,16 @@ def _fit_recipe(
     measures: dict = {}
     for half, mean in zip(HALVES, said.moments[_sinks(recipe)], strict=True):
         side = SideFit(recipe, layer, half, geometry, mean, _metric(run, layer, recipe.side(layer, half)))
+        shared, fitted = chunks.Pass(work, side), range(plan.fitted_chunks)
         if side.needs_statistics:
-            read = (work.data(index, half, _clean(side.codec.side)) for index in range(plan.fitted_chunks))
-            side.solve((side.partial(*chunk) for chunk in read), plan.seed)
+            side.solve(run.spread(chunks.statistics, shared, fitted), plan.seed)
         if said.queries is not None and side.side.feedback is not None:
             side.solve_feedback(said.queries)
         if side.needs_residuals:
-            read = (work.data(index, half, clean=False) for index in range(plan.fitted_chunks))
-            side.solve_residuals((side.residuals(*chunk, plan.seed) for chunk in read), plan.seed)
+            side.solve_residuals(run.spread(chunks.residuals, shared, fitted), plan.seed)
         sums = torch.zeros(5, dtype=torch.float64)
-        for index in range(len(plan.chunks)):
-            data, context = work.data(index, half, clean=False)
-            decoded = side.decode(data, context)
-            work.keep(index, half, decoded)
-            if index >= plan.fitted_chunks or plan.held_out == 0:
-                sums += side.errors(data, context, decoded).cpu()
+        for index, errors in enumerate(run.spread(chunks.decode, shared, range(len(plan.chunks)))):
+            sums += errors
             run.say(layer, f"{recipe.name} {half}s", index + 1, len(plan.chunks))
         work.fits[half] = side
         found |= {f"layers.{layer}.{half}.{name}": tensor.cpu() for name, tensor in side.tensors.items()}
@@ -219,69 +217,6 @@ def _fit_recipe(
         if said.queries is not None and said.held is not None and side.side.feedback is not None:
             measures[half]["query_deviation"] = query.deviations(side.side.feedback, said.queries, said.held)
     return found, measures, work
-
-
-class RecipeWork:
-    """One recipe in one layer: reads a chunk as its codecs see it, and keeps what it decodes for the next layer."""
-
-    def __init__(self, run: Run, stream: Stream, layer: int, recipe: Recipe, folder: Path):
-        self.run, self.stream, self.layer, self.recipe, self.folder = run, stream, layer, recipe, folder
-        self.fits: dict[str, SideFit] = {}
-        self._tables = stream.rope(run.plan.seq_len)
-
-    @property
-    def sides(self) -> tuple[Side, Side]:
-        """Keys' and values', as fitted."""
-        return self.fits["key"].side, self.fits["value"].side
-
-    def hidden(self, index: int) -> Tensor:
-        """A chunk of what lies under the layer."""
-        before = checkpoint.folder_of(self.run.folder, self.layer - 1)
-        return checkpoint.load(before / _chunk("hidden", index))["hidden"]
-
-    def data(self, index: int, half: Half, clean: bool) -> tuple[Blocks, Context]:
-        """A chunk, and what it is predicted from: as decoded, or, `clean`, as it was."""
-        data = self._blocks(half, index, self.folder)
-        predict = self.recipe.side(self.layer, half).predict
-        depths = range(1, min(max(getattr(predict, "below", ()), default=0), self.layer) + 1)
-        below = [self._clean(d, index) if clean else self._decoded(d, index) for d in depths]
-        keys = None
-        if half == "value" and getattr(predict, "keys", False):
-            keys = self._load(self.folder, index, ("key",))["key"]
-            if clean:
-                keys = _centred(self.fits["key"].codec, self._blocks("key", index, self.folder))
-        return data, Context(rope=data.rope, keys=keys, below=below)
-
-    def keep(self, index: int, half: str, decoded: Tensor) -> None:
-        """Store decoded keys, or values, of a chunk."""
-        name = _chunk(f"{self.recipe.name}-{half}", index)
-        checkpoint.save({half: decoded.cpu()}, self.folder / name)
-
-    def _load(self, folder: Path, index: int, halves: tuple[str, ...] = HALVES) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for half in halves:
-            found |= checkpoint.load(folder / _chunk(f"{self.recipe.name}-{half}", index), str(self.stream.device))
-        return found
-
-    def _decoded(self, depth: int, index: int) -> Pair:
-        found = self._load(checkpoint.folder_of(self.run.folder, self.layer - depth), index)
-        return found["key"], found["value"]
-
-    def _clean(self, depth: int, index: int) -> Pair:
-        """The exact keys and values of a layer below, centred by its own fitted means."""
-        layer, geometry = self.layer - depth, self.run.plan.geometry
-        folder = checkpoint.folder_of(self.run.folder, layer)
-        fitted = checkpoint.load(folder / "fit.safetensors", str(self.stream.device))
-        pair = []
-        for half in HALVES:
-            mean = fitted.get(f"{self.recipe.name}/layers.{layer}.{half}.predict.mean")
-            codec = Codec(self.recipe, layer, half, geometry, {"predict.mean": mean} if mean is not None else {})
-            pair.append(_centred(codec, self._blocks(half, index, folder)))
-        return pair[0], pair[1]
-
-    def _blocks(self, half: Half, index: int, folder: Path) -> Blocks:
-        captured = checkpoint.load(folder / _chunk("capture", index), str(self.stream.device))[half]
-        return blocks(self.recipe, half, self.run.plan.geometry, captured, self._tables, self.run.plan.chunks[index])
 
 
 def artifacts(run: Run) -> dict[str, Artifact]:
@@ -327,14 +262,6 @@ def seconds(run: Run) -> dict[str, float]:
     return totals
 
 
-def _centred(codec: Codec, data: Blocks) -> Tensor:
-    return data.x if codec.predictor is None else data.x - codec.mean(Context(rope=data.rope))
-
-
-def _clean(side: Side) -> bool:
-    return isinstance(side.predict, Linear) and side.predict.fit == "clean"
-
-
 def _metric(run: Run, layer: int, side: Side) -> Tensor | None:
     """What an error of values costs in this layer's output, where the side's basis asks for it."""
     if not isinstance(side.rotate, OutputBasis):
@@ -345,7 +272,3 @@ def _metric(run: Run, layer: int, side: Side) -> Tensor | None:
 
 def _sinks(recipe: Recipe) -> int:
     return max(recipe.key.sinks, recipe.value.sinks)
-
-
-def _chunk(kind: str, index: int) -> str:
-    return f"{kind}-{index:05d}.safetensors"

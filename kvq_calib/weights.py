@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvq_runtime.geometry import Geometry
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not change with the length
+PIECE = 2**24  # bytes read from a file at a time
 _WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -98,6 +99,17 @@ class ModelFiles:
     def tensor(self, name: str) -> Tensor:
         """One tensor, as stored; it lies on the CPU in memory mapped from the file."""
         return _open(self._file(name)).get_tensor(name)
+
+    def copied(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """One tensor in the memory of a device, whose reading takes no more than that and PIECE."""
+        path = self._file(name)
+        stored = _slice(path, name)
+        copy = torch.empty(stored.get_shape(), dtype=dtype, device=device)
+        rows = max(1, PIECE * len(copy) // self._bytes(name))
+        for start in range(0, len(copy), rows):
+            # opened anew: pages once read are this process's memory until nothing holds the mapping
+            copy[start : start + rows] = _slice(path, name)[start : start + rows]
+        return copy
 
     def layer_names(self, layer: int) -> list[str]:
         """The tensors of one decoder layer, without `model.layers.{i}.`."""
@@ -194,11 +206,6 @@ def _check_weights(files: ModelFiles) -> None:
 
 
 def _open(path: Path):
-    return _mapped(path, path.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=64)
-def _mapped(path: Path, changed: int):
     return safe_open(path, "pt")
 
 

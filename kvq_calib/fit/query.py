@@ -56,16 +56,24 @@ class Gathered:
         self._sums = [QueryMoments(geometry, device) for _ in ("fitted", "held out")]
         self._sequence = 0.0
 
-    def add(self, index: int, q_NTC: Tensor) -> None:
-        """Add a chunk's queries before RoPE; chunk 0 first, then each next one."""
-        held = index >= self._fitted
+    def partial(self, index: int, q_NTC: Tensor) -> QueryMoments:
+        """What a chunk's queries, before RoPE, say."""
         q_NTGD = q_NTC.float().unflatten(-1, (-1, self._geometry.head_size))
-        self._sequence = q_NTGD.shape[1] * q_NTGD.shape[2] / self._geometry.kv_heads
-        if held:
+        if index >= self._fitted:
             q_NTGD = torch.nn.functional.normalize(q_NTGD, dim=-1)
         partial = QueryMoments(self._geometry, self._device)
         partial.update(q_NTGD, self._tables)
+        return partial
+
+    def merge(self, index: int, partial: QueryMoments, sequences: int) -> None:
+        """Add what a chunk of so many sequences says; chunk 0 first, then each next one."""
+        held = index >= self._fitted
+        self._sequence = float(partial.sums["count"]) / sequences
         self._sums[held].merge(index - held * self._fitted, partial)
+
+    def add(self, index: int, q_NTC: Tensor) -> None:
+        """Add a chunk's queries, here and now."""
+        self.merge(index, self.partial(index, q_NTC), len(q_NTC))
 
     def value(self) -> tuple[Queries, Queries | None]:
         """Those to fit on, and the held-out ones, if there are any."""

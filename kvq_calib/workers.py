@@ -1,0 +1,106 @@
+"""Share the chunks of a pass among other processes, with Ray: of this machine, or of a cluster. Only importer of ray.
+
+Ray starts with the run and ends with it; where RAY_ADDRESS is set, the run goes to the cluster that is there. A worker
+takes one chunk at a time and calculates as the plan says; it reads and writes the run folder, which all machines must
+see under the same path, and keeps the layer it has read until the next pass. A chunk whose worker is killed is done
+again by another one. Results come back in ascending order, no more than twice as many ahead as there are workers: the
+process that started the run adds them up, alone.
+
+Prefect's own Ray runner would make every chunk of every pass a task run, 100,000 of them in 80 layers, that a worker
+reports to a server it must reach; a calibration needs no server. A layer is what Prefect sees, Ray works inside it.
+"""
+
+import os
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by ray when it is imported
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what ray will do by itself, without its warning
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from kvq_calib import run as graph
+from kvq_calib.chunks import Spread, Task
+from kvq_calib.plan import environment
+from kvq_runtime import files
+
+MARK = "workers"  # a file in the run folder, by which workers know that they see the same one
+
+
+@dataclass(frozen=True)
+class Order:
+    """A pass as workers get it; `mark` is what they must find in the run folder."""
+
+    run: graph.Run
+    mark: str
+    task: Task
+    shared: Any
+
+
+@contextmanager
+def hired(run: graph.Run, count: int) -> Iterator[Spread]:
+    """Give a spread over so many workers; they are let go at the end."""
+    mark = uuid.uuid4().hex
+    files.replace(run.folder / MARK, mark.encode(), run.folder, mode=0o644)
+    cluster = "RAY_ADDRESS" in os.environ
+    ray.init(log_to_driver=False, include_dashboard=False, **({} if cluster else {"num_cpus": count}))
+    gpus = int(run.plan.device.startswith("cuda"))
+    remote = ray.remote(num_cpus=run.plan.threads if cluster else 1, num_gpus=gpus)(_do)
+
+    def spread(task: Task, shared: Any, indices: Iterable[int]) -> Iterator[Any]:
+        order, todo, waiting = ray.put(Order(run, mark, task, shared)), iter(indices), deque()
+        while True:
+            waiting.extend(remote.remote([order], index) for index in islice(todo, 2 * count - len(waiting)))
+            if not waiting:
+                return
+            yield _result(waiting.popleft())
+
+    try:
+        yield spread
+    finally:
+        ray.shutdown()
+        (run.folder / MARK).unlink(missing_ok=True)
+
+
+def _result(waited: ray.ObjectRef) -> Any:
+    try:
+        return ray.get(waited)
+    except RayTaskError:  # the task's own error: it is an instance of that error's class, too
+        raise
+    except RayError as error:
+        raise RuntimeError(f"a chunk could not be done by any worker: {error}; the same command goes on") from error
+
+
+_kept: dict[str, Order] = {}
+
+
+def _do(order: list[ray.ObjectRef], index: int) -> Any:
+    """In a worker: one chunk. The order comes in a list, so that Ray hands over its name and it is read once."""
+    name = order[0].hex()
+    if name not in _kept:
+        _kept.clear()  # before the next is read: one layer at a time
+        found = ray.get(order[0])
+        arrive(found.run, found.mark)
+        _kept[name] = found
+    return _kept[name].task(_kept[name].shared, index)
+
+
+def arrive(run: graph.Run, mark: str) -> None:
+    """Check that this process works in the run's folder and on a machine of its kind, and calculate as the plan says.
+
+    RuntimeError: it does not.
+    """
+    path, plan = run.folder / MARK, run.plan
+    if not path.is_file() or path.read_text() != mark:
+        raise RuntimeError(f"a worker on another machine does not see {run.folder}; give --run a folder that all share")
+    ours = environment(plan.device, plan.dtype, plan.threads)
+    differ = sorted(name for name in plan.environment if ours.get(name) != plan.environment[name])
+    if differ:
+        raise RuntimeError(f"a worker's {', '.join(differ)} differ from the run's; use machines of one kind")
+    graph.arithmetic(plan)

@@ -1,0 +1,93 @@
+"""Workers leave no trace in the bytes: not their number, and not the death of one."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny
+
+from kvq_calib import job
+from kvq_calib import run as runs
+
+workers = pytest.importorskip("kvq_calib.workers", reason="the extra `scale` is not installed", exc_type=ImportError)
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.save(folder, layers=2)
+    tiny.text(folder)
+    return folder
+
+
+def a_job(model: Path, folder: Path, **settings) -> job.Job:
+    recipes = ("aqua-2bit", "aqua-klt-1bit", "squat-2bit")
+    text = {"corpus": str(model / "corpus.txt"), "samples": 68, "seq_len": 256, "held_out": 32}
+    return job.Job(str(model), recipes, run=str(folder), publish=False, evaluate=False, **text, **settings)
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory) -> list[str]:
+    return digests(a_job(model, tmp_path_factory.mktemp("alone") / "run"))
+
+
+def digests(asked: job.Job, listener=lambda progress: None) -> list[str]:
+    return [made.sha256 for made in job.run(asked, listener)[0]]
+
+
+def test_one_worker_makes_the_same_bytes(model, alone, tmp_path):
+    assert digests(a_job(model, tmp_path / "run", workers=1)) == alone
+    assert not (tmp_path / "run" / workers.MARK).exists()
+
+
+def test_two_of_which_all_are_killed_in_every_layer_make_the_same_bytes(model, alone, tmp_path):
+    killed = []
+
+    def kill(progress):
+        if progress.stage == "capture" and progress.done == 1:
+            killed.append(0)
+            for child in psutil.Process().children(recursive=True):
+                if child.cmdline()[:1] in (["ray::_do"], ["ray::IDLE"]):  # at work, or between two chunks
+                    child.send_signal(signal.SIGKILL)
+                    killed[-1] += 1
+
+    assert digests(a_job(model, tmp_path / "run", workers=2), kill) == alone
+    assert len(killed) == 2 and min(killed) >= 1
+
+
+def test_results_come_in_order_errors_as_they_are_and_a_dead_workers_chunk_again(model, tmp_path):
+    files, plan = a_job(model, tmp_path).prepare()
+    run = runs.Run(plan, files, tmp_path)
+
+    def task(folder: Path, index: int) -> int:
+        if index == 1 and not (folder / "died").exists():
+            (folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 7:
+            raise ValueError("seven is refused")
+        return index
+
+    with workers.hired(run, 2) as spread:
+        assert list(spread(task, tmp_path, range(6))) == list(range(6))
+        assert (tmp_path / "died").exists()
+        with pytest.raises(ValueError, match="seven is refused"):
+            list(spread(task, tmp_path, range(6, 9)))
+
+
+def test_a_worker_elsewhere_is_refused(model, tmp_path):
+    files, plan = a_job(model, tmp_path).prepare()
+    run = runs.Run(plan, files, tmp_path)
+    with pytest.raises(RuntimeError, match="does not see"):
+        workers.arrive(run, "mark")
+    (tmp_path / workers.MARK).write_text("another")
+    with pytest.raises(RuntimeError, match="does not see"):
+        workers.arrive(run, "mark")
+    (tmp_path / workers.MARK).write_text("mark")
+    workers.arrive(run, "mark")
+    other = replace(plan, environment=plan.environment | {"torch": "1.0"})
+    with pytest.raises(RuntimeError, match=r"torch differ"):
+        workers.arrive(replace(run, plan=other), "mark")
