@@ -17,6 +17,7 @@ from feeding import (
     state,
     tensors,
     turned,
+    whole,
 )
 
 from kvq_runtime.cache import BlockCache
@@ -35,7 +36,7 @@ def allowed(geometry: Geometry) -> list:
     found = []
     for name, preset in presets().items():
         try:
-            found.append(small(preset.check(geometry), geometry))
+            found.append(whole(small(preset.check(geometry), geometry)))
         except ValueError as refusal:
             assert name in str(refusal)
     return found
