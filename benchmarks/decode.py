@@ -5,7 +5,7 @@ one token each, so that whatever else the machine does falls on all of them alik
 in time of the main thread; ratios to DynamicCache and to the faster of the two QuantizedCaches (2 bits, groups of 64,
 128 recent tokens). The mean has the steps in which a block is encoded, or everything quantized again: `--steps 128`.
 
-python benchmarks/decode.py [--model demo] [--recipes higgs-2bit,aqua-2bit] [--lengths 512,1024,2048,4096] [--json FILE]
+python benchmarks/decode.py [--recipes higgs-2bit,higgs-2bit/kvq,aqua-2bit] [--lengths 512,1024,2048,4096] [--json FILE]
 """
 
 import argparse
@@ -28,6 +28,7 @@ from kvq_runtime.table import print_table
 
 DEMO = Path(__file__).parent.parent / "artifacts" / "demo-model"
 PEERS = ("quanto-2bit", "hqq-2bit")
+OURS = "/kvq"  # after a recipe's name: under our own attention, which meets packed codes as they lie
 Makers = dict[str, Callable[[], Cache]]
 
 
@@ -46,7 +47,7 @@ def makers(model: PreTrainedModel, recipes: list[str], artifacts: list[str]) -> 
     peer: dict[str, Any] = {"config": model.config, "nbits": 2, "q_group_size": 64, "residual_length": 128}
 
     def of_recipe(name: str) -> Callable[[], Cache]:
-        recipe = preset(name)
+        recipe = preset(name.removesuffix(OURS))
         return lambda: KVQCache(recipe, model, random_tensors(recipe, model))
 
     def of_artifact(reference: str) -> Callable[[], Cache]:
@@ -74,6 +75,7 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in caches}
     for step in range(length, length + steps + 2):
         for name, cache in caches.items():
+            model.set_attn_implementation("kvq" if name.endswith(OURS) else "sdpa")
             start = clock()
             model(ids[:, step : step + 1], past_key_values=cache)
             times[name].append(clock() - start)
