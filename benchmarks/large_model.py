@@ -4,19 +4,24 @@
     python benchmarks/large_model.py --device cuda --samples 32 --seq-len 8192
 
 A model of the given geometry, with random weights and the embedded model's tokenizer, is written to a temporary folder,
-and calibrated as `kvq-calibrate --no-eval` does it, in a process of its own that has calibrated a tiny model before, so
-that libraries and their buffers are there. On a CPU, peak memory is how far the resident set then rises above what it
-was, mapped pages of files included; on a GPU, what torch allocated at the most. The bound is 1.25 × (layer + chunk), as
+and calibrated as `kvq-calibrate --no-eval` does it, in a process of its own that has calibrated one such layer before, so
+that libraries and their buffers are there. On a CPU, peak memory is how far resident anonymous memory then rises above
+what it was, looked at every millisecond; pages of mapped files, which the system takes back when it likes, are not in
+it. On a GPU, it is what torch allocated at the most. The bound is 1.25 × (layer + chunk), as
 the plan counts them. Exit code 1: it is not kept.
 """
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import shutil
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,8 +32,8 @@ from kvq_calib import models
 from kvq_calib.job import Job, run
 
 BOUND = 1.25
+M_MMAP_THRESHOLD = -3  # malloc.h
 LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def main() -> int:
@@ -63,7 +68,7 @@ def measure(geometry: dict[str, int], settings: dict, folder: str | None = None)
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
     ):
         write(Path(place) / "model", geometry)
-        write(Path(place) / "tiny", TINY | {"head_dim": 16, "num_hidden_layers": 2})
+        write(Path(place) / "warm-up", geometry | {"num_hidden_layers": 1})
         return process.submit(_measured, Path(place), settings).result()
 
 
@@ -93,14 +98,16 @@ def _weight(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
 
 
 def _measured(place: Path, settings: dict) -> dict:
-    run(Job(str(place / "tiny"), run=str(place / "warm"), publish=False, evaluate=False, **settings))
-    base = _resident("VmRSS")
+    # so large a piece goes back to the system when it is freed: what is in use is counted, not what malloc keeps
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    run(Job(str(place / "warm-up"), run=str(place / "warm"), publish=False, evaluate=False, **settings))
     if settings["device"] != "cpu":
         torch.cuda.reset_peak_memory_stats()
     job = Job(str(place / "model"), run=str(place / "run"), publish=False, evaluate=False, **settings)
     files, plan = job.prepare()
-    done, seconds = run(job)
-    peak = _resident("VmHWM") - base if settings["device"] == "cpu" else torch.cuda.max_memory_allocated()
+    with _watched() as most:
+        done, seconds = run(job)
+    peak = max(most) - most[0] if settings["device"] == "cpu" else torch.cuda.max_memory_allocated()
     needs = plan.needs(files)
     return {
         "layer": needs["layer"],
@@ -115,10 +122,27 @@ def _measured(place: Path, settings: dict) -> dict:
     }
 
 
-def _resident(kind: str) -> int:
-    """Bytes resident now, VmRSS, or at the most since the process started, VmHWM."""
+@contextmanager
+def _watched() -> Iterator[list[int]]:
+    """Resident anonymous bytes of this process: as they are now, and the most of them until the end."""
+    found, done = [_anonymous()] * 2, threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            found[1] = max(found[1], _anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+
+
+def _anonymous() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{kind}:"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 if __name__ == "__main__":

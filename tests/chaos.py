@@ -4,7 +4,6 @@ A child is forked from this process, so everything is imported already. Another 
 """
 
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
 import tiny
 import tiny_artifact
 from power_cut import Disk
@@ -130,7 +130,7 @@ def run(
     notes.mkdir(exist_ok=True)
     for old in notes.iterdir():
         old.unlink()
-    child = multiprocessing.get_context("fork").Process(target=_child, args=(command, folder, notes, fault, limit))
+    child = forked.process(_child, command, folder, notes, fault, limit)
     begun = time.perf_counter()
     child.start()
     if kill_after is not None:
@@ -147,7 +147,7 @@ def run(
     return Ended(child.exitcode, (notes / "said").read_text(), steps, time.perf_counter() - begun)
 
 
-def _child(command: Command, folder: Path, notes: Path, fault: str | None, limit: int | None) -> None:
+def _child(command: Command, folder: Path, notes: Path, fault: str | None, limit: int | None) -> int:
     with (notes / "said").open("w", buffering=1) as said:
         sys.stdout = sys.stderr = said
         if fault is not None:
@@ -157,13 +157,13 @@ def _child(command: Command, folder: Path, notes: Path, fault: str | None, limit
         else:  # the notes would be cut short, too
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
-            code = command.run(folder)
+            return command.run(folder)
         except BaseException:
             traceback.print_exc()
-            code = 70
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, multiprocessing flushes them at the end
-    sys.exit(code)
+            return 70
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
 def _trace(folder: Path, out: int) -> None:

@@ -5,13 +5,13 @@ with the same digests, and after `gc` nothing temporary is left: see `chaos.Case
 killed at random moments; `make chaos` asks for more, and for every passage of every point.
 """
 
-import multiprocessing
 import os
 import random
 from collections.abc import Callable
 from functools import cache
 
 import chaos
+import forked
 import power_cut
 import pytest
 import tiny_artifact
@@ -133,7 +133,7 @@ def test_the_checks_would_see_a_torn_state(tmp_path):
 
 
 def test_a_draft_beside_a_file_is_removed_when_its_process_is_dead(tmp_path):
-    child = multiprocessing.get_context("fork").Process(target=os.getpid)
+    child = forked.process(lambda: None)
     child.start()
     child.join()
     dead, alive, other = (

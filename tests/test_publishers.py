@@ -1,11 +1,11 @@
 """Many processes change one name at once: every change is there once, whole, in an order that all of them agree on."""
 
 import json
-import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import forked
 import pytest
 import tiny_artifact as tiny
 
@@ -24,8 +24,7 @@ def store(tmp_path) -> LocalRegistry:
 
 def at_once(work: Callable, arguments: list[tuple]) -> list:
     """What `work` returns for each of the arguments, in as many processes that begin together."""
-    context = multiprocessing.get_context("fork")
-    gate, found = context.Barrier(len(arguments)), context.SimpleQueue()
+    gate, found = forked.context.Barrier(len(arguments)), forked.context.SimpleQueue()
 
     def child(place: int) -> None:
         gate.wait(60)
@@ -35,7 +34,7 @@ def at_once(work: Callable, arguments: list[tuple]) -> list:
             found.put((place, error))
             raise
 
-    children = [context.Process(target=child, args=(place,)) for place in range(len(arguments))]
+    children = [forked.process(child, place) for place in range(len(arguments))]
     for one in children:
         one.start()
     results = dict(found.get() for _ in children)
@@ -121,14 +120,13 @@ def test_eight_that_do_everything_at_once_lose_nothing(store):
 @contextmanager
 def collecting(store: LocalRegistry) -> Iterator[None]:
     """Meanwhile another process collects again and again, with the usual grace."""
-    context = multiprocessing.get_context("fork")
-    stop = context.Event()
+    stop = forked.context.Event()
 
     def child() -> None:
         while not stop.is_set():
             upkeep.collect(store)
 
-    other = context.Process(target=child)
+    other = forked.process(child)
     other.start()
     try:
         yield

@@ -1,0 +1,29 @@
+"""Processes forked from the tests: everything is imported in them already."""
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+context = multiprocessing.get_context("fork")
+
+
+def process(work: Callable[..., int | None], *arguments: object) -> multiprocessing.context.ForkProcess:
+    """A child that is yet to start; what `work` returns is its exit code, 70 after an error.
+
+    It ends at once: exit hooks of this process would wait for threads that a fork leaves behind.
+    """
+
+    def child() -> None:
+        code = 70
+        try:
+            code = work(*arguments) or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(code)
+
+    return context.Process(target=child)
