@@ -4,10 +4,10 @@
     python benchmarks/large_model.py --device cuda --samples 32 --seq-len 8192
 
 A model of the given geometry, with random weights and the embedded model's tokenizer, is written to a temporary folder,
-and calibrated as `kvq-calibrate --no-eval` does it, in a process of its own that has calibrated one such layer before, so
-that libraries and their buffers are there. On a CPU, peak memory is how far resident anonymous memory then rises above
-what it was, looked at every millisecond; pages of mapped files, which the system takes back when it likes, are not in
-it. On a GPU, it is what torch allocated at the most. The bound is 1.25 × (layer + chunk), as
+and calibrated as `kvq-calibrate --no-eval` does it, in a process of its own that has calibrated one such layer before,
+so that libraries and their buffers are there. On a CPU, peak memory is how far resident anonymous memory then rises
+above what it was, looked at every millisecond; pages of mapped files, which the system takes back when it likes, are
+not in it. On a GPU, it is what torch allocated at the most. The bound is 1.25 × (layer + chunk), as
 the plan counts them. Exit code 1: it is not kept.
 """
 
