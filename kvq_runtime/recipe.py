@@ -180,13 +180,14 @@ class Recipe:
         """The same recipe with a window that is always as long as its own may become."""
         if self.window is None:
             return self
-        return replace(self.with_recent(self.window.most(self.key.recent, self.key.block)), window=None)
+        return replace(self.with_exact(recent=self.window.most(self.key.recent, self.key.block)), window=None)
 
-    def with_recent(self, recent: int) -> "Recipe":
-        """The recipe with so many recent tokens."""
+    def with_exact(self, sinks: int | None = None, recent: int | None = None) -> "Recipe":
+        """The recipe with so many exact tokens at the start of every row, and at its end; None: its own."""
+        given = {name: value for name, value in (("sinks", sinks), ("recent", recent)) if value is not None}
 
         def changed(pair: tuple[Side, Side]) -> tuple[Side, Side]:
-            return replace(pair[0], recent=recent), replace(pair[1], recent=recent)
+            return replace(pair[0], **given), replace(pair[1], **given)
 
         key, value = changed((self.key, self.value))
         return replace(self, key=key, value=value, layers={n: changed(pair) for n, pair in self.layers.items()})
