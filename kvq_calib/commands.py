@@ -166,8 +166,9 @@ def compare(args: argparse.Namespace) -> int:
     fitted = tuple(recipe.name for recipe in chosen if recipe.fitted) + (("auto",) if args.bits else ())
     if fitted:
         job = Job(
-            args.model, fitted, tuple(args.bits), corpus=source, samples=args.samples, seq_len=length, seed=args.seed, device=device,
-            dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder, publish=False, evaluate=False,
+            args.model, fitted, tuple(args.bits), corpus=source, samples=args.samples, seq_len=length, seed=args.seed,
+            device=device, dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder, publish=False,
+            evaluate=False,
         )  # fmt: skip
         bar = Bar(job.prepare()[1], args.quiet)
         try:
@@ -220,7 +221,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def relative(result: dict[str, Any]) -> str:
+def relative(result: Mapping[str, Any]) -> str:
     """The distance of a perplexity from that of 16 bit, with its standard error where there is one."""
     spread = result["relative_se"]
     return f"{result['relative']:+.2%}" + ("" if spread is None else f" ± {spread:.2%}")

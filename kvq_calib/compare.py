@@ -30,8 +30,8 @@ CHOICE = (
     "quarot-2bit", "quarot-3bit", "rtn-2bit", "rtn-3bit", "rtn-4bit",
     "squat-2bit", "squat-2bit-paper", "squat-online-2bit", "squat-3bit", "squat-pre-2bit", "squat-pre-3bit",
     "squat-hadamard-2bit", "subkv-2bit", "subkv-3bit", "subkv-aqua-2bit",
-    "svdq-1.25bit-v4", "svdq-2bit-v4", "svdq-online-2bit", "svdq-wf-1bit-v4", "svdq-wf-1.25bit-v4", "svdq-wf-2bit-v4",
-    "svdq-shadow-2bit-v4-128",
+    "svdq-1.25bit-v4", "svdq-2bit-v4", "svdq-online-2bit-v4", "svdq-shadow-2bit-v4-128",
+    "svdq-wf-1bit-v4", "svdq-wf-1.25bit-v4", "svdq-wf-2bit-v4",
 )  # fmt: skip
 
 
@@ -39,6 +39,12 @@ def families() -> dict[str, list[Recipe]]:
     """Recipes by the file of `kvq_runtime/recipes` that they are in."""
     names = sorted(path.stem for path in Path(recipes.__path__[0]).glob("[a-z]*.py"))
     return {name: import_module(f"kvq_runtime.recipes.{name}").recipes() for name in names}
+
+
+def family(name: str) -> str:
+    """The family of a recipe: the file that it is in, or "auto" of bits that were chosen by layer."""
+    found = [family for family, own in families().items() if name in {recipe.name for recipe in own}]
+    return found[0].replace("_", "-") if found else "auto"
 
 
 def choose(asked: Sequence[str], geometry: Geometry) -> tuple[list[Recipe], list[str]]:

@@ -27,8 +27,8 @@ class MemoryReport:
     bits_per_element   sequence_bytes, in bits per key or value element of the tokens seen
     bits_per_kept      sequence_bytes, in bits per key or value element of the tokens held
     all_bits           total_bytes, in bits per key or value element of the tokens seen
-    asymptotic_bits    what one more token seen costs by element, once it is encoded, in a cache of the model's dtype; of
-                       a recipe that holds a share of the tokens, so much less
+    asymptotic_bits    what one more element seen costs once it is encoded, in a cache of the model's dtype: of a recipe
+                       that holds a share of the tokens, that share
     sequence_bytes     grow with tokens and batch; `parts` has them by kind
     shared_bytes       the artifact's tensors and rotations, once per process
     scratch_peak       most bytes of decoded tensors alive at once so far

@@ -62,8 +62,10 @@ def recipes() -> list[Recipe]:
             found.append(Recipe(f"svdq-{name}{suffix}", side(quantize), value, "pre", summary=summary))
     for bits, schedule in SCHEDULES.items():
         keyed = side(Mixed(schedule, codebook="uniform"))
-        summary = f"SVDq, keys {bits}, its schedule, fitted to each prompt; values 16 bit"
-        found.append(Recipe(f"svdq-online-{bits}", keyed, exact, "pre", summary=summary, online=FirstTokens()))
+        for suffix, value, values in (("", exact, "16 bit"), ("-v4", four, "4 bits")):
+            name, how = f"svdq-online-{bits}{suffix}", "its schedule, fitted to each prompt"
+            summary = f"SVDq, keys {bits}, {how}; values {values}"
+            found.append(Recipe(name, keyed, value, "pre", summary=summary, online=FirstTokens()))
     shadowed = [_shadow(recipe) for recipe in found if recipe.name.removeprefix("svdq-") in SHADOWED]
     few = Chunks(budget=128, outliers=4)
     short = [
