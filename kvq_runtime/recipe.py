@@ -203,6 +203,10 @@ class Recipe:
             self._check_side(side)
         if any(value.feedback for _, value in self._pairs()):
             raise ValueError(f"{self.name}: queries say nothing of values; give feedback to keys alone")
+        if self.position == "post" and any(
+            key.feedback and key.feedback.queries != "after" for key, _ in self._pairs()
+        ):
+            raise ValueError(f'{self.name}: keys after RoPE meet queries after RoPE; use queries="after", or "pre"')
         if any(isinstance(pair[0].rotate, rotate.OutputBasis) for pair in self._pairs()):
             raise ValueError(f"{self.name}: an output basis weighs values; give keys a plain basis")
         windows = {(pair[0].window, pair[1].window) for pair in self._pairs()}
