@@ -22,7 +22,8 @@ massive outliers and short contexts: what ranks here may not rank so on a model 
 EQUAL = """
 Of the recipes that combine papers, or choose bits by layer (`auto`), the one with the lowest perplexity within the
 budget; beside it each paper's own recipe of the fewest bits that are no fewer. Perplexity is against 16 bit, then KL
-divergence; in bold where the paper's is the better one. What is ours of a paper (PolarQuant to the last level,
+divergence; in bold where the paper's is the better one. Perplexities within the standard error of 16 bit's differ by
+chance, and may be lower than it; divergences do not. What is ours of a paper (PolarQuant to the last level,
 water-filled SVDq) counts as the paper's.
 """
 # the five papers, by their files of kvq_runtime/recipes, and how names of recipes of several papers begin
