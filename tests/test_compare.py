@@ -127,6 +127,8 @@ def result(kl: float, bits: float) -> dict:
         (result(0.2, 2), result(0.1, 4), "undecided"),
         (result(0.2, 2), result(0.1, 2.2), "**does not hold**"),
         (result(0.2, 4), result(0.1, 2), "**does not hold**"),
+        (result(0.102, 2), result(0.1, 2.2), "no difference"),
+        (result(0.098, 2), result(0.1, 2.3), "holds"),
     ],
 )
 def test_a_claim_is_judged_with_its_bits(better, worse, says):
@@ -151,7 +153,7 @@ def test_a_combination_is_held_against_the_next_dearer_recipe_of_each_paper():
         "AQUA-KV": "aqua-2bit, 2.4 bits: **+1.00%**, **0.2**",
         "SQuat": "squat-pre-2bit, 3 bits: +3.00%, 0.4",
     }
-    assert script.rivals(results, 1.4) == {}
+    assert script.rivals(results, 1.4) == {} == script.rivals(results, 2.6)
     assert set(script.rivals(results, 3.2)) == {"best combination", "AQUA-KV"}
     known = {compare.family(name) for name in compare.CHOICE}
     assert set(script.PAPERS) <= known and compare.family("auto-2.1bit") == "auto"
