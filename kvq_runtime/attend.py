@@ -1,10 +1,12 @@
 """Attend to what a layer holds: encoded blocks, exact sinks, exact window. The torch reference of the decode kernels.
 
 Scores of every part are put side by side, so that one softmax serves all; each part's values are then mixed with its
-share of the weights. Blocks whose codec allows it are met as they lie (see `fold.py`), others are decoded run by run.
-Long prompts are worked through in slices of queries, so that scores take a bounded amount of memory.
+share of the weights. A sink has two columns: one in its block, which nobody sees, and one of its own. Blocks whose
+codec allows it are met as they lie (see `fold.py`), others are decoded run by run. Long prompts are worked through in
+slices of queries, so that scores take a bounded amount of memory.
 
-G query heads share a KV head; N = G · T rows of queries per KV head.
+G query heads share a KV head; N = G · T rows of queries per KV head · X columns: tokens in blocks, sinks if there are
+blocks, window.
 
 Differs: kernels, which cannot see all scores at once, merge parts by their log-sum-exp (`ops/attention.py`).
 """
@@ -18,6 +20,7 @@ from kvq_runtime.history import History
 from kvq_runtime.stream import Stream
 
 SCORES = 1 << 25  # scores held at once
+_LEAST = torch.finfo(torch.float32).min
 _FOLDED = 64  # rows of queries per KV head up to which blocks are not decoded
 # is told the layer, its weights [B, H, G, queries, tokens], slice after slice, and the slots of these queries; it may
 # keep none of the tensor
@@ -55,91 +58,95 @@ def _attend(
     slots: range,
     observer: Observer | None,
 ) -> Tensor:
-    heads, count = history.geometry.kv_heads, q_BHTD.shape[2]
-    q_BHND = (q_BHTD.float() * scale).reshape(len(q_BHTD), heads, -1, q_BHTD.shape[-1])
-    s_BHNT = _scores(history, layer, q_BHND)
-    if mask is not None:
-        s_BHGTT = s_BHNT.unflatten(2, (-1, count))
-        s_BHGTT.masked_fill_(~mask[:, :, None], torch.finfo(s_BHNT.dtype).min)
-    p_BHNT = s_BHNT.softmax(-1)
+    keys, values = history.layers[layer]
+    batch, _, count, size = q_BHTD.shape
+    q_BHND = (q_BHTD.float() * scale).reshape(batch, history.geometry.kv_heads, -1, size)
+    s_BHNX = _scores(history, layer, q_BHND)
+    if mask is None and history.timeline.real_BT is None and keys.encoded >= keys.side.sinks:
+        s_BHNX[..., : keys.front] = _LEAST
+    else:
+        seen = _seen(history, keys, mask, count)
+        s_BHNX.unflatten(2, (-1, count)).masked_fill_(~seen[:, :, None], _LEAST)
+    p_BHNX = s_BHNX.softmax(-1)
     if observer is not None:
-        observer(layer, p_BHNT.unflatten(2, (-1, count)), slots)
-    out = _mix(history, layer, p_BHNT)
-    return out.view(q_BHTD.shape).to(q_BHTD.dtype)
+        observer(layer, _by_token(history, keys, p_BHNX).unflatten(2, (-1, count)), slots)
+    if (keys.encoded, keys.front) != (values.encoded, values.front):
+        p_BHNX = _by_column(history, values, _by_token(history, keys, p_BHNX))
+    return _mix(history, layer, p_BHNX).view(q_BHTD.shape).to(q_BHTD.dtype)
 
 
 def _scores(history: History, layer: int, q_BHND: Tensor) -> Tensor:
-    """q · k of all tokens, with the exact keys of sinks: [B, H, N, T]."""
+    """q · k by column: [B, H, N, X]."""
     stream = history.layers[layer][0]
     folded = stream.fold if q_BHND.shape[2] <= _FOLDED else None
-    parts = []
+    parts, heads = [], q_BHND.shape[1]
     for run in stream.runs():
         if folded is not None:
-            parts.append(folded.scores(q_BHND, stream.fields(*run)))
+            parts.append(folded.scores(q_BHND, stream.laid(run)))
         else:
-            parts.append(_dot(q_BHND, history.run(layer, 0, run)))
-    parts.append(_dot(q_BHND, stream.window_BTC))
-    s_BHNT = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-    if stream.side.sinks and stream.encoded:
-        sinks = _dot(q_BHND, stream.sinks_BSC)
-        slots, arrived = _slots(history, stream)
-        if slots is None:
-            s_BHNT[..., : sinks.shape[-1]] = sinks
-        else:
-            index = slots[:, None, None].expand(*s_BHNT.shape[:3], -1)
-            s_BHNT.scatter_add_(-1, index, (sinks - s_BHNT.gather(-1, index)) * arrived[:, None, None])
-    return s_BHNT
+            parts.append(q_BHND @ _heads(history.run(layer, 0, run), heads).mT)
+    parts.append(q_BHND @ _heads(stream.exact_BTC, heads).mT)
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
-def _mix(history: History, layer: int, p_BHNT: Tensor) -> Tensor:
-    """The sum of values with these weights, exact ones for sinks: [B, H, N, D]. The weights are used up."""
+def _mix(history: History, layer: int, p_BHNX: Tensor) -> Tensor:
+    """The sum of values with the weights of their columns: [B, H, N, D]."""
     stream = history.layers[layer][1]
-    out = _sum(p_BHNT[..., stream.encoded :], stream.window_BTC)
-    if stream.side.sinks and stream.encoded:
-        slots, arrived = _slots(history, stream)
-        if slots is None:
-            own = p_BHNT[..., : stream.side.sinks]
-            out += _sum(own, stream.sinks_BSC)
-            own.zero_()
-        else:
-            index = slots[:, None, None].expand(*p_BHNT.shape[:3], -1)
-            weights = p_BHNT.gather(-1, index) * (arrived & (slots < stream.encoded))[:, None, None]
-            out += _sum(weights, stream.sinks_BSC)
-            p_BHNT.scatter_add_(-1, index, -weights)
-    folded = stream.fold if p_BHNT.shape[2] <= _FOLDED else None
+    folded = stream.fold if p_BHNX.shape[2] <= _FOLDED else None
+    heads = p_BHNX.shape[1]
+    out = p_BHNX[..., stream.encoded :] @ _heads(stream.exact_BTC, heads)
     for run in stream.runs():
-        weights = p_BHNT[..., slice(*stream.tokens(run))]
+        start, stop = stream.tokens(run)
+        weights = p_BHNX[..., start:stop]
         if folded is not None:
-            out += folded.mix(weights, stream.fields(*run))
+            out += folded.mix(weights, stream.laid(run))
         else:
-            out += _sum(weights, history.run(layer, 1, run))
+            out += weights @ _heads(history.run(layer, 1, run), heads)
     return out
 
 
-def _slots(history: History, stream: Stream) -> tuple[Tensor | None, Tensor]:
-    """Where each row's sinks are, [B, S], and which have arrived; None where they are the first tokens of all rows."""
-    if history.timeline.real_BT is None and stream.encoded >= stream.side.sinks:
-        return None, stream.sinks_BSC
-    slots, arrived = history.timeline.sink_slots(stream.side.sinks, len(stream.sinks_BSC), stream.sinks_BSC.device)
-    return slots.clamp(max=stream.length - 1), arrived
+def _columns(history: History, stream: Stream) -> tuple[Tensor, Tensor]:
+    """Which token each column is of, and whether it stands for it rather than for nothing, [B or 1, X] each."""
+    encoded, device = stream.encoded, stream.sinks_BSC.device
+    tokens = torch.arange(stream.length, device=device)[None]
+    seen = torch.ones_like(tokens, dtype=torch.bool)
+    if not stream.front:
+        return tokens, seen
+    slots, arrived = history.timeline.sink_slots(stream.side.sinks, stream.rows, device)
+    moved = arrived & (slots < encoded)
+    blocks, window = (x.expand(len(slots), -1).split([encoded, stream.length - encoded], 1) for x in (tokens, seen))
+    (first, last), (held, exact) = blocks, window
+    held = held & ~((first[:, None] == slots[..., None]) & moved[..., None]).any(1)
+    return torch.cat([first, slots.clamp(max=stream.length - 1), last], 1), torch.cat([held, moved, exact], 1)
 
 
-def _dot(q_BHND: Tensor, x_BTC: Tensor) -> Tensor:
-    """Queries times keys, [B, H, N, T]."""
-    batch, heads, rows, _ = q_BHND.shape
-    return torch.bmm(q_BHND.reshape(batch * heads, rows, -1), _heads(x_BTC, heads).mT).view(batch, heads, rows, -1)
+def _seen(history: History, stream: Stream, mask: Tensor | None, count: int) -> Tensor:
+    """Which columns each query sees, bool [B or 1, 1, T or 1, X]."""
+    tokens, seen = (x[:, None, None] for x in _columns(history, stream))
+    if mask is None:
+        return seen
+    rows = max(len(mask), len(tokens))
+    return seen & mask.expand(rows, -1, -1, -1).gather(-1, tokens.expand(rows, -1, count, -1))
 
 
-def _sum(p_BHNT: Tensor, x_BTC: Tensor) -> Tensor:
-    """Values by weights, [B, H, N, D]."""
-    batch, heads, rows, tokens = p_BHNT.shape
-    return torch.bmm(p_BHNT.reshape(batch * heads, rows, tokens), _heads(x_BTC, heads)).view(batch, heads, rows, -1)
+def _by_token(history: History, stream: Stream, p_BHNX: Tensor) -> Tensor:
+    """Weights of a stream's columns, by token: [B, H, N, T]."""
+    if not stream.front:
+        return p_BHNX
+    tokens = _columns(history, stream)[0][:, None, None]
+    p_BHNT = p_BHNX.new_zeros(*p_BHNX.shape[:3], stream.length)
+    return p_BHNT.scatter_add_(-1, tokens.expand(p_BHNX.shape), p_BHNX)
+
+
+def _by_column(history: History, stream: Stream, p_BHNT: Tensor) -> Tensor:
+    """Weights of tokens, by a stream's columns: [B, H, N, X]."""
+    tokens, seen = (x[:, None, None] for x in _columns(history, stream))
+    return p_BHNT.gather(-1, tokens.expand(*p_BHNT.shape[:3], -1)) * seen
 
 
 def _heads(x_BTC: Tensor, heads: int) -> Tensor:
-    """[B · H, T, D], float32: without a copy for a single row."""
-    batch, tokens, width = x_BTC.shape
-    return x_BTC.float().view(batch, tokens, heads, -1).transpose(1, 2).reshape(batch * heads, tokens, width // heads)
+    """[B, H, T, D], float32, where it lies."""
+    return x_BTC.float().view(*x_BTC.shape[:2], heads, -1).transpose(1, 2)
 
 
 def causal(count: int, length: int, device: torch.device) -> Tensor:
