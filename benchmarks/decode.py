@@ -3,8 +3,8 @@
 A step of generation reads the whole cache once. Every cache is filled with the same prompt; then the caches take turns,
 one token each, so that whatever else the machine does falls on all of them alike. Every quantized cache here encodes
 once in 128 steps, so as many are timed, and ratios are those of the means, that is of tokens per second: to
-DynamicCache and to the faster of the two QuantizedCaches (2 bits, groups of 64, 128 recent tokens). The median is a step in which
-nothing is encoded. Wall time, or (`--cpu`) time of the main thread.
+DynamicCache and to the faster of the two QuantizedCaches (2 bits, groups of 64, 128 recent tokens). The median is a
+step in which nothing is encoded. Wall time, or (`--cpu`) time of the main thread.
 
 python benchmarks/decode.py [--recipes higgs-2bit,higgs-2bit/kvq] [--lengths 512,1024,2048,4096] [--json FILE]
 """
