@@ -54,7 +54,7 @@ bench: $(VENV)/.bench ## run the benchmarks; BENCH_ARGS=...
 	$(RUN) benchmarks/registry.py
 
 compare: env ## measure all families of recipes and write docs/compare.md; COMPARE_ARGS="--model demo"
-	$(RUN) scripts/compare_models.py $(COMPARE_ARGS)
+	$(RUN) -m scripts.compare_models $(COMPARE_ARGS)
 
 bench-gpu: env ## measure the kernels where there is a GPU; BENCH_ARGS=..., without one BENCH_ARGS=--dry-run
 	env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) benchmarks/gpu.py $(BENCH_ARGS)
