@@ -272,6 +272,8 @@ class Case:
         differ = names_on(self.hub) ^ self.names
         assert not differ, f"on the Hub, left or lost {sorted(differ)}"
         upkeep.collect(store(self.place), grace=0)
+        with using(self.hub, self.cache):
+            hub_upkeep.collect(HubRegistry(self.hub.org), grace=0)
         left, lost = tree(self.place) - self.paths, self.paths - tree(self.place)
         assert not left and not lost, f"left {sorted(left)}, lost {sorted(lost)}"
         drafts = [path for pattern in DRAFTS for path in self.cache.glob(pattern)]
