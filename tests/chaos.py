@@ -242,6 +242,8 @@ class Case:
         shutil.copytree(self.start, self.place)
         self.hub.repos, self.hub.lfs = copy.deepcopy(self.kept)
         self.hub.faults = Faults()
+        with using(self.hub, self.cache):
+            pass  # what the client keeps for itself is there, whatever the command may write
 
     def disturb(self, fault: str | None = None, kill_after: float | None = None, limit: int | None = None) -> Ended:
         """Run it with a fault; then what is there must be whole, and the same command again must finish it."""

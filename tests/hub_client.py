@@ -35,7 +35,8 @@ def use(monkeypatch: pytest.MonkeyPatch, url: str, folder: Path, token: str | No
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hf-cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
-    (folder / "harnesses.json").write_text("{}")  # else the client asks huggingface.co who calls
+    if not (folder / "harnesses.json").exists():
+        (folder / "harnesses.json").write_text("{}")  # else the client asks huggingface.co who calls
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(folder / "harnesses.json"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("time.sleep", _shorter)  # the client waits whole seconds between tries

@@ -3,6 +3,7 @@
 A child is forked from this process, so everything is imported already.
 """
 
+import io
 import json
 import os
 import re
@@ -86,22 +87,26 @@ def run(
 
 
 def _child(work: Callable[[Path], int], folder: Path, notes: Path, fault: str | None, limit: int | None) -> int:
-    with (notes / "said").open("w", buffering=1) as said:
-        sys.stdout = sys.stderr = said
-        if fault is not None:
-            os.environ["KVQ_FAULT"] = fault
-        if limit is None:
-            _trace(folder, os.open(notes / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-        else:  # the notes would be cut short, too
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        try:
-            return work(folder)
-        except BaseException:
-            traceback.print_exc()
-            return 70
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    # with a limit, notes would be cut short, too: nothing is traced, and what is said is written when it is lifted
+    said = io.StringIO() if limit is not None else (notes / "said").open("w", buffering=1)
+    sys.stdout = sys.stderr = said
+    if fault is not None:
+        os.environ["KVQ_FAULT"] = fault
+    if limit is None:
+        _trace(folder, os.open(notes / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        return work(folder)
+    except BaseException:
+        traceback.print_exc()
+        return 70
+    finally:
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        if isinstance(said, io.StringIO):
+            (notes / "said").write_text(said.getvalue())
+        said.close()
 
 
 def _trace(folder: Path, out: int) -> None:
