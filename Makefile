@@ -36,7 +36,7 @@ test: env ## run the tests on 2 processes; PYTEST_ARGS="-m 'not slow'"
 
 chaos: export OMP_NUM_THREADS ?= 1
 chaos: export KVQ_KILLS ?= 200
-chaos: env ## kill commands at every passage of every fault point, and KVQ_KILLS times (200) at random moments
+chaos: env ## kill commands at every passage of every point and 200 times at random, let a Hub fail in every way
 	$(RUN) -m pytest -n 2 tests/test_faults.py
 
 check: env ## formatting, lint, types, import arrows
