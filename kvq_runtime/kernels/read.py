@@ -26,10 +26,10 @@ def weight(SLOT: tl.constexpr, SET: tl.constexpr):
 
 @triton.jit
 def load_query(q, scale, heads, d, here, TQ: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
-    """All queries of a KV head, float32 [M, d], times `scale`; row r is query head r // TQ and token r % TQ."""
+    """All queries of a KV head, float32 [d, M], times `scale`; column r is query head r // TQ and token r % TQ."""
     r = tl.arange(0, M)
-    at = q + (heads * G * TQ + r)[:, None] * D + d[None, :]
-    return tl.load(at, mask=(r < G * TQ)[:, None] & here[None, :], other=0.0).to(tl.float32) * scale
+    at = q + (heads * G * TQ + r)[None, :] * D + d[:, None]
+    return tl.load(at, mask=(r < G * TQ)[None, :] & here[:, None], other=0.0).to(tl.float32) * scale
 
 
 @triton.jit
