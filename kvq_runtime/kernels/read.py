@@ -90,9 +90,7 @@ def codebook(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPIL
     for word in tl.static_range(WORDS):
         words = ()
         for stream in tl.static_range(STREAMS):
-            index = unpack.integer(parts, stream, BITS)
-            if SET[10] == 1:
-                index |= unpack.integer(parts, STREAMS + stream, BITS) << BITS
+            index = unpack.index(parts, stream, STREAMS, BITS, SET[10], COMPILED)
             words = words + (tl.load(lookup + index * WORDS + word),)
         for element in tl.static_range(EACH):
             for stream in tl.static_range(STREAMS):
