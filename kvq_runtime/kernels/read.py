@@ -102,7 +102,7 @@ def codebook(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPIL
 
 @triton.jit
 def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED: tl.constexpr):
-    """Angles and radii, in one slot. `lookup` is the points [levels, 2, 64], then what 8-bit radii stand for.
+    """Angles and radii, in one slot. `lookup` is the points [levels, 64, 2], then what 8-bit radii stand for.
 
     Further settings: LEVELS; bytes of a head's codes; 1 if radii are 8 bit beside a norm; and of each level, the first
     lowest: its bits, the first byte of the run of levels packed with it, the codes of that run, the first of its own.
@@ -125,8 +125,9 @@ def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED:
     codes = field(table, block, row, 0, NAMES, TOKENS * SET[8], tl.uint8) + at * SET[8]
     for up in tl.static_range(LEVELS):
         code = _angles(codes, here, SET[2] >> (LEVELS - up), SET[3] >> (LEVELS - up), SET, 10 + 4 * (LEVELS - 1 - up))
-        points = lookup + (LEVELS - 1 - up) * 128 + code
-        x = tl.interleave(x * tl.load(points), x * tl.load(points + 64))
+        both = tl.load((lookup + (LEVELS - 1 - up) * 128).to(tl.pointer_type(tl.int64)) + code)  # (cos, sin), one gather
+        cos, sin = both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        x = tl.interleave(x * cos, x * sin)
     return (x.to(tl.float16),), ()
 
 
