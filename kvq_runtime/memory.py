@@ -63,7 +63,7 @@ class MemoryReport:
         batch, elements, missing, dtype, escaped, clipped = 0, 0, 0, torch.bfloat16, 0, 0
         for pair in cache.layers.values():
             for stream in pair:
-                batch, dtype = len(stream.sinks_BSC), stream.sinks_BSC.dtype
+                batch, dtype = stream.rows, stream.sinks_BSC.dtype
                 elements += batch * (stream.length + cache.timeline.dropped) * cache.geometry.width
                 missing += batch * cache.timeline.dropped * cache.geometry.width
                 for kind, size in stream.bytes().items():

@@ -10,6 +10,7 @@ import json
 import pkgutil
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal, get_args
 
@@ -149,7 +150,7 @@ class Recipe:
         """Whether a cache fits this side itself."""
         return self.online is not None and side.fitted
 
-    @property
+    @cached_property
     def chained(self) -> bool:
         """Whether a layer is predicted from decoded layers, so that layers are encoded and read in order."""
         return any(isinstance(side.predict, predict.Linear) for side in self.sides)
