@@ -3,7 +3,8 @@
 parity   every family against softmax on the decoded blocks
 attend   a decode step, keys and values of one layer: microseconds, GB/s, what bounds it and the share of that reached,
          and the speed-up over scaled_dot_product_attention with the fastest of its backends
-encode   GB/s of float32 read; one launch rotates, scales, finds codes and packs
+profile  of the slowest of those from 16384 tokens on, by share: microseconds of each kernel
+encode   GB/s of bfloat16 read by what encodes a flush; most recipes in one launch: rotate, scale, find codes, pack
 sweep    launch settings, fastest of all that compile; --write stores them in kvq_runtime/kernels/launch.json
 
 Bounds: bytes that must be read (codes and metadata once, sinks and window) over the bandwidth of a copy measured
@@ -229,6 +230,23 @@ def attend(case: Case, copy: float, rate: float) -> dict[str, Any]:
     }
 
 
+def profile(found: dict[str, Any], case: Case) -> dict[str, Any]:
+    """Where a case's time goes: microseconds of each kernel of a step, by PyTorch's profiler."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    device, model = torch.device("cuda"), case.model
+    step = built(case, device)
+    q = torch.randn(case.batch, model.q_heads, 1, model.head_size, device=device, dtype=torch.bfloat16)
+    step(q)
+    with watch(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(10):
+            step(q)
+        torch.cuda.synchronize()
+    kernels = {event.key: round(event.self_device_time_total / 10, 1) for event in seen.key_averages()}
+    return found | {"what": "profile", "kernels": {name: took for name, took in kernels.items() if took}}
+
+
 def row(case: Case) -> dict[str, Any]:
     """What a case is, and the bytes it must read."""
     return {
@@ -238,37 +256,13 @@ def row(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def encoder(side: Any, geometry: Geometry) -> Callable[[Tensor], Any]:
-    """The one launch that encodes blocks [N, T, C] of a side: rotate, scale, find codes, pack."""
-    from kvq_runtime.ops import chain
-    from kvq_runtime.stages import groups
-
-    width = geometry.width if side.axis == "token" else side.block
-    size = groups.size(side.quantize.group, width, geometry)
-    turn: chain.Turn = None
-    if side.rotate is not None:
-        signed = side.rotate.kind == "hadamard"
-        own = chain.Signed(side.rotate.size(width, geometry), side.rotate.seed)
-        turn = own if signed else side.rotate.matrix(width, geometry)
-    op, settings = {
-        "rtn": (chain.minmax, lambda q: (q.bits,)),
-        "grid": (chain.nearest, lambda q: (q.dim, q.size)),
-        "lloyd": (chain.sphere, lambda q: (q.bits, q.scale)),
-    }[side.quantize.kind]
-
-    def encoded(x_NTC: Tensor) -> Any:
-        x = x_NTC if side.axis == "token" else x_NTC.mT
-        way = turn.to(x.device) if isinstance(turn, Tensor) else turn
-        return op(x.float().unflatten(-1, (-1, size)), *settings(side.quantize), way)
-
-    return encoded
-
-
 def encode(model: Model, recipe: str, half: str) -> dict[str, Any]:
     """Encode 64 blocks of one layer's keys or values."""
-    side = getattr(preset(recipe), half)
-    call, x = encoder(side, model.geometry), torch.randn(64, side.block, model.geometry.width, device="cuda")
-    took = timed([lambda: call(x)])
+    chosen = preset(recipe)
+    block, width = getattr(chosen, half).block, model.geometry.width
+    one = codec.Codec(chosen, 0, half, model.geometry, {}).to(torch.device("cuda"))
+    x = torch.randn(64, block, width, device="cuda", dtype=torch.bfloat16)
+    took = timed([lambda: one.encode(x, codec.Context())])
     found = {"what": "encode", "model": model.name, "recipe": recipe, "half": half, "microseconds": round(took, 1)}
     return found | {"gb_per_s": round(x.numel() * x.element_size() / took / 1e3, 1)}
 
@@ -300,9 +294,9 @@ def sweep(model: Model, recipe: str) -> tuple[str, Any, list[dict[str, Any]]]:
         lines.append({"what": "sweep", "recipe": recipe, **asdict(how), "microseconds": round(took, 1)})
     best = min(lines, key=lambda line: line["microseconds"])
     major, minor = torch.cuda.get_device_capability()
-    keys = layout(preset(recipe).key, model.geometry)
-    assert keys is not None
-    name = key(10 * major + minor, keys, model.q_heads // model.kv_heads)
+    keys, values = (layout(side, model.geometry) for side in (case.sides().key, case.sides().value))
+    assert keys is not None and values is not None
+    name = key(10 * major + minor, keys, values, model.q_heads // model.kv_heads)
     return name, Launch(best["tile"], best["warps"], best["stages"]), lines
 
 
@@ -361,14 +355,18 @@ def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if "parity" in wanted:
         yield parity()
     if "encode" in wanted:
-        encoded = [name for name in recipes if not name.startswith("polar")]  # those are several launches
-        yield from (encode(*each) for each in itertools.product(models, encoded, ("key", "value")))
+        yield from (encode(*each) for each in itertools.product(models, recipes, ("key", "value")))
     if "attend" in wanted:
+        measured = []
         for case in chosen(given):
             if time.monotonic() > deadline:
                 yield {"what": "stopped", "after_minutes": given.minutes}
-                return
-            yield attend(case, copy, rate)
+                break
+            measured.append((attend(case, copy, rate), case))
+            yield measured[-1][0]
+        long = [pair for pair in measured if pair[1].tokens >= 16384]
+        if long:
+            yield profile(*min(long, key=lambda pair: pair[0]["share"]))
 
 
 def main(arguments_given: list[str] | None = None) -> int:

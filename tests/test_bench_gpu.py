@@ -6,9 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from benchmarks import gpu
-from kvq_runtime import codec
-from kvq_runtime.geometry import Geometry
+from transformers import LlamaConfig
+
+from benchmarks import generation, gpu
 from kvq_runtime.kernels import launch
 from kvq_runtime.kernels.layout import layout
 from kvq_runtime.recipe import preset
@@ -59,23 +59,28 @@ def test_a_step_runs_as_it_is_timed(name):
     assert out.shape == q.shape and bool(torch.isfinite(out).all()) and bool(torch.isfinite(level).all())
 
 
-@pytest.mark.parametrize("half", ["key", "value"])
-@pytest.mark.parametrize("name", [name for name in gpu.FAMILIES if not name.startswith("polar")])
-def test_the_timed_encoder_is_the_codec(name, half):
-    recipe, geometry = preset(name), Geometry(1, 2, 64)
-    side = getattr(recipe, half)
-    x = torch.randn(2, side.block, 128, generator=torch.Generator().manual_seed(0))
-    wanted = list(codec.Codec(recipe, 0, half, geometry, {}).encode(x, codec.Context()).values())
-    for found, field in zip(gpu.encoder(side, geometry)(x), wanted, strict=True):
-        assert torch.equal(found, field)
-
-
 def test_settings_are_stored_and_read(tmp_path, monkeypatch):
     measured = {"sm90-d128-x": launch.Launch(128, 8, 3)}
     monkeypatch.setattr(launch, "__file__", str(tmp_path / "launch.py"))
     gpu.write_settings(measured)
     stored = json.loads((tmp_path / "launch.json").read_text())
     assert {name: launch.Launch(**given) for name, given in stored.items()} == launch.table() | measured
+
+
+def test_generation_measures_every_cache(tmp_path, monkeypatch):
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    config = LlamaConfig(**small, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)
+    monkeypatch.setattr(generation, "CONFIGS", {"small": config})
+    given = ["--models", "small", "--recipes", "kivi-2bit-g128", "--prompt", "400", "--new", "3", "--batches", "1,2"]
+    out = tmp_path / "found.jsonl"
+    assert generation.main([*given, "--device", "cpu", "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["cache"], row["batch"]) for row in rows] == [
+        ("dynamic", 1), ("dynamic", 2), ("kivi-2bit-g128", 1), ("kivi-2bit-g128", 2)
+    ]  # fmt: skip
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    assert rows[1]["cache_bytes"] == 2 * 2 * 2 * 403 * 32 * 2  # rows, layers, keys and values, tokens, width, bfloat16
+    assert generation.main([*given, "--device", "cpu", "--batches", "1,most"]) == 2
 
 
 @pytest.mark.gpu
