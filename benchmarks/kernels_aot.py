@@ -51,24 +51,9 @@ SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program can have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FAMILIES = (
     *("kivi-2bit-g128", "kivi-4bit-g128", "rtn-2bit", "rtn-3bit", "rtn-4bit", "rtn-8bit", "rtn-absmax-4bit"),
-    *(
-        "quarot-head-2bit",
-        "quarot-head-4bit",
-        "higgs-head-1bit",
-        "higgs-head-1.5bit",
-        "higgs-head-2bit",
-        "higgs-head-3bit",
-    ),
-    *(
-        "higgs-head-4bit",
-        "turboquant-3bit",
-        "lloyd-2bit",
-        "lloyd-3bit",
-        "lloyd-4bit",
-        "polar-paper",
-        "polar-radius8",
-        "polar-3bit",
-    ),
+    *("quarot-head-2bit", "quarot-head-4bit", "higgs-head-1bit", "higgs-head-1.5bit", "higgs-head-2bit"),
+    *("higgs-head-3bit", "higgs-head-4bit", "turboquant-3bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit"),
+    *("polar-paper", "polar-radius8", "polar-3bit"),
 )
 TYPES = {
     torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
