@@ -142,7 +142,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     for bits in (2, 4):
         found[f"attend kivi-{bits}bit-g128 pre"] = attends(preset(f"kivi-{bits}bit-g128"), position="pre")
     for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit"):
-        for tokens in (2, 4, 8):
+        for tokens in (2, 4, 8) if not name.startswith("kivi") else (8,):
             found[f"attend {name} m{8 * tokens}"] = attends(preset(name), ratio=8, tokens=tokens)
     return {name: call for name, call in found.items() if call is not None} | _ops()
 
@@ -163,6 +163,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "encode grid 2 256 rotated": lambda: chain.nearest(x, 2, 256, signed),
         "encode lloyd 3 matrix": lambda: chain.sphere(x, 3, "norm", turn),
         "encode polar": lambda: polar.encode(x, (4, 2, 2, 2)),
+        "encode polar packed": lambda: chain.angles(x, (4, 2, 2, 2), turn),
         "encode polar fitted": lambda: polar.encode_fitted(
             x, [s[0].new_zeros(n, dtype=torch.float32) for n in (15, 3)]
         ),

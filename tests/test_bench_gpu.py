@@ -94,8 +94,8 @@ def test_settings_are_told_apart():
     for name in ("kivi-2bit-g128", "kivi-4bit-g128", "rtn-4bit", "lloyd-4bit", "polar-3bit"):
         keys, values = (layout(side, geometry) for side in (preset(name).key, preset(name).value))
         assert keys is not None and values is not None
-        found |= {launch.key(arch, keys, values, rows) for arch in (80, 90) for rows in (4, 7, 8, 9, 64)}
-    assert len(found) == 5 * 2 * 3
+        found |= {launch.key(arch, keys, values, rows) for arch in (80, 90) for rows in (4, 7, 8, 9, 32, 64)}
+    assert len(found) == (2 * 2 + 3 * 3) * 2
 
 
 def test_every_family_has_its_instructions_counted():

@@ -109,13 +109,12 @@ def _encode(
     here, start = (row < n)[:, None], row.to(tl.int64)[:, None]
     for level in tl.static_range(LEVELS):
         a, b = tl.split(tl.reshape(tile, (ROWS, P >> (level + 1), 2)))
-        count = (1 << ((BITS >> (3 * level)) & 7)) - 1
         if FITTED and level == 0:
-            code = _around(a, b, lines, count)
+            code = _around(a, b, lines, (1 << (BITS & 7)) - 1)
         elif level == 0:
-            code = _sector(a, b, lines, count + 1)
+            code = _sector(a, b, lines, 1 << (BITS & 7))
         else:
-            code = _beyond(a, b, lines + level * 189, count)
+            code = _beyond(a, b, lines + level * 189, (1 << ((BITS >> (3 * level)) & 7)) - 1)
         j = tl.arange(0, P >> (level + 1))[None, :]
         to = codes + start * (K - (K >> LEVELS)) + (K - (K >> level)) + j
         tl.store(to, code.to(tl.uint8), mask=here & (j < (K >> (level + 1))))
@@ -128,28 +127,6 @@ def _encode(
     tl.store(radii + start * (K >> LEVELS) + j, tile, mask=here & (j < (K >> LEVELS)))
 
 
-@triton.jit
-def _pack(codes, out, here, LEVELS: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr):
-    """Pack the codes of every run of levels of the same width."""
-    ROOM: tl.constexpr = triton.next_power_of_2(K)
-    for level in tl.static_range(LEVELS):
-        WIDTH: tl.constexpr = (BITS >> (3 * level)) & 7
-        if level == 0 or (BITS >> (3 * (level - 1))) & 7 != WIDTH:
-            LAST: tl.constexpr = _last(level, BITS, LEVELS)
-            COUNT: tl.constexpr = (K >> level) - (K >> LAST)
-            j = tl.arange(0, ROOM)[None, :]
-            done = 0
-            value = tl.zeros((here.shape[0], ROOM), tl.int32)
-            for log in tl.static_range(4):
-                if WIDTH & (8 >> log) != 0:
-                    length = (COUNT * (8 >> log) + 7) // 8
-                    own = codes + (K - (K >> level))
-                    value |= streams(own, here, j - done, length, COUNT, 8 >> log, WIDTH)
-                    done += length
-            tl.store(out + j, value.to(tl.uint8), mask=here & (j < done))
-            out += done
-
-
 @triton.constexpr_function
 def _last(level, bits, levels):
     """The level after a run of the same width."""
@@ -157,6 +134,30 @@ def _last(level, bits, levels):
     while level < levels and (bits >> (3 * level)) & 7 == width:
         level += 1
     return level
+
+
+@triton.jit
+def _pack(codes, out, here, LEVELS: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr):
+    """Pack the codes of every run of levels of the same width."""
+    for level in tl.static_range(LEVELS):
+        if level == 0 or (BITS >> (3 * level)) & 7 != (BITS >> (3 * level - 3)) & 7:
+            out = _run(codes, out, here, level, _last(level, BITS, LEVELS), (BITS >> (3 * level)) & 7, K)
+
+
+@triton.jit
+def _run(codes, out, here, LEVEL: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr):
+    """One of them; where the next one's bytes begin."""
+    COUNT: tl.constexpr = (K >> LEVEL) - (K >> LAST)
+    j = tl.arange(0, triton.next_power_of_2(COUNT))[None, :]
+    done = 0
+    value = tl.zeros((here.shape[0], j.shape[1]), tl.int32)
+    for log in tl.static_range(4):
+        if WIDTH & (8 >> log) != 0:
+            length = (COUNT * (8 >> log) + 7) // 8
+            value |= streams(codes + (K - (K >> LEVEL)), here, j - done, length, COUNT, 8 >> log, WIDTH)
+            done += length
+    tl.store(out + j, value.to(tl.uint8), mask=here & (j < done))
+    return out + done
 
 
 @triton.jit
