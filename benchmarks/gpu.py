@@ -235,7 +235,6 @@ def attend(case: Case, copy: float, rate: float) -> dict[str, Any]:
     }
 
 
-<<<<<<< HEAD
 def profile(found: dict[str, Any], case: Case) -> dict[str, Any]:
     """Where a case's time goes: microseconds of each kernel of a step, by PyTorch's profiler."""
     from torch.profiler import ProfilerActivity
@@ -251,7 +250,8 @@ def profile(found: dict[str, Any], case: Case) -> dict[str, Any]:
         torch.cuda.synchronize()
     kernels = {event.key: round(event.self_device_time_total / 10, 1) for event in seen.key_averages()}
     return found | {"what": "profile", "kernels": {name: took for name, took in kernels.items() if took}}
-=======
+
+
 def issued(case: Case) -> float:
     """Microseconds that issuing the main loop's instructions takes, as it was compiled with the default settings."""
     device = torch.cuda.get_device_properties(0)
@@ -261,7 +261,6 @@ def issued(case: Case) -> float:
     lanes = float(table[f"attend {case.recipe}", arch]["instructions_per_element"])
     elements = 2 * case.batch * case.blocks * 128 * case.model.geometry.width
     return 1e3 * lanes * elements / (128 * device.multi_processor_count * device.clock_rate)
->>>>>>> kernels
 
 
 def row(case: Case) -> dict[str, Any]:
