@@ -1,10 +1,12 @@
 """Attend to what a layer holds: encoded blocks, exact sinks, exact window. The torch reference of the decode kernels.
 
 Scores of every part are put side by side, so that one softmax serves all; each part's values are then mixed with its
-share of the weights. Blocks whose codec allows it are met as they lie (see `fold.py`), others are decoded run by run.
-Long prompts are worked through in slices of queries, so that scores take a bounded amount of memory.
+share of the weights. A sink has two columns: one in its block, which nobody sees, and one of its own. Blocks whose
+codec allows it are met as they lie (see `fold.py`), others are decoded run by run. Long prompts are worked through in
+slices of queries, so that scores take a bounded amount of memory.
 
-G query heads share a KV head; N = G · T rows of queries per KV head.
+G query heads share a KV head; N = G · T rows of queries per KV head · X columns: tokens in blocks, sinks if there are
+blocks, window.
 
 Differs: kernels, which cannot see all scores at once, merge parts by their log-sum-exp (`ops/attention.py`).
 """
@@ -18,6 +20,7 @@ from kvq_runtime.history import History
 from kvq_runtime.stream import Stream
 
 SCORES = 1 << 25  # scores held at once
+_LEAST = torch.finfo(torch.float32).min
 _FOLDED = 64  # rows of queries per KV head up to which blocks are not decoded
 # is told the layer, its weights [B, H, G, queries, tokens], slice after slice, and the slots of these queries; it may
 # keep none of the tensor
@@ -55,91 +58,99 @@ def _attend(
     slots: range,
     observer: Observer | None,
 ) -> Tensor:
-    heads, count = history.geometry.kv_heads, q_BHTD.shape[2]
-    q_BHND = (q_BHTD.float() * scale).reshape(len(q_BHTD), heads, -1, q_BHTD.shape[-1])
-    s_BHNT = _scores(history, layer, q_BHND)
-    if mask is not None:
-        s_BHGTT = s_BHNT.unflatten(2, (-1, count))
-        s_BHGTT.masked_fill_(~mask[:, :, None], torch.finfo(s_BHNT.dtype).min)
-    p_BHNT = s_BHNT.softmax(-1)
+    keys, values = history.layers[layer]
+    batch, heads, count, size = q_BHTD.shape
+    held = history.geometry.kv_heads
+    q_YND = (q_BHTD.float() * scale).reshape(batch * held, heads // held * count, size)
+    s_YNX = _scores(history, layer, q_YND)
+    by_query = (batch, held, -1, count, s_YNX.shape[-1])
+    if mask is None and history.timeline.real_BT is None and keys.encoded >= keys.side.sinks:
+        if keys.front:
+            s_YNX.narrow(2, 0, keys.front).fill_(_LEAST)
+    else:
+        s_YNX.view(by_query).masked_fill_(~_seen(history, keys, mask, count)[:, :, None], _LEAST)
+    p_YNX = s_YNX.softmax(-1)
     if observer is not None:
-        observer(layer, p_BHNT.unflatten(2, (-1, count)), slots)
-    out = _mix(history, layer, p_BHNT)
-    return out.view(q_BHTD.shape).to(q_BHTD.dtype)
+        observer(layer, _by_token(history, keys, p_YNX.view(by_query)), slots)
+    if (keys.encoded, keys.front) != (values.encoded, values.front):
+        p_BHGTT = _by_token(history, keys, p_YNX.view(by_query))
+        p_YNX = _by_column(history, values, p_BHGTT).flatten(0, 1).flatten(1, 2)
+    return _mix(history, layer, p_YNX).view(q_BHTD.shape).to(q_BHTD.dtype)
 
 
-def _scores(history: History, layer: int, q_BHND: Tensor) -> Tensor:
-    """q · k of all tokens, with the exact keys of sinks: [B, H, N, T]."""
-    stream = history.layers[layer][0]
-    folded = stream.fold if q_BHND.shape[2] <= _FOLDED else None
+def _scores(history: History, layer: int, q_YND: Tensor) -> Tensor:
+    """q · k by column: [Y, N, X]."""
+    stream, heads = history.layers[layer][0], history.geometry.kv_heads
+    folded = stream.fold if q_YND.shape[1] <= _FOLDED else None
     parts = []
     for run in stream.runs():
         if folded is not None:
-            parts.append(folded.scores(q_BHND, stream.fields(*run)))
+            parts.append(folded.scores(q_YND, stream.laid(run)))
         else:
-            parts.append(_dot(q_BHND, history.run(layer, 0, run)))
-    parts.append(_dot(q_BHND, stream.window_BTC))
-    s_BHNT = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-    if stream.side.sinks and stream.encoded:
-        sinks = _dot(q_BHND, stream.sinks_BSC)
-        slots, arrived = _slots(history, stream)
-        if slots is None:
-            s_BHNT[..., : sinks.shape[-1]] = sinks
-        else:
-            index = slots[:, None, None].expand(*s_BHNT.shape[:3], -1)
-            s_BHNT.scatter_add_(-1, index, (sinks - s_BHNT.gather(-1, index)) * arrived[:, None, None])
-    return s_BHNT
+            parts.append(torch.bmm(q_YND, _heads(history.run(layer, 0, run), heads).mT))
+    parts.append(torch.bmm(q_YND, stream.exact_YTD.mT))
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
-def _mix(history: History, layer: int, p_BHNT: Tensor) -> Tensor:
-    """The sum of values with these weights, exact ones for sinks: [B, H, N, D]. The weights are used up."""
-    stream = history.layers[layer][1]
-    out = _sum(p_BHNT[..., stream.encoded :], stream.window_BTC)
-    if stream.side.sinks and stream.encoded:
-        slots, arrived = _slots(history, stream)
-        if slots is None:
-            own = p_BHNT[..., : stream.side.sinks]
-            out += _sum(own, stream.sinks_BSC)
-            own.zero_()
-        else:
-            index = slots[:, None, None].expand(*p_BHNT.shape[:3], -1)
-            weights = p_BHNT.gather(-1, index) * (arrived & (slots < stream.encoded))[:, None, None]
-            out += _sum(weights, stream.sinks_BSC)
-            p_BHNT.scatter_add_(-1, index, -weights)
-    folded = stream.fold if p_BHNT.shape[2] <= _FOLDED else None
+def _mix(history: History, layer: int, p_YNX: Tensor) -> Tensor:
+    """The sum of values with the weights of their columns: [Y, N, D]."""
+    stream, heads = history.layers[layer][1], history.geometry.kv_heads
+    folded = stream.fold if p_YNX.shape[1] <= _FOLDED else None
+    encoded, parts = stream.encoded, []
     for run in stream.runs():
-        weights = p_BHNT[..., slice(*stream.tokens(run))]
+        start, stop = stream.tokens(run)
+        weights = p_YNX.narrow(2, start, stop - start)
         if folded is not None:
-            out += folded.mix(weights, stream.fields(*run))
+            parts.append(folded.mix(weights, stream.laid(run)))
         else:
-            out += _sum(weights, history.run(layer, 1, run))
-    return out
+            parts.append(torch.bmm(weights, _heads(history.run(layer, 1, run), heads)))
+    exact = p_YNX.narrow(2, encoded, p_YNX.shape[2] - encoded), stream.exact_YTD
+    return torch.baddbmm(sum(parts[1:], parts[0]), *exact) if parts else torch.bmm(*exact)
 
 
-def _slots(history: History, stream: Stream) -> tuple[Tensor | None, Tensor]:
-    """Where each row's sinks are, [B, S], and which have arrived; None where they are the first tokens of all rows."""
-    if history.timeline.real_BT is None and stream.encoded >= stream.side.sinks:
-        return None, stream.sinks_BSC
-    slots, arrived = history.timeline.sink_slots(stream.side.sinks, len(stream.sinks_BSC), stream.sinks_BSC.device)
-    return slots.clamp(max=stream.length - 1), arrived
+def _columns(history: History, stream: Stream) -> tuple[Tensor, Tensor]:
+    """Which token each column is of, and whether it stands for it rather than for nothing, [B or 1, X] each."""
+    encoded, device = stream.encoded, stream.sinks_BSC.device
+    tokens = torch.arange(stream.length, device=device)[None]
+    seen = torch.ones_like(tokens, dtype=torch.bool)
+    if not stream.front:
+        return tokens, seen
+    slots, arrived = history.timeline.sink_slots(stream.side.sinks, stream.rows, device)
+    moved = arrived & (slots < encoded)
+    blocks, window = (x.expand(len(slots), -1).split([encoded, stream.length - encoded], 1) for x in (tokens, seen))
+    (first, last), (held, exact) = blocks, window
+    held = held & ~((first[:, None] == slots[..., None]) & moved[..., None]).any(1)
+    return torch.cat([first, slots.clamp(max=stream.length - 1), last], 1), torch.cat([held, moved, exact], 1)
 
 
-def _dot(q_BHND: Tensor, x_BTC: Tensor) -> Tensor:
-    """Queries times keys, [B, H, N, T]."""
-    batch, heads, rows, _ = q_BHND.shape
-    return torch.bmm(q_BHND.reshape(batch * heads, rows, -1), _heads(x_BTC, heads).mT).view(batch, heads, rows, -1)
+def _seen(history: History, stream: Stream, mask: Tensor | None, count: int) -> Tensor:
+    """Which columns each query sees, bool [B or 1, 1, T or 1, X]."""
+    tokens, seen = (x[:, None, None] for x in _columns(history, stream))
+    if mask is None:
+        return seen
+    rows = max(len(mask), len(tokens))
+    return seen & mask.expand(rows, -1, -1, -1).gather(-1, tokens.expand(rows, -1, count, -1))
 
 
-def _sum(p_BHNT: Tensor, x_BTC: Tensor) -> Tensor:
-    """Values by weights, [B, H, N, D]."""
-    batch, heads, rows, tokens = p_BHNT.shape
-    return torch.bmm(p_BHNT.reshape(batch * heads, rows, tokens), _heads(x_BTC, heads)).view(batch, heads, rows, -1)
+def _by_token(history: History, stream: Stream, p_BHGTX: Tensor) -> Tensor:
+    """Weights of a stream's columns, by token: [B, H, G, T, all tokens]."""
+    if not stream.front:
+        return p_BHGTX
+    tokens = _columns(history, stream)[0][:, None, None, None]
+    p_BHGTT = p_BHGTX.new_zeros(*p_BHGTX.shape[:4], stream.length)
+    return p_BHGTT.scatter_add_(-1, tokens.expand(p_BHGTX.shape), p_BHGTX)
+
+
+def _by_column(history: History, stream: Stream, p_BHGTT: Tensor) -> Tensor:
+    """Weights of tokens, by a stream's columns: [B, H, G, T, X]."""
+    tokens, seen = (x[:, None, None, None] for x in _columns(history, stream))
+    return p_BHGTT.gather(-1, tokens.expand(*p_BHGTT.shape[:4], -1)) * seen
 
 
 def _heads(x_BTC: Tensor, heads: int) -> Tensor:
-    """[B · H, T, D], float32: without a copy for a single row."""
+    """[Y, T, D], float32: where it lies, for a single row."""
     batch, tokens, width = x_BTC.shape
-    return x_BTC.float().view(batch, tokens, heads, -1).transpose(1, 2).reshape(batch * heads, tokens, width // heads)
+    return x_BTC.float().view(batch, tokens, heads, -1).transpose(1, 2).reshape(-1, tokens, width // heads)
 
 
 def causal(count: int, length: int, device: torch.device) -> Tensor:

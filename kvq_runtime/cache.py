@@ -9,6 +9,7 @@ encodes at the end of a forward pass (see `hitters.py`); one that is fitted onli
 Knows nothing of transformers: see `hf.py`. Tensors are [B, T, C], all heads side by side.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -53,6 +54,7 @@ class BlockCache:
             )
         self.geometry = geometry
         self.held = frozenset(range(geometry.layers) if held is None else held)
+        self._last = max(self.held)
         self.codecs = codecs.build(recipe, geometry, tensors or {})
         self._needs = recipe.needs
         self.reset()
@@ -68,6 +70,8 @@ class BlockCache:
         self.online = None if self.recipe.online is None else Online(self.recipe.online, self.history)
         self.reencoded = 0
         self._before = 0  # tokens before this forward pass
+        self._taken = 0  # layers that have taken in this pass's tokens
+        self._whole = True  # whether every layer is known to hold all tokens of the timeline
 
     def _hitters(self) -> Hitters | None:
         select = self.recipe.select
@@ -94,9 +98,9 @@ class BlockCache:
                 "use take(), attend() and finish(), with hear() for queries"
             )
         try:
-            streams = self._arrive(layer, k_BTC)
-            out = (k_BTC, v_BTC) if streams[0].length == 0 else self.history.whole(layer, (k_BTC, v_BTC))
+            first = self._arrive(layer, k_BTC)[0].length == 0
             self._append(layer, (k_BTC, v_BTC))
+            out = (k_BTC, v_BTC) if first else self.history.whole(layer)
             self._finish(layer)
         except Exception:
             self.crop(self._before)
@@ -137,14 +141,17 @@ class BlockCache:
             raise
 
     def _append(self, layer: int, new: Pair) -> None:
-        for stream, x_BTC in zip(self.layers[layer], new, strict=True):
-            if not x_BTC.is_cuda:
+        streams = self.layers[layer]
+        if not new[0].is_cuda and not _finite(*new):
+            for stream, x_BTC in zip(streams, new, strict=True):
                 refuse_nan(layer, stream, self.timeline, x_BTC, stream.length)
+        for stream, x_BTC in zip(streams, new, strict=True):
             stream.append(x_BTC)
             sinks.keep(stream, self.timeline, x_BTC)
+        self._taken += 1
 
     def _finish(self, layer: int) -> None:
-        last = layer == max(self.held)
+        last = layer == self._last
         if self.hitters is not None:
             if last:
                 self._select(self.hitters)
@@ -160,6 +167,7 @@ class BlockCache:
                 self.votes.release()
             if self.online is not None:
                 self.online.release()
+            self._whole = self._taken == len(self.held)
         self.history.forget(layer, last)
 
     def _select(self, hitters: Hitters) -> None:
@@ -184,37 +192,23 @@ class BlockCache:
             encode(self.history, layer, (blocks, blocks))
             for stream in self.layers[layer]:
                 stream.trim()
-            self.history.forget(layer, layer == max(self.held))
-
-    def _streams(self, layer: int, k_BTC: Tensor) -> tuple[Stream, Stream]:
-        if layer not in self.layers:
-            if layer not in self.held:
-                raise ValueError(f"layer {layer}; the cache was made for {sorted(self.held)}")
-            if k_BTC.shape[-1] != self.geometry.width:
-                raise ValueError(f"keys of width {k_BTC.shape[-1]}; the cache was made for {self.geometry}")
-            for codec in self.codecs[layer]:
-                codec.to(k_BTC.device)
-            select, where = self.recipe.select, (len(k_BTC), k_BTC.dtype, k_BTC.device)
-            outliers = Outliers(select, self.geometry, *where) if isinstance(select, Chunks) else None
-            keys, values = self.codecs[layer]
-            self.layers[layer] = (Stream(keys, *where, outliers), Stream(values, *where))
-        rows = self.layers[layer][0].sinks_BSC.shape[0]
-        if k_BTC.shape[0] != rows:
-            raise ValueError(f"{len(k_BTC)} rows; the cache holds {rows}: reset() it, or make one for each batch")
-        return self.layers[layer]
+            self.history.forget(layer, layer == self._last)
 
     def _arrive(self, layer: int, k_BTC: Tensor) -> tuple[Stream, Stream]:
         """Extend the timeline with the first layer of a forward pass; a pass that stopped midway is undone first."""
         batch, count, _ = k_BTC.shape
-        before = self.layers[layer][0].length if layer in self.layers else 0
-        first = before + count != self.timeline.length
+        pair = self.layers.get(layer)
+        first = (0 if pair is None else pair[0].length) + count != self.timeline.length
         if first:
             self.settle()
             self.history.clear()
-            self._before = self.timeline.seen
+            self._before, self._taken, self._whole = self.timeline.seen, 0, False
             if self.votes is not None:
                 self.votes.decide(self._before, count)
-        streams = self._streams(layer, k_BTC)
+            pair = self.layers.get(layer)
+        pair = self._streams(layer, k_BTC) if pair is None else pair
+        if batch != pair[0].rows:
+            raise ValueError(f"{batch} rows; the cache holds {pair[0].rows}: reset() it, or make one for each batch")
         if first:
             self.timeline.extend(batch, count, k_BTC.device)
             if "positions" in self._needs:
@@ -224,20 +218,38 @@ class BlockCache:
         below = self.layers.get(layer - 1)
         if self.recipe.chained and layer > 0 and (below is None or below[0].length != self.timeline.length):
             raise RuntimeError(f"layer {layer} is predicted from layer {layer - 1}, which must be updated before it")
-        return streams
+        return pair
+
+    def _streams(self, layer: int, k_BTC: Tensor) -> tuple[Stream, Stream]:
+        if layer not in self.held:
+            raise ValueError(f"layer {layer}; the cache was made for {sorted(self.held)}")
+        if k_BTC.shape[-1] != self.geometry.width:
+            raise ValueError(f"keys of width {k_BTC.shape[-1]}; the cache was made for {self.geometry}")
+        for codec in self.codecs[layer]:
+            codec.to(k_BTC.device)
+        select, where = self.recipe.select, (len(k_BTC), k_BTC.dtype, k_BTC.device)
+        outliers = Outliers(select, self.geometry, *where) if isinstance(select, Chunks) else None
+        keys, values = self.codecs[layer]
+        self.layers[layer] = (Stream(keys, *where, outliers), Stream(values, *where))
+        return self.layers[layer]
 
     def settle(self) -> None:
         """Undo a forward pass that stopped midway: truncate every layer to the shortest."""
+        if self._whole:
+            return
         lengths = {stream.length for pair in self.layers.values() for stream in pair}
         shortest = min(lengths, default=0) if len(self.layers) == len(self.held) else 0
         if lengths - {shortest} or self.timeline.length != shortest:
             self.crop(shortest + self.timeline.dropped)
+        self._whole = True
 
     # ---- the whole cache ---------------------------------------------------------------------------------------
 
     @property
     def length(self) -> int:
         """Tokens that every layer has taken in, those that were dropped since among them."""
+        if self._whole:
+            return self.timeline.seen
         if len(self.layers) < len(self.held):
             return 0
         shortest = min((stream.length for pair in self.layers.values() for stream in pair), default=0)
@@ -300,3 +312,8 @@ class BlockCache:
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""
         return MemoryReport.of(self)
+
+
+def _finite(k_BTC: Tensor, v_BTC: Tensor) -> bool:
+    """Whether both are surely free of NaN and infinity: a sum of their products, which either would spoil, is."""
+    return math.isfinite(torch.dot(k_BTC.reshape(-1), v_BTC.reshape(-1)).item())

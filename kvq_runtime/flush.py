@@ -16,6 +16,8 @@ from kvq_runtime.timeline import Timeline
 def flush(history: History, layer: int, before: int) -> None:
     """Encode every block that is due; an undone forward pass finds the window of the first `before` tokens again."""
     streams = history.layers[layer]
+    if not (streams[0].due or streams[1].due):
+        return
     for stream in streams:
         if stream.due:
             stream.keep(before)
@@ -81,7 +83,7 @@ def _block_input(history: History, stream: Stream) -> tuple[Tensor, Context]:
     """The window's oldest block as the codec wants it: sinks and padding filled, RoPE undone where it must be."""
     recipe, timeline, half = history.recipe, history.timeline, stream.codec.half
     size, start = stream.side.block, stream.blocks * stream.side.block
-    x_BTC = stream.window_BTC[:, :size]
+    x_BTC = stream.window_BTC[:, :size].clone()  # what `exact` keeps: the window's place is the sinks' next
     source = timeline.source(start, start + size, stream.side.sinks)
     if source is not None:
         source = source.to(x_BTC.device)

@@ -7,15 +7,15 @@ low end l (or none) and a rotation back R that all tokens share. So
   Σ_t p_t x_t  = (Σ_t p_t s_tg y_tg + Σ_t p_t l_tg) R       the sum is rotated back once
 
 What rotation and groups reach over is a *span*: one or several whole heads. In a span of several heads each head's
-query stands alone in its own place, with zeros in the others'.
+query meets the span's tokens alone, by its own rows of Rᵀ, and takes its own columns of R from the sum.
 
-N rows of queries per head · S spans of a token · W elements of a group · M groups of a span · E elements of a span ·
-Z = B · S · M
+Y = B · H rows of heads · N queries per head · S spans of a token · E elements of a span · M groups of a span · W
+elements of a group · Z = B · S · M
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -29,80 +29,93 @@ from kvq_runtime.stages import groups
 if TYPE_CHECKING:
     from kvq_runtime.codec import Codec
 
-Fields = Mapping[str, Tensor]
+
+@dataclass(frozen=True)
+class Laid:
+    """A run of blocks as a Fold reads it: codes, scales and low ends [Z, 1, T]; views, for a single row."""
+
+    codes: Tensor
+    scale: Tensor
+    low: Tensor | None
 
 
 @dataclass(frozen=True)
 class Fold:
-    """How one codec's blocks are attended to as they lie. `fields` are those of blocks [B, n, block, ...]."""
+    """How one codec's blocks are attended to as they lie. `turn` is Rᵀ, [D, D], or [heads of a span, D, E]."""
 
-    codec: Codec
+    geometry: Geometry
+    quantize: Any
+    read: Callable[[Tensor], Tensor]
     span: int
     group: int
     turn: Tensor | None
 
-    def scores(self, q_BHND: Tensor, fields: Fields) -> Tensor:
-        """q · x for every token of the blocks: [B, H, N, T]."""
-        batch, heads, rows, _ = q_BHND.shape
-        q_ZNW = self._groups(self._spread(q_BHND))
-        y_ZTW, scale_BSM1T, low_BSM1T = self._tokens(fields)
-        s = torch.bmm(q_ZNW, y_ZTW.mT).view(*scale_BSM1T.shape[:3], -1, y_ZTW.shape[1]).mul_(scale_BSM1T)
-        if low_BSM1T is not None:
-            s.addcmul_(q_ZNW.sum(-1).view(*s.shape[:4], 1), low_BSM1T)
-        s = s if s.shape[2] == 1 else s.sum(2)
-        return s.view(batch, heads, rows, -1)
+    def lay(self, fields: Mapping[str, Tensor]) -> Laid:
+        """The blocks [B, n, block, ...] of a run."""
+        batch = len(fields["codes"])
+        scale, low = self.quantize.ends(fields)
+        shape, tokens = (batch, -1, self.geometry.width // self.group), scale.shape[1:3].numel()
+        scale, low = (x if x is None else x.reshape(shape).mT.reshape(-1, 1, tokens) for x in (scale, low))
+        return Laid(fields["codes"], scale, low)
 
-    def mix(self, p_BHNT: Tensor, fields: Fields) -> Tensor:
-        """Σ_t p_t x_t over every token of the blocks: [B, H, N, D]."""
-        y_ZTW, scale_BSM1T, low_BSM1T = self._tokens(fields)
-        batch, spans, groups, _, tokens = scale_BSM1T.shape
-        p_BS1NT = p_BHNT.reshape(batch, spans, 1, -1, tokens)
-        x_ZNW = torch.bmm((p_BS1NT * scale_BSM1T).flatten(0, 2), y_ZTW)
-        if low_BSM1T is not None:
-            x_ZNW += (p_BS1NT * low_BSM1T).sum(-1).flatten(0, 2)[..., None]
-        x_BSNE = x_ZNW.view(batch, spans, groups, -1, self.group).transpose(2, 3).reshape(batch, spans, -1, self.span)
-        if self.turn is not None:
-            x_BSNE = (x_BSNE.view(-1, len(self.turn)) @ self.turn).view(x_BSNE.shape)
-        return self._own(x_BSNE, p_BHNT.shape[2])
+    def scores(self, q_YND: Tensor, laid: Laid) -> Tensor:
+        """q · x for every token of the blocks: [Y, N, T]."""
+        q_ZNW = self._groups(q_YND)
+        s_ZNT = torch.bmm(q_ZNW, self._values(laid).mT).mul_(laid.scale)
+        if laid.low is not None:
+            s_ZNT.addcmul_(q_ZNW.sum(-1, keepdim=True), laid.low.float())
+        if self.group < self.span:
+            s_ZNT = s_ZNT.view(-1, self.span // self.group, *s_ZNT.shape[1:]).sum(1)
+        return s_ZNT if len(s_ZNT) == len(q_YND) else s_ZNT.view(len(q_YND), -1, s_ZNT.shape[-1])
 
-    def _groups(self, q_BSNE: Tensor) -> Tensor:
-        """Queries turned as the tokens are, group by group: [B · S · M, N, W]."""
-        batch, spans, rows, _ = q_BSNE.shape
-        if self.turn is not None:
-            q_BSNE = q_BSNE.reshape(-1, len(self.turn)) @ self.turn.mT
+    def mix(self, p_YNT: Tensor, laid: Laid) -> Tensor:
+        """Σ_t p_t x_t over every token of the blocks: [Y, N, D]."""
+        p_ZNT, y_ZTW = self._weights(p_YNT, len(laid.scale)), self._values(laid)
+        if laid.low is None:
+            x_ZNW = torch.bmm(p_ZNT * laid.scale, y_ZTW)
+        else:
+            low_ZN1 = torch.linalg.vecdot(p_ZNT, laid.low.float()).unsqueeze(-1)
+            x_ZNW = torch.baddbmm(low_ZN1, p_ZNT * laid.scale, y_ZTW)
+        if self.group < self.span:
+            x_ZNW = x_ZNW.view(-1, self.span // self.group, *x_ZNW.shape[1:]).transpose(1, 2)
+        return self._own(x_ZNW.reshape(*p_YNT.shape[:2], self.span))
+
+    def _values(self, laid: Laid) -> Tensor:
+        """Looked-up values [Z, T, W], float32."""
+        batch, tokens = len(laid.scale) * self.group // self.geometry.width, laid.scale.shape[-1]
+        y = self.read(laid.codes)
+        if batch == 1:
+            return y.view(tokens, -1, self.group).transpose(0, 1)
+        return y.view(batch, tokens, -1, self.group).transpose(1, 2).reshape(-1, tokens, self.group)
+
+    def _weights(self, p_YNT: Tensor, rows: int) -> Tensor:
+        """Weights as groups meet them, a span's heads side by side: [Z, N · E / D, T]."""
+        if rows == len(p_YNT):
+            return p_YNT
+        groups, tokens = self.span // self.group, p_YNT.shape[-1]
+        p = p_YNT.reshape(rows // groups, 1, -1, tokens)
+        return p.expand(-1, groups, -1, -1).reshape(rows, -1, tokens)
+
+    def _groups(self, q_YND: Tensor) -> Tensor:
+        """Queries turned as the tokens are, group by group, a span's heads side by side: [Z, N · E / D, W]."""
+        rows, size = q_YND.shape[1:]
+        if self.turn is not None and self.turn.ndim == 2:
+            q_YND = q_YND @ self.turn
+        elif self.turn is not None:
+            q_YND = q_YND.view(-1, len(self.turn), rows, size) @ self.turn
         if self.group == self.span:
-            return q_BSNE.reshape(batch * spans, rows, self.span)
-        return q_BSNE.view(batch * spans, rows, -1, self.group).transpose(1, 2).reshape(-1, rows, self.group)
+            return q_YND.view(-1, rows * self.span // size, self.group)
+        q = q_YND.view(-1, rows * self.span // size, self.span // self.group, self.group)
+        return q.transpose(1, 2).reshape(-1, q.shape[1], self.group)
 
-    def _tokens(self, fields: Fields) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Looked-up values [B · S · M, T, W], scales and low ends [B, S, M, 1, T], in float32."""
-        codec = self.codec
-        batch, width = fields["codes"].shape[0], codec.geometry.width
-        y, scale, low = codec.side.quantize.terms(fields, width, codec.geometry)
-        shape = (batch, -1, width // self.span, self.span // self.group)
-        y = y.float().view(*shape, self.group).permute(0, 2, 3, 1, 4)
-        scale, low = (x if x is None else x.view(*shape, 1).permute(0, 2, 3, 4, 1) for x in (scale, low))
-        assert scale is not None
-        return y.reshape(-1, *y.shape[3:]), scale, low
-
-    def _spread(self, q_BHND: Tensor) -> Tensor:
-        """Queries in the place of their own head within a span: [B, S, heads · N, E]."""
-        batch, heads, rows, size = q_BHND.shape
-        inside = self.span // size
-        if inside == 1:
-            return q_BHND
-        q = q_BHND.new_zeros(batch, heads // inside, inside, rows, inside, size)
-        q.diagonal(dim1=2, dim2=4).copy_(q_BHND.unflatten(1, (-1, inside)).permute(0, 1, 3, 4, 2))
-        return q.view(batch, heads // inside, inside * rows, self.span)
-
-    def _own(self, x_BSNE: Tensor, rows: int) -> Tensor:
-        """Of what a head's weights mixed in its span, its own channels: [B, H, N, D]."""
-        size = self.codec.geometry.head_size
-        inside = self.span // size
-        if inside == 1:
-            return x_BSNE
-        x = x_BSNE.view(*x_BSNE.shape[:2], inside, rows, inside, size).diagonal(dim1=2, dim2=4)
-        return x.permute(0, 1, 4, 2, 3).flatten(1, 2)
+    def _own(self, x_YNE: Tensor) -> Tensor:
+        """Of what a head's weights mixed in its span, its own channels, turned back: [Y, N, D]."""
+        if self.turn is None:
+            return x_YNE
+        if self.turn.ndim == 2:
+            return x_YNE @ self.turn.mT
+        heads, rows, _ = x_YNE.shape
+        return (x_YNE.view(-1, len(self.turn), rows, self.span) @ self.turn.mT).view(heads, rows, -1)
 
 
 def fold(codec: Codec, device: torch.device) -> Fold | None:
@@ -110,26 +123,37 @@ def fold(codec: Codec, device: torch.device) -> Fold | None:
     side, geometry = codec.side, codec.geometry
     if side.axis != "token" or codec.predictor is not None or side.correct is not None or codec.turns_keys:
         return None
-    if not hasattr(side.quantize, "terms"):
+    if not hasattr(side.quantize, "reader"):
         return None
     group = groups.size(side.quantize.group, geometry.width, geometry)
-    turn = _turn(side.quantize, geometry, codec.back, device)
-    sizes = (group, geometry.head_size, 1 if turn is None else len(turn))
+    back = _rotation(side.quantize, geometry, codec.back)
+    sizes = (group, geometry.head_size, 1 if back is None else len(back))
     span = max(sizes)
     if geometry.width % span or any(span % size for size in sizes):
         return None
-    return Fold(codec, span, group, turn)
+    read = side.quantize.reader(geometry.width, geometry, device)
+    return Fold(geometry, side.quantize, read, span, group, _turn(back, span, geometry.head_size, device))
 
 
 @lru_cache(maxsize=64)
-def _turn(quantize: Any, geometry: Geometry, back: Tensor | None, device: torch.device) -> Tensor | None:
-    """The rotation back, float32, its rows in the order in which the quantizer gives its terms; None: nothing to do."""
-    if not hasattr(quantize, "terms_order"):
+def _rotation(quantize: Any, geometry: Geometry, back: Tensor | None) -> Tensor | None:
+    """The rotation back, float32, its rows in the order in which the quantizer's reader gives values; None: none."""
+    if not hasattr(quantize, "values_order"):
         return None if back is None else back.float()
-    order = quantize.terms_order(geometry.width, geometry)
+    order = quantize.values_order(geometry.width, geometry)
     if back is None and torch.equal(order, torch.arange(len(order))):
         return None
-    back = torch.eye(len(order), device=device) if back is None else back.float()
+    back = torch.eye(len(order)) if back is None else back.float()
     size = max(len(order), len(back))
-    rows = (torch.arange(0, size, len(order))[:, None] + order).flatten().to(device)
+    rows = (torch.arange(0, size, len(order))[:, None] + order).flatten().to(back.device)
     return torch.block_diag(*[back] * (size // len(back)))[rows]
+
+
+@lru_cache(maxsize=64)
+def _turn(back_EE: Tensor | None, span: int, size: int, device: torch.device) -> Tensor | None:
+    """The rotation of a whole span, transposed, and cut by heads if they are several; None: nothing to do."""
+    if back_EE is None and span == size:
+        return None
+    back_EE = torch.eye(span) if back_EE is None else torch.block_diag(*[back_EE] * (span // len(back_EE)))
+    turn = back_EE.mT.contiguous().to(device)
+    return turn if span == size else turn.view(-1, size, span)

@@ -55,6 +55,7 @@ class KVQLayer(CacheLayerMixin):
         super().__init__()
         self.blocks, self.index = blocks, index
         self.attended = False  # whether our own attention reads what `update` takes in
+        self._turns = {first: _Turn(blocks, index, first) for first in (True, False)}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: streams are made at the first update."""
@@ -66,11 +67,13 @@ class KVQLayer(CacheLayerMixin):
         """
         first = self.index not in self.blocks.layers
         self.is_initialized = True
-        k_BTC, v_BTC = (x.transpose(1, 2).flatten(2).detach() for x in (key_states, value_states))
+        k_BTC, v_BTC = key_states.transpose(1, 2).flatten(2), value_states.transpose(1, 2).flatten(2)
+        if k_BTC.requires_grad or v_BTC.requires_grad:
+            k_BTC, v_BTC = k_BTC.detach(), v_BTC.detach()
         if self.attended:
             self.blocks.take(self.index, k_BTC, v_BTC)
             key_states = key_states.view_as(key_states)  # the mark stays off the caller's tensor
-            key_states._kvq = _Turn(self.blocks, self.index, first)  # type: ignore[attr-defined]
+            key_states._kvq = self._turns[first]  # type: ignore[attr-defined]
             return key_states, value_states
         keys, values = self.blocks.update(self.index, k_BTC, v_BTC)
         if first:
@@ -93,7 +96,7 @@ class KVQLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """Rows held, or -1 before the first update."""
-        return len(self.blocks.layers[self.index][0].sinks_BSC) if self.index in self.blocks.layers else -1
+        return self.blocks.layers[self.index][0].rows if self.index in self.blocks.layers else -1
 
     def offload(self) -> None:
         """Refused: the packed cache stays on its device."""
@@ -133,7 +136,7 @@ class KVQCache(Cache):
         self._mask: Tensor | None = None
         self._announced = True
         self._warned = False
-        _hook(model)
+        _hook(model, min(self.blocks.held))
 
     @classmethod
     def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel) -> "KVQCache":
@@ -177,9 +180,9 @@ class KVQCache(Cache):
 
     def begin(self, attention_mask: Tensor | None) -> None:
         """Start a forward pass: undo one that stopped midway, and keep the padding mask for `announce`."""
+        self.blocks.settle()
         stock = [layer for layer in self.layers if isinstance(layer, DynamicLayer)]
         shortest = min([self.blocks.length, *(layer.get_seq_length() for layer in stock)])
-        self.blocks.settle()
         if self.blocks.length > shortest:
             self.blocks.crop(shortest)
         for layer in stock:
@@ -243,7 +246,7 @@ class KVQCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
         if self.blocks.layers:
-            rows = torch.arange(len(next(iter(self.blocks.layers.values()))[0].sinks_BSC))
+            rows = torch.arange(next(iter(self.blocks.layers.values()))[0].rows)
             self.blocks.select(rows.repeat_interleave(repeats))
         self._each("batch_repeat_interleave", repeats)
 
@@ -326,8 +329,8 @@ def _rotary(module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], positions_
     return turning
 
 
-def _hook(model: PreTrainedModel) -> None:
-    """Put the pre-hooks on a model, once."""
+def _hook(model: PreTrainedModel, first: int) -> None:
+    """Put the pre-hooks on a model, once: on its decoder, and on the attention of the first layer a cache holds."""
     decoder = model.get_decoder()
     if decoder in _hooked:
         return
@@ -346,8 +349,7 @@ def _hook(model: PreTrainedModel) -> None:
             )
 
     decoder.register_forward_pre_hook(begin, with_kwargs=True)
-    for attention in _attention(model):
-        attention.register_forward_pre_hook(announce, with_kwargs=True)
+    _attention(model)[first].register_forward_pre_hook(announce, with_kwargs=True)
 
 
 def _attention(model: PreTrainedModel) -> list[nn.Module]:

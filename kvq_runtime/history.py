@@ -36,13 +36,13 @@ class History:
         self._fresh: dict[tuple[int, int], Pair] = {}
         self._rooms: dict[Half, Tensor] = {}
 
-    def whole(self, layer: int, new: Pair) -> Pair:
-        """History decoded, window and new tokens in one tensor each, in the dtype of the new ones."""
+    def whole(self, layer: int) -> Pair:
+        """History decoded and window in one tensor each."""
         streams, out = self.layers[layer], []
-        for stream, x_BTC in zip(streams, new, strict=True):
-            whole = self._room(stream.codec.half, x_BTC, stream.length + x_BTC.shape[1])
-            whole[:, stream.encoded : stream.length] = stream.window_BTC
-            whole[:, stream.length :] = x_BTC
+        for stream in streams:
+            window_BTC = stream.window_BTC
+            whole = self._room(stream.codec.half, window_BTC, stream.length)
+            whole[:, stream.encoded :] = window_BTC
             out.append(whole)
         if self.recipe.chained:
             for run in streams[0].runs():
@@ -63,7 +63,7 @@ class History:
         """Keys (half 0), after RoPE, or values (1) of one run of blocks, [B, T, C]; sinks are not put back."""
         stream = self.layers[layer][half]
         start, stop = stream.tokens(run)
-        shape = (len(stream.sinks_BSC), stop - start, self.geometry.width)
+        shape = (stream.rows, stop - start, self.geometry.width)
         room = self._room(stream.codec.half, stream.sinks_BSC, shape[1])
         decoded = self._pair(layer, run)[half] if self.recipe.chained else self._decode(stream, run, room)
         self._restore(stream, decoded, run, room)
@@ -91,7 +91,7 @@ class History:
         stream = self.layers[layer][half]
         run = (block, block + 1)
         decoded = self.block(layer, block)[half] if self.recipe.chained else self._decode(stream, run)
-        tokens = stream.window_BTC.new_empty(len(stream.sinks_BSC), stream.side.block, self.geometry.width)
+        tokens = stream.window_BTC.new_empty(stream.rows, stream.side.block, self.geometry.width)
         self._restore(stream, decoded, run, tokens)
         sinks.put(stream, self.timeline, tokens, block * stream.side.block)
         return tokens
@@ -116,7 +116,7 @@ class History:
         first, stop = run
         keys, values = self.layers[layer]
         pair = self._carried.get((layer, first))
-        if pair is not None and len(pair[0]) == (stop - first) * len(keys.sinks_BSC):
+        if pair is not None and len(pair[0]) == (stop - first) * keys.rows:
             return pair
         below = [self._pair(layer - depth, run) for depth in range(1, self._reads[layer] + 1)]
         parts = [{n: f.flatten(0, 1) for n, f in stream.fields(first, stop).items()} for stream in (keys, values)]

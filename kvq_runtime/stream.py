@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec import Codec
+from kvq_runtime.fold import Laid
 from kvq_runtime.outliers import Outliers
 from kvq_runtime.row_codec import RowCodec
 from kvq_runtime.stages.escape import Escape
@@ -20,7 +21,8 @@ class Stream:
     """Encoded blocks, then the window, in the model's dtype; the first tokens of each row once more, exact.
 
     A slab holds 32 blocks; only the last grows, by doubling. The window is a buffer in which live tokens move to the
-    front when its end is reached, once per block.
+    front when its end is reached, once per block. The sinks stand right before the window, and move with its start, so
+    that what is exact is met in one piece.
     """
 
     def __init__(
@@ -32,10 +34,20 @@ class Stream:
         self.recent = self.side.recent  # more in a forward pass that a dynamic window makes keep more
         self.blocks = 0
         self.slabs: list[dict[str, Tensor]] = []
-        self._buffer = torch.empty(batch, 0, codec.geometry.width, dtype=dtype, device=device)
-        self._start = self._stop = 0
+        self._laid: dict[tuple[int, int], Laid] = {}
+        self._hold(torch.zeros(batch, self.side.sinks, codec.geometry.width, dtype=dtype, device=device))
+        self._start = self._stop = self.side.sinks
         self._kept: tuple[int, Tensor] | None = None
-        self.sinks_BSC = torch.zeros(batch, self.side.sinks, codec.geometry.width, dtype=dtype, device=device)
+
+    def _hold(self, buffer: Tensor) -> None:
+        geometry = self.codec.geometry
+        x_BHTD = buffer.view(*buffer.shape[:2], geometry.kv_heads, geometry.head_size).transpose(1, 2)
+        self._buffer, self._by_head = buffer, x_BHTD[0] if len(x_BHTD) == 1 else x_BHTD
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self._buffer.shape[0]
 
     @property
     def encoded(self) -> int:
@@ -48,9 +60,26 @@ class Stream:
         return self._buffer[:, self._start : self._stop]
 
     @property
+    def sinks_BSC(self) -> Tensor:
+        """The first real tokens of each row, as far as they have arrived."""
+        return self._buffer[:, self._start - self.side.sinks : self._start]
+
+    @property
+    def front(self) -> int:
+        """Sinks that are read beside the blocks; before there are blocks, sinks are in the window."""
+        return self.side.sinks if self.blocks else 0
+
+    @property
+    def exact_YTD(self) -> Tensor:
+        """What is exact, sinks, once there are blocks, and window, by head, float32; a single row where it lies."""
+        start = self._start - self.front
+        x = self._by_head.narrow(-2, start, self._stop - start)
+        return (x if x.ndim == 3 else x.flatten(0, 1)).float()
+
+    @property
     def length(self) -> int:
         """All tokens."""
-        return self.encoded + self._stop - self._start
+        return self.blocks * self.side.block + self._stop - self._start
 
     @property
     def due(self) -> int:
@@ -65,27 +94,32 @@ class Stream:
         """Add tokens to the window."""
         live, count = self._stop - self._start, x_BTC.shape[1]
         if self._stop + count > self._buffer.shape[1]:
-            if live + count <= self._buffer.shape[1] and live <= self._start:
-                self._buffer[:, :live] = self.window_BTC
+            if self.side.sinks + live + count <= self._buffer.shape[1] and live <= self._start:
+                self._shift(self.side.sinks)
             else:
                 self._rebuffer(live + count)
-            self._start, self._stop = 0, live
         self._buffer[:, self._stop : self._stop + count] = x_BTC
         self._stop += count
 
     def trim(self) -> None:
         """Give back the room that a long prompt took in the window."""
-        if self._buffer.shape[1] > self.recent + self.side.block + _SLACK:
-            live = self._stop - self._start
-            self._rebuffer(live)
-            self._start, self._stop = 0, live
+        if self._buffer.shape[1] > self.side.sinks + self.recent + self.side.block + _SLACK:
+            self._rebuffer(self._stop - self._start)
 
     def _rebuffer(self, needed: int) -> None:
-        steady = self.recent + self.side.block
-        room = needed if needed > steady else min(steady, max(needed, 64, 2 * (self._stop - self._start)))
-        buffer = self._buffer.new_empty(len(self._buffer), room, self._buffer.shape[2])
-        buffer[:, : self._stop - self._start] = self.window_BTC
-        self._buffer = buffer
+        sinks, live, steady = self.side.sinks, self._stop - self._start, self.recent + self.side.block
+        room = needed if needed > steady else min(steady, max(needed, 64, 2 * live))
+        buffer = self._buffer.new_empty(len(self._buffer), sinks + room, self._buffer.shape[2])
+        buffer[:, : sinks + live] = self._buffer[:, self._start - sinks : self._stop]
+        self._hold(buffer)
+        self._start, self._stop = sinks, sinks + live
+
+    def _shift(self, start: int) -> None:
+        """Move sinks and window to where the window starts at `start`."""
+        sinks, live = self.side.sinks, self._stop - self._start
+        held = self._buffer[:, self._start - sinks : self._stop].clone()  # the two places may overlap
+        self._buffer[:, start - sinks : start + live] = held
+        self._start, self._stop = start, start + live
 
     def store(self, fields: dict[str, Tensor]) -> None:
         """Append the encoded form of the window's oldest block, and drop its exact tokens."""
@@ -103,12 +137,16 @@ class Stream:
                     slab[name] = grown
                 slab[name][:, place] = field
         self.blocks += 1
+        self._laid.clear()
+        sinks_BSC = self.sinks_BSC.clone()
         self._start += self.side.block
+        self.sinks_BSC.copy_(sinks_BSC)
 
     def drop(self, kept_BK: Tensor) -> None:
         """Keep these tokens of the window, in rising order; the others are gone for good."""
-        self._buffer = self.window_BTC.gather(1, kept_BK[..., None].expand(-1, -1, self._buffer.shape[2]))
-        self._start, self._stop = 0, kept_BK.shape[1]
+        kept_BKC = self.window_BTC.gather(1, kept_BK[..., None].expand(-1, -1, self._buffer.shape[2]))
+        self._hold(torch.cat([self.sinks_BSC, kept_BKC], 1))
+        self._start, self._stop = self.side.sinks, self.side.sinks + kept_BK.shape[1]
 
     def keep(self, length: int) -> None:
         """Keep the window of the first `length` tokens, until `release`: blocks are about to be made of it."""
@@ -131,6 +169,15 @@ class Stream:
         """The fields of blocks `start` to `stop` of one slab, [B, blocks, ...] each."""
         slab = self.slabs[start // SLAB]
         return {name: field[:, start % SLAB : (stop - 1) % SLAB + 1] for name, field in slab.items()}
+
+    def laid(self, run: tuple[int, int]) -> Laid:
+        """A run of blocks as the fold reads it; that of a single row, which is views alone, is kept while they hold."""
+        assert self.fold is not None
+        if self.rows != 1:
+            return self.fold.lay(self.fields(*run))
+        if run not in self._laid:
+            self._laid[run] = self.fold.lay(self.fields(*run))
+        return self._laid[run]
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """(first, last + 1) of the blocks of each slab."""
@@ -156,16 +203,18 @@ class Stream:
             if self.outliers is not None:
                 self.outliers.crop(self.encoded)
         del self.slabs[-(-self.blocks // SLAB) :]
-        self._start = self._stop = 0
+        self._laid.clear()
+        self._stop = self._start
+        self._shift(self.side.sinks)
         if survivors_BTC is not None:
             self.append(survivors_BTC)
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         self.slabs = [{name: field.index_select(0, rows) for name, field in slab.items()} for slab in self.slabs]
-        self._buffer = self._buffer.index_select(0, rows)
+        self._laid.clear()
+        self._hold(self._buffer.index_select(0, rows))
         self._kept = None
-        self.sinks_BSC = self.sinks_BSC.index_select(0, rows)
         if self.outliers is not None:
             self.outliers.take_rows(rows)
 
@@ -179,7 +228,8 @@ class Stream:
     def bytes(self) -> dict[str, int]:
         """Allocated bytes by kind."""
         kept = _bytes(self._kept[1]) if self._kept is not None else 0
-        found = {"window": _bytes(self._buffer) + kept, "sinks": _bytes(self.sinks_BSC)}
+        sinks = self.sinks_BSC.nbytes
+        found = {"window": _bytes(self._buffer) - sinks + kept, "sinks": sinks}
         if self.outliers is not None:
             found["chunks"] = self.outliers.bytes()
         for slab in self.slabs:

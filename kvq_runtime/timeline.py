@@ -42,17 +42,12 @@ class Timeline:
         self._spread.clear()
         if positions is not None and positions.shape[-1] != count:
             raise RuntimeError(f"positions for {positions.shape[-1]} tokens were announced, but {count} arrived")
-        tokens = torch.arange(self.seen, self.seen + count, device=device)
         if self.real_BT is None and real is not None and not bool(real.all()):
             self.real_BT = torch.ones(batch, self.length, dtype=torch.bool, device=device)
         if self.real_BT is not None:
             new = real if real is not None else torch.ones(batch, count, dtype=torch.bool, device=device)
             self.real_BT = torch.cat([self.real_BT, new.expand(batch, -1)], 1)
-        if (
-            self.positions_BT is None
-            and positions is not None
-            and not torch.equal(positions, tokens.expand_as(positions))
-        ):
+        if self.positions_BT is None and positions is not None and not _follow(positions, self.seen):
             held = self.tokens_BT
             held = torch.arange(self.length, dtype=torch.int32, device=device) if held is None else held.clone()
             self.positions_BT = held.expand(batch, -1)
@@ -64,7 +59,8 @@ class Timeline:
             )
             self.positions_BT = torch.cat([self.positions_BT, new.to(torch.int32).expand(batch, -1)], 1)
         if self.tokens_BT is not None:
-            self.tokens_BT = torch.cat([self.tokens_BT, tokens.to(torch.int32).expand(batch, -1)], 1)
+            new = torch.arange(self.seen, self.seen + count, dtype=torch.int32, device=device)
+            self.tokens_BT = torch.cat([self.tokens_BT, new.expand(batch, -1)], 1)
         self.length += count
 
     def drop(self, kept_BT: Tensor) -> None:
@@ -177,3 +173,9 @@ class Timeline:
     def tensors(self) -> list[Tensor]:
         """What is stored per sequence."""
         return [tensor for tensor in (self.tokens_BT, self.real_BT, self.positions_BT) if tensor is not None]
+
+
+def _follow(positions_BT: Tensor, start: int) -> bool:
+    """Whether every row counts on from `start`."""
+    slots = torch.arange(start, start + positions_BT.shape[-1], device=positions_BT.device)
+    return torch.equal(positions_BT, slots.expand_as(positions_BT))

@@ -65,7 +65,7 @@ def silent(call: Any, within: timedelta = SILENCE) -> AutomationCore:
     return AutomationCore(name="kvq: no success for 36 hours", trigger=trigger, actions=[payload])
 
 
-def dead() -> AutomationCore:
+def dead(within: timedelta = DEAD) -> AutomationCore:
     """Mark a run that has stopped sending heartbeats as crashed: kill -9, a lost machine."""
     trigger = EventTrigger(
         after={"prefect.flow-run.heartbeat"},
@@ -74,7 +74,7 @@ def dead() -> AutomationCore:
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
-        within=DEAD,
+        within=within,
     )
     message = "No heartbeat for 90 s: its process ended without a word. A retry goes on where it stopped."
     crashed = ChangeFlowRunState(name=None, state=StateType.CRASHED, message=message, force=False)

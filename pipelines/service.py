@@ -78,8 +78,11 @@ def deploy(file: Path, webhook: str | None) -> int:
     with get_client(sync_client=True) as client:
         client.create_work_pool(pool, overwrite=True)
     automations.define(webhook)
-    command = ["-m", "prefect", "--no-prompt", "deploy", "--prefect-file", str(file), "--all"]
-    return subprocess.run([sys.executable, *command], cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--prefect-file", str(file), "--all"]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:  # else it only says to start a worker, which is done here
+        print(done.stdout, done.stderr, file=sys.stderr)
+    return done.returncode
 
 
 def _folder() -> Path:

@@ -1,62 +1,27 @@
 """`make flows-up` as it is: a real server, a real worker, schedules in seconds, a webhook on loopback, a kill -9."""
 
 import json
-import os
-import signal
-import socket
-import threading
-import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from uuid import UUID
 
 import psutil
 import pytest
 import tiny
+from webhook import free_port, listening, until
 
 from kvq_runtime import registry
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 ROOT = Path(__file__).parents[1]
-PATIENCE = 300  # seconds; on two quiet cores a run takes fifteen
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
-
-
-def until(what, seconds: float = PATIENCE):
-    """Ask until there is an answer."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := what():
-            return found
-        time.sleep(0.2)
-    raise AssertionError(f"nothing after {seconds} s")
 
 
 @pytest.fixture
-def webhook():
-    """An address that is posted to, and what was."""
-    heard: list[dict] = []
-
-    class Listener(BaseHTTPRequestHandler):
-        def do_POST(self):
-            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *given):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Listener) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/", heard
-        server.shutdown()
-        thread.join()
+def hook():
+    """A webhook, and what it heard."""
+    with listening() as found:
+        yield found
 
 
 def deployments(model: Path, folder: Path) -> Path:
@@ -88,19 +53,19 @@ def test_no_path_and_every_policy_in_flows_yaml():
         assert (ROOT / one["entrypoint"].partition(":")[0]).is_file()
 
 
-def test_a_scheduled_run_is_killed_resumed_completed_and_a_failed_gate_told(tmp_path, monkeypatch, webhook):
+def test_a_scheduled_run_is_killed_resumed_completed_and_a_failed_gate_told(tmp_path, monkeypatch, hook):
     from prefect.client.orchestration import get_client
 
     from kvq_calib import flow
     from pipelines import service
 
+    address, heard = hook
     model = tmp_path / "tiny-model"
     model.mkdir()
     tiny.save(model, "llama", layers=16)
     tiny.text(model)
     for name, value in {"PREFECT_WORKER_QUERY_SECONDS": "2", "PREFECT_WORKER_PREFETCH_SECONDS": "2"}.items():
         monkeypatch.setenv(name, value)
-    address, heard = webhook
     runs, started = tmp_path / "kvq-home" / "runs", []
     try:
         url = service.up(free_port(), deployments(model, tmp_path), address)
@@ -110,7 +75,7 @@ def test_a_scheduled_run_is_killed_resumed_completed_and_a_failed_gate_told(tmp_
             defined = {one.name: one for one in client.read_automations()}
             assert len(defined) == 4
             assert defined["kvq: no success for 36 hours"].trigger.within == timedelta(hours=36)
-            killed = kill_in_mid_run(client, runs)
+            killed = kill_in_mid_run(runs)
             crashed = until(lambda: (one := client.read_flow_run(killed)).state.is_crashed() and one)
             assert crashed.deployment_id is not None
             done = until(lambda: states(client, "nightly", "Completed"))
@@ -124,7 +89,7 @@ def test_a_scheduled_run_is_killed_resumed_completed_and_a_failed_gate_told(tmp_
             client.create_flow_run_from_deployment(asked.id)
             until(lambda: heard)
             (failed,) = states(client, "kvq-calibrate", "GateFailed")
-            assert failed.state.message in heard[0]["text"] and "was not published. KL" in heard[0]["text"]
+            assert failed.state.message in heard[0] and "was not published. KL" in heard[0]
             started += family(tmp_path / "kvq-home" / "flows")
     finally:
         stopped = service.down()
@@ -147,15 +112,21 @@ def states(client, name: str, state: str):
     return [one for one in found if one.state_name == state]
 
 
-def kill_in_mid_run(client, runs: Path):
+def kill_in_mid_run(runs: Path) -> UUID:
     """Kill the process of the nightly run when a few layers are done; the run's id."""
-    until(lambda: list(runs.glob("*/layer-0002")))
-    (running,) = states(client, "nightly", "Running")
-    for one in psutil.process_iter(["environ"]):
-        if (one.info["environ"] or {}).get("PREFECT__FLOW_RUN_ID", "").replace("-", "") == running.id.hex:
-            os.kill(one.pid, signal.SIGKILL)
+    running, id = until(lambda: next(at_work(runs.parent), None))
+    until(lambda: list(runs.glob("*/layer-0002")), pause=0.01)
+    running.kill()
     assert not list(runs.glob("*/layer-0015"))
-    return running.id
+    return id
+
+
+def at_work(home: Path) -> Iterator[tuple[psutil.Process, UUID]]:
+    """Processes that run flows for this service, with their run's id."""
+    for one in psutil.process_iter(["environ"]):
+        given = one.info["environ"] or {}
+        if given.get("KVQ_HOME") == str(home) and "PREFECT__FLOW_RUN_ID" in given:
+            yield one, UUID(given["PREFECT__FLOW_RUN_ID"])
 
 
 def resumed(client, runs: Path) -> bool:

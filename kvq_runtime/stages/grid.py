@@ -1,14 +1,15 @@
 """Quantize by the nearest point of a grid that is optimal for Gaussian vectors: HIGGS's quantizer."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import grid, pack
+from kvq_runtime.ops import grid, lookup, pack
 from kvq_runtime.stages import groups
 
 
@@ -60,17 +61,25 @@ class Grid:
 
     def lookup(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
         """Look codes up, bf16, without their scale: one gather of d, or 2 d, elements per index."""
-        count = self._group(width, geometry) // self.dim
-        packed = fields["codes"]
-        paired = self._paired(count)
-        indices = packed if paired else pack.unpack(packed, self.bits, count)
-        table = _table(self.dim, self.size, paired, packed.device)
-        rows = table.index_select(0, indices.flatten().int()).view(torch.bfloat16)
-        return rows.view(*packed.shape[:-2], width)
+        codes = fields["codes"]
+        read = self._reader(width, geometry, torch.bfloat16, codes.device)
+        return read(codes).view(*codes.shape[:-2], width)
 
-    def terms(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> tuple[Tensor, Tensor, None]:
-        """Looked-up values [..., rows, width] in stored order, the scale of their groups, and no low end."""
-        return self.lookup(fields, width, geometry), fields["scale"].float(), None
+    def reader(self, width: int, geometry: Geometry, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """What makes codes what a group's scale multiplies: float32, a row's elements in stored order."""
+        return self._reader(width, geometry, torch.float32, device)
+
+    def ends(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, None]:
+        """The scale of the groups, and no low end."""
+        return fields["scale"], None
+
+    def _reader(
+        self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Tensor], Tensor]:
+        count = self._group(width, geometry) // self.dim
+        paired = self._paired(count)
+        read = partial(lookup.take, _table(self.dim, self.size, paired, dtype, device), dtype=dtype)
+        return read if paired else lambda codes: read(pack.unpack(codes, self.bits, count))
 
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place, inside `width`, of the j-th decoded element."""
@@ -88,13 +97,12 @@ class Grid:
 
 
 @lru_cache(maxsize=32)
-def _table(dim: int, size: int, paired: bool, device: torch.device) -> Tensor:
-    """The grid in bf16 as rows of 32- or 64-bit words (a gather of words is several times faster than of elements)."""
-    points = grid.points(dim, size).to(device, torch.bfloat16)
+def _table(dim: int, size: int, paired: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The grid's points, or all pairs of them, rounded to bf16 whatever their dtype."""
+    points = grid.points(dim, size).to(device, torch.bfloat16).to(dtype)
     if paired:
         points = torch.cat([points.repeat(size, 1), points.repeat_interleave(size, 0)], 1)
-    width = points.shape[1]
-    return points.contiguous().view(torch.int32 if width == 2 else torch.int64).view(len(points), -1).squeeze(-1)
+    return lookup.table(points)
 
 
 KINDS = (Grid,)

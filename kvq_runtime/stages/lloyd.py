@@ -1,14 +1,15 @@
 """Quantize every element by the Lloyd–Max codebook of a sphere's coordinates: TurboQuant's quantizer."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import lloyd, pack
+from kvq_runtime.ops import lloyd, lookup, pack
 from kvq_runtime.stages import groups
 
 
@@ -69,16 +70,25 @@ class Lloyd:
 
     def lookup(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
         """Look codes up, bf16, without their scale: all codes of a byte by one index where they fill it."""
-        size, packed = self._group(width, geometry), fields["codes"]
-        together = self._together(size)
-        index = packed if together > 1 else pack.unpack(packed, self.bits, size)
-        table = _table(size, self.bits, together, packed.device)
-        rows = table.index_select(0, index.flatten().int()).view(torch.bfloat16)
-        return rows.view(*packed.shape[:-2], width)
+        codes = fields["codes"]
+        read = self._reader(width, geometry, torch.bfloat16, codes.device)
+        return read(codes).view(*codes.shape[:-2], width)
 
-    def terms(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> tuple[Tensor, Tensor, None]:
-        """Looked-up values [..., rows, width] in stored order, the scale of their groups, and no low end."""
-        return self.lookup(fields, width, geometry), fields["scale"].float(), None
+    def reader(self, width: int, geometry: Geometry, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """What makes codes what a group's scale multiplies: float32, a row's elements in stored order."""
+        return self._reader(width, geometry, torch.float32, device)
+
+    def ends(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, None]:
+        """The scale of the groups, and no low end."""
+        return fields["scale"], None
+
+    def _reader(
+        self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Tensor], Tensor]:
+        size = self._group(width, geometry)
+        together = self._together(size)
+        read = partial(lookup.take, _table(size, self.bits, together, dtype, device), dtype=dtype)
+        return read if together > 1 else lambda codes: read(pack.unpack(codes, self.bits, size))
 
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place, inside `width`, of the j-th decoded element."""
@@ -92,14 +102,14 @@ class Lloyd:
 
 
 @lru_cache(maxsize=32)
-def _table(size: int, bits: int, together: int, device: torch.device) -> Tensor:
-    """What every index decodes to, bf16 in words as wide as all of its elements."""
-    centroids = lloyd.sphere(size, bits)[1].to(device, torch.bfloat16)
+def _table(size: int, bits: int, together: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What every index decodes to, rounded to bf16 whatever its dtype."""
+    centroids = lloyd.sphere(size, bits)[1].to(device, torch.bfloat16).to(dtype)
     if together == 1:
-        return centroids.view(torch.int16)
+        return lookup.table(centroids[:, None])
     byte = torch.arange(256, device=device)
     codes = torch.stack([(byte >> (bits * place)) & (2**bits - 1) for place in range(together)], 1)
-    return centroids[codes].view(torch.int32 if together == 2 else torch.int64).squeeze(-1)
+    return lookup.table(centroids[codes])
 
 
 KINDS = (Lloyd,)

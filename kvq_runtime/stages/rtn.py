@@ -1,14 +1,15 @@
 """Quantize by plain rounding between the ends of a group: KIVI's, Quanto's and QuaRot's quantizer."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import pack, rtn
+from kvq_runtime.ops import lookup, pack, rtn
 from kvq_runtime.stages import groups
 
 
@@ -56,22 +57,24 @@ class Rtn:
         x = rtn.decode(codes, fields["step"], fields.get("low"), self.bits, room)
         return x.flatten(-2) if out is None else out
 
-    def terms(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes about their middle [..., rows, width], float32, in the order of `terms_order`; step, middle of groups.
-
-        About the middle, because sums of all tokens cancel less there than about the low end.
-        """
-        size, packed, middle = groups.size(self.group, width, geometry), fields["codes"], (2**self.bits - 1) / 2
+    def reader(self, width: int, geometry: Geometry, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """What makes codes what a group's step multiplies: float32, a row's elements in the order of `values_order`."""
+        size, zero = groups.size(self.group, width, geometry), self._zero
         if self._together(size) == 1:
-            codes = pack.unpack(packed, self.bits, size).flatten(-2).float() - middle
-        else:
-            rows = _table(self.bits, packed.device).index_select(0, packed.flatten().int())
-            codes = rows.view(torch.float32).view(*packed.shape[:-2], width)
-        step = fields["step"].float()
-        return codes, step, None if self.range == "absmax" else fields["low"].add(step, alpha=middle)
+            return lambda codes: pack.unpack(codes, self.bits, size).float() - zero
+        return partial(lookup.take, _table(self.bits, zero, device), dtype=torch.float32)
 
-    def terms_order(self, width: int, geometry: Geometry) -> Tensor:
-        """The natural place, inside its group, of each element that `terms` gives."""
+    def ends(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Step and low end of the groups; None where it is zero."""
+        return fields["step"], fields.get("low")
+
+    @property
+    def _zero(self) -> float:
+        """The code, or the place between two, that stands for the low end, or for 0."""
+        return 0 if self.range == "minmax" else (2**self.bits - 1) / 2
+
+    def values_order(self, width: int, geometry: Geometry) -> Tensor:
+        """The natural place, inside its group, of each element that `reader` gives."""
         size = groups.size(self.group, width, geometry)
         return torch.arange(size).view(self._together(size), -1).mT.flatten()
 
@@ -86,11 +89,11 @@ class Rtn:
 
 
 @lru_cache(maxsize=8)
-def _table(bits: int, device: torch.device) -> Tensor:
-    """The codes of every byte about their middle, float32, as words of 8 or 16 bytes: gathered several times faster."""
+def _table(bits: int, zero: float, device: torch.device) -> Tensor:
+    """The codes of every byte, less `zero`."""
     byte = torch.arange(256, device=device)
-    codes = torch.stack([(byte >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], 1) - (2**bits - 1) / 2
-    return codes.float().view(torch.complex128 if bits == 2 else torch.int64).squeeze(-1)
+    codes = torch.stack([(byte >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], 1)
+    return lookup.table(codes.float() - zero)
 
 
 KINDS = (Rtn,)
