@@ -235,6 +235,17 @@ def attend(case: Case, copy: float, rate: float) -> dict[str, Any]:
     }
 
 
+def issued(case: Case) -> float:
+    """Microseconds that issuing the main loop's instructions takes, as it was compiled with the default settings."""
+    device = torch.cuda.get_device_properties(0)
+    arch = max((known for known in (80, 90, 100) if known <= 10 * device.major + device.minor), default=80)
+    with (RESULTS / "kernels_aot.csv").open() as file:
+        table = {(line["kernel"], int(line["arch"])): line for line in csv.DictReader(file)}
+    lanes = float(table[f"attend {case.recipe}", arch]["instructions_per_element"])
+    elements = 2 * case.batch * case.blocks * 128 * case.model.geometry.width
+    return 1e3 * lanes * elements / (128 * device.multi_processor_count * device.clock_rate)
+
+
 def profile(found: dict[str, Any], case: Case) -> dict[str, Any]:
     """Where a case's time goes: microseconds of each kernel of a step, by PyTorch's profiler."""
     from torch.profiler import ProfilerActivity
@@ -250,17 +261,6 @@ def profile(found: dict[str, Any], case: Case) -> dict[str, Any]:
         torch.cuda.synchronize()
     kernels = {event.key: round(event.self_device_time_total / 10, 1) for event in seen.key_averages()}
     return found | {"what": "profile", "kernels": {name: took for name, took in kernels.items() if took}}
-
-
-def issued(case: Case) -> float:
-    """Microseconds that issuing the main loop's instructions takes, as it was compiled with the default settings."""
-    device = torch.cuda.get_device_properties(0)
-    arch = max((known for known in (80, 90, 100) if known <= 10 * device.major + device.minor), default=80)
-    with (RESULTS / "kernels_aot.csv").open() as file:
-        table = {(line["kernel"], int(line["arch"])): line for line in csv.DictReader(file)}
-    lanes = float(table[f"attend {case.recipe}", arch]["instructions_per_element"])
-    elements = 2 * case.batch * case.blocks * 128 * case.model.geometry.width
-    return 1e3 * lanes * elements / (128 * device.multi_processor_count * device.clock_rate)
 
 
 def row(case: Case) -> dict[str, Any]:

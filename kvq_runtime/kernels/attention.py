@@ -120,15 +120,12 @@ def attend(
             *constants(keys.layout, values.layout, q_heads // heads, tokens, exact.k_sinks.shape[1], splits, launch),
             num_warps=launch.warps, num_stages=launch.stages, maxnreg=min(255, REGISTERS // (32 * launch.warps)),
         )  # fmt: skip
-        back, wide, high = (
-            None if values.turn is None else _padded(values.turn.mT),
-            padded(size),
-            tall(keys.layout, rows),
-        )
+        back, wide = None if values.turn is None else _padded(values.turn.mT), padded(size)
+        high = min(16, tall(keys.layout, rows))
         chunk = max(1, MERGED // (high * (COLUMNS if back is None else wide)))
         merge[(batch * heads, triton.cdiv(wide, COLUMNS), triton.cdiv(rows, high))](
             part, lse, back, None, out, level, splits, heads, rows, high, size, wide, EXACT, min(wide, COLUMNS),
-            min(chunk, 16), num_warps=4 if rows <= 16 else 8,
+            min(chunk, 16), num_warps=4,
         )  # fmt: skip
     return out, level
 
