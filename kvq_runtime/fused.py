@@ -183,7 +183,7 @@ class Fused:
 
     def forget(self) -> None:
         """Look at padding and positions again: rows or tokens are others."""
-        self._length, self._regular = -1, False
+        self._length, self._real, self._counted = -1, False, False
 
     def pair(self, layer: int, codecs: tuple[Codec, Codec], k_BTC: Tensor) -> tuple[FixedStream, FixedStream] | None:
         """The streams of a layer that the kernel reads, for keys like these; None where it reads none."""
@@ -202,7 +202,8 @@ class Fused:
         """As BlockCache.attend; None where the torch path has to answer.
 
         A mask is taken to be that of the padding announced with this pass; one that was not announced is not the
-        kernel's. Nor are padded slots after a row's first real one, or more rows of queries than its tile has.
+        kernel's. Nor are padded slots after a row's first real one, more rows of queries than its tile has, or keys
+        before RoPE that do not turn whole, or not by their place after the padding.
         """
         keys, values = pair
         batch, heads, count, _ = q_BHTD.shape
@@ -213,7 +214,7 @@ class Fused:
             return None
         self._look(batch, count, q_BHTD.device)
         turning = self.recipe.position == "pre"
-        if not self._regular or (turning and 2 * self.timeline.half != self.geometry.head_size):
+        if not self._real or (turning and not (self._counted and 2 * self.timeline.half == self.geometry.head_size)):
             return None
         for stream in (keys, values):
             stream.publish()
@@ -232,7 +233,7 @@ class Fused:
         self._length = length
         if length == last or (length == last + 1 and count == 1 and not self.timeline.told):
             return
-        starts_B, self._regular = self.timeline.starts(batch, device)
+        starts_B, self._real, self._counted = self.timeline.starts(batch, device)
         if len(self._starts_B) != batch:
             self._starts_B = starts_B
         self._starts_B.copy_(starts_B)
@@ -283,7 +284,7 @@ def captured(cache: BlockCache, step: Callable[[], T], record: Callable = lambda
 
     def again() -> T:
         now = [stream for pair in cache.layers.values() for stream in pair]
-        if any(a is not b for a, b in zip(now, fixed, strict=True)) or [s.places for s in fixed] != places:
+        if list(map(id, now)) != list(map(id, fixed)) or [stream.places for stream in fixed] != places:
             raise RuntimeError("the cache is not where it was when the step was recorded; record it again")
         for stream in fixed:
             stream.publish()

@@ -169,16 +169,15 @@ class Timeline:
             self._complete[sinks] = before
         return self._complete.get(sinks, self.length + 1)
 
-    def starts(self, batch: int, device: torch.device) -> tuple[Tensor, bool]:
-        """The first real slot of each row, int32 [B]; whether all after it is real, and stands where it counts to."""
+    def starts(self, batch: int, device: torch.device) -> tuple[Tensor, bool, bool]:
+        """Each row's first real slot, int32 [B]; whether all after it are real; whether positions count from it."""
         starts_B = torch.zeros(batch, dtype=torch.int32, device=device)
         if self.real_BT is not None:
             starts_B = (~self.real_BT).sum(1, dtype=torch.int32)
         since_BT = torch.arange(self.length, device=device) - starts_B[:, None]
-        regular = self.real_BT is None or torch.equal(self.real_BT, since_BT >= 0)
-        if regular and self.positions_BT is not None:
-            regular = bool(((self.positions_BT == since_BT) | (since_BT < 0)).all())
-        return starts_B, regular
+        real = self.real_BT is None or torch.equal(self.real_BT, since_BT >= 0)
+        held_BT = torch.arange(self.length, device=device)[None] if self.positions_BT is None else self.positions_BT
+        return starts_B, real, bool(((held_BT == since_BT) | (since_BT < 0)).all())
 
     def source(self, start: int, stop: int, sinks: int) -> Tensor | None:
         """Which slot of a block each of its slots is encoded as: itself; for a sink or a padded slot the nearest token.

@@ -1,6 +1,6 @@
 """A cache whose blocks the decode kernel reads attends as the torch path does over the same blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,11 +13,11 @@ from kvq_runtime import attend
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipe import Recipe, Side, preset
 from kvq_runtime.stages.rtn import Rtn
 
 pytest.importorskip("triton")
-from kvq_runtime.fused import FixedStream
+from kvq_runtime.fused import FixedStream, captured, refusal
 
 TOLERANCE = 4e-3  # float16 operands of the kernel's products, bfloat16 codebooks of the torch path
 ONE = Geometry(layers=1, kv_heads=2, head_size=32)
@@ -56,7 +56,7 @@ class Driver:
         self.x = x.to(DEVICE, dtype)
         self.q = torch.randn(rows, 2 * RATIO, 300, 32, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
         self.real = None if starts is None else torch.arange(300, device=DEVICE) >= starts.to(DEVICE)[:, None]
-        self.at = 0
+        self.at, self.silent = 0, False  # tokens so far; whether passes say nothing of padding
 
     def announce(self, count: int) -> Tensor | None:
         """Tell the cache of the next tokens; the mask that a model would give."""
@@ -65,8 +65,9 @@ class Driver:
         turning = rotary(ONE)
         turning = replace(turning, frequencies_K=turning.frequencies_K.to(DEVICE))
         positions = positions.to(DEVICE) if real is None else positions[:, self.at : stop]
-        self.cache.timeline.announce(None if real is None else real[:, self.at : stop], positions, turning)
-        if real is None:
+        told = None if real is None or self.silent else real[:, self.at : stop]
+        self.cache.timeline.announce(told, positions, turning)
+        if real is None or self.silent:
             return None
         causal = torch.ones(count, stop, dtype=torch.bool, device=DEVICE).tril(self.at)
         return causal & real[:, None, None, :stop]
@@ -133,3 +134,178 @@ def test_reset_crop_and_other_rows():
         driver.cache.select(chosen)
         driver.x, driver.q, driver.real = driver.x[:, :, chosen], driver.q[chosen], driver.real[chosen]  # type: ignore
     driver.check()
+
+
+# ---- what the kernel does not answer -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("aqua-2bit", "no kernel for its keys"),
+        ("svdq-2bit", "no kernel for its keys"),
+        ("aqua-klt-1bit", "no kernel for its keys"),
+        ("subkv-2bit", "window follows the attention weights"),
+        ("h2o-higgs-2bit", "window follows the attention weights"),
+        ("svdq-shadow-2bit", "chunks that each query asks for"),
+        ("polar-online", "a codec of its own"),
+    ],
+)
+def test_other_recipes_say_so(name, says):
+    reason = refusal(preset(name), ONE)
+    assert reason is not None and says in reason and "decoded" in reason and name in reason
+    assert refusal(FAMILIES["rtn-2bit"], ONE) is None
+    windows = replace(FAMILIES["rtn-2bit"], value=replace(FAMILIES["rtn-2bit"].value, recent=3))
+    assert "different sinks" in str(refusal(windows, ONE))
+
+
+def test_a_recipe_without_a_kernel_takes_the_torch_path():
+    driver = Driver(RECIPES["higgs-2bit"])
+    driver.step(40, expected=False)
+    out, wanted = driver.step(1)
+    assert wanted is not None and torch.equal(out, wanted)
+    assert not any(isinstance(stream, FixedStream) for stream in driver.cache.layers[0])
+
+
+def answered(driver: Driver, count: int, mask: Tensor | None) -> bool:
+    """Whether the kernel answers the newest `count` queries."""
+    q_BHTD = driver.q[:, :, driver.at - count : driver.at]
+    return driver.cache.fused.attend(driver.cache.layers[0], q_BHTD, mask, SCALE) is not None
+
+
+def test_masks_that_are_not_left_padding_and_tall_queries():
+    driver = Driver(FAMILIES["rtn-2bit"])
+    driver.step(40, expected=False)
+    assert answered(driver, 32, None) and not answered(driver, 33, None)  # 64 rows, 66
+    assert not answered(driver, 1, torch.ones(1, 1, 1, 40, dtype=torch.bool))  # nobody announced it
+    driver.real = torch.arange(300, device=DEVICE) != torch.tensor([[5], [60]], device=DEVICE)  # a hole
+    driver.cache.reset()
+    driver.at = 0
+    driver.step(40, expected=False)
+    out, wanted = driver.step(1)
+    assert wanted is not None and torch.equal(out, wanted)
+
+
+# ---- a step as one graph -----------------------------------------------------------------------------------------
+
+
+def frozen(cache: BlockCache, step: Callable[[], Tensor], like: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """What a graph is to a step, where there is none: all that the host counts stays as it was at the recording."""
+    things = [cache, cache.timeline, cache.fused, *(stream for pair in cache.layers.values() for stream in pair)]
+
+    def counts() -> list[dict[str, int]]:
+        return [{name: value for name, value in vars(thing).items() if isinstance(value, int)} for thing in things]
+
+    def restore(held: list[dict[str, int]]) -> None:
+        for thing, values in zip(things, held, strict=True):
+            vars(thing).update(values)
+
+    out, then = torch.full_like(like, torch.nan), counts()
+
+    def replay() -> None:
+        now = counts()
+        restore(then)
+        out.copy_(step())
+        restore(now)
+
+    return out, replay
+
+
+class Silent:
+    """Inside, a tensor that is asked for its value raises: what a recorded step must not do."""
+
+    NAMES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "nonzero", "cpu")
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.patch = patch
+
+    def __enter__(self) -> None:
+        def asked(*args, **settings):
+            raise AssertionError("the step asks the device")
+
+        for name in self.NAMES:
+            self.patch.setattr(torch.Tensor, name, asked)
+        self.patch.setattr(torch, "equal", asked)
+
+    def __exit__(self, *args) -> None:
+        self.patch.undo()
+
+
+def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 3) -> None:
+    """A recorded step gives, token after token and over a flush, what steps taken one by one do, bit for bit."""
+    one, two = Driver(FAMILIES[name], starts), Driver(FAMILIES[name], starts)
+    _, recent, block = FAMILIES[name].key.window
+    for driver in (one, two):
+        driver.step(recent + 4 * block - 3, expected=False)  # the third step from here encodes a block
+        driver.silent = True
+        driver.step(1, expected=False)
+    k_BTC, v_BTC, q_BHTD = one.x[0, 0, :, :1].clone(), one.x[0, 1, :, :1].clone(), one.q[:, :, :1].clone()
+
+    def step() -> Tensor:
+        one.announce(1)
+        one.cache.take(0, k_BTC, v_BTC)
+        out = one.cache.attend(0, q_BHTD, None, SCALE)
+        one.cache.finish(0)
+        return out
+
+    again = captured(one.cache, step, *([] if record is None else [lambda s: record(one.cache, s, q_BHTD)]))
+    blocks = one.cache.layers[0][0].blocks
+    for at in range(one.at, one.at + count):
+        for held, new in ((k_BTC, one.x[0, 0]), (v_BTC, one.x[0, 1]), (q_BHTD, one.q)):
+            held.copy_(new.narrow(-2, at, 1))
+        out, (wanted, _) = again(), two.step(1, expected=False)
+        assert torch.equal(out, wanted)
+    assert one.cache.layers[0][0].blocks > blocks
+    assert one.cache.length == two.cache.length
+
+
+@pytest.mark.parametrize("name, starts", [("kivi-2-pre", None), ("higgs-head-2bit", PADDED)])
+def test_a_step_depends_on_nothing_that_the_host_counts(name, starts):
+    replayed(name, starts, frozen)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records a CUDA graph")
+@pytest.mark.parametrize("starts", [None, PADDED], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_is_one_graph(name, starts):
+    replayed(name, starts, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Tensor.cpu is the interpreter's here")
+def test_a_step_asks_the_device_nothing(monkeypatch):
+    driver = Driver(FAMILIES["rtn-2bit"], PADDED)
+    driver.step(58, expected=False)
+    driver.silent = True
+    driver.step(1, expected=False)
+    driver.step(1, expected=False)
+    monkeypatch.setattr("kvq_runtime.cache._finite", lambda *args: True)  # asked on a CPU alone
+    driver.announce(1)
+    new = driver.x[0, :, :, driver.at : driver.at + 1].unbind(0)
+    launched = []
+    monkeypatch.setattr("kvq_runtime.kernels.attention.attend", lambda q, *rest: launched.append(q) or (q, q))
+    with pytest.MonkeyPatch.context() as patch, Silent(patch):
+        driver.cache.take(0, *new)
+        driver.cache.attend(0, driver.q[:, :, :1], None, SCALE)
+        driver.cache.finish(0)
+    assert launched
+
+
+def test_recording_is_refused_where_it_cannot_be():
+    driver = Driver(RECIPES["higgs-2bit"])
+    driver.step(40, expected=False)
+    with pytest.raises(RuntimeError, match="no kernel for its keys"):
+        captured(driver.cache, lambda: None)
+    driver = Driver(FAMILIES["rtn-2bit"])
+    driver.step(58, expected=False)
+    with pytest.raises(RuntimeError, match="no tokens yet"):
+        captured(BlockCache(FAMILIES["rtn-2bit"], ONE), lambda: None)
+    left = driver.cache.layers[0][0]
+    driver.step(left.side.recent + left.side.block - left.window_BTC.shape[1] - 1, expected=False)
+    with pytest.raises(RuntimeError, match="encodes a block"):
+        captured(driver.cache, lambda: None)
+    driver.step(1, expected=False)
+    again = captured(driver.cache, lambda: driver.step(1, expected=False)[0], lambda step: (None, lambda: None))
+    driver.cache.reset()
+    with pytest.raises(RuntimeError, match="record it again"):
+        again()
