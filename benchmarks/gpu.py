@@ -3,7 +3,7 @@
 parity   every family against softmax on the decoded blocks
 attend   a decode step, keys and values of one layer: microseconds, GB/s, what bounds it and the share of that reached,
          and the speed-up over scaled_dot_product_attention with the fastest of its backends
-encode   GB/s of float32 read; one launch rotates, scales, finds codes and packs
+encode   GB/s of bfloat16 read by what encodes a flush; most recipes in one launch: rotate, scale, find codes, pack
 sweep    launch settings, fastest of all that compile; --write stores them in kvq_runtime/kernels/launch.json
 
 Bounds: bytes that must be read (codes and metadata once, sinks and window) over the bandwidth of a copy measured
@@ -238,37 +238,13 @@ def row(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def encoder(side: Any, geometry: Geometry) -> Callable[[Tensor], Any]:
-    """The one launch that encodes blocks [N, T, C] of a side: rotate, scale, find codes, pack."""
-    from kvq_runtime.ops import chain
-    from kvq_runtime.stages import groups
-
-    width = geometry.width if side.axis == "token" else side.block
-    size = groups.size(side.quantize.group, width, geometry)
-    turn: chain.Turn = None
-    if side.rotate is not None:
-        signed = side.rotate.kind == "hadamard"
-        own = chain.Signed(side.rotate.size(width, geometry), side.rotate.seed)
-        turn = own if signed else side.rotate.matrix(width, geometry)
-    op, settings = {
-        "rtn": (chain.minmax, lambda q: (q.bits,)),
-        "grid": (chain.nearest, lambda q: (q.dim, q.size)),
-        "lloyd": (chain.sphere, lambda q: (q.bits, q.scale)),
-    }[side.quantize.kind]
-
-    def encoded(x_NTC: Tensor) -> Any:
-        x = x_NTC if side.axis == "token" else x_NTC.mT
-        way = turn.to(x.device) if isinstance(turn, Tensor) else turn
-        return op(x.float().unflatten(-1, (-1, size)), *settings(side.quantize), way)
-
-    return encoded
-
-
 def encode(model: Model, recipe: str, half: str) -> dict[str, Any]:
     """Encode 64 blocks of one layer's keys or values."""
-    side = getattr(preset(recipe), half)
-    call, x = encoder(side, model.geometry), torch.randn(64, side.block, model.geometry.width, device="cuda")
-    took = timed([lambda: call(x)])
+    chosen = preset(recipe)
+    block, width = getattr(chosen, half).block, model.geometry.width
+    one = codec.Codec(chosen, 0, half, model.geometry, {}).to(torch.device("cuda"))
+    x = torch.randn(64, block, width, device="cuda", dtype=torch.bfloat16)
+    took = timed([lambda: one.encode(x, codec.Context())])
     found = {"what": "encode", "model": model.name, "recipe": recipe, "half": half, "microseconds": round(took, 1)}
     return found | {"gb_per_s": round(x.numel() * x.element_size() / took / 1e3, 1)}
 
@@ -361,8 +337,7 @@ def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if "parity" in wanted:
         yield parity()
     if "encode" in wanted:
-        encoded = [name for name in recipes if not name.startswith("polar")]  # those are several launches
-        yield from (encode(*each) for each in itertools.product(models, encoded, ("key", "value")))
+        yield from (encode(*each) for each in itertools.product(models, recipes, ("key", "value")))
     if "attend" in wanted:
         for case in chosen(given):
             if time.monotonic() > deadline:

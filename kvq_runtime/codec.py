@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime import rope
+from kvq_runtime import chained, rope
 from kvq_runtime.fold import fold
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import HALVES, KINDS, Half, Recipe, Side
 from kvq_runtime.stages import groups, predict
 from kvq_runtime.stages.exact import Exact
@@ -61,6 +62,7 @@ class Codec:
         self._width = geometry.width if self.side.axis == "token" else self.side.block
         self.tensors: dict[str, Tensor] = {}
         self._hold(tensors, _CPU)
+        self._chained = chained.encoder(self.side, geometry)
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
         if self.back is not None and hasattr(self.side.quantize, "lookup"):
             size = groups.size(self.side.quantize.group, self._width, geometry)
@@ -97,7 +99,8 @@ class Codec:
         """Encode blocks [N, block, C] (any T for most per-token sides): the fields of the quantizer, each [N, ...]."""
         if isinstance(self.side.quantize, Exact):
             return self.side.quantize.encode(x_NTC, self.geometry)
-        x = self.residual(x_NTC, context)
+        bare = self.predictor is None and self.side.correct is None
+        x = x_NTC if bare and self._chains(x_NTC) else self.residual(x_NTC, context)
         if self.side.correct is None:
             return self._round(x)
         fields = self._round(self.side.correct.rest(x))
@@ -140,8 +143,15 @@ class Codec:
         """What the quantizer alone makes of residuals [N, T, C]."""
         return self._unround(self._round(x_NTC))
 
+    def _chains(self, x_NTC: Tensor) -> bool:
+        """Whether one launch encodes this."""
+        return self._chained is not None and dispatch.runs_kernel(x_NTC)
+
     def _round(self, x_NTC: Tensor) -> dict[str, Tensor]:
-        x = self.rotated(x_NTC if self.side.axis == "token" else x_NTC.mT)
+        x_NRW = x_NTC if self.side.axis == "token" else x_NTC.mT
+        if self._chained is not None and self._chains(x_NTC):
+            return self._chained(x_NRW)
+        x = self.rotated(x_NRW)
         if self._own["feedback"]:
             x = self.side.feedback.apply(x, self.side.axis, self.geometry, self._own["feedback"], self._quantized)
         return self.side.quantize.encode(x, self.geometry, **self._fitted)

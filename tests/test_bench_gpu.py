@@ -7,8 +7,6 @@ import torch
 
 pytest.importorskip("triton")
 from benchmarks import gpu
-from kvq_runtime import codec
-from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels import launch
 from kvq_runtime.kernels.layout import layout
 from kvq_runtime.recipe import preset
@@ -57,17 +55,6 @@ def test_a_step_runs_as_it_is_timed(name):
     q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device=device)
     out, level = gpu.built(case, device)(q)
     assert out.shape == q.shape and bool(torch.isfinite(out).all()) and bool(torch.isfinite(level).all())
-
-
-@pytest.mark.parametrize("half", ["key", "value"])
-@pytest.mark.parametrize("name", [name for name in gpu.FAMILIES if not name.startswith("polar")])
-def test_the_timed_encoder_is_the_codec(name, half):
-    recipe, geometry = preset(name), Geometry(1, 2, 64)
-    side = getattr(recipe, half)
-    x = torch.randn(2, side.block, 128, generator=torch.Generator().manual_seed(0))
-    wanted = list(codec.Codec(recipe, 0, half, geometry, {}).encode(x, codec.Context()).values())
-    for found, field in zip(gpu.encoder(side, geometry)(x), wanted, strict=True):
-        assert torch.equal(found, field)
 
 
 def test_settings_are_stored_and_read(tmp_path, monkeypatch):

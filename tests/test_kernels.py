@@ -140,6 +140,21 @@ def test_polar(bits, width, kind):
     assert error(got[0], want[0]) <= FLOAT32
 
 
+@pytest.mark.parametrize("bits, width", [((4, 2, 2, 2), 80), ((6, 4, 1), 128), ((2, 1), 8)])
+def test_polar_with_other_boundaries(bits, width):
+    """Rising ones anywhere in the range; at level 1 on both sides of half the circle."""
+    drawn = torch.Generator().manual_seed(4)
+    cuts = [
+        (torch.rand(2**wide - 1, generator=drawn) * (2 if level else 0.5) * torch.pi).sort().values.to(DEVICE)
+        for wide, level in zip(bits, [True] + [False] * (len(bits) - 1), strict=True)
+    ]
+    (found, radii), (wanted, lengths) = both(polar.encode_fitted, normal(3, 2, width), cuts)
+    assert error(radii, lengths) <= FLOAT32
+    assert [level.shape[-1] for level in found] == [width >> n for n in range(1, len(bits) + 1)]
+    assert all(differing(a, b) <= CODES for a, b in zip(found, wanted, strict=True))
+    assert len(wanted[0].unique()) > 2
+
+
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_latent(bits):
     z, deviation = normal(2, 6, 40), normal(6, seed=1).abs()
@@ -207,7 +222,16 @@ def test_no_rows(op, settings):
 
 TESTED = [
     *(pack.pack, pack.unpack, hadamard.rotate, hadamard.rotate_back, rtn.encode_minmax, rtn.encode_absmax, rtn.decode),
-    *(grid.encode, grid.decode, lloyd.encode, lloyd.decode, polar.encode, polar.decode, predict.add),
+    *(
+        grid.encode,
+        grid.decode,
+        lloyd.encode,
+        lloyd.decode,
+        polar.encode,
+        polar.encode_fitted,
+        polar.decode,
+        predict.add,
+    ),
     *(latent.encode_gaussian, latent.decode_gaussian, latent.encode_uniform, latent.decode_uniform),
     *(chain.minmax, chain.absmax, chain.nearest, chain.sphere, feedback.follow),
 ]

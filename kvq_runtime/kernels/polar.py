@@ -3,6 +3,7 @@
 BITS holds the width of every level in three bits each, the first level lowest.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -11,22 +12,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned, warps
+from kvq_runtime.kernels.tile import on, programs, rows_of, strided
 from kvq_runtime.ops import polar
 
 
 def encode(x: Tensor, bits: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-    return launch(x, bits)
+    return _launch(x, bits, _quarters(tuple(bits), x.device), False)
+
+
+def encode_fitted(x: Tensor, boundaries: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    bits = [len(level).bit_length() for level in boundaries]
+    padded = torch.stack([torch.nn.functional.pad(level.double(), (0, 63 - len(level))) for level in boundaries])
+    lines = torch.stack([padded.cos(), padded.sin(), (padded < math.pi).double()], 2).float()
+    return _launch(x, bits, lines.to(x.device), True)
 
 
 @lru_cache(maxsize=32)
-def boundaries(bits: tuple[int, ...], device: torch.device) -> Tensor:
-    """(cos, sin) of the boundaries inside a quarter circle, of every level, float32 [levels, 16, 2]."""
-    table = torch.zeros(len(bits), 16, 2, dtype=torch.float64)
+def _quarters(bits: tuple[int, ...], device: torch.device) -> Tensor:
+    """(cos, sin, 1) of the boundaries inside a quarter circle, of every level, float32 [levels, 63, 3]."""
+    table = torch.ones(len(bits), 63, 3, dtype=torch.float64)
     for level, width in enumerate(bits, start=1):
         angles = polar.codebook(level, width)[0]
         angles = angles[: 2 ** (width - 2) - 1] if level == 1 else angles
-        table[level - 1, : len(angles)] = torch.stack([angles.cos(), angles.sin()], 1)
+        table[level - 1, : len(angles), :2] = torch.stack([angles.cos(), angles.sin()], 1)
     return table.float().to(device)
 
 
@@ -40,8 +48,12 @@ def widths(bits: Sequence[int]) -> int:
     return sum(width << (3 * level) for level, width in enumerate(bits))
 
 
-def launch(x: Tensor, bits: Sequence[int], signs: Tensor | None = None, matrix: Tensor | None = None):
-    """Encode [..., K]: codes uint8 [..., K/2^l] of each level l, radii float32 [..., K/2^L]."""
+def _launch(x: Tensor, bits: Sequence[int], lines: Tensor, fitted: bool) -> tuple[list[Tensor], Tensor]:
+    """Encode [..., K]: codes uint8 [..., K/2^l] of each level l, radii float32 [..., K/2^L].
+
+    lines    float32 [levels, 63, 3]: (cos, sin) of the boundaries, and 1 in the upper half of the circle, 0 below
+    fitted   whether those of the first level lie anywhere on the circle
+    """
     size, shape, levels = x.shape[-1], x.shape[:-1], len(bits)
     counts = [size >> level for level in range(1, levels + 1)]
     codes = torch.empty(*shape, sum(counts), dtype=torch.uint8, device=x.device)
@@ -50,29 +62,31 @@ def launch(x: Tensor, bits: Sequence[int], signs: Tensor | None = None, matrix: 
     padded = triton.next_power_of_2(size)
     n = x.numel() // size
     rows, grid = programs(n, padded)
-    turn = signs if signs is not None else matrix
-    run = 1 if turn is None else len(turn)
     if n:
         with on(x):
             _encode[grid](
-                x, codes, radii, signs, matrix, boundaries(tuple(bits), x.device), n, second, third, *strides,
-                levels, widths(bits), size, padded, rows, run, run.bit_length() - 1, num_warps=warps(matrix),
-            )  # fmt: skip
+                x, codes, radii, lines, n, second, third, *strides, levels, widths(bits), fitted, size, padded, rows
+            )
     return list(codes.split(counts, -1)), radii
 
 
 @triton.jit
 def _encode(
-    x, codes, radii, signs, matrix, table, n, second, third, s0, s1, s2, s3,
-    LEVELS: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
-    RUN: tl.constexpr, LOG: tl.constexpr,
+    x, codes, radii, lines, n, second, third, s0, s1, s2, s3,
+    LEVELS: tl.constexpr, BITS: tl.constexpr, FITTED: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, row, _ = rows_of(x, n, second, third, s0, s1, s2, s3, K, P, ROWS)
-    tile = turned(tile, signs, matrix, RUN, LOG)
     here, start = (row < n)[:, None], row.to(tl.int64)[:, None]
     for level in tl.static_range(LEVELS):
         a, b = tl.split(tl.reshape(tile, (ROWS, P >> (level + 1), 2)))
-        code = _code(a, b, table + level * 32, level, (BITS >> (3 * level)) & 7)
+        count = (1 << ((BITS >> (3 * level)) & 7)) - 1
+        if FITTED and level == 0:
+            code = _around(a, b, lines, count)
+        elif level == 0:
+            code = _sector(a, b, lines, count + 1)
+        else:
+            code = _beyond(a, b, lines + level * 189, count)
         j = tl.arange(0, P >> (level + 1))[None, :]
         to = codes + start * (K - (K >> LEVELS)) + (K - (K >> level)) + j
         tl.store(to, code.to(tl.uint8), mask=here & (j < (K >> (level + 1))))
@@ -82,25 +96,32 @@ def _encode(
 
 
 @triton.jit
-def _code(a, b, table, LEVEL: tl.constexpr, WIDTH: tl.constexpr):
-    """The cell of the angle of (a, b): of the whole circle at the first level, of a quarter above."""
-    if LEVEL == 0:
-        up, right = b >= 0, a >= 0
-        code = tl.where(up, tl.where(right, 0, 1), tl.where(right, 3, 2)) << (WIDTH - 2)
-        odd = up != right
-        x, y = tl.abs(tl.where(odd, b, a)), tl.abs(tl.where(odd, a, b))
-        code += _beyond(x, y, table, (1 << (WIDTH - 2)) - 1)
-    else:
-        code = _beyond(a, b, table, (1 << WIDTH) - 1)
+def _sector(x, y, lines, COUNT: tl.constexpr):
+    """Which of COUNT equal sectors of the circle (x, y) lies in: the quadrant, then the sector inside it."""
+    up, right = y >= 0, x >= 0
+    quadrant = tl.where(up, tl.where(right, 0, 1), tl.where(right, 3, 2))
+    odd = up != right
+    a, b = tl.abs(tl.where(odd, y, x)), tl.abs(tl.where(odd, x, y))
+    return quadrant * (COUNT // 4) + _beyond(a, b, lines, COUNT // 4 - 1)
+
+
+@triton.jit
+def _beyond(x, y, lines, COUNT: tl.constexpr):
+    """How many of the boundaries, all inside a quarter of the circle, the angle of (x, y) lies beyond."""
+    code = tl.zeros(x.shape, tl.int32)
+    for i in tl.static_range(COUNT):
+        code += (y * tl.load(lines + i * 3) > x * tl.load(lines + i * 3 + 1)).to(tl.int32)
     return code
 
 
 @triton.jit
-def _beyond(x, y, table, COUNT: tl.constexpr):
-    """How many of the boundaries the angle of (x, y) lies beyond."""
-    code = tl.zeros(x.shape, tl.int32)
-    for i in tl.static_range(COUNT):
-        code += (y * tl.load(table + i * 2) > x * tl.load(table + i * 2 + 1)).to(tl.int32)
+def _around(x, y, lines, COUNT: tl.constexpr):
+    """How many of the boundaries, anywhere inside (0, 2π), the angle of (x, y) lies beyond."""
+    code, lower = tl.zeros(x.shape, tl.int32), y < 0
+    for i in range(COUNT):
+        beyond = y * tl.load(lines + i * 3) > x * tl.load(lines + i * 3 + 1)  # inside a half of the circle
+        upper = tl.load(lines + i * 3 + 2) > 0
+        code += tl.where(upper, lower | beyond, lower & beyond).to(tl.int32)
     return code
 
 

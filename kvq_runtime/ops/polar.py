@@ -82,6 +82,7 @@ def encode(x: Tensor, bits: Sequence[int]) -> tuple[list[Tensor], Tensor]:
     return codes, x
 
 
+@dispatch.paired
 def encode_fitted(x: Tensor, boundaries: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """The same with other rising boundaries, one tensor per level; at level 1 cell 0 begins at the angle 0."""
     codes = []
