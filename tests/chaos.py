@@ -3,6 +3,7 @@
 A child is forked from this process, so everything is imported already. Another command joins by a line in `COMMANDS`.
 """
 
+import io
 import json
 import os
 import re
@@ -144,26 +145,27 @@ def run(
         raise TimeoutError(f"the child went on for {TIMEOUT} s, with {fault or kill_after}")
     whole = (notes / "steps").read_text().rpartition("\n")[0].splitlines() if (notes / "steps").exists() else []
     steps = [json.loads(line) for line in whole]
-    return Ended(child.exitcode, (notes / "said").read_text(), steps, time.perf_counter() - begun)
+    said = (notes / "said").read_text() if (notes / "said").exists() else ""  # nothing from the killed
+    return Ended(child.exitcode, said, steps, time.perf_counter() - begun)
 
 
 def _child(command: Command, folder: Path, notes: Path, fault: str | None, limit: int | None) -> int:
-    with (notes / "said").open("w", buffering=1) as said:
-        sys.stdout = sys.stderr = said
-        if fault is not None:
-            os.environ["KVQ_FAULT"] = fault
-        if limit is None:
-            _trace(folder, os.open(notes / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-        else:  # the notes would be cut short, too
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        try:
-            return command.run(folder)
-        except BaseException:
-            traceback.print_exc()
-            return 70
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    sys.stdout = sys.stderr = said = io.StringIO()
+    if fault is not None:
+        os.environ["KVQ_FAULT"] = fault
+    if limit is None:
+        _trace(folder, os.open(notes / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    else:  # the notes would be cut short, too
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        return command.run(folder)
+    except BaseException:
+        traceback.print_exc()
+        return 70
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        (notes / "said").write_text(said.getvalue())
 
 
 def _trace(folder: Path, out: int) -> None:
