@@ -19,7 +19,7 @@ from kvq_runtime import codec as codecs
 from kvq_runtime import shadow, sinks
 from kvq_runtime.attend import Observer, attend
 from kvq_runtime.flush import encode, flush, refuse_nan
-from kvq_runtime.fused import Fused
+from kvq_runtime.fused import Fused, refusal
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.history import History, Pair
 from kvq_runtime.hitters import Hitters
@@ -328,6 +328,11 @@ class BlockCache:
         for pair in self.layers.values():
             for stream in pair:
                 stream.select(rows.to(stream.sinks_BSC.device))
+
+    @property
+    def refusal(self) -> str | None:
+        """Why, on a GPU, some layer is decoded before it is attended to; None: all are read packed (see fused.py)."""
+        return next(filter(None, (refusal(self.recipe, self.geometry, layer) for layer in sorted(self.held))), None)
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""

@@ -16,7 +16,7 @@ from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.rotate import Hadamard, Random
 from kvq_runtime.stages.rtn import Rtn
 
-MATRIX = 128  # rows of a rotation that is not made of additions: one tile of a matrix product
+MATRIX = (16, 32, 64, 128)  # rows of a rotation that is not made of additions: one tile of a matrix product
 
 
 def encoder(side: Side, geometry: Geometry) -> Callable[[Tensor], dict[str, Tensor]] | None:
@@ -28,7 +28,7 @@ def encoder(side: Side, geometry: Geometry) -> Callable[[Tensor], dict[str, Tens
     size, turn = groups.size(quantize.group, width, geometry), None
     if isinstance(side.rotate, Hadamard):
         turn = chain.Signed(side.rotate.size(width, geometry), side.rotate.seed)
-    elif isinstance(side.rotate, Random) and side.rotate.size(width, geometry) <= MATRIX:
+    elif isinstance(side.rotate, Random) and side.rotate.size(width, geometry) in MATRIX:
         turn = side.rotate.matrix(width, geometry)
     elif side.rotate is not None:
         return None

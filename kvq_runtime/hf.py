@@ -175,6 +175,11 @@ class KVQCache(Cache):
         recipe = self.blocks.recipe
         return "kvq" if recipe.needs & OURS or isinstance(recipe.select, Chunks) else None
 
+    @property
+    def refusal(self) -> str | None:
+        """Why on a GPU, under our attention, some layer is decoded at every step; None: all are read packed."""
+        return self.blocks.refusal
+
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""
         return self.blocks.memory_report()

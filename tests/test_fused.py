@@ -6,12 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from feeding import RECIPES, rotary, tensors, turned
+from models import prompt, random_model
 from parity import DEVICE, error
+from test_generate import padded
 from torch import Tensor
 
 from kvq_runtime import attend
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.hf import KVQCache
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe, Side, preset
 from kvq_runtime.stages.rtn import Rtn
@@ -134,6 +137,17 @@ def test_reset_crop_and_other_rows():
         driver.cache.select(chosen)
         driver.x, driver.q, driver.real = driver.x[:, :, chosen], driver.q[chosen], driver.real[chosen]  # type: ignore
     driver.check()
+
+
+@pytest.mark.parametrize("name", ["kivi-2-pre", "higgs-head-2bit", "lloyd-3bit"])
+def test_blocks_are_the_same_however_many_are_due(name):
+    one, two = Driver(FAMILIES[name], PADDED), Driver(FAMILIES[name], PADDED)
+    one.step(58, expected=False)
+    for _ in range(2):
+        two.step(29, expected=False)
+    for a, b in zip(one.cache.layers[0], two.cache.layers[0], strict=True):
+        assert a.blocks == b.blocks > 1
+        assert all(torch.equal(field, b.fields(0, b.blocks)[name]) for name, field in a.fields(0, a.blocks).items())
 
 
 # ---- what the kernel does not answer -----------------------------------------------------------------------------
@@ -309,3 +323,27 @@ def test_recording_is_refused_where_it_cannot_be():
     driver.cache.reset()
     with pytest.raises(RuntimeError, match="record it again"):
         again()
+
+
+# ---- whole models ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_models_generate_as_with_torch(beams):
+    model = random_model("qwen2", attention="kvq", num_hidden_layers=2).to(DEVICE)
+    ids, mask = (x.to(DEVICE) for x in padded(prompt(2, 44), 44, 30))
+    settings = {"max_new_tokens": 3, "pad_token_id": 1, "do_sample": False, "num_beams": beams}
+    found, after = [], []
+    for kernels in (True, False):
+        model.set_attn_implementation("kvq")
+        with dispatch.forced(kernels), torch.no_grad():
+            cache = KVQCache(FAMILIES["rtn-2bit"], model)
+            given = {"past_key_values": cache, "return_dict_in_generate": True, "output_logits": True}
+            found.append(torch.stack(model.generate(ids, attention_mask=mask, **settings, **given).logits))
+            model.set_attn_implementation("sdpa")  # any other attention is served decoded tensors
+            after.append(model(ids[:1, :1].expand(2 * beams, 1), past_key_values=cache).logits)
+        stream = cache.blocks.layers[0][0]
+        assert isinstance(stream, FixedStream) == kernels and stream.blocks
+    assert cache.refusal is None
+    assert error(*found) < 4 * TOLERANCE
+    assert error(*after) < 4 * TOLERANCE
