@@ -111,7 +111,7 @@ def attended(
     if k_BTC.shape[1] and "attention" in cache.recipe.needs:
         mask = None if real_BT is None else real_BT[:, None, None, : cache.timeline.length]
         cache.attend(layer, q_BHTD[:, :, -1:], mask, cache.geometry.head_size**-0.5)
-    out = cache.history.whole(layer, (k_BTC[:, :0], v_BTC[:, :0]))
+    out = cache.history.whole(layer)
     cache.finish(layer)
     return out
 
