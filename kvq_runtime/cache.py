@@ -136,7 +136,7 @@ class BlockCache:
         keys = self.layers[layer][0]
         if keys.outliers is not None and keys.encoded:
             return shadow.attend(self.history, layer, q_BHTD, mask, scale)
-        out = self.fused.attend(self.layers[layer], q_BHTD, mask, scale)
+        out = self.fused.attend(self.history, layer, q_BHTD, mask, scale)
         return attend(self.history, layer, q_BHTD, mask, scale, self._observer) if out is None else out
 
     def finish(self, layer: int) -> None:

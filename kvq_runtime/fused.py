@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvq_runtime import tall
 from kvq_runtime.codec import Codec
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.history import History
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe, Side
 from kvq_runtime.stages.select import Chunks, Heavy
@@ -198,36 +200,42 @@ class Fused:
         keys, values = (FixedStream(*one, self.max_tokens) for one in zip(codecs, (k_BTC, k_BTC), readers, strict=True))
         return keys, values
 
-    def attend(self, pair: tuple[Stream, Stream], q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
+    def attend(self, history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
         """As BlockCache.attend; None where the torch path has to answer.
 
         A mask is taken to be that of the padding announced with this pass; one that was not announced is not the
-        kernel's. Nor are padded slots after a row's first real one, more rows of queries than its tile has, or keys
-        before RoPE that do not turn whole, or not by their place after the padding.
+        kernel's. Nor are padded slots after a row's first real one, or keys before RoPE that do not turn whole, or not
+        by their place after the padding. More rows of queries than its tile has attend slab by slab (tall.py).
         """
-        keys, values = pair
-        batch, heads, count, _ = q_BHTD.shape
+        (keys, values), (batch, heads, count, _) = history.layers[layer], q_BHTD.shape
         if not (isinstance(keys, FixedStream) and isinstance(values, FixedStream)) or not batch * count:
             return None
-        attention, rows = dispatch.kernels("attention"), heads // self.geometry.kv_heads * count
-        if rows > attention.ROWS or (mask is not None and not self.timeline.told):
+        if mask is not None and not self.timeline.told:
             return None
-        self._look(batch, count, q_BHTD.device)
-        turning = self.recipe.position == "pre"
-        if not self._real or (turning and not (self._counted and 2 * self.timeline.half == self.geometry.head_size)):
+        self.look(batch, count, q_BHTD.device)
+        if not self._real:
+            return None
+        attention, held = dispatch.kernels("attention"), self.geometry.kv_heads
+        if heads // held * count > attention.ROWS:
+            return tall.attend(history, layer, q_BHTD, self._starts_B, scale)
+        if not self.regular:
             return None
         for stream in (keys, values):
             stream.publish()
         exact = attention.Exact(keys._buffer, values._buffer, keys.kept_BSC, values.kept_BSC)
-        splits = dispatch.kernels("launch").splits(
-            batch * self.geometry.kv_heads, self.max_tokens // keys.side.block, q_BHTD.device
-        )
-        turns = self._tables(keys) if turning else None
+        splits = dispatch.kernels("launch").splits(batch * held, self.max_tokens // keys.side.block, q_BHTD.device)
+        turns = self._tables(keys) if self.recipe.position == "pre" else None
         return attention.attend(
             q_BHTD, keys.read, values.read, exact, keys.counts, self._starts_B, scale, splits, turns
         )[0]
 
-    def _look(self, batch: int, count: int, device: torch.device) -> None:
+    @property
+    def regular(self) -> bool:
+        """Whether the kernel may answer: padding is on the left, and keys before RoPE turn whole, by their place after it."""
+        turned = self.recipe.position == "post" or 2 * self.timeline.half == self.geometry.head_size
+        return self._real and turned and (self._counted or self.recipe.position == "post")
+
+    def look(self, batch: int, count: int, device: torch.device) -> None:
         """Find each row's first real slot, int32 [B]: once in a pass, and not while steps say nothing of padding."""
         length, last = self.timeline.length, self._length
         self._length = length
@@ -273,6 +281,11 @@ def captured(cache: BlockCache, step: Callable[[], T], record: Callable = lambda
     sinks, length = fixed[0].side.sinks, cache.timeline.length
     if cache.timeline.complete(sinks, length) > length:
         raise RuntimeError(f"a row has fewer than its {sinks} exact first tokens; take a few steps first, then record")
+    cache.fused.look(fixed[0].rows, 1, fixed[0].counts.device)
+    if not cache.fused.regular:
+        raise RuntimeError(
+            "tokens are padded among or after the real ones, or RoPE turns a part of a head; do not record"
+        )
     with _undone(cache, fixed):
         step()
     for stream in fixed:

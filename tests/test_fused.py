@@ -9,6 +9,7 @@ from feeding import RECIPES, rotary, tensors, turned
 from models import prompt, random_model
 from parity import DEVICE, error
 from test_generate import padded
+from test_memory import owned
 from torch import Tensor
 
 from kvq_runtime import attend
@@ -181,23 +182,42 @@ def test_a_recipe_without_a_kernel_takes_the_torch_path():
     assert not any(isinstance(stream, FixedStream) for stream in driver.cache.layers[0])
 
 
-def answered(driver: Driver, count: int, mask: Tensor | None) -> bool:
-    """Whether the kernel answers the newest `count` queries."""
+def answered(driver: Driver, count: int, mask: Tensor | None) -> Tensor | None:
+    """What the kernel, if it is asked, answers to the newest `count` queries."""
     q_BHTD = driver.q[:, :, driver.at - count : driver.at]
-    return driver.cache.fused.attend(driver.cache.layers[0], q_BHTD, mask, SCALE) is not None
+    return driver.cache.fused.attend(driver.cache.history, 0, q_BHTD, mask, SCALE)
 
 
-def test_masks_that_are_not_left_padding_and_tall_queries():
+def test_masks_that_are_not_left_padding():
     driver = Driver(FAMILIES["rtn-2bit"])
     driver.step(40, expected=False)
-    assert answered(driver, 32, None) and not answered(driver, 33, None)  # 64 rows, 66
-    assert not answered(driver, 1, torch.ones(1, 1, 1, 40, dtype=torch.bool))  # nobody announced it
+    assert answered(driver, 1, None) is not None
+    assert answered(driver, 1, torch.ones(1, 1, 1, 40, dtype=torch.bool)) is None  # nobody announced it
     driver.real = torch.arange(300, device=DEVICE) != torch.tensor([[5], [60]], device=DEVICE)  # a hole
     driver.cache.reset()
     driver.at = 0
     driver.step(40, expected=False)
     out, wanted = driver.step(1)
     assert wanted is not None and torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("starts", [None, PADDED, torch.tensor([70, 0])], ids=["whole", "padded", "late"])
+def test_many_queries_attend_slab_by_slab(starts, monkeypatch):
+    monkeypatch.setattr("kvq_runtime.kernels.attention.attend", None)
+    driver = Driver(FAMILIES["kivi-2-pre"], starts)
+    driver.step(90, expected=False)
+    driver.check(33)  # 66 rows of queries per KV head
+    monkeypatch.setattr("kvq_runtime.tall.SCORES", 1000)
+    driver.check(40)
+
+
+def test_the_report_is_what_the_cache_owns():
+    driver = Driver(FAMILIES["higgs-head-2bit"], PADDED)
+    for count in (40, 1, 1):
+        driver.step(count, expected=False)
+        report = driver.cache.memory_report()
+        assert report.total_bytes == sum(owned(driver.cache).values())
+        assert report.parts["tables"] > 0
 
 
 # ---- a step as one graph -----------------------------------------------------------------------------------------
@@ -245,7 +265,7 @@ class Silent:
         self.patch.undo()
 
 
-def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 3) -> None:
+def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 4) -> None:
     """A recorded step gives, token after token and over a flush, what steps taken one by one do, bit for bit."""
     one, two = Driver(FAMILIES[name], starts), Driver(FAMILIES[name], starts)
     _, recent, block = FAMILIES[name].key.window
@@ -253,6 +273,8 @@ def replayed(name: str, starts: Tensor | None, record: Callable | None, count: i
         driver.step(recent + 4 * block - 3, expected=False)  # the third step from here encodes a block
         driver.silent = True
         driver.step(1, expected=False)
+        driver.cache.crop(driver.at - 1)
+        driver.at -= 1
     k_BTC, v_BTC, q_BHTD = one.x[0, 0, :, :1].clone(), one.x[0, 1, :, :1].clone(), one.q[:, :, :1].clone()
 
     def step() -> Tensor:
