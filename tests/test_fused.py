@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from kvq_runtime.recipe import Recipe, Side, preset
 from kvq_runtime.stages.rtn import Rtn
 
 pytest.importorskip("triton")
-from kvq_runtime.fused import FixedStream, captured, refusal
+from kvq_runtime.fixed import FixedStream
+from kvq_runtime.fused import refusal
+from kvq_runtime.graph import captured
 
 TOLERANCE = 4e-3  # float16 operands of the kernel's products, bfloat16 codebooks of the torch path
 ONE = Geometry(layers=1, kv_heads=2, head_size=32)
@@ -31,8 +34,8 @@ SCALE = ONE.head_size**-0.5
 
 def kivi(bits: int, position: str = "post") -> Recipe:
     """KIVI with a key group for each block, in blocks of 16."""
-    window = {"sinks": 2, "recent": 8, "block": 16}
-    key, value = Side(Rtn(bits, 16), axis="channel", **window), Side(Rtn(bits, "head"), **window)
+    value = Side(Rtn(bits, "head"), sinks=2, recent=8, block=16)
+    key = replace(value, quantize=Rtn(bits, 16), axis="channel")
     return Recipe(f"kivi-{bits}-{position}", key, value, position)  # type: ignore[arg-type]
 
 
@@ -208,7 +211,13 @@ def test_many_queries_attend_slab_by_slab(starts, monkeypatch):
     driver.step(90, expected=False)
     driver.check(33)  # 66 rows of queries per KV head
     monkeypatch.setattr("kvq_runtime.tall.SCORES", 1000)
-    driver.check(40)
+    driver.check(66)
+
+
+def test_a_long_pass_after_a_step():
+    driver = Driver(FAMILIES["rtn-2bit"])
+    for count in (40, 1, 70, 1):  # 70 tokens have no room where the window is
+        driver.check(count) if driver.at else driver.step(count, expected=False)
 
 
 def test_the_report_is_what_the_cache_owns():
@@ -352,7 +361,8 @@ def test_recording_is_refused_where_it_cannot_be():
 
 @pytest.mark.parametrize("beams", [1, 2])
 def test_models_generate_as_with_torch(beams):
-    model = random_model("qwen2", attention="kvq", num_hidden_layers=2).to(DEVICE)
+    model: Any = random_model("qwen2", attention="kvq", num_hidden_layers=2)
+    model.to(DEVICE)
     ids, mask = (x.to(DEVICE) for x in padded(prompt(2, 44), 44, 30))
     settings = {"max_new_tokens": 3, "pad_token_id": 1, "do_sample": False, "num_beams": beams}
     found, after = [], []
