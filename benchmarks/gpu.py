@@ -276,9 +276,9 @@ def sweep(model: Model, recipe: str) -> tuple[str, Any, list[dict[str, Any]]]:
         lines.append({"what": "sweep", "recipe": recipe, **asdict(how), "microseconds": round(took, 1)})
     best = min(lines, key=lambda line: line["microseconds"])
     major, minor = torch.cuda.get_device_capability()
-    keys = layout(preset(recipe).key, model.geometry)
-    assert keys is not None
-    name = key(10 * major + minor, keys, model.q_heads // model.kv_heads)
+    keys, values = (layout(side, model.geometry) for side in (case.sides().key, case.sides().value))
+    assert keys is not None and values is not None
+    name = key(10 * major + minor, keys, values, model.q_heads // model.kv_heads)
     return name, Launch(best["tile"], best["warps"], best["stages"]), lines
 
 

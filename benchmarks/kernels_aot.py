@@ -84,9 +84,8 @@ def _bound(function: Any, args: tuple, options: dict[str, int]) -> Compiled:
         if parameter.is_constexpr:
             constants[(i,)] = given
         signature[parameter.name] = kind
-    return Compiled(
-        function, signature, constants, attributes, {k: v for k, v in options.items() if k.startswith("num")}
-    )
+    kept = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg") if name in options}
+    return Compiled(function, signature, constants, attributes, kept)
 
 
 def _kind(given: Any, path: tuple[int, ...], constants: dict, attributes: dict) -> Any:
@@ -121,7 +120,7 @@ def attends(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tok
         q = torch.zeros(2, heads * ratio, tokens, size, dtype=torch.bfloat16)
         turns = attention.Turns.of(torch.ones(size // 2), 1.0, recipe.key.block, 8) if position == "pre" else None
         lengths, starts = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-        how = launch.default(layouts[0], ratio * tokens)
+        how = launch.default(*layouts, ratio * tokens)
         attention.attend(q, *sides, exact, lengths, starts, size**-0.5, 32, turns, how)
 
     return call

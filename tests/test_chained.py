@@ -12,7 +12,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe, preset
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 from triton.runtime.interpreter import GridExecutor
 
 ONE = (

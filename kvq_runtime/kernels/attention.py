@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kvq_runtime.kernels.attend import EXACT
 from kvq_runtime.kernels.attend import attend as attend_kernel
 from kvq_runtime.kernels.launch import Launch, choose
 from kvq_runtime.kernels.layout import Layout, padded
@@ -19,6 +20,7 @@ from kvq_runtime.kernels.tile import on
 
 ROWS = 64  # query heads of a KV head, times query tokens, at most
 COLUMNS = 32  # channels that one program merges
+MERGED = 4096  # elements of partial results that it has in registers
 LOG2E = 1.4426950408889634
 
 
@@ -100,9 +102,10 @@ def attend(
     rows = q_heads // heads * tokens
     if rows > ROWS:
         raise ValueError(f"{q_heads} query heads and {tokens} tokens are {rows} rows per KV head; at most {ROWS}")
-    launch = launch or choose(q_BHTD.device, keys.layout, rows)
-    part = torch.empty(batch, heads, splits + 1, rows, size, dtype=torch.float32, device=q_BHTD.device)
-    lse = torch.empty(batch, heads, splits + 1, rows, dtype=torch.float32, device=q_BHTD.device)
+    launch = launch or choose(q_BHTD.device, keys.layout, values.layout, rows)
+    parts = splits + EXACT.value
+    part = torch.empty(batch, heads, parts, rows, size, dtype=torch.float32, device=q_BHTD.device)
+    lse = torch.empty(batch, heads, parts, rows, dtype=torch.float32, device=q_BHTD.device)
     out, level = torch.empty_like(q_BHTD), lse.new_empty(batch, q_heads, tokens)
     turned = q_BHTD
     if keys.turn is not None:
@@ -110,16 +113,17 @@ def attend(
     elif turns is not None:
         turned = advanced(q_BHTD, starts_B, turns)
     with on(q_BHTD):
-        attend_kernel[(batch * heads, splits + 1)](
+        attend_kernel[(batch * heads, parts)](
             turned, q_BHTD, scale * LOG2E, turns, keys.addresses, values.addresses, keys.lookup, values.lookup,
             *exact, exact.k_window.stride(0), starts_B, lengths, part, lse,
             *constants(keys.layout, values.layout, q_heads // heads, tokens, exact.k_sinks.shape[1], splits, launch),
-            num_warps=launch.warps, num_stages=launch.stages,
+            num_warps=launch.warps, num_stages=launch.stages, maxnreg=255,
         )  # fmt: skip
-        back, wide = None if values.turn is None else _padded(values.turn.mT), padded(size)
+        back, wide, tall = None if values.turn is None else _padded(values.turn.mT), padded(size), _tall(rows)
+        chunk = max(1, MERGED // (tall * (COLUMNS if back is None else wide)))
         merge[(batch * heads, triton.cdiv(wide, COLUMNS))](
-            part, lse, back, None, out, level, heads, rows, _tall(rows), size, wide, splits, min(wide, COLUMNS),
-            num_warps=4,
+            part, lse, back, None, out, level, heads, rows, tall, size, wide, splits, EXACT, min(wide, COLUMNS),
+            min(chunk, 16), num_warps=4,
         )  # fmt: skip
     return out, level
 
@@ -144,7 +148,7 @@ def advanced(q_BHTD: Tensor, starts_B: Tensor, turns: Turns) -> Tensor:
 
 
 def _tall(rows: int) -> int:
-    return max(16, triton.next_power_of_2(rows))
+    return max(8, triton.next_power_of_2(rows))
 
 
 def _padded(turn: Tensor) -> Tensor:

@@ -15,15 +15,22 @@ class Launch:
     """Tokens of a tile (where codes lie along the channels), warps, stages of the pipeline."""
 
     tile: int = 64
-    warps: int = 4
-    stages: int = 2
+    warps: int = 2
+    stages: int = 1
 
 
-def key(arch: int, layout: Layout, rows: int) -> str:
-    """What a measured setting is for: architecture, head size, how keys are read, rows of the query tile."""
-    how = layout.scan.__module__.rpartition(".")[2] + "-" + (layout.read or layout.scan).__name__
-    bits = layout.settings[7]
-    return f"sm{arch}-d{layout.settings[3]}-{how}-{bits}-m{16 if rows <= 16 else 32 if rows <= 32 else 64}"
+def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
+    """What a measured setting is for: architecture, head size, how keys and values are read, query rows of a head."""
+    read = "-".join(f"{_how(side)}{side.settings[7]}" for side in (keys, values))
+    return f"sm{arch}-d{keys.settings[3]}-{read}-m{_tall(rows)}"
+
+
+def _how(side: Layout) -> str:
+    return (side.read or side.scan).__name__
+
+
+def _tall(rows: int) -> int:
+    return next(tall for tall in (8, 16, 32, 64) if rows <= tall)
 
 
 @lru_cache(maxsize=1)
@@ -33,24 +40,22 @@ def table() -> dict[str, Launch]:
     return {name: Launch(**given) for name, given in json.loads(text).items()}
 
 
-def choose(device: torch.device, layout: Layout, rows: int) -> Launch:
+def choose(device: torch.device, keys: Layout, values: Layout, rows: int) -> Launch:
     """The measured setting for this device, or the default."""
     if device.type != "cuda":
         return Launch()
     major, minor = torch.cuda.get_device_capability(device)
-    return table().get(key(10 * major + minor, layout, rows), default(layout, rows))
+    return table().get(key(10 * major + minor, keys, values, rows), default(keys, values, rows))
 
 
-def default(keys: Layout, rows: int) -> Launch:
-    """What fits on any architecture and spills least (benchmarks/results/kernels_aot.csv)."""
-    size, name, bits = keys.settings[3], (keys.read or keys.scan).__name__, keys.settings[7]
-    if name == "polar":
-        return Launch(tile=32 if size <= 128 else 16, warps=4, stages=1)
-    if name == "codebook" and keys.settings[8] > 1 and keys.settings[9] > 2:  # many slots of few columns
-        return Launch(tile=16, warps=2)
-    if rows > 16 or size > 128 or name == "turning" or (name != "codebook" and bits == 3):
-        return Launch(tile=32, warps=8)
-    return Launch()
+def default(keys: Layout, values: Layout, rows: int) -> Launch:
+    """What spills nowhere on any architecture, with few instructions (benchmarks/results/kernels_aot.csv).
+
+    Warps share the channels of a slot, 16 each; so where slots are narrow, more warps do the same work twice.
+    """
+    narrow = min(side.settings[2] for side in (keys, values) if side.read is not None) <= 16
+    warps = (1 if narrow else 2) * max(1, _tall(rows) // 8)
+    return Launch(tile=64, warps=min(warps, 8), stages=1)
 
 
 def splits(programs: int, blocks: int, device: torch.device) -> int:

@@ -171,7 +171,7 @@ def _polar(side: Side, geometry: Geometry):
         return None
     start = (1, size, wide, size, geometry.kv_heads, side.block, 0)
     names = ("codes", "radius", "norm")[: 2 + low]
-    return read.polar, (*start, levels, first, low, *runs), names, torch.cat([points.flatten(), radii])
+    return read.polar, (*start, levels, first, low, *runs), names, torch.cat([points.mT.flatten(), radii])
 
 
 @lru_cache(maxsize=64)

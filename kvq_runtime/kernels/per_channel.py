@@ -50,21 +50,20 @@ def plain(
     d = tl.arange(0, KSET[9])
     here = d < KSET[3]
     query = load_query(q, scale, row * H + head, d, here, TQ, G, M, KSET[3])
-    top, total, low, sums = softmax.empty(M, VSET[2], VSET[0])
+    first = tl.maximum(first, start // KSET[5])
+    top, total, low, sums = softmax.empty(M, KSET[2], VSET[2], VSET[0])
     for block in range(first, last):
         parts, step, lows = _opened(keys, block, row, head, d, here, KSET)
-        base = tl.sum(query * lows[None, :], 1)
-        scaled = (query * step[None, :]).to(tl.float16)
+        base = tl.sum(query * lows[:, None], 0)
+        scaled = (query * step[:, None]).to(tl.float16)
         j = tl.arange(0, KSET[2])
         for stream in tl.static_range(tl.constexpr(KSET[0])):
-            s = (
-                tl.dot(scaled, unpack.half(parts, stream, KSET[7], COMPILED)) * (1 / weight(stream, KSET))
-                + base[:, None]
-            )
+            s = tl.dot(tl.trans(unpack.half(parts, stream, KSET[7], COMPILED)), scaled)
+            s = s * (1 / weight(stream, KSET)) + base[None, :]
             t = stream * KSET[1] + j
             seen = (j < KSET[1]) & (block * KSET[5] + t >= start)
             tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
-            s = tl.where(seen[None, :], s, float("-inf"))
+            s = tl.where(seen[:, None], s, float("-inf"))
             top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
     return top, total, low, sums
 
@@ -79,15 +78,15 @@ def turning(
     HALF: tl.constexpr = KSET[3] // 2
     d = tl.arange(0, KSET[9] // 2)
     here = d < HALF
-    rows = row * H + head
+    rows, first = row * H + head, tl.maximum(first, start // KSET[5])
     one = load_query(q, scale, rows, d, here, TQ, G, M, KSET[3])
     two = load_query(q, scale, rows, HALF + d, here, TQ, G, M, KSET[3])
-    cos = tl.load(turn[2] + first * (2 * HALF) + d, mask=here, other=1.0)[None, :]
-    sin = tl.load(turn[2] + first * (2 * HALF) + HALF + d, mask=here, other=0.0)[None, :]
+    cos = tl.load(turn[2] + first * (2 * HALF) + d, mask=here, other=1.0)[:, None]
+    sin = tl.load(turn[2] + first * (2 * HALF) + HALF + d, mask=here, other=0.0)[:, None]
     one, two = one * cos + two * sin, two * cos - one * sin
-    cos = tl.load(turn[1] + d, mask=here, other=1.0)[None, :]
-    sin = tl.load(turn[1] + HALF + d, mask=here, other=0.0)[None, :]
-    top, total, low, sums = softmax.empty(M, VSET[2], VSET[0])
+    cos = tl.load(turn[1] + d, mask=here, other=1.0)[:, None]
+    sin = tl.load(turn[1] + HALF + d, mask=here, other=0.0)[:, None]
+    top, total, low, sums = softmax.empty(M, KSET[2], VSET[2], VSET[0])
     j = tl.arange(0, KSET[2])
     for block in range(first, last):
         parts, step, lows = _opened(keys, block, row, head, d, here, KSET)
@@ -101,9 +100,9 @@ def turning(
             n = tl.load(at + KSET[5], mask=here[:, None] & (j < KSET[1])[None, :], other=0.0)
             a = _decoded(parts, step, lows, stream, KSET, COMPILED)
             b = _decoded(others, step2, lows2, stream, KSET, COMPILED)
-            s = tl.dot(right, a * n + b * c, tl.dot(left, a * c - b * n))
+            s = tl.dot(tl.trans(a * n + b * c), right, tl.dot(tl.trans(a * c - b * n), left))
             tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
-            s = tl.where(seen[None, :], s, float("-inf"))
+            s = tl.where(seen[:, None], s, float("-inf"))
             top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
         one, two = one * cos + two * sin, two * cos - one * sin
     return top, total, low, sums

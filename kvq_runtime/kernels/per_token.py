@@ -21,22 +21,22 @@ def plain(
         channel = slot * KSET[1] + d
         here = (d < KSET[1]) & (channel < KSET[3])
         part = load_query(q, scale, row * H + head, channel, here, TQ, G, M, KSET[3])
-        whole += tl.sum(part, 1)
+        whole += tl.sum(part, 0)
         slices = slices + ((part * (1 / weight(slot, KSET))).to(tl.float16),)
-    top, total, low, sums = softmax.empty(M, VSET[2], VSET[0])
-    TILES: tl.constexpr = (KSET[5] + N - 1) // N  # of a block
-    for i in range(first * TILES, last * TILES):
-        block, t = i // TILES, i % TILES * N + tl.arange(0, N)
-        seen = (t < KSET[5]) & (block * KSET[5] + t >= start)
-        tiles, own = KREAD(keys, lookup, block, row, head, t, seen, KSET, COMPILED)
-        s = tl.zeros((M, N), tl.float32)
-        for slot in tl.static_range(tl.constexpr(KSET[0])):
-            s = tl.dot(slices[slot], tl.trans(tiles[slot]), s)
-        if len(own) > 0:
-            s = s * own[0][None, :]
-        if len(own) > 1:
-            s = s + whole[:, None] * own[1][None, :]
-        tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
+    top, total, low, sums = softmax.empty(M, N, VSET[2], VSET[0])
+    for block in range(tl.maximum(first, start // KSET[5]), last):
+        for tile in range((KSET[5] + N - 1) // N):
+            t = tile * N + tl.arange(0, N)
+            inside = t < KSET[5]
+            tiles, own = KREAD(keys, lookup, block, row, head, t, inside, KSET, COMPILED)
+            s = tl.zeros((N, M), tl.float32)
+            for slot in tl.static_range(tl.constexpr(KSET[0])):
+                s = tl.dot(tiles[slot], slices[slot], s)
+            if len(own) > 0:
+                s = s * own[0][:, None]
+            if len(own) > 1:
+                s = s + own[1][:, None] * whole[None, :]
+            s = tl.where((inside & (block * KSET[5] + t >= start))[:, None], s, float("-inf"))
+            tiles, numbers = VREAD(values, lookups, block, row, head, t, inside, VSET, COMPILED)
+            top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
     return top, total, low, sums

@@ -26,10 +26,10 @@ def weight(SLOT: tl.constexpr, SET: tl.constexpr):
 
 @triton.jit
 def load_query(q, scale, heads, d, here, TQ: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
-    """All queries of a KV head, float32 [M, d], times `scale`; row r is query head r // TQ and token r % TQ."""
+    """All queries of a KV head, float32 [d, M], times `scale`; column r is query head r // TQ and token r % TQ."""
     r = tl.arange(0, M)
-    at = q + (heads * G * TQ + r)[:, None] * D + d[None, :]
-    return tl.load(at, mask=(r < G * TQ)[:, None] & here[None, :], other=0.0).to(tl.float32) * scale
+    at = q + (heads * G * TQ + r)[None, :] * D + d[:, None]
+    return tl.load(at, mask=(r < G * TQ)[None, :] & here[:, None], other=0.0).to(tl.float32) * scale
 
 
 @triton.jit
@@ -90,9 +90,7 @@ def codebook(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPIL
     for word in tl.static_range(WORDS):
         words = ()
         for stream in tl.static_range(STREAMS):
-            index = unpack.integer(parts, stream, BITS)
-            if SET[10] == 1:
-                index |= unpack.integer(parts, STREAMS + stream, BITS) << BITS
+            index = unpack.index(parts, stream, STREAMS, BITS, SET[10], COMPILED)
             words = words + (tl.load(lookup + index * WORDS + word),)
         for element in tl.static_range(EACH):
             for stream in tl.static_range(STREAMS):
@@ -104,7 +102,7 @@ def codebook(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPIL
 
 @triton.jit
 def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED: tl.constexpr):
-    """Angles and radii, in one slot. `lookup` is the points [levels, 2, 64], then what 8-bit radii stand for.
+    """Angles and radii, in one slot. `lookup` is the points [levels, 64, 2], then what 8-bit radii stand for.
 
     Further settings: LEVELS; bytes of a head's codes; 1 if radii are 8 bit beside a norm; and of each level, the first
     lowest: its bits, the first byte of the run of levels packed with it, the codes of that run, the first of its own.
@@ -127,8 +125,9 @@ def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED:
     codes = field(table, block, row, 0, NAMES, TOKENS * SET[8], tl.uint8) + at * SET[8]
     for up in tl.static_range(LEVELS):
         code = _angles(codes, here, SET[2] >> (LEVELS - up), SET[3] >> (LEVELS - up), SET, 10 + 4 * (LEVELS - 1 - up))
-        points = lookup + (LEVELS - 1 - up) * 128 + code
-        x = tl.interleave(x * tl.load(points), x * tl.load(points + 64))
+        both = tl.load((lookup + (LEVELS - 1 - up) * 128).to(tl.pointer_type(tl.int64)) + code)  # (cos, sin), one gather
+        cos, sin = both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        x = tl.interleave(x * cos, x * sin)
     return (x.to(tl.float16),), ()
 
 

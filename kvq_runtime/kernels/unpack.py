@@ -28,15 +28,38 @@ def integer(parts, STREAM: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def half(parts, STREAM: tl.constexpr, BITS: tl.constexpr, COMPILED: tl.constexpr):
     """The codes of one stream times `weight`, float16."""
-    if BITS & (BITS - 1) != 0:
-        bits = integer(parts, STREAM, BITS).to(tl.int16)
-        x = (bits | 0x6400).to(tl.float16, bitcast=True) - 1024.0
-    elif COMPILED:
-        x = _quads(parts[0], ((1 << BITS) - 1) << (STREAM * BITS))
+    if COMPILED:
+        x = tl.inline_asm_elementwise(
+            _halves(STREAM, BITS), "=r,=r" + ",r" * len(parts), parts, dtype=tl.float16, is_pure=True, pack=4
+        )
     else:
-        bits = parts[0].to(tl.int16) & (((1 << BITS) - 1) << (STREAM * BITS))
+        if BITS & (BITS - 1) == 0:
+            bits = parts[0].to(tl.int16) & (((1 << BITS) - 1) << (STREAM * BITS))
+        else:
+            bits = integer(parts, STREAM, BITS).to(tl.int16)
         x = (bits | 0x6400).to(tl.float16, bitcast=True) - 1024.0
     return x
+
+
+@triton.jit
+def index(
+    parts, STREAM: tl.constexpr, STREAMS: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr, COMPILED: tl.constexpr
+):
+    """What a stream's codes look up, int32; paired, those of a second stream are above them."""
+    if COMPILED and BITS != 8:
+        code = tl.inline_asm_elementwise(
+            _indices(STREAM, STREAMS, BITS, PAIRED),
+            "=r" + ",r" * len(parts),
+            parts,
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        ).to(tl.int32)
+    else:
+        code = integer(parts, STREAM, BITS)
+        if PAIRED:
+            code |= integer(parts, STREAMS + STREAM, BITS) << BITS
+    return code
 
 
 @triton.jit
@@ -46,11 +69,13 @@ def weight(STREAM: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.constexpr_function
-def _assembly(mask):
+def _halves(stream, bits):
     """Four bytes in a register: mask them, spread them under the exponent in two registers, subtract 1024."""
+    place = stream * bits if bits & (bits - 1) == 0 else 0
     return f"""{{
-        .reg .b32 four, bias;
-        and.b32 four, $2, {mask * 0x01010101:#x};
+        .reg .b32 four, field, bias;
+        mov.b32 four, 0;
+        {_collected(stream, bits, place, 2)}
         mov.b32 bias, 0x64006400;
         prmt.b32 $0, four, 0x64646464, 0x4140;
         prmt.b32 $1, four, 0x64646464, 0x4342;
@@ -59,6 +84,31 @@ def _assembly(mask):
     }}"""
 
 
-@triton.jit
-def _quads(byte, MASK: tl.constexpr):
-    return tl.inline_asm_elementwise(_assembly(MASK), "=r,=r,r", [byte], dtype=tl.float16, is_pure=True, pack=4)
+@triton.constexpr_function
+def _indices(stream, streams, bits, paired):
+    """The codes of four bytes at a time, a byte each."""
+    above = _collected(streams + stream, bits, bits, 1) if paired else ""
+    return f"""{{
+        .reg .b32 four, field;
+        mov.b32 four, 0;
+        {_collected(stream, bits, 0, 1)} {above}
+        mov.b32 $0, four;
+    }}"""
+
+
+@triton.constexpr_function
+def _collected(stream, bits, place, first):
+    """Add a stream's codes to the four bytes of `four`, at bit `place` of each; the parts are operands from `first` on."""
+    streams, lines = 8 // (bits & -bits), []
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            runs, up = streams * width // 8, bits - bits % (2 * width)
+            part, move = streams * up // 8 + stream % runs, place + up - stream // runs * width
+            shift = "shl" if move > 0 else "shr"
+            mask = (((1 << width) - 1) << (place + up)) * 0x01010101
+            lines += [
+                f"{shift}.b32 field, ${first + part}, {abs(move)};",
+                f"and.b32 field, field, {mask:#x};",
+                "or.b32 four, four, field;",
+            ]
+    return " ".join(lines)
