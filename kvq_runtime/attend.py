@@ -59,50 +59,53 @@ def _attend(
     observer: Observer | None,
 ) -> Tensor:
     keys, values = history.layers[layer]
-    batch, _, count, size = q_BHTD.shape
-    q_BHND = (q_BHTD.float() * scale).reshape(batch, history.geometry.kv_heads, -1, size)
-    s_BHNX = _scores(history, layer, q_BHND)
+    batch, heads, count, size = q_BHTD.shape
+    held = history.geometry.kv_heads
+    q_YND = (q_BHTD.float() * scale).reshape(batch * held, heads // held * count, size)
+    s_YNX = _scores(history, layer, q_YND)
+    s_BHGTX = s_YNX.view(batch, held, -1, count, s_YNX.shape[-1])
     if mask is None and history.timeline.real_BT is None and keys.encoded >= keys.side.sinks:
-        s_BHNX[..., : keys.front] = _LEAST
+        if keys.front:
+            s_YNX.narrow(2, 0, keys.front).fill_(_LEAST)
     else:
-        seen = _seen(history, keys, mask, count)
-        s_BHNX.unflatten(2, (-1, count)).masked_fill_(~seen[:, :, None], _LEAST)
-    p_BHNX = s_BHNX.softmax(-1)
+        s_BHGTX.masked_fill_(~_seen(history, keys, mask, count)[:, :, None], _LEAST)
+    p_YNX = s_YNX.softmax(-1)
     if observer is not None:
-        observer(layer, _by_token(history, keys, p_BHNX).unflatten(2, (-1, count)), slots)
+        observer(layer, _by_token(history, keys, p_YNX.view(s_BHGTX.shape)), slots)
     if (keys.encoded, keys.front) != (values.encoded, values.front):
-        p_BHNX = _by_column(history, values, _by_token(history, keys, p_BHNX))
-    return _mix(history, layer, p_BHNX).view(q_BHTD.shape).to(q_BHTD.dtype)
+        p_BHGTT = _by_token(history, keys, p_YNX.view(s_BHGTX.shape))
+        p_YNX = _by_column(history, values, p_BHGTT).flatten(0, 1).flatten(1, 2)
+    return _mix(history, layer, p_YNX).view(q_BHTD.shape).to(q_BHTD.dtype)
 
 
-def _scores(history: History, layer: int, q_BHND: Tensor) -> Tensor:
-    """q · k by column: [B, H, N, X]."""
-    stream = history.layers[layer][0]
-    folded = stream.fold if q_BHND.shape[2] <= _FOLDED else None
-    parts, heads = [], q_BHND.shape[1]
+def _scores(history: History, layer: int, q_YND: Tensor) -> Tensor:
+    """q · k by column: [Y, N, X]."""
+    stream, heads = history.layers[layer][0], history.geometry.kv_heads
+    folded = stream.fold if q_YND.shape[1] <= _FOLDED else None
+    parts = []
     for run in stream.runs():
         if folded is not None:
-            parts.append(folded.scores(q_BHND, stream.laid(run)))
+            parts.append(folded.scores(q_YND, stream.laid(run)))
         else:
-            parts.append(q_BHND @ _heads(history.run(layer, 0, run), heads).mT)
-    parts.append(q_BHND @ _heads(stream.exact_BTC, heads).mT)
+            parts.append(torch.bmm(q_YND, _heads(history.run(layer, 0, run), heads).mT))
+    parts.append(torch.bmm(q_YND, stream.exact_YTD.mT))
     return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
-def _mix(history: History, layer: int, p_BHNX: Tensor) -> Tensor:
-    """The sum of values with the weights of their columns: [B, H, N, D]."""
-    stream = history.layers[layer][1]
-    folded = stream.fold if p_BHNX.shape[2] <= _FOLDED else None
-    heads = p_BHNX.shape[1]
-    out = p_BHNX[..., stream.encoded :] @ _heads(stream.exact_BTC, heads)
+def _mix(history: History, layer: int, p_YNX: Tensor) -> Tensor:
+    """The sum of values with the weights of their columns: [Y, N, D]."""
+    stream, heads = history.layers[layer][1], history.geometry.kv_heads
+    folded = stream.fold if p_YNX.shape[1] <= _FOLDED else None
+    encoded, parts = stream.encoded, []
     for run in stream.runs():
         start, stop = stream.tokens(run)
-        weights = p_BHNX[..., start:stop]
+        weights = p_YNX.narrow(2, start, stop - start)
         if folded is not None:
-            out += folded.mix(weights, stream.laid(run))
+            parts.append(folded.mix(weights, stream.laid(run)))
         else:
-            out += weights @ _heads(history.run(layer, 1, run), heads)
-    return out
+            parts.append(torch.bmm(weights, _heads(history.run(layer, 1, run), heads)))
+    exact = p_YNX.narrow(2, encoded, p_YNX.shape[2] - encoded), stream.exact_YTD
+    return torch.baddbmm(sum(parts[1:], parts[0]), *exact) if parts else torch.bmm(*exact)
 
 
 def _columns(history: History, stream: Stream) -> tuple[Tensor, Tensor]:
@@ -129,24 +132,25 @@ def _seen(history: History, stream: Stream, mask: Tensor | None, count: int) -> 
     return seen & mask.expand(rows, -1, -1, -1).gather(-1, tokens.expand(rows, -1, count, -1))
 
 
-def _by_token(history: History, stream: Stream, p_BHNX: Tensor) -> Tensor:
-    """Weights of a stream's columns, by token: [B, H, N, T]."""
+def _by_token(history: History, stream: Stream, p_BHGTX: Tensor) -> Tensor:
+    """Weights of a stream's columns, by token: [B, H, G, T, all tokens]."""
     if not stream.front:
-        return p_BHNX
-    tokens = _columns(history, stream)[0][:, None, None]
-    p_BHNT = p_BHNX.new_zeros(*p_BHNX.shape[:3], stream.length)
-    return p_BHNT.scatter_add_(-1, tokens.expand(p_BHNX.shape), p_BHNX)
+        return p_BHGTX
+    tokens = _columns(history, stream)[0][:, None, None, None]
+    p_BHGTT = p_BHGTX.new_zeros(*p_BHGTX.shape[:4], stream.length)
+    return p_BHGTT.scatter_add_(-1, tokens.expand(p_BHGTX.shape), p_BHGTX)
 
 
-def _by_column(history: History, stream: Stream, p_BHNT: Tensor) -> Tensor:
-    """Weights of tokens, by a stream's columns: [B, H, N, X]."""
-    tokens, seen = (x[:, None, None] for x in _columns(history, stream))
-    return p_BHNT.gather(-1, tokens.expand(*p_BHNT.shape[:3], -1)) * seen
+def _by_column(history: History, stream: Stream, p_BHGTT: Tensor) -> Tensor:
+    """Weights of tokens, by a stream's columns: [B, H, G, T, X]."""
+    tokens, seen = (x[:, None, None, None] for x in _columns(history, stream))
+    return p_BHGTT.gather(-1, tokens.expand(*p_BHGTT.shape[:4], -1)) * seen
 
 
 def _heads(x_BTC: Tensor, heads: int) -> Tensor:
-    """[B, H, T, D], float32, where it lies."""
-    return x_BTC.float().view(*x_BTC.shape[:2], heads, -1).transpose(1, 2)
+    """[Y, T, D], float32: where it lies, for a single row."""
+    batch, tokens, width = x_BTC.shape
+    return x_BTC.float().view(batch, tokens, heads, -1).transpose(1, 2).reshape(-1, tokens, width // heads)
 
 
 def causal(count: int, length: int, device: torch.device) -> Tensor:

@@ -9,7 +9,8 @@ low end l (or none) and a rotation back R that all tokens share. So
 What rotation and groups reach over is a *span*: one or several whole heads. In a span of several heads each head's
 query meets the span's tokens alone, by its own rows of Rᵀ, and takes its own columns of R from the sum.
 
-N rows of queries per head · S spans of a token · W elements of a group · M groups of a span · E elements of a span
+Y = B · H rows of heads · N queries per head · S spans of a token · E elements of a span · M groups of a span · W
+elements of a group · Z = B · S · M
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Laid:
-    """A run of blocks as a Fold reads it: views of its fields, scales and low ends [B, S, M, 1, T]."""
+    """A run of blocks as a Fold reads it: codes, scales and low ends [Z, 1, T]; views, for a single row."""
 
     codes: Tensor
     scale: Tensor
@@ -52,55 +53,69 @@ class Fold:
     def lay(self, fields: Mapping[str, Tensor]) -> Laid:
         """The blocks [B, n, block, ...] of a run."""
         batch = len(fields["codes"])
-        shape = (batch, -1, self.geometry.width // self.span, self.span // self.group, 1)
         scale, low = self.quantize.ends(fields)
-        scale, low = (x if x is None else x.flatten(1, 2).view(shape).permute(0, 2, 3, 4, 1) for x in (scale, low))
+        shape, tokens = (batch, -1, self.geometry.width // self.group), scale.shape[1:3].numel()
+        scale, low = (x if x is None else x.reshape(shape).mT.reshape(-1, 1, tokens) for x in (scale, low))
         return Laid(fields["codes"], scale, low)
 
-    def scores(self, q_BHND: Tensor, laid: Laid) -> Tensor:
-        """q · x for every token of the blocks: [B, H, N, T]."""
-        q_BSMNW = self._groups(q_BHND)
-        s_BSMNT = (q_BSMNW @ self._values(laid).mT).mul_(laid.scale.float())
+    def scores(self, q_YND: Tensor, laid: Laid) -> Tensor:
+        """q · x for every token of the blocks: [Y, N, T]."""
+        q_ZNW = self._groups(q_YND)
+        s_ZNT = torch.bmm(q_ZNW, self._values(laid).mT).mul_(laid.scale)
         if laid.low is not None:
-            s_BSMNT.addcmul_(q_BSMNW.sum(-1, keepdim=True), laid.low.float())
-        s = s_BSMNT.sum(2) if s_BSMNT.shape[2] > 1 else s_BSMNT
-        return s.view(*q_BHND.shape[:3], -1)
+            s_ZNT.addcmul_(q_ZNW.sum(-1, keepdim=True), laid.low.float())
+        if self.group < self.span:
+            s_ZNT = s_ZNT.view(-1, self.span // self.group, *s_ZNT.shape[1:]).sum(1)
+        return s_ZNT if len(s_ZNT) == len(q_YND) else s_ZNT.view(len(q_YND), -1, s_ZNT.shape[-1])
 
-    def mix(self, p_BHNT: Tensor, laid: Laid) -> Tensor:
-        """Σ_t p_t x_t over every token of the blocks: [B, H, N, D]."""
-        batch, spans, groups, _, tokens = laid.scale.shape
-        p_BS1NT = p_BHNT.reshape(batch, spans, 1, -1, tokens)
-        x_BSMNW = (p_BS1NT * laid.scale.float()) @ self._values(laid)
-        if laid.low is not None:
-            x_BSMNW += torch.linalg.vecdot(p_BS1NT, laid.low.float())[..., None]
-        if groups > 1:
-            x_BSMNW = x_BSMNW.transpose(2, 3)
-        return self._own(x_BSMNW.reshape(*p_BHNT.shape[:3], self.span))
+    def mix(self, p_YNT: Tensor, laid: Laid) -> Tensor:
+        """Σ_t p_t x_t over every token of the blocks: [Y, N, D]."""
+        p_ZNT, y_ZTW = self._weights(p_YNT, len(laid.scale)), self._values(laid)
+        if laid.low is None:
+            x_ZNW = torch.bmm(p_ZNT * laid.scale, y_ZTW)
+        else:
+            low_ZN1 = torch.linalg.vecdot(p_ZNT, laid.low.float()).unsqueeze(-1)
+            x_ZNW = torch.baddbmm(low_ZN1, p_ZNT * laid.scale, y_ZTW)
+        if self.group < self.span:
+            x_ZNW = x_ZNW.view(-1, self.span // self.group, *x_ZNW.shape[1:]).transpose(1, 2)
+        return self._own(x_ZNW.reshape(*p_YNT.shape[:2], self.span))
 
     def _values(self, laid: Laid) -> Tensor:
-        """Looked-up values [B, S, M, T, W], float32."""
-        batch, spans, groups, _, tokens = laid.scale.shape
-        return self.read(laid.codes).view(batch, tokens, spans, groups, self.group).permute(0, 2, 3, 1, 4)
+        """Looked-up values [Z, T, W], float32."""
+        batch, tokens = len(laid.scale) * self.group // self.geometry.width, laid.scale.shape[-1]
+        y = self.read(laid.codes)
+        if batch == 1:
+            return y.view(tokens, -1, self.group).transpose(0, 1)
+        return y.view(batch, tokens, -1, self.group).transpose(1, 2).reshape(-1, tokens, self.group)
 
-    def _groups(self, q_BHND: Tensor) -> Tensor:
-        """Queries turned as the tokens are, group by group, a span's heads side by side: [B, S, M, N · E / D, W]."""
-        batch, heads, rows, size = q_BHND.shape
+    def _weights(self, p_YNT: Tensor, rows: int) -> Tensor:
+        """Weights as groups meet them, a span's heads side by side: [Z, N · E / D, T]."""
+        if rows == len(p_YNT):
+            return p_YNT
+        groups, tokens = self.span // self.group, p_YNT.shape[-1]
+        p = p_YNT.reshape(rows // groups, 1, -1, tokens)
+        return p.expand(-1, groups, -1, -1).reshape(rows, -1, tokens)
+
+    def _groups(self, q_YND: Tensor) -> Tensor:
+        """Queries turned as the tokens are, group by group, a span's heads side by side: [Z, N · E / D, W]."""
+        rows, size = q_YND.shape[1:]
         if self.turn is not None and self.turn.ndim == 2:
-            q_BHND = q_BHND @ self.turn
+            q_YND = q_YND @ self.turn
         elif self.turn is not None:
-            q_BHND = q_BHND.view(-1, len(self.turn), rows, size) @ self.turn
+            q_YND = q_YND.view(-1, len(self.turn), rows, size) @ self.turn
         if self.group == self.span:
-            return q_BHND.view(batch, heads * size // self.span, 1, -1, self.group)
-        return q_BHND.view(batch, heads * size // self.span, -1, self.span // self.group, self.group).transpose(2, 3)
+            return q_YND.view(-1, rows * self.span // size, self.group)
+        q = q_YND.view(-1, rows * self.span // size, self.span // self.group, self.group)
+        return q.transpose(1, 2).reshape(-1, q.shape[1], self.group)
 
-    def _own(self, x_BHNE: Tensor) -> Tensor:
-        """Of what a head's weights mixed in its span, its own channels, turned back: [B, H, N, D]."""
+    def _own(self, x_YNE: Tensor) -> Tensor:
+        """Of what a head's weights mixed in its span, its own channels, turned back: [Y, N, D]."""
         if self.turn is None:
-            return x_BHNE
+            return x_YNE
         if self.turn.ndim == 2:
-            return x_BHNE @ self.turn.mT
-        batch, heads, rows, _ = x_BHNE.shape
-        return (x_BHNE.view(-1, len(self.turn), rows, self.span) @ self.turn.mT).view(batch, heads, rows, -1)
+            return x_YNE @ self.turn.mT
+        heads, rows, _ = x_YNE.shape
+        return (x_YNE.view(-1, len(self.turn), rows, self.span) @ self.turn.mT).view(heads, rows, -1)
 
 
 def fold(codec: Codec, device: torch.device) -> Fold | None:

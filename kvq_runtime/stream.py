@@ -35,9 +35,14 @@ class Stream:
         self.blocks = 0
         self.slabs: list[dict[str, Tensor]] = []
         self._laid: dict[tuple[int, int], Laid] = {}
-        self._buffer = torch.zeros(batch, self.side.sinks, codec.geometry.width, dtype=dtype, device=device)
+        self._hold(torch.zeros(batch, self.side.sinks, codec.geometry.width, dtype=dtype, device=device))
         self._start = self._stop = self.side.sinks
         self._kept: tuple[int, Tensor] | None = None
+
+    def _hold(self, buffer: Tensor) -> None:
+        geometry = self.codec.geometry
+        x_BHTD = buffer.view(*buffer.shape[:2], geometry.kv_heads, geometry.head_size).transpose(1, 2)
+        self._buffer, self._by_head = buffer, x_BHTD[0] if len(x_BHTD) == 1 else x_BHTD
 
     @property
     def rows(self) -> int:
@@ -65,9 +70,11 @@ class Stream:
         return self.side.sinks if self.blocks else 0
 
     @property
-    def exact_BTC(self) -> Tensor:
-        """What is exact: sinks, once there are blocks, and window."""
-        return self._buffer[:, self._start - self.front : self._stop]
+    def exact_YTD(self) -> Tensor:
+        """What is exact, sinks, once there are blocks, and window, by head, float32; a single row where it lies."""
+        start = self._start - self.front
+        x = self._by_head.narrow(-2, start, self._stop - start)
+        return (x if x.ndim == 3 else x.flatten(0, 1)).float()
 
     @property
     def length(self) -> int:
@@ -112,7 +119,8 @@ class Stream:
         room = needed if needed > steady else min(steady, max(needed, 64, 2 * live))
         buffer = self._buffer.new_empty(len(self._buffer), sinks + room, self._buffer.shape[2])
         buffer[:, : sinks + live] = self._buffer[:, self._start - sinks : self._stop]
-        self._buffer, self._start, self._stop = buffer, sinks, sinks + live
+        self._hold(buffer)
+        self._start, self._stop = sinks, sinks + live
 
     def _shift(self, start: int) -> None:
         """Move sinks and window to where the window starts at `start`."""
@@ -145,7 +153,7 @@ class Stream:
     def drop(self, kept_BK: Tensor) -> None:
         """Keep these tokens of the window, in rising order; the others are gone for good."""
         kept_BKC = self.window_BTC.gather(1, kept_BK[..., None].expand(-1, -1, self._buffer.shape[2]))
-        self._buffer = torch.cat([self.sinks_BSC, kept_BKC], 1)
+        self._hold(torch.cat([self.sinks_BSC, kept_BKC], 1))
         self._start, self._stop = self.side.sinks, self.side.sinks + kept_BK.shape[1]
 
     def keep(self, length: int) -> None:
@@ -171,8 +179,10 @@ class Stream:
         return {name: field[:, start % SLAB : (stop - 1) % SLAB + 1] for name, field in slab.items()}
 
     def laid(self, run: tuple[int, int]) -> Laid:
-        """A run of blocks as the fold reads it; kept until blocks come or go."""
+        """A run of blocks as the fold reads it; that of a single row, which is views alone, is kept while they hold."""
         assert self.fold is not None
+        if self.rows != 1:
+            return self.fold.lay(self.fields(*run))
         if run not in self._laid:
             self._laid[run] = self.fold.lay(self.fields(*run))
         return self._laid[run]
@@ -211,7 +221,7 @@ class Stream:
         """Keep these rows, in this order."""
         self.slabs = [{name: field.index_select(0, rows) for name, field in slab.items()} for slab in self.slabs]
         self._laid.clear()
-        self._buffer = self._buffer.index_select(0, rows)
+        self._hold(self._buffer.index_select(0, rows))
         self._kept = None
         if self.outliers is not None:
             self.outliers.take_rows(rows)

@@ -50,8 +50,7 @@ def heads(x_BTC: Tensor) -> Tensor:
 def expected(cache: BlockCache, x: Tensor, q: Tensor, layer: int, read: Tensor, exact: Tensor) -> Tensor:
     """Softmax attention written out: decoded tokens where `read` [B, H, T], with their own keys where `exact`."""
     new, total = q.shape[3], x.shape[3]
-    empty = x[layer, 0, :, :0]
-    k, v = (heads(t.clone()) for t in cache.history.whole(layer, (empty, empty)))
+    k, v = (heads(t.clone()) for t in cache.history.whole(layer))
     k = torch.where(exact[..., None], heads(x[layer, 0]), k)
     seen = torch.ones(new, total, dtype=torch.bool).tril(total - new) & read[:, :, None, None]
     s = torch.einsum("bhgtd,bhnd->bhgtn", q[layer].unflatten(1, (HEADS, GROUP)), k) * SCALE
