@@ -67,11 +67,12 @@ class FixedStream(Stream):
         if self._fixed is None or len(self._fixed) != self.rows:
             self._fixed = self._buffer.new_empty(self.rows, steady, self._buffer.shape[2])
         self._fixed[:, : sinks + live] = held.clone() if self._buffer is self._fixed else held
-        self._buffer, self._start, self._stop = self._fixed, sinks, sinks + live
+        self._hold(self._fixed)
+        self._start, self._stop = sinks, sinks + live
         self.stale = True
 
-    def hold(self, rows: Tensor, ranks: Tensor, x_MC: Tensor) -> None:
-        super().hold(rows, ranks, x_MC)
+    def keep_sinks(self, rows: Tensor, ranks: Tensor, x_MC: Tensor) -> None:
+        super().keep_sinks(rows, ranks, x_MC)
         self.stale = True
 
     def store(self, fields: dict[str, Tensor]) -> None:
@@ -88,7 +89,7 @@ class FixedStream(Stream):
         self._listed.clear()
         self.stale = True
         if self._fixed is not None and self._fixed.shape == self._buffer.shape:
-            self._buffer = self._fixed.copy_(self._buffer)
+            self._hold(self._fixed.copy_(self._buffer))
 
     def publish(self) -> None:
         """Tell the device what it does not know yet."""

@@ -15,7 +15,7 @@ def keep(stream: Stream, timeline: Timeline, x_BTC: Tensor) -> None:
     here = arrived & (slots >= first) & (slots < stream.length)
     if bool(here.any()):
         rows, ranks = here.nonzero(as_tuple=True)
-        stream.hold(rows, ranks, x_BTC[rows, slots[rows, ranks] - first])
+        stream.keep_sinks(rows, ranks, x_BTC[rows, slots[rows, ranks] - first])
 
 
 def put(stream: Stream, timeline: Timeline, out_BTC: Tensor, start: int = 0) -> None:

@@ -105,7 +105,7 @@ class Stream:
         """Count tokens that lie at the window's end."""
         self._stop += count
 
-    def hold(self, rows: Tensor, ranks: Tensor, x_MC: Tensor) -> None:
+    def keep_sinks(self, rows: Tensor, ranks: Tensor, x_MC: Tensor) -> None:
         """Keep M tokens as sinks: their rows, and which sink each is."""
         self.sinks_BSC[rows, ranks] = x_MC
 

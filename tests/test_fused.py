@@ -304,7 +304,7 @@ def replayed(name: str, starts: Tensor | None, record: Callable | None, count: i
     assert one.cache.length == two.cache.length
 
 
-@pytest.mark.parametrize("name, starts", [("kivi-2-pre", None), ("higgs-head-2bit", PADDED)])
+@pytest.mark.parametrize("name, starts", [("rtn-2bit", None), ("higgs-head-2bit", PADDED)])
 def test_a_step_depends_on_nothing_that_the_host_counts(name, starts):
     replayed(name, starts, frozen)
 

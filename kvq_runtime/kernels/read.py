@@ -125,8 +125,13 @@ def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED:
     codes = field(table, block, row, 0, NAMES, TOKENS * SET[8], tl.uint8) + at * SET[8]
     for up in tl.static_range(LEVELS):
         code = _angles(codes, here, SET[2] >> (LEVELS - up), SET[3] >> (LEVELS - up), SET, 10 + 4 * (LEVELS - 1 - up))
-        both = tl.load((lookup + (LEVELS - 1 - up) * 128).to(tl.pointer_type(tl.int64)) + code)  # (cos, sin), one gather
-        cos, sin = both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        both = tl.load(
+            (lookup + (LEVELS - 1 - up) * 128).to(tl.pointer_type(tl.int64)) + code
+        )  # (cos, sin), one gather
+        cos, sin = (
+            both.to(tl.int32).to(tl.float32, bitcast=True),
+            (both >> 32).to(tl.int32).to(tl.float32, bitcast=True),
+        )
         x = tl.interleave(x * cos, x * sin)
     return (x.to(tl.float16),), ()
 
