@@ -36,7 +36,7 @@ test: env ## run the tests on 2 processes; PYTEST_ARGS="-m 'not slow'"
 
 chaos: export OMP_NUM_THREADS ?= 1
 chaos: export KVQ_KILLS ?= 200
-chaos: env ## kill commands at every passage of every fault point, and KVQ_KILLS times (200) at random moments
+chaos: env ## kill commands at every passage of every point and 200 times at random, let a Hub fail in every way
 	$(RUN) -m pytest -n 2 tests/test_faults.py
 
 check: env ## formatting, lint, types, import arrows
@@ -54,7 +54,7 @@ bench: $(VENV)/.bench ## run the benchmarks; BENCH_ARGS=...
 	$(RUN) benchmarks/registry.py
 
 compare: env ## measure all families of recipes and write docs/compare.md; COMPARE_ARGS="--model demo"
-	$(RUN) scripts/compare_models.py $(COMPARE_ARGS)
+	$(RUN) -m scripts.compare_models $(COMPARE_ARGS)
 
 bench-gpu: env ## measure the kernels where there is a GPU; BENCH_ARGS=..., without one BENCH_ARGS=--dry-run
 	env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) benchmarks/gpu.py $(BENCH_ARGS)

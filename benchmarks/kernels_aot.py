@@ -1,11 +1,12 @@
 """Compile every kernel ahead of time for sm_80, sm_90 and sm_100, and hold what it takes against the committed table.
 
 What is compiled is what the host code would launch: its launches are recorded, with types, constants and alignments.
-Registers, stack and local memory come from the cubin's resource usage, shared memory from the metadata. A kernel gets
-worse if it takes more of anything than the table says, with the Triton that the table was made with; with any Triton it
-has to compile and fit into the shared memory of the architecture.
+Registers, stack and local memory come from the cubin's resource usage, shared memory from the metadata. Of attention,
+the instructions of the main loop are counted, per element of keys and values and lane, and how many of them multiply,
+see sass.py. A kernel gets worse if it takes more of anything than the table says, with the Triton that the table was
+made with; with any Triton it has to compile, to fit into registers and shared memory, and, attention, not to spill.
 
-python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME] [--write | --check]
+PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME] [--write | --check]
 """
 
 import argparse
@@ -32,6 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from benchmarks import sass
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels import attention, launch
 from kvq_runtime.kernels.layout import layout
@@ -39,8 +41,12 @@ from kvq_runtime.ops import chain, dispatch, feedback, grid, hadamard, latent, l
 from kvq_runtime.recipe import Recipe, preset
 
 TABLE = Path(__file__).parent / "results" / "kernels_aot.csv"
-COLUMNS = ("triton", "kernel", "arch", "registers", "stack", "local", "shared")
+COLUMNS = (
+    *("triton", "kernel", "arch", "registers", "stack", "local", "shared"),
+    *("instructions_per_element", "multiplications_per_element"),
+)
 ARCHS = (80, 90, 100)
+REGISTERS = 65536  # of a multiprocessor
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program can have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FAMILIES = (
@@ -134,8 +140,9 @@ def calls() -> dict[str, Callable[[], Any]]:
             found[f"attend {name} d{size}"] = attends(preset(name), size)
     for bits in (2, 4):
         found[f"attend kivi-{bits}bit-g128 pre"] = attends(preset(f"kivi-{bits}bit-g128"), position="pre")
-    for name in ("kivi-2bit-g128", "higgs-head-2bit"):
-        found[f"attend {name} m64"] = attends(preset(name), ratio=8, tokens=8)
+    for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit"):
+        for tokens in (2, 4, 8):
+            found[f"attend {name} m{8 * tokens}"] = attends(preset(name), ratio=8, tokens=tokens)
     return {name: call for name, call in found.items() if call is not None} | _ops()
 
 
@@ -188,7 +195,7 @@ def _same(one: Compiled, other: Compiled) -> bool:
     return one.function is other.function and next(both) == next(both)
 
 
-def usage(one: Compiled, arch: int) -> dict[str, int]:
+def usage(one: Compiled, arch: int) -> dict[str, Any]:
     """What a launch takes on an architecture."""
     source = ASTSource(one.function, one.signature, one.constants, one.attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=one.options)
@@ -197,10 +204,22 @@ def usage(one: Compiled, arch: int) -> dict[str, int]:
         file.flush()
         command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        counts = per_element(one, Path(file.name)) if one.function.__name__ == "attend" else ("", "")
     pairs = (word.split(":") for line in printed.splitlines() if "REG:" in line for word in line.split() if ":" in word)
     values = {name: number for name, number in pairs}
     taken = {"registers": int(values["REG"]), "stack": int(values["STACK"]), "local": int(values["LOCAL"])}
-    return taken | {"shared": compiled.metadata.shared}
+    return taken | {"shared": compiled.metadata.shared} | dict(zip(COLUMNS[-2:], counts, strict=True))
+
+
+def per_element(one: Compiled, cubin: Path) -> tuple[float, float]:
+    """(instructions, multiplications) of a lane per element of keys and values."""
+    given = {name: one.constants.get((i,)) for i, name in enumerate(one.signature)}
+    size, block = given["KSET"][3], given["KSET"][5]
+    turns = 1 if given["KREAD"] is None else -(-block // given["N"])
+    loop = sass.main_loop(sass.instructions(TOOLS / "cuobjdump", cubin), turns)
+    lanes = 32 * one.options["num_warps"] / (2 * block * size)
+    multiplying = sum(loop[name] for name in sass.MULTIPLICATIONS)
+    return round(loop.total() * lanes, 2), round(multiplying * lanes, 2)
 
 
 def stored() -> dict[tuple[str, int], dict[str, Any]]:
@@ -208,19 +227,22 @@ def stored() -> dict[tuple[str, int], dict[str, Any]]:
     found = {}
     for row in csv.DictReader(io.StringIO(TABLE.read_text())):
         version, name, arch = row.pop("triton"), row.pop("kernel"), int(row.pop("arch"))
-        found[name, arch] = {"triton": version} | {what: int(amount) for what, amount in row.items()}
+        found[name, arch] = {"triton": version} | {what: float(amount) for what, amount in row.items() if amount}
     return found
 
 
-def worse(name: str, arch: int, taken: dict[str, int], table: dict) -> list[str]:
+def worse(name: str, arch: int, taken: dict[str, Any], table: dict, warps: int = 4) -> list[str]:
     """What is wrong with a kernel, against the table."""
     before = table.get((name, arch))
     if before is None:
         return [f"{name}, sm_{arch}: not in {TABLE.name}; run with --write"]
     most = dict(before) if before["triton"] == triton.__version__ else {}
     most["shared"] = min(most.get("shared", SHARED[arch]), SHARED[arch])
-    return [f"{name}, sm_{arch}: {what} {amount}; at most {most[what]}"
-            for what, amount in taken.items() if amount > most.get(what, amount)]  # fmt: skip
+    most["registers"] = min(most.get("registers", 255), REGISTERS // (32 * warps))
+    if name.startswith("attend"):
+        most |= {"stack": 0, "local": 0}
+    return [f"{name}, sm_{arch}: {what} {amount}; at most {most[what]:g}"
+            for what, amount in taken.items() if amount != "" and amount > most.get(what, amount)]  # fmt: skip
 
 
 def main() -> int:
@@ -237,10 +259,12 @@ def main() -> int:
             taken = usage(one, arch)
             rows.append([triton.__version__, name, arch, *taken.values()])
             print(*(f"{key} {value}" for key, value in zip(COLUMNS, rows[-1], strict=True)), sep="  ", flush=True)
-            wrong += worse(name, arch, taken, table) if given.check else []
+            wrong += worse(name, arch, taken, table, one.options["num_warps"]) if given.check else []
     if given.write:
+        kept = list(csv.reader(TABLE.open()))[1:] if given.only else []  # what was not compiled now stays
+        both = {(row[1], int(row[2])): row for row in [*kept, *rows]}
         with TABLE.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *both.values()])
     print(*wrong, sep="\n")
     return int(bool(wrong))
 

@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     try:
         args = parser().parse_args(argv)
+        if args.quiet or not sys.stderr.isatty():
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too; read at import
         return _calibrate(args)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2

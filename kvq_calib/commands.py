@@ -29,13 +29,15 @@ COMPARE_EXAMPLES = """\
 examples
     kvq compare --model demo --windows 8 --recent 0 --plot compare.png
     kvq compare --model ./my-model --corpus text.txt --recipes aqua-2bit higgs-2bit kivi-2bit --samples 64
+    kvq compare --model demo --recipes aqua-2bit kivi-2bit --bits 2.1 --sinks 4 --recent 0     with bits by layer
     kvq compare --model qwen2.5-7b --recipes all --length 4096 --device cuda --output records.json
 
 Recipes that need a fit are fitted in one pass over the model, and are not published; then all are measured in one pass
 over held-out text. The same command resumes what was stopped, and repeats no measurement. The table, by bits per
 element (asymptotic; of a cache that holds a window, or 4096 tokens): perplexity, KL divergence in nats, top-1
 agreement, each against the 16-bit model, and the squared error of attention's output over its energy, mean over layers,
-as the cache gives it in use. --recent 0 encodes every token but the sinks: the worst case, and the clearest ranking."""
+as the cache gives it in use. --recent 0 encodes every token but the sinks: the worst case, and the clearest ranking.
+--sinks 4 gives all the same exact first tokens, of which some papers have none."""
 
 PROBE_EXAMPLES = """\
 examples
@@ -56,6 +58,7 @@ def add_eval(subparsers: Any) -> None:
     command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of text (default: 16)")
     command.add_argument("--step", type=count, default=32, metavar="N", help="tokens per forward pass (default: 32)")
     command.add_argument("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
+    command.add_argument("--sinks", type=int, metavar="N", help="exact first tokens (default: as each recipe says)")
     command.add_argument("--recent", type=int, metavar="N", help="exact newest tokens (default: as each recipe says)")
     command.add_argument("--layers", action="store_true", help="print errors by layer too")
     command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
@@ -74,9 +77,13 @@ def add_compare(subparsers: Any) -> None:
     command.add_argument(
         "--recipes", metavar="NAME", nargs="+", default=[], help="recipes, or all (default: some of every family)"
     )
+    command.add_argument(
+        "--bits", metavar="B", type=float, nargs="+", default=[], help="also auto: bits by layer, within B per element"
+    )
     command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
     command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of text (default: 16)")
     command.add_argument("--step", type=count, default=32, metavar="N", help="tokens per forward pass (default: 32)")
+    command.add_argument("--sinks", type=int, metavar="N", help="exact first tokens (default: as each recipe says)")
     command.add_argument("--recent", type=int, metavar="N", help="exact newest tokens (default: as each recipe says)")
     command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
     command.add_argument("--output", metavar="FILE", help="write the records as JSON")
@@ -108,7 +115,7 @@ def evaluate(args: argparse.Namespace) -> int:
     length = args.length or min(files.entry.seq_len, files.context)
     source = args.corpus or files.entry.corpus
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
-    protocol = record.Protocol(args.step, args.rows, args.recent)
+    protocol = record.Protocol(args.step, args.rows, args.recent, args.sinks)
     with _bar(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
         device = _device(args.device)
         records = record.evaluate(files, batch, subjects, protocol, device, _dtype(args.dtype, device), progress)
@@ -156,18 +163,19 @@ def compare(args: argparse.Namespace) -> int:
     source, device = corpus.pin(args.corpus or files.entry.corpus), _device(args.device)
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
     subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
-    fitted = tuple(recipe.name for recipe in chosen if recipe.fitted)
+    fitted = tuple(recipe.name for recipe in chosen if recipe.fitted) + (("auto",) if args.bits else ())
     if fitted:
         job = Job(
-            args.model, fitted, corpus=source, samples=args.samples, seq_len=length, seed=args.seed, device=device,
-            dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder, publish=False, evaluate=False,
+            args.model, fitted, tuple(args.bits), corpus=source, samples=args.samples, seq_len=length, seed=args.seed,
+            device=device, dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder, publish=False,
+            evaluate=False,
         )  # fmt: skip
         bar = Bar(job.prepare()[1], args.quiet)
         try:
             subjects |= {one.name: one for one in comparing.fit(job, bar)}
         finally:
             bar.close()
-    protocol = record.Protocol(args.step, None, args.recent)
+    protocol = record.Protocol(args.step, None, args.recent, args.sinks)
     ledger = Ledger(home() / "evaluated" if args.folder is None else Path(args.folder) / "evaluated")
     with _bar(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
         dtype = _dtype(args.dtype, device)
@@ -213,7 +221,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def relative(result: dict[str, Any]) -> str:
+def relative(result: Mapping[str, Any]) -> str:
     """The distance of a perplexity from that of 16 bit, with its standard error where there is one."""
     spread = result["relative_se"]
     return f"{result['relative']:+.2%}" + ("" if spread is None else f" ± {spread:.2%}")

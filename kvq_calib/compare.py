@@ -19,13 +19,19 @@ from kvq_runtime.errors import Conflict
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, preset, presets
 
-# Two or three of each family, at 2 and 3 bits where it has them; a family without one here gives its first.
+# Of each family, some at equal bits, the paper's own among them; a family without one here gives its first.
 CHOICE = (
-    "aqua-2bit", "aqua-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit", "aqua-klt-1bit", "aqua-klt-2bit",
+    "aqua-1bit", "aqua-2bit", "aqua-3bit", "aqua-2bit-quarot", "aqua-lloyd-2bit", "aqua-polar-3bit", "aqua-svdq-2bit",
+    "aqua-klt-1bit", "aqua-klt-1.5bit", "aqua-klt-2bit", "aqua-h2o-2bit", "h2o", "gear-2bit", "gear-l-2bit-r1",
     "higgs-2bit", "higgs-3bit", "higgs-4bit", "mean-higgs-2bit", "mean-higgs-3bit",
-    "kivi-2bit", "kivi-4bit", "lloyd-2bit", "lloyd-3bit", "polar-paper", "polar-3bit",
+    "kivi-2bit", "kivi-2bit-r32", "kivi-3bit", "kivi-4bit", "kvquant-2bit", "kvquant-3bit",
+    "lloyd-2bit", "lloyd-3bit", "turboquant-2bit", "turboquant-3bit",
+    "polar-paper", "polar-paper-fitted", "polar-online", "polar-2.5bit", "polar-3bit",
     "quarot-2bit", "quarot-3bit", "rtn-2bit", "rtn-3bit", "rtn-4bit",
-    "svdq-2bit-v4", "svdq-wf-1.25bit-v4", "svdq-wf-2bit-v4", "turboquant-2bit", "turboquant-3bit",
+    "squat-2bit", "squat-2bit-paper", "squat-online-2bit", "squat-3bit", "squat-pre-2bit", "squat-pre-3bit",
+    "squat-hadamard-2bit", "subkv-2bit", "subkv-3bit", "subkv-aqua-2bit",
+    "svdq-1.25bit-v4", "svdq-2bit-v4", "svdq-online-2bit-v4", "svdq-shadow-2bit-v4-128",
+    "svdq-wf-1bit-v4", "svdq-wf-1.25bit-v4", "svdq-wf-2bit-v4",
 )  # fmt: skip
 
 
@@ -33,6 +39,12 @@ def families() -> dict[str, list[Recipe]]:
     """Recipes by the file of `kvq_runtime/recipes` that they are in."""
     names = sorted(path.stem for path in Path(recipes.__path__[0]).glob("[a-z]*.py"))
     return {name: import_module(f"kvq_runtime.recipes.{name}").recipes() for name in names}
+
+
+def family(name: str) -> str:
+    """The family of a recipe: the file that it is in, or "auto" of bits that were chosen by layer."""
+    found = [family for family, own in families().items() if name in {recipe.name for recipe in own}]
+    return found[0].replace("_", "-") if found else "auto"
 
 
 def choose(asked: Sequence[str], geometry: Geometry) -> tuple[list[Recipe], list[str]]:

@@ -20,8 +20,9 @@ from urllib.request import ProxyHandler, build_opener
 
 STARTUP = 180  # seconds; the first start on a busy machine migrates an empty database in some 20
 GRACE = 5  # seconds in which a server may end by itself
-# no telemetry, no blocks that nobody uses, no word but errors
+# no telemetry, no blocks that nobody uses, no word but errors, no bars in logs
 QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",

@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 STYLE = {"linewidth": 1.6, "markersize": 4.5}
+TOLD_APART = 20  # lines of a comparison
 
 
 def error_by_layer(records: Sequence[Mapping[str, Any]]) -> bytes:
@@ -93,7 +94,7 @@ def bits_by_layer(name: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 def comparison(records: Sequence[Mapping[str, Any]]) -> bytes:
     """Perplexity, divergence and the error of attention's output against asymptotic bits: a panel each, a line per
-    recipe over its bits."""
+    recipe over its bits. Of many lines, those of a family look alike."""
     panels = {
         "perplexity against 16 bit, %": lambda one: 100 * one["result"]["relative"],
         "KL divergence, nats": lambda one: one["result"]["kl"],
@@ -102,13 +103,16 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> bytes:
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for record in by_bits(records):
         lines.setdefault(series(record["result"]["recipe"]), []).append(record)
+    labels = _labels(lines)
+    numbers = {label: number for number, label in enumerate(sorted(set(labels.values())))}
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     axes = figure.subplots(1, len(panels))
     for axis, (title, value) in zip(axes, panels.items(), strict=True):
-        for number, (name, group) in enumerate(sorted(lines.items())):
+        for name, group in sorted(lines.items(), key=lambda line: labels[line[0]]):
             points = [(one["result"]["bits"]["asymptotic"], value(one)) for one in group]
+            number = numbers[labels[name]]
             look = _look(number) | {"marker": MARKS[(number + number // len(COLOURS)) % len(MARKS)], "linewidth": 1}
-            axis.plot(*zip(*points, strict=True), label=name, alpha=0.85, **look)
+            axis.plot(*zip(*points, strict=True), label=labels[name], alpha=0.85, **look)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("bits per key or value element, asymptotic")
         if axis is axes[0]:
@@ -117,10 +121,20 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> bytes:
             axis.set_yscale("log")
         _tidy(axis)
     axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+    handles, names = axes[0].get_legend_handles_labels()
+    shown = dict(zip(names, handles, strict=True))
+    figure.legend(shown.values(), shown.keys(), loc="outside right center", frameon=False, fontsize=9)
     figure.suptitle(_where(records), fontsize=9, color="0.35")
     return _png(figure)
+
+
+def _labels(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
+    """What each line is called: its own name or, of many, its family's."""
+    from kvq_calib.compare import family  # which draws nothing, but does what those do who draw
+
+    if len(lines) <= TOLD_APART:
+        return {name: name for name in lines}
+    return {name: family(group[0]["result"]["recipe"]) for name, group in lines.items()}
 
 
 def attention_error(record: Mapping[str, Any]) -> float | None:

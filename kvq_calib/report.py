@@ -252,6 +252,7 @@ def _evaluation(records: Sequence[Mapping[str, Any]]) -> str:
             })  # fmt: skip
         model, text = given["model"], given["text"]
         recent = "as in use" if given["recent"] is None else f"of {given['recent']} tokens"
+        recent += f", {given['sinks']} exact first tokens" if "sinks" in given else ""
         blocks.append(
             f"`{model['id']}`, **{size_of(model['parameters'])} parameters**; {given['windows']} windows of "
             f"{given['length']} tokens of {text['source']}, {text['split']} part; in steps of {given['step']} tokens "

@@ -63,17 +63,17 @@ def _attend(
     held = history.geometry.kv_heads
     q_YND = (q_BHTD.float() * scale).reshape(batch * held, heads // held * count, size)
     s_YNX = _scores(history, layer, q_YND)
-    s_BHGTX = s_YNX.view(batch, held, -1, count, s_YNX.shape[-1])
+    by_query = (batch, held, -1, count, s_YNX.shape[-1])
     if mask is None and history.timeline.real_BT is None and keys.encoded >= keys.side.sinks:
         if keys.front:
             s_YNX.narrow(2, 0, keys.front).fill_(_LEAST)
     else:
-        s_BHGTX.masked_fill_(~_seen(history, keys, mask, count)[:, :, None], _LEAST)
+        s_YNX.view(by_query).masked_fill_(~_seen(history, keys, mask, count)[:, :, None], _LEAST)
     p_YNX = s_YNX.softmax(-1)
     if observer is not None:
-        observer(layer, _by_token(history, keys, p_YNX.view(s_BHGTX.shape)), slots)
+        observer(layer, _by_token(history, keys, p_YNX.view(by_query)), slots)
     if (keys.encoded, keys.front) != (values.encoded, values.front):
-        p_BHGTT = _by_token(history, keys, p_YNX.view(s_BHGTX.shape))
+        p_BHGTT = _by_token(history, keys, p_YNX.view(by_query))
         p_YNX = _by_column(history, values, p_BHGTT).flatten(0, 1).flatten(1, 2)
     return _mix(history, layer, p_YNX).view(q_BHTD.shape).to(q_BHTD.dtype)
 

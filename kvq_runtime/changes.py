@@ -59,6 +59,10 @@ class Registry(ABC):
         Raises ArtifactError for bytes that do not load, Conflict if the number is taken.
         """
 
+    def settle(self, name: str, version: Version) -> None:
+        """Do what a publication that was cut off may have left undone: on a Hub, the tag."""
+        return None
+
     @abstractmethod
     def fetch(self, name: str, version: Version) -> Path:
         """The file of a version; loading it checks digest and size."""

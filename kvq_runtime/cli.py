@@ -58,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     try:
         args = parser().parse_args(argv)
+        if not sys.stderr.isatty():
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when huggingface_hub is imported
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", UserWarning)  # ours; others' deprecations are not the user's to mend

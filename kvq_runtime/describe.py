@@ -4,27 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from kvq_runtime.artifact import Artifact
-from kvq_runtime.codec import Codec
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import HALVES, Half, Recipe, Side
-from kvq_runtime.stages.select import Chunks
+from kvq_runtime.memory import asymptotic_bits
+from kvq_runtime.recipe import Recipe, Side
 
 REFERENCE_MODEL = Geometry(layers=28, kv_heads=4, head_size=128)  # Qwen2.5-7B
-
-
-def mean_bits(recipe: Recipe, geometry: Geometry) -> float:
-    """What a stored element costs in bits, over keys and values of all layers; sinks and recent window apart."""
-    costs: dict[Side, float] = {}
-    places: list[tuple[int, Half]] = [(layer, half) for layer in range(geometry.layers) for half in HALVES]
-    for layer, half in places:
-        side = recipe.side(layer, half)
-        if side not in costs:
-            costs[side] = Codec(recipe, layer, half, geometry, {}).bits()
-    marks = recipe.select.bits(torch.bfloat16) / 2 if isinstance(recipe.select, Chunks) else 0.0  # of keys alone
-    return marks + sum(costs[recipe.side(layer, half)] for layer, half in places) / len(places)
 
 
 def artifact_record(fitted: Artifact) -> dict[str, Any]:
@@ -57,7 +42,7 @@ def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
     return {
         "name": recipe.name,
         "position": recipe.position,
-        "bits": round(mean_bits(recipe, geometry), 4),
+        "bits": round(asymptotic_bits(recipe, geometry), 4),
         "fitted": "online" if recipe.online else recipe.fitted,
         "keys": _stages(recipe.key),
         "values": _stages(recipe.value) if recipe.value != recipe.key else "as keys",

@@ -20,6 +20,7 @@ from typing import Any
 from kvq_runtime import (
     changes,
     describe,
+    faults,
     files,
     hub_api,
     hub_cache,
@@ -99,6 +100,7 @@ class HubRegistry(Registry):
         head = hub_api.patiently(lambda: hub_api.api().model_info(repo, expand=["sha"]).sha)
         if head is None:
             raise ArtifactError(f"{repo} has no commit; the Hub makes one with every repository, delete this one")
+        hub_cache.note_read(repo, head)
         return head
 
     def _look(self, name: str, at: str = "") -> Seen:
@@ -126,9 +128,7 @@ class HubRegistry(Registry):
         if last is not None and hub_api.offline():
             return last
         try:
-            head = self._head(repo)
-            hub_cache.note_read(repo, head)
-            return head
+            return self._head(repo)
         except Exception as error:
             if last is None or hub_api.passing(error) is None:
                 raise
@@ -197,9 +197,18 @@ class HubRegistry(Registry):
         self._seen[name] = after = hub_change.change(self, name, decide, {ARTIFACT: data, **beside}, about)
         found = changes.same(after.index.state, hash_of(data).hexdigest())
         assert found is not None, "the change that was committed is in the state"
-        with hub_api.asking(self.repo(name)):
-            hub_tags.mend(self, name, found, after)
+        self._tag(name, found, after)
         return found
+
+    def settle(self, name: str, version: Version) -> None:
+        """Make the tag of a version that main has, if it is missing."""
+        with hub_api.asking(self.repo(name)):
+            self._tag(name, version, self.look(name))
+
+    def _tag(self, name: str, version: Version, seen: Seen) -> None:
+        with hub_api.asking(self.repo(name)):
+            hub_tags.mend(self, name, version, seen)
+        faults.point("hub.tagged")
 
     # ---- records
 

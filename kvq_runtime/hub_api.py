@@ -5,7 +5,9 @@ The address is $HF_ENDPOINT, read at every call (the library reads it once, at i
 before one is raised, since a server may repeat what it was sent; what the server said is not chained to the error.
 """
 
+import hashlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from kvq_runtime.errors import NotFound
+from kvq_runtime.errors import ArtifactError, NotFound
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -55,12 +57,28 @@ def check_online(what: str) -> None:
 
 
 def file(repo: str, path: str, commit: str, force: bool = False) -> Path:
-    """A file of a commit, from the cache or downloaded into it; `force`: in place of what the cache has."""
+    """A file of a commit, from the cache or downloaded into it; `force`: in place of what the cache has.
+
+    A small file that is not what its name in the cache says, git's digest, is fetched once more; then ArtifactError.
+    """
     from huggingface_hub import hf_hub_download
 
     options: dict[str, Any] = {"revision": commit, "endpoint": endpoint(), "library_name": "kvq"}
-    options |= {"force_download": force, "local_files_only": offline()}
-    return Path(patiently(lambda: hf_hub_download(repo, path, **options)))
+    options |= {"local_files_only": offline()}
+    for again in (force, True):
+        found = Path(patiently(lambda again=again: hf_hub_download(repo, path, force_download=again, **options)))
+        if not _damaged(found.resolve()):
+            return found
+    found.resolve().unlink()
+    raise ArtifactError(f"{repo}/{path}: the Hub sent it damaged, twice; nothing was kept")
+
+
+def _damaged(blob: Path) -> bool:
+    """Whether a file that is named by a sha1, as git names it or of its bytes alone, is another."""
+    if not re.fullmatch("[0-9a-f]{40}", blob.name):
+        return False
+    data = blob.read_bytes()
+    return blob.name not in {hashlib.sha1(start + data).hexdigest() for start in (b"blob %d\0" % len(data), b"")}
 
 
 def check_writable(org: str) -> None:

@@ -4,6 +4,7 @@ The cache's layout is documented: blobs/<etag>, which for large files is their s
 to blobs; refs/main, the commit that main was when it was last asked for.
 """
 
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def note_read(repo: str, commit: str) -> None:
         with suppress(OSError):
             place.mkdir(parents=True, exist_ok=True)
             files.save(place / "main", commit.encode())
+
+
+def drafts(repo: str, older: float) -> list[Path]:
+    """What a killed process left half written, at least so many seconds ago: downloads, and `note_read`."""
+    store, found = _store(repo), []
+    for path in [*store.glob("blobs/*.incomplete"), *(store / "refs").glob(".*.tmp")]:
+        with suppress(FileNotFoundError):  # finished meanwhile
+            if path.stat().st_mtime <= time.time() - older:
+                found.append(path)
+    return sorted(found)
 
 
 def under(repo: str, folder: str) -> list[Path]:

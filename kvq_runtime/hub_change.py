@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from kvq_runtime import card, hub_api, hub_index
+from kvq_runtime import card, faults, hub_api, hub_index
 from kvq_runtime.errors import Conflict
 from kvq_runtime.events import Change, Event, Promote, Publish, Rollback, State
 from kvq_runtime.hub_index import Index, Seen, folder
@@ -34,7 +34,7 @@ def change(
 
     content, about   of a publish: its files, and what kvq.json says of it
     """
-    repo, sent, refused, faults = registry.repo(name), [], False, 0
+    repo, sent, refused, failed = registry.repo(name), [], False, 0
     for _ in range(TRIES):
         with hub_api.asking(repo):
             seen = registry.look(name)
@@ -59,10 +59,10 @@ def change(
             if hub_api.status(error) in (409, 412):
                 refused = True
                 time.sleep(random.uniform(0.05, 0.5))
-            elif wait is not None and wait <= hub_api.LONGEST and faults < hub_api.TRIES - 1:
+            elif wait is not None and wait <= hub_api.LONGEST and failed < hub_api.TRIES - 1:
                 sent.append(event)
-                hub_api.pause(faults, wait)
-                faults += 1
+                hub_api.pause(failed, wait)
+                failed += 1
             else:
                 with hub_api.asking(repo):
                     raise
@@ -72,6 +72,7 @@ def change(
 def _create(repo: str, private: bool | None) -> None:
     with hub_api.asking(repo):
         hub_api.patiently(lambda: hub_api.api().create_repo(repo, private=private, exist_ok=True))
+    faults.point("hub.created")
 
 
 def _check_ours(repo: str, commit: str) -> None:
@@ -101,5 +102,9 @@ def _commit(repo: str, seen: Seen, event: Event, content: Mapping[str, bytes], a
     operations = [CommitOperationAdd(path, data) for path, data in added.items()]
     alias = f"{event.change.alias} " if isinstance(event.change, (Promote, Rollback)) else ""
     title = f"{event.change.kind} {alias}{event.change.version}"
-    done = hub_api.api().create_commit(repo, operations, commit_message=title, parent_commit=seen.commit)
+    api = hub_api.api()
+    api.preupload_lfs_files(repo, operations, free_memory=False)
+    faults.point("hub.uploaded")
+    done = api.create_commit(repo, operations, commit_message=title, parent_commit=seen.commit)
+    faults.point("hub.committed")
     return Seen(done.oid, index)

@@ -6,7 +6,7 @@
 from hashlib import sha256 as hash_of
 from pathlib import PurePath
 
-from kvq_runtime import evaluations, files, hub_api, hub_cache, reference
+from kvq_runtime import evaluations, faults, files, hub_api, hub_cache, reference
 from kvq_runtime.changes import Kind
 
 
@@ -23,6 +23,7 @@ def add(repo: str, kind: Kind, sha256: str, data: bytes) -> str:
     with hub_api.asking(repo):
         hub_api.check_online(repo)
         hub_api.patiently(commit)
+    faults.point("hub.recorded")
     return digest
 
 

@@ -6,7 +6,7 @@ uploaded for a commit that never came are in no commit: the Hub does not show th
 
 import time
 
-from kvq_runtime import hub_api, hub_index, hub_tags
+from kvq_runtime import faults, hub_api, hub_cache, hub_index, hub_tags
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.hub import HubRegistry
 from kvq_runtime.hub_index import ARTIFACT, Seen, folder
@@ -43,30 +43,38 @@ def _unnamed(tree: dict, seen: Seen) -> list[str]:
 def collect(registry: HubRegistry, grace: float = GRACE, dry_run: bool = False) -> list[str]:
     """Remove files under versions/, evaluations/ and signatures/ that nothing names and that are older than `grace`.
 
-    One commit a repository, on what was read: if another commit came first nothing is removed (Conflict).
+    One commit a repository, on what was read: if another commit came first nothing is removed (Conflict). What killed
+    processes left half written in this machine's cache goes too.
     """
+    removed: dict[str, None] = {}  # in order; a commit whose answer was lost is found done when it is tried again
+    for name in registry.names():
+        with hub_api.asking(registry.repo(name)):
+            hub_api.patiently(lambda name=name: _collect(registry, name, grace, dry_run, removed))
+        for path in hub_cache.drafts(registry.repo(name), older=grace):
+            removed[str(path)] = None
+            if not dry_run:
+                path.unlink(missing_ok=True)
+    return list(removed)
+
+
+def _collect(registry: HubRegistry, name: str, grace: float, dry_run: bool, removed: dict[str, None]) -> None:
     from huggingface_hub import CommitOperationDelete
 
-    removed = []
-    for name in registry.names():
-        repo = registry.repo(name)
-        with hub_api.asking(repo):
-            seen = registry.look(name)
-        tree = _tree(registry, name, seen)
-        old = [path for path in _unnamed(tree, seen) if tree[path].last_commit.date.timestamp() <= time.time() - grace]
-        removed += [f"{repo}/{path}" for path in old]
-        if not old or dry_run:
-            continue
-        with hub_api.asking(repo):
-            try:
-                operations = [CommitOperationDelete(path) for path in old]
-                api = hub_api.api()
-                api.create_commit(repo, operations, commit_message="remove unnamed files", parent_commit=seen.commit)
-            except Exception as error:
-                if hub_api.status(error) not in (409, 412):
-                    raise
-                raise Conflict(f"{repo}: somebody changed it first; nothing was removed, say it again") from None
-    return removed
+    repo, seen = registry.repo(name), registry.look(name)
+    tree = _tree(registry, name, seen)
+    old = [path for path in _unnamed(tree, seen) if tree[path].last_commit.date.timestamp() <= time.time() - grace]
+    removed.update(dict.fromkeys(f"{repo}/{path}" for path in old))
+    if not old or dry_run:
+        return
+    try:
+        operations = [CommitOperationDelete(path) for path in old]
+        api = hub_api.api()
+        api.create_commit(repo, operations, commit_message="remove unnamed files", parent_commit=seen.commit)
+    except Exception as error:
+        if hub_api.status(error) not in (409, 412):
+            raise
+        raise Conflict(f"{repo}: somebody changed it first; nothing was removed, say it again") from None
+    faults.point("hub.collected")
 
 
 def examine(registry: HubRegistry) -> list[Finding]:

@@ -13,7 +13,7 @@ from kvq_runtime import codec as codecs
 from kvq_runtime.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import HALVES, Recipe, presets
-from kvq_runtime.stages.select import Chunks
+from kvq_runtime.stages.select import Chunks, Heavy
 
 if TYPE_CHECKING:
     from kvq_runtime.cache import BlockCache
@@ -29,7 +29,8 @@ class MemoryReport:
     bits_per_element   sequence_bytes, in bits per key or value element of the tokens seen
     bits_per_kept      sequence_bytes, in bits per key or value element of the tokens held
     all_bits           total_bytes, in bits per key or value element of the tokens seen
-    asymptotic_bits    what one more encoded element costs, in a cache of the model's dtype
+    asymptotic_bits    what one more element seen costs once it is encoded, in a cache of the model's dtype: of a recipe
+                       that holds a share of the tokens, that share
     sequence_bytes     grow with tokens and batch; `parts` has them by kind
     shared_bytes       the artifact's tensors and rotations, once per process
     scratch_peak       most bytes of decoded tensors alive at once so far
@@ -127,12 +128,12 @@ def shared_bytes(codecs: list[Codec], others: Sequence[Tensor] = ()) -> int:
 
 
 def asymptotic_bits(recipe: Recipe, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
-    """What one more encoded element costs, on average over layers, keys and values."""
-    bits = 0.0
+    """What one more element seen costs once it is encoded, on average over layers, keys and values."""
+    bits, share = 0.0, recipe.select.share if isinstance(recipe.select, Heavy) else 1.0
     for layer in range(geometry.layers):
         for half in HALVES:
             bits += side_bits(recipe, layer, half, geometry, dtype)
-    return bits / (2 * geometry.layers)
+    return share * bits / (2 * geometry.layers)
 
 
 def side_bits(recipe: Recipe, layer: int, half, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:

@@ -22,7 +22,9 @@ def copy(source: Registry, name: str, version: Version, target: Registry, dry_ru
     if dry_run:
         target.check_writable()
         return row | {"result": "is there already" if there else "would be published"}
-    if not there:
+    if there:
+        target.settle(name, version)
+    else:
         data = files.read(source.whole(name, version), version.size)
         artifact.from_bytes(data, version.sha256)
         beside = source.beside(name, version)

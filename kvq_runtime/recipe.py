@@ -181,13 +181,14 @@ class Recipe:
         """The same recipe with a window that is always as long as its own may become."""
         if self.window is None:
             return self
-        return replace(self.with_recent(self.window.most(self.key.recent, self.key.block)), window=None)
+        return replace(self.with_exact(recent=self.window.most(self.key.recent, self.key.block)), window=None)
 
-    def with_recent(self, recent: int) -> "Recipe":
-        """The recipe with so many recent tokens."""
+    def with_exact(self, sinks: int | None = None, recent: int | None = None) -> "Recipe":
+        """The recipe with so many exact tokens at the start of every row, and at its end; None: its own."""
+        given = {name: value for name, value in (("sinks", sinks), ("recent", recent)) if value is not None}
 
         def changed(pair: tuple[Side, Side]) -> tuple[Side, Side]:
-            return replace(pair[0], recent=recent), replace(pair[1], recent=recent)
+            return replace(pair[0], **given), replace(pair[1], **given)
 
         key, value = changed((self.key, self.value))
         return replace(self, key=key, value=value, layers={n: changed(pair) for n, pair in self.layers.items()})
@@ -203,6 +204,10 @@ class Recipe:
             self._check_side(side)
         if any(value.feedback for _, value in self._pairs()):
             raise ValueError(f"{self.name}: queries say nothing of values; give feedback to keys alone")
+        if self.position == "post" and any(
+            key.feedback and key.feedback.queries != "after" for key, _ in self._pairs()
+        ):
+            raise ValueError(f'{self.name}: keys after RoPE meet queries after RoPE; use queries="after", or "pre"')
         if any(isinstance(pair[0].rotate, rotate.OutputBasis) for pair in self._pairs()):
             raise ValueError(f"{self.name}: an output basis weighs values; give keys a plain basis")
         windows = {(pair[0].window, pair[1].window) for pair in self._pairs()}

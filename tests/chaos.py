@@ -1,40 +1,44 @@
-"""Commands that change a disk, run in a child that is killed, meets a full disk, or writes down each of its steps.
+"""Commands that change a disk or a Hub, disturbed; what they leave is whole, and the same command again finishes it.
 
-A child is forked from this process, so everything is imported already. Another command joins by a line in `COMMANDS`.
+Another command joins by a line in `COMMANDS`; how it is run and disturbed is in traced.py.
 """
 
-import io
-import json
+import contextlib
+import copy
 import os
 import re
-import resource
 import shutil
 import sys
-import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import forked
+import hub_client
+import huggingface_hub
+import pytest
 import tiny
 import tiny_artifact
+from hub_faults import Faults
+from hub_server import Hub
 from power_cut import Disk
+from traced import Ended, run
 
-from kvq_calib import checkpoint
 from kvq_calib import cli as calibrate_cli
-from kvq_runtime import artifact, cli, faults, files, reference, upkeep
+from kvq_runtime import artifact, cli, files, hub_upkeep, reference, upkeep
+from kvq_runtime.hub import HubRegistry
 from kvq_runtime.local import LocalRegistry
 
 ROOT = Path(__file__).parents[1]
 NAME = "tiny-2bit"
-BESIDE = {"README.md": b"# card", "error.png": b"png"}
-TIMEOUT = 120
+CARD = b"---\nlibrary_name: kvq\ntags: [kvq]\n---\n# card\n"
+BESIDE = {"README.md": CARD, "error.png": b"png"}
+COMMIT = "(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
+DRAFTS = ("**/.*.tmp", "**/*.incomplete")
 
 
 @dataclass(frozen=True)
 class Command:
-    """What is done to a folder.
+    """What is done to a folder, and to the Hub that HF_ENDPOINT names.
 
     before   makes what is there beforehand
     run      does it, and returns an exit code
@@ -60,13 +64,15 @@ def _calibrate(folder: Path) -> int:
 
 
 def _a_version(folder: Path) -> None:
-    store(folder).publish(NAME, tiny_artifact.data(0), beside=BESIDE)
-    store(folder).promote(NAME, "1.0.0")
+    made = store(folder).publish(NAME, tiny_artifact.data(0), beside=BESIDE)
+    store(folder).promote(NAME, made.version)
+    about = {"protocol": {}, "environment": {}, "result": {"perplexity": 12.5}}
+    store(folder).add_evaluation({"artifact": made.sha256, "corpus": "c" * 64, **about})
 
 
 def _publish(folder: Path) -> int:
     try:
-        store(folder).publish(NAME, tiny_artifact.data(1), beside=BESIDE | {"README.md": b"# another"})
+        store(folder).publish(NAME, tiny_artifact.data(1), beside=BESIDE | {"README.md": CARD + b"another\n"})
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
@@ -91,122 +97,37 @@ def _orphans(folder: Path) -> None:
     (store(folder).root / "tmp" / ".1-2.tmp").write_bytes(b"half")
 
 
+def _pushed(folder: Path) -> None:
+    """Two versions, here and on the Hub; the first is production there too."""
+    _two_versions(folder)
+    assert _kvq("copy", "--all", NAME, "hf://org")(folder) == 0
+
+
+def _orphans_on_the_hub(folder: Path) -> None:
+    _pushed(folder)
+    for path in ("versions/9.0.0/kvq.safetensors", "evaluations/" + "0" * 64 + "/x.json"):
+        huggingface_hub.HfApi(endpoint=os.environ["HF_ENDPOINT"]).upload_file(
+            path_or_fileobj=b"nobody names it", path_in_repo=path, repo_id=f"org/{NAME}"
+        )
+
+
+PULL = ("-o", "DIR/out", "--lock", "DIR/kvq.lock")
 COMMANDS = {
     "calibrate": Command(_a_model, _calibrate),
     "publish": Command(lambda folder: None, _publish),
     "publish another": Command(_a_version, _publish),
     "promote": Command(_two_versions, _kvq("promote", f"{NAME}@1.0.1")),
-    "pull": Command(_two_versions, _kvq("pull", NAME, "-o", "DIR/out", "--lock", "DIR/kvq.lock")),
+    "pull": Command(_two_versions, _kvq("pull", NAME, *PULL)),
     "gc": Command(_orphans, _kvq("gc", "--grace", "0s")),
+    "push": Command(_a_version, _kvq("push", f"{NAME}@1.0.0", "hf://org")),
+    "promote on a Hub": Command(_pushed, _kvq("promote", f"hf://org/{NAME}@1.0.1")),
+    "pull from a Hub": Command(_pushed, _kvq("pull", f"hf://org/{NAME}", *PULL)),
+    "gc of a Hub": Command(_orphans_on_the_hub, _kvq("gc", "hf://org", "--grace", "0s")),
 }
+ON_A_HUB = ("push", "promote on a Hub", "pull from a Hub", "gc of a Hub")
 
 
-# ---- one child
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a child ended: its exit code (-9: killed), what it printed, its steps, its seconds."""
-
-    code: int
-    said: str
-    steps: list[list[str]]
-    seconds: float
-
-
-def run(
-    command: Command,
-    folder: Path,
-    fault: str | None = None,
-    kill_after: float | None = None,
-    limit: int | None = None,
-) -> Ended:
-    """Run a command in a child.
-
-    fault        as KVQ_FAULT has it
-    kill_after   seconds from its first step
-    limit        bytes; no file can become longer
-    """
-    notes = folder.with_name(folder.name + ".notes")
-    notes.mkdir(exist_ok=True)
-    for old in notes.iterdir():
-        old.unlink()
-    child = forked.process(_child, command, folder, notes, fault, limit)
-    begun = time.perf_counter()
-    child.start()
-    if kill_after is not None:
-        while not (notes / "steps").exists() and child.is_alive():
-            time.sleep(0.0005)
-        child.join(kill_after)
-        child.kill()
-    child.join(TIMEOUT)
-    if child.exitcode is None:
-        child.kill()
-        raise TimeoutError(f"the child went on for {TIMEOUT} s, with {fault or kill_after}")
-    whole = (notes / "steps").read_text().rpartition("\n")[0].splitlines() if (notes / "steps").exists() else []
-    steps = [json.loads(line) for line in whole]
-    said = (notes / "said").read_text() if (notes / "said").exists() else ""  # nothing from the killed
-    return Ended(child.exitcode, said, steps, time.perf_counter() - begun)
-
-
-def _child(command: Command, folder: Path, notes: Path, fault: str | None, limit: int | None) -> int:
-    sys.stdout = sys.stderr = said = io.StringIO()
-    if fault is not None:
-        os.environ["KVQ_FAULT"] = fault
-    if limit is None:
-        _trace(folder, os.open(notes / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-    else:  # the notes would be cut short, too
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    try:
-        return command.run(folder)
-    except BaseException:
-        traceback.print_exc()
-        return 70
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        (notes / "said").write_text(said.getvalue())
-
-
-def _trace(folder: Path, out: int) -> None:
-    """Write down every step of this process that changes `folder`, and every fault point, one line each."""
-
-    def note(kind: str, *paths: object) -> None:
-        given = [os.fspath(path) for path in paths]  # type: ignore[arg-type]
-        if Path(given[0]).name == "lock":  # holds nothing: the system's lock on it is what counts
-            return
-        if kind == "point" or all(isinstance(path, str) and f"{path}/".startswith(f"{folder}/") for path in given):
-            os.write(out, (json.dumps([kind, *given]) + "\n").encode())
-
-    def heard(event: str, args: tuple) -> None:
-        if event == "open" and isinstance(args[0], (str, Path)) and args[2] & (os.O_WRONLY | os.O_RDWR):
-            note("write", args[0])
-        elif event in ("os.rename", "os.link"):
-            note("name" if event == "os.rename" else "link", *args[:2])
-        elif event in ("os.remove", "os.rmdir"):
-            note("remove", args[0])
-        elif event == "os.mkdir" and not os.path.lexists(args[0]):
-            note("make", args[0])
-
-    fsync, save_file, point = os.fsync, checkpoint.save_file, faults.point
-
-    def synced(descriptor: int) -> None:
-        fsync(descriptor)
-        note("sync", os.readlink(f"/proc/self/fd/{descriptor}"))
-
-    def saved(tensors: dict, path: Path) -> None:  # not written by Python: no audit event
-        note("write", path)
-        save_file(tensors, path)
-
-    def passed(name: str) -> None:
-        note("point", name)
-        point(name)
-
-    os.fsync, checkpoint.save_file, faults.point = synced, saved, passed
-    sys.addaudithook(heard)
-
-
-# ---- what a folder holds
+# ---- what there is
 
 
 def observe(folder: Path) -> dict:
@@ -229,6 +150,26 @@ def observe(folder: Path) -> dict:
     }
 
 
+def observe_hub(hub: Hub) -> dict:
+    """Load everything of the Hub, as another machine would; an error where a version or a tag is wrong."""
+    registry, found = HubRegistry(hub.org), {}
+    faulty = [finding for finding in hub_upkeep.examine(registry) if finding.level == "fault"]
+    assert not faulty, faulty
+    for name in registry.names():
+        state = registry.state(name)
+        for version in state.versions.values():
+            artifact.load(registry.fetch(name, version), version.sha256, version.size)
+            registry.beside(name, version)  # which compares their digests
+        versions = {v.version: (v.sha256, v.files) for v in state.versions.values()}
+        found[name] = versions, state.aliases, sorted(hub_client.whole(hub, name))
+    return found
+
+
+def names_on(hub: Hub) -> set[tuple[str, str]]:
+    """Every path on main and every tag, with its repository."""
+    return {(repo.id, name) for repo in hub.repos.values() for name in [*repo.at("main").tree, *repo.tags]}
+
+
 def tree(folder: Path) -> set[str]:
     """Every path in a folder."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
@@ -241,22 +182,39 @@ def points_in_the_code() -> list[str]:
     return [name for path in sorted(sources) for name in calls.findall(path.read_text())]
 
 
-class Case:
-    """One command with its folder as it is before, and what it does when nobody disturbs it."""
+@contextlib.contextmanager
+def using(hub: Hub, cache: Path) -> Iterator[None]:
+    """Let this process' client talk to a Hub, with such a cache."""
+    cache.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        hub_client.use(patch, hub.url, cache)
+        yield
+        huggingface_hub.close_session()
 
-    def __init__(self, name: str, folder: Path):
-        self.name, self.command = name, COMMANDS[name]
+
+class Case:
+    """One command with its folder and its Hub as they are before, and what it does when nobody disturbs it."""
+
+    def __init__(self, name: str, folder: Path, hub: Hub):
+        self.name, self.command, self.hub = name, COMMANDS[name], hub
         self.start = folder / "start"
         self.start.mkdir(parents=True)
-        self.command.before(self.start)
-        self.before = observe(self.start)
         self.place = folder / "place"  # always the same path: a plan names its model
+        self.cache = folder / "cache"
+        self.kept = {}, {}
         self.fresh()
-        self.command.run(self.place)  # here, so that every child finds its imports done
+        with using(hub, self.cache):
+            self.command.before(self.start)
+        self.kept = copy.deepcopy((hub.repos, hub.lfs))
         self.fresh()
-        self.undisturbed = run(self.command, self.place)
+        self.before = self.observe(self.start)
+        self.work(self.place)  # here, so that every child finds its imports done
+        self.fresh()
+        self.undisturbed = run(self.work, self.place, hub)
         assert self.undisturbed.code == 0, self.undisturbed.said
-        self.after, self.paths = observe(self.place), tree(self.place)
+        # patterns: a commit has another id every time
+        self.requests = list(dict.fromkeys(re.sub(COMMIT, COMMIT, re.escape(one.line)) for one in hub.requests))
+        self.after, self.paths, self.names = self.observe(self.place), tree(self.place), names_on(hub)
         self.trace = self.undisturbed.steps
 
     @property
@@ -265,23 +223,62 @@ class Case:
         points = [step[1] for step in self.trace if step[0] == "point"]
         return {name: points.count(name) for name in dict.fromkeys(points)}
 
+    def work(self, folder: Path) -> int:
+        """Run the command."""
+        with using(self.hub, self.cache):
+            return self.command.run(folder)
+
+    def observe(self, folder: Path) -> dict:
+        """What the folder and the Hub hold."""
+        cache = self.cache.with_name("another-machine")
+        shutil.rmtree(cache, ignore_errors=True)
+        with using(self.hub, cache):
+            return observe(folder) | {"hub": observe_hub(self.hub)}
+
     def fresh(self) -> None:
-        """Make the folder as it is before the command."""
-        shutil.rmtree(self.place, ignore_errors=True)
+        """Make folder and Hub as they are before the command, with an empty cache."""
+        for folder in (self.place, self.cache):
+            shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.start, self.place)
+        self.hub.repos, self.hub.lfs = copy.deepcopy(self.kept)
+        self.hub.faults = Faults()
+        with using(self.hub, self.cache):
+            pass  # what the client keeps for itself is there, whatever the command may write
 
     def disturb(self, fault: str | None = None, kill_after: float | None = None, limit: int | None = None) -> Ended:
         """Run it with a fault; then what is there must be whole, and the same command again must finish it."""
         self.fresh()
-        first = run(self.command, self.place, fault, kill_after, limit)
-        found = observe(self.place)
-        assert found["registry"] in (self.before["registry"], self.after["registry"]), "half a change"
+        return self.recover(run(self.work, self.place, self.hub, fault, kill_after, limit))
+
+    def trouble(self, request: str, kind: str, times: int, **more) -> tuple[Ended, int]:
+        """Run it while the Hub fails at a request: how it ended, and how often the Hub did.
+
+        request   a pattern: METHOD /path
+        """
+        self.fresh()
+        faults = self.hub.faults
+        faults.add(f"^{request}$", kind, times, **more)
+        first = run(self.work, self.place, self.hub)
+        self.hub.faults = Faults()
+        return self.recover(first), len(faults.happened)
+
+    def recover(self, first: Ended) -> Ended:
+        """Check what a disturbed command left, run it again, and check that it has finished."""
+        found = self.observe(self.place)
+        for what in ("registry", "hub"):
+            assert found[what] in (self.before[what], self.after[what]), "half a change"
         assert found["pulled"].items() <= self.after["pulled"].items() and found["lock"] in (None, self.after["lock"])
-        again = run(self.command, self.place)
+        again = run(self.work, self.place, self.hub)
         assert again.code == 0, again.said
-        assert observe(self.place) == self.after
+        assert self.observe(self.place) == self.after
+        differ = names_on(self.hub) ^ self.names
+        assert not differ, f"on the Hub, left or lost {sorted(differ)}"
         upkeep.collect(store(self.place), grace=0)
+        with using(self.hub, self.cache):
+            hub_upkeep.collect(HubRegistry(self.hub.org), grace=0)
         left, lost = tree(self.place) - self.paths, self.paths - tree(self.place)
         assert not left and not lost, f"left {sorted(left)}, lost {sorted(lost)}"
+        drafts = [path for pattern in DRAFTS for path in self.cache.glob(pattern)]
+        assert not drafts, f"left {drafts}"
         Disk().play(first.steps + again.steps)
         return first

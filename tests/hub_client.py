@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import huggingface_hub
@@ -10,6 +11,8 @@ import pytest
 from hub_server import Hub
 from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars
+
+from kvq_runtime import hub_index
 
 TOKEN = "hf_" + "canary" * 5  # never to be seen outside a request to the Hub itself
 
@@ -32,7 +35,8 @@ def use(monkeypatch: pytest.MonkeyPatch, url: str, folder: Path, token: str | No
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hf-cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
-    (folder / "harnesses.json").write_text("{}")  # else the client asks huggingface.co who calls
+    if not (folder / "harnesses.json").exists():
+        (folder / "harnesses.json").write_text("{}")  # else the client asks huggingface.co who calls
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(folder / "harnesses.json"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("time.sleep", _shorter)  # the client waits whole seconds between tries
@@ -54,3 +58,19 @@ def clear(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 def asked(hub: Hub) -> list[str]:
     """What the Hub was asked."""
     return [request.line for request in hub.requests]
+
+
+def whole(hub: Hub, name: str) -> list[str]:
+    """The versions of a name; every file that kvq.json names must be there, and the file it says."""
+    repo = hub.repos[f"org/{name}"]
+    tree = repo.at("main").tree
+    if hub_index.FILE not in tree:
+        assert not [path for path in tree if path.startswith("versions/")]
+        return []
+    index = hub_index.from_bytes(hub.content(repo, tree[hub_index.FILE]), name, "test")
+    for version in index.state.versions.values():
+        files = {"kvq.safetensors": {"sha256": version.sha256, "size": version.size}} | dict(version.files)
+        for file, entry in files.items():
+            data = hub.content(repo, tree[f"versions/{version.version}/{file}"])
+            assert (sha256(data).hexdigest(), len(data)) == (entry["sha256"], entry["size"])
+    return list(index.state.versions)

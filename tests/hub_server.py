@@ -15,6 +15,8 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -43,6 +45,7 @@ class Hub(Store):
     def __init__(self, org: str = "org"):
         super().__init__(org)
         self.faults, self.requests = Faults(), []
+        self._working, self._change = 0, threading.Condition()
         self.redirect = True  # large files are somewhere else
         handlers = [type("Handler", (Handler,), {"hub": self, "origin": name}) for name in ("hub", "cdn")]
         self._servers = [Server(("127.0.0.1", 0), handler) for handler in handlers]
@@ -57,6 +60,23 @@ class Hub(Store):
         for server in self._servers:
             server.shutdown()
             server.server_close()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count a request that is being answered."""
+        with self._change:
+            self._working += 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._working -= 1
+                self._change.notify_all()
+
+    def rest(self) -> None:
+        """Wait until nothing is being answered: a request outlives the client that is killed."""
+        with self._change:
+            assert self._change.wait_for(lambda: not self._working, 30)
 
 
 class Server(ThreadingHTTPServer):
@@ -81,7 +101,8 @@ class Handler(BaseHTTPRequestHandler):
         """Quiet: `hub.requests` is the log."""
 
     def do_GET(self) -> None:
-        self.answer()
+        with self.hub.working():
+            self.answer()
 
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 

@@ -1,7 +1,7 @@
 """What a power cut would leave: the steps of a command, played on a disk that keeps only what was synced.
 
-A step is [kind, path, ...] as `chaos` writes it down: write, sync, make (a folder), link and name (old, new), remove,
-and point, a fault point.
+A step is [kind, path, ...] as `traced` writes it down: write, sync, make (a folder), link and name (old, new), remove,
+ask, a request that changes a Hub, and point, a fault point.
 """
 
 import os
@@ -22,7 +22,7 @@ class Disk:
     def play(self, steps: list[list[str]]) -> None:
         """Every step in turn; in the end all that is left must last."""
         for kind, *paths in steps:
-            if kind != "point":
+            if kind not in ("point", "ask"):
                 getattr(self, kind)(*paths)
         lost = {path for path in self.dirty | self.entries if not _is_draft(path)}
         assert not lost, f"a power cut would take {sorted(lost)}"
@@ -64,15 +64,18 @@ def _is_draft(path: str) -> bool:
 
 
 def gaps(steps: list[list[str]]) -> list[tuple[list[str], list[str]]]:
-    """Steps that follow each other with no point in between. A sync of what is synced already is no step."""
+    """Steps that follow each other with no point in between.
+
+    A sync of what is synced already is no step; uploads of large files to a Hub, side by side, are one.
+    """
     found, last, changed = [], None, set()
     for step in steps:
         kind, path = step[0], step[-1]
-        if kind == "sync" and path not in changed:
+        if (kind == "sync" and path not in changed) or (kind == "ask" and "PUT" in path and last and last[0] == "ask"):
             continue
         if kind == "sync":
             changed.discard(path)
-        elif kind != "point":
+        elif kind not in ("point", "ask"):
             changed |= {path, os.path.dirname(path)}
         if last is not None and kind != "point" and last[0] != "point":
             found.append((last, step))

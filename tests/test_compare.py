@@ -13,7 +13,7 @@ from kvq_calib.evaluate import perplexity
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import presets
 from kvq_runtime.registry import open_registry
-from scripts import compare_models as script
+from scripts import compare_page as script
 
 NAMES = ("higgs-2bit", "mean-higgs-2bit", "aqua-2bit", "exact")
 
@@ -77,6 +77,16 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     assert len(references) == 2 and "rtn-4bit" in capsys.readouterr().out
 
 
+def test_budgets_and_equal_exact_tokens(model, tmp_path, capsys):
+    words = ["--bits", "2.1", "--sinks", "3", "--recipes", "kivi-2bit", "aqua-2bit", "--json"]
+    assert run(model, tmp_path / "run", *words) == 0
+    found = {one["result"]["recipe"]: one for one in json.loads(capsys.readouterr().out)}
+    assert set(found) == {"auto-2.1bit", "kivi-2bit", "aqua-2bit"}
+    assert 2 < found["auto-2.1bit"]["result"]["bits"]["asymptotic"] <= 2.1
+    assert all(one["protocol"]["sinks"] == 3 and one["protocol"]["recent"] == 0 for one in found.values())
+    assert found["auto-2.1bit"]["artifact"] != found["aqua-2bit"]["artifact"]
+
+
 def test_every_family_is_represented_by_default():
     chosen = {recipe.name for recipe in compare.choose([], Geometry(6, 2, 64))[0]}
     for family, recipes in compare.families().items():
@@ -117,8 +127,40 @@ def result(kl: float, bits: float) -> dict:
         (result(0.2, 2), result(0.1, 4), "undecided"),
         (result(0.2, 2), result(0.1, 2.2), "**does not hold**"),
         (result(0.2, 4), result(0.1, 2), "**does not hold**"),
+        (result(0.102, 2), result(0.1, 2.2), "no difference"),
+        (result(0.098, 2), result(0.1, 2.3), "holds"),
     ],
 )
 def test_a_claim_is_judged_with_its_bits(better, worse, says):
     assert script.verdict(better, worse) == says
-    assert {name for one in script.CLAIMS for name in (one.better, one.worse)} <= set(presets())
+    assert {name for one in script.CLAIMS for name in (one.better, one.worse)} <= set(compare.CHOICE)
+
+
+def offered(recipe: str, bits: float, perplexity: float) -> dict:
+    return {"recipe": recipe, "perplexity": perplexity, "relative": perplexity / 10 - 1, "relative_se": None,
+            **result(perplexity - 9.9, bits)}  # fmt: skip
+
+
+def test_a_combination_is_held_against_the_next_dearer_recipe_of_each_paper():
+    results = [
+        offered("aqua-klt-1bit", 1.5, 10.3), offered("auto-2.1bit", 2.0, 10.2), offered("auto-3.1bit", 3.1, 10.0),
+        offered("aqua-1bit", 1.6, 10.9), offered("aqua-2bit", 2.4, 10.1), offered("aqua-3bit", 3.3, 10.01),
+        offered("squat-2bit", 3.0, 10.4), offered("squat-pre-2bit", 3.0, 10.3), offered("higgs-2bit", 2.0, 10.1),
+    ]  # fmt: skip
+    row = script.rivals(results, 2.1)
+    assert row == {
+        "best combination": "auto-2.1bit, 2 bits: +2.00%, 0.3",
+        "AQUA-KV": "aqua-2bit, 2.4 bits: **+1.00%**, **0.2**",
+        "SQuat": "squat-pre-2bit, 3 bits: +3.00%, 0.4",
+    }
+    assert script.rivals(results, 1.4) == {} == script.rivals(results, 2.6)
+    assert set(script.rivals(results, 3.2)) == {"best combination", "AQUA-KV"}
+    known = {compare.family(name) for name in compare.CHOICE}
+    assert set(script.PAPERS) <= known and compare.family("auto-2.1bit") == "auto"
+
+
+def test_of_many_lines_families_look_alike():
+    lines = {name: [{"result": {"recipe": name}}] for name in compare.CHOICE}
+    few = dict(list(lines.items())[: plots.TOLD_APART])
+    assert plots._labels(few) == {name: name for name in few}
+    assert set(plots._labels(lines).values()) == {compare.family(name) for name in compare.CHOICE}

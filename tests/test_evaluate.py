@@ -13,7 +13,7 @@ from kvq_calib import commands, corpus, models
 from kvq_calib.capture import Stream
 from kvq_calib.evaluate import attention, bits, errors, perplexity, record
 from kvq_calib.evaluate.perplexity import REFERENCE
-from kvq_calib.evaluate.subject import Subject, find, with_recent
+from kvq_calib.evaluate.subject import Subject, find
 from kvq_runtime import artifact, codec
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.cache import BlockCache
@@ -46,7 +46,7 @@ def demo():
 
 @pytest.fixture(scope="module")
 def scores(demo):
-    recipes = [with_recent(preset(name), 0) for name in ("exact", "higgs-2bit", "higgs-4bit")]
+    recipes = [preset(name).with_exact(recent=0) for name in ("exact", "higgs-2bit", "higgs-4bit")]
     return scored(demo.model, demo.tokens, *recipes)
 
 
@@ -71,7 +71,7 @@ def test_more_bits_are_closer(scores):
 
 
 def test_kl_by_its_definition(demo, scores):
-    recipe = with_recent(preset("higgs-2bit"), 0)
+    recipe = preset("higgs-2bit").with_exact(recent=0)
     cache, window = KVQCache.from_recipe(recipe, demo.model), demo.tokens[:1].long()
     with torch.inference_mode():
         found = torch.cat([demo.model(part, past_key_values=cache).logits for part in window.split(32, 1)], 1)
@@ -83,7 +83,7 @@ def test_kl_by_its_definition(demo, scores):
 
 
 def test_a_window_that_holds_everything_costs_nothing(demo):
-    wide = with_recent(preset("higgs-2bit"), LENGTH)
+    wide = preset("higgs-2bit").with_exact(recent=LENGTH)
     assert abs(scored(demo.model, demo.tokens[:1], wide)["higgs-2bit"].kl) < 1e-9
 
 
@@ -136,8 +136,8 @@ def test_attention_reads_what_the_cache_gives():
     random = torch.Generator().manual_seed(1)
     k, v = torch.randn(2, 2, tokens, geometry.width, generator=random)
     q = torch.randn(2, tokens, 2 * geometry.width, generator=random)
-    recipe = with_recent(preset("higgs-head-2bit"), 48)
-    cache, plain = BlockCache(recipe, geometry), BlockCache(with_recent(recipe, 0), geometry)
+    recipe = preset("higgs-head-2bit").with_exact(recent=48)
+    cache, plain = BlockCache(recipe, geometry), BlockCache(recipe.with_exact(recent=0), geometry)
     plain.update(0, k, v)
     decoded = tuple(x[:, :tokens] for x in plain.update(0, k[:, :1], v[:, :1]))
     tiles = attention.tiles_in_use(recipe.key, recipe.value, tokens, step)
@@ -211,6 +211,19 @@ def test_the_same_measurement_is_one_record(demo, fitted, tmp_path):
     assert len(registry.evaluations(subject.sha256)) == 1
 
 
+def test_exact_tokens_are_as_many_as_the_protocol_says(demo):
+    """KIVI has no sinks of its own; where it is given as many as there are tokens, nothing is lost."""
+    found = {}
+    for sinks in (None, 0, 4, LENGTH):
+        protocol = record.Protocol(recent=0, sinks=sinks, error_windows=0)
+        found[sinks] = record.evaluate(demo.files, demo.batch, [find("kivi-2bit", demo.files)], protocol)[0]
+    kl = {sinks: one["result"]["kl"] for sinks, one in found.items()}
+    assert kl[None] == kl[0] > 1e-3 < kl[4] != kl[0] and abs(kl[LENGTH]) < 1e-9
+    assert "sinks" not in found[None]["protocol"] and found[4]["protocol"]["sinks"] == 4
+    ours = {sinks: one["result"]["bits"]["at_4096"] for sinks, one in found.items()}
+    assert ours[4] - ours[0] == pytest.approx(16 * 4 / 4096)
+
+
 def test_what_cannot_be_evaluated(demo, fitted, tmp_path):
     with pytest.raises(ValueError, match=r"aqua-2bit has fitted stages, and no artifact has that name"):
         find("aqua-2bit", demo.files, str(tmp_path))
@@ -230,7 +243,7 @@ def test_a_real_model(test_data):
     text = str(test_data / "text" / "tinystories" / "stories_2M.txt")
     tokens = corpus.select(text, files.path, 2, 384, 0, "held-out").tokens_BT
     model = record.load_model(files)
-    found = scored(model, tokens, preset("exact"), *(with_recent(preset(f"higgs-{n}bit"), 0) for n in (2, 4)))
+    found = scored(model, tokens, preset("exact"), *(preset(f"higgs-{n}bit").with_exact(recent=0) for n in (2, 4)))
     assert 3 < found[REFERENCE].perplexity < 6
     assert found["exact"].perplexity == pytest.approx(found[REFERENCE].perplexity, rel=1e-5)
     assert abs(found["exact"].kl) < 1e-9 < found["higgs-4bit"].kl < found["higgs-2bit"].kl

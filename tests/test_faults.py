@@ -1,13 +1,15 @@
 """Nothing torn, nothing lost: commands killed at every point and at any moment, on a full disk, before a power cut.
 
 After each kill the registry opens, every version in it verifies, and none is half there; the same command again ends
-with the same digests, and after `gc` nothing temporary is left: see `chaos.Case.disturb`. KVQ_KILLS is how many are
-killed at random moments; `make chaos` asks for more, and for every passage of every point.
+with the same digests, and after `gc` nothing temporary is left: see `chaos.Case.recover`. KVQ_KILLS is how many are
+killed at random moments, and how often a Hub fails at most; `make chaos` asks for more, for every passage of every
+point, and for every way to fail of every request.
 """
 
 import os
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import chaos
@@ -15,18 +17,22 @@ import forked
 import power_cut
 import pytest
 import tiny_artifact
+from hub_client import TOKEN
+from hub_server import Hub
 
 from kvq_runtime import faults, files
 
 KILLS = int(os.environ.get("KVQ_KILLS", "20"))
 THOROUGH = KILLS > 20
-SHARES = {"calibrate": 0.5, "publish another": 0.25, "pull": 0.25}  # of the random kills
+SHARES = {"calibrate": 0.4, "publish another": 0.2, "push": 0.2, "pull": 0.1, "pull from a Hub": 0.1}  # of random kills
 SLOW = {"calibrate"}  # one passage of each point is enough, but for `make chaos`
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> Callable[[str], chaos.Case]:
-    return cache(lambda name: chaos.Case(name, tmp_path_factory.mktemp("chaos")))
+def cases(tmp_path_factory) -> Iterator[Callable[[str], chaos.Case]]:
+    with Hub() as hub:
+        hub.users = {TOKEN: ("me", "write")}
+        yield cache(lambda name: chaos.Case(name, tmp_path_factory.mktemp("chaos"), hub))
 
 
 @pytest.fixture(params=chaos.COMMANDS)
@@ -73,9 +79,45 @@ def test_a_full_disk_at_every_point(case, record_property):
     wanted = passages(case)
     for fault in wanted:
         ended = case.disturb(f"{fault}:full")
-        assert ended.code == 1 and "No space left on device" in ended.said, f"{fault}: {ended.said}"
+        assert "No space left on device" in ended.said if ended.code else case.name in chaos.ON_A_HUB, (
+            f"{fault}: {ended.said}"
+        )
+        assert ended.code in (0, 1)  # 0: a cache that cannot be written to forgets
         assert "Traceback" not in ended.said
     record_property("kvq", f"{case.name}: {len(wanted)} times a full disk")
+
+
+def failures(case: chaos.Case) -> list[tuple[str, str, int, dict]]:
+    """Every way in which the Hub can fail at each request of a command, once and for good; some where some must do."""
+    every = []
+    for request in case.requests:
+        ways = [
+            ("status", {"status": 429, "Retry_After": "1"}),
+            ("status", {"status": 500}),
+            ("reset", {}),
+            ("lost", {}),
+        ]
+        if re.match("GET .*(/resolve/|/lfs/)", request):  # what comes back is a file
+            ways += [("short", {}), ("flip", {}), ("drip", {})]
+        every += [
+            (request, kind, times, more) for kind, more in ways for times in (1, 1000) if kind != "drip" or times == 1
+        ]
+    return every if THOROUGH else random.Random(case.name).sample(every, KILLS // len(chaos.ON_A_HUB))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", chaos.ON_A_HUB)
+def test_a_hub_that_fails(name, cases, record_property):
+    case, happened, refused = cases(name), 0, 0
+    wanted = failures(case)
+    for request, kind, times, more in wanted:
+        ended, count = case.trouble(request, kind, times, **more)
+        assert ended.code in (0, 1), f"{kind} {request}: {ended.said}"
+        assert "Traceback" not in ended.said and count, f"{kind} {request}: {ended.said}"
+        assert ended.code == 0 or times > 1, f"one {kind} at {request} was not lived through: {ended.said}"
+        happened, refused = happened + count, refused + ended.code
+    told = f"{len(wanted)} ways of a Hub to fail, {happened} failures, {refused} times the command gave up and said so"
+    record_property("kvq", f"{name}: {told}")
 
 
 def test_every_point_of_the_code_is_passed(cases):
@@ -90,7 +132,7 @@ def test_every_point_of_the_code_is_passed(cases):
 def test_a_short_write_is_a_full_disk_too(cases, record_property):
     """The system cuts a write in the middle, whoever writes; RLIMIT_FSIZE stands for the disk."""
     refused = 0
-    for name in ("calibrate", "publish another", "pull"):
+    for name in ("calibrate", "publish another", "pull", "pull from a Hub"):
         for size in (0, 1, 100, 1000, 5000):
             ended = cases(name).disturb(limit=size)
             assert ended.code in (0, 1) and "Traceback" not in ended.said, ended.said

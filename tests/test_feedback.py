@@ -203,6 +203,7 @@ def test_a_rotation_that_is_left_out_of_the_metric_loses_it(side, monkeypatch):
         (Side(Rtn(2, 64)), None, "group=64 crosses blocks of 32 channels; use a divisor of 32"),
         (Side(Rtn(2, "head")), None, "group=64 crosses blocks"),
         (Side(Rtn(2, 32), rotate=Hadamard("all")), None, 'mixes heads of 64; give rotate group="head"'),
+        (Side(Rtn(2, 32), feedback=QueryOrthogonal(queries="before")), None, "meet queries after RoPE"),
         (Side(Rtn(2, 32), feedback=QueryOrthogonal(blocks=3)), None, r"blocks=3 does not divide head size 64; .*2, 4"),
     ],
 )

@@ -23,12 +23,12 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def server():
-    """A Prefect server for the whole process, in use."""
+def server(request):
+    """The Prefect server of this process, in use. Other tests use it too: a run has its test's name as a tag."""
     from kvq_calib import flow, flow_server
 
     assert flow.PREFECT_API_URL.value() is None
-    with flow.temporary_settings({flow.PREFECT_API_URL: flow_server.address()}):
+    with flow.temporary_settings({flow.PREFECT_API_URL: flow_server.address()}), flow.tags(request.node.name):
         yield flow_server.address()
 
 
@@ -36,20 +36,25 @@ def small(model: str, **more) -> dict:
     return {"corpus": f"{model}/corpus.txt", "samples": 4, "seq_len": 384, "eval_windows": 2, **more}
 
 
-def flow_runs(name: str):
+@pytest.fixture
+def mine(request):
+    """Read flow runs or artifacts from the server: `mine("flow_runs")`, those of this test alone."""
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 
-    with get_client(sync_client=True) as client:
-        return client.read_flow_runs(flow_filter=FlowFilter(name=FlowFilterName(any_=[name])))
+    ours = FlowRunFilter(tags=FlowRunFilterTags(all_=[request.node.name]))
+
+    def read(what: str):
+        with get_client(sync_client=True) as client:
+            return getattr(client, f"read_{what}")(flow_run_filter=ours)
+
+    return read
 
 
-def artifacts(key: str):
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
-
-    with get_client(sync_client=True) as client:
-        return client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
+@pytest.fixture
+def shown(mine):
+    """What a test's runs show: the artifacts of a key."""
+    return lambda key: [one for one in mine("artifacts") if one.key == key]
 
 
 def test_every_parameter_is_described_and_none_is_a_secret():
@@ -65,25 +70,25 @@ def test_every_parameter_is_described_and_none_is_a_secret():
         assert not any("token" in name for name in properties)
 
 
-def test_a_run_shows_progress_table_plots_and_version(model, server):
+def test_a_run_shows_progress_table_plots_and_version(model, server, shown):
     from pipelines.on_demand import on_demand
 
     rows = on_demand(model, **small(model))
     assert registry.resolve(rows[0]["artifact"]).sha256 == rows[0]["sha256"]
-    progress = artifacts("kvq-progress")
+    progress = shown("kvq-progress")
     assert [one.data for one in progress] == [100.0] and "evaluation" in progress[0].description
-    assert NAME in artifacts("kvq-artifacts")[0].data
-    assert artifacts("kvq-plots")[0].data.count("data:image/png;base64,iVBOR") == 2
-    assert registry.resolve(f"{NAME}@1.0.0").path.as_uri() in artifacts("kvq-version")[0].data
+    assert NAME in shown("kvq-artifacts")[0].data
+    assert shown("kvq-plots")[0].data.count("data:image/png;base64,iVBOR") == 2
+    assert registry.resolve(f"{NAME}@1.0.0").path.as_uri() in shown("kvq-version")[0].data
 
 
-def test_a_failed_gate_is_in_the_state_the_record_and_the_exit_code(model, server, tmp_path, monkeypatch, capsys):
+def test_a_failed_gate_is_in_the_state_the_record_and_the_exit_code(model, server, mine, tmp_path, monkeypatch, capsys):
     from pipelines.on_demand import on_demand
 
     monkeypatch.setenv("PREFECT_API_URL", server)
     state = on_demand(model, **small(model, seed=1, max_kl=1e-12), return_state=True)
     assert state.is_failed() and f"{NAME} was not published. KL divergence, nats: " in state.message
-    inner = [run.state for run in flow_runs("kvq-calibrate") if run.state_name == "GateFailed"]
+    inner = [run.state for run in mine("flow_runs") if run.state_name == "GateFailed"]
     assert len(inner) == 1 and inner[0].type.value == "FAILED" and inner[0].message in state.message
     (run,) = (tmp_path / "kvq-home" / "runs").iterdir()
     record = json.loads((run / "evaluation.json").read_text())[0]

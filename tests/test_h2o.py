@@ -191,6 +191,7 @@ def test_bits_are_billed_for_tokens_seen_and_for_tokens_held():
     width = report.kept - cache.layers[0][0].encoded
     assert report.parts["selection"] == 2 * 2 * width * 4  # mass and queries of the window
     assert f"160 tokens, {report.kept} of them held, x 2 rows" in str(report)
+    assert report.asymptotic_bits == pytest.approx(32 * EXACT.select.share)  # float32, of the tokens that are held
     assert report.parts["codes"] == 2 * GEOMETRY.layers * 2 * GEOMETRY.width * 4 * sum(
         slab["x"].shape[1] * BLOCK for slab in cache.layers[0][0].slabs
     )

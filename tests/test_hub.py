@@ -9,6 +9,7 @@ from hashlib import sha256
 import pytest
 import tiny_artifact as tiny
 from hub_client import TOKEN, asked, clear, hub_for
+from hub_client import whole as versions_of
 from hub_server import Hub
 from huggingface_hub import HfApi, constants
 
@@ -32,22 +33,11 @@ def store(hub) -> HubRegistry:
     return registry.open_registry("hf://org")
 
 
-def whole(hub: Hub, name: str = NAME) -> list[str]:
-    """The versions of a name; every file that kvq.json names must be there, and the file it says."""
-    repo = hub.repos[f"org/{name}"]
-    tree = repo.at("main").tree
-    if hub_index.FILE not in tree:
-        assert not [path for path in tree if path.startswith("versions/")]
-        return []
-    index = hub_index.from_bytes(hub.content(repo, tree[hub_index.FILE]), name, "test")
-    for version in index.state.versions.values():
-        files = {"kvq.safetensors": {"sha256": version.sha256, "size": version.size}} | dict(version.files)
-        for file, entry in files.items():
-            data = hub.content(repo, tree[f"versions/{version.version}/{file}"])
-            assert (sha256(data).hexdigest(), len(data)) == (entry["sha256"], entry["size"])
-    folders = {path.split("/")[1] for path in tree if path.startswith("versions/")}
-    assert folders == set(index.state.versions)
-    return list(index.state.versions)
+def whole(hub: Hub) -> list[str]:
+    """Its versions, of which each has a folder and nothing else has."""
+    tree, found = hub.repos[REPO].at("main").tree, versions_of(hub, NAME)
+    assert {path.split("/")[1] for path in tree if path.startswith("versions/")} == set(found)
+    return found
 
 
 # ---- publish and load
@@ -281,6 +271,18 @@ def test_a_file_that_was_damaged_in_the_cache_is_refused_and_fetched_again(hub, 
         registry.load_artifact(f"hf://org/{NAME}", lock=lock)
     pinned(tmp_path)
     registry.load_artifact(f"hf://org/{NAME}", lock=lock)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_index_that_was_damaged_on_its_way_is_fetched_again(times, hub, store, monkeypatch, tmp_path):
+    store.publish(NAME, tiny.data())
+    clear(monkeypatch, tmp_path)
+    hub.faults.add(f"GET .*/{hub_index.FILE}", "flip", times)
+    if times == 2:
+        with pytest.raises(ArtifactError, match="damaged, twice; nothing was kept"):
+            registry.load_artifact(f"hf://org/{NAME}")
+    assert artifact.to_bytes(registry.load_artifact(f"hf://org/{NAME}")) == tiny.data()
+    assert len(hub.faults.happened) == times
 
 
 def test_a_hub_that_is_gone_is_a_warning_where_the_cache_knows(hub, store, monkeypatch, tmp_path):

@@ -11,6 +11,8 @@ from test_attention_kernel import FAMILIES, Case, encoded, kivi, run
 pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpreterBuilder
 
+from kvq_runtime.kernels.attend import EXACT
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter, which a GPU replaces")
 
 CASE = {"blocks": 6, "splits": 3, "batch": 2, "starts": (0, 0), "size": 64, "window": 33}
@@ -88,6 +90,39 @@ def test_blocks_are_read_once(name, traffic, slabs):
         assert once <= read <= once * REPEATED.get(name, 1.0), f"{half}: {read} bytes, {once} once"
 
 
+@pytest.mark.parametrize("size", [80, 96, 128, 256])
+@pytest.mark.parametrize("name", ["kivi-2", "rtn-4", "higgs-2-16", "lloyd-2", "polar"])
+def test_tiles_are_padded_bytes_are_not(name, size, traffic, slabs):
+    case = Case(
+        *(replace(side, sinks=0) for side in FAMILIES[name]),
+        **CASE | {"size": size, "heads": 1, "batch": 1, "starts": (0,)},
+    )
+    run(replace(case, blocks=2))
+    for half in ("key", "value"):
+        fields = [field for part in slabs[half] for field in part.values()]
+        read, once = traffic.within(traffic.loads, fields), ideal(replace(case, blocks=2), slabs[half])
+        assert once <= read <= once * REPEATED.get(name, 1.0), f"{half}: {read} bytes, {once} once"
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "rtn-4", "higgs-2-16"])
+def test_blocks_of_padding_are_not_read(name, traffic, slabs):
+    """Of a row that begins inside the fourth of six blocks, three are read."""
+    sides = [replace(side, sinks=0) for side in FAMILIES[name]]
+    case = Case(*sides, **CASE | {"batch": 1, "starts": (3 * 32 + 5,)})
+    run(case)
+    for half in ("key", "value"):
+        fields = [field for part in slabs[half] for field in part.values()]
+        read, whole = traffic.within(traffic.loads, fields), ideal(replace(case, blocks=3), slabs[half])
+        assert 0.8 * whole <= read <= whole
+
+
+def test_keys_before_rope_are_read_once(traffic, slabs):
+    case = Case(*(replace(side, sinks=0) for side in kivi(2)), **CASE | {"position": "pre"})
+    run(case)
+    fields = [field for part in slabs["key"] for field in part.values()]
+    assert traffic.within(traffic.loads, fields) == ideal(case, slabs["key"])
+
+
 @pytest.mark.parametrize("name", ["kivi-2", "higgs-2-16"])
 def test_sharing_among_query_heads_costs_nothing(name, traffic, slabs):
     read = Counter()
@@ -107,4 +142,4 @@ def test_partial_results_do_not_grow_with_the_tokens(traffic, slabs):
         stored[blocks] = traffic.total(traffic.stores)
     assert stored[3] == stored[12]
     rows = 2 * 2 * 2  # batch, KV heads, query heads of each
-    assert stored[3] == rows * 4 * (3 + 1) * (64 + 1) + rows * 4 * (64 + 1)  # every split's and the merged, float32
+    assert stored[3] == rows * 4 * (3 + EXACT.value) * (64 + 1) + rows * 4 * (64 + 1)  # every split's and the merged

@@ -25,7 +25,32 @@ def test_no_kernel_got_worse(arch):
     assert done.stdout.count(f"arch {arch}") > 50
 
 
-def test_a_kernel_that_got_worse_is_seen(tmp_path):
+SASS = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;                       /* 0x00000a00ff017b82 */
+                                                                                /* 0x000fe20000000800 */
+        /*0010*/                   IADD3 R4, R4, 0x40, RZ ;                     /* 0x00000a00ff017b82 */
+        /*0020*/                   LOP3.LUT R26, R40, 0xf0f0f0f, RZ, 0xc0, !PT ; /* 0x0f0f0f0f28047812 */
+        /*0030*/                   HMMA.16816.F32 R20, R20, R24, RZ ;           /* 0x000000182014723c */
+        /*0040*/              @!P0 BRA 0x20 ;                                   /* 0xfffffffc00fc7947 */
+        /*0050*/                   FMUL R3, R3, R4 ;                            /* 0x0000000403037220 */
+        /*0060*/               @P1 BRA 0x10 ;                                   /* 0xfffffffc00fc7947 */
+        /*0070*/                   FFMA R3, R3, R4, R5 ;                        /* 0x0000000403037223 */
+        /*0080*/                   BRA 0x80;                                    /* 0xfffffffc00fc7947 */
+"""
+
+
+def test_instructions_are_counted_where_they_are_run(tmp_path):
+    from benchmarks import sass
+
+    tool = tmp_path / "tool"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'{SASS}END\n")
+    tool.chmod(0o755)
+    found = sass.instructions(tool, tmp_path)
+    assert [name for _, name, _ in found] == ["LDC", "IADD3", "LOP3", "HMMA", "BRA", "FMUL", "BRA", "FFMA", "BRA"]
+    assert sass.main_loop(found, 4) == {"IADD3": 1, "LOP3": 4, "HMMA": 4, "BRA": 5, "FMUL": 1}
+
+
+def test_a_kernel_that_got_worse_is_seen():
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("kernels_aot", SCRIPT)
@@ -38,6 +63,11 @@ def test_a_kernel_that_got_worse_is_seen(tmp_path):
     assert "registers 101" in aot.worse("attend x", 90, taken | {"registers": 101}, table)[0]
     assert "stack 8" in aot.worse("attend x", 90, taken | {"stack": 8}, table)[0]
     assert "not in" in aot.worse("attend y", 90, taken, table)[0]
+    table["attend x", 90]["stack"] = 8
+    assert "stack 8; at most 0" in aot.worse("attend x", 90, taken | {"stack": 8}, table)[0]  # whatever the table says
+    assert "at most 64" in aot.worse("attend x", 90, taken, table, warps=32)[0]  # they would not fit
+    table["attend x", 90] |= {"stack": 0, "instructions_per_element": 3.0}
+    assert "element 3.1" in aot.worse("attend x", 90, taken | {"instructions_per_element": 3.1}, table)[0]
     assert (
         aot.worse("attend x", 90, taken | {"registers": 101}, {k: v | {"triton": "0"} for k, v in table.items()}) == []
     )

@@ -1,4 +1,4 @@
-"""The assembly that unpacks codes on a GPU, which the interpreter cannot run: followed here, instruction by instruction."""
+"""The assembly that unpacks codes on a GPU, which the interpreter cannot run: followed here, line by line."""
 
 import re
 

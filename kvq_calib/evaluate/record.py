@@ -21,7 +21,7 @@ from kvq_calib.capture import Stream
 from kvq_calib.corpus import Batch
 from kvq_calib.evaluate import bits, errors, perplexity
 from kvq_calib.evaluate.perplexity import REFERENCE, Score
-from kvq_calib.evaluate.subject import Subject, with_recent
+from kvq_calib.evaluate.subject import Subject
 from kvq_calib.ledger import NOWHERE, Ledger, code
 from kvq_calib.plan import environment
 from kvq_calib.weights import ModelFiles
@@ -41,13 +41,15 @@ class Protocol:
 
     step           tokens per forward pass
     rows           windows side by side; None: as many as make 8192 tokens
-    recent         exact newest tokens, before a dynamic window keeps more; None: what each recipe says, as in use
+    sinks          exact first tokens; None: what each recipe says, as in use
+    recent         exact newest tokens, before a dynamic window keeps more; None: likewise
     error_windows  windows on which errors by layer are measured; 0: none
     """
 
     step: int = perplexity.STEP
     rows: int | None = None
     recent: int | None = None
+    sinks: int | None = None
     error_windows: int = ERROR_WINDOWS
 
 
@@ -86,7 +88,7 @@ def evaluate(
     used = environment(device, str(dtype or _kind(files, device)).removeprefix("torch."), torch.get_num_threads())
     ledger = ledger.within(model=[files.id, files.revision, _weights(files)], environment=used, code=code())
     own = ledger.within(protocol=_protocol(files, batch, protocol))
-    recipes = [with_recent(subject.recipe, protocol.recent) for subject in subjects]
+    recipes = [subject.recipe.with_exact(protocol.sinks, protocol.recent).check() for subject in subjects]
     digests = [_digest(subject, recipe) for subject, recipe in zip(subjects, recipes, strict=True)]
     records: dict[str, Any] = {digest: own.read(record=digest) for digest in digests}
     left = {
@@ -191,6 +193,7 @@ def work(files: ModelFiles, batch: Batch, subjects: int, protocol: Protocol) -> 
 
 def _protocol(files: ModelFiles, batch: Batch, protocol: Protocol) -> dict[str, Any]:
     windows, length = batch.tokens_BT.shape
+    sinks = {} if protocol.sinks is None else {"sinks": protocol.sinks}  # older records do not speak of it
     return {
         "name": "perplexity",
         "version": 1,
@@ -201,4 +204,4 @@ def _protocol(files: ModelFiles, batch: Batch, protocol: Protocol) -> dict[str, 
         "recent": protocol.recent,
         "error_windows": min(protocol.error_windows, windows),
         "text": batch.description,
-    }
+    } | sinks

@@ -49,8 +49,3 @@ def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subj
     artifact = load(found.path, found.sha256, found.size)
     fingerprint.compare(artifact.fingerprint, files.fingerprint())
     return Subject.of(artifact, found.sha256, given, published=bool(found.version))
-
-
-def with_recent(recipe: Recipe, recent: int | None) -> Recipe:
-    """The recipe with another recent window; None: itself."""
-    return recipe if recent is None else recipe.with_recent(recent).check()

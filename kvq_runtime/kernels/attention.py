@@ -21,6 +21,7 @@ from kvq_runtime.kernels.tile import on
 ROWS = 64  # query heads of a KV head, times query tokens, at most
 COLUMNS = 32  # channels that one program merges
 MERGED = 4096  # elements of partial results that it has in registers
+REGISTERS = 65536  # of a multiprocessor; ptxas would rather spill than take more than its own guess
 LOG2E = 1.4426950408889634
 
 
@@ -117,7 +118,7 @@ def attend(
             turned, q_BHTD, scale * LOG2E, turns, keys.addresses, values.addresses, keys.lookup, values.lookup,
             *exact, exact.k_window.stride(0), starts_B, lengths, part, lse,
             *constants(keys.layout, values.layout, q_heads // heads, tokens, exact.k_sinks.shape[1], splits, launch),
-            num_warps=launch.warps, num_stages=launch.stages, maxnreg=255,
+            num_warps=launch.warps, num_stages=launch.stages, maxnreg=min(255, REGISTERS // (32 * launch.warps)),
         )  # fmt: skip
         back, wide, tall = None if values.turn is None else _padded(values.turn.mT), padded(size), _tall(rows)
         chunk = max(1, MERGED // (tall * (COLUMNS if back is None else wide)))

@@ -49,19 +49,27 @@ def choose(device: torch.device, keys: Layout, values: Layout, rows: int) -> Lau
 
 
 def default(keys: Layout, values: Layout, rows: int) -> Launch:
-    """What spills nowhere on any architecture, with few instructions (benchmarks/results/kernels_aot.csv).
+    """What spills nowhere on any architecture (benchmarks/results/kernels_aot.csv), with few instructions.
 
-    Warps share the channels of a slot, 16 each; so where slots are narrow, more warps do the same work twice.
+    Warps share a slot's channels, 16 each: where slots are narrow, more warps do the same work twice.
     """
-    narrow = min(side.settings[2] for side in (keys, values) if side.read is not None) <= 16
-    warps = (1 if narrow else 2) * max(1, _tall(rows) // 8)
-    return Launch(tile=64, warps=min(warps, 8), stages=1)
+    size, tall = keys.settings[3], _tall(rows) // 8
+    if "polar" in (_how(keys), _how(values)):
+        return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * tall))
+    if _how(keys) == "turning" or (keys.read is None and size > 128):
+        return Launch(warps=min(8, 4 * tall))
+    read = [side for side in (keys, values) if side.read is not None]
+    narrow, gathers = min(side.settings[1] for side in read) <= 16, any(_how(side) == "codebook" for side in read)
+    tile = 64
+    if gathers and (narrow or size > 128 or tall > 1):
+        tile = 16 if min(side.settings[1] for side in read) < 16 else 32
+    return Launch(tile, warps=min(8, (1 if narrow else 2) * tall))
 
 
 def splits(programs: int, blocks: int, device: torch.device) -> int:
-    """How many parts to cut the tokens into, so that about two programs run on every multiprocessor."""
+    """How many parts to cut the tokens into, so that about six programs, of few warps, run on every multiprocessor."""
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return max(1, min(blocks, 64, 2 * count // max(1, programs)))
+    return max(1, min(blocks, 128, 6 * count // max(1, programs)))
 
 
 def to_json(measured: dict[str, Launch]) -> str:

@@ -52,7 +52,7 @@ def plain(
     query = load_query(q, scale, row * H + head, d, here, TQ, G, M, KSET[3])
     first = tl.maximum(first, start // KSET[5])
     top, total, low, sums = softmax.empty(M, KSET[2], VSET[2], VSET[0])
-    for block in range(first, last):
+    for block in tl.range(first, last, disable_licm=True):
         parts, step, lows = _opened(keys, block, row, head, d, here, KSET)
         base = tl.sum(query * lows[:, None], 0)
         scaled = (query * step[:, None]).to(tl.float16)
@@ -84,11 +84,9 @@ def turning(
     cos = tl.load(turn[2] + first * (2 * HALF) + d, mask=here, other=1.0)[:, None]
     sin = tl.load(turn[2] + first * (2 * HALF) + HALF + d, mask=here, other=0.0)[:, None]
     one, two = one * cos + two * sin, two * cos - one * sin
-    cos = tl.load(turn[1] + d, mask=here, other=1.0)[:, None]
-    sin = tl.load(turn[1] + HALF + d, mask=here, other=0.0)[:, None]
     top, total, low, sums = softmax.empty(M, KSET[2], VSET[2], VSET[0])
     j = tl.arange(0, KSET[2])
-    for block in range(first, last):
+    for block in tl.range(first, last, disable_licm=True):
         parts, step, lows = _opened(keys, block, row, head, d, here, KSET)
         others, step2, lows2 = _opened(keys, block, row, head, HALF + d, here, KSET)
         left, right = one.to(tl.float16), two.to(tl.float16)
@@ -104,6 +102,8 @@ def turning(
             tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
             s = tl.where(seen[:, None], s, float("-inf"))
             top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
+        cos = tl.load(turn[1] + d, mask=here, other=1.0)[:, None]
+        sin = tl.load(turn[1] + HALF + d, mask=here, other=0.0)[:, None]
         one, two = one * cos + two * sin, two * cos - one * sin
     return top, total, low, sums
 

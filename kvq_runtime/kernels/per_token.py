@@ -25,7 +25,7 @@ def plain(
         slices = slices + ((part * (1 / weight(slot, KSET))).to(tl.float16),)
     top, total, low, sums = softmax.empty(M, N, VSET[2], VSET[0])
     for block in range(tl.maximum(first, start // KSET[5]), last):
-        for tile in range((KSET[5] + N - 1) // N):
+        for tile in tl.range((KSET[5] + N - 1) // N, disable_licm=True):
             t = tile * N + tl.arange(0, N)
             inside = t < KSET[5]
             tiles, own = KREAD(keys, lookup, block, row, head, t, inside, KSET, COMPILED)

@@ -98,7 +98,7 @@ def _indices(stream, streams, bits, paired):
 
 @triton.constexpr_function
 def _collected(stream, bits, place, first):
-    """Add a stream's codes to the four bytes of `four`, at bit `place` of each; the parts are operands from `first` on."""
+    """Add a stream's codes to the bytes of `four`, at bit `place` of each; the parts are operands from `first` on."""
     streams, lines = 8 // (bits & -bits), []
     for width in (8, 4, 2, 1):
         if bits & width:

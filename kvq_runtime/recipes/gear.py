@@ -9,11 +9,14 @@ A direction costs 16 (1/D + 1/128) bits per element: four are 1 bit of a head of
 Outliers cost 0.5 bits.
 
 Source: Kang et al., 2024 (GEAR), section 4: rank 4, 2% outliers; for 2 bits over KIVI in groups of 64, for 4 over its
-variant without groups (KCVT).
+variant without groups (KCVT). These settings are quoted from memory: the paper's text was not at hand, and the authors'
+published code, which the method was compared with, takes them from its command line. SQuat (appendix D.2) compares
+with rank 2 in groups of 32.
 Differs: prompt and generated text are blocks of 128 tokens alike, each with four directions of its own, and the 128
-newest tokens are exact (theirs: four for the whole prompt, two for each buffer of generated tokens, and up to 64 exact
-ones in the last buffer), so that directions cost more bits, and a block once stored stays. Outliers are those farthest
-from the median (theirs: 1% at each end).
+newest tokens are exact (theirs: factors of the whole prompt, others of each buffer of generated tokens), so that
+directions cost more bits, and a block once stored stays. Outliers are those of a block's channel or of a token that
+are farthest from its median, which stands for them while the rest is rounded (theirs: half of them at either end of
+the whole prompt's channel or of the token, and its mean).
 """
 
 from dataclasses import replace

@@ -39,17 +39,19 @@ PAPER: dict[str, dict[Position, tuple[int, float, int]]] = {
 }
 
 
-def keys(feedback: QueryOrthogonal) -> Side:
+def keys(feedback: QueryOrthogonal, bits: int = 2) -> Side:
     """KIVI's keys, with feedback."""
-    return replace(kivi.keys(2), feedback=feedback)
+    return replace(kivi.keys(bits), feedback=feedback)
 
 
 def recipes() -> list[Recipe]:
-    """Ours, the paper's settings by model, and keys per token after a Hadamard."""
+    """Ours at 2 to 4 bits, the paper's settings by model at its 2, and keys per token after a Hadamard."""
     found = []
     for position, ours in OURS.items():
         start = "squat-2bit" if position == "post" else "squat-pre-2bit"
-        found.append(Recipe(start, keys(ours), kivi.values(2), position, summary=f"SQuat {position}-RoPE, 2 bits"))
+        for bits in (2, 3, 4):
+            sides, summary = (keys(ours, bits), kivi.values(bits)), f"SQuat {position}-RoPE, {bits} bits"
+            found.append(Recipe(start.replace("2", str(bits)), *sides, position, summary=summary))
         for name, settings in PAPER.items():
             if position in settings:
                 rank, lam, blocks = settings[position]

@@ -16,6 +16,7 @@ outlier.
 
 `svdq-shadow-*` reads by chunks, as ShadowKV does: the paper's "SVDq+Sparsity" (tables 3 and 5), a budget of 2048
 tokens. All tokens are held; landmarks add 2 bits per key element of a 16-bit model, which the paper does not bill.
+`svdq-shadow-2bit-v4-128` reads 128 tokens and 4 outlier chunks, for models whose whole context is within that budget.
 """
 
 from dataclasses import replace
@@ -61,9 +62,18 @@ def recipes() -> list[Recipe]:
             found.append(Recipe(f"svdq-{name}{suffix}", side(quantize), value, "pre", summary=summary))
     for bits, schedule in SCHEDULES.items():
         keyed = side(Mixed(schedule, codebook="uniform"))
-        summary = f"SVDq, keys {bits}, its schedule, fitted to each prompt; values 16 bit"
-        found.append(Recipe(f"svdq-online-{bits}", keyed, exact, "pre", summary=summary, online=FirstTokens()))
-    return found + [_shadow(recipe) for recipe in found if recipe.name.removeprefix("svdq-") in SHADOWED]
+        for suffix, value, values in (("", exact, "16 bit"), ("-v4", four, "4 bits")):
+            name, how = f"svdq-online-{bits}{suffix}", "its schedule, fitted to each prompt"
+            summary = f"SVDq, keys {bits}, {how}; values {values}"
+            found.append(Recipe(name, keyed, value, "pre", summary=summary, online=FirstTokens()))
+    shadowed = [_shadow(recipe) for recipe in found if recipe.name.removeprefix("svdq-") in SHADOWED]
+    few = Chunks(budget=128, outliers=4)
+    short = [
+        replace(one, name=f"{one.name}-128", select=few, summary=f"{one.summary}, 128 tokens")
+        for one in shadowed
+        if one.name == "svdq-shadow-2bit-v4"
+    ]
+    return found + shadowed + short
 
 
 def _shadow(recipe: Recipe) -> Recipe:

@@ -11,7 +11,8 @@ added.
 `LowRankSparse` keeps outliers exact as well: they are set aside, the rest is rounded, E is what remains when outliers
 are back in their places, and a reader puts them in place last.
 
-Source: Kang et al., 2024 (GEAR), algorithm 1: what is rounded, a matrix of low rank by head, and a sparse one.
+Source: Kang et al., 2024 (GEAR), algorithm 1: what is rounded, a matrix of low rank by head, and a sparse one; the
+order of steps as in the authors' published code.
 Differs: directions are exact (theirs: a few power iterations from random ones), so that the same tokens make the same
 bytes; factors belong to a block (theirs: to the whole prompt, and to each buffer of generated tokens); what the product
 adds to an outlier is overwritten by its value (theirs: stays).

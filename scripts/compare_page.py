@@ -1,0 +1,178 @@
+"""Say in tables what the recipes of a comparison cost, at equal bits too, and where what the papers say holds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvq_calib import compare
+from kvq_calib.commands import comparison, relative
+from kvq_calib.plots import size_of
+from kvq_runtime.table import cell
+
+BUDGETS = (1.25, 2.1, 3.1)
+ABOUT = """
+`make compare` measures and writes this page. Every token but the first 4 of a window is encoded, of all recipes alike
+(`--sinks 4 --recent 0`), in steps of 32 tokens. Blocks wait until they are full: of 128 tokens, of 32 in `subkv-*` and
+`kivi-2bit-r32`; SubKV's window may keep more. Bits are those of keys and values together, scales and all metadata
+included: asymptotic, of a cache that holds a window, and one of 4096 tokens; where a recipe holds a part of the tokens,
+of those seen. Predictors and bases, which an artifact holds once for all sequences, are not in them. Attention: squared
+error of its output over its energy, mean over layers; choosing tokens has no part in it. Models this small have no
+massive outliers and short contexts: what ranks here may not rank so on a model of 7 billion parameters.
+"""
+EQUAL = """
+Of the recipes that combine papers, or choose bits by layer (`auto`), the one with the lowest perplexity within the
+budget, and at most a fifth below it; beside it each paper's own recipe of the fewest bits that are no fewer.
+Perplexity is against 16 bit, then KL divergence; in bold where the paper's is the better one. Perplexities within the
+standard error of 16 bit's differ by chance, and may be lower than it; divergences do not. What is ours of a paper
+(PolarQuant to the last level, water-filled SVDq) counts as the paper's.
+"""
+# the five papers, by their files of kvq_runtime/recipes, and how names of recipes of several papers begin
+PAPERS = {"aqua": "AQUA-KV", "squat": "SQuat", "polar": "PolarQuant", "svdq": "SVDq", "subkv": "SubKV"}
+COMBINED = ("auto", "aqua-klt", "aqua-polar", "aqua-lloyd", "aqua-svdq", "aqua-2bit-quarot", "squat-hadamard",
+            "subkv-aqua")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, the text that it was made for, and how much of that is used."""
+
+    name: str
+    folder: str
+    text: str | None
+    samples: int
+    length: int
+    windows: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says: the recipe `better` diverges less than `worse`."""
+
+    said: str
+    better: str
+    worse: str
+
+
+CLAIMS = (
+    Claim("AQUA-KV: predicting from the layer below beats the same grid alone", "aqua-2bit", "higgs-2bit"),
+    Claim("AQUA-KV: and so at 3 bits", "aqua-3bit", "higgs-3bit"),
+    Claim("AQUA-KV: at 2 bits it beats KIVI at 2 bits", "aqua-2bit", "kivi-2bit"),
+    Claim("HIGGS: rounding pairs to a Gaussian grid beats rotation with min-max (QuaRot)", "higgs-2bit", "quarot-2bit"),
+    Claim("QuaRot: a rotation helps plain rounding", "quarot-2bit", "rtn-2bit"),
+    Claim("KIVI: keys by channel beat keys by token", "kivi-2bit", "rtn-2bit"),
+    Claim("SQuat: feedback beats KIVI's plain rounding, keys after RoPE", "squat-2bit", "kivi-2bit"),
+    Claim("SQuat: and so with the subspace of the prompt", "squat-online-2bit", "kivi-2bit"),
+    Claim("SQuat: keys before RoPE are better still", "squat-pre-2bit", "squat-2bit"),
+    Claim("SubKV: a window that attention keeps beats KIVI's, in its blocks", "subkv-2bit", "kivi-2bit-r32"),
+    Claim("KVQuant: fitted points before RoPE and outliers beat KIVI", "kvquant-2bit", "kivi-2bit"),
+    Claim("PolarQuant: angles beat KIVI", "polar-paper", "kivi-2bit"),
+    Claim("PolarQuant: codebooks of the prompt beat those of the exact density", "polar-online", "polar-paper"),
+    Claim("TurboQuant: an optimal scalar grid beats PolarQuant", "turboquant-3bit", "polar-paper"),
+    Claim("SVDq: latent channels of mixed bits beat KIVI (2-bit keys, 4-bit values)", "svdq-2bit-v4", "kivi-2bit"),
+    Claim("SVDq: a basis of the prompt beats KIVI too", "svdq-online-2bit-v4", "kivi-2bit"),
+    Claim("GEAR: low rank and outliers mend KIVI's rounding", "gear-2bit", "kivi-2bit"),
+    Claim("here: water-filling beats SVDq's fixed schedule", "svdq-wf-2bit-v4", "svdq-2bit-v4"),
+    Claim("here: the mean is worth removing", "mean-higgs-2bit", "higgs-2bit"),
+    Claim("here: bases of AQUA-KV's residuals beat its grid", "aqua-klt-2bit", "aqua-2bit"),
+)
+
+
+def page(found: Mapping[Model, Sequence[Mapping[str, Any]]], absent: Mapping[Model, Sequence[str]]) -> str:
+    """The text of compare.md.
+
+    absent   of each model, why recipes are not among the measured ones
+    """
+    parts = ["# Recipes compared", " ".join(ABOUT.split())]
+    for model, records in found.items():
+        parts += [_section(model, records), *absent[model]]
+    equal = _at_equal_bits(found)
+    parts += ["## At equal bits, sinks and recent tokens", " ".join(EQUAL.split()), _table(equal)] if equal else []
+    parts += ["## Where the papers' rankings hold", _verdicts(found)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(model: Model, records: Sequence[Mapping[str, Any]]) -> str:
+    about = records[0]["protocol"]
+    size = size_of(about["model"]["parameters"])
+    return (
+        f"## {model.name} ({size} parameters)\n\n"
+        f"Fitted on {model.samples} sequences of {model.length} tokens of {about['text']['source']}, measured on "
+        f"{about['windows']} held-out windows of {about['length']}; ± is a standard error over windows.\n\n"
+        f"![{model.name}, {size} parameters](compare-{model.name}.png)\n\n{_table(comparison(records))}"
+    )
+
+
+def _at_equal_bits(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> list[dict[str, str]]:
+    """A row a model and budget: the best combination within it, and what each paper offers for as many bits or more."""
+    rows = []
+    for model, records in found.items():
+        results = [one["result"] for one in records if "shadow" not in one["result"]["recipe"]]
+        for budget in BUDGETS:
+            row = rivals(results, budget)
+            if row:
+                rows.append({"model": model.name, "budget": f"{budget:g}"} | row)
+    return rows
+
+
+def rivals(results: Sequence[Mapping[str, Any]], budget: float) -> dict[str, str]:
+    """The cells of one row, {} where no combination is within the budget."""
+    bits = {one["recipe"]: one["bits"]["asymptotic"] for one in results}
+    combined = [one for one in results if one["recipe"].startswith(COMBINED)]
+    within = [one for one in combined if 0.8 * budget <= bits[one["recipe"]] <= budget]
+    if not within:
+        return {}
+    best = min(within, key=lambda one: one["perplexity"])
+    row = {"best combination": _offer(best, best)}
+    for file, paper in PAPERS.items():
+        own = [
+            one
+            for one in results
+            if one not in combined
+            and compare.family(one["recipe"]) == file
+            and bits[one["recipe"]] >= bits[best["recipe"]]
+        ]
+        if own:
+            row[paper] = _offer(min(own, key=lambda one: (bits[one["recipe"]], one["perplexity"])), best)
+    return row
+
+
+def _offer(one: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    cost, kl = relative(one), f"{one['kl']:.2g}"
+    cost = f"**{cost}**" if one["perplexity"] < best["perplexity"] else cost
+    kl = f"**{kl}**" if one["kl"] < best["kl"] else kl
+    return f"{one['recipe']}, {one['bits']['asymptotic']:.3g} bits: {cost}, {kl}"
+
+
+def _verdicts(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> str:
+    """A row a claim, a column a model: whether it holds there, and what both sides cost at which bits."""
+    rows = []
+    for claim in CLAIMS:
+        row = {"claim": claim.said, "recipes": f"{claim.better} / {claim.worse}"}
+        for model, records in found.items():
+            results = {one["result"]["recipe"]: one["result"] for one in records}
+            if claim.better in results and claim.worse in results:
+                pair = [results[name] for name in (claim.better, claim.worse)]
+                costs = " / ".join(f"{one['kl']:.2g} at {one['bits']['asymptotic']:.3g} bits" for one in pair)
+                row[model.name] = f"{verdict(*pair)}: {costs}"
+        if len(row) > 2:
+            rows.append(row)
+    return (
+        "KL divergence from the 16-bit model, nats per token, of both sides. No difference: within 5%, at the same "
+        "bits. Undecided: the one that should be better diverges more, and holds fewer bits.\n\n" + _table(rows)
+    )
+
+
+def verdict(better: Mapping[str, Any], worse: Mapping[str, Any]) -> str:
+    """Whether a claim holds for two results; bits within a quarter count as the same."""
+    fewer = worse["bits"]["asymptotic"] - better["bits"]["asymptotic"]
+    if abs(fewer) <= 0.25 and abs(better["kl"] - worse["kl"]) <= 0.05 * worse["kl"]:
+        return "no difference"
+    if better["kl"] < worse["kl"]:
+        return "holds, with more bits" if fewer < -0.25 else "holds"
+    return "undecided" if fewer > 0.25 else "**does not hold**"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, ["---"] * len(names), *([cell(row.get(name)) for name in names] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

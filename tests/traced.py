@@ -1,0 +1,147 @@
+"""A command run in a child that is killed, meets a full disk, or writes down each of its steps.
+
+A child is forked from this process, so everything is imported already.
+"""
+
+import io
+import json
+import os
+import re
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import forked
+from hub_server import Hub, Request
+
+from kvq_calib import checkpoint
+from kvq_runtime import faults
+
+TIMEOUT = 120
+CHANGES = re.compile(r"PUT /lfs|POST .*(repos/create|/(commit|tag)/[^/]+)$")  # what a Hub is asked to do
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended: its exit code (-9: killed), what it printed, its steps, its seconds."""
+
+    code: int
+    said: str
+    steps: list[list[str]]
+    seconds: float
+
+
+class Heard(list[Request]):
+    """The requests of a Hub; those that change it are steps of the command too."""
+
+    def __init__(self, steps: Path):
+        super().__init__()
+        self._steps = steps
+
+    def append(self, request: Request) -> None:
+        super().append(request)
+        if CHANGES.match(request.line):
+            with self._steps.open("a") as steps:
+                steps.write(json.dumps(["ask", request.line]) + "\n")
+
+
+def run(
+    work: Callable[[Path], int],
+    folder: Path,
+    hub: Hub,
+    fault: str | None = None,
+    kill_after: float | None = None,
+    limit: int | None = None,
+) -> Ended:
+    """Run a command in a child.
+
+    fault        as KVQ_FAULT has it
+    kill_after   seconds from its first step
+    limit        bytes; no file can become longer
+    """
+    notes = folder.with_name(folder.name + ".notes")
+    notes.mkdir(exist_ok=True)
+    for old in notes.iterdir():
+        old.unlink()
+    hub.requests = Heard(notes / "steps")
+    child = forked.process(_child, work, folder, notes, fault, limit)
+    begun = time.perf_counter()
+    child.start()
+    if kill_after is not None:
+        while not (notes / "steps").exists() and child.is_alive():
+            time.sleep(0.0005)
+        child.join(kill_after)
+        child.kill()
+    child.join(TIMEOUT)
+    if child.exitcode is None:
+        child.kill()
+        raise TimeoutError(f"the child went on for {TIMEOUT} s, with {fault or kill_after}")
+    hub.rest()
+    whole = (notes / "steps").read_text().rpartition("\n")[0].splitlines() if (notes / "steps").exists() else []
+    steps = [json.loads(line) for line in whole]
+    return Ended(child.exitcode, (notes / "said").read_text(), steps, time.perf_counter() - begun)
+
+
+def _child(work: Callable[[Path], int], folder: Path, notes: Path, fault: str | None, limit: int | None) -> int:
+    # with a limit, notes would be cut short, too: nothing is traced, and what is said is written when it is lifted
+    said = io.StringIO() if limit is not None else (notes / "said").open("w", buffering=1)
+    sys.stdout = sys.stderr = said
+    if fault is not None:
+        os.environ["KVQ_FAULT"] = fault
+    if limit is None:
+        _trace(folder, os.open(notes / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        return work(folder)
+    except BaseException:
+        traceback.print_exc()
+        return 70
+    finally:
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        if isinstance(said, io.StringIO):
+            (notes / "said").write_text(said.getvalue())
+        said.close()
+
+
+def _trace(folder: Path, out: int) -> None:
+    """Write down every step of this process that changes `folder`, and every fault point, one line each."""
+
+    def note(kind: str, *paths: object) -> None:
+        given = [os.fspath(path) for path in paths]  # type: ignore[arg-type]
+        if Path(given[0]).name == "lock":  # holds nothing: the system's lock on it is what counts
+            return
+        if kind == "point" or all(isinstance(path, str) and f"{path}/".startswith(f"{folder}/") for path in given):
+            os.write(out, (json.dumps([kind, *given]) + "\n").encode())
+
+    def heard(event: str, args: tuple) -> None:
+        if event == "open" and isinstance(args[0], (str, Path)) and args[2] & (os.O_WRONLY | os.O_RDWR):
+            note("write", args[0])
+        elif event in ("os.rename", "os.link"):
+            note("name" if event == "os.rename" else "link", *args[:2])
+        elif event in ("os.remove", "os.rmdir"):
+            note("remove", args[0])
+        elif event == "os.mkdir" and not os.path.lexists(args[0]):
+            note("make", args[0])
+
+    fsync, save_file, point = os.fsync, checkpoint.save_file, faults.point
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        note("sync", os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def saved(tensors: dict, path: Path) -> None:  # not written by Python: no audit event
+        note("write", path)
+        save_file(tensors, path)
+
+    def passed(name: str) -> None:
+        note("point", name)
+        point(name)
+
+    os.fsync, checkpoint.save_file, faults.point = synced, saved, passed
+    sys.addaudithook(heard)
