@@ -17,7 +17,7 @@ env: $(VENV)/.installed ## make or update .venv (Python 3.11 or newer)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@bash scripts/make_venv.sh $(VENV)
-	$(INSTALL) -e '.[flows,scale,dev,triton]'
+	$(INSTALL) -e '.[flows,scale,sign,dev,triton]'
 	@touch $@
 
 # Apart from env: where hqq is installed transformers imports it, and every start takes two seconds longer.
@@ -57,7 +57,8 @@ compare: env ## measure all families of recipes and write docs/compare.md; COMPA
 	$(RUN) -m scripts.compare_models $(COMPARE_ARGS)
 
 bench-gpu: env ## measure the kernels where there is a GPU; BENCH_ARGS=..., without one BENCH_ARGS=--dry-run
-	env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) benchmarks/gpu.py $(BENCH_ARGS)
+	env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) benchmarks/gpu.py --minutes 5 $(BENCH_ARGS)
+	[ -n "$(BENCH_ARGS)" ] || env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) benchmarks/generation.py
 
 flows-up: env ## start a Prefect server and a worker here, deploy flows.yaml; FLOWS_PORT=4200 WEBHOOK=https://...
 	$(RUN) -m pipelines.service up $(if $(FLOWS_PORT),--port $(FLOWS_PORT)) $(if $(WEBHOOK),--webhook "$(WEBHOOK)")

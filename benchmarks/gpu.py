@@ -3,6 +3,7 @@
 parity   every family against softmax on the decoded blocks
 attend   a decode step, keys and values of one layer: microseconds, GB/s, what bounds it and the share of that reached,
          and the speed-up over scaled_dot_product_attention with the fastest of its backends
+profile  of the slowest of those from 16384 tokens on, by share: microseconds of each kernel
 encode   GB/s of bfloat16 read by what encodes a flush; most recipes in one launch: rotate, scale, find codes, pack
 sweep    launch settings: the default, then what is ever less like it, for 0.4 of the time; the fastest are used in what
          follows, and --write stores them in kvq_runtime/kernels/launch.json
@@ -245,6 +246,23 @@ def issued(case: Case) -> float:
     return 1e3 * lanes * elements / (128 * device.multi_processor_count * device.clock_rate)
 
 
+def profile(found: dict[str, Any], case: Case) -> dict[str, Any]:
+    """Where a case's time goes: microseconds of each kernel of a step, by PyTorch's profiler."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    device, model = torch.device("cuda"), case.model
+    step = built(case, device)
+    q = torch.randn(case.batch, model.q_heads, 1, model.head_size, device=device, dtype=torch.bfloat16)
+    step(q)
+    with watch(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(10):
+            step(q)
+        torch.cuda.synchronize()
+    kernels = {event.key: round(event.self_device_time_total / 10, 1) for event in seen.key_averages()}
+    return found | {"what": "profile", "kernels": {name: took for name, took in kernels.items() if took}}
+
+
 def row(case: Case) -> dict[str, Any]:
     """What a case is, and the bytes it must read."""
     return {
@@ -340,11 +358,16 @@ def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if "encode" in wanted:
         yield from (encode(*each) for each in itertools.product(models, recipes, ("key", "value")))
     if "attend" in wanted:
+        measured = []
         for case in chosen(given):
             if time.monotonic() > deadline:
                 yield {"what": "stopped", "after_minutes": given.minutes}
-                return
-            yield attend(case, copy, rate)
+                break
+            measured.append((attend(case, copy, rate), case))
+            yield measured[-1][0]
+        long = [pair for pair in measured if pair[1].tokens >= 16384]
+        if long:
+            yield profile(*min(long, key=lambda pair: pair[0]["share"]))
 
 
 def swept(model: Model, recipes: list[str], seconds: float, write: bool) -> Iterator[dict[str, Any]]:

@@ -109,10 +109,10 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> bytes:
     axes = figure.subplots(1, len(panels))
     for axis, (title, value) in zip(axes, panels.items(), strict=True):
         for name, group in sorted(lines.items(), key=lambda line: labels[line[0]]):
-            points = [(one["result"]["bits"]["asymptotic"], value(one)) for one in group]
+            points = [(one["result"]["bits"]["asymptotic"], cost) for one in group if (cost := value(one)) is not None]
             number = numbers[labels[name]]
             look = _look(number) | {"marker": MARKS[(number + number // len(COLOURS)) % len(MARKS)], "linewidth": 1}
-            axis.plot(*zip(*points, strict=True), label=labels[name], alpha=0.85, **look)
+            axis.plot([x for x, _ in points], [y for _, y in points], label=labels[name], alpha=0.85, **look)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("bits per key or value element, asymptotic")
         if axis is axes[0]:
@@ -140,7 +140,7 @@ def _labels(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
 def attention_error(record: Mapping[str, Any]) -> float | None:
     """The error of attention's output as the cache gives it in use: the mean over layers."""
     found = [row["attention_error"] for row in record["result"]["layers"]]
-    return sum(found) / len(found) if found else None
+    return sum(found) / len(found) if found and None not in found else None
 
 
 def by_bits(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -49,7 +49,7 @@ def hired(run: graph.Run, count: int) -> Iterator[Spread]:
     mark = uuid.uuid4().hex
     files.replace(run.folder / MARK, mark.encode(), run.folder, mode=0o644)
     cluster = "RAY_ADDRESS" in os.environ
-    ray.init(log_to_driver=False, include_dashboard=False, **({} if cluster else {"num_cpus": count}))
+    ray.init(log_to_driver=False, include_dashboard=False, num_cpus=None if cluster else count)
     gpus = int(run.plan.device.startswith("cuda"))
     remote = ray.remote(num_cpus=run.plan.threads if cluster else 1, num_gpus=gpus)(_do)
 

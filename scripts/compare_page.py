@@ -16,12 +16,12 @@ ABOUT = """
 `kivi-2bit-r32`; SubKV's window may keep more. Bits are those of keys and values together, scales and all metadata
 included: asymptotic, of a cache that holds a window, and one of 4096 tokens; where a recipe holds a part of the tokens,
 of those seen. Predictors and bases, which an artifact holds once for all sequences, are not in them. Attention: squared
-error of its output over its energy, mean over layers; choosing tokens has no part in it. Models this small have no
+error of its output over its energy, mean over layers; none where tokens are chosen. Models this small have no
 massive outliers and short contexts: what ranks here may not rank so on a model of 7 billion parameters.
 """
 EQUAL = """
 Of the recipes that combine papers, or choose bits by layer (`auto`), the one with the lowest perplexity within the
-budget, and at most a fifth below it; beside it each paper's own recipe of the fewest bits that are no fewer.
+budget, and at most a tenth below it; beside it each paper's own recipe of the fewest bits that are no fewer.
 Perplexity is against 16 bit, then KL divergence; in bold where the paper's is the better one. Perplexities within the
 standard error of 16 bit's differ by chance, and may be lower than it; divergences do not. What is ours of a paper
 (PolarQuant to the last level, water-filled SVDq) counts as the paper's.
@@ -118,7 +118,7 @@ def rivals(results: Sequence[Mapping[str, Any]], budget: float) -> dict[str, str
     """The cells of one row, {} where no combination is within the budget."""
     bits = {one["recipe"]: one["bits"]["asymptotic"] for one in results}
     combined = [one for one in results if one["recipe"].startswith(COMBINED)]
-    within = [one for one in combined if 0.8 * budget <= bits[one["recipe"]] <= budget]
+    within = [one for one in combined if 0.9 * budget <= bits[one["recipe"]] <= budget]
     if not within:
         return {}
     best = min(within, key=lambda one: one["perplexity"])

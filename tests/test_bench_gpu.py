@@ -7,7 +7,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from benchmarks import gpu, settings
+from transformers import LlamaConfig
+
+from benchmarks import generation, gpu, settings
 from kvq_runtime.kernels import launch
 from kvq_runtime.kernels.layout import layout
 from kvq_runtime.recipe import preset
@@ -102,6 +104,22 @@ def test_every_family_has_its_instructions_counted():
     with (gpu.RESULTS / "kernels_aot.csv").open() as file:
         named = {line["kernel"] for line in csv.DictReader(file) if line["instructions_per_element"]}
     assert {f"attend {name}" for name in gpu.FAMILIES} <= named
+
+
+def test_generation_measures_every_cache(tmp_path, monkeypatch):
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    config = LlamaConfig(**small, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)
+    monkeypatch.setattr(generation, "CONFIGS", {"small": config})
+    given = ["--models", "small", "--recipes", "kivi-2bit-g128", "--prompt", "400", "--new", "3", "--batches", "1,2"]
+    out = tmp_path / "found.jsonl"
+    assert generation.main([*given, "--device", "cpu", "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["cache"], row["batch"]) for row in rows] == [
+        ("dynamic", 1), ("dynamic", 2), ("kivi-2bit-g128", 1), ("kivi-2bit-g128", 2)
+    ]  # fmt: skip
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    assert rows[1]["cache_bytes"] == 2 * 2 * 2 * 403 * 32 * 2  # rows, layers, keys and values, tokens, width, bfloat16
+    assert generation.main([*given, "--device", "cpu", "--batches", "1,most"]) == 2
 
 
 @pytest.mark.gpu

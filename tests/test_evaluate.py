@@ -105,12 +105,14 @@ def test_distance_from_the_reference():
 
 
 def test_errors_by_layer(demo):
-    recipes = {name: (preset(name), {}) for name in ("exact", "higgs-2bit", "higgs-4bit")}
+    recipes = {name: (preset(name), {}) for name in ("exact", "higgs-2bit", "higgs-4bit", "h2o")}
     found = errors.by_layer(Stream(demo.files, dtype=torch.float32), demo.tokens[:1], recipes)
     assert [row["layer"] for row in found["exact"]] == list(range(demo.files.geometry.layers))
     for row in found["exact"]:
         assert row["key_error"] == row["value_error"] == row["attention_error_encoded"] == 0
         assert row["attention_error"] < 1e-12 and row["key_explained"] is None
+    for row in found["h2o"]:  # its tokens are exact, and most are gone
+        assert row["key_error"] == 0 and row["attention_error"] is row["attention_error_encoded"] is None
     for two, four in zip(found["higgs-2bit"], found["higgs-4bit"], strict=True):
         for name in ("key_error", "value_error", "attention_error_encoded"):
             assert 0 < four[name] < two[name] / 5

@@ -32,16 +32,16 @@ RATIO = 2  # query heads of a KV head
 SCALE = ONE.head_size**-0.5
 
 
-def kivi(bits: int, position: str = "post") -> Recipe:
-    """KIVI with a key group for each block, in blocks of 16."""
-    value = Side(Rtn(bits, "head"), sinks=2, recent=8, block=16)
-    key = replace(value, quantize=Rtn(bits, 16), axis="channel")
-    return Recipe(f"kivi-{bits}-{position}", key, value, position)  # type: ignore[arg-type]
+def kivi(bits: int, position: str = "post", group: int = 16) -> Recipe:
+    """KIVI in blocks of 16, keys in groups of a block or of a part of it."""
+    value = Side(Rtn(bits, "head" if group == 16 else group), sinks=2, recent=8, block=16)
+    key = replace(value, quantize=Rtn(bits, group), axis="channel")
+    return Recipe(f"kivi-{bits}-{position}-{group}", key, value, position)  # type: ignore[arg-type]
 
 
 # families (a) and (b) of the kernel
 FAMILIES = {
-    **{recipe.name: recipe for recipe in (kivi(2), kivi(4), kivi(2, "pre"))},
+    **{recipe.name: recipe for recipe in (kivi(2), kivi(2, group=8), kivi(2, "pre"))},
     **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit", "lloyd-3bit", "polar-3bit")},
 }
 PADDED = torch.tensor([21, 0])
@@ -143,7 +143,7 @@ def test_reset_crop_and_other_rows():
     driver.check()
 
 
-@pytest.mark.parametrize("name", ["kivi-2-pre", "higgs-head-2bit", "lloyd-3bit"])
+@pytest.mark.parametrize("name", ["kivi-2-pre-16", "higgs-head-2bit", "lloyd-3bit"])
 def test_blocks_are_the_same_however_many_are_due(name):
     one, two = Driver(FAMILIES[name], PADDED), Driver(FAMILIES[name], PADDED)
     one.step(58, expected=False)
@@ -207,7 +207,7 @@ def test_masks_that_are_not_left_padding():
 @pytest.mark.parametrize("starts", [None, PADDED, torch.tensor([70, 0])], ids=["whole", "padded", "late"])
 def test_many_queries_attend_slab_by_slab(starts, monkeypatch):
     monkeypatch.setattr("kvq_runtime.kernels.attention.attend", None)
-    driver = Driver(FAMILIES["kivi-2-pre"], starts)
+    driver = Driver(FAMILIES["kivi-2-pre-16"], starts)
     driver.step(90, expected=False)
     driver.check(33)  # 66 rows of queries per KV head
     monkeypatch.setattr("kvq_runtime.tall.SCORES", 1000)

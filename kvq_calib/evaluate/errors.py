@@ -10,7 +10,8 @@ blocks, keys and values of the layer below as decoded, which is what the cache d
     attention_error            ‖softmax(q K̂ᵀ) V̂ - softmax(q Kᵀ) V‖² / ‖softmax(q Kᵀ) V‖², each query reading what the
                                cache gives it in use: sinks and the recent window exact, in steps as for perplexity; a
                                dynamic window at its shortest
-                               (a recipe fitted online is fitted to the tokens that it would be in use)
+                               (a recipe fitted online is fitted to the tokens that it would be in use); none for
+                               recipes that hold or read a part of the tokens, which this does not choose
     attention_error_encoded    the same, with every token but the sinks encoded: the worst case, of any length
 
 Errors of keys and values are over encoded tokens: sinks, and tokens after the last whole block, do not count.
@@ -172,9 +173,9 @@ class _Work:
             variance = found.count * float(found.variance_C.sum()) if found else 0.0
             row[f"{half}_error"] = self.sums.get(f"{half}/error", 0.0) / variance if variance else 0.0
             row[f"{half}_explained"] = 1 - residual / variance if variance and residual is not None else None
-        energy = self.sums["attention/energy"]
-        row["attention_error"] = self.sums["attention/error"] / energy
-        row["attention_error_encoded"] = self.sums["attention_encoded/error"] / energy
+        for name, sums in (("attention_error", "attention"), ("attention_error_encoded", "attention_encoded")):
+            error = self.sums[f"{sums}/error"] / self.sums["attention/energy"]
+            row[name] = error if self.recipe.select is None else None
         self.rows.append(row)
         self._clear()
 
