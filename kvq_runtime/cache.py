@@ -19,6 +19,7 @@ from kvq_runtime import codec as codecs
 from kvq_runtime import shadow, sinks
 from kvq_runtime.attend import Observer, attend
 from kvq_runtime.flush import encode, flush, refuse_nan
+from kvq_runtime.fused import Fused, refusal
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.history import History, Pair
 from kvq_runtime.hitters import Hitters
@@ -35,8 +36,11 @@ from kvq_runtime.votes import Votes
 class BlockCache:
     """The compressed cache of `geometry` under `recipe`, with an artifact's tensors where the recipe is fitted.
 
-    `held` are the layers it holds, if not all. An error undoes the forward pass it comes from; nothing else changes.
-    `reencoded` counts tokens that were decoded and will be encoded again: only a crop below the window does that.
+    held         the layers it holds, if not all
+    max_tokens   what the tables of a GPU are made for, see fused.py
+    reencoded    counts tokens that were decoded and will be encoded again: only a crop below the window does that
+
+    An error undoes the forward pass it comes from; nothing else changes.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class BlockCache:
         geometry: Geometry,
         tensors: Mapping[str, Tensor] | None = None,
         held: Iterable[int] | None = None,
+        max_tokens: int = 1 << 17,
     ):
         self.recipe = recipe.check(geometry)
         if recipe.fitted and not tensors:
@@ -56,7 +61,7 @@ class BlockCache:
         self.held = frozenset(range(geometry.layers) if held is None else held)
         self._last = max(self.held)
         self.codecs = codecs.build(recipe, geometry, tensors or {})
-        self._needs = recipe.needs
+        self._needs, self._max_tokens = recipe.needs, max_tokens
         self.reset()
 
     def reset(self) -> None:
@@ -64,6 +69,7 @@ class BlockCache:
         self.timeline = Timeline()
         self.history = History(self.recipe, self.geometry, self.codecs, self.timeline)
         self.layers = self.history.layers
+        self.fused = Fused(self.recipe, self.geometry, self.timeline, self._max_tokens)
         window = self.recipe.window
         self.votes = None if window is None else Votes(window, self.history, len(self.held))
         self.hitters = self._hitters()
@@ -130,7 +136,8 @@ class BlockCache:
         keys = self.layers[layer][0]
         if keys.outliers is not None and keys.encoded:
             return shadow.attend(self.history, layer, q_BHTD, mask, scale)
-        return attend(self.history, layer, q_BHTD, mask, scale, self._observer)
+        out = self.fused.attend(self.history, layer, q_BHTD, mask, scale)
+        return attend(self.history, layer, q_BHTD, mask, scale, self._observer) if out is None else out
 
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
@@ -139,6 +146,16 @@ class BlockCache:
         except Exception:
             self.crop(self._before)
             raise
+
+    def advance(self) -> None:
+        """Count the token that a replayed step has taken in, in every layer, and encode what is due (see fused.py)."""
+        self._before = self.timeline.seen
+        pairs = [self.layers[layer] for layer in sorted(self.layers)]
+        self.timeline.extend(pairs[0][0].rows, 1, pairs[0][0].sinks_BSC.device)
+        for stream in (stream for pair in pairs for stream in pair):
+            stream.arrived(1)
+        for layer in sorted(self.layers):
+            self.finish(layer)
 
     def _append(self, layer: int, new: Pair) -> None:
         streams = self.layers[layer]
@@ -230,7 +247,8 @@ class BlockCache:
         select, where = self.recipe.select, (len(k_BTC), k_BTC.dtype, k_BTC.device)
         outliers = Outliers(select, self.geometry, *where) if isinstance(select, Chunks) else None
         keys, values = self.codecs[layer]
-        self.layers[layer] = (Stream(keys, *where, outliers), Stream(values, *where))
+        fixed = self.fused.pair(layer, (keys, values), k_BTC)
+        self.layers[layer] = fixed or (Stream(keys, *where, outliers), Stream(values, *where))
         return self.layers[layer]
 
     def settle(self) -> None:
@@ -272,6 +290,7 @@ class BlockCache:
                 f"{self.hitters.decided}: crop to that many or more, or to 0"
             )
         self.history.clear()
+        self.fused.forget()
         again, length = 0, max(0, seen - self.timeline.dropped)
         for layer in sorted(self.layers, reverse=True):
             cut = {}
@@ -298,6 +317,7 @@ class BlockCache:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of every tensor that has rows, in this order: beam search, batch changes."""
         self.history.clear()
+        self.fused.forget()
         self.timeline.select(rows)
         if self.votes is not None:
             self.votes.select(rows)
@@ -308,6 +328,11 @@ class BlockCache:
         for pair in self.layers.values():
             for stream in pair:
                 stream.select(rows.to(stream.sinks_BSC.device))
+
+    @property
+    def refusal(self) -> str | None:
+        """Why, on a GPU, some layer is decoded before it is attended to; None: all are read packed (see fused.py)."""
+        return next(filter(None, (refusal(self.recipe, self.geometry, layer) for layer in sorted(self.held))), None)
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""

@@ -17,7 +17,7 @@ from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.rotate import Hadamard, Random
 from kvq_runtime.stages.rtn import Rtn
 
-MATRIX = 128  # rows of a rotation that is not made of additions: one tile of a matrix product
+MATRIX = (16, 32, 64, 128)  # rows of a rotation that is not made of additions: one tile of a matrix product
 
 
 Encoder = Callable[[Tensor, Mapping[str, Tensor]], dict[str, Tensor]]
@@ -34,7 +34,7 @@ def encoder(side: Side, geometry: Geometry) -> Encoder | None:
     size, turn = groups.size(quantize.group, width, geometry), None
     if isinstance(side.rotate, Hadamard):
         turn = chain.Signed(side.rotate.size(width, geometry), side.rotate.seed)
-    elif isinstance(side.rotate, Random) and side.rotate.size(width, geometry) <= MATRIX:
+    elif isinstance(side.rotate, Random) and side.rotate.size(width, geometry) in MATRIX:
         turn = side.rotate.matrix(width, geometry)
     elif side.rotate is not None:
         return None

@@ -100,7 +100,7 @@ class Codec:
         if isinstance(self.side.quantize, Exact):
             return self.side.quantize.encode(x_NTC, self.geometry)
         bare = self.predictor is None and self.side.correct is None
-        x = x_NTC if bare and self._chains(x_NTC) else self.residual(x_NTC, context)
+        x = x_NTC if bare and self.chains(x_NTC) else self.residual(x_NTC, context)
         if self.side.correct is None:
             return self._round(x)
         fields = self._round(self.side.correct.rest(x))
@@ -143,13 +143,13 @@ class Codec:
         """What the quantizer alone makes of residuals [N, T, C]."""
         return self._unround(self._round(x_NTC))
 
-    def _chains(self, x_NTC: Tensor) -> bool:
+    def chains(self, x_NTC: Tensor) -> bool:
         """Whether one launch encodes this."""
         return self._chained is not None and dispatch.runs_kernel(x_NTC)
 
     def _round(self, x_NTC: Tensor) -> dict[str, Tensor]:
         x_NRW = x_NTC if self.side.axis == "token" else x_NTC.mT
-        if self._chained is not None and self._chains(x_NTC):
+        if self._chained is not None and self.chains(x_NTC):
             return self._chained(x_NRW, self._own["quantize"])
         x = self.rotated(x_NRW)
         if self._own["feedback"]:

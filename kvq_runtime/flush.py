@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvq_runtime import rope
-from kvq_runtime.codec import Context
+from kvq_runtime.codec import Codec, Context
 from kvq_runtime.history import History
-from kvq_runtime.stream import Stream
+from kvq_runtime.stream import SLAB, Stream
 from kvq_runtime.timeline import Timeline
 
 
@@ -34,8 +34,29 @@ def encode(history: History, layer: int, due: Sequence[int]) -> None:
             _encode_chained(history, layer)
         return
     for stream, count in zip(history.layers[layer], due, strict=True):
-        for _ in range(count):
-            stream.store(stream.codec.encode(*_block_input(history, stream)) | _landmarks(history, stream))
+        most = SLAB if _in_one(stream) else 1
+        for done in range(0, count, most):
+            _encode_together(history, stream, min(most, count - done))
+
+
+def _in_one(stream: Stream) -> bool:
+    """Whether one launch encodes many blocks, each as it would alone; a matrix product may round them differently."""
+    return isinstance(stream.codec, Codec) and stream.codec.chains(stream.sinks_BSC) and stream.outliers is None
+
+
+def _encode_together(history: History, stream: Stream, count: int) -> None:
+    """Encode so many of the window's oldest blocks at once."""
+    inputs = [_block_input(history, stream, ahead) for ahead in range(count)]
+    x_NTC, context = inputs[0]
+    if count > 1:
+        x_NTC = torch.cat([x_BTC for x_BTC, _ in inputs])
+        if context.rope is not None:
+            cos, sin = zip(*(context.rope for _, context in inputs), strict=True)  # type: ignore[misc]
+            context = Context(rope=(torch.cat(cos), torch.cat(sin)))
+    fields = stream.codec.encode(x_NTC, context)
+    for block in range(count):
+        part = {name: field.unflatten(0, (count, -1))[block] for name, field in fields.items()}
+        stream.store(part | _landmarks(history, stream))
 
 
 def refuse_nan(layer: int, stream: Stream, timeline: Timeline, x_BTC: Tensor, start: int) -> None:
@@ -79,11 +100,13 @@ def _landmarks(history: History, stream: Stream) -> dict[str, Tensor]:
     return stream.outliers.add(stream.blocks, stream.window_BTC[:, :size], valid_BT)
 
 
-def _block_input(history: History, stream: Stream) -> tuple[Tensor, Context]:
-    """The window's oldest block as the codec wants it: sinks and padding filled, RoPE undone where it must be."""
+def _block_input(history: History, stream: Stream, ahead: int = 0) -> tuple[Tensor, Context]:
+    """The window's oldest block, or one after it, as the codec wants it: sinks and padding filled, RoPE undone."""
     recipe, timeline, half = history.recipe, history.timeline, stream.codec.half
-    size, start = stream.side.block, stream.blocks * stream.side.block
-    x_BTC = stream.window_BTC[:, :size].clone()  # what `exact` keeps: the window's place is the sinks' next
+    size, start = stream.side.block, (stream.blocks + ahead) * stream.side.block
+    x_BTC = stream.window_BTC[
+        :, ahead * size : (ahead + 1) * size
+    ].clone()  # what `exact` keeps: the window's place is the sinks' next
     source = timeline.source(start, start + size, stream.side.sinks)
     if source is not None:
         source = source.to(x_BTC.device)

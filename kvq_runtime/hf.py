@@ -120,7 +120,8 @@ class KVQCache(Cache):
         other = [index for index, layer in enumerate(stock) if type(layer) is not DynamicLayer]
         if len(other) == len(stock):
             raise ValueError("no layer of this model attends to all tokens: there is nothing that kvq would compress")
-        self.blocks = BlockCache(recipe, geometry, tensors, [n for n in range(len(stock)) if n not in other])
+        tokens = getattr(config, "max_position_embeddings", None) or 1 << 17
+        self.blocks = BlockCache(recipe, geometry, tensors, [n for n in range(len(stock)) if n not in other], tokens)
         if other and recipe.chained:
             raise ValueError(
                 f"{recipe.name} predicts each layer from the one below, but layers {other} do not attend to all "
@@ -173,6 +174,11 @@ class KVQCache(Cache):
         """The attention implementation that the model needs to have for all that this recipe does; None: any."""
         recipe = self.blocks.recipe
         return "kvq" if recipe.needs & OURS or isinstance(recipe.select, Chunks) else None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why on a GPU, under our attention, some layer is decoded at every step; None: all are read packed."""
+        return self.blocks.refusal
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""

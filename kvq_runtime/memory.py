@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kvq_runtime import codec as codecs
 from kvq_runtime.codec import Codec
@@ -73,10 +75,12 @@ class MemoryReport:
         own = [*cache.timeline.tensors, *(cache.votes.tensors if cache.votes is not None else ())]
         if cache.online is not None:
             parts |= cache.online.bytes()
+        tables = sum(tensor.untyped_storage().nbytes() for tensor in cache.fused.tensors)
+        parts |= {"tables": parts.get("tables", 0) + tables} if tables else {}
         parts["timeline"] = sum(tensor.untyped_storage().nbytes() for tensor in own)
         if cache.hitters is not None:
             parts["selection"] = sum(tensor.untyped_storage().nbytes() for tensor in cache.hitters.tensors)
-        shared = shared_bytes([codec for pair in cache.codecs for codec in pair])
+        shared = shared_bytes([codec for pair in cache.codecs for codec in pair], cache.fused.shared)
         sequence = sum(parts.values())
         return MemoryReport(
             recipe=cache.recipe.name,
@@ -116,9 +120,10 @@ class MemoryReport:
         )
 
 
-def shared_bytes(codecs: list[Codec]) -> int:
-    """Bytes of fitted tensors and rotations, each storage once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor for codec in codecs for tensor in codec.shared}
+def shared_bytes(codecs: list[Codec], others: Sequence[Tensor] = ()) -> int:
+    """Bytes of fitted tensors and rotations, and of others, each storage once."""
+    tensors = [*others, *(tensor for codec in codecs for tensor in codec.shared)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 

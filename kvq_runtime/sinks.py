@@ -9,13 +9,13 @@ from kvq_runtime.timeline import Timeline
 def keep(stream: Stream, timeline: Timeline, x_BTC: Tensor) -> None:
     """Copy aside those of the newest tokens, which the stream has just appended, that are sinks."""
     sinks, first = stream.side.sinks, stream.length - x_BTC.shape[1]
-    if sinks == 0 or (timeline.real_BT is None and first >= sinks):
+    if sinks == 0 or first >= timeline.complete(sinks, first):
         return
     slots, arrived = timeline.sink_slots(sinks, len(x_BTC), x_BTC.device)
     here = arrived & (slots >= first) & (slots < stream.length)
     if bool(here.any()):
         rows, ranks = here.nonzero(as_tuple=True)
-        stream.sinks_BSC[rows, ranks] = x_BTC[rows, slots[rows, ranks] - first]
+        stream.keep_sinks(rows, ranks, x_BTC[rows, slots[rows, ranks] - first])
 
 
 def put(stream: Stream, timeline: Timeline, out_BTC: Tensor, start: int = 0) -> None:

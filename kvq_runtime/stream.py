@@ -99,7 +99,15 @@ class Stream:
             else:
                 self._rebuffer(live + count)
         self._buffer[:, self._stop : self._stop + count] = x_BTC
+        self.arrived(count)
+
+    def arrived(self, count: int) -> None:
+        """Count tokens that lie at the window's end."""
         self._stop += count
+
+    def keep_sinks(self, rows: Tensor, ranks: Tensor, x_MC: Tensor) -> None:
+        """Keep M tokens as sinks: their rows, and which sink each is."""
+        self.sinks_BSC[rows, ranks] = x_MC
 
     def trim(self) -> None:
         """Give back the room that a long prompt took in the window."""

@@ -24,6 +24,9 @@ class Timeline:
         self.rotary: Rotary | None = None
         self._spread: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._next: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._complete: dict[int, int] = {}
+        self.told = False  # whether padding was announced with the newest tokens
+        self.recorded = False  # whether a step is being recorded: it is counted by the host, and nothing else
 
     @property
     def seen(self) -> int:
@@ -39,6 +42,10 @@ class Timeline:
         """Append `count` slots."""
         real, positions = self._next
         self._next = (None, None)
+        if self.recorded:
+            self.length, self.told = self.length + count, False
+            return
+        self.told = real is not None
         self._spread.clear()
         if positions is not None and positions.shape[-1] != count:
             raise RuntimeError(f"positions for {positions.shape[-1]} tokens were announced, but {count} arrived")
@@ -66,6 +73,7 @@ class Timeline:
     def drop(self, kept_BT: Tensor) -> None:
         """Keep these slots of each row, in rising order, as many of all rows; the others are forgotten."""
         self._spread.clear()
+        self._complete.clear()
         held = torch.arange(self.length, dtype=torch.int32, device=kept_BT.device).expand(len(kept_BT), -1)
         self.tokens_BT = (held if self.tokens_BT is None else self.tokens_BT).gather(1, kept_BT)
         self.real_BT = self.real_BT.gather(1, kept_BT) if self.real_BT is not None else None
@@ -76,6 +84,7 @@ class Timeline:
     def crop(self, length: int) -> None:
         """Forget every slot from `length` on."""
         self._spread.clear()
+        self._complete.clear()
         self.length = length
         self.dropped = self.dropped if length else 0
         self.tokens_BT = self.tokens_BT[:, :length].clone() if self.tokens_BT is not None and length else None
@@ -85,6 +94,7 @@ class Timeline:
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         self._spread.clear()
+        self._complete.clear()
         self.tokens_BT = self.tokens_BT[rows] if self.tokens_BT is not None else None
         self.real_BT = self.real_BT[rows] if self.real_BT is not None else None
         self.positions_BT = self.positions_BT[rows] if self.positions_BT is not None else None
@@ -150,6 +160,24 @@ class Timeline:
         rank_BT = self.real_BT.cumsum(1) * self.real_BT
         found = rank_BT[:, :, None] == torch.arange(1, sinks + 1, device=device)
         return found.int().argmax(1), found.any(1)
+
+    def complete(self, sinks: int, before: int) -> int:
+        """A length at which every row's sinks had arrived, if they had in the first `before` slots; or one to come."""
+        if self.real_BT is None:
+            return sinks
+        if sinks not in self._complete and bool((self.real_BT[:, :before].sum(1) >= sinks).all()):
+            self._complete[sinks] = before
+        return self._complete.get(sinks, self.length + 1)
+
+    def starts(self, batch: int, device: torch.device) -> tuple[Tensor, bool, bool]:
+        """Each row's first real slot, int32 [B]; whether all after it are real; whether positions count from it."""
+        starts_B = torch.zeros(batch, dtype=torch.int32, device=device)
+        if self.real_BT is not None:
+            starts_B = (~self.real_BT).sum(1, dtype=torch.int32)
+        since_BT = torch.arange(self.length, device=device) - starts_B[:, None]
+        real = self.real_BT is None or torch.equal(self.real_BT, since_BT >= 0)
+        held_BT = torch.arange(self.length, device=device)[None] if self.positions_BT is None else self.positions_BT
+        return starts_B, real, bool(((held_BT == since_BT) | (since_BT < 0)).all())
 
     def source(self, start: int, stop: int, sinks: int) -> Tensor | None:
         """Which slot of a block each of its slots is encoded as: itself; for a sink or a padded slot the nearest token.

@@ -64,6 +64,8 @@ def same(one: Side) -> tuple[Side, Side]:
 FAMILIES = {
     **{f"kivi-{bits}": kivi(bits) for bits in (1, 2, 3, 4, 8)},
     **{f"rtn-{bits}": same(side(Rtn(bits, "head"))) for bits in (1, 2, 3, 4, 8)},
+    **{f"kivi-groups-{bits}": (side(Rtn(bits, 16), axis="channel"), side(Rtn(bits, 16))) for bits in (2, 3, 4)},
+    "rtn-groups": same(side(Rtn(1, 32, "absmax"))),
     "rtn-absmax": (side(Rtn(2, 32, "absmax"), axis="channel"), side(Rtn(4, "head", "absmax"))),
     "quarot": same(side(Rtn(4, "head"), Hadamard("head"))),
     **{f"higgs-{dim}-{size}": same(side(Grid(dim, size, "head"), Hadamard("head"))) for dim, size in

@@ -1,6 +1,7 @@
 """Say how the kernels read one side of a layer: which function, with which settings and tables; None where none can.
 
-The kernels take groups of one head, or of one channel and block; anything else is decoded first.
+The kernels take groups of one head, or of a part of it where they are rounded, and groups of one channel in a block;
+anything else is decoded first.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import triton
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.kernels import per_channel, per_token, read
+from kvq_runtime.kernels import per_channel, per_group, per_token, read
 from kvq_runtime.kernels import polar as angles
 from kvq_runtime.ops import grid, lloyd, pack, polar
 from kvq_runtime.recipe import Side
@@ -55,8 +56,9 @@ def layout(side: Side, geometry: Geometry, position: str = "post") -> Layout | N
     size = getattr(side.quantize, "group", None)
     if position != "post" or type(side.quantize) not in makers or size is None:
         return None
-    if groups.size(size, geometry.width, geometry) != geometry.head_size:
-        return None
+    size = groups.size(size, geometry.width, geometry)
+    if size != geometry.head_size:
+        return _per_group(side, geometry, size)
     turn = _turn(side, geometry)
     if side.rotate is not None and turn is None:
         return None
@@ -82,16 +84,26 @@ def _per_channel(side: Side, geometry: Geometry, position: str) -> Layout | None
     quantize = side.quantize
     if not isinstance(quantize, Rtn) or side.rotate is not None:
         return None
-    slots = _streams(quantize.bits)
-    if groups.size(quantize.group, side.block, geometry) != side.block or side.block % slots or side.block < 16:
-        return None
-    if position == "pre" and geometry.head_size % 2:
+    slots, group = _streams(quantize.bits), groups.size(quantize.group, side.block, geometry)
+    if group % slots or side.block < 16 or (position == "pre" and (geometry.head_size % 2 or group != side.block)):
         return None
     low = int(quantize.range == "minmax")
-    scan = per_channel.plain if position == "post" else per_channel.turning
-    start = _start(side, geometry, slots, side.block // slots, quantize.bits)
+    start = _start(side, geometry, slots, group // slots, quantize.bits)
     settings = (*start, quantize.bits, low, _wide(geometry.head_size, position))
-    return Layout(scan, None, settings, ("codes", "step", "low")[: 2 + low])
+    names = ("codes", "step", "low")[: 2 + low]
+    if group != side.block:
+        return Layout(per_group.channel, None, (*settings, group), names)
+    return Layout(per_channel.plain if position == "post" else per_channel.turning, None, settings, names)
+
+
+def _per_group(side: Side, geometry: Geometry, group: int) -> Layout | None:
+    """Rounded tokens, a head's channels in several groups."""
+    quantize, size = side.quantize, geometry.head_size
+    if not isinstance(quantize, Rtn) or side.rotate is not None or size % group or group & (group - 1) or group < 8:
+        return None
+    low = int(quantize.range == "minmax")
+    settings = (*_start(side, geometry, 1, size, 0), quantize.bits, low, group)
+    return Layout(per_token.plain, per_group.token, settings, ("codes", "step", "low")[: 2 + low])
 
 
 def _wide(size: int, position: str) -> int:

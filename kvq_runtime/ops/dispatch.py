@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -45,7 +46,12 @@ def runs_kernel(x: torch.Tensor) -> bool:
 def kernel(name: str) -> Callable[..., Any]:
     """The kernel of an op, "module.name"."""
     module, function = name.split(".")
-    return getattr(import_module(f"kvq_runtime.kernels.{module}"), function)
+    return getattr(kernels(module), function)
+
+
+def kernels(module: str) -> ModuleType:
+    """A module of kernels, imported when the first is needed."""
+    return import_module(f"kvq_runtime.kernels.{module}")
 
 
 def paired(body: Callable[P, R]) -> Callable[P, R]:

@@ -1,0 +1,148 @@
+"""Attend to the layers of a cache with the decode kernel, which reads their blocks packed: one launch and a merge.
+
+A step asks the device nothing: blocks lie in the slabs of `stream.py`, which a table on the device finds; blocks and
+tokens are counted on the device too (see fixed.py). So it can be recorded as one CUDA graph (see graph.py).
+A flush is eager, at a step that the host knows; it writes table and counts anew.
+
+Imports the kernels, and with them triton, when the first layer is kept so: see ops/dispatch.py.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_runtime import tall
+from kvq_runtime.codec import Codec
+from kvq_runtime.fixed import FixedStream
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.history import History
+from kvq_runtime.ops import dispatch
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.stages.select import Chunks, Heavy
+from kvq_runtime.stream import SLAB
+from kvq_runtime.timeline import Timeline
+
+COST = "at every step its history is decoded, a slab at a time: 4 · tokens · width bytes written and read in a layer"
+
+
+def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
+    """Why no kernel attends to this layer's blocks as they lie, and what that costs; None: one does."""
+    reason = _reason(recipe, geometry, layer)
+    return reason and f"{recipe.name}, layer {layer}: {reason}; {COST}"
+
+
+def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
+    key, value = recipe.at(layer)
+    if not dispatch.available():
+        return "triton is not installed (pip install 'kvq-runtime[triton]')"
+    if recipe.window is not None or isinstance(recipe.select, Heavy):
+        return "its window follows the attention weights, which the kernel does not hand out"
+    if isinstance(recipe.select, Chunks):
+        return "it reads the chunks that each query asks for"
+    if recipe.online is not None:
+        return "each row has a codec of its own"
+    if key.window != value.window:
+        return "keys and values have different sinks, recent or block"
+    for half, side, position in (("keys", key, recipe.position), ("values", value, "post")):
+        if dispatch.kernels("layout").layout(side, geometry, position) is None:
+            return f"there is no kernel for its {half}"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _reader(side: Side, geometry: Geometry, position: str, device: torch.device) -> Any:
+    """How a side's blocks are read, with the tables of that on the device; all layers share them."""
+    layout = dispatch.kernels("layout").layout(side, geometry, position)
+    return dispatch.kernels("attention").Encoded.of(layout, torch.empty(0, device=device))
+
+
+class Fused:
+    """What the layers of a cache share that are read by the kernel.
+
+    max_tokens   what tables have room for, and the number of splits is chosen for
+    """
+
+    def __init__(self, recipe: Recipe, geometry: Geometry, timeline: Timeline, max_tokens: int):
+        self.recipe, self.geometry, self.timeline, self.max_tokens = recipe, geometry, timeline, max_tokens
+        self.shared: list[Tensor] = []  # codebooks and rotations, as the kernel wants them
+        self._turns: Any = None
+        self._starts_B = torch.empty(0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Look at padding and positions again: rows or tokens are others."""
+        self._length, self._real, self._counted = -1, False, False
+
+    def pair(self, layer: int, codecs: tuple[Codec, Codec], k_BTC: Tensor) -> tuple[FixedStream, FixedStream] | None:
+        """The streams of a layer that the kernel reads, for keys like these; None where it reads none."""
+        if not dispatch.runs_kernel(k_BTC) or _reason(self.recipe, self.geometry, layer):
+            return None
+        positions = (self.recipe.position, "post")
+        readers = [
+            _reader(codec.side, self.geometry, position, k_BTC.device)
+            for codec, position in zip(codecs, positions, strict=True)
+        ]
+        self.shared += [x for reader in readers for x in (reader.lookup, reader.turn) if x is not None]
+        keys, values = (FixedStream(*one, self.max_tokens) for one in zip(codecs, (k_BTC, k_BTC), readers, strict=True))
+        return keys, values
+
+    def attend(self, history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
+        """As BlockCache.attend; None where the torch path has to answer.
+
+        A mask is taken to be that of the padding announced with this pass; one that was not announced is not the
+        kernel's. Nor are padded slots after a row's first real one, or keys before RoPE that do not turn whole, or not
+        by their place after the padding. More rows of queries than its tile has attend slab by slab (tall.py).
+        """
+        (keys, values), (batch, heads, count, _) = history.layers[layer], q_BHTD.shape
+        if not (isinstance(keys, FixedStream) and isinstance(values, FixedStream)) or not batch * count:
+            return None
+        if mask is not None and not self.timeline.told:
+            return None
+        self.look(batch, count, q_BHTD.device)
+        if not self._real:
+            return None
+        attention, held = dispatch.kernels("attention"), self.geometry.kv_heads
+        if heads // held * count > attention.ROWS:
+            return tall.attend(history, layer, q_BHTD, self._starts_B, scale)
+        if not self.regular:
+            return None
+        for stream in (keys, values):
+            stream.publish()
+        exact = attention.Exact(keys._buffer, values._buffer, keys.kept_BSC, values.kept_BSC)
+        splits = dispatch.kernels("launch").splits(batch * held, self.max_tokens // keys.side.block, q_BHTD.device)
+        turns = self._tables(keys) if self.recipe.position == "pre" else None
+        return attention.attend(
+            q_BHTD, keys.read, values.read, exact, keys.counts, self._starts_B, scale, splits, turns
+        )[0]
+
+    @property
+    def regular(self) -> bool:
+        """Whether padding is on the left, and keys before RoPE turn whole, by their place after it."""
+        turned = self.recipe.position == "post" or 2 * self.timeline.half == self.geometry.head_size
+        return self._real and turned and (self._counted or self.recipe.position == "post")
+
+    def look(self, batch: int, count: int, device: torch.device) -> None:
+        """Find each row's first real slot, int32 [B]: once in a pass, and not while steps say nothing of padding."""
+        length, last = self.timeline.length, self._length
+        self._length = length
+        if length == last or (length == last + 1 and count == 1 and not self.timeline.told):
+            return
+        starts_B, self._real, self._counted = self.timeline.starts(batch, device)
+        if len(self._starts_B) != batch:
+            self._starts_B = starts_B
+        self._starts_B.copy_(starts_B)
+
+    def _tables(self, keys: FixedStream) -> Any:
+        """What turns keys before RoPE, for as many blocks as the table has room for."""
+        blocks, rotary = len(keys.table) * SLAB + 1, self.timeline.require()
+        if self._turns is None or len(self._turns.bases_N2K) < blocks:
+            frequencies_K = rotary.frequencies_K.to(keys.table.device)
+            self._turns = dispatch.kernels("attention").Turns.of(frequencies_K, rotary.scaling, keys.side.block, blocks)
+        return self._turns
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is held beside the streams."""
+        return [self._starts_B, *(self._turns or ())]
