@@ -47,7 +47,7 @@ class Order:
 def hired(run: graph.Run, count: int) -> Iterator[Spread]:
     """Give a spread over so many workers; they are let go at the end."""
     mark = uuid.uuid4().hex
-    files.replace(run.folder / MARK, mark.encode(), run.folder, mode=0o644)
+    files.save(run.folder / MARK, mark.encode())
     cluster = "RAY_ADDRESS" in os.environ
     # local: else Ray joins any cluster that runs on this machine, or one that was killed, and so never signed off
     own = {"address": None, "num_cpus": None} if cluster else {"address": "local", "num_cpus": count}
