@@ -5,17 +5,20 @@ attend   a decode step, keys and values of one layer: microseconds, GB/s, what b
          and the speed-up over scaled_dot_product_attention with the fastest of its backends
 profile  of the slowest of those from 16384 tokens on, by share: microseconds of each kernel
 encode   GB/s of bfloat16 read by what encodes a flush; most recipes in one launch: rotate, scale, find codes, pack
-sweep    launch settings, fastest of all that compile; --write stores them in kvq_runtime/kernels/launch.json
+sweep    launch settings: the default, then what is ever less like it, for 0.4 of the time; the fastest are used in what
+         follows, and --write stores them in kvq_runtime/kernels/launch.json
 
 Bounds: bytes that must be read (codes and metadata once, sinks and window) over the bandwidth of a copy measured
-here; multiplications on the tensor cores over a matrix product's rate measured here. The larger is the bound. Medians,
-with a cold L2 cache: every run reads another copy of the blocks, as many as outgrow it.
+here; multiplications on the tensor cores over a matrix product's rate measured here; instructions of the main loop as
+compiled (kernels_aot.csv) over four warps' a cycle at the device's top clock. The largest is the bound. Medians, with a
+cold L2 cache: every run reads another copy of the blocks, as many as outgrow it.
 
 python benchmarks/gpu.py [--only attend] [--lengths 2048,...] [--batches 1,8,64] [--out FILE]
 python benchmarks/gpu.py --dry-run: shapes and bytes of every case on any machine
 """
 
 import argparse
+import csv
 import itertools
 import json
 import sys
@@ -40,6 +43,7 @@ FAMILIES = (
 )
 LENGTHS = (2048, 4096, 16384, 32768, 131072)
 BATCHES = (1, 8, 64)
+SWEEP = 0.4  # of the time
 LIMIT = 8 << 30  # bytes of bfloat16 history that a case may stand for
 L2 = 256 << 20  # more than any cache
 
@@ -217,17 +221,29 @@ def attend(case: Case, copy: float, rate: float) -> dict[str, Any]:
     del steps
     theirs, backend = sdpa(case)
     read = case.packed() + case.exact()
-    bounds = {"bytes": 1e6 * read / copy, "tensor cores": 1e6 * case.products() / rate}
+    bounds = {"bytes": 1e6 * read / copy, "tensor cores": 1e6 * case.products() / rate, "alu": issued(case)}
     bound = max(bounds, key=lambda name: bounds[name])
     return row(case) | {
         "microseconds": round(took, 1),
         "gb_per_s": round(read / took / 1e3, 1),
         "bound": bound,
         "share": round(bounds[bound] / took, 3),
+        "alu_share": round(bounds["alu"] / took, 3),
         "sdpa_microseconds": round(theirs, 1),
         "sdpa_backend": backend,
         "speed_up": round(theirs / took, 2),
     }
+
+
+def issued(case: Case) -> float:
+    """Microseconds that issuing the main loop's instructions takes, as it was compiled with the default settings."""
+    device = torch.cuda.get_device_properties(0)
+    arch = max((known for known in (80, 90, 100) if known <= 10 * device.major + device.minor), default=80)
+    with (RESULTS / "kernels_aot.csv").open() as file:
+        table = {(line["kernel"], int(line["arch"])): line for line in csv.DictReader(file)}
+    lanes = float(table[f"attend {case.recipe}", arch]["instructions_per_element"])
+    elements = 2 * case.batch * case.blocks * 128 * case.model.geometry.width
+    return 1e3 * lanes * elements / (128 * device.multi_processor_count * device.clock_rate)
 
 
 def profile(found: dict[str, Any], case: Case) -> dict[str, Any]:
@@ -268,44 +284,35 @@ def encode(model: Model, recipe: str, half: str) -> dict[str, Any]:
 
 
 def parity() -> dict[str, Any]:
-    """Run the tests that compare kernels with torch, on this device."""
+    """Run the tests that compare attention with torch, on this device; `make test` has the rest."""
     import pytest
 
     tests = Path(__file__).parent.parent / "tests"
-    code = pytest.main(["-q", str(tests / "test_kernels.py"), str(tests / "test_attention_kernel.py")])
+    code = pytest.main(["-q", str(tests / "test_attention_kernel.py"), "-k", "test_families or test_keys_before_rope"])
     return {"what": "parity", "passed": code == 0}
 
 
-def sweep(model: Model, recipe: str) -> tuple[str, Any, list[dict[str, Any]]]:
-    """(key, fastest, all) of the launch settings of a family at 32k tokens."""
-    from kvq_runtime.kernels.launch import Launch, key
+def sweep(model: Model, recipe: str, deadline: float) -> tuple[str, Any, list[dict[str, Any]]]:
+    """(key, fastest, all) of the launch settings of a family at 32k tokens that were tried until the deadline."""
+    from benchmarks import settings
+    from kvq_runtime.kernels import launch
     from kvq_runtime.kernels.layout import layout
 
     case = Case(model, recipe, 32768, 8)
-    step, lines = built(case, torch.device("cuda")), []
-    q = torch.randn(case.batch, model.q_heads, 1, model.head_size, device="cuda", dtype=torch.bfloat16)
-    for tile, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (1, 2, 3, 4)):
-        how = Launch(tile, warps, stages)
-        try:
-            took = timed([lambda how=how: step(q, how)], 12)
-        except Exception as error:  # too much shared memory for this device: Triton's own error types vary
-            print(f"{recipe} {how}: {type(error).__name__}", file=sys.stderr)
-            continue
-        lines.append({"what": "sweep", "recipe": recipe, **asdict(how), "microseconds": round(took, 1)})
-    best = min(lines, key=lambda line: line["microseconds"])
-    major, minor = torch.cuda.get_device_capability()
-    keys, values = (layout(side, model.geometry) for side in (case.sides().key, case.sides().value))
+    sides, ratio = (case.sides().key, case.sides().value), model.q_heads // model.kv_heads
+    keys, values = (layout(side, model.geometry) for side in sides)
     assert keys is not None and values is not None
-    name = key(10 * major + minor, keys, values, model.q_heads // model.kv_heads)
-    return name, Launch(best["tile"], best["warps"], best["stages"]), lines
-
-
-def write_settings(found: dict[str, Any]) -> None:
-    """Add measured settings to the package's table."""
-    from kvq_runtime.kernels import launch
-
-    path = Path(launch.__file__).with_name("launch.json")
-    path.write_text(launch.to_json(launch.table() | found))
+    step = built(case, torch.device("cuda"))
+    q = torch.randn(case.batch, model.q_heads, 1, model.head_size, device="cuda", dtype=torch.bfloat16)
+    took = dict(
+        settings.tried(
+            lambda how: timed([lambda: step(q, how)], 12), settings.candidates(keys, values, ratio), deadline
+        )
+    )
+    lines = [{"what": "sweep", "recipe": recipe, **asdict(how), "microseconds": time} for how, time in took.items()]
+    measured = {how: time for how, time in took.items() if isinstance(time, float)}
+    major, minor = torch.cuda.get_device_capability()
+    return launch.key(10 * major + minor, keys, values, ratio), min(measured, key=lambda how: measured[how]), lines
 
 
 def listed(text: str) -> list[str]:
@@ -315,7 +322,7 @@ def listed(text: str) -> list[str]:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="parity,attend,encode", help="of parity, attend, encode, sweep")
+    parser.add_argument("--only", default="parity,sweep,encode,attend", help="of these")
     parser.add_argument("--models", default=",".join(model.name for model in MODELS))
     parser.add_argument("--recipes", default=",".join(FAMILIES))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
@@ -344,16 +351,10 @@ def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "copy_gb_per_s": round(copy / 1e9),
         "torch": torch.__version__,
     }
-    if "sweep" in wanted:
-        best = {}
-        for recipe in recipes:
-            name, fastest, tried = sweep(models[0], recipe)
-            best[name] = fastest
-            yield from tried
-        if given.write:
-            write_settings(best)
     if "parity" in wanted:
         yield parity()
+    if "sweep" in wanted:
+        yield from swept(models[0], recipes, 60 * given.minutes * SWEEP, given.write)
     if "encode" in wanted:
         yield from (encode(*each) for each in itertools.product(models, recipes, ("key", "value")))
     if "attend" in wanted:
@@ -367,6 +368,21 @@ def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         long = [pair for pair in measured if pair[1].tokens >= 16384]
         if long:
             yield profile(*min(long, key=lambda pair: pair[0]["share"]))
+
+
+def swept(model: Model, recipes: list[str], seconds: float, write: bool) -> Iterator[dict[str, Any]]:
+    """Try launch settings of every recipe for so long in all; what follows runs with the fastest."""
+    from benchmarks import settings
+    from kvq_runtime.kernels import launch
+
+    begun, best = time.monotonic(), {}
+    for i, recipe in enumerate(recipes, start=1):
+        name, fastest, tried = sweep(model, recipe, begun + seconds * i / len(recipes))
+        best[name] = fastest
+        yield from tried
+    if write:
+        settings.write(best)
+    launch.table().update(best)
 
 
 def main(arguments_given: list[str] | None = None) -> int:

@@ -51,8 +51,9 @@ SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program can have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FAMILIES = (
     *("kivi-2bit-g128", "kivi-4bit-g128", "rtn-2bit", "rtn-3bit", "rtn-4bit", "rtn-8bit", "rtn-absmax-4bit"),
-    *("quarot-head-2bit", "higgs-head-1bit", "higgs-head-1.5bit", "higgs-head-2bit", "higgs-head-3bit"),
-    *("higgs-head-4bit", "turboquant-3bit", "lloyd-4bit", "polar-paper", "polar-radius8", "polar-3bit"),
+    *("quarot-head-2bit", "quarot-head-4bit", "higgs-head-1bit", "higgs-head-1.5bit", "higgs-head-2bit"),
+    *("higgs-head-3bit", "higgs-head-4bit", "turboquant-3bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit"),
+    *("polar-paper", "polar-radius8", "polar-3bit"),
 )
 TYPES = {
     torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
@@ -141,7 +142,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     for bits in (2, 4):
         found[f"attend kivi-{bits}bit-g128 pre"] = attends(preset(f"kivi-{bits}bit-g128"), position="pre")
     for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit"):
-        for tokens in (2, 4, 8):
+        for tokens in (2, 4, 8) if not name.startswith("kivi") else (8,):
             found[f"attend {name} m{8 * tokens}"] = attends(preset(name), ratio=8, tokens=tokens)
     return {name: call for name, call in found.items() if call is not None} | _ops()
 
@@ -162,6 +163,10 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "encode grid 2 256 rotated": lambda: chain.nearest(x, 2, 256, signed),
         "encode lloyd 3 matrix": lambda: chain.sphere(x, 3, "norm", turn),
         "encode polar": lambda: polar.encode(x, (4, 2, 2, 2)),
+        "encode polar packed": lambda: chain.angles(x, (4, 2, 2, 2), turn),
+        "encode polar fitted": lambda: polar.encode_fitted(
+            x, [s[0].new_zeros(n, dtype=torch.float32) for n in (15, 3)]
+        ),
         "decode rtn": lambda: rtn.decode(c, s, s, 2),
         "decode grid": lambda: grid.decode(c, s, points),
         "decode lloyd": lambda: lloyd.decode(c, s, 2),
@@ -174,7 +179,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
 
 
 def launches(only: str) -> dict[str, Compiled]:
-    """Every launch once, under the first name that makes it."""
+    """Every launch once, under the first name that makes it; attention under all of them."""
     found: dict[str, Compiled] = {}
     with dispatch.forced(True):
         for name, call in calls().items():
@@ -185,7 +190,7 @@ def launches(only: str) -> dict[str, Compiled]:
             for one in made:
                 inner = one.function.__name__.strip("_")
                 label = name if inner in name else f"{name} {inner}"
-                if not any(_same(one, other) for other in found.values()):
+                if inner == "attend" or not any(_same(one, other) for other in found.values()):
                     found[label] = one
     return found
 

@@ -282,3 +282,7 @@ def parser() -> argparse.ArgumentParser:
 def _say(message: object, code: int = 0) -> int:
     print(f"kvq-calibrate: {message}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

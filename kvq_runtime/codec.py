@@ -150,7 +150,7 @@ class Codec:
     def _round(self, x_NTC: Tensor) -> dict[str, Tensor]:
         x_NRW = x_NTC if self.side.axis == "token" else x_NTC.mT
         if self._chained is not None and self._chains(x_NTC):
-            return self._chained(x_NRW)
+            return self._chained(x_NRW, self._own["quantize"])
         x = self.rotated(x_NRW)
         if self._own["feedback"]:
             x = self.side.feedback.apply(x, self.side.axis, self.geometry, self._own["feedback"], self._quantized)

@@ -16,8 +16,9 @@ ABOUT = """
 `kivi-2bit-r32`; SubKV's window may keep more. Bits are those of keys and values together, scales and all metadata
 included: asymptotic, of a cache that holds a window, and one of 4096 tokens; where a recipe holds a part of the tokens,
 of those seen. Predictors and bases, which an artifact holds once for all sequences, are not in them. Attention: squared
-error of its output over its energy, mean over layers; none where tokens are chosen. Models this small have no
-massive outliers and short contexts: what ranks here may not rank so on a model of 7 billion parameters.
+error of its output over its energy, mean over layers; none where tokens are chosen. H2O's fifth of such short windows
+fills one block or none, so that its recipes cost what the missing tokens cost. Models this small have no massive
+outliers and short contexts: what ranks here may not rank so on a model of 7 billion parameters.
 """
 EQUAL = """
 Of the recipes that combine papers, or choose bits by layer (`auto`), the one with the lowest perplexity within the

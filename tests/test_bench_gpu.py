@@ -1,5 +1,6 @@
 """The GPU benchmark's cases, bytes and settings, on a machine that has none; the rest of it where there is a GPU."""
 
+import csv
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 from transformers import LlamaConfig
 
-from benchmarks import generation, gpu
+from benchmarks import generation, gpu, settings
 from kvq_runtime.kernels import launch
 from kvq_runtime.kernels.layout import layout
 from kvq_runtime.recipe import preset
@@ -62,9 +63,47 @@ def test_a_step_runs_as_it_is_timed(name):
 def test_settings_are_stored_and_read(tmp_path, monkeypatch):
     measured = {"sm90-d128-x": launch.Launch(128, 8, 3)}
     monkeypatch.setattr(launch, "__file__", str(tmp_path / "launch.py"))
-    gpu.write_settings(measured)
+    settings.write(measured)
     stored = json.loads((tmp_path / "launch.json").read_text())
     assert {name: launch.Launch(**given) for name, given in stored.items()} == launch.table() | measured
+
+
+@pytest.mark.parametrize("name", gpu.FAMILIES)
+def test_settings_are_tried_from_the_default_on(name):
+    geometry = gpu.MODELS[0].geometry
+    keys, values = (layout(side, geometry) for side in (preset(name).key, preset(name).value))
+    assert keys is not None and values is not None
+    hows = settings.candidates(keys, values, 4)
+    assert hows[0] == launch.default(keys, values, 4) and len(hows) == len(set(hows)) >= 12
+    assert {how.tile for how in hows} == ({64} if keys.read is None else {16, 32, 64, 128})
+
+
+def test_the_fastest_setting_wins_until_the_deadline(monkeypatch):
+    hows = [launch.Launch(tile, 2, 1) for tile in (64, 32, 16)]
+    monkeypatch.setattr(settings.time, "monotonic", iter([0.0, 2.0]).__next__)
+
+    def step(how: launch.Launch) -> float:
+        if how.tile == 32:
+            raise RuntimeError("too large")
+        return 5.0
+
+    assert list(settings.tried(step, hows, 1.0)) == [(hows[0], 5.0), (hows[1], "RuntimeError")]
+
+
+def test_settings_are_told_apart():
+    """By architecture, head size, how keys and values are read, and the tile of query rows."""
+    geometry, found = gpu.MODELS[0].geometry, set()
+    for name in ("kivi-2bit-g128", "kivi-4bit-g128", "rtn-4bit", "lloyd-4bit", "polar-3bit"):
+        keys, values = (layout(side, geometry) for side in (preset(name).key, preset(name).value))
+        assert keys is not None and values is not None
+        found |= {launch.key(arch, keys, values, rows) for arch in (80, 90) for rows in (4, 7, 8, 9, 32, 64)}
+    assert len(found) == (2 * 2 + 3 * 3) * 2
+
+
+def test_every_family_has_its_instructions_counted():
+    with (gpu.RESULTS / "kernels_aot.csv").open() as file:
+        named = {line["kernel"] for line in csv.DictReader(file) if line["instructions_per_element"]}
+    assert {f"attend {name}" for name in gpu.FAMILIES} <= named
 
 
 def test_generation_measures_every_cache(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from triton.runtime.interpreter import GridExecutor
 
 ONE = (
     *("kivi-2bit-g128", "rtn-3bit", "rtn-absmax-4bit", "quarot-head-4bit", "higgs-head-2bit", "higgs-head-1.5bit"),
-    *("lloyd-3bit", "turboquant-3bit"),
+    *("lloyd-3bit", "turboquant-3bit", "polar-paper", "polar-3bit", "polar-hadamard"),
 )
 
 

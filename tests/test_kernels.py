@@ -214,6 +214,19 @@ def test_chains(width, turn):
             assert error(got, want) <= HALF, (op, settings)
 
 
+@pytest.mark.parametrize("turn", TURNS, ids=["plain", "hadamard", "matrix"])
+@pytest.mark.parametrize("bits, width", [((4, 2, 2, 2), 80), ((5, 3, 3), 128), ((6, 1), 64), ((3, 2, 1, 4), 32)])
+def test_angles_in_one_go(bits, width, turn):
+    if turn == "matrix":
+        turn = torch.linalg.qr(normal(width, width, seed=5)).Q.contiguous()
+    cuts = [polar.codebook(level, wide)[0].float().to(DEVICE) for level, wide in enumerate(bits, start=1)]
+    for boundaries in (None, [each + 0.01 for each in cuts]):
+        found, wanted = both(chain.angles, normal(2, 3, width), bits, turn, boundaries)
+        assert found[0].shape == wanted[0].shape and found[1].dtype == torch.float16
+        assert differing(found[0], wanted[0]) <= 4 * CODES
+        assert error(found[1], wanted[1]) <= HALF
+
+
 @pytest.mark.parametrize("op, settings", [(rtn.encode_minmax, (4,)), (grid.encode, (2, 16)), (lloyd.encode, (2,))])
 def test_no_rows(op, settings):
     found, wanted = both(op, torch.zeros(0, 3, 64, device=DEVICE), *settings)
@@ -233,5 +246,5 @@ TESTED = [
         predict.add,
     ),
     *(latent.encode_gaussian, latent.decode_gaussian, latent.encode_uniform, latent.decode_uniform),
-    *(chain.minmax, chain.absmax, chain.nearest, chain.sphere, feedback.follow),
+    *(chain.minmax, chain.absmax, chain.nearest, chain.sphere, chain.angles, feedback.follow),
 ]

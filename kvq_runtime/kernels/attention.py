@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq_runtime.kernels.attend import EXACT
 from kvq_runtime.kernels.attend import attend as attend_kernel
-from kvq_runtime.kernels.launch import Launch, choose
+from kvq_runtime.kernels.launch import Launch, choose, tall
 from kvq_runtime.kernels.layout import Layout, padded
 from kvq_runtime.kernels.merge import merge
 from kvq_runtime.kernels.tile import on
@@ -120,10 +120,11 @@ def attend(
             *constants(keys.layout, values.layout, q_heads // heads, tokens, exact.k_sinks.shape[1], splits, launch),
             num_warps=launch.warps, num_stages=launch.stages, maxnreg=min(255, REGISTERS // (32 * launch.warps)),
         )  # fmt: skip
-        back, wide, tall = None if values.turn is None else _padded(values.turn.mT), padded(size), _tall(rows)
-        chunk = max(1, MERGED // (tall * (COLUMNS if back is None else wide)))
-        merge[(batch * heads, triton.cdiv(wide, COLUMNS))](
-            part, lse, back, None, out, level, heads, rows, tall, size, wide, splits, EXACT, min(wide, COLUMNS),
+        back, wide = None if values.turn is None else _padded(values.turn.mT), padded(size)
+        high = min(16, tall(keys.layout, rows))
+        chunk = max(1, MERGED // (high * (COLUMNS if back is None else wide)))
+        merge[(batch * heads, triton.cdiv(wide, COLUMNS), triton.cdiv(rows, high))](
+            part, lse, back, None, out, level, splits, heads, rows, high, size, wide, EXACT, min(wide, COLUMNS),
             min(chunk, 16), num_warps=4,
         )  # fmt: skip
     return out, level
@@ -133,7 +134,7 @@ def constants(keys: Layout, values: Layout, ratio: int, tokens: int, sinks: int,
     """The compile-time arguments of the kernel, in its order."""
     size, heads, block = keys.settings[3:6]
     plain = (1, size, padded(size), size, heads, block, 0)
-    rows = _tall(ratio * tokens)
+    rows = tall(keys, ratio * tokens)
     return (
         heads, ratio, tokens, rows, launch.tile, sinks, splits, keys.scan, keys.read, keys.settings,
         values.read, values.settings, plain, not triton.knobs.runtime.interpret,
@@ -146,10 +147,6 @@ def advanced(q_BHTD: Tensor, starts_B: Tensor, turns: Turns) -> Tensor:
     cos, sin = angles.cos().float(), angles.sin().float()
     one, two = q_BHTD.float().chunk(2, -1)
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
-
-
-def _tall(rows: int) -> int:
-    return max(8, triton.next_power_of_2(rows))
 
 
 def _padded(turn: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 Packing in registers needs a power of two, at least 8, of codes; other sizes (heads of 80 or 96) take a second launch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.kernels import grid, lloyd, rtn
+from kvq_runtime.kernels import grid, lloyd, polar, rtn
 from kvq_runtime.kernels.hadamard import signs_on
 from kvq_runtime.kernels.pack import pack
 from kvq_runtime.ops import chain
@@ -40,8 +40,21 @@ def sphere(
     )
 
 
+def angles(
+    x: Tensor, bits: Sequence[int], turn: Turn = None, boundaries: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    if isinstance(turn, Tensor) and not _fits(turn):
+        x, turn = chain.turned(x, turn), None
+    return polar.packed(x, bits, boundaries, **_way(turn, x.device))
+
+
+def _fits(turn: Tensor) -> bool:
+    """Whether a rotation is a tile of a matrix product."""
+    return len(turn) >= 16 and not len(turn) & (len(turn) - 1)
+
+
 def _packed(x: Tensor, count: int, bits: int, turn: Turn, encode: Callable):
-    if isinstance(turn, Tensor) and (len(turn) < 16 or len(turn) & (len(turn) - 1)):  # no tile of a matrix product
+    if isinstance(turn, Tensor) and not _fits(turn):
         x, turn = chain.turned(x, turn), None
     whole = count >= 8 and not count & (count - 1)
     codes, *rest = encode(x, bits if whole else 8, **_way(turn, x.device))

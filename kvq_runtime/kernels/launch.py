@@ -22,15 +22,16 @@ class Launch:
 def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
     """What a measured setting is for: architecture, head size, how keys and values are read, query rows of a head."""
     read = "-".join(f"{_how(side)}{side.settings[7]}" for side in (keys, values))
-    return f"sm{arch}-d{keys.settings[3]}-{read}-m{_tall(rows)}"
+    return f"sm{arch}-d{keys.settings[3]}-{read}-m{tall(keys, rows)}"
 
 
 def _how(side: Layout) -> str:
     return (side.read or side.scan).__name__
 
 
-def _tall(rows: int) -> int:
-    return next(tall for tall in (8, 16, 32, 64) if rows <= tall)
+def tall(keys: Layout, rows: int) -> int:
+    """What query rows are padded to; per channel a tile of 64 has registers enough, where 16 and 32 have not."""
+    return next(size for size in ((8, 16, 32, 64) if keys.read is not None else (8, 64)) if rows <= size)
 
 
 @lru_cache(maxsize=1)
@@ -53,17 +54,17 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
 
     Warps share a slot's channels, 16 each: where slots are narrow, more warps do the same work twice.
     """
-    size, tall = keys.settings[3], _tall(rows) // 8
+    size, many = keys.settings[3], tall(keys, rows) // 8
     if "polar" in (_how(keys), _how(values)):
-        return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * tall))
+        return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * many))
     if _how(keys) == "turning" or (keys.read is None and size > 128):
-        return Launch(warps=min(8, 4 * tall))
+        return Launch(warps=min(8, 4 * many))
     read = [side for side in (keys, values) if side.read is not None]
     narrow, gathers = min(side.settings[1] for side in read) <= 16, any(_how(side) == "codebook" for side in read)
     tile = 64
-    if gathers and (narrow or size > 128 or tall > 1):
+    if gathers and (narrow or size > 128 or many > 1):
         tile = 16 if min(side.settings[1] for side in read) < 16 else 32
-    return Launch(tile, warps=min(8, (1 if narrow else 2) * tall))
+    return Launch(tile, warps=min(8, (1 if narrow else 2) * many))
 
 
 def splits(programs: int, blocks: int, device: torch.device) -> int:

@@ -157,7 +157,7 @@ def _polar(side: Side, geometry: Geometry):
     size, bits = quantize.sizes(geometry.width, geometry)
     levels, low = len(bits), int(quantize.radius == "log8")
     runs, first = [], 0
-    for wide, counts in polar_stage.runs(size, bits):
+    for wide, counts in polar.runs(size, bits):
         done = 0
         for count in counts:
             runs += [wide, first, sum(counts), done]

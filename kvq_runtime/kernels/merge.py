@@ -9,28 +9,28 @@ import triton.language as tl
 
 @triton.jit
 def merge(
-    part, lse, turn, mean, out, level,
-    H: tl.constexpr, R: tl.constexpr, M: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
+    part, lse, turn, mean, out, level, splits,
+    H: tl.constexpr, R: tl.constexpr, M: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     EXACT: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, KV head) and COLUMNS channels, CHUNK splits at a time; the last EXACT ones are as they are.
+    """One program per (row, KV head), COLUMNS channels and M queries, CHUNK splits at a time; the last EXACT as is.
 
     `turn` is float32 [P, P], `mean` float32 [H, D]; or None.
     """
     line = tl.program_id(0).to(tl.int64)
-    first = line * (SPLITS + EXACT)
-    r, e = tl.arange(0, M), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = line * (splits + EXACT)
+    r, e = tl.program_id(2) * M + tl.arange(0, M), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     d = e if turn is None else tl.arange(0, P)
     top = tl.full((M,), float("-inf"), tl.float32)
-    for split in range(0, SPLITS + EXACT, CHUNK):
-        top = tl.maximum(top, tl.max(_levels(lse, first, split, SPLITS + EXACT, r, R, CHUNK), 0))
+    for split in range(0, splits + EXACT, CHUNK):
+        top = tl.maximum(top, tl.max(_levels(lse, first, split, splits + EXACT, r, R, CHUNK), 0))
     top = tl.where(top == float("-inf"), 0.0, top)
-    total, sums = _summed(part, lse, first, 0, SPLITS, top, r, d, R, D, CHUNK)
+    total, sums = _summed(part, lse, first, 0, splits, top, r, d, R, D, CHUNK)
     if turn is not None:
         sums = tl.dot(sums, tl.load(turn + d[:, None] * P + e[None, :]), input_precision="tf32x3")
     if mean is not None:
         sums += total[:, None] * tl.load(mean + line % H * D + e, mask=e < D, other=0.0)[None, :]
-    share, exact = _summed(part, lse, first, SPLITS, SPLITS + EXACT, top, r, e, R, D, EXACT)
+    share, exact = _summed(part, lse, first, splits, splits + EXACT, top, r, e, R, D, EXACT)
     total, sums = total + share, sums + exact
     some = tl.where(total > 0, total, 1.0)
     to = out + (line * R + r)[:, None] * D + e[None, :]

@@ -41,13 +41,13 @@ def _pack(codes, out, n, count, size, BITS: tl.constexpr, BLOCK: tl.constexpr):
     for log in tl.static_range(4):
         if BITS & (8 >> log) != 0:
             length = (count * (8 >> log) + 7) // 8
-            value |= _streams(codes + row * count, i < n, byte - first, length, count, 8 >> log, BITS)
+            value |= streams(codes + row * count, i < n, byte - first, length, count, 8 >> log, BITS)
             first += length
     tl.store(out + i, value.to(tl.uint8), mask=i < n)
 
 
 @triton.jit
-def _streams(codes, here, j, length, count, W: tl.constexpr, BITS: tl.constexpr):
+def streams(codes, here, j, length, count, W: tl.constexpr, BITS: tl.constexpr):
     """Byte j of a plane of W bits, of `length` bytes; 0 where j is not inside it."""
     value = j.to(tl.int32) * 0
     for s in tl.static_range(8 // W):

@@ -54,6 +54,8 @@ def plain(
     top, total, low, sums = softmax.empty(M, KSET[2], VSET[2], VSET[0])
     for block in tl.range(first, last, disable_licm=True):
         parts, step, lows = _opened(keys, block, row, head, d, here, KSET)
+        if M > 8:  # in registers it would leave too few
+            query = load_query(q, scale, row * H + head, d, here, TQ, G, M, KSET[3])
         base = tl.sum(query * lows[:, None], 0)
         scaled = (query * step[:, None]).to(tl.float16)
         j = tl.arange(0, KSET[2])

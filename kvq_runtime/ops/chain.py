@@ -6,12 +6,13 @@ x       groups [..., K] that share a scale, in any layout; K a multiple of the r
 Returns codes packed, uint8 [..., bytes], and the group's scales [...]; see rtn.py, grid.py, lloyd.py for the formulas.
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import dispatch, grid, hadamard, lloyd, rtn
+from kvq_runtime.ops import dispatch, grid, hadamard, lloyd, polar, rtn
 from kvq_runtime.ops.pack import pack
 
 
@@ -67,3 +68,17 @@ def sphere(
         norm = torch.linalg.vector_norm(chosen, dim=-1)
         found = found * x.shape[-1] ** 0.5 / norm if scale == "norm" else torch.linalg.vecdot(x, chosen) / norm.square()
     return pack(codes, bits), found.half()
+
+
+@dispatch.paired
+def angles(
+    x: Tensor, bits: Sequence[int], turn: Turn = None, boundaries: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes of angles, levels of the same bits packed together, and radii float16, as root mean squares."""
+    x = turned(x, turn)
+    codes, radii = polar.encode(x, bits) if boundaries is None else polar.encode_fitted(x, boundaries)
+    packed, first = [], 0
+    for wide, counts in polar.runs(x.shape[-1], tuple(bits)):
+        packed.append(pack(torch.cat(codes[first : first + len(counts)], -1), wide))
+        first += len(counts)
+    return torch.cat(packed, -1), (radii / 2 ** (len(bits) / 2)).half()

@@ -16,6 +16,7 @@ comparisons alone, which round in the same way on every machine.
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -118,6 +119,12 @@ def _circle(x: Tensor, y: Tensor, boundaries: Tensor) -> Tensor:
         beyond = y * math.cos(angle) > x * math.sin(angle)  # inside a half of the circle
         codes += lower | beyond if angle < math.pi else lower & beyond
     return codes
+
+
+def runs(size: int, bits: tuple[int, ...]) -> list[tuple[int, list[int]]]:
+    """Levels that are packed together, for having the same bits: (bits, codes of each level)."""
+    levels = groupby(enumerate(bits, start=1), key=lambda level: level[1])
+    return [(wide, [size >> level for level, _ in run]) for wide, run in levels]
 
 
 @dispatch.paired

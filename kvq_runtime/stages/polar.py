@@ -6,7 +6,6 @@ polar_fitted   from the calibration's own angles
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import ClassVar, Literal
 
 import torch
@@ -75,7 +74,7 @@ class Polar:
         """Names, shapes and dtypes of what one block [rows, width] is stored as."""
         size, bits = self.sizes(width, geometry)
         count = width // size
-        codes = sum(pack.packed_size(sum(counts), wide) for wide, counts in runs(size, bits))
+        codes = sum(pack.packed_size(sum(counts), wide) for wide, counts in polar.runs(size, bits))
         fields = {"codes": ((rows, count, codes), torch.uint8)}
         radii = (rows, count, size >> len(bits))
         if self.radius == "fp16":
@@ -87,7 +86,7 @@ class Polar:
         x = x_NRW.unflatten(-1, (-1, size))
         codes, radii = self._encoded(x, bits, tensors)
         packed, start = [], 0
-        for wide, counts in runs(size, bits):
+        for wide, counts in polar.runs(size, bits):
             packed.append(pack.pack(torch.cat(codes[start : start + len(counts)], -1), wide))
             start += len(counts)
         fields = {"codes": torch.cat(packed, -1)}
@@ -100,7 +99,7 @@ class Polar:
     def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry, tensors: Tensors = _NOTHING) -> Tensor:
         size, bits = self.sizes(width, geometry)
         codes, start = [], 0
-        for wide, counts in runs(size, bits):
+        for wide, counts in polar.runs(size, bits):
             stop = start + pack.packed_size(sum(counts), wide)
             run = pack.unpack(fields["codes"][..., start:stop], wide, sum(counts))
             codes += run.split(counts, -1)
@@ -149,12 +148,6 @@ class PolarFitted(Polar):
 
     def _points(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:
         return list(tensors["points"].split([2**wide for wide in bits]))
-
-
-def runs(size: int, bits: tuple[int, ...]) -> list[tuple[int, list[int]]]:
-    """Levels that are packed together, for having the same bits: (bits, codes of each level)."""
-    levels = groupby(enumerate(bits, start=1), key=lambda level: level[1])
-    return [(wide, [size >> level for level, _ in run]) for wide, run in levels]
 
 
 def _radius_code(ratio: Tensor) -> Tensor:
