@@ -226,7 +226,7 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
     records = held_out.evaluate(work, fitted, beside, job.eval_windows)
     records = [gate.judged(one, job.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
     text = json.dumps(records, indent=1) + "\n"
-    disk.replace(work.folder / "evaluation.json", text.encode(), work.folder, mode=0o644)
+    disk.save(work.folder / "evaluation.json", text.encode())
     return records
 
 
@@ -279,7 +279,7 @@ def _leave(folder: Path, data: bytes, beside: Mapping[str, bytes], own: Mapping[
     disk.make_folder(folder)
     record = {"evaluation.json": (json.dumps(own, indent=1) + "\n").encode()} if own else {}
     for name, content in {"kvq.safetensors": data, **beside, **record}.items():
-        disk.replace(folder / name, content, folder, mode=0o644)
+        disk.save(folder / name, content)
 
 
 def _whole(files: ModelFiles, plan: Plan) -> int:

@@ -47,9 +47,11 @@ class Order:
 def hired(run: graph.Run, count: int) -> Iterator[Spread]:
     """Give a spread over so many workers; they are let go at the end."""
     mark = uuid.uuid4().hex
-    files.replace(run.folder / MARK, mark.encode(), run.folder, mode=0o644)
+    files.save(run.folder / MARK, mark.encode())
     cluster = "RAY_ADDRESS" in os.environ
-    ray.init(log_to_driver=False, include_dashboard=False, num_cpus=None if cluster else count)
+    # local: else Ray joins any cluster that runs on this machine, or one that was killed, and so never signed off
+    own = {"address": None, "num_cpus": None} if cluster else {"address": "local", "num_cpus": count}
+    ray.init(log_to_driver=False, include_dashboard=False, **own)
     gpus = int(run.plan.device.startswith("cuda"))
     remote = ray.remote(num_cpus=run.plan.threads if cluster else 1, num_gpus=gpus)(_do)
 
