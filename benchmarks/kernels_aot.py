@@ -264,7 +264,7 @@ def main() -> int:
             taken = usage(one, arch)
             rows.append([triton.__version__, name, arch, *taken.values()])
             print(*(f"{key} {value}" for key, value in zip(COLUMNS, rows[-1], strict=True)), sep="  ", flush=True)
-            wrong += worse(name, arch, taken, table, one.options["num_warps"]) if given.check else []
+            wrong += worse(name, arch, taken, table, one.options.get("num_warps", 4)) if given.check else []
     if given.write:
         kept = list(csv.reader(TABLE.open()))[1:] if given.only else []  # what was not compiled now stays
         both = {(row[1], int(row[2])): row for row in [*kept, *rows]}

@@ -125,7 +125,7 @@ def attend(
         chunk = max(1, MERGED // (high * (COLUMNS if back is None else wide)))
         merge[(batch * heads, triton.cdiv(wide, COLUMNS), triton.cdiv(rows, high))](
             part, lse, back, None, out, level, splits, heads, rows, high, size, wide, EXACT, min(wide, COLUMNS),
-            min(chunk, 16), num_warps=4,
+            min(chunk, 16), num_warps=4, maxnreg=255,
         )  # fmt: skip
     return out, level
 
