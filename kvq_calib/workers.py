@@ -50,8 +50,8 @@ def hired(run: graph.Run, count: int) -> Iterator[Spread]:
     files.save(run.folder / MARK, mark.encode())
     cluster = "RAY_ADDRESS" in os.environ
     # local: else Ray joins any cluster that runs on this machine, or one that was killed, and so never signed off
-    own = {"address": None, "num_cpus": None} if cluster else {"address": "local", "num_cpus": count}
-    ray.init(log_to_driver=False, include_dashboard=False, **own)
+    address, cores = (None, None) if cluster else ("local", count)
+    ray.init(address, num_cpus=cores, log_to_driver=False, include_dashboard=False)
     gpus = int(run.plan.device.startswith("cuda"))
     remote = ray.remote(num_cpus=run.plan.threads if cluster else 1, num_gpus=gpus)(_do)
 
