@@ -38,9 +38,11 @@ class Ledger:
         if path is None or not path.is_file():
             return None
         try:
-            return json.loads(path.read_text())["found"]
+            found = json.loads(path.read_text())["found"]
         except (ValueError, KeyError):
             raise RuntimeError(f"{path} is damaged; delete it, and what it held is measured again") from None
+        files.sync(path.parent)  # who wrote it may have died before it was sure to last
+        return found
 
     def write(self, found: Any, **unit: Any) -> None:
         """Keep what was found for a unit: JSON."""
