@@ -68,9 +68,9 @@ def test_killed_at_every_point(case, record_property):
 def test_killed_at_any_moment(case, record_property):
     share, late, draw = round(KILLS * SHARES.get(case.name, 0)), 0, random.Random(case.name)
     for _ in range(share):
-        while case.disturb(kill_after=draw.uniform(0, case.undisturbed.seconds)).code != -9:
-            late += 1
-            assert late < 20 + 5 * share, "the command ends before it can be killed"
+        latest = case.undisturbed.seconds
+        while case.disturb(kill_after=(moment := draw.uniform(0, latest))).code != -9:
+            late, latest = late + 1, moment  # it ends sooner than it did undisturbed
     record_property("kvq", f"{case.name}: {share} kills at random moments, {late} came too late")
 
 
