@@ -50,7 +50,7 @@ REGISTERS = 65536  # of a multiprocessor
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program can have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FAMILIES = (
-    *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-4bit"),
+    *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-4bit", "squat-pre-2bit", "squat-pre-3bit", "squat-pre-4bit"),
     *("rtn-2bit", "rtn-3bit", "rtn-4bit", "rtn-8bit", "rtn-absmax-4bit"),
     *("quarot-head-2bit", "quarot-head-4bit", "higgs-head-1bit", "higgs-head-1.5bit", "higgs-head-2bit"),
     *("higgs-head-3bit", "higgs-head-4bit", "turboquant-3bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit"),
@@ -114,9 +114,9 @@ def _kind(given: Any, path: tuple[int, ...], constants: dict, attributes: dict) 
     return "fp32"
 
 
-def attends(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tokens: int = 1, position: str = "post"):
+def attends(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tokens: int = 1, position: str = ""):
     """A decode step over one slab of this recipe, as the host would launch it; None where there is no kernel."""
-    geometry = Geometry(1, heads, size)
+    geometry, position = Geometry(1, heads, size), position or recipe.position
     layouts = [layout(recipe.key, geometry, position), layout(recipe.value, geometry)]
     if None in layouts:
         return None
@@ -221,8 +221,8 @@ def per_element(one: Compiled, cubin: Path) -> tuple[float, float]:
     """(instructions, multiplications) of a lane per element of keys and values."""
     given = {name: one.constants.get((i,)) for i, name in enumerate(one.signature)}
     settings, per_channel = given["KSET"], given["KREAD"] is None
-    size, block = settings[3], settings[10] if per_channel and len(settings) > 10 else settings[5]
-    turns = 1 if per_channel else -(-block // given["N"])
+    size, block = settings[3], settings[5]
+    turns = -(-block // (settings[10] if per_channel else given["N"]))
     loop = sass.main_loop(sass.instructions(TOOLS / "cuobjdump", cubin), turns)
     lanes = 32 * one.options["num_warps"] / (2 * block * size)
     multiplying = sum(loop[name] for name in sass.MULTIPLICATIONS)

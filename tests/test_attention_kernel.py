@@ -195,6 +195,29 @@ def test_keys_before_rope(bits, starts, monkeypatch):
     check(Case(*kivi(bits), position="pre", starts=starts, blocks=5), monkeypatch)
 
 
+def squat(bits: int, group: int = 16, block: int = 32, **settings) -> tuple[Side, Side]:
+    """Several groups in a block, and in a head."""
+    key = side(Rtn(bits, group), axis="channel", block=block, **settings)
+    return key, side(Rtn(bits, 16), block=block, **settings)
+
+
+@pytest.mark.parametrize("pair", [squat(2), squat(3), squat(4), squat(2, block=128), squat(2, 24, 48, sinks=0)])
+@pytest.mark.parametrize("starts", [(0, 0), (7, 40)])
+def test_groups_before_rope(pair, starts, monkeypatch):
+    check(Case(*pair, position="pre", starts=starts, blocks=5), monkeypatch)
+
+
+@pytest.mark.parametrize("size", [48, 80, 96, 128, 256])
+def test_groups_before_rope_in_other_heads(size, monkeypatch):
+    check(Case(*squat(2), size=size, heads=1, blocks=2, position="pre", starts=(0, 21)), monkeypatch)
+
+
+@pytest.mark.parametrize("ratio, tokens", [(1, 1), (7, 1), (5, 3), (8, 8)])
+def test_groups_before_rope_and_query_tokens(ratio, tokens, monkeypatch):
+    case = Case(*squat(2), ratio=ratio, tokens=tokens, heads=1, blocks=2, position="pre")
+    check(case, monkeypatch)
+
+
 REPRESENTATIVE = ["kivi-2", "rtn-3", "higgs-2-16", "lloyd-2", "polar"]
 
 

@@ -18,7 +18,7 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.ops import dispatch
-from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.recipe import Recipe, Side, preset, presets
 from kvq_runtime.stages.rtn import Rtn
 
 pytest.importorskip("triton")
@@ -41,7 +41,7 @@ def kivi(bits: int, position: str = "post", group: int = 16) -> Recipe:
 
 # families (a) and (b) of the kernel
 FAMILIES = {
-    **{recipe.name: recipe for recipe in (kivi(2), kivi(2, group=8), kivi(2, "pre"))},
+    **{recipe.name: recipe for recipe in (kivi(2), kivi(2, group=8), kivi(2, "pre"), kivi(2, "pre", 8))},
     **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit", "lloyd-3bit", "polar-3bit")},
 }
 PADDED = torch.tensor([21, 0])
@@ -167,6 +167,7 @@ def test_blocks_are_the_same_however_many_are_due(name):
         ("h2o-higgs-2bit", "window follows the attention weights"),
         ("svdq-shadow-2bit", "chunks that each query asks for"),
         ("polar-online", "a codec of its own"),
+        ("squat-pre-online-2bit", "a codec of its own"),
     ],
 )
 def test_other_recipes_say_so(name, says):
@@ -175,6 +176,11 @@ def test_other_recipes_say_so(name, says):
     assert refusal(FAMILIES["rtn-2bit"], ONE) is None
     windows = replace(FAMILIES["rtn-2bit"], value=replace(FAMILIES["rtn-2bit"].value, recent=3))
     assert "different sinks" in str(refusal(windows, ONE))
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if name.startswith("squat-pre-") and "online" not in name])
+def test_squat_before_rope_has_a_kernel(name):
+    assert refusal(preset(name), Geometry(layers=2, kv_heads=8, head_size=128)) is None
 
 
 def test_a_recipe_without_a_kernel_takes_the_torch_path():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_attention_kernel import FAMILIES, Case, encoded, kivi, run
+from test_attention_kernel import FAMILIES, Case, encoded, kivi, run, squat
 
 pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpreterBuilder
@@ -116,8 +116,9 @@ def test_blocks_of_padding_are_not_read(name, traffic, slabs):
         assert 0.8 * whole <= read <= whole
 
 
-def test_keys_before_rope_are_read_once(traffic, slabs):
-    case = Case(*(replace(side, sinks=0) for side in kivi(2)), **CASE | {"position": "pre"})
+@pytest.mark.parametrize("pair", [kivi(2), squat(2)], ids=["kivi", "squat"])
+def test_keys_before_rope_are_read_once(pair, traffic, slabs):
+    case = Case(*(replace(side, sinks=0) for side in pair), **CASE | {"position": "pre"})
     run(case)
     fields = [field for part in slabs["key"] for field in part.values()]
     assert traffic.within(traffic.loads, fields) == ideal(case, slabs["key"])

@@ -85,14 +85,12 @@ def _per_channel(side: Side, geometry: Geometry, position: str) -> Layout | None
     if not isinstance(quantize, Rtn) or side.rotate is not None:
         return None
     slots, group = _streams(quantize.bits), groups.size(quantize.group, side.block, geometry)
-    if group % slots or side.block < 16 or (position == "pre" and (geometry.head_size % 2 or group != side.block)):
+    if group % slots or side.block < 16 or (position == "pre" and geometry.head_size % 2):
         return None
     low = int(quantize.range == "minmax")
     start = _start(side, geometry, slots, group // slots, quantize.bits)
-    settings = (*start, quantize.bits, low, _wide(geometry.head_size, position))
+    settings = (*start, quantize.bits, low, _wide(geometry.head_size, position), group)
     names = ("codes", "step", "low")[: 2 + low]
-    if group != side.block:
-        return Layout(per_group.channel, None, (*settings, group), names)
     return Layout(per_channel.plain if position == "post" else per_channel.turning, None, settings, names)
 
 

@@ -1,8 +1,9 @@
-"""Attend to keys whose codes lie along the tokens of a block, one group per channel and block: KIVI's.
+"""Attend to keys whose codes lie along the tokens of a block, a group of them at a time: KIVI's and SQuat's.
 
-A block is opened once: its bytes are read, per-channel steps scale the query, lows enter as q·low, and an element costs
-its unpacking alone. Each stream of codes is a run of consecutive tokens. Settings are those of read.py, with SLOTS
-streams of COLUMNS tokens; further ones: BITS, 1 if low is stored, padded head size.
+A group of a block is opened once: its bytes are read, per-channel steps scale the query, lows enter as q·low, and an
+element costs its unpacking alone. Each stream of codes is a run of consecutive tokens. Settings are those of read.py,
+with SLOTS streams of COLUMNS tokens; further ones: BITS, 1 if low is stored, padded head size, GROUP: tokens of a
+group, whole groups a block.
 
 `turning`, for keys before RoPE, decodes a tile and turns it by a constant [K, T] table as if every block began at
 position 0. The query is turned back by the first block's position, and then from block to block by a constant.
@@ -17,23 +18,24 @@ from kvq_runtime.kernels.slabs import field
 
 
 @triton.jit
-def _opened(table, block, row, head, d, here, SET: tl.constexpr):
-    """One block's bytes of channels d: (runs of uint8 [len(d), P], step, low), the last two float32."""
+def _opened(table, block, group, row, head, d, here, SET: tl.constexpr):
+    """One group's bytes of channels d: (runs of uint8 [len(d), P], step, low), the last two float32."""
     BITS: tl.constexpr = SET[7]
     NAMES: tl.constexpr = 2 + SET[8]
-    BYTES: tl.constexpr = SET[5] * BITS // 8
-    NUMBERS: tl.constexpr = SET[4] * SET[3] * 2
-    codes = field(table, block, row, 0, NAMES, SET[4] * SET[3] * BYTES, tl.uint8)
-    channel = head * SET[3] + d
+    GROUPS: tl.constexpr = SET[5] // SET[10]
+    BYTES: tl.constexpr = SET[10] * BITS // 8
+    NUMBERS: tl.constexpr = SET[4] * SET[3] * GROUPS * 2
+    codes = field(table, block, row, 0, NAMES, SET[4] * SET[3] * GROUPS * BYTES, tl.uint8)
+    place = (head * SET[3] + d) * GROUPS + group
     j = tl.arange(0, SET[2])[None, :]
     parts = ()
     for run in tl.static_range(BYTES // SET[1]):
-        at = codes + channel[:, None] * BYTES + run * SET[1] + j
+        at = codes + place[:, None] * BYTES + run * SET[1] + j
         parts = parts + (tl.load(at, mask=here[:, None] & (j < SET[1]), other=0),)
-    step = tl.load(field(table, block, row, 1, NAMES, NUMBERS, tl.float16) + channel, mask=here, other=0.0)
+    step = tl.load(field(table, block, row, 1, NAMES, NUMBERS, tl.float16) + place, mask=here, other=0.0)
     step = step.to(tl.float32)
     if SET[8] == 1:
-        low = tl.load(field(table, block, row, 2, NAMES, NUMBERS, tl.float16) + channel, mask=here, other=0.0)
+        low = tl.load(field(table, block, row, 2, NAMES, NUMBERS, tl.float16) + place, mask=here, other=0.0)
         low = low.to(tl.float32)
     else:
         low = step * (-((1 << BITS) - 1) / 2)
@@ -53,20 +55,21 @@ def plain(
     first = tl.maximum(first, start // KSET[5])
     top, total, low, sums = softmax.empty(M, KSET[2], VSET[2], VSET[0])
     for block in tl.range(first, last, disable_licm=True):
-        parts, step, lows = _opened(keys, block, row, head, d, here, KSET)
-        if M > 8:  # in registers it would leave too few
-            query = load_query(q, scale, row * H + head, d, here, TQ, G, M, KSET[3])
-        base = tl.sum(query * lows[:, None], 0)
-        scaled = (query * step[:, None]).to(tl.float16)
-        j = tl.arange(0, KSET[2])
-        for stream in tl.static_range(tl.constexpr(KSET[0])):
-            s = tl.dot(tl.trans(unpack.half(parts, stream, KSET[7], COMPILED)), scaled)
-            s = s * (1 / weight(stream, KSET)) + base[None, :]
-            t = stream * KSET[1] + j
-            seen = (j < KSET[1]) & (block * KSET[5] + t >= start)
-            tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
-            s = tl.where(seen[:, None], s, float("-inf"))
-            top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
+        for group in range(KSET[5] // KSET[10]):
+            parts, step, lows = _opened(keys, block, group, row, head, d, here, KSET)
+            if M > 8:  # in registers it would leave too few
+                query = load_query(q, scale, row * H + head, d, here, TQ, G, M, KSET[3])
+            base = tl.sum(query * lows[:, None], 0)
+            scaled = (query * step[:, None]).to(tl.float16)
+            j = tl.arange(0, KSET[2])
+            for stream in tl.static_range(tl.constexpr(KSET[0])):
+                s = tl.dot(tl.trans(unpack.half(parts, stream, KSET[7], COMPILED)), scaled)
+                s = s * (1 / weight(stream, KSET)) + base[None, :]
+                t = group * KSET[10] + stream * KSET[1] + j
+                seen = (j < KSET[1]) & (block * KSET[5] + t >= start)
+                tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
+                s = tl.where(seen[:, None], s, float("-inf"))
+                top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
     return top, total, low, sums
 
 
@@ -89,21 +92,22 @@ def turning(
     top, total, low, sums = softmax.empty(M, KSET[2], VSET[2], VSET[0])
     j = tl.arange(0, KSET[2])
     for block in tl.range(first, last, disable_licm=True):
-        parts, step, lows = _opened(keys, block, row, head, d, here, KSET)
-        others, step2, lows2 = _opened(keys, block, row, head, HALF + d, here, KSET)
-        left, right = one.to(tl.float16), two.to(tl.float16)
-        for stream in tl.static_range(tl.constexpr(KSET[0])):
-            t = stream * KSET[1] + j
-            seen = (j < KSET[1]) & (block * KSET[5] + t >= start)
-            at = turn[0] + d[:, None] * (2 * KSET[5]) + t[None, :]
-            c = tl.load(at, mask=here[:, None] & (j < KSET[1])[None, :], other=0.0)
-            n = tl.load(at + KSET[5], mask=here[:, None] & (j < KSET[1])[None, :], other=0.0)
-            a = _decoded(parts, step, lows, stream, KSET, COMPILED)
-            b = _decoded(others, step2, lows2, stream, KSET, COMPILED)
-            s = tl.dot(tl.trans(a * n + b * c), right, tl.dot(tl.trans(a * c - b * n), left))
-            tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
-            s = tl.where(seen[:, None], s, float("-inf"))
-            top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
+        for group in range(KSET[5] // KSET[10]):
+            parts, step, lows = _opened(keys, block, group, row, head, d, here, KSET)
+            others, step2, lows2 = _opened(keys, block, group, row, head, HALF + d, here, KSET)
+            left, right = one.to(tl.float16), two.to(tl.float16)
+            for stream in tl.static_range(tl.constexpr(KSET[0])):
+                t = group * KSET[10] + stream * KSET[1] + j
+                seen = (j < KSET[1]) & (block * KSET[5] + t >= start)
+                at = turn[0] + d[:, None] * (2 * KSET[5]) + t[None, :]
+                c = tl.load(at, mask=here[:, None] & (j < KSET[1])[None, :], other=0.0)
+                n = tl.load(at + KSET[5], mask=here[:, None] & (j < KSET[1])[None, :], other=0.0)
+                a = _decoded(parts, step, lows, stream, KSET, COMPILED)
+                b = _decoded(others, step2, lows2, stream, KSET, COMPILED)
+                s = tl.dot(tl.trans(a * n + b * c), right, tl.dot(tl.trans(a * c - b * n), left))
+                tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
+                s = tl.where(seen[:, None], s, float("-inf"))
+                top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
         cos = tl.load(turn[1] + d, mask=here, other=1.0)[:, None]
         sin = tl.load(turn[1] + HALF + d, mask=here, other=0.0)[:, None]
         one, two = one * cos + two * sin, two * cos - one * sin
