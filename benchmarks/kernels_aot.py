@@ -50,7 +50,8 @@ REGISTERS = 65536  # of a multiprocessor
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program can have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FAMILIES = (
-    *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-4bit", "squat-pre-2bit", "squat-pre-3bit", "squat-pre-4bit"),
+    *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-3bit", "kivi-4bit"),
+    *("squat-pre-2bit", "squat-pre-3bit", "squat-pre-4bit"),
     *("rtn-2bit", "rtn-3bit", "rtn-4bit", "rtn-8bit", "rtn-absmax-4bit"),
     *("quarot-head-2bit", "quarot-head-4bit", "higgs-head-1bit", "higgs-head-1.5bit", "higgs-head-2bit"),
     *("higgs-head-3bit", "higgs-head-4bit", "turboquant-3bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit"),

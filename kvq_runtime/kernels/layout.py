@@ -88,7 +88,10 @@ def _per_channel(side: Side, geometry: Geometry, position: str) -> Layout | None
     if group % slots or side.block < 16 or (position == "pre" and geometry.head_size % 2):
         return None
     low = int(quantize.range == "minmax")
-    start = _start(side, geometry, slots, group // slots, quantize.bits)
+    if group in (16, 32) and (position == "pre" or group // slots < 16):
+        start = _start(side, geometry, 1, group, 0)
+    else:
+        start = _start(side, geometry, slots, group // slots, quantize.bits)
     settings = (*start, quantize.bits, low, _wide(geometry.head_size, position), group)
     names = ("codes", "step", "low")[: 2 + low]
     return Layout(per_channel.plain if position == "post" else per_channel.turning, None, settings, names)

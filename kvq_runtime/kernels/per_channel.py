@@ -3,7 +3,8 @@
 A group of a block is opened once: its bytes are read, per-channel steps scale the query, lows enter as q·low, and an
 element costs its unpacking alone. Each stream of codes is a run of consecutive tokens. Settings are those of read.py,
 with SLOTS streams of COLUMNS tokens; further ones: BITS, 1 if low is stored, padded head size, GROUP: tokens of a
-group, whole groups a block.
+group, which divides the block. Where streams are short, and would be padded to a tile, COLUMNS is GROUP: all streams of
+a group are unpacked into one tile, at more instructions per code but none for tokens that are not there.
 
 `turning`, for keys before RoPE, decodes a tile and turns it by a constant [K, T] table as if every block began at
 position 0. The query is turned back by the first block's position, and then from block to block by a constant.
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kvq_runtime.kernels import softmax, unpack
+from kvq_runtime.kernels.per_group import codes_of
 from kvq_runtime.kernels.read import load_query, weight
 from kvq_runtime.kernels.slabs import field
 
@@ -27,11 +29,15 @@ def _opened(table, block, group, row, head, d, here, SET: tl.constexpr):
     NUMBERS: tl.constexpr = SET[4] * SET[3] * GROUPS * 2
     codes = field(table, block, row, 0, NAMES, SET[4] * SET[3] * GROUPS * BYTES, tl.uint8)
     place = (head * SET[3] + d) * GROUPS + group
-    j = tl.arange(0, SET[2])[None, :]
     parts = ()
-    for run in tl.static_range(BYTES // SET[1]):
-        at = codes + place[:, None] * BYTES + run * SET[1] + j
-        parts = parts + (tl.load(at, mask=here[:, None] & (j < SET[1]), other=0),)
+    if SET[1] == SET[10]:
+        code = codes_of((codes + place * BYTES)[:, None], here[:, None], SET[10], BITS)
+        parts = (tl.reshape(code, (d.shape[0], SET[10])).to(tl.float16),)
+    else:
+        j = tl.arange(0, SET[2])[None, :]
+        for run in tl.static_range(BYTES // SET[1]):
+            at = codes + place[:, None] * BYTES + run * SET[1] + j
+            parts = parts + (tl.load(at, mask=here[:, None] & (j < SET[1]), other=0),)
     step = tl.load(field(table, block, row, 1, NAMES, NUMBERS, tl.float16) + place, mask=here, other=0.0)
     step = step.to(tl.float32)
     if SET[8] == 1:
@@ -63,7 +69,7 @@ def plain(
             scaled = (query * step[:, None]).to(tl.float16)
             j = tl.arange(0, KSET[2])
             for stream in tl.static_range(tl.constexpr(KSET[0])):
-                s = tl.dot(tl.trans(unpack.half(parts, stream, KSET[7], COMPILED)), scaled)
+                s = tl.dot(tl.trans(_codes(parts, stream, KSET, COMPILED)), scaled)
                 s = s * (1 / weight(stream, KSET)) + base[None, :]
                 t = group * KSET[10] + stream * KSET[1] + j
                 seen = (j < KSET[1]) & (block * KSET[5] + t >= start)
@@ -115,6 +121,12 @@ def turning(
 
 
 @triton.jit
+def _codes(parts, STREAM: tl.constexpr, SET: tl.constexpr, COMPILED: tl.constexpr):
+    """The codes of one stream times its weight, float16."""
+    return parts[0] if SET[1] == SET[10] else unpack.half(parts, STREAM, SET[7], COMPILED)
+
+
+@triton.jit
 def _decoded(parts, step, low, STREAM: tl.constexpr, SET: tl.constexpr, COMPILED: tl.constexpr):
     step = (step * (1 / weight(STREAM, SET))).to(tl.float16)[:, None]
-    return unpack.half(parts, STREAM, SET[7], COMPILED) * step + low.to(tl.float16)[:, None]
+    return _codes(parts, STREAM, SET, COMPILED) * step + low.to(tl.float16)[:, None]
