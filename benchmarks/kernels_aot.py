@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,18 @@ def attends(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tok
         return None
 
     def call() -> None:
-        sides = [attention.Encoded.of(one, torch.zeros(4, 1 + len(one.names), dtype=torch.int64)) for one in layouts]
+        sides = []
+        for one, side in zip(layouts, (recipe.key, recipe.value), strict=True):
+            addresses = torch.zeros(4, 1 + len(one.names), dtype=torch.int64)
+            mean = None if side.predict is None else torch.zeros(geometry.width)
+            sides.append(replace(attention.Encoded.of(one, addresses), mean=mean))
         window, sinks = torch.zeros(2, 256, geometry.width, dtype=torch.bfloat16), recipe.key.sinks
         exact = attention.Exact(window, window, window[:, :sinks].clone(), window[:, :sinks].clone())
         q = torch.zeros(2, heads * ratio, tokens, size, dtype=torch.bfloat16)
-        turns = attention.Turns.of(torch.ones(size // 2), 1.0, recipe.key.block, 8) if position == "pre" else None
         lengths, starts = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        turned, turns = position == "pre" or recipe.key.predict is not None, None
+        if turned:
+            turns = attention.Turns.of(torch.ones(size // 2), 1.0, recipe.key.block, 8, starts, position)
         how = launch.default(*layouts, ratio * tokens)
         attention.attend(q, *sides, exact, lengths, starts, size**-0.5, 32, turns, how)
 

@@ -7,6 +7,7 @@ A flush is eager, at a step that the host knows; it writes table and counts anew
 Imports the kernels, and with them triton, when the first layer is kept so: see ops/dispatch.py.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -85,6 +86,10 @@ class Fused:
             for codec, position in zip(codecs, positions, strict=True)
         ]
         self.shared += [x for reader in readers for x in (reader.lookup, reader.turn) if x is not None]
+        readers = [
+            replace(reader, mean=codec.tensors.get("predict.mean"))
+            for reader, codec in zip(readers, codecs, strict=True)
+        ]
         keys, values = (FixedStream(*one, self.max_tokens) for one in zip(codecs, (k_BTC, k_BTC), readers, strict=True))
         return keys, values
 
@@ -92,8 +97,8 @@ class Fused:
         """As BlockCache.attend; None where the torch path has to answer.
 
         A mask is taken to be that of the padding announced with this pass; one that was not announced is not the
-        kernel's. Nor are padded slots after a row's first real one, or keys before RoPE that do not turn whole, or not
-        by their place after the padding. More rows of queries than its tile has attend slab by slab (tall.py).
+        kernel's. Nor are padded slots after a row's first real one, or, before RoPE or with a mean, keys that do not turn
+        whole, or not by their place after the padding. More rows of queries than its tile has attend slab by slab (tall.py).
         """
         (keys, values), (batch, heads, count, _) = history.layers[layer], q_BHTD.shape
         if not (isinstance(keys, FixedStream) and isinstance(values, FixedStream)) or not batch * count:
@@ -112,16 +117,17 @@ class Fused:
             stream.publish()
         exact = attention.Exact(keys._buffer, values._buffer, keys.kept_BSC, values.kept_BSC)
         splits = dispatch.kernels("launch").splits(batch * held, self.max_tokens // keys.side.block, q_BHTD.device)
-        turns = self._tables(keys) if self.recipe.position == "pre" else None
+        turns = self._tables(keys) if self.recipe.position == "pre" or keys.read.mean is not None else None
         return attention.attend(
             q_BHTD, keys.read, values.read, exact, keys.counts, self._starts_B, scale, splits, turns
         )[0]
 
     @property
     def regular(self) -> bool:
-        """Whether padding is on the left, and keys before RoPE turn whole, by their place after it."""
-        turned = self.recipe.position == "post" or 2 * self.timeline.half == self.geometry.head_size
-        return self._real and turned and (self._counted or self.recipe.position == "post")
+        """Whether padding is on the left, and what the kernel turns, turns whole and by its place after it."""
+        if "positions" not in self.recipe.needs:  # keys after RoPE, without a mean
+            return self._real
+        return self._real and self._counted and 2 * self.timeline.half == self.geometry.head_size
 
     def look(self, batch: int, count: int, device: torch.device) -> None:
         """Find each row's first real slot, int32 [B]: once in a pass, and not while steps say nothing of padding."""
@@ -131,18 +137,23 @@ class Fused:
             return
         starts_B, self._real, self._counted = self.timeline.starts(batch, device)
         if len(self._starts_B) != batch:
-            self._starts_B = starts_B
+            self._starts_B, self._turns = starts_B, None
         self._starts_B.copy_(starts_B)
+        if self._turns is not None:
+            attention, turns = dispatch.kernels("attention"), self._turns
+            turns.leads_B2K.copy_(attention.leads(starts_B, turns.speed_K, turns.scaling))
 
     def _tables(self, keys: FixedStream) -> Any:
-        """What turns keys before RoPE, for as many blocks as the table has room for."""
+        """What follows positions, for as many blocks as the table has room for."""
         blocks, rotary = len(keys.table) * SLAB + 1, self.timeline.require()
         if self._turns is None or len(self._turns.bases_N2K) < blocks:
             frequencies_K = rotary.frequencies_K.to(keys.table.device)
-            self._turns = dispatch.kernels("attention").Turns.of(frequencies_K, rotary.scaling, keys.side.block, blocks)
+            self._turns = dispatch.kernels("attention").Turns.of(
+                frequencies_K, rotary.scaling, keys.side.block, blocks, self._starts_B, self.recipe.position
+            )
         return self._turns
 
     @property
     def tensors(self) -> list[Tensor]:
         """What is held beside the streams."""
-        return [self._starts_B, *(self._turns or ())]
+        return [self._starts_B, *(() if self._turns is None else self._turns[:5])]

@@ -159,7 +159,9 @@ def run(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     buffers = [torch.nn.functional.pad(windows[half], (0, 0, 3, 2), value=float("nan")) for half in ("key", "value")]
     lengths = torch.tensor([case.blocks, 3, case.window], dtype=torch.int32, device=DEVICE)
     starts = torch.tensor(case.starts, dtype=torch.int32, device=DEVICE)
-    turns = Turns.of(frequencies(case.size), 1.0, block, case.blocks + 1) if case.position == "pre" else None
+    turns = None
+    if case.position == "pre":
+        turns = Turns.of(frequencies(case.size), 1.0, block, case.blocks + 1, starts)
     exact = Exact(*buffers, kept["key"], kept["value"])
     scale = case.size**-0.5
     out, level = attend(query, read["key"], read["value"], exact, lengths, starts, scale, case.splits, turns)

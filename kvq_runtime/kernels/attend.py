@@ -35,8 +35,8 @@ def attend(
         first = tl.minimum(split * each, blocks)
         last = tl.minimum(first + each, blocks)
         blocks_state = encoded(
-            q, scale, turn, keys, values, lookup, lookups, first, last, row, head, start + SINKS, H, G, TQ, M, N,
-            KREAD, KSET, VREAD, VSET, COMPILED,
+            q, q_exact, scale, turn, keys, values, lookup, lookups, first, last, row, head, start + SINKS, H, G, TQ, M,
+            N, KREAD, KSET, VREAD, VSET, COMPILED,
         )  # fmt: skip
         softmax.store(blocks_state, part, lse, line * (SPLITS + EXACT) + split, G * TQ, M, VSET)
     else:

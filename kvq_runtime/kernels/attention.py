@@ -33,12 +33,14 @@ class Encoded:
     addresses   the slabs, see slabs.py
     lookup      the layout's lookup on the device, or None
     turn        its rotation on the device, float32, or None
+    mean        what was removed from each channel, of keys before RoPE, float32 [C], or None
     """
 
     layout: Layout
     addresses: Tensor
     lookup: Tensor | None = None
     turn: Tensor | None = None
+    mean: Tensor | None = None
 
     @staticmethod
     def of(layout: Layout, addresses: Tensor) -> "Encoded":
@@ -57,25 +59,42 @@ class Exact(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The constant tables that turn keys before RoPE, see per_channel.py."""
+    """The constant tables that follow positions, see turn.py; and the frequencies and scaling they are of."""
 
-    block_K2T: Tensor
+    block: Tensor
     step_2K: Tensor
     bases_N2K: Tensor
+    leads_B2K: Tensor
     speed_K: Tensor
+    scaling: float
 
     @staticmethod
-    def of(frequencies_K: Tensor, scaling: float, block: int, blocks: int) -> "Turns":
-        """For blocks of `block` tokens; `scaling` is that of cos and sin in use."""
+    def of(
+        frequencies_K: Tensor, scaling: float, block: int, blocks: int, starts_B: Tensor, position: str = "pre"
+    ) -> "Turns":
+        """For blocks of `block` tokens; `scaling` is that of cos and sin in use, `position` the recipe's."""
         speed = frequencies_K.double()
+        inside_T2K = _circle(torch.arange(block), speed)
+        if position == "pre":
+            table = inside_T2K.permute(2, 1, 0)
+        else:
+            # 1 - cos x = 2 sin²(x / 2), which loses nothing where cos is near 1
+            half_TK = _circle(torch.arange(block) / 2, speed)[:, 1]
+            table = torch.stack([-2 * half_TK.square(), inside_T2K[:, 1]], 1)
+        step, bases = _circle(torch.tensor([block]), speed)[0], _circle(torch.arange(blocks) * block, speed)
+        made = table.half().contiguous(), step.float(), bases.float()
+        return Turns(*made, leads(starts_B, speed, scaling), speed, scaling)
 
-        def circle(positions: Tensor, dim: int) -> Tensor:
-            angles = positions.double().to(speed.device)[:, None] * speed
-            return torch.stack([angles.cos(), angles.sin()], dim)
 
-        inside = circle(torch.arange(block), 1).permute(2, 1, 0) * scaling
-        step, bases = circle(torch.tensor([block]), 1)[0], circle(torch.arange(blocks) * block, 1)
-        return Turns(inside.half().contiguous(), step.float().contiguous(), bases.float().contiguous(), speed)
+def leads(starts_B: Tensor, speed_K: Tensor, scaling: float) -> Tensor:
+    """What turns each row by its padding: position t of the row is slot start + t. [B, 2, K], times `scaling`."""
+    return (_circle(starts_B, speed_K) * scaling).float()
+
+
+def _circle(positions_N: Tensor, speed_K: Tensor) -> Tensor:
+    """cos and sin, float64 [N, 2, K]."""
+    angles = positions_N.to(speed_K.device).double()[:, None] * speed_K
+    return torch.stack([angles.cos(), angles.sin()], 1)
 
 
 def attend(
@@ -95,7 +114,7 @@ def attend(
     lengths    int32 [3]: encoded blocks, the window's first place in its buffer, its tokens
     starts_B   int32: the first real slot of each row
     scale      of the scores
-    turns      for keys before RoPE; the query of a padded row is then one turned by `starts`, see `advanced`
+    turns      for keys before RoPE, and for keys after it whose mean was removed
     """
     q_BHTD = q_BHTD.contiguous()
     batch, q_heads, tokens, size = q_BHTD.shape
@@ -108,14 +127,11 @@ def attend(
     part = torch.empty(batch, heads, parts, rows, size, dtype=torch.float32, device=q_BHTD.device)
     lse = torch.empty(batch, heads, parts, rows, dtype=torch.float32, device=q_BHTD.device)
     out, level = torch.empty_like(q_BHTD), lse.new_empty(batch, q_heads, tokens)
-    turned = q_BHTD
-    if keys.turn is not None:
-        turned = q_BHTD.float() @ keys.turn
-    elif turns is not None:
-        turned = advanced(q_BHTD, starts_B, turns)
+    turned = q_BHTD if keys.turn is None else q_BHTD.float() @ keys.turn
+    turn = None if turns is None else (*turns[:4], keys.mean)
     with on(q_BHTD):
         attend_kernel[(batch * heads, parts)](
-            turned, q_BHTD, scale * LOG2E, turns, keys.addresses, values.addresses, keys.lookup, values.lookup,
+            turned, q_BHTD, scale * LOG2E, turn, keys.addresses, values.addresses, keys.lookup, values.lookup,
             *exact, exact.k_window.stride(0), starts_B, lengths, part, lse,
             *constants(keys.layout, values.layout, q_heads // heads, tokens, exact.k_sinks.shape[1], splits, launch),
             num_warps=launch.warps, num_stages=launch.stages, maxnreg=min(255, REGISTERS // (32 * launch.warps)),
@@ -124,7 +140,7 @@ def attend(
         high = min(16, tall(keys.layout, rows))
         chunk = max(1, MERGED // (high * (COLUMNS if back is None else wide)))
         merge[(batch * heads, triton.cdiv(wide, COLUMNS), triton.cdiv(rows, high))](
-            part, lse, back, None, out, level, splits, heads, rows, high, size, wide, EXACT, min(wide, COLUMNS),
+            part, lse, back, values.mean, out, level, splits, heads, rows, high, size, wide, EXACT, min(wide, COLUMNS),
             min(chunk, 16), num_warps=4, maxnreg=255,
         )  # fmt: skip
     return out, level
@@ -139,14 +155,6 @@ def constants(keys: Layout, values: Layout, ratio: int, tokens: int, sinks: int,
         heads, ratio, tokens, rows, launch.tile, sinks, splits, keys.scan, keys.read, keys.settings,
         values.read, values.settings, plain, not triton.knobs.runtime.interpret,
     )  # fmt: skip
-
-
-def advanced(q_BHTD: Tensor, starts_B: Tensor, turns: Turns) -> Tensor:
-    """The query turned forward by each row's padding, float32: position t of the row is slot start + t."""
-    angles = starts_B.double()[:, None, None, None] * turns.speed_K
-    cos, sin = angles.cos().float(), angles.sin().float()
-    one, two = q_BHTD.float().chunk(2, -1)
-    return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
 def _padded(turn: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """Say how the kernels read one side of a layer: which function, with which settings and tables; None where none can.
 
 The kernels take groups of one head, or of a part of it where they are rounded, and groups of one channel in a block;
-anything else is decoded first.
+anything else is decoded first. A mean that was removed is no matter of the layout.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from types import NoneType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from kvq_runtime.stages import polar as polar_stage
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.polar import Polar
+from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rtn import Rtn
 
 
@@ -48,7 +50,7 @@ class Layout:
 
 def layout(side: Side, geometry: Geometry, position: str = "post") -> Layout | None:
     """The layout of a side whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel."""
-    if side.predict is not None or side.correct is not None:
+    if not isinstance(side.predict, (Mean, NoneType)) or side.correct is not None:
         return None
     if side.axis == "channel":
         return _per_channel(side, geometry, position)

@@ -7,13 +7,14 @@ group, which divides the block. Where streams are short, and would be padded to 
 a group are unpacked into one tile, at more instructions per code but none for tokens that are not there.
 
 `turning`, for keys before RoPE, decodes a tile and turns it by a constant [K, T] table as if every block began at
-position 0. The query is turned back by the first block's position, and then from block to block by a constant.
+position 0; the query is turned back by the block's position, see turn.py.
 """
 
 import triton
 import triton.language as tl
 
 from kvq_runtime.kernels import softmax, unpack
+from kvq_runtime.kernels import turn as turns
 from kvq_runtime.kernels.per_group import codes_of
 from kvq_runtime.kernels.read import load_query, weight
 from kvq_runtime.kernels.slabs import field
@@ -50,17 +51,19 @@ def _opened(table, block, group, row, head, d, here, SET: tl.constexpr):
 
 @triton.jit
 def plain(
-    q, scale, turn, keys, values, lookup, lookups, first, last, row, head, start, H: tl.constexpr, G: tl.constexpr,
-    TQ: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KREAD: tl.constexpr, KSET: tl.constexpr, VREAD: tl.constexpr,
-    VSET: tl.constexpr, COMPILED: tl.constexpr,
+    q, q_exact, scale, turn, keys, values, lookup, lookups, first, last, row, head, start, H: tl.constexpr,
+    G: tl.constexpr, TQ: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KREAD: tl.constexpr, KSET: tl.constexpr,
+    VREAD: tl.constexpr, VSET: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Attend to blocks `first` to `last` of keys after RoPE."""
     d = tl.arange(0, KSET[9])
     here = d < KSET[3]
     query = load_query(q, scale, row * H + head, d, here, TQ, G, M, KSET[3])
     first = tl.maximum(first, start // KSET[5])
+    pair = turns.mean_begun(q_exact, scale, turn, row, head, first, H, G, TQ, M, KSET[3])
     top, total, low, sums = softmax.empty(M, KSET[2], VSET[2], VSET[0])
     for block in tl.range(first, last, disable_licm=True):
+        mean = turns.mean_opened(pair)
         for group in range(KSET[5] // KSET[10]):
             parts, step, lows = _opened(keys, block, group, row, head, d, here, KSET)
             if M > 8:  # in registers it would leave too few
@@ -72,35 +75,38 @@ def plain(
                 s = tl.dot(tl.trans(_codes(parts, stream, KSET, COMPILED)), scaled)
                 s = s * (1 / weight(stream, KSET)) + base[None, :]
                 t = group * KSET[10] + stream * KSET[1] + j
+                s = turns.mean_added(s, mean, turn, t, j < KSET[1], KSET[3])
                 seen = (j < KSET[1]) & (block * KSET[5] + t >= start)
                 tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
                 s = tl.where(seen[:, None], s, float("-inf"))
                 top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
+        pair = turns.mean_next(pair, turn, KSET[3])
     return top, total, low, sums
 
 
 @triton.jit
 def turning(
-    q, scale, turn, keys, values, lookup, lookups, first, last, row, head, start, H: tl.constexpr, G: tl.constexpr,
-    TQ: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KREAD: tl.constexpr, KSET: tl.constexpr, VREAD: tl.constexpr,
-    VSET: tl.constexpr, COMPILED: tl.constexpr,
+    q, q_exact, scale, turn, keys, values, lookup, lookups, first, last, row, head, start, H: tl.constexpr,
+    G: tl.constexpr, TQ: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KREAD: tl.constexpr, KSET: tl.constexpr,
+    VREAD: tl.constexpr, VSET: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """The same of keys before RoPE; `turn` has cos and sin [K, 2, T], those of T [2, K], of every block [N, 2, K]."""
+    """The same of keys before RoPE, `turn` as in turn.py; a mean joins the lows."""
     HALF: tl.constexpr = KSET[3] // 2
     d = tl.arange(0, KSET[9] // 2)
     here = d < HALF
     rows, first = row * H + head, tl.maximum(first, start // KSET[5])
     one = load_query(q, scale, rows, d, here, TQ, G, M, KSET[3])
     two = load_query(q, scale, rows, HALF + d, here, TQ, G, M, KSET[3])
-    cos = tl.load(turn[2] + first * (2 * HALF) + d, mask=here, other=1.0)[:, None]
-    sin = tl.load(turn[2] + first * (2 * HALF) + HALF + d, mask=here, other=0.0)[:, None]
-    one, two = one * cos + two * sin, two * cos - one * sin
+    one, two = turns.begun(one, two, d, turn, row, first, HALF)
     top, total, low, sums = softmax.empty(M, KSET[2], VSET[2], VSET[0])
     j = tl.arange(0, KSET[2])
     for block in tl.range(first, last, disable_licm=True):
         for group in range(KSET[5] // KSET[10]):
             parts, step, lows = _opened(keys, block, group, row, head, d, here, KSET)
             others, step2, lows2 = _opened(keys, block, group, row, head, HALF + d, here, KSET)
+            if turn[4] is not None:
+                lows += tl.load(turn[4] + head * KSET[3] + d, mask=here, other=0.0)
+                lows2 += tl.load(turn[4] + head * KSET[3] + HALF + d, mask=here, other=0.0)
             left, right = one.to(tl.float16), two.to(tl.float16)
             for stream in tl.static_range(tl.constexpr(KSET[0])):
                 t = group * KSET[10] + stream * KSET[1] + j
@@ -114,9 +120,7 @@ def turning(
                 tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
                 s = tl.where(seen[:, None], s, float("-inf"))
                 top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
-        cos = tl.load(turn[1] + d, mask=here, other=1.0)[:, None]
-        sin = tl.load(turn[1] + HALF + d, mask=here, other=0.0)[:, None]
-        one, two = one * cos + two * sin, two * cos - one * sin
+        one, two = turns.next_block(one, two, d, turn, HALF)
     return top, total, low, sums
 
 
