@@ -1,13 +1,12 @@
 """Say how the kernels read one side of a layer: which function, with which settings and tables; None where none can.
 
 The kernels take groups of one head, or of a part of it where they are rounded, and groups of one channel in a block;
-anything else is decoded first. A mean that was removed is no matter of the layout.
+anything else is decoded first. A mean may have been removed, whatever the codes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import NoneType
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ class Layout:
     names      the fields, in the order of the address table
     lookup     the codebook in the form `read` takes, or None
     turn       the rotation of a head, float32 [D, D]: x̂ = what is read · turnᵀ; or None
+    mean       whether a mean was removed, which x̂ lacks
     """
 
     scan: Any
@@ -46,11 +46,17 @@ class Layout:
     names: tuple[str, ...]
     lookup: Tensor | None = None
     turn: Tensor | None = None
+    mean: bool = False
 
 
 def layout(side: Side, geometry: Geometry, position: str = "post") -> Layout | None:
     """The layout of a side whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel."""
-    if not isinstance(side.predict, (Mean, NoneType)) or side.correct is not None:
+    if side.correct is not None:
+        return None
+    if isinstance(side.predict, Mean):
+        found = layout(replace(side, predict=None), geometry, position)
+        return found and replace(found, mean=True)
+    if side.predict is not None:
         return None
     if side.axis == "channel":
         return _per_channel(side, geometry, position)

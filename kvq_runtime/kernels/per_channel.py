@@ -60,13 +60,12 @@ def plain(
     here = d < KSET[3]
     query = load_query(q, scale, row * H + head, d, here, TQ, G, M, KSET[3])
     first = tl.maximum(first, start // KSET[5])
-    pair = turns.mean_begun(q_exact, scale, turn, row, head, first, H, G, TQ, M, KSET[3])
     top, total, low, sums = softmax.empty(M, KSET[2], VSET[2], VSET[0])
     for block in tl.range(first, last, disable_licm=True):
-        mean = turns.mean_opened(pair)
+        mean = turns.mean_opened(q_exact, scale, turn, row, head, block, H, G, TQ, M, KSET[3])
         for group in range(KSET[5] // KSET[10]):
             parts, step, lows = _opened(keys, block, group, row, head, d, here, KSET)
-            if M > 8:  # in registers it would leave too few
+            if M > 8 or turn is not None:  # in registers it would leave too few
                 query = load_query(q, scale, row * H + head, d, here, TQ, G, M, KSET[3])
             base = tl.sum(query * lows[:, None], 0)
             scaled = (query * step[:, None]).to(tl.float16)
@@ -80,7 +79,6 @@ def plain(
                 tiles, numbers = VREAD(values, lookups, block, row, head, t, seen, VSET, COMPILED)
                 s = tl.where(seen[:, None], s, float("-inf"))
                 top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
-        pair = turns.mean_next(pair, turn, KSET[3])
     return top, total, low, sums
 
 

@@ -25,10 +25,9 @@ def plain(
         whole += tl.sum(part, 0)
         slices = slices + ((part * (1 / weight(slot, KSET))).to(tl.float16),)
     first = tl.maximum(first, start // KSET[5])
-    pair = turns.mean_begun(q_exact, scale, turn, row, head, first, H, G, TQ, M, KSET[3])
     top, total, low, sums = softmax.empty(M, N, VSET[2], VSET[0])
     for block in range(first, last):
-        mean = turns.mean_opened(pair)
+        mean = turns.mean_opened(q_exact, scale, turn, row, head, block, H, G, TQ, M, KSET[3])
         for tile in tl.range((KSET[5] + N - 1) // N, disable_licm=True):
             t = tile * N + tl.arange(0, N)
             inside = t < KSET[5]
@@ -44,5 +43,4 @@ def plain(
             s = tl.where((inside & (block * KSET[5] + t >= start))[:, None], s, float("-inf"))
             tiles, numbers = VREAD(values, lookups, block, row, head, t, inside, VSET, COMPILED)
             top, total, low, sums = softmax.add(top, total, low, sums, s, tiles, numbers)
-        pair = turns.mean_next(pair, turn, KSET[3])
     return top, total, low, sums

@@ -1,8 +1,8 @@
 """Follow positions from block to block: of a query that meets keys before RoPE, or the mean of keys after it.
 
 A pair [K, M] each, K half a head, stands for Σ_f one_f cos θ_f t + two_f sin θ_f t: turned by a position, t counts from
-there. It is turned once, by a padded row's start and the first block, and then from block to block, by constants;
-within a block t meets a constant table, so no token's cos and sin are read from memory, nor computed. `turn` is
+there. It is turned by a padded row's start and a block's first position; within a block t meets a constant table that
+all heads and layers share, so no token's cos and sin are computed, nor read but from a cache. `turn` is
 
     block      of the positions of a block, float16: cos and sin [K, 2, T] for keys before RoPE, which turn themselves;
                cos - 1 and sin [T, 2, K] for the mean
@@ -25,10 +25,7 @@ import triton.language as tl
 from kvq_runtime.kernels.read import load_query
 
 
-@triton.constexpr_function
-def _padded(count):
-    """To what a matrix product takes."""
-    return max(16, triton.next_power_of_2(count))
+CHUNK = tl.constexpr(32)  # channels that a product takes at a time: more would lie in registers
 
 
 @triton.jit
@@ -55,35 +52,26 @@ def _turned(one, two, k, at, HALF: tl.constexpr):
 
 
 @triton.jit
-def mean_begun(q, scale, turn, row, head, first, H: tl.constexpr, G: tl.constexpr, TQ: tl.constexpr, M: tl.constexpr,
-               D: tl.constexpr):  # fmt: skip
-    """(A, B) of a head's mean at the first token of a block; () where no mean was removed."""
-    pair = ()
-    if turn is not None:
-        k = tl.arange(0, _padded(D // 2))
-        here = k < D // 2
-        one = load_query(q, scale, row * H + head, k, here, TQ, G, M, D)
-        two = load_query(q, scale, row * H + head, D // 2 + k, here, TQ, G, M, D)
-        left = tl.load(turn[4] + head * D + k, mask=here, other=0.0)[:, None]
-        right = tl.load(turn[4] + head * D + D // 2 + k, mask=here, other=0.0)[:, None]
-        pair = begun(one * left + two * right, two * left - one * right, k, turn, row, first, D // 2)
-    return pair
+def mean_opened(q, scale, turn, row, head, block, H: tl.constexpr, G: tl.constexpr, TQ: tl.constexpr, M: tl.constexpr,
+                D: tl.constexpr):  # fmt: skip
+    """What a head's mean gives the scores of a block: A, B, A, B, ... float16, of CHUNK channels each, and at last Σ A.
 
-
-@triton.jit
-def mean_next(pair, turn, D: tl.constexpr):
-    """(A, B) at the next block."""
-    if len(pair) > 0:
-        pair = next_block(pair[0], pair[1], tl.arange(0, pair[0].shape[0]), turn, D // 2)
-    return pair
-
-
-@triton.jit
-def mean_opened(pair):
-    """What a block's scores are made of: (A, B, Σ A), the first two float16."""
+    () where no mean was removed. It is made anew for every block: from one to the next it would lie in registers.
+    """
     opened = ()
-    if len(pair) > 0:
-        opened = (pair[0].to(tl.float16), pair[1].to(tl.float16), tl.sum(pair[0], 0))
+    if turn is not None:
+        base = tl.zeros((M,), tl.float32)
+        for chunk in tl.static_range(tl.cdiv(D // 2, CHUNK)):
+            k = chunk * CHUNK + tl.arange(0, CHUNK)
+            here = k < D // 2
+            one = load_query(q, scale, row * H + head, k, here, TQ, G, M, D)
+            two = load_query(q, scale, row * H + head, D // 2 + k, here, TQ, G, M, D)
+            left = tl.load(turn[4] + head * D + k, mask=here, other=0.0)[:, None]
+            right = tl.load(turn[4] + head * D + D // 2 + k, mask=here, other=0.0)[:, None]
+            one, two = begun(one * left + two * right, two * left - one * right, k, turn, row, block, D // 2)
+            opened = opened + (one.to(tl.float16), two.to(tl.float16))
+            base += tl.sum(one, 0)
+        opened = opened + (base,)
     return opened
 
 
@@ -91,8 +79,9 @@ def mean_opened(pair):
 def mean_added(s, opened, turn, t, inside, D: tl.constexpr):
     """Scores [N, M] of tokens t of the block, with the mean's."""
     if len(opened) > 0:
-        k = tl.arange(0, opened[0].shape[0])
-        at, there = turn[0] + t[:, None] * D + k[None, :], inside[:, None] & (k < D // 2)[None, :]
-        s = tl.dot(tl.load(at, mask=there, other=0.0), opened[0], s)
-        s = tl.dot(tl.load(at + D // 2, mask=there, other=0.0), opened[1], s) + opened[2][None, :]
+        for i in tl.static_range(len(opened) - 1):
+            k = i // 2 * CHUNK + tl.arange(0, CHUNK)
+            at, there = turn[0] + t[:, None] * D + k[None, :], inside[:, None] & (k < D // 2)[None, :]
+            s = tl.dot(tl.load(at + i % 2 * (D // 2), mask=there, other=0.0), opened[i], s)
+        s += opened[len(opened) - 1][None, :]
     return s
