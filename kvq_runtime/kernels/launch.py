@@ -70,7 +70,7 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
     if gathers and (narrow or size > 128 or many > 1):
         tile = 16 if min(side.settings[1] for side in read) < 16 else 32
     if _mean(keys):
-        tile = min(tile, 32)
+        tile = min(tile, 16 if narrow else 32)
     return Launch(tile, warps=min(8, (1 if narrow else 2) * many))
 
 

@@ -1,7 +1,8 @@
 """HIGGS: rotate by a signed Hadamard, then take the nearest point of a Gaussian grid. No calibration at all.
 
 `mean-higgs-*` removes the calibrated mean of each channel first (AQUA-KV's "only bias" row, table 9): on models with
-biased key projections that is most of the gain, and it costs nothing at decode.
+biased key projections that is most of the gain, and it costs nothing at decode. `mean-higgs-head-*-post` have a scale per
+head, and take the mean of position t, R_t μ, off keys after RoPE: so the decode kernel reads them packed.
 
 Source: Malinovskii et al., 2024 (HIGGS), as used on caches by Shutova et al., 2025 (AQUA-KV), section 4.1.
 Differs: signs, least-squares scales, and at least `recent` exact tokens at any time (their buffer empties at a flush).
@@ -23,11 +24,13 @@ def side(bits: str, group: str = "all", predict=None) -> Side:
 
 
 def recipes() -> list[Recipe]:
-    """Plain, per head, and with the mean removed before RoPE."""
+    """Plain, per head, and with the mean removed, before RoPE and, per head, after it."""
     found = []
     for bits in GRIDS:
         plain, head, mean = side(bits), side(bits, "head"), side(bits, predict=Mean())
         found.append(Recipe(f"higgs-{bits}", plain, plain, summary=f"HIGGS, {bits}, keys after RoPE"))
         found.append(Recipe(f"higgs-head-{bits}", head, head, summary=f"HIGGS, {bits}, a scale per head"))
         found.append(Recipe(f"mean-higgs-{bits}", mean, mean, position="pre", summary=f"HIGGS, {bits}, mean removed"))
+        own, summary = side(bits, "head", Mean()), f"HIGGS, {bits}, a scale per head, mean removed after RoPE"
+        found.append(Recipe(f"mean-higgs-head-{bits}-post", own, own, summary=summary))
     return found

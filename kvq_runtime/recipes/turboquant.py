@@ -6,7 +6,7 @@ sphere, whatever the data: a scalar codebook and one norm per head are all there
     turboquant-plain-*   as published: the norm of the vector
     turboquant-*         the decoded vector made as long as the original ("norm correction")
     lloyd-*              after a signed Hadamard, with the least-squares scale: least squared error
-    mean-lloyd-*         the same before RoPE, with the mean removed
+    mean-lloyd-*         the same before RoPE, with the mean removed; *-post: after RoPE, as `mean-higgs-head-*-post`
 
 Source: Zandieh et al., 2025 (TurboQuant), algorithm 1; the correction as in vLLM's `turboquant_*_nc` cache types.
 Differs: no residual sketch (see the stage), no extra bits for outlier channels: removing the mean does more.
@@ -37,4 +37,6 @@ def recipes() -> list[Recipe]:
             found.append(Recipe(f"turboquant-plain-{bits}bit", plain, plain, summary=f"TurboQuant, {bits} bits"))
         found.append(Recipe(f"lloyd-{bits}bit", lloyd, lloyd, summary=f"scalar Lloyd–Max, {bits} bits"))
         found.append(Recipe(f"mean-lloyd-{bits}bit", mean, mean, "pre", summary=f"the same, {bits} bits, mean removed"))
+        summary = f"the same, {bits} bits, mean removed after RoPE"
+        found.append(Recipe(f"mean-lloyd-{bits}bit-post", mean, mean, summary=summary))
     return found
