@@ -109,7 +109,7 @@ class Fused:
         if not self._real:
             return None
         attention, held = dispatch.kernels("attention"), self.geometry.kv_heads
-        if heads // held * count > attention.ROWS:
+        if heads // held * count > attention.most(keys.read.layout):
             return tall.attend(history, layer, q_BHTD, self._starts_B, scale)
         if not self.regular:
             return None

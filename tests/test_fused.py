@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import fitted
 import pytest
 import torch
 from feeding import RECIPES, rotary, tensors, turned
@@ -19,6 +20,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe, Side, preset, presets
+from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rtn import Rtn
 
 pytest.importorskip("triton")
@@ -39,11 +41,23 @@ def kivi(bits: int, position: str = "post", group: int = 16) -> Recipe:
     return Recipe(f"kivi-{bits}-{position}-{group}", key, value, position)  # type: ignore[arg-type]
 
 
+def centred(position: str, halves: str = "key value") -> Recipe:
+    """KIVI with the mean removed of one side or both."""
+    made = kivi(2, position)
+    sides = {half: replace(getattr(made, half), predict=Mean()) for half in halves.split()}
+    return replace(made, name=f"mean-{made.name}-{halves.replace(' ', '-')}", **sides)
+
+
 # families (a) and (b) of the kernel
 FAMILIES = {
     **{recipe.name: recipe for recipe in (kivi(2), kivi(2, group=8), kivi(2, "pre"), kivi(2, "pre", 8))},
     **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit", "lloyd-3bit", "polar-3bit")},
 }
+MEANS = {
+    **{name: RECIPES[name] for name in ("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post")},
+    **{one.name: one for one in (centred("post"), centred("pre"), centred("post", "value"), centred("post", "key"))},
+}
+FAMILIES |= MEANS
 PADDED = torch.tensor([21, 0])
 
 
@@ -58,7 +72,7 @@ class Driver:
     """A cache of one layer, fed with random keys, values and queries, and compared at every pass."""
 
     def __init__(self, recipe: Recipe, starts: Tensor | None = None, rows: int = 2, dtype: torch.dtype = torch.float32):
-        self.cache = BlockCache(recipe, ONE, max_tokens=256)
+        self.cache = BlockCache(recipe, ONE, fitted.tensors(recipe, ONE) or None, max_tokens=256)
         x = turned(tensors(300, rows, ONE), ONE)
         self.x = x.to(DEVICE, dtype)
         self.q = torch.randn(rows, 2 * RATIO, 300, 32, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
@@ -183,6 +197,17 @@ def test_squat_before_rope_has_a_kernel(name):
     assert refusal(preset(name), Geometry(layers=2, kv_heads=8, head_size=128)) is None
 
 
+def test_a_mean_and_rope_on_a_part_of_the_head(monkeypatch):
+    """The kernel does not answer; the torch path does."""
+    driver = Driver(FAMILIES["mean-higgs-head-2bit-post"])
+    part = rotary(ONE)
+    monkeypatch.setattr("test_fused.rotary", lambda geometry: replace(part, frequencies_K=part.frequencies_K[:8]))
+    driver.step(58, expected=False)
+    out, wanted = driver.step(1)
+    assert wanted is not None and torch.equal(out, wanted)
+    assert isinstance(driver.cache.layers[0][0], FixedStream) and not driver.cache.fused.regular
+
+
 def test_a_recipe_without_a_kernel_takes_the_torch_path():
     driver = Driver(RECIPES["higgs-2bit"])
     driver.step(40, expected=False)
@@ -211,9 +236,10 @@ def test_masks_that_are_not_left_padding():
 
 
 @pytest.mark.parametrize("starts", [None, PADDED, torch.tensor([70, 0])], ids=["whole", "padded", "late"])
-def test_many_queries_attend_slab_by_slab(starts, monkeypatch):
+@pytest.mark.parametrize("name", ["kivi-2-pre-16", "mean-higgs-head-2bit-post"])
+def test_many_queries_attend_slab_by_slab(name, starts, monkeypatch):
     monkeypatch.setattr("kvq_runtime.kernels.attention.attend", None)
-    driver = Driver(FAMILIES["kivi-2-pre-16"], starts)
+    driver = Driver(FAMILIES[name], starts)
     driver.step(90, expected=False)
     driver.check(33)  # 66 rows of queries per KV head
     monkeypatch.setattr("kvq_runtime.tall.SCORES", 1000)
@@ -226,8 +252,9 @@ def test_a_long_pass_after_a_step():
         driver.check(count) if driver.at else driver.step(count, expected=False)
 
 
-def test_the_report_is_what_the_cache_owns():
-    driver = Driver(FAMILIES["higgs-head-2bit"], PADDED)
+@pytest.mark.parametrize("name", ["higgs-head-2bit", "mean-higgs-head-2bit-post"])
+def test_the_report_is_what_the_cache_owns(name):
+    driver = Driver(FAMILIES[name], PADDED)
     for count in (40, 1, 1):
         driver.step(count, expected=False)
         report = driver.cache.memory_report()
@@ -310,7 +337,9 @@ def replayed(name: str, starts: Tensor | None, record: Callable | None, count: i
     assert one.cache.length == two.cache.length
 
 
-@pytest.mark.parametrize("name, starts", [("rtn-2bit", None), ("higgs-head-2bit", PADDED)])
+@pytest.mark.parametrize(
+    "name, starts", [("rtn-2bit", None), ("higgs-head-2bit", PADDED), ("mean-lloyd-3bit-post", PADDED)]
+)
 def test_a_step_depends_on_nothing_that_the_host_counts(name, starts):
     replayed(name, starts, frozen)
 
@@ -324,8 +353,9 @@ def test_a_step_is_one_graph(name, starts):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Tensor.cpu is the interpreter's here")
-def test_a_step_asks_the_device_nothing(monkeypatch):
-    driver = Driver(FAMILIES["rtn-2bit"], PADDED)
+@pytest.mark.parametrize("name", ["rtn-2bit", "kivi-2-pre-16", "mean-higgs-head-2bit-post"])
+def test_a_step_asks_the_device_nothing(name, monkeypatch):
+    driver = Driver(FAMILIES[name], PADDED)
     driver.step(58, expected=False)
     driver.silent = True
     driver.step(1, expected=False)

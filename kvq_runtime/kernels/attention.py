@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq_runtime.kernels.attend import EXACT
 from kvq_runtime.kernels.attend import attend as attend_kernel
-from kvq_runtime.kernels.launch import Launch, choose, tall
+from kvq_runtime.kernels.launch import Launch, choose, lifted, tall
 from kvq_runtime.kernels.layout import Layout, padded
 from kvq_runtime.kernels.merge import merge
 from kvq_runtime.kernels.tile import on
@@ -97,6 +97,13 @@ def _circle(positions_N: Tensor, speed_K: Tensor) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], 1)
 
 
+def most(keys: Layout) -> int:
+    """Query rows of a KV head that the kernel takes: of a mean's products there are operands for fewer in registers."""
+    if not lifted(keys):
+        return ROWS
+    return ROWS // 2 if keys.read is not None else 8
+
+
 def attend(
     q_BHTD: Tensor,
     keys: Encoded,
@@ -120,8 +127,9 @@ def attend(
     batch, q_heads, tokens, size = q_BHTD.shape
     heads = keys.layout.settings[4]
     rows = q_heads // heads * tokens
-    if rows > ROWS:
-        raise ValueError(f"{q_heads} query heads and {tokens} tokens are {rows} rows per KV head; at most {ROWS}")
+    if rows > most(keys.layout):
+        limit = most(keys.layout)
+        raise ValueError(f"{q_heads} query heads and {tokens} tokens are {rows} rows per KV head; at most {limit}")
     launch = launch or choose(q_BHTD.device, keys.layout, values.layout, rows)
     parts = splits + EXACT.value
     part = torch.empty(batch, heads, parts, rows, size, dtype=torch.float32, device=q_BHTD.device)

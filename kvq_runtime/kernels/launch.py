@@ -21,7 +21,7 @@ class Launch:
 
 def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
     """What a measured setting is for: architecture, head size, how keys and values are read, query rows of a head."""
-    read = "-".join(f"{_how(side)}{side.settings[7]}" for side in (keys, values)) + "-mean" * _mean(keys)
+    read = "-".join(f"{_how(side)}{side.settings[7]}" for side in (keys, values)) + "-mean" * lifted(keys)
     return f"sm{arch}-d{keys.settings[3]}-{read}-m{tall(keys, rows)}"
 
 
@@ -29,7 +29,7 @@ def _how(side: Layout) -> str:
     return (side.read or side.scan).__name__
 
 
-def _mean(keys: Layout) -> bool:
+def lifted(keys: Layout) -> bool:
     """Whether scores get a mean back by products of their own."""
     return keys.mean and _how(keys) != "turning"
 
@@ -62,14 +62,14 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
     size, many = keys.settings[3], tall(keys, rows) // 8
     if "polar" in (_how(keys), _how(values)):
         return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * many))
-    if _how(keys) == "turning" or (keys.read is None and (size > 128 or _mean(keys))):
+    if _how(keys) == "turning" or (keys.read is None and (size > 128 or lifted(keys))):
         return Launch(warps=min(8, 4 * many))
     read = [side for side in (keys, values) if side.read is not None]
     narrow, gathers = min(side.settings[1] for side in read) <= 16, any(_how(side) == "codebook" for side in read)
     tile = 64
     if gathers and (narrow or size > 128 or many > 1):
         tile = 16 if min(side.settings[1] for side in read) < 16 else 32
-    if _mean(keys):
+    if lifted(keys):
         tile = min(tile, 16 if narrow else 32)
     return Launch(tile, warps=min(8, (1 if narrow else 2) * many))
 

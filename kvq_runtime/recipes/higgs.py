@@ -31,6 +31,7 @@ def recipes() -> list[Recipe]:
         found.append(Recipe(f"higgs-{bits}", plain, plain, summary=f"HIGGS, {bits}, keys after RoPE"))
         found.append(Recipe(f"higgs-head-{bits}", head, head, summary=f"HIGGS, {bits}, a scale per head"))
         found.append(Recipe(f"mean-higgs-{bits}", mean, mean, position="pre", summary=f"HIGGS, {bits}, mean removed"))
+    for bits in ("1bit", "2bit", "3bit", "4bit"):
         own, summary = side(bits, "head", Mean()), f"HIGGS, {bits}, a scale per head, mean removed after RoPE"
         found.append(Recipe(f"mean-higgs-head-{bits}-post", own, own, summary=summary))
     return found
