@@ -39,6 +39,7 @@ from kvq_runtime.kernels import attention, launch
 from kvq_runtime.kernels.layout import layout
 from kvq_runtime.ops import chain, dispatch, feedback, grid, hadamard, latent, lloyd, pack, polar, predict, rtn
 from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.stages.predict import Mean
 
 TABLE = Path(__file__).parent / "results" / "kernels_aot.csv"
 COLUMNS = (
@@ -55,6 +56,8 @@ FAMILIES = (
     *("rtn-2bit", "rtn-3bit", "rtn-4bit", "rtn-8bit", "rtn-absmax-4bit"),
     *("quarot-head-2bit", "quarot-head-4bit", "higgs-head-1bit", "higgs-head-1.5bit", "higgs-head-2bit"),
     *("higgs-head-3bit", "higgs-head-4bit", "turboquant-3bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit"),
+    *("mean-higgs-head-1bit-post", "mean-higgs-head-2bit-post", "mean-higgs-head-3bit-post"),
+    *("mean-higgs-head-4bit-post", "mean-lloyd-2bit-post", "mean-lloyd-3bit-post", "mean-lloyd-4bit-post"),
     *("polar-paper", "polar-radius8", "polar-3bit"),
 )
 TYPES = {
@@ -147,6 +150,11 @@ def calls() -> dict[str, Callable[[], Any]]:
     for size in (64, 80, 96, 256):
         for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit", "polar-paper"):
             found[f"attend {name} d{size}"] = attends(preset(name), size)
+    for name in ("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post"):
+        found |= {f"attend {name} d{size}": attends(preset(name), size) for size in (64, 256)}
+        found[f"attend {name} m32"] = attends(preset(name), ratio=8, tokens=4)
+    kivi = preset("kivi-2bit-g128")
+    found["attend kivi-2bit-g128 mean"] = attends(replace(kivi, key=replace(kivi.key, predict=Mean())))
     for bits in (2, 4):
         found[f"attend kivi-{bits}bit-g128 pre"] = attends(preset(f"kivi-{bits}bit-g128"), position="pre")
     for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit"):

@@ -97,8 +97,9 @@ class Fused:
         """As BlockCache.attend; None where the torch path has to answer.
 
         A mask is taken to be that of the padding announced with this pass; one that was not announced is not the
-        kernel's. Nor are padded slots after a row's first real one, or, before RoPE or with a mean, keys that do not turn
-        whole, or not by their place after the padding. More rows of queries than its tile has attend slab by slab (tall.py).
+        kernel's. Nor are padded slots after a row's first real one, or, before RoPE or with a mean, keys that do not
+        turn whole, or not by their place after the padding. More rows of queries than its tile has attend slab by slab
+        (tall.py).
         """
         (keys, values), (batch, heads, count, _) = history.layers[layer], q_BHTD.shape
         if not (isinstance(keys, FixedStream) and isinstance(values, FixedStream)) or not batch * count:

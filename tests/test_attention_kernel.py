@@ -237,7 +237,7 @@ def test_groups_before_rope_and_query_tokens(ratio, tokens, monkeypatch):
     check(case, monkeypatch)
 
 
-# ---- with a mean removed ----------------------------------------------------------------------------------------------
+# ---- with a mean removed -----------------------------------------------------------------------------------------
 
 
 def centred(pair: tuple[Side, Side], key: bool = True, value: bool = True) -> tuple[Side, Side]:
@@ -271,7 +271,9 @@ def test_means_and_query_tokens(name, ratio, tokens, monkeypatch):
     check(Case(*centred(FAMILIES[name]), ratio=ratio, tokens=tokens, heads=1, blocks=2), monkeypatch)
 
 
-@pytest.mark.parametrize("corner", ["no blocks", "one block, empty splits", "uneven splits", "padded beyond the blocks"])
+@pytest.mark.parametrize(
+    "corner", ["no blocks", "one block, empty splits", "uneven splits", "padded beyond the blocks"]
+)
 def test_means_in_corners(corner, monkeypatch):
     check(replace(Case(*centred(FAMILIES["higgs-2-16"])), **CORNERS[corner]), monkeypatch)
 

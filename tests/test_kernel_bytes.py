@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_attention_kernel import FAMILIES, Case, encoded, kivi, run, squat
+from test_attention_kernel import FAMILIES, Case, centred, encoded, kivi, run, squat
 
 pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kvq_runtime.kernels.attend import EXACT
+from kvq_runtime.kernels.attention import Turns
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter, which a GPU replaces")
 
@@ -122,6 +123,23 @@ def test_keys_before_rope_are_read_once(pair, traffic, slabs):
     run(case)
     fields = [field for part in slabs["key"] for field in part.values()]
     assert traffic.within(traffic.loads, fields) == ideal(case, slabs["key"])
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "higgs-2-16"])
+def test_a_mean_costs_a_table_that_all_share(name, traffic, slabs, monkeypatch):
+    """Blocks are read once, a table of one block's positions by every program: all heads and layers have the same."""
+    tables = []
+    made = Turns.of
+    monkeypatch.setattr(Turns, "of", staticmethod(lambda *given: tables.append(made(*given)) or tables[-1]))
+    case = Case(*(replace(side, sinks=0) for side in centred(FAMILIES[name])), **CASE)
+    run(case)
+    fields = [field for half in slabs.values() for part in half for field in part.values()]
+    assert traffic.within(traffic.loads, fields) == sum(ideal(case, slabs[half]) for half in ("key", "value"))
+    (turns,) = tables
+    lines = case.batch * case.heads * case.blocks  # blocks of all programs
+    assert traffic.within(traffic.loads, [turns.block]) == lines * turns.block.nbytes
+    assert turns.block.nbytes == 2 * case.key.block * case.size
+    assert traffic.within(traffic.loads, turns[2:4]) <= lines * 2 * 4 * case.size
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "higgs-2-16"])

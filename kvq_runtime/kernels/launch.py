@@ -35,8 +35,12 @@ def lifted(keys: Layout) -> bool:
 
 
 def tall(keys: Layout, rows: int) -> int:
-    """What query rows are padded to; per channel a tile of 64 has registers enough, where 16 and 32 have not."""
-    return next(size for size in ((8, 16, 32, 64) if keys.read is not None else (8, 64)) if rows <= size)
+    """What query rows are padded to; per channel a tile of 64 has registers enough, where 16 and 32 have not.
+
+    With a mean that is 32, where 16 has not: there are no more than 32 rows, see attention.py.
+    """
+    sizes = (8, 64) if keys.read is None else (8, 32) if lifted(keys) else (8, 16, 32, 64)
+    return next(size for size in sizes if rows <= size)
 
 
 @lru_cache(maxsize=1)
@@ -69,6 +73,8 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
     tile = 64
     if gathers and (narrow or size > 128 or many > 1):
         tile = 16 if min(side.settings[1] for side in read) < 16 else 32
+    if lifted(keys) and (size > 128 or many > 1):
+        return Launch(16, 4) if narrow and many > 1 else Launch(64, 8)
     if lifted(keys):
         tile = min(tile, 16 if narrow else 32)
     return Launch(tile, warps=min(8, (1 if narrow else 2) * many))

@@ -24,7 +24,6 @@ import triton.language as tl
 
 from kvq_runtime.kernels.read import load_query
 
-
 CHUNK = tl.constexpr(32)  # channels that a product takes at a time: more would lie in registers
 
 

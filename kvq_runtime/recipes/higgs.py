@@ -1,8 +1,8 @@
 """HIGGS: rotate by a signed Hadamard, then take the nearest point of a Gaussian grid. No calibration at all.
 
 `mean-higgs-*` removes the calibrated mean of each channel first (AQUA-KV's "only bias" row, table 9): on models with
-biased key projections that is most of the gain, and it costs nothing at decode. `mean-higgs-head-*-post` have a scale per
-head, and take the mean of position t, R_t μ, off keys after RoPE: so the decode kernel reads them packed.
+biased key projections that is most of the gain, and it costs nothing at decode. `mean-higgs-head-*-post` have a scale
+per head, and take the mean of position t, R_t μ, off keys after RoPE: so the decode kernel reads them packed.
 
 Source: Malinovskii et al., 2024 (HIGGS), as used on caches by Shutova et al., 2025 (AQUA-KV), section 4.1.
 Differs: signs, least-squares scales, and at least `recent` exact tokens at any time (their buffer empties at a flush).
