@@ -151,7 +151,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit", "polar-paper"):
             found[f"attend {name} d{size}"] = attends(preset(name), size)
     for name in ("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post"):
-        found |= {f"attend {name} d{size}": attends(preset(name), size) for size in (64, 256)}
+        found |= {f"attend {name} d{size}": attends(preset(name), size) for size in (64, 80)}
         found[f"attend {name} m32"] = attends(preset(name), ratio=8, tokens=4)
     kivi = preset("kivi-2bit-g128")
     found["attend kivi-2bit-g128 mean"] = attends(replace(kivi, key=replace(kivi.key, predict=Mean())))

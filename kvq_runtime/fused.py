@@ -27,6 +27,8 @@ from kvq_runtime.timeline import Timeline
 
 COST = "at every step its history is decoded, a slab at a time: 4 · tokens · width bytes written and read in a layer"
 
+MOST = 128  # channels of a head whose mean turns in the tile: more spill on sm_80
+
 
 def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
     """Why no kernel attends to this layer's blocks as they lie, and what that costs; None: one does."""
@@ -49,6 +51,8 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     for half, side, position in (("keys", key, recipe.position), ("values", value, "post")):
         if dispatch.kernels("layout").layout(side, geometry, position) is None:
             return f"there is no kernel for its {half}"
+    if key.predict is not None and recipe.position == "post" and geometry.head_size > MOST:
+        return f"heads of more than {MOST} channels leave no registers for the mean of keys after RoPE"
     return None
 
 

@@ -188,6 +188,8 @@ def test_other_recipes_say_so(name, says):
     reason = refusal(preset(name), ONE)
     assert reason is not None and says in reason and "decoded" in reason and name in reason
     assert refusal(FAMILIES["rtn-2bit"], ONE) is None
+    assert refusal(preset("mean-higgs-head-2bit-post"), ONE) is None
+    assert "registers" in str(refusal(preset("mean-higgs-head-2bit-post"), replace(ONE, head_size=256)))
     windows = replace(FAMILIES["rtn-2bit"], value=replace(FAMILIES["rtn-2bit"].value, recent=3))
     assert "different sinks" in str(refusal(windows, ONE))
 
