@@ -17,8 +17,9 @@ from torch import Tensor
 from kvq_runtime import chained, rope
 from kvq_runtime.fold import fold
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.kinds import KINDS
 from kvq_runtime.ops import dispatch
-from kvq_runtime.recipe import HALVES, KINDS, Half, Recipe, Side
+from kvq_runtime.recipe import HALVES, Half, Recipe, Side
 from kvq_runtime.stages import groups, predict
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.mixed import Mixed
