@@ -64,7 +64,7 @@ def test_list(store, kvq, as_json):
 
 
 def test_an_empty_registry_lists_nothing(kvq, as_json):
-    assert as_json("list") == [] and kvq("list") == (0, "(nothing)\n", "")
+    assert as_json("list") == [] and "is empty; kvq-calibrate publishes artifacts" in kvq("list")[1]
     code, _, err = kvq("show", NAME)
     assert code == 3 and "it is empty; kvq-calibrate publishes artifacts" in err
 
@@ -192,7 +192,15 @@ def test_recipes_are_listed_with_what_they_cost(as_json, kvq):
     one = presets["aqua-2bit"]
     every = [Codec(one, i, h, size, {}).bits() for i in range(size.layers) for h in recipe.HALVES]
     assert rows["aqua-2bit"]["bits"] == pytest.approx(sum(every) / len(every), abs=1e-4)
-    assert "aqua-2bit" in kvq("recipes")[1]
+    listed = [line.split()[0] for line in kvq("recipes")[1].splitlines()]
+    assert listed == ["name", *presets]
+
+
+def test_one_recipe_is_shown_with_its_settings(as_json, kvq):
+    assert recipe.Recipe.from_json(as_json("recipes", "aqua-2bit")["settings"]) == recipe.preset("aqua-2bit")
+    assert "linear > hadamard > grid(dim=2 size=16 group=all)" in kvq("recipes", "aqua-2bit")[1]
+    code, _, err = kvq("recipes", "aqua-9bit")
+    assert code == 2 and "aqua-2bit" in err
 
 
 @pytest.mark.parametrize(
