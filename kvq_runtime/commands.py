@@ -59,7 +59,11 @@ def show(args: Namespace) -> int:
         record["aliases"] = [alias for alias in state.aliases if state.at(alias) == found.version]
         record["files"] = dict(version.files)
         record["evaluations"] = registry.evaluations(found.sha256, found.name)
-    print_record(record | describe.artifact_record(fitted), args.json)
+    record |= describe.artifact_record(fitted)
+    print_record(record if args.json else describe.brief(record), args.json)
+    for title, rows in ({} if args.json else describe.tables(record)).items():
+        print(f"\n{title}")
+        print_table(rows, json=False)
     return 0
 
 

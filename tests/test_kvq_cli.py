@@ -91,7 +91,10 @@ def test_show_has_everything_about_a_version(store, as_json, kvq):
     assert shown["recipe"]["bits"] == pytest.approx(2 + 32 / 8)  # 2 bits, and step and low of 16 per group of 8
     assert as_json("show", f"{NAME}@1.0.0")["files"].keys() == {"README.md", "error.png"}
     code, out, _ = kvq("show", NAME)
-    assert code == 0 and "evaluations.0.result.perplexity" in out and "fit.layers.0.key" in out
+    top, evaluations, fit = (part.splitlines() for part in out.split("\n\n"))
+    assert code == 0 and ["fingerprint.qk_norm", "no"] in [line.split() for line in top]
+    assert [line.split() for line in evaluations[1:]] == [["perplexity"], ["12.5"]]
+    assert fit[1].split()[:2] == ["layer", "key"] and [line.split()[0] for line in fit[2:]] == ["0", "1"]
 
 
 def test_pull_copies_checks_and_locks(store, as_json, kvq, tmp_path):
