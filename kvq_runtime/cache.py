@@ -136,8 +136,13 @@ class BlockCache:
         keys = self.layers[layer][0]
         if keys.outliers is not None and keys.encoded:
             return shadow.attend(self.history, layer, q_BHTD, mask, scale)
-        out = self.fused.attend(self.history, layer, q_BHTD, mask, scale)
-        return attend(self.history, layer, q_BHTD, mask, scale, self._observer) if out is None else out
+        found = self.fused.attend(self.history, layer, q_BHTD, mask, scale)
+        if found is None:
+            return attend(self.history, layer, q_BHTD, mask, scale, self._observer)
+        out_BHTD, level_BHT = found
+        if self.votes is not None:
+            self.votes.infer(layer, q_BHTD[:, :, -1], level_BHT[..., -1], scale)
+        return out_BHTD
 
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
