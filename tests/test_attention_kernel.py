@@ -264,9 +264,8 @@ def test_means_in_other_heads(size, monkeypatch):
     check(Case(*centred(FAMILIES["higgs-2-16"]), size=size, heads=1, blocks=2, starts=(0, 21)), monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "name, ratio, tokens", [("kivi-2", 7, 1), ("higgs-2-16", 7, 1), ("higgs-2-16", 5, 3), ("higgs-2-16", 8, 4)]
-)
+@pytest.mark.parametrize("name", ["kivi-2", "higgs-2-16"])
+@pytest.mark.parametrize("ratio, tokens", [(7, 1), (2, 4)])
 def test_means_and_query_tokens(name, ratio, tokens, monkeypatch):
     check(Case(*centred(FAMILIES[name]), ratio=ratio, tokens=tokens, heads=1, blocks=2), monkeypatch)
 
@@ -278,10 +277,10 @@ def test_means_in_corners(corner, monkeypatch):
     check(replace(Case(*centred(FAMILIES["higgs-2-16"])), **CORNERS[corner]), monkeypatch)
 
 
-@pytest.mark.parametrize("name, ratio, most", [("kivi-2", 9, 8), ("higgs-2-16", 33, 32)])
-def test_more_rows_than_a_mean_leaves_room_for(name, ratio, most):
-    with pytest.raises(ValueError, match=f"at most {most}"):
-        run(Case(*centred(FAMILIES[name]), ratio=ratio, heads=1, blocks=1))
+@pytest.mark.parametrize("name", ["kivi-2", "higgs-2-16"])
+def test_more_rows_than_a_mean_leaves_room_for(name):
+    with pytest.raises(ValueError, match="9 rows per KV head; at most 8"):
+        run(Case(*centred(FAMILIES[name]), ratio=9, heads=1, blocks=1))
 
 
 def test_a_mean_and_scaled_rope(monkeypatch):

@@ -98,10 +98,8 @@ def _circle(positions_N: Tensor, speed_K: Tensor) -> Tensor:
 
 
 def most(keys: Layout) -> int:
-    """Query rows of a KV head that the kernel takes: of a mean's products there are operands for fewer in registers."""
-    if not lifted(keys):
-        return ROWS
-    return ROWS // 2 if keys.read is not None else 8
+    """Query rows of a KV head that the kernel takes: with a mean's operands more would not lie in registers."""
+    return 8 if lifted(keys) else ROWS
 
 
 def attend(
