@@ -62,12 +62,15 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
     size, many = keys.settings[3], tall(keys, rows) // 8
     if "polar" in (_how(keys), _how(values)):
         return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * many))
-    if _how(keys) == "turning" or (keys.read is None and (size > 128 or lifted(keys))):
+    if keys.read is None and lifted(keys):
+        return Launch(warps=8)
+    if _how(keys) == "turning" or (keys.read is None and size > 128):
         return Launch(warps=min(8, 4 * many))
     read = [side for side in (keys, values) if side.read is not None]
     columns = min(side.settings[1] for side in read)
     if lifted(keys):
-        return Launch(16, 1) if columns <= 16 else Launch(32)
+        paired = any(_how(side) == "codebook" and side.settings[10] for side in read)
+        return Launch(32) if columns > 16 else Launch(16, 2 if paired else 1)
     if any(_how(side) == "codebook" for side in read):
         return _gathering(columns, size, many)
     if keys.read is None or size > 128 or columns <= 16 or max(side.settings[7] for side in read) == 8:
