@@ -41,12 +41,15 @@ def attend(
     elif mask is not None and history.timeline.tokens_BT is not None:
         held = history.timeline.tokens_BT[:, None, None].long()
         mask = mask.expand(batch, -1, -1, -1).gather(-1, held.expand(-1, 1, count, -1))
-    slots, out = range(length - count, length), []
+    slots = range(length - count, length)
+    if count <= step:
+        return _attend(history, layer, q_BHTD, mask, scale, slots, observer)
+    out = []
     for start in range(0, count, step):
         part = slice(start, start + step)
         seen = None if mask is None else mask[:, :, part]
         out.append(_attend(history, layer, q_BHTD[:, :, part], seen, scale, slots[part], observer))
-    return torch.cat(out, 2) if len(out) > 1 else out[0]
+    return torch.cat(out, 2)
 
 
 def _attend(
@@ -81,31 +84,27 @@ def _attend(
 def _scores(history: History, layer: int, q_YND: Tensor) -> Tensor:
     """q · k by column: [Y, N, X]."""
     stream, heads = history.layers[layer][0], history.geometry.kv_heads
-    folded = stream.fold if q_YND.shape[1] <= _FOLDED else None
-    parts = []
-    for run in stream.runs():
-        if folded is not None:
-            parts.append(folded.scores(q_YND, stream.laid(run)))
-        else:
-            parts.append(torch.bmm(q_YND, _heads(history.run(layer, 0, run), heads).mT))
-    parts.append(torch.bmm(q_YND, stream.exact_YTD.mT))
-    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+    if not stream.blocks:
+        return torch.bmm(q_YND, stream.exact_YTD.mT)
+    if stream.fold is not None and q_YND.shape[1] <= _FOLDED:
+        parts = [stream.fold.scores(q_YND, laid) for laid in stream.laid()]
+    else:
+        parts = [torch.bmm(q_YND, _heads(history.run(layer, 0, run), heads).mT) for run in stream.runs()]
+    return torch.cat([*parts, torch.bmm(q_YND, stream.exact_YTD.mT)], -1)
 
 
 def _mix(history: History, layer: int, p_YNX: Tensor) -> Tensor:
     """The sum of values with the weights of their columns: [Y, N, D]."""
     stream, heads = history.layers[layer][1], history.geometry.kv_heads
-    folded = stream.fold if p_YNX.shape[1] <= _FOLDED else None
-    encoded, parts = stream.encoded, []
-    for run in stream.runs():
-        start, stop = stream.tokens(run)
-        weights = p_YNX.narrow(2, start, stop - start)
-        if folded is not None:
-            parts.append(folded.mix(weights, stream.laid(run)))
-        else:
-            parts.append(torch.bmm(weights, _heads(history.run(layer, 1, run), heads)))
-    exact = p_YNX.narrow(2, encoded, p_YNX.shape[2] - encoded), stream.exact_YTD
-    return torch.baddbmm(sum(parts[1:], parts[0]), *exact) if parts else torch.bmm(*exact)
+    if not stream.blocks:
+        return torch.bmm(p_YNX, stream.exact_YTD)
+    *parts, exact = p_YNX.split_with_sizes([*stream.sizes, p_YNX.shape[2] - stream.encoded], -1)
+    if stream.fold is not None and p_YNX.shape[1] <= _FOLDED:
+        mixed = [stream.fold.mix(*part) for part in zip(parts, stream.laid(), strict=True)]
+    else:
+        runs = zip(parts, stream.runs(), strict=True)
+        mixed = [torch.bmm(p, _heads(history.run(layer, 1, run), heads)) for p, run in runs]
+    return torch.baddbmm(sum(mixed[1:], mixed[0]), exact, stream.exact_YTD)
 
 
 def _columns(history: History, stream: Stream) -> tuple[Tensor, Tensor]:

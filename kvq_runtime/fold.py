@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 class Laid:
     """A run of blocks as a Fold reads it: codes, scales and low ends [Z, 1, T]; views, for a single row."""
 
+    batch: int
+    tokens: int
     codes: Tensor
     scale: Tensor
     low: Tensor | None
@@ -56,17 +58,17 @@ class Fold:
         scale, low = self.quantize.ends(fields)
         shape, tokens = (batch, -1, self.geometry.width // self.group), scale.shape[1:3].numel()
         scale, low = (x if x is None else x.reshape(shape).mT.reshape(-1, 1, tokens) for x in (scale, low))
-        return Laid(fields["codes"], scale, low)
+        return Laid(batch, tokens, fields["codes"], scale, low)
 
     def scores(self, q_YND: Tensor, laid: Laid) -> Tensor:
         """q · x for every token of the blocks: [Y, N, T]."""
         q_ZNW = self._groups(q_YND)
         s_ZNT = torch.bmm(q_ZNW, self._values(laid).mT).mul_(laid.scale)
         if laid.low is not None:
-            s_ZNT.addcmul_(q_ZNW.sum(-1, keepdim=True), laid.low.float())
+            s_ZNT.addcmul_(q_ZNW.sum(-1, True), laid.low)
         if self.group < self.span:
             s_ZNT = s_ZNT.view(-1, self.span // self.group, *s_ZNT.shape[1:]).sum(1)
-        return s_ZNT if len(s_ZNT) == len(q_YND) else s_ZNT.view(len(q_YND), -1, s_ZNT.shape[-1])
+        return s_ZNT if self.span == self.geometry.head_size else s_ZNT.view(len(q_YND), -1, laid.tokens)
 
     def mix(self, p_YNT: Tensor, laid: Laid) -> Tensor:
         """Σ_t p_t x_t over every token of the blocks: [Y, N, D]."""
@@ -74,7 +76,7 @@ class Fold:
         if laid.low is None:
             x_ZNW = torch.bmm(p_ZNT * laid.scale, y_ZTW)
         else:
-            low_ZN1 = torch.linalg.vecdot(p_ZNT, laid.low.float()).unsqueeze(-1)
+            low_ZN1 = torch.bmm(p_ZNT, laid.low.float().mT)
             x_ZNW = torch.baddbmm(low_ZN1, p_ZNT * laid.scale, y_ZTW)
         if self.group < self.span:
             x_ZNW = x_ZNW.view(-1, self.span // self.group, *x_ZNW.shape[1:]).transpose(1, 2)
@@ -82,11 +84,11 @@ class Fold:
 
     def _values(self, laid: Laid) -> Tensor:
         """Looked-up values [Z, T, W], float32."""
-        batch, tokens = len(laid.scale) * self.group // self.geometry.width, laid.scale.shape[-1]
         y = self.read(laid.codes)
-        if batch == 1:
-            return y.view(tokens, -1, self.group).transpose(0, 1)
-        return y.view(batch, tokens, -1, self.group).transpose(1, 2).reshape(-1, tokens, self.group)
+        if laid.batch == 1:
+            return y.view(laid.tokens, -1, self.group).transpose(0, 1)
+        y_BTMW = y.view(laid.batch, laid.tokens, -1, self.group)
+        return y_BTMW.transpose(1, 2).reshape(-1, laid.tokens, self.group)
 
     def _weights(self, p_YNT: Tensor, rows: int) -> Tensor:
         """Weights as groups meet them, a span's heads side by side: [Z, N · E / D, T]."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvq_runtime.codec import Codec
 from kvq_runtime.fold import Laid
+from kvq_runtime.ops import dispatch
 from kvq_runtime.outliers import Outliers
 from kvq_runtime.row_codec import RowCodec
 from kvq_runtime.stages.escape import Escape
@@ -34,7 +35,7 @@ class Stream:
         self.recent = self.side.recent  # more in a forward pass that a dynamic window makes keep more
         self.blocks = 0
         self.slabs: list[dict[str, Tensor]] = []
-        self._laid: dict[tuple[int, int], Laid] = {}
+        self._changed()
         self._hold(torch.zeros(batch, self.side.sinks, codec.geometry.width, dtype=dtype, device=device))
         self._start = self._stop = self.side.sinks
         self._kept: tuple[int, Tensor] | None = None
@@ -133,22 +134,31 @@ class Stream:
         """Append the encoded form of the window's oldest block, and drop its exact tokens."""
         place = self.blocks % SLAB
         if place == 0 and self.blocks // SLAB == len(self.slabs):
-            self.slabs.append(
-                {name: field[:, None].clone(memory_format=torch.contiguous_format) for name, field in fields.items()}
-            )
-        else:
-            slab = self.slabs[self.blocks // SLAB]
-            for name, field in fields.items():
-                if place == slab[name].shape[1]:
-                    grown = field.new_empty(len(field), min(2 * place, SLAB), *field.shape[1:])
-                    grown[:, :place] = slab[name]
-                    slab[name] = grown
-                slab[name][:, place] = field
+            self.slabs.append({name: self._room(field, 1) for name, field in fields.items()})
+        slab = self.slabs[self.blocks // SLAB]
+        for name, field in fields.items():
+            if place == slab[name].shape[1]:
+                grown = self._room(field, min(2 * place, SLAB))
+                grown[:, :place] = slab[name]
+                slab[name] = grown
+            slab[name][:, place] = field
         self.blocks += 1
-        self._laid.clear()
+        self._changed()
         sinks_BSC = self.sinks_BSC.clone()
         self._start += self.side.block
         self.sinks_BSC.copy_(sinks_BSC)
+
+    def _room(self, field: Tensor, blocks: int) -> Tensor:
+        """Memory for so many blocks of a field; for the ends of groups [B, block, M], which a fold reads, by group."""
+        batch, *shape = field.shape
+        if self.fold is None or len(shape) != 2 or dispatch.runs_kernel(field):
+            return field.new_empty(batch, blocks, *shape)
+        return field.new_empty(batch, shape[1], blocks, shape[0]).permute(0, 2, 3, 1)
+
+    def _changed(self) -> None:
+        """Count the tokens of each slab, and forget how its blocks lay: there are others."""
+        self.sizes = [(stop - start) * self.side.block for start, stop in self.runs()]
+        self._laid: list[Laid] = []
 
     def drop(self, kept_BK: Tensor) -> None:
         """Keep these tokens of the window, in rising order; the others are gone for good."""
@@ -178,14 +188,14 @@ class Stream:
         slab = self.slabs[start // SLAB]
         return {name: field[:, start % SLAB : (stop - 1) % SLAB + 1] for name, field in slab.items()}
 
-    def laid(self, run: tuple[int, int]) -> Laid:
-        """A run of blocks as the fold reads it; that of a single row, which is views alone, is kept while they hold."""
-        assert self.fold is not None
-        if self.rows != 1:
-            return self.fold.lay(self.fields(*run))
-        if run not in self._laid:
-            self._laid[run] = self.fold.lay(self.fields(*run))
-        return self._laid[run]
+    def laid(self) -> list[Laid]:
+        """The blocks of each slab as the fold reads them; those of a single row, views alone, are kept while they hold."""
+        laid = self._laid
+        if len(laid) != len(self.slabs):
+            assert self.fold is not None
+            laid = [self.fold.lay(self.fields(*run)) for run in self.runs()]
+            self._laid = laid if self.rows == 1 else []
+        return laid
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """(first, last + 1) of the blocks of each slab."""
@@ -211,7 +221,7 @@ class Stream:
             if self.outliers is not None:
                 self.outliers.crop(self.encoded)
         del self.slabs[-(-self.blocks // SLAB) :]
-        self._laid.clear()
+        self._changed()
         self._stop = self._start
         self._shift(self.side.sinks)
         if survivors_BTC is not None:
@@ -220,7 +230,7 @@ class Stream:
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         self.slabs = [{name: field.index_select(0, rows) for name, field in slab.items()} for slab in self.slabs]
-        self._laid.clear()
+        self._changed()
         self._hold(self._buffer.index_select(0, rows))
         self._kept = None
         if self.outliers is not None:
