@@ -95,29 +95,31 @@ class Fold:
         if rows == len(p_YNT):
             return p_YNT
         groups, tokens = self.span // self.group, p_YNT.shape[-1]
-        p = p_YNT.reshape(rows // groups, 1, -1, tokens)
-        return p.expand(-1, groups, -1, -1).reshape(rows, -1, tokens)
+        p = p_YNT.reshape(rows // groups, -1, tokens)
+        return p if groups == 1 else p[:, None].expand(-1, groups, -1, -1).reshape(rows, -1, tokens)
 
     def _groups(self, q_YND: Tensor) -> Tensor:
         """Queries turned as the tokens are, group by group, a span's heads side by side: [Z, N · E / D, W]."""
-        rows, size = q_YND.shape[1:]
-        if self.turn is not None and self.turn.ndim == 2:
-            q_YND = q_YND @ self.turn
-        elif self.turn is not None:
-            q_YND = q_YND.view(-1, len(self.turn), rows, size) @ self.turn
+        if self.turn is not None:
+            q_YND = _turned(q_YND, self.turn)
+        rows = q_YND.shape[1] * self.span // self.geometry.head_size
         if self.group == self.span:
-            return q_YND.view(-1, rows * self.span // size, self.group)
-        q = q_YND.view(-1, rows * self.span // size, self.span // self.group, self.group)
-        return q.transpose(1, 2).reshape(-1, q.shape[1], self.group)
+            return q_YND.view(-1, rows, self.group)
+        q = q_YND.view(-1, rows, self.span // self.group, self.group)
+        return q.transpose(1, 2).reshape(-1, rows, self.group)
 
     def _own(self, x_YNE: Tensor) -> Tensor:
         """Of what a head's weights mixed in its span, its own channels, turned back: [Y, N, D]."""
-        if self.turn is None:
-            return x_YNE
-        if self.turn.ndim == 2:
-            return x_YNE @ self.turn.mT
-        heads, rows, _ = x_YNE.shape
-        return (x_YNE.view(-1, len(self.turn), rows, self.span) @ self.turn.mT).view(heads, rows, -1)
+        return x_YNE if self.turn is None else _turned(x_YNE, self.turn.mT)
+
+
+def _turned(x_YNA: Tensor, turn: Tensor) -> Tensor:
+    """Rows times a matrix [A, B], or each head's times its own, [heads of a span, A, B]: [Y, N, B]."""
+    if turn.ndim == 2:
+        return x_YNA @ turn
+    if len(x_YNA) == len(turn):
+        return torch.bmm(x_YNA, turn)
+    return (x_YNA.view(-1, len(turn), *x_YNA.shape[1:]) @ turn).flatten(0, 1)
 
 
 def fold(codec: Codec, device: torch.device) -> Fold | None:

@@ -189,12 +189,13 @@ class KVQCache(Cache):
     def begin(self, attention_mask: Tensor | None) -> None:
         """Start a forward pass: undo one that stopped midway, and keep the padding mask for `announce`."""
         self.blocks.settle()
-        shortest = min([self.blocks.length, *(layer.get_seq_length() for layer in self._stock)])
-        if self.blocks.length > shortest:
-            self.blocks.crop(shortest)
-        for layer in self._stock:
-            if layer.get_seq_length() > shortest:
-                layer.crop(shortest - layer.get_seq_length()) if shortest else layer.reset()
+        if self._stock:
+            shortest = min([self.blocks.length, *(layer.get_seq_length() for layer in self._stock)])
+            if self.blocks.length > shortest:
+                self.blocks.crop(shortest)
+            for layer in self._stock:
+                if layer.get_seq_length() > shortest:
+                    layer.crop(shortest - layer.get_seq_length()) if shortest else layer.reset()
         self._mask, self._announced = attention_mask, False
 
     def announce(
