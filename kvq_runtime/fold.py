@@ -52,12 +52,12 @@ class Fold:
     group: int
     turn: Tensor | None
 
-    def lay(self, fields: Mapping[str, Tensor]) -> Laid:
-        """The blocks [B, n, block, ...] of a run."""
-        batch = len(fields["codes"])
+    def lay(self, fields: Mapping[str, Tensor], first: int) -> Laid:
+        """The blocks [B, n, block, ...] of a run, from token `first` on."""
+        fields = {name: field.flatten(1, 2)[:, first:] for name, field in fields.items()}
         scale, low = self.quantize.ends(fields)
-        shape, tokens = (batch, -1, self.geometry.width // self.group), scale.shape[1:3].numel()
-        scale, low = (x if x is None else x.reshape(shape).mT.reshape(-1, 1, tokens) for x in (scale, low))
+        batch, tokens = scale.shape[:2]
+        scale, low = (x if x is None else x.mT.reshape(-1, 1, tokens) for x in (scale, low))
         return Laid(batch, tokens, fields["codes"], scale, low)
 
     def scores(self, q_YND: Tensor, laid: Laid) -> Tensor:

@@ -51,11 +51,6 @@ class Stream:
         return self._buffer.shape[0]
 
     @property
-    def encoded(self) -> int:
-        """Tokens in blocks."""
-        return self.blocks * self.side.block
-
-    @property
     def window_BTC(self) -> Tensor:
         """The exact tokens after the blocks."""
         return self._buffer[:, self._start : self._stop]
@@ -64,11 +59,6 @@ class Stream:
     def sinks_BSC(self) -> Tensor:
         """The first real tokens of each row, as far as they have arrived."""
         return self._buffer[:, self._start - self.side.sinks : self._start]
-
-    @property
-    def front(self) -> int:
-        """Sinks that are read beside the blocks; before there are blocks, sinks are in the window."""
-        return self.side.sinks if self.blocks else 0
 
     @property
     def exact_YTD(self) -> Tensor:
@@ -80,7 +70,7 @@ class Stream:
     @property
     def length(self) -> int:
         """All tokens."""
-        return self.blocks * self.side.block + self._stop - self._start
+        return self.encoded + self._stop - self._start
 
     @property
     def due(self) -> int:
@@ -156,8 +146,10 @@ class Stream:
         return field.new_empty(batch, shape[1], blocks, shape[0]).permute(0, 2, 3, 1)
 
     def _changed(self) -> None:
-        """Count the tokens of each slab, and forget how its blocks lay: there are others."""
-        self.sizes = [(stop - start) * self.side.block for start, stop in self.runs()]
+        """There are other blocks: count them."""
+        self.encoded = self.blocks * self.side.block  # tokens in blocks
+        self.front = self.side.sinks if self.blocks else 0  # sinks read beside them; before, they are in the window
+        self.sizes = [(stop - start) * self.side.block for start, stop in self.runs()]  # tokens of each slab
         self._laid: list[Laid] = []
 
     def drop(self, kept_BK: Tensor) -> None:
@@ -188,13 +180,13 @@ class Stream:
         slab = self.slabs[start // SLAB]
         return {name: field[:, start % SLAB : (stop - 1) % SLAB + 1] for name, field in slab.items()}
 
-    def laid(self) -> list[Laid]:
-        """The blocks of each slab as the fold reads them; those of a single row, views alone, are kept while they hold."""
-        laid = self._laid
-        if len(laid) != len(self.slabs):
-            assert self.fold is not None
-            laid = [self.fold.lay(self.fields(*run)) for run in self.runs()]
-            self._laid = laid if self.rows == 1 else []
+    def laid(self, first: int) -> list[Laid]:
+        """The blocks of each slab, from token `first` on, as the fold reads them; views, for a single row, are kept."""
+        if self._laid and self._laid[0].tokens == self.sizes[0] - first:
+            return self._laid
+        assert self.fold is not None
+        laid = [self.fold.lay(self.fields(*run), 0 if run[0] else first) for run in self.runs()]
+        self._laid = laid if self.rows == 1 else []
         return laid
 
     def runs(self) -> Iterator[tuple[int, int]]:
@@ -219,7 +211,7 @@ class Stream:
         else:
             self.blocks = length // self.side.block
             if self.outliers is not None:
-                self.outliers.crop(self.encoded)
+                self.outliers.crop(self.blocks * self.side.block)
         del self.slabs[-(-self.blocks // SLAB) :]
         self._changed()
         self._stop = self._start
