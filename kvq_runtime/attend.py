@@ -12,6 +12,7 @@ Differs: kernels, which cannot see all scores at once, merge parts by their log-
 """
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def _attend(
     keys, values = history.layers[layer]
     batch, heads, count, size = q_BHTD.shape
     held = history.geometry.kv_heads
-    q_YND = (q_BHTD.float() * scale).reshape(batch * held, heads // held * count, size)
+    q_YND = (q_BHTD.float() * _factor(scale)).reshape(batch * held, heads // held * count, size)
     s_YNX = _scores(history, layer, q_YND)
     by_query = (batch, held, -1, count, s_YNX.shape[-1])
     if mask is not None or history.timeline.real_BT is not None or keys.front != _hidden(history, keys):
@@ -157,6 +158,13 @@ def _by_column(history: History, stream: Stream, p_BHGTT: Tensor) -> Tensor:
     """Weights of tokens, by a stream's columns: [B, H, G, T, X]."""
     tokens, seen = (x[:, None, None, None] for x in _columns(history, stream))
     return p_BHGTT.gather(-1, tokens.expand(*p_BHGTT.shape[:4], -1)) * seen
+
+
+@lru_cache(maxsize=8)
+def _factor(scale: float) -> Tensor:
+    """A number as a tensor, which every product with a float would make anew."""
+    with torch.inference_mode(False):
+        return torch.tensor(scale)
 
 
 def _heads(x_BTC: Tensor, heads: int) -> Tensor:

@@ -80,7 +80,8 @@ class Fold:
             x_ZNW = torch.baddbmm(low_ZN1, p_ZNT * laid.scale, y_ZTW)
         if self.group < self.span:
             x_ZNW = x_ZNW.view(-1, self.span // self.group, *x_ZNW.shape[1:]).transpose(1, 2)
-        return self._own(x_ZNW.reshape(*p_YNT.shape[:2], self.span))
+        x_YNE = x_ZNW.reshape(-1, p_YNT.shape[1], self.span)
+        return x_YNE if self.turn is None else _turned(x_YNE, self.turn.mT)
 
     def _values(self, laid: Laid) -> Tensor:
         """Looked-up values [Z, T, W], float32."""
@@ -92,8 +93,6 @@ class Fold:
 
     def _weights(self, p_YNT: Tensor, rows: int) -> Tensor:
         """Weights as groups meet them, a span's heads side by side: [Z, N · E / D, T]."""
-        if rows == len(p_YNT):
-            return p_YNT
         groups, tokens = self.span // self.group, p_YNT.shape[-1]
         p = p_YNT.reshape(rows // groups, -1, tokens)
         return p if groups == 1 else p[:, None].expand(-1, groups, -1, -1).reshape(rows, -1, tokens)
@@ -107,10 +106,6 @@ class Fold:
             return q_YND.view(-1, rows, self.group)
         q = q_YND.view(-1, rows, self.span // self.group, self.group)
         return q.transpose(1, 2).reshape(-1, rows, self.group)
-
-    def _own(self, x_YNE: Tensor) -> Tensor:
-        """Of what a head's weights mixed in its span, its own channels, turned back: [Y, N, D]."""
-        return x_YNE if self.turn is None else _turned(x_YNE, self.turn.mT)
 
 
 def _turned(x_YNA: Tensor, turn: Tensor) -> Tensor:
