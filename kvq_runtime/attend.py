@@ -67,7 +67,7 @@ def _attend(
     held = history.geometry.kv_heads
     q_YND = (q_BHTD.float() * _factor(scale)).reshape(batch * held, heads // held * count, size)
     s_YNX = _scores(history, layer, q_YND)
-    by_query = (batch, held, -1, count, s_YNX.shape[-1])
+    by_query = (batch, held, heads // held, count, -1)
     if mask is not None or history.timeline.real_BT is not None or keys.front != _hidden(history, keys):
         s_YNX.view(by_query).masked_fill_(~_seen(history, keys, mask, count)[:, :, None], _LEAST)
     p_YNX = s_YNX.softmax(-1)

@@ -32,9 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Laid:
-    """A run of blocks as a Fold reads it: codes, scales and low ends [Z, 1, T]; views, for a single row."""
+    """A run of blocks as a Fold reads it: codes, scales and low ends [Z, 1, T]; views, for a single row.
+
+    groups and heads are Z and Y, kept as numbers: a step asks for them often, and a tensor is slow to say its shape.
+    """
 
     batch: int
+    groups: int
+    heads: int
     tokens: int
     codes: Tensor
     scale: Tensor
@@ -58,21 +63,21 @@ class Fold:
         scale, low = self.quantize.ends(fields)
         batch, tokens = scale.shape[:2]
         scale, low = (x if x is None else x.mT.reshape(-1, 1, tokens) for x in (scale, low))
-        return Laid(batch, tokens, fields["codes"], scale, low)
+        return Laid(batch, len(scale), batch * self.geometry.kv_heads, tokens, fields["codes"], scale, low)
 
     def scores(self, q_YND: Tensor, laid: Laid) -> Tensor:
         """q · x for every token of the blocks: [Y, N, T]."""
-        q_ZNW = self._groups(q_YND)
+        q_ZNW = self._groups(q_YND, laid)
         s_ZNT = torch.bmm(q_ZNW, self._values(laid).mT).mul_(laid.scale)
         if laid.low is not None:
             s_ZNT.addcmul_(q_ZNW.sum(-1, True), laid.low)
         if self.group < self.span:
             s_ZNT = s_ZNT.view(-1, self.span // self.group, *s_ZNT.shape[1:]).sum(1)
-        return s_ZNT if self.span == self.geometry.head_size else s_ZNT.view(len(q_YND), -1, laid.tokens)
+        return s_ZNT if self.span == self.geometry.head_size else s_ZNT.view(laid.heads, -1, laid.tokens)
 
     def mix(self, p_YNT: Tensor, laid: Laid) -> Tensor:
         """Σ_t p_t x_t over every token of the blocks: [Y, N, D]."""
-        p_ZNT, y_ZTW = self._weights(p_YNT, len(laid.scale)), self._values(laid)
+        p_ZNT, y_ZTW = self._weights(p_YNT, laid), self._values(laid)
         if laid.low is None:
             x_ZNW = torch.bmm(p_ZNT * laid.scale, y_ZTW)
         else:
@@ -80,7 +85,7 @@ class Fold:
             x_ZNW = torch.baddbmm(low_ZN1, p_ZNT * laid.scale, y_ZTW)
         if self.group < self.span:
             x_ZNW = x_ZNW.view(-1, self.span // self.group, *x_ZNW.shape[1:]).transpose(1, 2)
-        x_YNE = x_ZNW.reshape(-1, p_YNT.shape[1], self.span)
+        x_YNE = x_ZNW.reshape(laid.heads, -1, self.span)
         return x_YNE if self.turn is None else _turned(x_YNE, self.turn.mT)
 
     def _values(self, laid: Laid) -> Tensor:
@@ -91,21 +96,19 @@ class Fold:
         y_BTMW = y.view(laid.batch, laid.tokens, -1, self.group)
         return y_BTMW.transpose(1, 2).reshape(-1, laid.tokens, self.group)
 
-    def _weights(self, p_YNT: Tensor, rows: int) -> Tensor:
+    def _weights(self, p_YNT: Tensor, laid: Laid) -> Tensor:
         """Weights as groups meet them, a span's heads side by side: [Z, N · E / D, T]."""
-        groups, tokens = self.span // self.group, p_YNT.shape[-1]
-        p = p_YNT.reshape(rows // groups, -1, tokens)
-        return p if groups == 1 else p[:, None].expand(-1, groups, -1, -1).reshape(rows, -1, tokens)
+        groups = self.span // self.group
+        p = p_YNT.reshape(laid.groups // groups, -1, laid.tokens)
+        return p if groups == 1 else p[:, None].expand(-1, groups, -1, -1).reshape(laid.groups, -1, laid.tokens)
 
-    def _groups(self, q_YND: Tensor) -> Tensor:
+    def _groups(self, q_YND: Tensor, laid: Laid) -> Tensor:
         """Queries turned as the tokens are, group by group, a span's heads side by side: [Z, N · E / D, W]."""
-        if self.turn is not None:
-            q_YND = _turned(q_YND, self.turn)
-        rows = q_YND.shape[1] * self.span // self.geometry.head_size
-        if self.group == self.span:
-            return q_YND.view(-1, rows, self.group)
-        q = q_YND.view(-1, rows, self.span // self.group, self.group)
-        return q.transpose(1, 2).reshape(-1, rows, self.group)
+        q = q_YND if self.turn is None else _turned(q_YND, self.turn)
+        if self.group < self.span:
+            groups = self.span // self.group
+            q = q.view(laid.groups // groups, -1, groups, self.group).transpose(1, 2)
+        return q.reshape(laid.groups, -1, self.group)
 
 
 def _turned(x_YNA: Tensor, turn: Tensor) -> Tensor:
