@@ -60,10 +60,11 @@ class Fold:
     def lay(self, fields: Mapping[str, Tensor], first: int) -> Laid:
         """The blocks [B, n, block, ...] of a run, from token `first` on."""
         fields = {name: field.flatten(1, 2)[:, first:] for name, field in fields.items()}
-        scale, low = self.quantize.ends(fields)
-        batch, tokens = scale.shape[:2]
-        scale, low = (x if x is None else x.mT.reshape(-1, 1, tokens) for x in (scale, low))
-        return Laid(batch, len(scale), batch * self.geometry.kv_heads, tokens, fields["codes"], scale, low)
+        scale_BTM, low_BTM = self.quantize.ends(fields)
+        batch, tokens, groups = scale_BTM.shape
+        scale = scale_BTM.mT.reshape(-1, 1, tokens)
+        low = None if low_BTM is None else low_BTM.mT.reshape(-1, 1, tokens)
+        return Laid(batch, batch * groups, batch * self.geometry.kv_heads, tokens, fields["codes"], scale, low)
 
     def scores(self, q_YND: Tensor, laid: Laid) -> Tensor:
         """q · x for every token of the blocks: [Y, N, T]."""
