@@ -212,7 +212,10 @@ def doctor(args: Namespace) -> int:
     else:
         assert isinstance(registry, LocalRegistry)
         found = upkeep.examine(registry)
-    print_table([dataclasses.asdict(finding) for finding in found], args.json)
+    if found or args.json:
+        print_table([dataclasses.asdict(finding) for finding in found], args.json)
+    else:
+        print(f"nothing is wrong with {registry.url}")
     return int(any(finding.level == "fault" for finding in found))
 
 

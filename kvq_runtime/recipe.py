@@ -10,6 +10,7 @@ What a stage may be is in `kinds.py`, a Side in `side.py`, what cannot be combin
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal
@@ -171,6 +172,7 @@ def preset(name: str) -> Recipe:
     """The recipe of this name; `kvq recipes` lists them."""
     known = presets()
     if name not in known:
-        close = [other for other in known if other.split("-")[0] == name.split("-")[0]] or sorted(known)
-        raise ValueError(f"no recipe {name!r}; there are {', '.join(close)} (kvq recipes lists all)")
+        families = ", ".join(sorted({other.partition("-")[0] for other in known}))
+        close = ", ".join(get_close_matches(name, known, 8)) or f"names that begin with {families}"
+        raise ValueError(f"no recipe {name!r}; there are {close} (kvq recipes lists all)")
     return known[name]
