@@ -4,7 +4,7 @@ The kernels take groups of one head, or of a part of it where they are rounded, 
 anything else is decoded first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,16 +14,18 @@ import triton
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.kernels import per_channel, per_group, per_token, read
-from kvq_runtime.kernels import polar as angles
+from kvq_runtime.kernels import per_channel, per_group, per_token, read, read_polar
 from kvq_runtime.ops import grid, lloyd, pack, polar
 from kvq_runtime.recipe import Side
 from kvq_runtime.stages import groups
-from kvq_runtime.stages import polar as polar_stage
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.rtn import Rtn
+
+
+Tensors = Mapping[str, Tensor]
+_NOTHING: Tensors = {}
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,14 @@ def layout(side: Side, geometry: Geometry, position: str = "post") -> Layout | N
     if side.rotate is not None and turn is None:
         return None
     made = makers[type(side.quantize)](side, geometry)
+    if made is not None and made[0] is read_polar.polar:
+        turn = _paired(turn, size)
     return None if made is None else Layout(per_token.plain, *made, turn)
+
+
+def _paired(turn: Tensor | None, size: int) -> Tensor:
+    """The rotation of what is read in pairs of a head's two halves."""
+    return (torch.eye(size) if turn is None else turn)[:, torch.arange(size).view(2, -1).mT.flatten()].contiguous()
 
 
 def padded(count: int) -> int:
@@ -164,26 +173,35 @@ def _codebook(side: Side, geometry: Geometry, points: Tensor, bits: int, indices
     return read.codebook, (*start, bits, streams, elements, paired), ("codes", "scale"), lookup
 
 
-def _polar(side: Side, geometry: Geometry):
+def _polar(side: Side, geometry: Geometry, tensors: Tensors = _NOTHING):
     quantize: Polar = side.quantize
     size, bits = quantize.sizes(geometry.width, geometry)
-    levels, low = len(bits), int(quantize.radius == "log8")
-    runs, first = [], 0
+    if size % 4 or size < 8:
+        return None
+    points = quantize._points(bits, tensors, torch.device("cpu"))
+    symmetric = type(quantize) is Polar
+    runs, lookup, first = [], [], 0
+    level = 0
     for wide, counts in polar.runs(size, bits):
         done = 0
         for count in counts:
-            runs += [wide, first, sum(counts), done]
-            done += count
+            mirrored = int(symmetric and level == 0 and wide > 3)
+            runs += [wide, first, sum(counts), done, sum(map(len, lookup)), mirrored]
+            lookup.append(_bytes(points[level][: 2 ** (wide - mirrored)]))
+            done, level = done + count, level + 1
         first += pack.packed_size(sum(counts), wide)
-    cpu = torch.device("cpu")
-    points = angles.table([polar.points_on(cpu, n, wide, quantize.points) for n, wide in enumerate(bits, start=1)])
-    radii = (polar_stage.RADII * size**0.5).float()
-    wide = triton.next_power_of_2(size >> levels) << levels
-    if wide < 16:
-        return None
-    start = (1, size, wide, size, geometry.kv_heads, side.block, 0)
+    low = int(quantize.radius == "log8")
+    start = (1, size, padded(size), size, geometry.kv_heads, side.block, 0)
     names = ("codes", "radius", "norm")[: 2 + low]
-    return read.polar, (*start, levels, first, low, *runs), names, torch.cat([points.mT.flatten(), radii])
+    return read_polar.polar, (*start, len(bits), first, low, *runs), names, torch.cat(lookup)
+
+
+def _bytes(points: Tensor) -> Tensor:
+    """What the codes of a level stand for, float16 [codes, 2] times √2, as words of eight bytes."""
+    halves = (points.double() * 2**0.5).half().mT.contiguous()
+    if len(points) <= 4:  # cos, then sin
+        return torch.nn.functional.pad(halves, (0, 4 - len(points))).view(torch.int64).flatten()
+    return halves.view(torch.uint8).view(2, -1, 8, 2).permute(1, 0, 3, 2).contiguous().view(torch.int64).flatten()
 
 
 @lru_cache(maxsize=64)
