@@ -19,16 +19,32 @@ def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED:
     lowest: its bits, the first byte of the run of levels packed with it, the codes of that run, the first of its own,
     its first word of the lookup, and 1 if the upper half of its codes is the lower one's, negative.
     """
+    N: tl.constexpr = t.shape[0]
+    tiles, scales = (), ()
+    times_ = tl.split(tl.reshape(t, (N // 2, 2)))
+    heres = tl.split(tl.reshape(here, (N // 2, 2)))
+    for i in tl.static_range(2):
+        tile, scale = _tokens(table, lookup, block, row, head, times_[i], heres[i], SET, COMPILED)
+        tiles, scales = tiles + (tile,), scales + scale
+    tile = tl.reshape(tl.permute(tl.join(tiles[0], tiles[1]), (0, 2, 1)), (N, SET[2]))
+    own = ()
+    if len(scales) == 2:
+        own = (tl.reshape(tl.join(scales[0], scales[1]), (N,)),)
+    return (tile,), own
+
+
+@triton.jit
+def _tokens(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED: tl.constexpr):
     LEVELS: tl.constexpr = SET[7]
     NAMES: tl.constexpr = 2 + SET[9]
     RADII: tl.constexpr = SET[3] >> LEVELS
     TOKENS: tl.constexpr = SET[4] * SET[5]
     at = t * SET[4] + head
     words = _words(field(table, block, row, 0, NAMES, TOKENS * SET[8], tl.uint8), at, here, SET[8])
-    scale = None
+    scale = ()
     if SET[9] == 1 or RADII == 1:
         numbers = field(table, block, row, NAMES - 1, NAMES, TOKENS * 2, tl.float16)
-        scale = tl.load(numbers + at, mask=here, other=0.0).to(tl.float32)
+        scale = (tl.load(numbers + at, mask=here, other=0.0).to(tl.float32),)
     if RADII == 1 and SET[9] == 0:
         values = (tl.full(t.shape, 0x3C003C00, tl.uint32),)
     else:
@@ -39,10 +55,7 @@ def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED:
         values = _crossed(_level(words, values, lookup, SET, LEVELS - 1, 0, COMPILED), COMPILED)
     for up in tl.static_range(RADII % 2, LEVELS):
         values = _level(words, values, lookup, SET, LEVELS - 1 - up, SET[3] >> (LEVELS + 1 - up), COMPILED)
-    tile = (_tile(values, SET[2] // 2),)
-    if scale is None:
-        return tile, ()
-    return tile, (scale,)
+    return _tile(values, SET[2] // 2), scale
 
 
 @triton.jit
@@ -101,9 +114,9 @@ def _radii(radii, at, here, COUNT: tl.constexpr, LOG8: tl.constexpr):
         x = (tl.exp2(x.to(tl.float32) * (-1 / 16)) * COUNT**0.5).to(tl.float16).to(tl.uint16, bitcast=True)
     x = _columns(x.to(tl.uint32), P)
     pairs = ()
-    for i in tl.static_range(COUNT // 2 if COUNT % 2 == 0 else COUNT):
-        other: tl.constexpr = i + COUNT // 2 if COUNT % 2 == 0 else i
-        pairs = pairs + (x[i] | (x[other] << 16),)
+    FAR: tl.constexpr = COUNT // 2 if COUNT % 2 == 0 else 0
+    for i in tl.static_range(COUNT - FAR):
+        pairs = pairs + (x[i] | (x[i + FAR] << 16),)
     return pairs
 
 
@@ -130,8 +143,7 @@ def _level(words, values, lookup, SET: tl.constexpr, LEVEL: tl.constexpr, HALF: 
             below = below + (times(values[i], picked(sin, which, COMPILED), COMPILED),)
     else:
         for i in tl.static_range((len(values) + 1) // 2):
-            next: tl.constexpr = min(2 * i + 1, len(values) - 1)
-            cos, sin = _many(words, 2 * i, next, HALF, lookup, SET, FIRST, COMPILED)
+            cos, sin = _many(words, 2 * i, min(2 * i + 1, len(values) - 1), HALF, lookup, SET, FIRST, COMPILED)
             for k in tl.static_range(min(2, len(values) - 2 * i)):
                 below = below + (times(values[2 * i + k], cos[k], COMPILED),)
                 below = below + (times(values[2 * i + k], sin[k], COMPILED),)
