@@ -191,7 +191,10 @@ def _polar(side: Side, geometry: Geometry, tensors: Tensors = _NOTHING):
             done, level = done + count, level + 1
         first += pack.packed_size(sum(counts), wide)
     low = int(quantize.radius == "log8")
-    start = (1, size, padded(size), size, geometry.kv_heads, side.block, 0)
+    import os
+    each = min(int(os.environ.get("C", 32)), size & -size)
+    slots = size // each if each >= 16 else 1
+    start = _start(side, geometry, slots, size // slots, 0)
     names = ("codes", "radius", "norm")[: 2 + low]
     return read_polar.polar, (*start, len(bits), first, low, *runs), names, torch.cat(lookup)
 

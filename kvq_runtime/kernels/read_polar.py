@@ -19,22 +19,6 @@ def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED:
     lowest: its bits, the first byte of the run of levels packed with it, the codes of that run, the first of its own,
     its first word of the lookup, and 1 if the upper half of its codes is the lower one's, negative.
     """
-    N: tl.constexpr = t.shape[0]
-    tiles, scales = (), ()
-    times_ = tl.split(tl.reshape(t, (N // 2, 2)))
-    heres = tl.split(tl.reshape(here, (N // 2, 2)))
-    for i in tl.static_range(2):
-        tile, scale = _tokens(table, lookup, block, row, head, times_[i], heres[i], SET, COMPILED)
-        tiles, scales = tiles + (tile,), scales + scale
-    tile = tl.reshape(tl.permute(tl.join(tiles[0], tiles[1]), (0, 2, 1)), (N, SET[2]))
-    own = ()
-    if len(scales) == 2:
-        own = (tl.reshape(tl.join(scales[0], scales[1]), (N,)),)
-    return (tile,), own
-
-
-@triton.jit
-def _tokens(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED: tl.constexpr):
     LEVELS: tl.constexpr = SET[7]
     NAMES: tl.constexpr = 2 + SET[9]
     RADII: tl.constexpr = SET[3] >> LEVELS
@@ -52,10 +36,38 @@ def _tokens(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILE
         radii = field(table, block, row, 1, NAMES, TOKENS * RADII * (2 - SET[9]), UNIT)
         values = _radii(radii, at, here, RADII, SET[9] == 1)
     if RADII % 2 == 1:
-        values = _crossed(_level(words, values, lookup, SET, LEVELS - 1, 0, COMPILED), COMPILED)
-    for up in tl.static_range(RADII % 2, LEVELS):
-        values = _level(words, values, lookup, SET, LEVELS - 1 - up, SET[3] >> (LEVELS + 1 - up), COMPILED)
-    return _tile(values, SET[2] // 2), scale
+        values = _crossed(_level(words, values, 0, lookup, SET, LEVELS - 1, 0, COMPILED), COMPILED)
+    DONE: tl.constexpr = RADII % 2 + _log(max(1, SET[0] // len(values)))  # levels that slots share
+    for up in tl.static_range(RADII % 2, DONE):
+        values = _level(words, values, 0, lookup, SET, LEVELS - 1 - up, SET[3] >> (LEVELS + 1 - up), COMPILED)
+    tiles = ()
+    EACH: tl.constexpr = len(values) // SET[0]
+    for slot in tl.static_range(tl.constexpr(SET[0])):
+        part = ()
+        for i in tl.static_range(EACH):
+            part = part + (values[slot * EACH + i],)
+        for up in tl.static_range(DONE, LEVELS):
+            part = _level(
+                words, part, slot * (EACH << (up - DONE)), lookup, SET, LEVELS - 1 - up, SET[3] >> (LEVELS + 1 - up),
+                COMPILED,
+            )  # fmt: skip
+        tiles = tiles + (_tile(part, SET[2] // 2),)
+    return tiles, scale
+
+
+@triton.jit
+def _rows(pointer, at, here, STRIDE: tl.constexpr, COUNT: tl.constexpr, P: tl.constexpr):
+    """COUNT elements of each token, a tuple of P [N]; a thread has two tokens, one beside the other."""
+    j = tl.arange(0, P)[None, :]
+    ats = tl.split(tl.reshape(at, (at.shape[0] // 2, 2)))
+    heres = tl.split(tl.reshape(here, (at.shape[0] // 2, 2)))
+    first = tl.load(pointer + (ats[0] * STRIDE)[:, None] + j, mask=heres[0][:, None] & (j < COUNT), other=0)
+    second = tl.load(pointer + (ats[1] * STRIDE)[:, None] + j, mask=heres[1][:, None] & (j < COUNT), other=0)
+    one, two = _columns(first.to(tl.uint32), P), _columns(second.to(tl.uint32), P)
+    columns = ()
+    for i in tl.static_range(P):
+        columns = columns + (tl.reshape(tl.join(one[i], two[i]), at.shape),)
+    return columns
 
 
 @triton.jit
@@ -63,18 +75,14 @@ def _words(codes, at, here, BYTES: tl.constexpr):
     """A head's bytes as words, a tuple of uint32 [N]; loaded by as many at once as heads are aligned to."""
     words = ()
     if BYTES % 16 == 0:
-        j = tl.arange(0, 4)[None, :]
         for i in tl.static_range(BYTES // 16):
-            row = (codes + i * 16).to(tl.pointer_type(tl.uint32)) + (at * (BYTES // 4))[:, None] + j
-            words = words + _columns(tl.load(row, mask=here[:, None], other=0), 4)
+            part = (codes + i * 16).to(tl.pointer_type(tl.uint32))
+            words = words + _rows(part, at, here, BYTES // 4, 4, 4)
     else:
         EACH: tl.constexpr = 4 if BYTES % 4 == 0 else (2 if BYTES % 2 == 0 else 1)
         UNIT: tl.constexpr = tl.uint32 if EACH == 4 else (tl.uint16 if EACH == 2 else tl.uint8)
         COUNT: tl.constexpr = BYTES // EACH
-        P: tl.constexpr = triton.next_power_of_2(BYTES) // EACH
-        j = tl.arange(0, P)[None, :]
-        row = codes.to(tl.pointer_type(UNIT)) + (at * COUNT)[:, None] + j
-        units = _columns(tl.load(row, mask=here[:, None] & (j < COUNT), other=0).to(tl.uint32), P)
+        units = _rows(codes.to(tl.pointer_type(UNIT)), at, here, COUNT, COUNT, triton.next_power_of_2(BYTES) // EACH)
         for i in tl.static_range((BYTES + 3) // 4):
             word = units[i * (4 // EACH)]
             for k in tl.static_range(1, 4 // EACH):
@@ -107,17 +115,19 @@ def _log(count):
 @triton.jit
 def _radii(radii, at, here, COUNT: tl.constexpr, LOG8: tl.constexpr):
     """Radii as root mean squares, or, LOG8, that by the norm's: pairs (i, i + COUNT / 2), or, odd, each one twice."""
-    P: tl.constexpr = triton.next_power_of_2(COUNT)
-    j = tl.arange(0, P)[None, :]
-    x = tl.load(radii + (at * COUNT)[:, None] + j, mask=here[:, None] & (j < COUNT), other=0)
-    if LOG8:
-        x = (tl.exp2(x.to(tl.float32) * (-1 / 16)) * COUNT**0.5).to(tl.float16).to(tl.uint16, bitcast=True)
-    x = _columns(x.to(tl.uint32), P)
+    x = _rows(radii, at, here, COUNT, COUNT, triton.next_power_of_2(COUNT))
     pairs = ()
     FAR: tl.constexpr = COUNT // 2 if COUNT % 2 == 0 else 0
     for i in tl.static_range(COUNT - FAR):
-        pairs = pairs + (x[i] | (x[i + FAR] << 16),)
+        pairs = pairs + (_radius(x[i], COUNT, LOG8) | (_radius(x[i + FAR], COUNT, LOG8) << 16),)
     return pairs
+
+
+@triton.jit
+def _radius(x, COUNT: tl.constexpr, LOG8: tl.constexpr):
+    if LOG8:
+        x = (tl.exp2(x.to(tl.float32) * (-1 / 16)) * COUNT**0.5).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return x
 
 
 @triton.jit
@@ -131,22 +141,27 @@ def _crossed(values, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _level(words, values, lookup, SET: tl.constexpr, LEVEL: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
-    """The values of the level below, two words for each: times cos, times sin of its codes."""
+def _level(
+    words, values, START: tl.constexpr, lookup, SET: tl.constexpr, LEVEL: tl.constexpr, HALF: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    """The values of the level below, two words for each: times cos, times sin of its codes, from START on."""
     FIRST: tl.constexpr = 10 + 6 * LEVEL
     below = ()
     if SET[FIRST] <= 2:
         cos, sin = tl.load(lookup + SET[FIRST + 4]), tl.load(lookup + SET[FIRST + 4] + 1)
         for i in tl.static_range(len(values)):
-            which = _pair(words, i, HALF, SET, FIRST, COMPILED)
+            which = _pair(words, START + i, HALF, SET, FIRST, COMPILED)
             below = below + (times(values[i], picked(cos, which, COMPILED), COMPILED),)
             below = below + (times(values[i], picked(sin, which, COMPILED), COMPILED),)
     else:
-        for i in tl.static_range((len(values) + 1) // 2):
-            cos, sin = _many(words, 2 * i, min(2 * i + 1, len(values) - 1), HALF, lookup, SET, FIRST, COMPILED)
-            for k in tl.static_range(min(2, len(values) - 2 * i)):
-                below = below + (times(values[2 * i + k], cos[k], COMPILED),)
-                below = below + (times(values[2 * i + k], sin[k], COMPILED),)
+        for i in tl.static_range(0, len(values), 2):
+            cos, sin = _many(
+                words, START + i, START + min(i + 1, len(values) - 1), HALF, lookup, SET, FIRST, COMPILED
+            )
+            for k in tl.static_range(min(2, len(values) - i)):
+                below = below + (times(values[i + k], cos[k], COMPILED),)
+                below = below + (times(values[i + k], sin[k], COMPILED),)
     return below
 
 
@@ -233,8 +248,10 @@ def _bytes(
     SET: tl.constexpr, FIRST: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """A plane's bits of codes I, I + HALF, J, J + HALF, a byte each."""
-    a, b = _byte(I, PLANE, SET, FIRST), _byte(I + HALF, PLANE, SET, FIRST)
-    c, d = _byte(J, PLANE, SET, FIRST), _byte(J + HALF, PLANE, SET, FIRST)
+    a: tl.constexpr = _byte(I, PLANE, SET, FIRST)
+    b: tl.constexpr = _byte(I + HALF, PLANE, SET, FIRST)
+    c: tl.constexpr = _byte(J, PLANE, SET, FIRST)
+    d: tl.constexpr = _byte(J + HALF, PLANE, SET, FIRST)
     one = mixed(
         _bits(words, I, PLANE, UP, SET, FIRST), _bits(words, I + HALF, PLANE, UP, SET, FIRST),
         a % 4 + (4 + b % 4) * 16 + c % 4 * 256 + (4 + d % 4) * 4096, COMPILED,
