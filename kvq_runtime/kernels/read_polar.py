@@ -51,7 +51,7 @@ def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED:
                 words, part, slot * (EACH << (up - DONE)), lookup, SET, LEVELS - 1 - up, SET[3] >> (LEVELS + 1 - up),
                 COMPILED,
             )  # fmt: skip
-        tiles = tiles + (_tile(part, SET[2] // 2),)
+        tiles = tiles + (_tile(part, SET[2] // 2, COMPILED),)
     return tiles, scale
 
 
@@ -302,7 +302,7 @@ def _shift(i, plane, settings, first):
 
 
 @triton.jit
-def _tile(words, COUNT: tl.constexpr):
+def _tile(words, COUNT: tl.constexpr, COMPILED: tl.constexpr):
     """Words of two float16 as a tile [N, 2 · COUNT], zero beyond them."""
     parts = words + (tl.zeros_like(words[0]),) * (COUNT - len(words))
     for step in tl.static_range(_log(COUNT)):
@@ -313,7 +313,10 @@ def _tile(words, COUNT: tl.constexpr):
         parts = less
     low = parts[0].to(tl.uint16).to(tl.float16, bitcast=True)
     high = (parts[0] >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return tl.reshape(tl.join(low, high), (words[0].shape[0], 2 * COUNT))
+    tile = tl.reshape(tl.join(low, high), (words[0].shape[0], 2 * COUNT))
+    if COMPILED:  # impure, so that no operand layout is chosen by what comes before, which would load it word by word
+        tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tl.float16, is_pure=False, pack=2)
+    return tile
 
 
 @triton.jit
