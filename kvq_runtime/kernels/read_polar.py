@@ -40,6 +40,7 @@ def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED:
     DONE: tl.constexpr = RADII % 2 + _log(max(1, SET[0] // len(values)))  # levels that slots share
     for up in tl.static_range(RADII % 2, DONE):
         values = _level(words, values, 0, lookup, SET, LEVELS - 1 - up, SET[3] >> (LEVELS + 1 - up), COMPILED)
+    tl.debug_barrier()
     tiles = ()
     EACH: tl.constexpr = len(values) // SET[0]
     for slot in tl.static_range(tl.constexpr(SET[0])):
@@ -51,8 +52,24 @@ def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED:
                 words, part, slot * (EACH << (up - DONE)), lookup, SET, LEVELS - 1 - up, SET[3] >> (LEVELS + 1 - up),
                 COMPILED,
             )  # fmt: skip
-        tiles = tiles + (_tile(part, SET[2] // 2, COMPILED),)
+        tiles = tiles + (_tile(part, SET[2] // 2),)
+        words = _after(words, part[len(part) - 1], COMPILED)
     return tiles, scale
+
+
+@triton.jit
+def _after(words, value, COMPILED: tl.constexpr):
+    """The same words, but not before the value is known: or the compiler begins all slots at once, and spills."""
+    later = words
+    if COMPILED:
+        zero = tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.f16x2 $0, $1, zero, zero; }", "=r,r", [value], dtype=tl.uint32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        later = ()
+        for i in tl.static_range(len(words)):
+            later = later + (words[i] | zero,)
+    return later
 
 
 @triton.jit
@@ -302,7 +319,7 @@ def _shift(i, plane, settings, first):
 
 
 @triton.jit
-def _tile(words, COUNT: tl.constexpr, COMPILED: tl.constexpr):
+def _tile(words, COUNT: tl.constexpr):
     """Words of two float16 as a tile [N, 2 · COUNT], zero beyond them."""
     parts = words + (tl.zeros_like(words[0]),) * (COUNT - len(words))
     for step in tl.static_range(_log(COUNT)):
@@ -313,10 +330,7 @@ def _tile(words, COUNT: tl.constexpr, COMPILED: tl.constexpr):
         parts = less
     low = parts[0].to(tl.uint16).to(tl.float16, bitcast=True)
     high = (parts[0] >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    tile = tl.reshape(tl.join(low, high), (words[0].shape[0], 2 * COUNT))
-    if COMPILED:  # impure, so that no operand layout is chosen by what comes before, which would load it word by word
-        tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tl.float16, is_pure=False, pack=2)
-    return tile
+    return tl.reshape(tl.join(low, high), (words[0].shape[0], 2 * COUNT))
 
 
 @triton.jit
