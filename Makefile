@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: help env demo test chaos check format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 env: $(VENV)/.installed ## make or update .venv (Python 3.11 or newer)
 

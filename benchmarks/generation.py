@@ -5,12 +5,11 @@ is that of the generated tokens; memory is what was allocated at the most, weigh
 the end. Batches: those asked for, and with "most" the largest power of two that fits. Under "kvq" attention and, on a
 GPU, as a CUDA graph too, where the recipe can.
 
-python benchmarks/generation.py [--models llama-3.1-8b] [--recipes kivi-2bit-g128] [--prompt 16384] [--batches 1,most]
-python benchmarks/generation.py --device cpu --layers 2 --prompt 256: the same, small, on any machine
+python -m benchmarks.generation [--models llama-3.1-8b] [--recipes kivi-2bit-g128] [--prompt 16384] [--batches 1,most]
+python -m benchmarks.generation --device cpu --layers 2 --prompt 256: the same, small, on any machine
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +19,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel, Qwen2Config
 
+from benchmarks.lines import RESULTS, gpu_name, keep
 from kvq_runtime.hf import KVQCache
 
-RESULTS = Path(__file__).parent / "results"
 CONFIGS = {
     "llama-3.1-8b": LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -154,14 +153,12 @@ def main(arguments_given: list[str] | None = None) -> int:
     if not on_gpu and "most" in given.batches:
         print('--batches with "most" needs a GPU, whose memory is the bound; give numbers', file=sys.stderr)
         return 2
-    device = torch.cuda.get_device_name().lower().replace(" ", "-") if on_gpu else "cpu"
-    out = given.out or RESULTS / f"generation-{device}.jsonl"
-    with out.open("w") as file:
-        for name in given.models.split(","):
-            for line in rows(name, random_model(name, given.device, given.layers), given):
-                print(json.dumps(line), flush=True)
-                file.write(json.dumps(line) + "\n")
-                file.flush()
+    found = (
+        line
+        for name in given.models.split(",")
+        for line in rows(name, random_model(name, given.device, given.layers), given)
+    )
+    keep(found, given.out or RESULTS / f"generation-{gpu_name() if on_gpu else 'cpu'}.jsonl")
     return 0
 
 

@@ -13,8 +13,8 @@ here; multiplications on the tensor cores over a matrix product's rate measured 
 compiled (kernels_aot.csv) over four warps' a cycle at the device's top clock. The largest is the bound. Medians, with a
 cold L2 cache: every run reads another copy of the blocks, as many as outgrow it.
 
-python benchmarks/gpu.py [--only attend] [--lengths 2048,...] [--batches 1,8,64] [--out FILE]
-python benchmarks/gpu.py --dry-run: shapes and bytes of every case on any machine
+python -m benchmarks.gpu [--only attend] [--lengths 2048,...] [--batches 1,8,64] [--out FILE]
+python -m benchmarks.gpu --dry-run: shapes and bytes of every case on any machine
 """
 
 import argparse
@@ -23,171 +23,20 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from benchmarks.cases import BATCHES, FAMILIES, LENGTHS, MODELS, Case, Model, built, cases, row
+from benchmarks.clock import L2, bandwidth, tensor_rate, timed
+from benchmarks.lines import RESULTS, gpu_name, keep
 from kvq_runtime import codec
-from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.recipe import preset
 
-RESULTS = Path(__file__).parent / "results"
-FAMILIES = (
-    *("kivi-2bit-g128", "kivi-4bit-g128", "rtn-2bit", "rtn-4bit", "quarot-head-4bit"),
-    *("higgs-head-2bit", "higgs-head-3bit", "higgs-head-4bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit", "polar-3bit"),
-)
-LENGTHS = (2048, 4096, 16384, 32768, 131072)
-BATCHES = (1, 8, 64)
 SWEEP = 0.4  # of the time
-LIMIT = 8 << 30  # bytes of bfloat16 history that a case may stand for
-L2 = 256 << 20  # more than any cache
-
-
-@dataclass(frozen=True)
-class Model:
-    """The attention of one layer."""
-
-    name: str
-    q_heads: int
-    kv_heads: int
-    head_size: int
-
-    @property
-    def geometry(self) -> Geometry:
-        return Geometry(1, self.kv_heads, self.head_size)
-
-
-MODELS = (Model("llama-3.1-8b", 32, 8, 128), Model("qwen2.5-7b", 28, 4, 128))
-
-
-@dataclass(frozen=True)
-class Case:
-    """One decode step: `tokens` in all, the last `window` of them exact."""
-
-    model: Model
-    recipe: str
-    tokens: int
-    batch: int
-    window: int = 192
-
-    @property
-    def blocks(self) -> int:
-        return (self.tokens - self.window) // 128
-
-    def sides(self) -> Recipe:
-        return preset(self.recipe)
-
-    def packed(self) -> int:
-        """Bytes of the encoded blocks, keys and values."""
-        recipe, elements = self.sides(), self.batch * self.blocks * 128 * self.model.geometry.width
-        return round(sum(codec.bits(side, self.model.geometry) for side in (recipe.key, recipe.value)) * elements / 8)
-
-    def exact(self) -> int:
-        """Bytes of window and sinks, keys and values, in 16 bits."""
-        tokens = self.tokens - 128 * self.blocks + self.sides().key.sinks
-        return 4 * self.batch * tokens * self.model.geometry.width
-
-    def dense(self) -> int:
-        """Bytes that attention in 16 bits reads."""
-        return 4 * self.batch * self.tokens * self.model.geometry.width
-
-    def products(self) -> int:
-        """Multiplications and additions on the tensor cores, the query tile padded to 16 rows."""
-        rows = max(16, 1 << (self.model.q_heads // self.model.kv_heads - 1).bit_length())
-        return 4 * self.batch * self.tokens * self.model.geometry.width * rows
-
-
-def cases(models: list[str], recipes: list[str], lengths: list[int], batches: list[int]) -> Iterator[Case]:
-    """Every case that fits."""
-    chosen = [model for model in MODELS if model.name in models]
-    for model, recipe, tokens, batch in itertools.product(chosen, recipes, lengths, batches):
-        case = Case(model, recipe, tokens, batch)
-        if case.dense() <= LIMIT:
-            yield case
-
-
-def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The decode step over random codes: a function of the query (and launch settings)."""
-    from kvq_runtime.kernels import attention, launch, slabs
-    from kvq_runtime.kernels.layout import layout
-
-    geometry, recipe = case.model.geometry, case.sides()
-    sides, alive = [], []
-    for side in (recipe.key, recipe.value):
-        one = layout(side, geometry)
-        assert one is not None, f"{case.recipe} has no kernel"
-        full = [
-            random_slab(side, geometry, case.batch, slabs.SLAB, device) for _ in range(-(-case.blocks // slabs.SLAB))
-        ]
-        alive.append(full)
-        sides.append(attention.Encoded.of(one, slabs.table(full, one.names, len(full), device)))
-    sinks = recipe.key.sinks
-    tokens = case.tokens - 128 * case.blocks
-    shape = (case.batch, tokens, geometry.width)
-    window = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    exact = attention.Exact(*window, *(x[:, :sinks].clone() for x in window))
-    lengths = torch.tensor([case.blocks, 0, tokens], dtype=torch.int32, device=device)
-    starts = torch.zeros(case.batch, dtype=torch.int32, device=device)
-    cut = launch.splits(case.batch * geometry.kv_heads, case.blocks, device)
-
-    def step(q: Tensor, how: Any = None) -> tuple[Tensor, Tensor]:
-        assert alive
-        scale = case.model.head_size**-0.5
-        return attention.attend(q, sides[0], sides[1], exact, lengths, starts, scale, cut, launch=how)
-
-    return step
-
-
-def random_slab(side: Any, geometry: Geometry, batch: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
-    """Fields of the right shapes; time does not depend on the codes."""
-    fields = codec.fields(side, geometry, torch.bfloat16)
-    made = {}
-    for name, (shape, dtype) in fields.items():
-        whole = (batch, blocks, *shape)
-        if dtype == torch.uint8:
-            made[name] = torch.randint(0, 256, whole, dtype=dtype, device=device)
-        else:
-            made[name] = (torch.rand(whole, device=device) * 0.1 + 0.1).to(dtype)
-    return made
-
-
-def timed(calls: list[Callable[[], Any]], repeats: int = 30) -> float:
-    """The median microseconds of a call, each time another of `calls`, as one captured graph each."""
-    graphs = []
-    for call in calls:
-        for _ in range(2):
-            call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        graphs.append(graph)
-    times = []
-    for i in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graphs[i % len(graphs)].replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * begin.elapsed_time(end))
-    return median(times[len(graphs) :] or times)
-
-
-def bandwidth() -> float:
-    """Bytes per second of a copy, read and written."""
-    a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    return 2e6 * a.numel() / timed([lambda: b.copy_(a)])
-
-
-def tensor_rate() -> float:
-    """Float16 operations per second of a large matrix product."""
-    a = torch.randn(8192, 8192, dtype=torch.float16, device="cuda")
-    return 2e6 * 8192**3 / timed([lambda: a @ a], 10)
 
 
 def sdpa(case: Case) -> tuple[float, str]:
@@ -261,15 +110,6 @@ def profile(found: dict[str, Any], case: Case) -> dict[str, Any]:
         torch.cuda.synchronize()
     kernels = {event.key: round(event.self_device_time_total / 10, 1) for event in seen.key_averages()}
     return found | {"what": "profile", "kernels": {name: took for name, took in kernels.items() if took}}
-
-
-def row(case: Case) -> dict[str, Any]:
-    """What a case is, and the bytes it must read."""
-    return {
-        "what": "attend", "model": case.model.name, "recipe": case.recipe, "tokens": case.tokens, "batch": case.batch,
-        "packed_bytes": case.packed(), "exact_bytes": case.exact(), "dense_bytes": case.dense(),
-        "bytes_ratio": round(case.dense() / (case.packed() + case.exact()), 2),
-    }  # fmt: skip
 
 
 def encode(model: Model, recipe: str, half: str) -> dict[str, Any]:
@@ -394,13 +234,7 @@ def main(arguments_given: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no CUDA device; --dry-run prints what would be measured", file=sys.stderr)
         return 1
-    name = torch.cuda.get_device_name().lower().replace(" ", "-")
-    out = given.out or RESULTS / f"gpu-{name}.jsonl"
-    with out.open("w") as file:
-        for line in lines(given):
-            print(json.dumps(line), flush=True)
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+    keep(lines(given), given.out or RESULTS / f"gpu-{gpu_name()}.jsonl")
     return 0
 
 

@@ -4,7 +4,7 @@ What is compiled is what the host code would launch: its launches are recorded, 
 Registers, stack and local memory come from the cubin's resource usage, shared memory from the metadata. Of attention,
 the instructions of the main loop are counted, per element of keys and values and lane, and how many of them multiply,
 see sass.py. A kernel gets worse if it takes more of anything than the table says, with the Triton that the table was
-made with; with any Triton it has to compile, to fit into registers and shared memory, and, attention, not to spill.
+made with; with any Triton it has to compile, to fit into registers and shared memory, and not to spill.
 
 PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME] [--write | --check]
 """
@@ -246,8 +246,7 @@ def worse(name: str, arch: int, taken: dict[str, Any], table: dict, warps: int =
     most = dict(before) if before["triton"] == triton.__version__ else {}
     most["shared"] = min(most.get("shared", SHARED[arch]), SHARED[arch])
     most["registers"] = min(most.get("registers", 255), REGISTERS // (32 * warps))
-    if name.startswith("attend"):
-        most |= {"stack": 0, "local": 0}
+    most |= {"stack": 0, "local": 0}
     return [f"{name}, sm_{arch}: {what} {amount}; at most {most[what]:g}"
             for what, amount in taken.items() if amount != "" and amount > most.get(what, amount)]  # fmt: skip
 

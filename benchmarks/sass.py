@@ -9,19 +9,26 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)[^;]*?(?:0x([0-9a-f]+)\s*)?;")
+PREDICATE, NAME, LAST = r"(?:@!?U?P\w+\s+)?", r"([A-Z][A-Z0-9_]*)((?:\.[A-Z0-9_]+)*)", r"(?:0x([0-9a-f]+)\s*)?"
+LINE = re.compile(rf"/\*([0-9a-f]{{4,}})\*/\s+{PREDICATE}{NAME}[^;]*?{LAST};")
 MULTIPLICATIONS = {"FMUL", "FFMA", "HMUL2", "HFMA2", "FMUL2", "FFMA2", "IMUL"}
 
 
 def instructions(disassembler: Path, cubin: Path) -> list[tuple[int, str, int | None]]:
-    """(address, name, last number) of every instruction."""
+    """(address, name, last number) of every instruction; a product in bfloat16 says so in its name."""
     command = [str(disassembler), "-sass", str(cubin)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [(int(at, 16), name, int(to, 16) if to else None) for at, name, to in LINE.findall(text)]
+    return [
+        (int(at, 16), name + (".BF16" if ".BF16" in more else ""), int(to, 16) if to else None)
+        for at, name, more, to in LINE.findall(text)
+    ]
 
 
 def main_loop(found: list[tuple[int, str, int | None]], turns: int) -> Counter[str]:
-    """Instructions by name of a pass through the largest loop with tensor cores; one inside another turns so often."""
+    """Instructions by name of a pass through the largest loop with float16 products; one inside another turns so often.
+
+    Those in bfloat16 are of what is held exactly.
+    """
     loops = [(to, at) for at, name, to in found if name == "BRA" and to is not None and to < at]
     bodies = {loop: _body(found, *loop) for loop in loops}
     inner = max((loop for loop in loops if _products(bodies[loop])), key=lambda loop: _weight(loop, loops, bodies))

@@ -64,7 +64,7 @@ def add_eval(subparsers: Any) -> None:
     command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
     command.add_argument("--output", metavar="FILE", help="write the records as JSON")
     command.add_argument(
-        "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else under $KVQ_HOME)"
+        "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
     )
 
 

@@ -20,6 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     top.add_argument("--short", action="store_true", help="less text, for a quick check")
     top.add_argument("--json", metavar="FILE", default="build/demo.json", help="where the table goes too")
     args = top.parse_args(argv)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too; read at import
     os.environ.setdefault("KVQ_HOME", str(Path("build/kvq").absolute()))
     begun = time.perf_counter()
     rows = demonstrate(*((24, 2, 512) if args.short else (96, 12, 1024)))

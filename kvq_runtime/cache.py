@@ -6,7 +6,7 @@ what is due (see `flush.py`). A recipe that selects tokens by their attention is
 encodes at the end of a forward pass (see `hitters.py`); one that is fitted online waits for its tokens first (see
 `online.py`).
 
-Knows nothing of transformers: see `hf.py`. Tensors are [B, T, C], all heads side by side.
+Knows nothing of transformers: see `hf/`. Tensors are [B, T, C], all heads side by side.
 """
 
 import math
@@ -18,11 +18,11 @@ from torch import Tensor
 from kvq_runtime import codec as codecs
 from kvq_runtime import shadow, sinks
 from kvq_runtime.attend import Observer, attend
-from kvq_runtime.flush import encode, flush, refuse_nan
+from kvq_runtime.flush import flush, refuse_nan
 from kvq_runtime.fused import Fused, refusal
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.history import History, Pair
-from kvq_runtime.hitters import Hitters
+from kvq_runtime.hitters import Hitters, decide
 from kvq_runtime.memory import MemoryReport
 from kvq_runtime.online import Online
 from kvq_runtime.outliers import Outliers
@@ -136,8 +136,13 @@ class BlockCache:
         keys = self.layers[layer][0]
         if keys.outliers is not None and keys.encoded:
             return shadow.attend(self.history, layer, q_BHTD, mask, scale)
-        out = self.fused.attend(self.history, layer, q_BHTD, mask, scale)
-        return attend(self.history, layer, q_BHTD, mask, scale, self._observer) if out is None else out
+        found = self.fused.attend(self.history, layer, q_BHTD, mask, scale)
+        if found is None:
+            return attend(self.history, layer, q_BHTD, mask, scale, self._observer)
+        out_BHTD, level_BHT = found
+        if self.votes is not None:
+            self.votes.infer(layer, q_BHTD[:, :, -1], level_BHT[..., -1], scale)
+        return out_BHTD
 
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
@@ -171,7 +176,7 @@ class BlockCache:
         last = layer == self._last
         if self.hitters is not None:
             if last:
-                self._select(self.hitters)
+                decide(self.hitters, self.history, layer)
         elif self.online is None or self.online.ready(layer, self._before):
             flush(self.history, layer, self._before)
         for stream in self.layers[layer]:
@@ -186,30 +191,6 @@ class BlockCache:
                 self.online.release()
             self._whole = self._taken == len(self.held)
         self.history.forget(layer, last)
-
-    def _select(self, hitters: Hitters) -> None:
-        """At the end of a forward pass, drop what attention passes by, and encode what it does not, layer by layer."""
-        hitters.commit()
-        if hitters.left(self.timeline.seen) <= hitters.decided:
-            return
-        for layer, pair in self.layers.items():
-            for stream in pair:
-                if stream.sinks_BSC.is_cuda:  # before anything is dropped: that cannot be undone
-                    refuse_nan(layer, stream, self.timeline, stream.window_BTC, stream.encoded)
-        encoded = self.timeline.length - hitters.mass_BW.shape[1]
-        kept_BK, left = hitters.choose()
-        blocks = left // self.recipe.key.block
-        if kept_BK.shape[1] < hitters.mass_BW.shape[1]:
-            first = torch.arange(encoded, device=kept_BK.device).expand(len(kept_BK), -1)
-            self.timeline.drop(torch.cat([first, kept_BK + encoded], 1))
-            for stream in (stream for pair in self.layers.values() for stream in pair):
-                stream.drop(kept_BK)
-        hitters.keep(kept_BK, blocks * self.recipe.key.block)
-        for layer in sorted(self.layers):
-            encode(self.history, layer, (blocks, blocks))
-            for stream in self.layers[layer]:
-                stream.trim()
-            self.history.forget(layer, layer == self._last)
 
     def _arrive(self, layer: int, k_BTC: Tensor) -> tuple[Stream, Stream]:
         """Extend the timeline with the first layer of a forward pass; a pass that stopped midway is undone first."""
@@ -289,20 +270,9 @@ class BlockCache:
                 f"crop to {seen} tokens; {self.recipe.name} has dropped {self.timeline.dropped} of the first "
                 f"{self.hitters.decided}: crop to that many or more, or to 0"
             )
-        self.history.clear()
         self.fused.forget()
-        again, length = 0, max(0, seen - self.timeline.dropped)
-        for layer in sorted(self.layers, reverse=True):
-            cut = {}
-            for half, stream in enumerate(self.layers[layer]):
-                block, rest = divmod(length, stream.side.block)
-                if length < stream.encoded and rest and not stream.keeps(length):
-                    cut[half] = self.history.survivors(layer, half, block)[:, :rest]
-                    again = max(again, rest)
-            for half, stream in enumerate(self.layers[layer]):
-                stream.crop(length, cut.get(half))
-        self.reencoded += again
-        self.history.clear()
+        length = max(0, seen - self.timeline.dropped)
+        self.reencoded += self.history.crop(length)
         self.timeline.crop(length)
         if self.votes is not None:
             self.votes.crop(length)

@@ -35,6 +35,7 @@ references
 
 examples
     kvq recipes                                        what there is to calibrate or use
+    kvq recipes aqua-2bit                              every setting of one
     kvq list                                           what is in your registry
     kvq show qwen2.5-7b-aqua-2bit                      settings, origin, errors, evaluations
     kvq promote qwen2.5-7b-aqua-2bit@1.2.0             make it production
@@ -171,7 +172,9 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--dry-run", action="store_true", help="say what would be removed")
     _where(add("doctor", commands.doctor, "find what is wrong with the registry, and say what to do", "kvq doctor"))
-    add("recipes", commands.recipes, "every recipe that comes with kvq (bits: Qwen2.5-7B)", "kvq recipes --json")
+    text = "every recipe that comes with kvq (bits: Qwen2.5-7B)"
+    command = add("recipes", commands.recipes, text, "kvq recipes aqua-2bit", registry=False)
+    command.add_argument("name", metavar="NAME", nargs="?", help="all settings of this one")
     for command in sorted(metadata.entry_points(group="kvq.commands"), key=lambda command: command.name):
         try:
             command.load()(commands_of)
@@ -181,7 +184,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _adder(subparsers) -> Callable[..., argparse.ArgumentParser]:
-    def add(name: str, run: Callable[[argparse.Namespace], int], idea: str, example: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int], idea: str, example: str, registry: bool = True
+    ) -> argparse.ArgumentParser:
         command = subparsers.add_parser(
             name,
             help=idea,
@@ -190,7 +195,9 @@ def _adder(subparsers) -> Callable[..., argparse.ArgumentParser]:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("--json", action="store_true", help="print JSON")
-        command.add_argument("--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY)")
+        if registry:
+            text = "file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
+            command.add_argument("--registry", metavar="URL", help=text)
         command.set_defaults(run=run)
         return command
 

@@ -3,28 +3,32 @@
 Everything here has shape [N, T, C]: N blocks, T tokens, C channels of all heads. What passes between layers is
 *centred*: without the mean, which `restore` puts back. Encoding works in float32; decoding in bfloat16, with float32
 sums inside matrix products: its rounding is far below the quantizer's, and it is several times faster.
+
+What is stored, and what it costs, is in `contents.py`; the rotations are in `matrices.py`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvq_runtime import chained, rope
+from kvq_runtime.contents import all_specs, bits, fields, specs
 from kvq_runtime.fold import fold
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.kinds import KINDS
+from kvq_runtime.matrices import matrices, places
 from kvq_runtime.ops import dispatch
-from kvq_runtime.recipe import HALVES, KINDS, Half, Recipe, Side
+from kvq_runtime.recipe import HALVES, Half, Recipe
 from kvq_runtime.stages import groups, predict
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.rotate import Basis
 
-Specs = predict.Specs
+__all__ = ["Codec", "Context", "all_specs", "bits", "build", "fields", "specs"]
+
 _CPU = torch.device("cpu")
 
 
@@ -86,7 +90,7 @@ class Codec:
             self._turn, dual = own.get("basis"), own.get("dual", own.get("basis"))
             self.back = None if dual is None else dual.mT
         else:
-            self._turn, self.back = _matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
+            self._turn, self.back = matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
         self.fold = fold(self, device)
 
     @property
@@ -158,7 +162,7 @@ class Codec:
 
     def _quantized(self, x_NRW: Tensor) -> Tensor:
         """Rows encoded and decoded, before any rotation back."""
-        quantize, place = self.side.quantize, _places(self.side.quantize, self._width, self.geometry, x_NRW.device)
+        quantize, place = self.side.quantize, places(self.side.quantize, self._width, self.geometry, x_NRW.device)
         found = quantize.decode(quantize.encode(x_NRW, self.geometry), self._width, self.geometry).float()
         return found if place is None else found[..., place]
 
@@ -220,49 +224,6 @@ class Codec:
         return bits(self.side, self.geometry, dtype)
 
 
-def fields(side: Side, geometry: Geometry, dtype: torch.dtype) -> Specs:
-    """Names, shapes and dtypes of one encoded block of a side; `dtype` is the model's."""
-    rows, width = (side.block, geometry.width) if side.axis == "token" else (geometry.width, side.block)
-    found = side.quantize.fields(rows, width, geometry, dtype)
-    return found if side.correct is None else found | side.correct.fields(side.block, geometry)
-
-
-def bits(side: Side, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
-    """What a stored element of a side costs, in bits, without fitted tensors."""
-    stored = sum(math.prod(shape) * kind.itemsize for shape, kind in fields(side, geometry, dtype).values())
-    return 8 * stored / (side.block * geometry.width)
-
-
-def specs(recipe: Recipe, layer: int, half: Half, geometry: Geometry) -> Specs:
-    """The tensors an artifact holds for one side of one layer: {"predict.weight": (shape, dtype), ...}."""
-    if recipe.online is not None:
-        return {}
-    side = recipe.side(layer, half)
-    keys, below = side.inputs(layer, half)
-    predictor, width, found = side.predictor(layer, half), geometry.width, {}
-    if predictor is not None:
-        found["predict"] = predictor.specs(width * (keys + len(below)), width)
-    if isinstance(side.rotate, Basis):
-        found["rotate"] = side.rotate.specs(width, side.quantize.stored(width))
-    if side.fitted_quantizer:
-        found["quantize"] = side.quantize.specs(width, geometry)
-    if side.feedback is not None:
-        found["feedback"] = side.feedback.specs(geometry)
-    if side.correct is not None:
-        found["correct"] = side.correct.specs()
-    return {f"{stage}.{name}": spec for stage, fields in found.items() for name, spec in fields.items()}
-
-
-def all_specs(recipe: Recipe, geometry: Geometry) -> Specs:
-    """Every tensor of a fitted recipe under its name in the artifact, `layers.{i}.{key|value}.{stage}.{field}`."""
-    return {
-        f"layers.{layer}.{half}.{name}": spec
-        for layer in range(geometry.layers)
-        for half in HALVES
-        for name, spec in specs(recipe, layer, half, geometry).items()
-    }
-
-
 def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> list[tuple[Codec, Codec]]:
     """The codecs of all layers, (keys, values) each, from the tensors of an artifact."""
 
@@ -278,37 +239,3 @@ def _grouped(x_NRW: Tensor, matrix_WV: Tensor) -> Tensor:
     """Each run of W elements times the matrix: V elements in its place."""
     taken, given = matrix_WV.shape
     return (x_NRW.reshape(-1, taken) @ matrix_WV).view(*x_NRW.shape[:-1], x_NRW.shape[-1] // taken * given)
-
-
-@lru_cache(maxsize=64)
-def _places(quantize, width: int, geometry: Geometry, device: torch.device) -> Tensor | None:
-    """Where each element is among the decoded ones; None where it has kept its place."""
-    order = quantize.order(width, geometry)
-    return None if torch.equal(order, torch.arange(width)) else order.argsort().to(device)
-
-
-@lru_cache(maxsize=64)
-def _matrices(
-    rotate, quantize, width: int, geometry: Geometry, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """The rotation before rounding (float32); and the rotation back (bfloat16), its rows in stored order."""
-    order = quantize.order(width, geometry)
-    if rotate is None and torch.equal(order, torch.arange(width)):
-        return None, None
-    turn = rotate.matrix(width, geometry) if rotate is not None else None
-    period = _period(order)
-    size = math.lcm(period, len(turn)) if turn is not None else period
-    full = torch.block_diag(*[turn] * (size // len(turn))) if turn is not None else torch.eye(size)
-    back = full.mT[order[:size]].to(device, torch.bfloat16).contiguous()
-    return (turn.to(device) if turn is not None else None), back
-
-
-def _period(order: Tensor) -> int:
-    """The shortest run after which the stored order repeats itself."""
-    width = len(order)
-    for size in (n for n in range(1, width + 1) if width % n == 0):
-        if torch.equal(
-            order.view(-1, size) - torch.arange(0, width, size)[:, None], order[:size].expand(width // size, -1)
-        ):
-            return size
-    return width

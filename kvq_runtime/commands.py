@@ -11,7 +11,7 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.events import State
 from kvq_runtime.hub import HubRegistry
 from kvq_runtime.local import LocalRegistry
-from kvq_runtime.recipe import presets
+from kvq_runtime.recipe import preset, presets
 from kvq_runtime.reference import Lock, Reference
 from kvq_runtime.registry import Resolved, choose, load_artifact, open_registry, resolve
 from kvq_runtime.table import print_record, print_table
@@ -29,7 +29,10 @@ def list_names(args: Namespace) -> int:
         except (ArtifactError, PermissionError) as error:
             broken = 1
             rows.append({"name": name, "recipe": f"cannot be read: {error}"})
-    print_table(rows, args.json)
+    if rows or args.json:
+        print_table(rows, args.json)
+    else:
+        print(f"{registry.url} is empty; kvq-calibrate publishes artifacts, kvq copy brings those of another registry")
     return broken
 
 
@@ -56,7 +59,11 @@ def show(args: Namespace) -> int:
         record["aliases"] = [alias for alias in state.aliases if state.at(alias) == found.version]
         record["files"] = dict(version.files)
         record["evaluations"] = registry.evaluations(found.sha256, found.name)
-    print_record(record | describe.artifact_record(fitted), args.json)
+    record |= describe.artifact_record(fitted)
+    print_record(record if args.json else describe.brief(record), args.json)
+    for title, rows in ({} if args.json else describe.tables(record)).items():
+        print(f"\n{title}")
+        print_table(rows, json=False)
     return 0
 
 
@@ -205,15 +212,25 @@ def doctor(args: Namespace) -> int:
     else:
         assert isinstance(registry, LocalRegistry)
         found = upkeep.examine(registry)
-    print_table([dataclasses.asdict(finding) for finding in found], args.json)
+    if found or args.json:
+        print_table([dataclasses.asdict(finding) for finding in found], args.json)
+    else:
+        print(f"nothing is wrong with {registry.url}")
     return int(any(finding.level == "fault" for finding in found))
 
 
 def recipes(args: Namespace) -> int:
-    """Every recipe that comes with kvq."""
+    """Every recipe that comes with kvq, a line each; or all settings of one."""
+    if args.name:
+        chosen = preset(args.name)
+        row = describe.recipe_row(chosen, describe.REFERENCE_MODEL)
+        print_record(row | ({"settings": chosen.to_json()} if args.json else {}), args.json)
+        return 0
     known = presets().values()
     rows = [describe.recipe_row(recipe, describe.REFERENCE_MODEL) for recipe in known]
     if args.json:
         rows = [row | {"settings": recipe.to_json()} for row, recipe in zip(rows, known, strict=True)]
+    else:
+        rows = [{name: row[name] for name in ("name", "bits", "fitted", "summary")} for row in rows]
     print_table(rows, args.json)
     return 0

@@ -8,7 +8,13 @@ from kvq_runtime.artifact import Artifact
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.memory import asymptotic_bits
 from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.table import flatten
 
+MEASURED = {  # what a person looks for first in an evaluation, by its place in the record
+    **{"model": "protocol.model.id", "text": "protocol.text.source", "windows": "protocol.windows"},
+    **{"length": "protocol.length", "recent": "protocol.recent", "perplexity": "result.perplexity"},
+    **{"relative": "result.relative", "kl": "result.kl", "top1": "result.top1"},
+}
 REFERENCE_MODEL = Geometry(layers=28, kv_heads=4, head_size=128)  # Qwen2.5-7B
 
 
@@ -22,6 +28,24 @@ def artifact_record(fitted: Artifact) -> dict[str, Any]:
         "tensors": len(fitted.tensors),
         "tensor_bytes": sum(tensor.nbytes for tensor in fitted.tensors.values()),
     }
+
+
+def brief(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What `kvq show` found, without what `tables` makes tables of."""
+    fit = {name: value for name, value in record["fit"].items() if name != "layers"}
+    found = {name: value for name, value in record.items() if name not in ("evaluations", "fit")}
+    return found | ({"fit": fit} if fit else {})
+
+
+def tables(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the parts of it that have rows, by their titles: a line an evaluation, a line a layer of the fit."""
+    measured = [flatten(one) for one in record.get("evaluations", [])]
+    rows = [{name: one[path] for name, path in MEASURED.items() if path in one} for one in measured]
+    given = record["fit"].get("layers")
+    layers = given if isinstance(given, list) else []
+    fit = [{"layer": index} | flatten(layer) for index, layer in enumerate(layers)]
+    found = {"evaluations (--json has all of each)": rows, "fit, by layer": fit}
+    return {title: rows for title, rows in found.items() if rows}
 
 
 def summary(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class FixedStream(Stream):
         if (self._buffer is self._fixed and self._start == sinks) or sinks + live > steady:
             return
         held = self._buffer[:, self._start - sinks : self._stop]
-        if self._fixed is None or len(self._fixed) != self.rows:
+        if self._fixed is None or len(self._fixed) != self.rows or self._fixed.shape[1] < sinks + live:
             self._fixed = self._buffer.new_empty(self.rows, steady, self._buffer.shape[2])
         self._fixed[:, : sinks + live] = held.clone() if self._buffer is self._fixed else held
         self._hold(self._fixed)

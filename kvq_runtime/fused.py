@@ -37,8 +37,8 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     key, value = recipe.at(layer)
     if not dispatch.available():
         return "triton is not installed (pip install 'kvq-runtime[triton]')"
-    if recipe.window is not None or isinstance(recipe.select, Heavy):
-        return "its window follows the attention weights, which the kernel does not hand out"
+    if isinstance(recipe.select, Heavy):
+        return "it keeps tokens by their attention weights, which the kernel does not hand out"
     if isinstance(recipe.select, Chunks):
         return "it reads the chunks that each query asks for"
     if recipe.online is not None:
@@ -88,8 +88,10 @@ class Fused:
         keys, values = (FixedStream(*one, self.max_tokens) for one in zip(codecs, (k_BTC, k_BTC), readers, strict=True))
         return keys, values
 
-    def attend(self, history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
-        """As BlockCache.attend; None where the torch path has to answer.
+    def attend(
+        self, history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """As BlockCache.attend, and log2 Σ 2^s of the scores, [B, query heads, T]; None where torch has to answer.
 
         A mask is taken to be that of the padding announced with this pass; one that was not announced is not the
         kernel's. Nor are padded slots after a row's first real one, or keys before RoPE that do not turn whole, or not
@@ -115,7 +117,7 @@ class Fused:
         turns = self._tables(keys) if self.recipe.position == "pre" else None
         return attention.attend(
             q_BHTD, keys.read, values.read, exact, keys.counts, self._starts_B, scale, splits, turns
-        )[0]
+        )
 
     @property
     def regular(self) -> bool:

@@ -62,6 +62,8 @@ def captured(cache: BlockCache, step: Callable[[], T], record: Record = graph) -
 
 def _recordable(cache: BlockCache) -> list[FixedStream]:
     """All streams of the cache, if its next step can be recorded; else a RuntimeError."""
+    if cache.votes is not None:
+        raise RuntimeError(f"a step of this cache is no graph: the window of {cache.recipe.name} asks the device")
     streams = [stream for pair in cache.layers.values() for stream in pair]
     fixed = [stream for stream in streams if isinstance(stream, FixedStream)]
     if not fixed or len(fixed) < len(streams) or len(cache.layers) < len(cache.held):

@@ -96,6 +96,22 @@ class History:
         sinks.put(stream, self.timeline, tokens, block * stream.side.block)
         return tokens
 
+    def crop(self, length: int) -> int:
+        """Keep the first `length` slots of every layer; how many tokens went back to the window, decoded."""
+        self.clear()
+        again = 0
+        for layer in sorted(self.layers, reverse=True):
+            cut = {}
+            for half, stream in enumerate(self.layers[layer]):
+                block, rest = divmod(length, stream.side.block)
+                if length < stream.encoded and rest and not stream.keeps(length):
+                    cut[half] = self.survivors(layer, half, block)[:, :rest]
+                    again = max(again, rest)
+            for half, stream in enumerate(self.layers[layer]):
+                stream.crop(length, cut.get(half))
+        self.clear()
+        return again
+
     def forget(self, layer: int, last: bool) -> None:
         """Drop what no layer above this one will read in this forward pass."""
         if last:

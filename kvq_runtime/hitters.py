@@ -16,6 +16,8 @@ that came early; an encoded token stays, theirs may be dropped at any step; posi
 import torch
 from torch import Tensor
 
+from kvq_runtime.flush import encode, refuse_nan
+from kvq_runtime.history import History
 from kvq_runtime.stages.select import Heavy
 from kvq_runtime.timeline import Timeline
 
@@ -104,3 +106,32 @@ class Hitters:
     def tensors(self) -> list[Tensor]:
         """What is stored."""
         return [self.mass_BW, self.queries_BW, self.fresh_BW]
+
+
+def decide(hitters: Hitters, history: History, last: int) -> None:
+    """At the end of a forward pass, drop what attention passes by, and encode what it does not, layer by layer.
+
+    last   the highest layer the cache holds
+    """
+    hitters.commit()
+    timeline, block = history.timeline, hitters.block
+    if hitters.left(timeline.seen) <= hitters.decided:
+        return
+    for layer, pair in history.layers.items():
+        for stream in pair:
+            if stream.sinks_BSC.is_cuda:  # before anything is dropped: that cannot be undone
+                refuse_nan(layer, stream, timeline, stream.window_BTC, stream.encoded)
+    encoded = timeline.length - hitters.mass_BW.shape[1]
+    kept_BK, left = hitters.choose()
+    blocks = left // block
+    if kept_BK.shape[1] < hitters.mass_BW.shape[1]:
+        first = torch.arange(encoded, device=kept_BK.device).expand(len(kept_BK), -1)
+        timeline.drop(torch.cat([first, kept_BK + encoded], 1))
+        for stream in (stream for pair in history.layers.values() for stream in pair):
+            stream.drop(kept_BK)
+    hitters.keep(kept_BK, blocks * block)
+    for layer in sorted(history.layers):
+        encode(history, layer, (blocks, blocks))
+        for stream in history.layers[layer]:
+            stream.trim()
+        history.forget(layer, layer == last)

@@ -13,10 +13,10 @@ def print_table(rows: list[dict[str, Any]], json: bool) -> None:
         print("(nothing)")
         return
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[cell(row.get(name)) for name in names] for row in rows]
-    widths = [max(len(line[i]) for line in [names, *cells]) for i in range(len(names))]
+    lines = [[printable(name) for name in names], *([cell(row.get(name)) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
     numeric = [all(_is_number(row.get(name)) for row in rows) for name in names]
-    for line in [names, *cells]:
+    for line in lines:
         padded = [
             text.rjust(w) if right else text.ljust(w) for text, w, right in zip(line, widths, numeric, strict=True)
         ]

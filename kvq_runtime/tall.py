@@ -6,6 +6,7 @@ decode kernel's tile has no room for these: see fused.py.
 Y = B · H · N = G · T rows of queries per KV head.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,8 @@ class _Sums:
         self.top_YN[:, rows] = top_YN
 
 
-def attend(history: History, layer: int, q_BHTD: Tensor, starts_B: Tensor, scale: float) -> Tensor:
-    """As BlockCache.attend, causal, of rows that begin at `starts`; keys and values have the same window."""
+def attend(history: History, layer: int, q_BHTD: Tensor, starts_B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As Fused.attend, causal, of rows that begin at `starts`; keys and values have the same window."""
     keys, values = history.layers[layer]
     (batch, _, count, size), heads = q_BHTD.shape, history.geometry.kv_heads
     q_YND = (q_BHTD.float() * scale).reshape(batch * heads, -1, size)
@@ -63,7 +64,8 @@ def attend(history: History, layer: int, q_BHTD: Tensor, starts_B: Tensor, scale
         slots_BT = starts_B[:, None] + torch.arange(keys.front, device=device)
         add(keys.sinks_BSC, values.sinks_BSC, slots_BT, slots_BT < keys.encoded)
     out = found.sums_YND / found.total_YN.where(found.total_YN > 0, 1.0)[..., None]
-    return out.view(q_BHTD.shape).to(q_BHTD.dtype)
+    level = (found.top_YN + found.total_YN.log()) / math.log(2)
+    return out.view(q_BHTD.shape).to(q_BHTD.dtype), level.view(q_BHTD.shape[:3])
 
 
 def _heads(x_BTC: Tensor, heads: int) -> Tensor:

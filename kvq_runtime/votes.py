@@ -4,12 +4,15 @@ The decision of a forward pass depends on the one that ended where it begins, an
 undone and made again, or cropped away, decides as it did, or has no say. See `stages/window.py` for the rule.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from kvq_runtime.history import History
 from kvq_runtime.stages import window
 from kvq_runtime.stages.window import Dynamic
+from kvq_runtime.stream import Stream
 
 
 class Votes:
@@ -24,10 +27,23 @@ class Votes:
 
         The edge is that of the window as this forward pass leaves it.
         """
-        stream, timeline = self.history.layers[layer][0], self.history.timeline
-        edge = (stream.blocks + stream.due) * stream.side.block
-        found = window.gaps(p_BHGTT[..., -1, :], edge, stream.side.sinks, timeline.real_BT)
+        stream = self.history.layers[layer][0]
+        found = window.gaps(p_BHGTT[..., -1, :], _edge(stream), stream.side.sinks, self.history.timeline.real_BT)
         self._gaps.setdefault(stream.length, {})[layer] = found
+
+    def infer(self, layer: int, q_BHD: Tensor, level_BH: Tensor, scale: float) -> None:
+        """As `hear`, from the newest query and log2 Σ 2^s of its scores: both tokens that count are exact."""
+        stream = self.history.layers[layer][0]
+        real_BT, heads = self.history.timeline.real_BT, self.history.geometry.kv_heads
+        first_B, heard_B = window.edges(_edge(stream), stream.side.sinks, real_BT, q_BHD, stream.length)
+        newest_B = torch.full_like(first_B, stream.length - 1)
+        places_B2 = (torch.stack([newest_B, first_B], 1) - stream.encoded).clamp(min=0)
+        rows_B = torch.arange(len(q_BHD), device=q_BHD.device)
+        k_B2HD = stream.window_BTC[rows_B[:, None], places_B2].float().unflatten(2, (heads, -1))
+        s_BHG2 = q_BHD.float().unflatten(1, (heads, -1)) @ k_B2HD.permute(0, 2, 3, 1) * (scale / math.log(2))
+        p_BHG2 = (s_BHG2 - level_BH.unflatten(1, (heads, -1))[..., None]).exp2()
+        gap_B = (p_BHG2[..., 0] - p_BHG2[..., 1]).mean((1, 2)).where(heard_B, torch.nan)
+        self._gaps.setdefault(stream.length, {})[layer] = gap_B
 
     def decide(self, before: int, count: int) -> None:
         """Set how many recent tokens each stream keeps in a forward pass of `count` tokens after `before`."""
@@ -59,3 +75,8 @@ class Votes:
     def tensors(self) -> list[Tensor]:
         """What is stored per sequence."""
         return [gap_B for gaps in self._gaps.values() for gap_B in gaps.values()]
+
+
+def _edge(stream: Stream) -> int:
+    """The first slot that stays exact."""
+    return (stream.blocks + stream.due) * stream.side.block

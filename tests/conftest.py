@@ -31,6 +31,15 @@ def test_data() -> Path:
     return path
 
 
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A Hub on loopback that this process' client talks to, with a cache of its own."""
+    from hub_client import hub_for
+
+    with hub_for(monkeypatch, tmp_path) as hub:
+        yield hub
+
+
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """One thread, no network, and a registry of the test's own."""

@@ -14,6 +14,9 @@ from huggingface_hub.utils import disable_progress_bars
 
 from kvq_runtime import hub_index
 
+NAME = "tiny-2bit"
+REPO = f"org/{NAME}"
+CARD = {"README.md": b"---\nlibrary_name: kvq\ntags: [kvq]\n---\n# card\n![e](error.png)\n", "error.png": b"png"}
 TOKEN = "hf_" + "canary" * 5  # never to be seen outside a request to the Hub itself
 
 
@@ -74,3 +77,10 @@ def whole(hub: Hub, name: str) -> list[str]:
             data = hub.content(repo, tree[f"versions/{version.version}/{file}"])
             assert (sha256(data).hexdigest(), len(data)) == (entry["sha256"], entry["size"])
     return list(index.state.versions)
+
+
+def tidy(hub: Hub) -> list[str]:
+    """The versions of NAME, of which each has a folder and nothing else has."""
+    tree, found = hub.repos[REPO].at("main").tree, whole(hub, NAME)
+    assert {path.split("/")[1] for path in tree if path.startswith("versions/")} == set(found)
+    return found

@@ -40,12 +40,20 @@ def started(tmp_path_factory):
 
 @pytest.fixture
 def server(started):
-    """That server, in use; the environment of its clients."""
+    """That server, in use; the environment of its clients.
+
+    Prefect sends all events of a process to the server of the first: its senders end with each server's use. Else those
+    of later flows wait for one that is gone, until the process ends.
+    """
+    from prefect.events.worker import EventsWorker
+
     from kvq_calib import flow
 
     url, environment = started
+    EventsWorker.drain_all(timeout=60)
     with flow.temporary_settings({flow.PREFECT_API_URL: url}):
         yield environment
+        EventsWorker.drain_all(timeout=60)
 
 
 def ends(name: str, state) -> None:

@@ -9,25 +9,25 @@ import torch
 pytest.importorskip("triton")
 from transformers import LlamaConfig
 
-from benchmarks import generation, gpu, settings
+from benchmarks import cases, generation, gpu, lines, settings
 from kvq_runtime.kernels import launch
 from kvq_runtime.kernels.layout import layout
 from kvq_runtime.recipe import preset
 
 
 def test_every_family_has_a_kernel_for_every_model():
-    for model in gpu.MODELS:
-        for name in gpu.FAMILIES:
+    for model in cases.MODELS:
+        for name in cases.FAMILIES:
             recipe = preset(name)
             assert layout(recipe.key, model.geometry) is not None and layout(recipe.value, model.geometry) is not None
 
 
 def test_bytes_of_a_case():
-    case = gpu.Case(gpu.MODELS[0], "kivi-2bit-g128", 2048, 2)
+    case = cases.Case(cases.MODELS[0], "kivi-2bit-g128", 2048, 2)
     blocks = (2048 - 192) // 128
     held = 0
     for side in (case.sides().key, case.sides().value):
-        slab = gpu.random_slab(side, case.model.geometry, case.batch, blocks, torch.device("cpu"))
+        slab = cases.random_slab(side, case.model.geometry, case.batch, blocks, torch.device("cpu"))
         held += sum(field.numel() * field.element_size() for field in slab.values())
     assert case.packed() == held
     assert case.dense() == 2 * 2 * 2 * 2048 * 1024
@@ -52,11 +52,11 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", ["kivi-2bit-g128", "higgs-head-2bit"])
 def test_a_step_runs_as_it_is_timed(name):
-    small = gpu.Model("small", 4, 2, 64)
-    case = gpu.Case(small, name, 400, 2, window=16)
+    small = cases.Model("small", 4, 2, 64)
+    case = cases.Case(small, name, 400, 2, window=16)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device=device)
-    out, level = gpu.built(case, device)(q)
+    out, level = cases.built(case, device)(q)
     assert out.shape == q.shape and bool(torch.isfinite(out).all()) and bool(torch.isfinite(level).all())
 
 
@@ -68,9 +68,9 @@ def test_settings_are_stored_and_read(tmp_path, monkeypatch):
     assert {name: launch.Launch(**given) for name, given in stored.items()} == launch.table() | measured
 
 
-@pytest.mark.parametrize("name", gpu.FAMILIES)
+@pytest.mark.parametrize("name", cases.FAMILIES)
 def test_settings_are_tried_from_the_default_on(name):
-    geometry = gpu.MODELS[0].geometry
+    geometry = cases.MODELS[0].geometry
     keys, values = (layout(side, geometry) for side in (preset(name).key, preset(name).value))
     assert keys is not None and values is not None
     hows = settings.candidates(keys, values, 4)
@@ -92,7 +92,7 @@ def test_the_fastest_setting_wins_until_the_deadline(monkeypatch):
 
 def test_settings_are_told_apart():
     """By architecture, head size, how keys and values are read, and the tile of query rows."""
-    geometry, found = gpu.MODELS[0].geometry, set()
+    geometry, found = cases.MODELS[0].geometry, set()
     for name in ("kivi-2bit-g128", "kivi-4bit-g128", "rtn-4bit", "lloyd-4bit", "polar-3bit"):
         keys, values = (layout(side, geometry) for side in (preset(name).key, preset(name).value))
         assert keys is not None and values is not None
@@ -101,9 +101,9 @@ def test_settings_are_told_apart():
 
 
 def test_every_family_has_its_instructions_counted():
-    with (gpu.RESULTS / "kernels_aot.csv").open() as file:
+    with (lines.RESULTS / "kernels_aot.csv").open() as file:
         named = {line["kernel"] for line in csv.DictReader(file) if line["instructions_per_element"]}
-    assert {f"attend {name}" for name in gpu.FAMILIES} <= named
+    assert {f"attend {name}" for name in cases.FAMILIES} <= named
 
 
 def test_generation_measures_every_cache(tmp_path, monkeypatch):
@@ -126,8 +126,8 @@ def test_generation_measures_every_cache(tmp_path, monkeypatch):
 def test_a_step_is_one_graph():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    case = gpu.Case(gpu.MODELS[0], "kivi-2bit-g128", 4096, 1)
-    step = gpu.built(case, torch.device("cuda"))
+    case = cases.Case(cases.MODELS[0], "kivi-2bit-g128", 4096, 1)
+    step = cases.built(case, torch.device("cuda"))
     q = torch.randn(1, 32, 1, 128, dtype=torch.bfloat16, device="cuda")
     wanted = step(q)[0].clone()
     graph = torch.cuda.CUDAGraph()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from feeding import RECIPES, rotary, tensors, turned
+from feeding import RECIPES, anything, feed_in, make, newest, oldest, rotary, tensors, turned
 from models import prompt, random_model
 from parity import DEVICE, error
 from test_generate import padded
@@ -163,8 +163,7 @@ def test_blocks_are_the_same_however_many_are_due(name):
         ("aqua-2bit", "no kernel for its keys"),
         ("svdq-2bit", "no kernel for its keys"),
         ("aqua-klt-1bit", "no kernel for its keys"),
-        ("subkv-2bit", "window follows the attention weights"),
-        ("h2o-higgs-2bit", "window follows the attention weights"),
+        ("h2o-higgs-2bit", "keeps tokens by their attention weights"),
         ("svdq-shadow-2bit", "chunks that each query asks for"),
         ("polar-online", "a codec of its own"),
     ],
@@ -188,7 +187,8 @@ def test_a_recipe_without_a_kernel_takes_the_torch_path():
 def answered(driver: Driver, count: int, mask: Tensor | None) -> Tensor | None:
     """What the kernel, if it is asked, answers to the newest `count` queries."""
     q_BHTD = driver.q[:, :, driver.at - count : driver.at]
-    return driver.cache.fused.attend(driver.cache.history, 0, q_BHTD, mask, SCALE)
+    found = driver.cache.fused.attend(driver.cache.history, 0, q_BHTD, mask, SCALE)
+    return None if found is None else found[0]
 
 
 def test_masks_that_are_not_left_padding():
@@ -218,6 +218,27 @@ def test_a_long_pass_after_a_step():
     driver = Driver(FAMILIES["rtn-2bit"])
     for count in (40, 1, 70, 1):  # 70 tokens have no room where the window is
         driver.check(count) if driver.at else driver.step(count, expected=False)
+
+
+@pytest.mark.parametrize("query, starts", [(newest, None), (oldest, None), (anything, PADDED)])
+def test_a_dynamic_window_hears_the_kernel(query, starts):
+    """What the kernel's log-sum-exp says of the two tokens that count is what the torch path's weights say."""
+    x, recipe = tensors(220, geometry=ONE), RECIPES["subkv-2bit"]
+    real = None if starts is None else torch.arange(220) >= starts[:, None]
+    caches = [make(recipe, ONE), make(recipe, ONE)]
+    for size in (40, 1, 1, 1, 40, 1, 1, 1, 124, 1, 1, 1):
+        for kernel, cache in zip((True, False), caches, strict=True):
+            with dispatch.forced(kernel):
+                feed_in(cache, x, [size], real_BT=real, query=query)
+        one, two = caches
+        assert one.votes is not None and two.votes is not None
+        assert [*map(type, one.layers[0])] == [FixedStream] * 2 and not isinstance(two.layers[0][0], FixedStream)
+        assert [stream.blocks for stream in one.layers[0]] == [stream.blocks for stream in two.layers[0]]
+        for found, wanted in zip(one.votes.tensors, two.votes.tensors, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0.02, atol=2e-4, equal_nan=True)
+    assert one.layers[0][0].blocks > 1
+    with pytest.raises(RuntimeError, match="no graph: the window of subkv-2bit asks the device"):
+        captured(one, lambda: None)
 
 
 def test_the_report_is_what_the_cache_owns():

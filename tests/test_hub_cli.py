@@ -7,7 +7,7 @@ import pytest
 import tiny
 import tiny_artifact
 import yaml
-from hub_client import asked, clear, hub_for
+from hub_client import asked, clear
 
 from kvq_runtime import cli, registry
 
@@ -27,12 +27,6 @@ cache = KVQCache.from_pretrained("tiny-2bit", model=model)
 
 Not evaluated yet: `kvq eval` does that.
 """
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with hub_for(monkeypatch, tmp_path) as hub:
-        yield hub
 
 
 @pytest.fixture

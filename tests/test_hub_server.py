@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from hub_client import TOKEN, asked, clear, hub_for
+from hub_client import TOKEN, asked, clear
 from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
@@ -22,12 +22,6 @@ from huggingface_hub.errors import (
 
 REPO = "org/name"
 LARGE = bytes(range(256)) * 4096
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with hub_for(monkeypatch, tmp_path) as hub:
-        yield hub
 
 
 @pytest.fixture

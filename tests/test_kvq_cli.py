@@ -64,7 +64,7 @@ def test_list(store, kvq, as_json):
 
 
 def test_an_empty_registry_lists_nothing(kvq, as_json):
-    assert as_json("list") == [] and kvq("list") == (0, "(nothing)\n", "")
+    assert as_json("list") == [] and "is empty; kvq-calibrate publishes artifacts" in kvq("list")[1]
     code, _, err = kvq("show", NAME)
     assert code == 3 and "it is empty; kvq-calibrate publishes artifacts" in err
 
@@ -91,7 +91,10 @@ def test_show_has_everything_about_a_version(store, as_json, kvq):
     assert shown["recipe"]["bits"] == pytest.approx(2 + 32 / 8)  # 2 bits, and step and low of 16 per group of 8
     assert as_json("show", f"{NAME}@1.0.0")["files"].keys() == {"README.md", "error.png"}
     code, out, _ = kvq("show", NAME)
-    assert code == 0 and "evaluations.0.result.perplexity" in out and "fit.layers.0.key" in out
+    top, evaluations, fit = (part.splitlines() for part in out.split("\n\n"))
+    assert code == 0 and ["fingerprint.qk_norm", "no"] in [line.split() for line in top]
+    assert [line.split() for line in evaluations[1:]] == [["perplexity"], ["12.5"]]
+    assert fit[1].split()[:2] == ["layer", "key"] and [line.split()[0] for line in fit[2:]] == ["0", "1"]
 
 
 def test_pull_copies_checks_and_locks(store, as_json, kvq, tmp_path):
@@ -170,7 +173,7 @@ def test_diff_shows_only_what_differs(store, as_json, tmp_path):
 
 
 def test_gc_and_doctor(store, as_json, kvq):
-    assert as_json("doctor") == []
+    assert as_json("doctor") == [] and kvq("doctor")[1] == f"nothing is wrong with {store.url}\n"
     path = store.blob(store.put_blob(b"orphan"))
     assert [row["level"] for row in as_json("doctor")] == ["note"]
     assert as_json("gc") == []
@@ -192,7 +195,15 @@ def test_recipes_are_listed_with_what_they_cost(as_json, kvq):
     one = presets["aqua-2bit"]
     every = [Codec(one, i, h, size, {}).bits() for i in range(size.layers) for h in recipe.HALVES]
     assert rows["aqua-2bit"]["bits"] == pytest.approx(sum(every) / len(every), abs=1e-4)
-    assert "aqua-2bit" in kvq("recipes")[1]
+    listed = [line.split()[0] for line in kvq("recipes")[1].splitlines()]
+    assert listed == ["name", *presets]
+
+
+def test_one_recipe_is_shown_with_its_settings(as_json, kvq):
+    assert recipe.Recipe.from_json(as_json("recipes", "aqua-2bit")["settings"]) == recipe.preset("aqua-2bit")
+    assert "linear > hadamard > grid(dim=2 size=16 group=all)" in kvq("recipes", "aqua-2bit")[1]
+    code, _, err = kvq("recipes", "aqua-9bit")
+    assert code == 2 and "aqua-2bit" in err
 
 
 @pytest.mark.parametrize(

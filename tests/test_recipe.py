@@ -190,3 +190,5 @@ def test_inputs_of_a_prediction():
 def test_a_name_that_is_none_is_answered_with_names():
     with pytest.raises(ValueError, match=r"no recipe 'aqua-5bit'; there are .*aqua-2bit"):
         preset("aqua-5bit")
+    with pytest.raises(ValueError, match=r"there are names that begin with aqua, exact, gear"):
+        preset("nosuch")

@@ -2,27 +2,21 @@
 
 import os
 import stat
-import time
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import tiny_artifact as tiny
+from local_store import NAME, event_files, three
 
-from kvq_runtime import artifact, events, files, reference, registry, strict_json, upkeep, versions
+from kvq_runtime import artifact, events, files, registry, upkeep, versions
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.local import LocalRegistry
-
-NAME = "tiny-2bit"
 
 
 @pytest.fixture
 def store(tmp_path) -> LocalRegistry:
     return LocalRegistry(tmp_path / "registry")
-
-
-def event_files(store: LocalRegistry, name: str = NAME) -> list[Path]:
-    return sorted(store.events_folder(name).iterdir())
 
 
 # ---- publish
@@ -147,12 +141,6 @@ def test_a_lost_race_is_decided_again(store):
 # ---- aliases
 
 
-def three(store: LocalRegistry) -> LocalRegistry:
-    for seed in range(3):
-        store.publish(NAME, tiny.data(seed))
-    return store
-
-
 def chosen(store: LocalRegistry, given: str = NAME) -> tuple[str, str]:
     found = registry.resolve(given, store.url)
     return found.version, found.chosen_because
@@ -244,249 +232,6 @@ def test_yanked_versions_are_chosen_only_by_number(store):
         store.yank(NAME, "1.0.0", "  ")
 
 
-# ---- names and paths
-
-CLIMBING = [
-    "../x",
-    "..",
-    "a/../../b",
-    "/etc/passwd",
-    "a/b",
-    "",
-    ".hidden",
-    "A",
-    "a\n",
-    "a\0",
-    "é",
-    "x" * 97,
-    "a.safetensors",
-]
-
-
-@pytest.mark.parametrize("name", CLIMBING)
-def test_a_name_that_is_none_touches_nothing(name, store):
-    for action in (
-        lambda: store.publish(name, tiny.data()),
-        lambda: store.state(name),
-        lambda: store.promote(name, "1.0.0"),
-        lambda: store.yank(name, "1.0.0", "x"),
-    ):
-        with pytest.raises(ValueError, match="name "):
-            action()
-    if not name.endswith(".safetensors"):
-        with pytest.raises(ValueError, match="name "):
-            registry.resolve(name, store.url)
-    assert not store.root.exists()
-
-
-@pytest.mark.parametrize(
-    "given", ["a@", "a@1.0", "a@01.0.0", "a@../b", "a@sha256:12", "a@Production", "a@1.0.0\n", "a@b@c"]
-)
-def test_a_reference_that_is_none_is_refused(given):
-    with pytest.raises(ValueError, match=r"; use "):
-        reference.parse(given)
-
-
-@pytest.mark.parametrize("name", ["../README.md", "a/b", "", ".x", "kvq.safetensors"])
-def test_files_beside_a_version_stay_beside_it(name, store):
-    with pytest.raises(ValueError, match="file name"):
-        store.publish(NAME, tiny.data(), beside={name: b""})
-    assert not store.root.exists()
-
-
-def test_registry_addresses(tmp_path, monkeypatch):
-    assert registry.open_registry(None).root == tmp_path / "kvq-home" / "registry"
-    assert registry.open_registry(f"file://{tmp_path}/a%20b").root == tmp_path / "a b"
-    assert registry.open_registry(str(tmp_path)).root == tmp_path
-    monkeypatch.setenv("KVQ_REGISTRY", f"file://{tmp_path}/other")
-    assert registry.open_registry().root == tmp_path / "other"
-    assert registry.open_registry("hf://org").url == registry.open_registry("hf://org/").url == "hf://org"
-    for url in ("hf://", "hf://a/b", "hf://../x"):
-        with pytest.raises(ValueError, match="organization"):
-            registry.open_registry(url)
-    for url in ("https://example.org/x", "file://host/x"):
-        with pytest.raises(ValueError, match="use file:///folder"):
-            registry.open_registry(url)
-
-
-# ---- events that nobody wrote
-
-GOOD = {"schema": 1, "number": 2, "name": NAME, "at": "2026-01-31T12:00:00Z"}
-EVENTS = {
-    "torn": (b'{"schema":1,"numb', "not the JSON"),
-    "empty": (b"", "not the JSON"),
-    "a list": (b"[]", "schema 1 is meant"),
-    "newer": (
-        GOOD | {"schema": 2, "kind": "yank", "version": "1.0.0", "reason": "x"},
-        "a newer kvq may have written it",
-    ),
-    "true is no schema": (
-        GOOD | {"schema": True, "kind": "yank", "version": "1.0.0", "reason": "x"},
-        "schema 1 is meant",
-    ),
-    "nor is 1.0": (GOOD | {"schema": 1.0, "kind": "yank", "version": "1.0.0", "reason": "x"}, "schema 1 is meant"),
-    "unknown kind": (GOOD | {"kind": "delete", "version": "1.0.0"}, "kind 'delete'"),
-    "unknown key": (GOOD | {"kind": "yank", "version": "1.0.0", "reason": "x", "y": 1}, r"unknown keys \['y'\]"),
-    "other name": (GOOD | {"name": "../x", "kind": "yank", "version": "1.0.0", "reason": "x"}, "in the place of"),
-    "other number": (GOOD | {"number": 3, "kind": "yank", "version": "1.0.0", "reason": "x"}, "in the place of"),
-    "climbing alias": (GOOD | {"kind": "promote", "alias": "../../x", "version": "1.0.0"}, "alias '../../x'"),
-    "climbing version": (GOOD | {"kind": "promote", "alias": "production", "version": "../x"}, "version '../x'"),
-    "climbing digest": (
-        GOOD | {"kind": "publish", "version": "2.0.0", "sha256": "../" + "a" * 61, "size": 1, "files": {}},
-        "sha256 '../",
-    ),
-    "climbing file": (
-        GOOD
-        | {"kind": "publish", "version": "2.0.0", "sha256": "a" * 64, "size": 1}
-        | {"files": {"../../.bashrc": {"sha256": "a" * 64, "size": 1}}},
-        "file name '../../.bashrc'",
-    ),
-    "climbing digest of a file": (
-        GOOD
-        | {"kind": "publish", "version": "2.0.0", "sha256": "a" * 64, "size": 1}
-        | {"files": {"README.md": {"sha256": "/etc/passwd", "size": 1}}},
-        "sha256 '/etc/passwd'",
-    ),
-    "version used twice": (
-        GOOD | {"kind": "publish", "version": "1.0.0", "sha256": "a" * 64, "size": 1, "files": {}},
-        "contradicts those before it: .*other bytes",
-    ),
-    "unknown version": (
-        GOOD | {"kind": "promote", "alias": "production", "version": "9.0.0"},
-        "contradicts.*no version",
-    ),
-    "local time": (GOOD | {"at": "yesterday", "kind": "yank", "version": "1.0.0", "reason": "x"}, "at 'yesterday'"),
-}
-
-
-@pytest.mark.parametrize("given, message", EVENTS.values(), ids=EVENTS.keys())
-def test_a_strange_event_is_refused_and_named(given, message, store):
-    store.publish(NAME, tiny.data())
-    path = store.events_folder(NAME) / "00000002.json"
-    path.write_bytes(given if isinstance(given, bytes) else strict_json.dumps(given).encode())
-    for action in (lambda: registry.resolve(NAME, store.url), lambda: store.publish(NAME, tiny.data(1))):
-        with pytest.raises(ArtifactError, match=f"{path}: event: .*{message}"):
-            action()
-    with pytest.raises(ArtifactError, match=str(path)):  # what it names is not known: nothing may be removed
-        upkeep.collect(store, grace=0)
-    faults = [finding for finding in upkeep.examine(store) if finding.level == "fault"]
-    assert faults and all(finding.advice for finding in faults)
-
-
-def test_an_event_that_is_a_link_is_refused(store, tmp_path):
-    store.publish(NAME, tiny.data())
-    (tmp_path / "elsewhere.json").write_bytes(event_files(store)[0].read_bytes())
-    event_files(store)[0].unlink()
-    (store.events_folder(NAME) / "00000001.json").symlink_to(tmp_path / "elsewhere.json")
-    with pytest.raises(ArtifactError, match="symbolic link"):
-        registry.resolve(NAME, store.url)
-
-
-def test_a_missing_event_is_an_error_and_not_an_older_state(store):
-    three(store)
-    event_files(store)[1].unlink()
-    with pytest.raises(ArtifactError, match=r"00000002\.json: event: missing"):
-        store.state(NAME)
-
-
-# ---- damaged blobs, locks
-
-
-def reseal(store: LocalRegistry, mutant: bytes, tmp_path: Path) -> Path:
-    """Make registry and lock say that the mutant is what was published."""
-    digest = store.put_blob(mutant)
-    for path in event_files(store):
-        path.unlink()
-    change = events.Publish("1.0.0", digest, len(mutant))
-    first = store.events_folder(NAME) / "00000001.json"
-    first.write_bytes(events.Event(1, NAME, "2026-01-31T12:00:00Z", change).to_bytes())
-    lock = tmp_path / "kvq.lock"
-    reference.write_lock(lock, reference.Lock(NAME, store.url, NAME, "1.0.0", digest, len(mutant)))
-    return lock
-
-
-def test_registry_and_lock_resealed_to_a_mutant_do_not_help_it(store, tmp_path):
-    good = tiny.data()
-    store.publish(NAME, good)
-    about, entries, _ = tiny.parts(good)
-    head = strict_json.dumps({"__metadata__": {"kvq": strict_json.dumps(about)}, **entries}).encode()
-    name = f'"{tiny.WEIGHT}"'.encode()
-    mutants = {
-        "header: .*truncated": good[:-1],
-        "content: ": good[:-1] + bytes([good[-1] ^ 1]),
-        "tensors: foreign": tiny.resealed({"layers.0.key.predict.spy": tiny.tiny().tensors[tiny.WEIGHT]}),
-        "tensors: .* is expected": tiny.resealed({tiny.WEIGHT: tiny.tiny().tensors[tiny.WEIGHT].view(8, 32)}),
-        "finite: ": tiny.resealed({tiny.WEIGHT: tiny.tiny().tensors[tiny.WEIGHT] / 0}),
-        "schema: ": tiny.resealed(schema=99),
-        "header: tensor name '../../x'": tiny.with_header(head.replace(name, b'"../../x"'), tiny.parts(good)[2]),
-        "header: 1073741824 bytes long": (1 << 30).to_bytes(8, "little") + good[8:],
-    }
-    for message, mutant in mutants.items():
-        lock = reseal(store, mutant, tmp_path)
-        with pytest.raises(ArtifactError, match=message):
-            registry.load_artifact(NAME, store.url)
-        with pytest.raises(ArtifactError, match=message):
-            registry.load_artifact(NAME, store.url, lock)
-
-
-def test_a_damaged_blob_is_refused_and_mended_by_publishing_it_again(store):
-    data = tiny.data()
-    path = store.blob(store.publish(NAME, data).sha256)
-    path.chmod(0o644)
-    path.write_bytes(tiny.data(1))
-    with pytest.raises(ArtifactError, match="sha256: the file has"):
-        registry.load_artifact(NAME, store.url)
-    with pytest.raises(ArtifactError, match="name yours with --version"):
-        store.publish(NAME, tiny.data(2))
-    assert store.publish(NAME, data).version == "1.0.0"
-    assert artifact.to_bytes(registry.load_artifact(NAME, store.url)) == data
-    path.unlink()
-    path.symlink_to("/dev/zero")
-    with pytest.raises(ArtifactError, match="symbolic link"):
-        registry.load_artifact(NAME, store.url)
-
-
-def test_a_lock_pins_what_the_reference_meant(store, tmp_path):
-    three(store)
-    found = registry.resolve(NAME, store.url)
-    lock = tmp_path / "kvq.lock"
-    reference.write_lock(lock, reference.Lock(NAME, store.url, NAME, found.version, found.sha256, found.size))
-    store.promote(NAME, "1.0.0")
-    assert registry.resolve(NAME, store.url).version == "1.0.0"
-    pinned = registry.resolve(NAME, lock=lock)  # the registry is the lock's, too
-    assert (pinned.version, pinned.sha256, pinned.chosen_because) == ("1.0.2", found.sha256, f"pinned by {lock}")
-    with pytest.raises(ArtifactError, match=f"lock: .* pins {NAME}, not {NAME}@1.0.0"):
-        registry.resolve(f"{NAME}@1.0.0", store.url, lock)
-    copy = tmp_path / "kvq.safetensors"
-    copy.write_bytes(tiny.data(2))
-    registry.load_artifact(copy, lock=lock)
-    copy.write_bytes(tiny.data(1))
-    with pytest.raises(ArtifactError, match=r"lock: .*kvq\.safetensors has sha256 .* pins"):
-        registry.load_artifact(copy, lock=lock)
-    with pytest.raises(NotFound, match=r"no such file; kvq pull REFERENCE --lock"):
-        registry.resolve(NAME, lock=tmp_path / "none.lock")
-
-
-LOCK = {"reference": NAME, "registry": "file:///x", "name": NAME, "version": "1.0.0", "sha256": "a" * 64, "size": 1}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"name": "../x"}, "name '../x'"),
-        ({"sha256": "../" + "a" * 61}, "sha256 '../"),
-        ({"version": "latest"}, "version 'latest'"),
-        ({"size": "1"}, "size must be a whole number"),
-        ({"command": "rm"}, r"unknown keys \['command'\]"),
-    ],
-)
-def test_a_strange_lock_is_refused(change, message, tmp_path):
-    path = tmp_path / "kvq.lock"
-    path.write_text(strict_json.dumps(LOCK | change))
-    with pytest.raises(ArtifactError, match=f"lock: {path}: .*{message}"):
-        reference.read_lock(path)
-
-
 # ---- evaluations
 
 
@@ -514,87 +259,3 @@ def test_evaluations_are_records_that_never_change(store):
     with pytest.raises(ArtifactError, match="evaluation: sha256 is"):
         store.evaluations(record(store)["artifact"])
     assert [finding.path for finding in upkeep.examine(store) if finding.level == "fault"] == [str(path)]
-
-
-# ---- gc and doctor
-
-
-def age(path: Path, hours: float = 48) -> Path:
-    past = time.time() - hours * 3600
-    os.utime(path, (past, past))
-    return path
-
-
-def test_gc_removes_only_what_is_old_and_unnamed(store):
-    store.publish(NAME, tiny.data(), beside={"README.md": b"card"})
-    named = [age(path) for path in sorted((store.root / "blobs" / "sha256").iterdir())]
-    orphan, young = store.blob(store.put_blob(b"orphan")), store.blob(store.put_blob(b"young"))
-    torn = store.root / "tmp" / ".1-2.tmp"
-    torn.write_bytes(b"half")
-    age(orphan), age(torn)
-    assert upkeep.collect(store, dry_run=True) == [torn, orphan]
-    assert torn.exists() and orphan.exists()
-    assert upkeep.collect(store) == [torn, orphan]
-    assert all(path.exists() for path in [*named, young]) and not torn.exists() and not orphan.exists()
-    assert upkeep.collect(store, grace=0) == [young]
-    registry.load_artifact(NAME, store.url)
-
-
-def test_gc_gives_a_blob_back_that_was_named_meanwhile(store, monkeypatch):
-    store.publish("other", tiny.data(0))
-    data = tiny.data(1)
-    orphan = age(store.blob(store.put_blob(data)))
-    real, looked = upkeep.named_blobs, []
-
-    def named(given):
-        found = real(given)
-        if not looked:  # an event names the blob between the two looks
-            looked.append(1)
-            change = events.Publish("1.0.0", orphan.name, len(data))
-            store.change(NAME, lambda state: None if state.versions else change)
-        return found
-
-    monkeypatch.setattr(upkeep, "named_blobs", named)
-    assert upkeep.collect(store) == []
-    assert artifact.to_bytes(registry.load_artifact(NAME, store.url)) == data
-
-
-def test_gc_finishes_what_a_killed_gc_left(store):
-    data = tiny.data()
-    path = store.blob(store.publish(NAME, data).sha256)
-    path.rename(age(path).parent.parent.parent / "tmp" / f".{path.name}.tmp")
-    upkeep.collect(store)
-    assert path.read_bytes() == data
-
-
-def test_doctor_names_every_damage_and_says_what_to_do(store):
-    assert upkeep.examine(store) == []
-    three(store)
-    store.publish("gone", tiny.data(5))
-    assert upkeep.examine(store) == []
-    blobs = {version.version: store.blob(version.sha256) for version in store.state(NAME).versions.values()}
-    blobs["1.0.0"].unlink()
-    blobs["1.0.1"].chmod(0o644)
-    blobs["1.0.1"].write_bytes(b"rot")
-    event_files(store)[1].unlink()
-    (store.events_folder(NAME) / "notes.txt").write_text("x")
-    (store.root / "names" / "Bad Name").mkdir()
-    (store.root / "tmp" / ".torn.tmp").write_bytes(b"")
-    found = {(finding.level, Path(finding.path).name): finding for finding in upkeep.examine(store)}
-    assert set(found) == {
-        ("fault", "00000002.json"),
-        ("fault", "notes.txt"),
-        ("fault", "Bad Name"),
-        ("fault", blobs["1.0.0"].name),
-        ("note", blobs["1.0.1"].name),  # its event is the one that is missing: whose it is is not known
-        ("note", ".torn.tmp"),
-    }
-    assert "may name it" in found["note", blobs["1.0.1"].name].advice
-    assert all(finding.advice for finding in found.values())
-
-
-def test_doctor_sees_a_wrong_digest(store):
-    path = store.blob(store.publish(NAME, tiny.data(), beside={"README.md": b"card"}).files["README.md"]["sha256"])
-    path.chmod(0o644)
-    path.write_bytes(b"CARD")
-    assert [(f.level, f.path) for f in upkeep.examine(store)] == [("fault", str(path))]

@@ -49,8 +49,8 @@ def angles(
 
 
 def _fits(turn: Tensor) -> bool:
-    """Whether a rotation is a tile of a matrix product."""
-    return len(turn) >= 16 and not len(turn) & (len(turn) - 1)
+    """Whether a rotation is a tile of a matrix product, and lies in shared memory whole."""
+    return len(turn) in (16, 32, 64, 128)
 
 
 def _packed(x: Tensor, count: int, bits: int, turn: Turn, encode: Callable):

@@ -34,7 +34,7 @@ def launch(x: Tensor, dim: int, size: int, stored: int, signs: Tensor | None = N
     scale = torch.empty(shape, dtype=torch.float16, device=x.device)
     x, (second, third), strides = strided(x)
     padded = triton.next_power_of_2(count)
-    rows, grid = programs(scale.numel(), padded * dim)
+    rows, grid = programs(scale.numel(), padded * dim, matrix)
     turn = signs if signs is not None else matrix
     run = 1 if turn is None else len(turn)
     if scale.numel():

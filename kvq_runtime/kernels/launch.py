@@ -60,11 +60,21 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
     if _how(keys) == "turning" or (keys.read is None and size > 128):
         return Launch(warps=min(8, 4 * many))
     read = [side for side in (keys, values) if side.read is not None]
-    narrow, gathers = min(side.settings[1] for side in read) <= 16, any(_how(side) == "codebook" for side in read)
-    tile = 64
-    if gathers and (narrow or size > 128 or many > 1):
-        tile = 16 if min(side.settings[1] for side in read) < 16 else 32
-    return Launch(tile, warps=min(8, (1 if narrow else 2) * many))
+    columns = min(side.settings[1] for side in read)
+    if any(_how(side) == "codebook" for side in read):
+        return _gathering(columns, size, many)
+    if keys.read is None or size > 128 or columns <= 16 or max(side.settings[7] for side in read) == 8:
+        return Launch(warps=min(8, (1 if columns <= 16 else 2) * many))
+    return Launch(warps=8) if many == 8 else Launch(tile=min(128, 256 // many), warps=2 if many == 1 else 4)
+
+
+def _gathering(columns: int, size: int, many: int) -> Launch:
+    """The default where codes are looked up."""
+    if columns <= 16:
+        return Launch(tile=32 if columns == 16 else 16, warps=many)
+    if size > 128:
+        return Launch(tile=32, warps=min(8, 2 * many))
+    return Launch(warps=2) if many == 1 else Launch(tile=max(32, 128 // many), warps=4)
 
 
 def splits(programs: int, blocks: int, device: torch.device) -> int:

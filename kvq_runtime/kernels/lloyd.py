@@ -35,7 +35,7 @@ def launch(
     centroids = centroids.bfloat16().float()  # as the stage looks them up
     x, (second, third), strides = strided(x)
     padded = triton.next_power_of_2(size)
-    rows, grid = programs(found.numel(), padded)
+    rows, grid = programs(found.numel(), padded, matrix)
     turn = signs if signs is not None else matrix
     run = 1 if turn is None else len(turn)
     if found.numel():

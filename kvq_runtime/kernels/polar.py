@@ -85,7 +85,7 @@ def _launch(
     n = x.numel() // count
     x, (second, third), strides = strided(x)
     padded = triton.next_power_of_2(count)
-    rows, grid = programs(n, padded)
+    rows, grid = programs(n, padded, matrix)
     turn = signs if signs is not None else matrix
     run = 1 if turn is None else len(turn)
     if n:

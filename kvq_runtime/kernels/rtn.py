@@ -30,7 +30,7 @@ def launch(x: Tensor, bits: int, stored: int, ends: bool, signs: Tensor | None =
     low = torch.empty_like(step) if ends else None
     x, (second, third), strides = strided(x)
     padded = triton.next_power_of_2(size)
-    rows, grid = programs(step.numel(), padded)
+    rows, grid = programs(step.numel(), padded, matrix)
     turn = signs if signs is not None else matrix
     run = 1 if turn is None else len(turn)
     if step.numel():

@@ -14,9 +14,10 @@ from torch import Tensor
 TILE = 4096  # elements of a program
 
 
-def programs(rows: int, padded: int) -> tuple[int, tuple[int]]:
-    """(rows of a program, grid) for so many rows of a padded size."""
-    each = max(1, min(TILE // padded, triton.next_power_of_2(max(rows, 1))))
+def programs(rows: int, padded: int, matrix: Tensor | None = None) -> tuple[int, tuple[int]]:
+    """(rows of a program, grid) for so many rows of a padded size; half as many beside a matrix, or registers spill."""
+    tile = TILE if matrix is None else TILE // 2
+    each = max(1, min(tile // padded, triton.next_power_of_2(max(rows, 1))))
     return each, (triton.cdiv(rows, each),)
 
 

@@ -1,6 +1,6 @@
 """Quantize by the nearest point of a grid that is optimal for Gaussian vectors: HIGGS's quantizer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar
@@ -11,10 +11,11 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import grid, lookup, pack
 from kvq_runtime.stages import groups
+from kvq_runtime.stages.looked_up import LookedUp
 
 
 @dataclass(frozen=True)
-class Grid:
+class Grid(LookedUp):
     """Encode `dim` elements by one of `size` points, log2(size)/dim bits per element, with one scale per group.
 
     dim, size   2 with 16, 64 or 256 (2, 3, 4 bits); 4 with 64 or 256 (1.5, 2 bits); 8 with 256 (1 bit)
@@ -55,27 +56,10 @@ class Grid:
         codes, scale = grid.encode(x, self.dim, self.size)
         return {"codes": pack.pack(codes, self.bits), "scale": scale}
 
-    def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
-        """Decode to float32 [..., rows, width] in stored order (see `order`)."""
-        return groups.scaled(self.lookup(fields, width, geometry), fields["scale"])
-
-    def lookup(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
-        """Look codes up, bf16, without their scale: one gather of d, or 2 d, elements per index."""
-        codes = fields["codes"]
-        read = self._reader(width, geometry, torch.bfloat16, codes.device)
-        return read(codes).view(*codes.shape[:-2], width)
-
-    def reader(self, width: int, geometry: Geometry, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """What makes codes what a group's scale multiplies: float32, a row's elements in stored order."""
-        return self._reader(width, geometry, torch.float32, device)
-
-    def ends(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, None]:
-        """The scale of the groups, and no low end."""
-        return fields["scale"], None
-
     def _reader(
         self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Tensor], Tensor]:
+        """One gather gives d elements, or 2 d where a byte holds two codes."""
         count = self._group(width, geometry) // self.dim
         paired = self._paired(count)
         read = partial(lookup.take, _table(self.dim, self.size, paired, dtype, device), dtype=dtype)

@@ -1,6 +1,6 @@
 """Quantize every element by the Lloyd–Max codebook of a sphere's coordinates: TurboQuant's quantizer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar, Literal
@@ -11,10 +11,11 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import lloyd, lookup, pack
 from kvq_runtime.stages import groups
+from kvq_runtime.stages.looked_up import LookedUp
 
 
 @dataclass(frozen=True)
-class Lloyd:
+class Lloyd(LookedUp):
     """Encode to `bits` per element, with one scale per vector; meant to follow a rotation of the whole vector.
 
     bits    1, 2, 3 or 4
@@ -64,27 +65,10 @@ class Lloyd:
                 scale = torch.linalg.vecdot(x, chosen) / norm.square()
         return {"codes": pack.pack(codes, self.bits), "scale": scale.half()}
 
-    def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
-        """Decode to float32 [..., rows, width] in stored order (see `order`)."""
-        return groups.scaled(self.lookup(fields, width, geometry), fields["scale"])
-
-    def lookup(self, fields: dict[str, Tensor], width: int, geometry: Geometry) -> Tensor:
-        """Look codes up, bf16, without their scale: all codes of a byte by one index where they fill it."""
-        codes = fields["codes"]
-        read = self._reader(width, geometry, torch.bfloat16, codes.device)
-        return read(codes).view(*codes.shape[:-2], width)
-
-    def reader(self, width: int, geometry: Geometry, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """What makes codes what a group's scale multiplies: float32, a row's elements in stored order."""
-        return self._reader(width, geometry, torch.float32, device)
-
-    def ends(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, None]:
-        """The scale of the groups, and no low end."""
-        return fields["scale"], None
-
     def _reader(
         self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Tensor], Tensor]:
+        """All codes of a byte are read by one index where they fill it."""
         size = self._group(width, geometry)
         together = self._together(size)
         read = partial(lookup.take, _table(size, self.bits, together, dtype, device), dtype=dtype)

@@ -34,26 +34,32 @@ class Dynamic:
         return recent + self.blocks * block
 
 
-def gaps(p_BHGT: Tensor, edge: int, sinks: int, real_BT: Tensor | None) -> Tensor:
-    """A_new - A_edge of each row, means over heads: float32 [B], NaN for a row that has no say.
+def edges(edge: int, sinks: int, real_BT: Tensor | None, like: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Each row's edge among `length` slots, int64 [B], and whether it has a say, bool [B].
 
-    p_BHGT  the newest query's weights; on tokens that padding hides they are never looked at
     edge    the first slot that stays exact; a row's edge is its first real token from there on that is no sink
+    like    of B rows, where the result shall be
 
     A row has no say if its newest token is padding, or its edge is not older than its newest token.
     """
-    newest, (batch, heads, group, _) = p_BHGT.shape[-1] - 1, p_BHGT.shape
+    newest = length - 1
     if real_BT is None:
-        edge = max(edge, sinks)
-        if edge >= newest:
-            return p_BHGT.new_full((batch,), torch.nan)
-        return (p_BHGT[..., newest] - p_BHGT[..., edge]).mean((1, 2))
+        first_B = torch.full((len(like),), max(edge, sinks), device=like.device)
+        return first_B.clamp(max=newest), first_B < newest
     able_BT = real_BT & (real_BT.cumsum(1) > sinks)
     able_BT[:, :edge] = False
     first_B = able_BT.int().argmax(1)
-    p_BHG = p_BHGT.gather(-1, first_B.view(-1, 1, 1, 1).expand(-1, heads, group, 1))[..., 0]
-    heard_B = able_BT[:, newest] & (first_B < newest)
-    return (p_BHGT[..., newest] - p_BHG).mean((1, 2)).where(heard_B, torch.nan)
+    return first_B, able_BT[:, newest] & (first_B < newest)
+
+
+def gaps(p_BHGT: Tensor, edge: int, sinks: int, real_BT: Tensor | None) -> Tensor:
+    """A_new - A_edge of each row, means over heads: float32 [B], NaN for a row that has no say; see `edges`.
+
+    p_BHGT  the newest query's weights; on tokens that padding hides they are never looked at
+    """
+    first_B, heard_B = edges(edge, sinks, real_BT, p_BHGT, p_BHGT.shape[-1])
+    p_BHG = p_BHGT.gather(-1, first_B.view(-1, 1, 1, 1).expand(*p_BHGT.shape[:3], 1))[..., 0]
+    return (p_BHGT[..., -1] - p_BHG).mean((1, 2)).where(heard_B, torch.nan)
 
 
 def keep(gaps_LB: Tensor) -> bool:

@@ -1,108 +1,27 @@
-"""Serve a compressed cache as a transformers Cache. The only file that imports transformers.
-
-transformers hands a cache keys (after RoPE), values and the layer's number, nothing else. What a recipe needs beside
-them, padding, positions, the cos and sin in use, comes through forward pre-hooks that `KVQCache(model=...)` puts on the
-model once. They act only when `past_key_values` is a KVQCache. No model file is touched.
-
-Under `model.set_attn_implementation("kvq")` a step attends to the packed blocks as they lie, and queries and weights
-are there for recipes that need them. Under any other attention the cache hands out decoded tensors.
-"""
+"""Serve the compressed cache of a whole model to transformers, and have the model tell it what it needs."""
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvq_runtime import fingerprint, registry
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.hf.layer import KVQLayer
+from kvq_runtime.hf.model import attention_modules, fingerprint_of, geometry_of, rotary_of
 from kvq_runtime.memory import MemoryReport
 from kvq_runtime.recipe import OURS, Recipe, preset
-from kvq_runtime.rope import Rotary
 from kvq_runtime.stages.select import Chunks
 
 _VARYING_ROPE = ("dynamic", "longrope")  # their frequencies change with the length of the text
 _hooked: WeakSet[nn.Module] = WeakSet()
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """What our attention finds on the keys of a layer that has taken them in."""
-
-    blocks: BlockCache
-    layer: int
-    first: bool
-
-
-class KVQLayer(CacheLayerMixin):
-    """One layer's view of the shared BlockCache."""
-
-    is_sliding = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, blocks: BlockCache, index: int):
-        super().__init__()
-        self.blocks, self.index = blocks, index
-        self.attended = False  # whether our own attention reads what `update` takes in
-        self._turns = {first: _Turn(blocks, index, first) for first in (True, False)}
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: streams are made at the first update."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Take in keys and values [B, H, T, D] and return all of them, history decoded.
-
-        Under our own attention the new ones are returned, with a mark by which it finds the others.
-        """
-        first = self.index not in self.blocks.layers
-        self.is_initialized = True
-        k_BTC, v_BTC = key_states.transpose(1, 2).flatten(2), value_states.transpose(1, 2).flatten(2)
-        if k_BTC.requires_grad or v_BTC.requires_grad:
-            k_BTC, v_BTC = k_BTC.detach(), v_BTC.detach()
-        if self.attended:
-            self.blocks.take(self.index, k_BTC, v_BTC)
-            key_states = key_states.view_as(key_states)  # the mark stays off the caller's tensor
-            key_states._kvq = self._turns[first]  # type: ignore[attr-defined]
-            return key_states, value_states
-        keys, values = self.blocks.update(self.index, k_BTC, v_BTC)
-        if first:
-            return key_states, value_states
-        heads = key_states.shape[1]
-        return keys.unflatten(-1, (heads, -1)).transpose(1, 2), values.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-    def get_seq_length(self) -> int:
-        """Tokens that every layer has seen, held or not: those of a forward pass that stopped midway do not count."""
-        return self.blocks.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys that the next query meets, offset of the first)."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No bound."""
-        return -1
-
-    @property
-    def batch_size(self) -> int:
-        """Rows held, or -1 before the first update."""
-        return self.blocks.layers[self.index][0].rows if self.index in self.blocks.layers else -1
-
-    def offload(self) -> None:
-        """Refused: the packed cache stays on its device."""
-        raise RuntimeError("a KVQCache is not offloaded: it is small already; use offloading=False")
-
-    prefetch = offload
 
 
 class KVQCache(Cache):
@@ -228,7 +147,7 @@ class KVQCache(Cache):
             real = mask[:, -positions_BT.shape[-1] :].bool()
         turning, turned = None, "positions" in self.blocks.recipe.needs
         if turned and cos_sin is not None and positions_BT is not None:
-            turning = _rotary(rotary, cos_sin, positions_BT)
+            turning = rotary_of(rotary, cos_sin, positions_BT)
         self.blocks.timeline.announce(real, positions_BT if turned else None, turning)
 
     def reset(self) -> None:
@@ -268,73 +187,6 @@ class KVQCache(Cache):
                 getattr(layer, method)(*args)
 
 
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend to a KVQCache's packed blocks; to any other keys and values as `sdpa` does.
-
-    The first forward pass attends to its own exact keys and values, so it is `sdpa`'s too, unless the recipe needs the
-    weights.
-    """
-    turn: _Turn | None = getattr(key, "_kvq", None)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if turn is None or (turn.first and turn.blocks.hitters is None):
-        out = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
-    else:
-        out = turn.blocks.attend(turn.layer, query, attention_mask, scale).transpose(1, 2).contiguous()
-    if turn is not None and turn.first and turn.blocks.votes is not None:  # sdpa hands out no weights
-        last = None if attention_mask is None else attention_mask[:, :, -1:]
-        turn.blocks.attend(turn.layer, query[:, :, -1:], last, scale)
-    if turn is not None:
-        turn.blocks.hear(turn.layer, query)
-        turn.blocks.finish(turn.layer)
-    return out, None
-
-
-AttentionInterface.register("kvq", attention)
-AttentionMaskInterface.register("kvq", sdpa_mask)
-
-
-def geometry_of(model: PreTrainedModel) -> Geometry:
-    """The shape of a loaded model's cache."""
-    config = model.config.get_text_config(decoder=True)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Geometry(config.num_hidden_layers, config.num_key_value_heads or config.num_attention_heads, head_size)
-
-
-def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
-    """The fingerprint of a loaded model: shape, RoPE, and a probe of its key and value projections."""
-    attention = _attention(model)
-
-    def weight(layer: int, name: str) -> Tensor:
-        return getattr(attention[layer], name).weight.detach()
-
-    return fingerprint.from_config(model.config.get_text_config(decoder=True).to_dict(), weight)
-
-
-def _rotary(module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], positions_BT: Tensor) -> Rotary:
-    """The model's rotation, checked against the cos that this forward pass uses."""
-    if module is None or not hasattr(module, "inv_freq"):
-        raise RuntimeError("the model has no rotary embedding with inv_freq; use a post-RoPE recipe without a mean")
-    cos = cos_sin[0]
-    frequencies_K = torch.as_tensor(module.inv_freq).float()
-    turning = Rotary(frequencies_K, float(getattr(module, "attention_scaling", 1.0)), cos.dtype)
-    if positions_BT.shape[-1] > 1:
-        expected = turning.tables(positions_BT)[0]
-        given = cos[..., : expected.shape[-1]].expand_as(expected)
-        if not torch.allclose(given.float(), expected.float(), rtol=0, atol=2**-6):
-            raise RuntimeError(
-                "the cos in use is not that of the model's inv_freq and positions; use a post-RoPE recipe"
-            )
-    return turning
-
-
 def _hook(model: PreTrainedModel, first: int) -> None:
     """Put the pre-hooks on a model, once: on its decoder, and on the attention of the first layer a cache holds."""
     decoder = model.get_decoder()
@@ -355,9 +207,4 @@ def _hook(model: PreTrainedModel, first: int) -> None:
             )
 
     decoder.register_forward_pre_hook(begin, with_kwargs=True)
-    _attention(model)[first].register_forward_pre_hook(announce, with_kwargs=True)
-
-
-def _attention(model: PreTrainedModel) -> list[nn.Module]:
-    """The attention module of every layer."""
-    return [layer.self_attn for layer in model.get_decoder().layers]  # type: ignore[union-attr]
+    attention_modules(model)[first].register_forward_pre_hook(announce, with_kwargs=True)

@@ -1,0 +1,138 @@
+"""Say which decode steps the GPU benchmark measures, how many bytes each must read, and build one over random codes."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_runtime import codec
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe, preset
+
+FAMILIES = (
+    *("kivi-2bit-g128", "kivi-4bit-g128", "rtn-2bit", "rtn-4bit", "quarot-head-4bit"),
+    *("higgs-head-2bit", "higgs-head-3bit", "higgs-head-4bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit", "polar-3bit"),
+)
+LENGTHS = (2048, 4096, 16384, 32768, 131072)
+BATCHES = (1, 8, 64)
+LIMIT = 8 << 30  # bytes of bfloat16 history that a case may stand for
+
+
+@dataclass(frozen=True)
+class Model:
+    """The attention of one layer."""
+
+    name: str
+    q_heads: int
+    kv_heads: int
+    head_size: int
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(1, self.kv_heads, self.head_size)
+
+
+MODELS = (Model("llama-3.1-8b", 32, 8, 128), Model("qwen2.5-7b", 28, 4, 128))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode step: `tokens` in all, the last `window` of them exact."""
+
+    model: Model
+    recipe: str
+    tokens: int
+    batch: int
+    window: int = 192
+
+    @property
+    def blocks(self) -> int:
+        return (self.tokens - self.window) // 128
+
+    def sides(self) -> Recipe:
+        return preset(self.recipe)
+
+    def packed(self) -> int:
+        """Bytes of the encoded blocks, keys and values."""
+        recipe, elements = self.sides(), self.batch * self.blocks * 128 * self.model.geometry.width
+        return round(sum(codec.bits(side, self.model.geometry) for side in (recipe.key, recipe.value)) * elements / 8)
+
+    def exact(self) -> int:
+        """Bytes of window and sinks, keys and values, in 16 bits."""
+        tokens = self.tokens - 128 * self.blocks + self.sides().key.sinks
+        return 4 * self.batch * tokens * self.model.geometry.width
+
+    def dense(self) -> int:
+        """Bytes that attention in 16 bits reads."""
+        return 4 * self.batch * self.tokens * self.model.geometry.width
+
+    def products(self) -> int:
+        """Multiplications and additions on the tensor cores, the query tile padded to 16 rows."""
+        rows = max(16, 1 << (self.model.q_heads // self.model.kv_heads - 1).bit_length())
+        return 4 * self.batch * self.tokens * self.model.geometry.width * rows
+
+
+def cases(models: list[str], recipes: list[str], lengths: list[int], batches: list[int]) -> Iterator[Case]:
+    """Every case that fits."""
+    chosen = [model for model in MODELS if model.name in models]
+    for model, recipe, tokens, batch in itertools.product(chosen, recipes, lengths, batches):
+        case = Case(model, recipe, tokens, batch)
+        if case.dense() <= LIMIT:
+            yield case
+
+
+def row(case: Case) -> dict[str, Any]:
+    """What a case is, and the bytes it must read."""
+    return {
+        "what": "attend", "model": case.model.name, "recipe": case.recipe, "tokens": case.tokens, "batch": case.batch,
+        "packed_bytes": case.packed(), "exact_bytes": case.exact(), "dense_bytes": case.dense(),
+        "bytes_ratio": round(case.dense() / (case.packed() + case.exact()), 2),
+    }  # fmt: skip
+
+
+def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The decode step over random codes: a function of the query (and launch settings)."""
+    from kvq_runtime.kernels import attention, launch, slabs
+    from kvq_runtime.kernels.layout import layout
+
+    geometry, recipe = case.model.geometry, case.sides()
+    sides, alive = [], []
+    for side in (recipe.key, recipe.value):
+        one = layout(side, geometry)
+        assert one is not None, f"{case.recipe} has no kernel"
+        full = [
+            random_slab(side, geometry, case.batch, slabs.SLAB, device) for _ in range(-(-case.blocks // slabs.SLAB))
+        ]
+        alive.append(full)
+        sides.append(attention.Encoded.of(one, slabs.table(full, one.names, len(full), device)))
+    sinks = recipe.key.sinks
+    tokens = case.tokens - 128 * case.blocks
+    shape = (case.batch, tokens, geometry.width)
+    window = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    exact = attention.Exact(*window, *(x[:, :sinks].clone() for x in window))
+    lengths = torch.tensor([case.blocks, 0, tokens], dtype=torch.int32, device=device)
+    starts = torch.zeros(case.batch, dtype=torch.int32, device=device)
+    cut = launch.splits(case.batch * geometry.kv_heads, case.blocks, device)
+
+    def step(q: Tensor, how: Any = None) -> tuple[Tensor, Tensor]:
+        assert alive
+        scale = case.model.head_size**-0.5
+        return attention.attend(q, sides[0], sides[1], exact, lengths, starts, scale, cut, launch=how)
+
+    return step
+
+
+def random_slab(side: Any, geometry: Geometry, batch: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
+    """Fields of the right shapes; time does not depend on the codes."""
+    fields = codec.fields(side, geometry, torch.bfloat16)
+    made = {}
+    for name, (shape, dtype) in fields.items():
+        whole = (batch, blocks, *shape)
+        if dtype == torch.uint8:
+            made[name] = torch.randint(0, 256, whole, dtype=dtype, device=device)
+        else:
+            made[name] = (torch.rand(whole, device=device) * 0.1 + 0.1).to(dtype)
+    return made

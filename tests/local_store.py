@@ -1,0 +1,20 @@
+"""What the tests of a registry in a folder share."""
+
+from pathlib import Path
+
+import tiny_artifact as tiny
+
+from kvq_runtime.local import LocalRegistry
+
+NAME = "tiny-2bit"
+
+
+def event_files(store: LocalRegistry, name: str = NAME) -> list[Path]:
+    return sorted(store.events_folder(name).iterdir())
+
+
+def three(store: LocalRegistry) -> LocalRegistry:
+    """The registry with the versions 1.0.0, 1.0.1 and 1.0.2."""
+    for seed in range(3):
+        store.publish(NAME, tiny.data(seed))
+    return store

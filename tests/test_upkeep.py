@@ -1,0 +1,98 @@
+"""`gc` removes only what no event names; `doctor` finds every damage and says what to do."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import tiny_artifact as tiny
+from local_store import NAME, event_files, three
+
+from kvq_runtime import artifact, events, registry, upkeep
+from kvq_runtime.local import LocalRegistry
+
+
+@pytest.fixture
+def store(tmp_path) -> LocalRegistry:
+    return LocalRegistry(tmp_path / "registry")
+
+
+def age(path: Path, hours: float = 48) -> Path:
+    past = time.time() - hours * 3600
+    os.utime(path, (past, past))
+    return path
+
+
+def test_gc_removes_only_what_is_old_and_unnamed(store):
+    store.publish(NAME, tiny.data(), beside={"README.md": b"card"})
+    named = [age(path) for path in sorted((store.root / "blobs" / "sha256").iterdir())]
+    orphan, young = store.blob(store.put_blob(b"orphan")), store.blob(store.put_blob(b"young"))
+    torn = store.root / "tmp" / ".1-2.tmp"
+    torn.write_bytes(b"half")
+    age(orphan), age(torn)
+    assert upkeep.collect(store, dry_run=True) == [torn, orphan]
+    assert torn.exists() and orphan.exists()
+    assert upkeep.collect(store) == [torn, orphan]
+    assert all(path.exists() for path in [*named, young]) and not torn.exists() and not orphan.exists()
+    assert upkeep.collect(store, grace=0) == [young]
+    registry.load_artifact(NAME, store.url)
+
+
+def test_gc_gives_a_blob_back_that_was_named_meanwhile(store, monkeypatch):
+    store.publish("other", tiny.data(0))
+    data = tiny.data(1)
+    orphan = age(store.blob(store.put_blob(data)))
+    real, looked = upkeep.named_blobs, []
+
+    def named(given):
+        found = real(given)
+        if not looked:  # an event names the blob between the two looks
+            looked.append(1)
+            change = events.Publish("1.0.0", orphan.name, len(data))
+            store.change(NAME, lambda state: None if state.versions else change)
+        return found
+
+    monkeypatch.setattr(upkeep, "named_blobs", named)
+    assert upkeep.collect(store) == []
+    assert artifact.to_bytes(registry.load_artifact(NAME, store.url)) == data
+
+
+def test_gc_finishes_what_a_killed_gc_left(store):
+    data = tiny.data()
+    path = store.blob(store.publish(NAME, data).sha256)
+    path.rename(age(path).parent.parent.parent / "tmp" / f".{path.name}.tmp")
+    upkeep.collect(store)
+    assert path.read_bytes() == data
+
+
+def test_doctor_names_every_damage_and_says_what_to_do(store):
+    assert upkeep.examine(store) == []
+    three(store)
+    store.publish("gone", tiny.data(5))
+    assert upkeep.examine(store) == []
+    blobs = {version.version: store.blob(version.sha256) for version in store.state(NAME).versions.values()}
+    blobs["1.0.0"].unlink()
+    blobs["1.0.1"].chmod(0o644)
+    blobs["1.0.1"].write_bytes(b"rot")
+    event_files(store)[1].unlink()
+    (store.events_folder(NAME) / "notes.txt").write_text("x")
+    (store.root / "names" / "Bad Name").mkdir()
+    (store.root / "tmp" / ".torn.tmp").write_bytes(b"")
+    found = {(finding.level, Path(finding.path).name): finding for finding in upkeep.examine(store)}
+    assert set(found) == {
+        ("fault", "00000002.json"),
+        ("fault", "notes.txt"),
+        ("fault", "Bad Name"),
+        ("fault", blobs["1.0.0"].name),
+        ("note", blobs["1.0.1"].name),  # its event is the one that is missing: whose it is is not known
+        ("note", ".torn.tmp"),
+    }
+    assert "may name it" in found["note", blobs["1.0.1"].name].advice
+    assert all(finding.advice for finding in found.values())
+
+
+def test_doctor_sees_a_wrong_digest(store):
+    path = store.blob(store.publish(NAME, tiny.data(), beside={"README.md": b"card"}).files["README.md"]["sha256"])
+    path.chmod(0o644)
+    path.write_bytes(b"CARD")
+    assert [(f.level, f.path) for f in upkeep.examine(store)] == [("fault", str(path))]
