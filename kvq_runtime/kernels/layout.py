@@ -6,7 +6,7 @@ anything else is decoded first.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from kvq_runtime.recipe import Side
 from kvq_runtime.stages import groups
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.lloyd import Lloyd
-from kvq_runtime.stages.polar import Polar
+from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.rtn import Rtn
 
 
 Tensors = Mapping[str, Tensor]
+RUN = 32  # columns of a slot of angles, at most
 _NOTHING: Tensors = {}
 
 
@@ -48,13 +49,19 @@ class Layout:
     turn: Tensor | None = None
 
 
-def layout(side: Side, geometry: Geometry, position: str = "post") -> Layout | None:
-    """The layout of a side whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel."""
+def layout(
+    side: Side, geometry: Geometry, position: str = "post", tensors: Tensors = _NOTHING
+) -> Layout | None:
+    """The layout of a side whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel.
+
+    tensors   what was fitted for the quantizer; without it a fitted codebook's layout has no lookup
+    """
     if side.predict is not None or side.correct is not None:
         return None
     if side.axis == "channel":
         return _per_channel(side, geometry, position)
     makers: dict[type, Callable] = {Rtn: _uniform, Grid: _grid, Lloyd: _lloyd, Polar: _polar}
+    makers[PolarFitted] = partial(_polar, tensors=tensors)
     size = getattr(side.quantize, "group", None)
     if position != "post" or type(side.quantize) not in makers or size is None:
         return None
@@ -176,33 +183,38 @@ def _codebook(side: Side, geometry: Geometry, points: Tensor, bits: int, indices
 def _polar(side: Side, geometry: Geometry, tensors: Tensors = _NOTHING):
     quantize: Polar = side.quantize
     size, bits = quantize.sizes(geometry.width, geometry)
-    if size % 4 or size < 8:
+    if size % 8:
         return None
-    points = quantize._points(bits, tensors, torch.device("cpu"))
-    symmetric = type(quantize) is Polar
-    runs, lookup, first = [], [], 0
-    level = 0
+    each = min(RUN, size & -size)
+    slots = size // each if each >= 16 else 1
+    levels, first, words = [], 0, 0
     for wide, counts in polar.runs(size, bits):
         done = 0
         for count in counts:
-            mirrored = int(symmetric and level == 0 and wide > 3)
-            runs += [wide, first, sum(counts), done, sum(map(len, lookup)), mirrored]
-            lookup.append(_bytes(points[level][: 2 ** (wide - mirrored)]))
-            done, level = done + count, level + 1
+            mirrored = int(not levels and wide > 3 and type(quantize) is Polar)
+            levels.append((wide, first, sum(counts), done, words, mirrored))
+            done, words = done + count, words + _entries(wide - mirrored)
         first += pack.packed_size(sum(counts), wide)
+    lookup = None
+    if tensors or type(quantize) is Polar:
+        points = quantize.points_of(bits, tensors, torch.device("cpu"))
+        lookup = torch.cat([_words(table[: 2 ** (level[0] - level[5])]) for table, level in zip(points, levels)])
     low = int(quantize.radius == "log8")
-    import os
-    each = min(int(os.environ.get("C", 32)), size & -size)
-    slots = size // each if each >= 16 else 1
     start = _start(side, geometry, slots, size // slots, 0)
-    names = ("codes", "radius", "norm")[: 2 + low]
-    return read_polar.polar, (*start, len(bits), first, low, *runs), names, torch.cat(lookup)
+    settings = (*start, len(bits), first, low, *(number for level in levels for number in level))
+    return read_polar.polar, settings, ("codes", "radius", "norm")[: 2 + low], lookup
 
 
-def _bytes(points: Tensor) -> Tensor:
-    """What the codes of a level stand for, float16 [codes, 2] times √2, as words of eight bytes."""
+def _entries(bits: int) -> int:
+    """Words that the points of so many bits take."""
+    return 2 if bits <= 2 else 2 ** (bits - 1)
+
+
+def _words(points: Tensor) -> Tensor:
+    """Points [codes, 2] times √2, in words of eight bytes: cos, then sin, each four float16; or, of each eight codes,
+    the low bytes of cos, the high ones, the low ones of sin, and the high ones."""
     halves = (points.double() * 2**0.5).half().mT.contiguous()
-    if len(points) <= 4:  # cos, then sin
+    if len(points) <= 4:
         return torch.nn.functional.pad(halves, (0, 4 - len(points))).view(torch.int64).flatten()
     return halves.view(torch.uint8).view(2, -1, 8, 2).permute(1, 0, 3, 2).contiguous().view(torch.int64).flatten()
 
