@@ -92,10 +92,7 @@ class Fused:
         if not dispatch.runs_kernel(k_BTC) or _reason(self.recipe, self.geometry, layer):
             return None
         positions = (self.recipe.position, "post")
-        readers = [
-            _reader(codec, position, k_BTC.device)
-            for codec, position in zip(codecs, positions, strict=True)
-        ]
+        readers = [_reader(codec, position, k_BTC.device) for codec, position in zip(codecs, positions, strict=True)]
         self.shared += [x for reader in readers for x in (reader.lookup, reader.turn) if x is not None]
         keys, values = (FixedStream(*one, self.max_tokens) for one in zip(codecs, (k_BTC, k_BTC), readers, strict=True))
         return keys, values

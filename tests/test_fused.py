@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import fitted
 import pytest
 import torch
 from feeding import RECIPES, anything, feed_in, make, newest, oldest, rotary, tensors, turned
@@ -42,7 +43,8 @@ def kivi(bits: int, position: str = "post", group: int = 16) -> Recipe:
 # families (a) and (b) of the kernel
 FAMILIES = {
     **{recipe.name: recipe for recipe in (kivi(2), kivi(2, group=8), kivi(2, "pre"))},
-    **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit", "lloyd-3bit", "polar-3bit")},
+    **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit", "lloyd-3bit")},
+    **{name: RECIPES[name] for name in ("polar-3bit", "polar-3bit-fitted")},
 }
 PADDED = torch.tensor([21, 0])
 
@@ -58,7 +60,7 @@ class Driver:
     """A cache of one layer, fed with random keys, values and queries, and compared at every pass."""
 
     def __init__(self, recipe: Recipe, starts: Tensor | None = None, rows: int = 2, dtype: torch.dtype = torch.float32):
-        self.cache = BlockCache(recipe, ONE, max_tokens=256)
+        self.cache = BlockCache(recipe, ONE, fitted.tensors(recipe, ONE) or None, max_tokens=256)
         x = turned(tensors(300, rows, ONE), ONE)
         self.x = x.to(DEVICE, dtype)
         self.q = torch.randn(rows, 2 * RATIO, 300, 32, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
@@ -172,6 +174,7 @@ def test_other_recipes_say_so(name, says):
     reason = refusal(preset(name), ONE)
     assert reason is not None and says in reason and "decoded" in reason and name in reason
     assert refusal(FAMILIES["rtn-2bit"], ONE) is None
+    assert refusal(preset("polar-3bit-fitted-plain"), ONE) is None  # whatever is fitted
     windows = replace(FAMILIES["rtn-2bit"], value=replace(FAMILIES["rtn-2bit"].value, recent=3))
     assert "different sinks" in str(refusal(windows, ONE))
 

@@ -16,7 +16,7 @@ from kvq_runtime.stages.polar import Polar, PolarFitted
 
 TOLERANCE = 1.5e-3  # products of float16
 TOKENS = 24
-LAW = ((4, 2), (5, 3), (3, 2, 2, 1), (6, 4, 3, 2), (4, 4), (2, 1))
+BITS = ((4, 2), (5, 3), (3, 2, 2, 1), (6, 4, 3, 2), (4, 4), (2, 1))
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def check(stage: Polar, size: int, tensors: dict[str, torch.Tensor] | None = Non
     assert error(read(made, fields, geometry), wanted.view(TOKENS, 3, size)) < TOLERANCE
 
 
-@pytest.mark.parametrize("bits", LAW)
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("levels", [0, 4])
 @pytest.mark.parametrize("radius", ["fp16", "log8"])
 def test_widths(bits, levels, radius):

@@ -23,7 +23,6 @@ from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.rtn import Rtn
 
-
 Tensors = Mapping[str, Tensor]
 RUN = 32  # columns of a slot of angles, at most
 _NOTHING: Tensors = {}
@@ -49,9 +48,7 @@ class Layout:
     turn: Tensor | None = None
 
 
-def layout(
-    side: Side, geometry: Geometry, position: str = "post", tensors: Tensors = _NOTHING
-) -> Layout | None:
+def layout(side: Side, geometry: Geometry, position: str = "post", tensors: Tensors = _NOTHING) -> Layout | None:
     """The layout of a side whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel.
 
     tensors   what was fitted for the quantizer; without it a fitted codebook's layout has no lookup
@@ -198,7 +195,8 @@ def _polar(side: Side, geometry: Geometry, tensors: Tensors = _NOTHING):
     lookup = None
     if tensors or type(quantize) is Polar:
         points = quantize.points_of(bits, tensors, torch.device("cpu"))
-        lookup = torch.cat([_words(table[: 2 ** (level[0] - level[5])]) for table, level in zip(points, levels)])
+        kept = [2 ** (level[0] - level[5]) for level in levels]
+        lookup = torch.cat([_words(table[:count]) for table, count in zip(points, kept, strict=True)])
     low = int(quantize.radius == "log8")
     start = _start(side, geometry, slots, size // slots, 0)
     settings = (*start, len(bits), first, low, *(number for level in levels for number in level))
