@@ -55,8 +55,10 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
     Warps share a slot's channels, 16 each: where slots are narrow, more warps do the same work twice.
     """
     size, many = keys.settings[3], tall(keys, rows) // 8
-    if "polar" in (_how(keys), _how(values)):  # two tokens to a thread
+    if "polar_pairs" in (_how(keys), _how(values)):  # two tokens to a thread
         return Launch(tile=128, warps=min(8, 2 * many))
+    if "polar" in (_how(keys), _how(values)):
+        return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * many))
     if _how(keys) == "turning" or (keys.read is None and size > 128):
         return Launch(warps=min(8, 4 * many))
     read = [side for side in (keys, values) if side.read is not None]

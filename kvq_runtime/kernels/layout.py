@@ -15,9 +15,11 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels import per_channel, per_group, per_token, read, read_polar
+from kvq_runtime.kernels import polar as angles
 from kvq_runtime.ops import grid, lloyd, pack, polar
 from kvq_runtime.recipe import Side
 from kvq_runtime.stages import groups
+from kvq_runtime.stages import polar as polar_stage
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.polar import Polar, PolarFitted
@@ -69,7 +71,7 @@ def layout(side: Side, geometry: Geometry, position: str = "post", tensors: Tens
     if side.rotate is not None and turn is None:
         return None
     made = makers[type(side.quantize)](side, geometry)
-    if made is not None and made[0] is read_polar.polar:
+    if made is not None and made[0] is read_polar.polar_pairs:
         turn = _paired(turn, size)
     return None if made is None else Layout(per_token.plain, *made, turn)
 
@@ -178,29 +180,50 @@ def _codebook(side: Side, geometry: Geometry, points: Tensor, bits: int, indices
 
 
 def _polar(side: Side, geometry: Geometry, tensors: Tensors = _NOTHING):
+    """Heads of other sizes take more registers in pairs than there are."""
     quantize: Polar = side.quantize
     size, bits = quantize.sizes(geometry.width, geometry)
-    if size % 8:
-        return None
-    each = min(RUN, size & -size)
-    slots = size // each if each >= 16 else 1
-    levels, first, words = [], 0, 0
-    for wide, counts in polar.runs(size, bits):
-        done = 0
-        for count in counts:
-            mirrored = int(not levels and wide > 3 and type(quantize) is Polar)
-            levels.append((wide, first, sum(counts), done, words, mirrored))
-            done, words = done + count, words + _entries(wide - mirrored)
-        first += pack.packed_size(sum(counts), wide)
-    lookup = None
-    if tensors or type(quantize) is Polar:
-        points = quantize.points_of(bits, tensors, torch.device("cpu"))
-        kept = [2 ** (level[0] - level[5]) for level in levels]
-        lookup = torch.cat([_words(table[:count]) for table, count in zip(points, kept, strict=True)])
+    known = bool(tensors) or type(quantize) is Polar
+    points = quantize.points_of(bits, tensors, torch.device("cpu")) if known else None
     low = int(quantize.radius == "log8")
-    start = _start(side, geometry, slots, size // slots, 0)
-    settings = (*start, len(bits), first, low, *(number for level in levels for number in level))
-    return read_polar.polar, settings, ("codes", "radius", "norm")[: 2 + low], lookup
+    names = ("codes", "radius", "norm")[: 2 + low]
+    if size in (16, 32, 64, 128):
+        return read_polar.polar_pairs, *_pairs(side, geometry, bits, low, names, points)
+    levels, count = _levels(size, bits)
+    wide = triton.next_power_of_2(size >> len(bits)) << len(bits)
+    if wide < 16:
+        return None
+    start = (1, size, wide, size, geometry.kv_heads, side.block, 0)
+    settings = (*start, len(bits), count, low, *(number for level in levels for number in level))
+    radii = (polar_stage.RADII * size**0.5).float()
+    lookup = None if points is None else torch.cat([angles.table(points).mT.flatten(), radii])
+    return read.polar, settings, names, lookup
+
+
+def _levels(size: int, bits: tuple[int, ...]) -> tuple[list[tuple[int, ...]], int]:
+    """Bits, first byte of the run, codes of it and first of its own, of every level; and the bytes of a head."""
+    levels, first = [], 0
+    for wide, counts in polar.runs(size, bits):
+        levels += [(wide, first, sum(counts), sum(counts[:i])) for i in range(len(counts))]
+        first += pack.packed_size(sum(counts), wide)
+    return levels, first
+
+
+def _pairs(side: Side, geometry: Geometry, bits: tuple[int, ...], low: int, names, points: list[Tensor] | None):
+    """For the reader of pairs; a codebook of the whole circle that is not fitted is known by its first half."""
+    size = geometry.head_size
+    levels, count = _levels(size, bits)
+    each, words, settings, kept = min(RUN, size), 0, [], []
+    for i, level in enumerate(levels):
+        mirrored = int(i == 0 and bits[0] > 3 and type(side.quantize) is Polar)
+        settings += [*level, words, mirrored]
+        words += _entries(bits[i] - mirrored)
+        kept.append(2 ** (bits[i] - mirrored))
+    lookup = None
+    if points is not None:
+        lookup = torch.cat([_words(table[:codes]) for table, codes in zip(points, kept, strict=True)])
+    start = _start(side, geometry, size // each, each, 0)
+    return (*start, len(bits), count, low, *settings), names, lookup
 
 
 def _entries(bits: int) -> int:

@@ -98,3 +98,56 @@ def codebook(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPIL
                 tiles = tiles + (bits.to(tl.float16, bitcast=True),)
     scale = _number(field(table, block, row, 1, 2, SET[4] * SET[5] * 2, tl.float16), t, here, head, SET)
     return tiles, (scale,)
+
+
+@triton.jit
+def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED: tl.constexpr):
+    """Angles and radii, in one slot. `lookup` is the points [levels, 64, 2], then what 8-bit radii stand for.
+
+    Further settings: LEVELS; bytes of a head's codes; 1 if radii are 8 bit beside a norm; and of each level, the first
+    lowest: its bits, the first byte of the run of levels packed with it, the codes of that run, the first of its own.
+    """
+    LEVELS: tl.constexpr = SET[7]
+    NAMES: tl.constexpr = 2 + SET[9]
+    RADII: tl.constexpr = SET[3] >> LEVELS
+    TOKENS: tl.constexpr = SET[4] * SET[5]
+    at = (t * SET[4] + head)[:, None]
+    j = tl.arange(0, SET[2] >> LEVELS)[None, :]
+    there = here[:, None] & (j < RADII)
+    if SET[9] == 1:
+        radii = field(table, block, row, 1, NAMES, TOKENS * RADII, tl.uint8)
+        norm = _number(field(table, block, row, 2, NAMES, TOKENS * 2, tl.float16), t, here, head, SET)
+        x = tl.load(lookup + LEVELS * 128 + tl.load(radii + at * RADII + j, mask=there, other=0).to(tl.int32))
+        x = x * norm[:, None]
+    else:
+        radii = field(table, block, row, 1, NAMES, TOKENS * RADII * 2, tl.float16)
+        x = tl.load(radii + at * RADII + j, mask=there, other=0.0).to(tl.float32) * 2 ** (LEVELS / 2)
+    codes = field(table, block, row, 0, NAMES, TOKENS * SET[8], tl.uint8) + at * SET[8]
+    for up in tl.static_range(LEVELS):
+        code = _angles(codes, here, SET[2] >> (LEVELS - up), SET[3] >> (LEVELS - up), SET, 10 + 4 * (LEVELS - 1 - up))
+        both = tl.load(
+            (lookup + (LEVELS - 1 - up) * 128).to(tl.pointer_type(tl.int64)) + code
+        )  # (cos, sin), one gather
+        cos, sin = (
+            both.to(tl.int32).to(tl.float32, bitcast=True),
+            (both >> 32).to(tl.int32).to(tl.float32, bitcast=True),
+        )
+        x = tl.interleave(x * cos, x * sin)
+    return (x.to(tl.float16),), ()
+
+
+@triton.jit
+def _angles(codes, here, P: tl.constexpr, COUNT: tl.constexpr, SET: tl.constexpr, FIRST: tl.constexpr):
+    """The codes of one level, int32 [N, P]."""
+    j = tl.arange(0, P)[None, :]
+    code = tl.zeros((here.shape[0], P), tl.int32)
+    first = codes + SET[FIRST + 1]
+    for log in tl.static_range(4):
+        if SET[FIRST] & (8 >> log) != 0:
+            length = (SET[FIRST + 2] * (8 >> log) + 7) // 8
+            k = SET[FIRST + 3] + j
+            byte = tl.load(first + k % length, mask=here[:, None] & (j < COUNT), other=0).to(tl.int32)
+            bits = (byte >> (k // length * (8 >> log))) & ((1 << (8 >> log)) - 1)
+            code |= bits << (SET[FIRST] - SET[FIRST] % (16 >> log))
+            first += length
+    return code

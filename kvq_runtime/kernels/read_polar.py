@@ -13,7 +13,7 @@ from kvq_runtime.kernels.words import loaded, log, mixed, rows, tile
 
 
 @triton.jit
-def polar(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED: tl.constexpr):
+def polar_pairs(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED: tl.constexpr):
     """Angles and radii: column 2 i + l of a head is coordinate i + l · D / 2. `lookup` is layout.py's `_words`.
 
     Further settings: LEVELS; bytes of a head's codes; 1 if radii are 8 bit beside a norm; and of each level, the first
