@@ -99,6 +99,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace):
+    import torch
+
     from kvq_calib.job import Job
 
     if args.workers and _wants_prefect(args):
@@ -108,6 +110,7 @@ def _job(args: argparse.Namespace):
     names = ("model", "revision", "corpus", "samples", "seq_len", "held_out", "seed", "device", "dtype", "threads")
     names += ("workers", "registry", "push", "name", "version", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
     given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
+    given["device"] = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline)}
     return Job(recipes=tuple(args.recipe or ["aqua-2bit"]), **given)
 
@@ -246,7 +249,7 @@ def parser() -> argparse.ArgumentParser:
     add("--held-out", type=int, metavar="N", help="sequences that only measure the fit (default: an eighth)")
     add("--seed", type=int, default=0, metavar="S", help="of the choice of text (default 0)")
     add = top.add_argument_group("where").add_argument
-    add("--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1")
+    add("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the forward pass (default: the model's)")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads; a part of the plan (default 1)")
     add("--workers", type=count, metavar="N", help="share the chunks among N processes, with Ray (default: this one)")

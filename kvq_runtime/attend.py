@@ -1,9 +1,9 @@
 """Attend to what a layer holds: encoded blocks, exact sinks, exact window. The torch reference of the decode kernels.
 
 Scores of every part are put side by side, so that one softmax serves all; each part's values are then mixed with its
-share of the weights. A sink has two columns: one in its block, which nobody sees, and one of its own. Blocks whose
-codec allows it are met as they lie (see `fold.py`), others are decoded run by run. Long prompts are worked through in
-slices of queries, so that scores take a bounded amount of memory.
+share of the weights. A sink has a column of its own; under padding, where sinks may stand anywhere, also one in its
+block, which nobody sees. Blocks whose codec allows it are met as they lie (see `fold.py`), others are decoded run by
+run. Long prompts are worked through in slices of queries, so that scores take a bounded amount of memory.
 
 G query heads share a KV head; N = G · T rows of queries per KV head · X columns: tokens in blocks, sinks if there are
 blocks, window.
@@ -11,7 +11,8 @@ blocks, window.
 Differs: kernels, which cannot see all scores at once, merge parts by their log-sum-exp (`ops/attention.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,12 +42,15 @@ def attend(
     elif mask is not None and history.timeline.tokens_BT is not None:
         held = history.timeline.tokens_BT[:, None, None].long()
         mask = mask.expand(batch, -1, -1, -1).gather(-1, held.expand(-1, 1, count, -1))
-    slots, out = range(length - count, length), []
+    slots = range(length - count, length)
+    if count <= step:
+        return _attend(history, layer, q_BHTD, mask, scale, slots, observer)
+    out = []
     for start in range(0, count, step):
         part = slice(start, start + step)
         seen = None if mask is None else mask[:, :, part]
         out.append(_attend(history, layer, q_BHTD[:, :, part], seen, scale, slots[part], observer))
-    return torch.cat(out, 2) if len(out) > 1 else out[0]
+    return torch.cat(out, 2)
 
 
 def _attend(
@@ -61,18 +65,15 @@ def _attend(
     keys, values = history.layers[layer]
     batch, heads, count, size = q_BHTD.shape
     held = history.geometry.kv_heads
-    q_YND = (q_BHTD.float() * scale).reshape(batch * held, heads // held * count, size)
+    q_YND = (q_BHTD.float() * _factor(scale)).reshape(batch * held, heads // held * count, size)
     s_YNX = _scores(history, layer, q_YND)
-    by_query = (batch, held, -1, count, s_YNX.shape[-1])
-    if mask is None and history.timeline.real_BT is None and keys.encoded >= keys.side.sinks:
-        if keys.front:
-            s_YNX.narrow(2, 0, keys.front).fill_(_LEAST)
-    else:
+    by_query = (batch, held, heads // held, count, -1)
+    if mask is not None or history.timeline.real_BT is not None or keys.front != _hidden(history, keys):
         s_YNX.view(by_query).masked_fill_(~_seen(history, keys, mask, count)[:, :, None], _LEAST)
     p_YNX = s_YNX.softmax(-1)
     if observer is not None:
         observer(layer, _by_token(history, keys, p_YNX.view(by_query)), slots)
-    if (keys.encoded, keys.front) != (values.encoded, values.front):
+    if keys.encoded != values.encoded or keys.front != values.front:
         p_BHGTT = _by_token(history, keys, p_YNX.view(by_query))
         p_YNX = _by_column(history, values, p_BHGTT).flatten(0, 1).flatten(1, 2)
     return _mix(history, layer, p_YNX).view(q_BHTD.shape).to(q_BHTD.dtype)
@@ -80,41 +81,53 @@ def _attend(
 
 def _scores(history: History, layer: int, q_YND: Tensor) -> Tensor:
     """q · k by column: [Y, N, X]."""
-    stream, heads = history.layers[layer][0], history.geometry.kv_heads
-    folded = stream.fold if q_YND.shape[1] <= _FOLDED else None
-    parts = []
-    for run in stream.runs():
-        if folded is not None:
-            parts.append(folded.scores(q_YND, stream.laid(run)))
-        else:
-            parts.append(torch.bmm(q_YND, _heads(history.run(layer, 0, run), heads).mT))
-    parts.append(torch.bmm(q_YND, stream.exact_YTD.mT))
-    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+    stream = history.layers[layer][0]
+    if not stream.blocks:
+        return torch.bmm(q_YND, stream.exact_YTD.mT)
+    if stream.fold is not None and q_YND.shape[1] <= _FOLDED:
+        parts = [stream.fold.scores(q_YND, laid) for laid in stream.laid(_hidden(history, stream))]
+    else:
+        parts = [torch.bmm(q_YND, k_YTD.mT) for k_YTD in _decoded(history, layer, 0)]
+    return torch.cat([*parts, torch.bmm(q_YND, stream.exact_YTD.mT)], -1)
 
 
 def _mix(history: History, layer: int, p_YNX: Tensor) -> Tensor:
     """The sum of values with the weights of their columns: [Y, N, D]."""
-    stream, heads = history.layers[layer][1], history.geometry.kv_heads
-    folded = stream.fold if p_YNX.shape[1] <= _FOLDED else None
-    encoded, parts = stream.encoded, []
+    stream = history.layers[layer][1]
+    if not stream.blocks:
+        return torch.bmm(p_YNX, stream.exact_YTD)
+    hidden = _hidden(history, stream)
+    first, *rest = stream.sizes
+    sizes = [first - hidden, *rest, p_YNX.shape[2] - stream.encoded + hidden]
+    *parts, exact = p_YNX.split_with_sizes(sizes, -1)
+    if stream.fold is not None and p_YNX.shape[1] <= _FOLDED:
+        mixed = [stream.fold.mix(*part) for part in zip(parts, stream.laid(hidden), strict=True)]
+    else:
+        mixed = [torch.bmm(*part) for part in zip(parts, _decoded(history, layer, 1), strict=True)]
+    return torch.baddbmm(sum(mixed[1:], mixed[0]), exact, stream.exact_YTD)
+
+
+def _decoded(history: History, layer: int, half: int) -> Iterator[Tensor]:
+    """Keys (half 0) or values (1) that have columns in blocks, slab by slab, [Y, T, D]; good until the next."""
+    stream, heads = history.layers[layer][half], history.geometry.kv_heads
     for run in stream.runs():
-        start, stop = stream.tokens(run)
-        weights = p_YNX.narrow(2, start, stop - start)
-        if folded is not None:
-            parts.append(folded.mix(weights, stream.laid(run)))
-        else:
-            parts.append(torch.bmm(weights, _heads(history.run(layer, 1, run), heads)))
-    exact = p_YNX.narrow(2, encoded, p_YNX.shape[2] - encoded), stream.exact_YTD
-    return torch.baddbmm(sum(parts[1:], parts[0]), *exact) if parts else torch.bmm(*exact)
+        yield _heads(history.run(layer, half, run)[:, 0 if run[0] else _hidden(history, stream) :], heads)
+
+
+def _hidden(history: History, stream: Stream) -> int:
+    """How many of the first tokens have no column in their block: all sinks, where they are known to stand there."""
+    known = stream.front and stream.sizes[0] >= stream.front and history.timeline.real_BT is None
+    return stream.front if known else 0
 
 
 def _columns(history: History, stream: Stream) -> tuple[Tensor, Tensor]:
     """Which token each column is of, and whether it stands for it rather than for nothing, [B or 1, X] each."""
-    encoded, device = stream.encoded, stream.sinks_BSC.device
+    encoded, device, hidden = stream.encoded, stream.sinks_BSC.device, _hidden(history, stream)
     tokens = torch.arange(stream.length, device=device)[None]
     seen = torch.ones_like(tokens, dtype=torch.bool)
-    if not stream.front:
-        return tokens, seen
+    if stream.front == hidden:
+        sinks, blocks, window = tokens.split([hidden, encoded - hidden, stream.length - encoded], 1)
+        return torch.cat([blocks, sinks, window], 1), seen
     slots, arrived = history.timeline.sink_slots(stream.side.sinks, stream.rows, device)
     moved = arrived & (slots < encoded)
     blocks, window = (x.expand(len(slots), -1).split([encoded, stream.length - encoded], 1) for x in (tokens, seen))
@@ -145,6 +158,13 @@ def _by_column(history: History, stream: Stream, p_BHGTT: Tensor) -> Tensor:
     """Weights of tokens, by a stream's columns: [B, H, G, T, X]."""
     tokens, seen = (x[:, None, None, None] for x in _columns(history, stream))
     return p_BHGTT.gather(-1, tokens.expand(*p_BHGTT.shape[:4], -1)) * seen
+
+
+@lru_cache(maxsize=8)
+def _factor(scale: float) -> Tensor:
+    """A number as a tensor, which every product with a float would make anew."""
+    with torch.inference_mode(False):
+        return torch.tensor(scale)
 
 
 def _heads(x_BTC: Tensor, heads: int) -> Tensor:

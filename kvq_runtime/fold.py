@@ -32,8 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Laid:
-    """A run of blocks as a Fold reads it: codes, scales and low ends [Z, 1, T]; views, for a single row."""
+    """A run of blocks as a Fold reads it: codes, scales and low ends [Z, 1, T]; views, for a single row.
 
+    groups and heads are Z and Y, kept as numbers: a step asks for them often, and a tensor is slow to say its shape.
+    """
+
+    batch: int
+    groups: int
+    heads: int
+    tokens: int
     codes: Tensor
     scale: Tensor
     low: Tensor | None
@@ -50,72 +57,68 @@ class Fold:
     group: int
     turn: Tensor | None
 
-    def lay(self, fields: Mapping[str, Tensor]) -> Laid:
-        """The blocks [B, n, block, ...] of a run."""
-        batch = len(fields["codes"])
-        scale, low = self.quantize.ends(fields)
-        shape, tokens = (batch, -1, self.geometry.width // self.group), scale.shape[1:3].numel()
-        scale, low = (x if x is None else x.reshape(shape).mT.reshape(-1, 1, tokens) for x in (scale, low))
-        return Laid(fields["codes"], scale, low)
+    def lay(self, fields: Mapping[str, Tensor], first: int) -> Laid:
+        """The blocks [B, n, block, ...] of a run, from token `first` on."""
+        fields = {name: field.flatten(1, 2)[:, first:] for name, field in fields.items()}
+        scale_BTM, low_BTM = self.quantize.ends(fields)
+        batch, tokens, groups = scale_BTM.shape
+        scale = scale_BTM.mT.reshape(-1, 1, tokens)
+        low = None if low_BTM is None else low_BTM.mT.reshape(-1, 1, tokens)
+        return Laid(batch, batch * groups, batch * self.geometry.kv_heads, tokens, fields["codes"], scale, low)
 
     def scores(self, q_YND: Tensor, laid: Laid) -> Tensor:
         """q · x for every token of the blocks: [Y, N, T]."""
-        q_ZNW = self._groups(q_YND)
+        q_ZNW = self._groups(q_YND, laid)
         s_ZNT = torch.bmm(q_ZNW, self._values(laid).mT).mul_(laid.scale)
         if laid.low is not None:
-            s_ZNT.addcmul_(q_ZNW.sum(-1, keepdim=True), laid.low.float())
+            s_ZNT.addcmul_(q_ZNW.sum(-1, True), laid.low)
         if self.group < self.span:
             s_ZNT = s_ZNT.view(-1, self.span // self.group, *s_ZNT.shape[1:]).sum(1)
-        return s_ZNT if len(s_ZNT) == len(q_YND) else s_ZNT.view(len(q_YND), -1, s_ZNT.shape[-1])
+        return s_ZNT if self.span == self.geometry.head_size else s_ZNT.view(laid.heads, -1, laid.tokens)
 
     def mix(self, p_YNT: Tensor, laid: Laid) -> Tensor:
         """Σ_t p_t x_t over every token of the blocks: [Y, N, D]."""
-        p_ZNT, y_ZTW = self._weights(p_YNT, len(laid.scale)), self._values(laid)
+        p_ZNT, y_ZTW = self._weights(p_YNT, laid), self._values(laid)
         if laid.low is None:
             x_ZNW = torch.bmm(p_ZNT * laid.scale, y_ZTW)
         else:
-            low_ZN1 = torch.linalg.vecdot(p_ZNT, laid.low.float()).unsqueeze(-1)
+            low_ZN1 = torch.bmm(p_ZNT, laid.low.float().mT)
             x_ZNW = torch.baddbmm(low_ZN1, p_ZNT * laid.scale, y_ZTW)
         if self.group < self.span:
             x_ZNW = x_ZNW.view(-1, self.span // self.group, *x_ZNW.shape[1:]).transpose(1, 2)
-        return self._own(x_ZNW.reshape(*p_YNT.shape[:2], self.span))
+        x_YNE = x_ZNW.reshape(laid.heads, -1, self.span)
+        return x_YNE if self.turn is None else _turned(x_YNE, self.turn.mT)
 
     def _values(self, laid: Laid) -> Tensor:
         """Looked-up values [Z, T, W], float32."""
-        batch, tokens = len(laid.scale) * self.group // self.geometry.width, laid.scale.shape[-1]
         y = self.read(laid.codes)
-        if batch == 1:
-            return y.view(tokens, -1, self.group).transpose(0, 1)
-        return y.view(batch, tokens, -1, self.group).transpose(1, 2).reshape(-1, tokens, self.group)
+        if laid.batch == 1:
+            return y.view(laid.tokens, -1, self.group).transpose(0, 1)
+        y_BTMW = y.view(laid.batch, laid.tokens, -1, self.group)
+        return y_BTMW.transpose(1, 2).reshape(-1, laid.tokens, self.group)
 
-    def _weights(self, p_YNT: Tensor, rows: int) -> Tensor:
+    def _weights(self, p_YNT: Tensor, laid: Laid) -> Tensor:
         """Weights as groups meet them, a span's heads side by side: [Z, N · E / D, T]."""
-        if rows == len(p_YNT):
-            return p_YNT
-        groups, tokens = self.span // self.group, p_YNT.shape[-1]
-        p = p_YNT.reshape(rows // groups, 1, -1, tokens)
-        return p.expand(-1, groups, -1, -1).reshape(rows, -1, tokens)
+        groups = self.span // self.group
+        p = p_YNT.reshape(laid.groups // groups, -1, laid.tokens)
+        return p if groups == 1 else p[:, None].expand(-1, groups, -1, -1).reshape(laid.groups, -1, laid.tokens)
 
-    def _groups(self, q_YND: Tensor) -> Tensor:
+    def _groups(self, q_YND: Tensor, laid: Laid) -> Tensor:
         """Queries turned as the tokens are, group by group, a span's heads side by side: [Z, N · E / D, W]."""
-        rows, size = q_YND.shape[1:]
-        if self.turn is not None and self.turn.ndim == 2:
-            q_YND = q_YND @ self.turn
-        elif self.turn is not None:
-            q_YND = q_YND.view(-1, len(self.turn), rows, size) @ self.turn
-        if self.group == self.span:
-            return q_YND.view(-1, rows * self.span // size, self.group)
-        q = q_YND.view(-1, rows * self.span // size, self.span // self.group, self.group)
-        return q.transpose(1, 2).reshape(-1, q.shape[1], self.group)
+        q = q_YND if self.turn is None else _turned(q_YND, self.turn)
+        if self.group < self.span:
+            groups = self.span // self.group
+            q = q.view(laid.groups // groups, -1, groups, self.group).transpose(1, 2)
+        return q.reshape(laid.groups, -1, self.group)
 
-    def _own(self, x_YNE: Tensor) -> Tensor:
-        """Of what a head's weights mixed in its span, its own channels, turned back: [Y, N, D]."""
-        if self.turn is None:
-            return x_YNE
-        if self.turn.ndim == 2:
-            return x_YNE @ self.turn.mT
-        heads, rows, _ = x_YNE.shape
-        return (x_YNE.view(-1, len(self.turn), rows, self.span) @ self.turn.mT).view(heads, rows, -1)
+
+def _turned(x_YNA: Tensor, turn: Tensor) -> Tensor:
+    """Rows times a matrix [A, B], or each head's times its own, [heads of a span, A, B]: [Y, N, B]."""
+    if turn.ndim == 2:
+        return x_YNA @ turn
+    if len(x_YNA) == len(turn):
+        return torch.bmm(x_YNA, turn)
+    return (x_YNA.view(-1, len(turn), *x_YNA.shape[1:]) @ turn).flatten(0, 1)
 
 
 def fold(codec: Codec, device: torch.device) -> Fold | None:

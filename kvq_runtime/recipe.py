@@ -80,7 +80,7 @@ class Recipe:
         """Whether a layer is predicted from decoded layers, so that layers are encoded and read in order."""
         return any(isinstance(side.predict, predict.Linear) for side in self.sides)
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[str]:
         """What the cache is told beside keys and values: "positions" (with cos and sin), "queries", "attention".
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvq_runtime.codec import Codec
 from kvq_runtime.fold import Laid
+from kvq_runtime.ops import dispatch
 from kvq_runtime.outliers import Outliers
 from kvq_runtime.row_codec import RowCodec
 from kvq_runtime.stages.escape import Escape
@@ -34,7 +35,7 @@ class Stream:
         self.recent = self.side.recent  # more in a forward pass that a dynamic window makes keep more
         self.blocks = 0
         self.slabs: list[dict[str, Tensor]] = []
-        self._laid: dict[tuple[int, int], Laid] = {}
+        self._changed()
         self._hold(torch.zeros(batch, self.side.sinks, codec.geometry.width, dtype=dtype, device=device))
         self._start = self._stop = self.side.sinks
         self._kept: tuple[int, Tensor] | None = None
@@ -50,11 +51,6 @@ class Stream:
         return self._buffer.shape[0]
 
     @property
-    def encoded(self) -> int:
-        """Tokens in blocks."""
-        return self.blocks * self.side.block
-
-    @property
     def window_BTC(self) -> Tensor:
         """The exact tokens after the blocks."""
         return self._buffer[:, self._start : self._stop]
@@ -63,11 +59,6 @@ class Stream:
     def sinks_BSC(self) -> Tensor:
         """The first real tokens of each row, as far as they have arrived."""
         return self._buffer[:, self._start - self.side.sinks : self._start]
-
-    @property
-    def front(self) -> int:
-        """Sinks that are read beside the blocks; before there are blocks, sinks are in the window."""
-        return self.side.sinks if self.blocks else 0
 
     @property
     def exact_YTD(self) -> Tensor:
@@ -79,7 +70,7 @@ class Stream:
     @property
     def length(self) -> int:
         """All tokens."""
-        return self.blocks * self.side.block + self._stop - self._start
+        return self.encoded + self._stop - self._start
 
     @property
     def due(self) -> int:
@@ -133,22 +124,33 @@ class Stream:
         """Append the encoded form of the window's oldest block, and drop its exact tokens."""
         place = self.blocks % SLAB
         if place == 0 and self.blocks // SLAB == len(self.slabs):
-            self.slabs.append(
-                {name: field[:, None].clone(memory_format=torch.contiguous_format) for name, field in fields.items()}
-            )
-        else:
-            slab = self.slabs[self.blocks // SLAB]
-            for name, field in fields.items():
-                if place == slab[name].shape[1]:
-                    grown = field.new_empty(len(field), min(2 * place, SLAB), *field.shape[1:])
-                    grown[:, :place] = slab[name]
-                    slab[name] = grown
-                slab[name][:, place] = field
+            self.slabs.append({name: self._room(field, 1) for name, field in fields.items()})
+        slab = self.slabs[self.blocks // SLAB]
+        for name, field in fields.items():
+            if place == slab[name].shape[1]:
+                grown = self._room(field, min(2 * place, SLAB))
+                grown[:, :place] = slab[name]
+                slab[name] = grown
+            slab[name][:, place] = field
         self.blocks += 1
-        self._laid.clear()
+        self._changed()
         sinks_BSC = self.sinks_BSC.clone()
         self._start += self.side.block
         self.sinks_BSC.copy_(sinks_BSC)
+
+    def _room(self, field: Tensor, blocks: int) -> Tensor:
+        """Memory for so many blocks of a field; for the ends of groups [B, block, M], which a fold reads, by group."""
+        batch, *shape = field.shape
+        if self.fold is None or len(shape) != 2 or dispatch.runs_kernel(field):
+            return field.new_empty(batch, blocks, *shape)
+        return field.new_empty(batch, shape[1], blocks, shape[0]).permute(0, 2, 3, 1)
+
+    def _changed(self) -> None:
+        """There are other blocks: count them."""
+        self.encoded = self.blocks * self.side.block  # tokens in blocks
+        self.front = self.side.sinks if self.blocks else 0  # sinks read beside them; before, they are in the window
+        self.sizes = [(stop - start) * self.side.block for start, stop in self.runs()]  # tokens of each slab
+        self._laid: list[Laid] = []
 
     def drop(self, kept_BK: Tensor) -> None:
         """Keep these tokens of the window, in rising order; the others are gone for good."""
@@ -178,14 +180,14 @@ class Stream:
         slab = self.slabs[start // SLAB]
         return {name: field[:, start % SLAB : (stop - 1) % SLAB + 1] for name, field in slab.items()}
 
-    def laid(self, run: tuple[int, int]) -> Laid:
-        """A run of blocks as the fold reads it; that of a single row, which is views alone, is kept while they hold."""
+    def laid(self, first: int) -> list[Laid]:
+        """The blocks of each slab, from token `first` on, as the fold reads them; views, for a single row, are kept."""
+        if self._laid and self._laid[0].tokens == self.sizes[0] - first:
+            return self._laid
         assert self.fold is not None
-        if self.rows != 1:
-            return self.fold.lay(self.fields(*run))
-        if run not in self._laid:
-            self._laid[run] = self.fold.lay(self.fields(*run))
-        return self._laid[run]
+        laid = [self.fold.lay(self.fields(*run), 0 if run[0] else first) for run in self.runs()]
+        self._laid = laid if self.rows == 1 else []
+        return laid
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """(first, last + 1) of the blocks of each slab."""
@@ -209,9 +211,9 @@ class Stream:
         else:
             self.blocks = length // self.side.block
             if self.outliers is not None:
-                self.outliers.crop(self.encoded)
+                self.outliers.crop(self.blocks * self.side.block)
         del self.slabs[-(-self.blocks // SLAB) :]
-        self._laid.clear()
+        self._changed()
         self._stop = self._start
         self._shift(self.side.sinks)
         if survivors_BTC is not None:
@@ -220,7 +222,7 @@ class Stream:
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         self.slabs = [{name: field.index_select(0, rows) for name, field in slab.items()} for slab in self.slabs]
-        self._laid.clear()
+        self._changed()
         self._hold(self._buffer.index_select(0, rows))
         self._kept = None
         if self.outliers is not None:

@@ -9,19 +9,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf import KVQCache
-from kvq_runtime.recipe import preset
+from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.rotate import Hadamard
+from kvq_runtime.stages.rtn import Rtn
 
 GROUP = 3  # query heads per KV head
 RECIPE = [pytest.param(recipe, id=name) for name, recipe in RECIPES.items()]
 
 
-def both(recipe, sizes, new: int, real_BT=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def both(recipe, sizes, new: int, real_BT=None, rows=2) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What attention to a cache filled in passes of `sizes` gives for `new` more tokens: (ours, sdpa's) by layer."""
     total = sum(sizes) + new
-    x = turned(tensors(total))
+    x = turned(tensors(total, rows))
     generator = torch.Generator().manual_seed(1)
-    q = torch.randn(GEOMETRY.layers, 2, GROUP * GEOMETRY.kv_heads, new, GEOMETRY.head_size, generator=generator)
-    mask = torch.ones(new, total, dtype=torch.bool).tril(total - new).expand(2, 1, -1, -1)
+    q = torch.randn(GEOMETRY.layers, rows, GROUP * GEOMETRY.kv_heads, new, GEOMETRY.head_size, generator=generator)
+    mask = torch.ones(new, total, dtype=torch.bool).tril(total - new).expand(rows, 1, -1, -1)
     if real_BT is not None:
         mask = mask & real_BT[:, None, None]
     ours, decoded = make(recipe), make(recipe)
@@ -51,6 +54,23 @@ def both(recipe, sizes, new: int, real_BT=None) -> list[tuple[torch.Tensor, torc
 def test_attention_is_that_over_the_decoded_tokens(recipe, new):
     for out, expected in both(recipe, [recipe.key.block * 2 + recipe.key.recent + 9, 1], new):
         assert error(out, expected) < 6e-3  # sdpa's road rounds rotated keys and values to bfloat16
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("turn", [None, "head", "all"])
+@pytest.mark.parametrize("group", [16, "head", "all"])
+@pytest.mark.parametrize("kind", [Rtn, Grid])
+def test_groups_and_rotations_may_reach_over_any_heads(kind, group, turn, rows):
+    side = Side(kind(group=group), rotate=turn and Hadamard(turn), sinks=4, recent=20, block=16)
+    for out, expected in both(Recipe("any", side, side), [100, 1, 1], 1, rows=rows):
+        assert error(out, expected) < 1e-2  # decoding rounds the rotation to bfloat16
+
+
+@pytest.mark.parametrize("blocks, sinks", [(1, 24), (3, 24), (40, 4), (40, 0)])
+def test_sinks_may_lie_in_several_blocks_and_blocks_in_several_slabs(blocks, sinks):
+    side = Side(Rtn(), sinks=sinks, recent=8, block=16)
+    for out, expected in both(Recipe("any", side, side), [16 * blocks + 12], 1, rows=1):
+        assert error(out, expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["exact", "rtn-2bit", "rtn-3bit", "kivi-2bit", "higgs-head-2bit", "aqua-2bit"])

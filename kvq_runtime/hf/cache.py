@@ -53,6 +53,8 @@ class KVQCache(Cache):
             )
         layers = [layer if index in other else KVQLayer(self.blocks, index) for index, layer in enumerate(stock)]
         super().__init__(layers=layers)  # type: ignore[arg-type]
+        self._stock = [layer for layer in layers if isinstance(layer, DynamicLayer)]
+        self._ours = [layer for layer in layers if isinstance(layer, KVQLayer)]
         self._mask: Tensor | None = None
         self._announced = True
         self._warned = False
@@ -106,13 +108,13 @@ class KVQCache(Cache):
     def begin(self, attention_mask: Tensor | None) -> None:
         """Start a forward pass: undo one that stopped midway, and keep the padding mask for `announce`."""
         self.blocks.settle()
-        stock = [layer for layer in self.layers if isinstance(layer, DynamicLayer)]
-        shortest = min([self.blocks.length, *(layer.get_seq_length() for layer in stock)])
-        if self.blocks.length > shortest:
-            self.blocks.crop(shortest)
-        for layer in stock:
-            if layer.get_seq_length() > shortest:
-                layer.crop(shortest - layer.get_seq_length()) if shortest else layer.reset()
+        if self._stock:
+            shortest = min([self.blocks.length, *(layer.get_seq_length() for layer in self._stock)])
+            if self.blocks.length > shortest:
+                self.blocks.crop(shortest)
+            for layer in self._stock:
+                if layer.get_seq_length() > shortest:
+                    layer.crop(shortest - layer.get_seq_length()) if shortest else layer.reset()
         self._mask, self._announced = attention_mask, False
 
     def announce(
@@ -139,9 +141,8 @@ class KVQCache(Cache):
                 'hand out: all tokens are read; call model.set_attn_implementation("kvq")',
                 stacklevel=2,
             )
-        for layer in self.layers:
-            if isinstance(layer, KVQLayer):
-                layer.attended = attention == "kvq"
+        for layer in self._ours:
+            layer.attended = attention == "kvq"
         mask, self._mask, real = self._mask, None, None
         if mask is not None and mask.ndim == 2 and positions_BT is not None:
             real = mask[:, -positions_BT.shape[-1] :].bool()
