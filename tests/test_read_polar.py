@@ -1,5 +1,7 @@
 """A tile of tokens that the attention kernel reads is what the stage decodes, whatever the widths, levels and radii."""
 
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportArgumentType=false
+
 import pytest
 import torch
 from parity import DEVICE, error
@@ -16,7 +18,7 @@ from kvq_runtime.stages.polar import Polar, PolarFitted
 
 TOLERANCE = 1.5e-3  # products of float16
 TOKENS = 24
-BITS = ((4, 2), (5, 3), (3, 2, 2, 1), (6, 4, 3, 2), (4, 4), (2, 1))
+BITS = ((4, 2), (5, 3), (3, 2, 2, 1), (6, 4, 3, 2), (4, 4), (2, 1))  # of levels 1, 2, ...
 
 
 @triton.jit
