@@ -94,6 +94,11 @@ class Codec:
         self.fold = fold(self, device)
 
     @property
+    def fitted(self) -> Mapping[str, Tensor]:
+        """What was fitted for the quantizer."""
+        return self._own["quantize"]
+
+    @property
     def shared(self) -> list[Tensor]:
         """Tensors that do not grow with tokens: fitted ones and rotations."""
         matrices = (self._turn, self.back, self.fold.turn if self.fold else None)

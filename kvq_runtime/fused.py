@@ -7,6 +7,7 @@ A flush is eager, at a step that the host knows; it writes table and counts anew
 Imports the kernels, and with them triton, when the first layer is kept so: see ops/dispatch.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -56,10 +57,21 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     return None
 
 
+def _reader(codec: Codec, position: str, device: torch.device) -> Any:
+    """How a side's blocks are read; what was fitted for a layer's quantizer is its own."""
+    if codec.fitted:
+        return _made(codec.side, codec.geometry, position, device, codec.fitted)
+    return _shared(codec.side, codec.geometry, position, device)
+
+
 @lru_cache(maxsize=64)
-def _reader(side: Side, geometry: Geometry, position: str, device: torch.device) -> Any:
-    """How a side's blocks are read, with the tables of that on the device; all layers share them."""
-    layout = dispatch.kernels("layout").layout(side, geometry, position)
+def _shared(side: Side, geometry: Geometry, position: str, device: torch.device) -> Any:
+    """That, with the tables of that on the device; all layers share them."""
+    return _made(side, geometry, position, device, {})
+
+
+def _made(side: Side, geometry: Geometry, position: str, device: torch.device, fitted: Mapping[str, Tensor]) -> Any:
+    layout = dispatch.kernels("layout").layout(side, geometry, position, fitted)
     return dispatch.kernels("attention").Encoded.of(layout, torch.empty(0, device=device))
 
 
@@ -85,10 +97,7 @@ class Fused:
         if not dispatch.runs_kernel(k_BTC) or _reason(self.recipe, self.geometry, layer):
             return None
         positions = (self.recipe.position, "post")
-        readers = [
-            _reader(codec.side, self.geometry, position, k_BTC.device)
-            for codec, position in zip(codecs, positions, strict=True)
-        ]
+        readers = [_reader(codec, position, k_BTC.device) for codec, position in zip(codecs, positions, strict=True)]
         self.shared += [x for reader in readers for x in (reader.lookup, reader.turn) if x is not None]
         readers = [
             replace(reader, mean=codec.tensors.get("predict.mean"))

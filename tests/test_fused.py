@@ -51,7 +51,8 @@ def centred(position: str, halves: str = "key value") -> Recipe:
 # families (a) and (b) of the kernel
 FAMILIES = {
     **{recipe.name: recipe for recipe in (kivi(2), kivi(2, group=8), kivi(2, "pre"), kivi(2, "pre", 8))},
-    **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit", "lloyd-3bit", "polar-3bit")},
+    **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit", "lloyd-3bit")},
+    **{name: RECIPES[name] for name in ("polar-3bit", "polar-3bit-fitted")},
 }
 MEANS = {
     **{name: RECIPES[name] for name in ("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post")},
@@ -187,6 +188,7 @@ def test_other_recipes_say_so(name, says):
     reason = refusal(preset(name), ONE)
     assert reason is not None and says in reason and "decoded" in reason and name in reason
     assert refusal(FAMILIES["rtn-2bit"], ONE) is None
+    assert refusal(preset("polar-3bit-fitted-plain"), ONE) is None  # whatever is fitted
     assert refusal(preset("mean-higgs-head-2bit-post"), ONE) is None
     assert "registers" in str(refusal(preset("mean-higgs-head-2bit-post"), replace(ONE, head_size=256)))
     windows = replace(FAMILIES["rtn-2bit"], value=replace(FAMILIES["rtn-2bit"].value, recent=3))

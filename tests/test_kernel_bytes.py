@@ -76,10 +76,6 @@ def ideal(case: Case, parts: list[dict[str, torch.Tensor]]) -> int:
     return sum(field[:, 0].numel() * field.element_size() for field in parts[0].values()) * case.blocks
 
 
-# How often codes are loaded: an angle's byte serves several lanes, and every lane loads it, from the first-level cache.
-REPEATED = {"polar": 2.2, "polar-radius8": 2.3, "polar-full": 2.6, "polar-low": 4.7}
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blocks_are_read_once(name, traffic, slabs):
     sides = [replace(side, sinks=0) for side in FAMILIES[name]]
@@ -88,7 +84,7 @@ def test_blocks_are_read_once(name, traffic, slabs):
     for half in ("key", "value"):
         fields = [field for part in slabs[half] for field in part.values()]
         read, once = traffic.within(traffic.loads, fields), ideal(case, slabs[half])
-        assert once <= read <= once * REPEATED.get(name, 1.0), f"{half}: {read} bytes, {once} once"
+        assert read == once, f"{half}: {read} bytes, {once} once"
 
 
 @pytest.mark.parametrize("size", [80, 96, 128, 256])
@@ -102,7 +98,9 @@ def test_tiles_are_padded_bytes_are_not(name, size, traffic, slabs):
     for half in ("key", "value"):
         fields = [field for part in slabs[half] for field in part.values()]
         read, once = traffic.within(traffic.loads, fields), ideal(replace(case, blocks=2), slabs[half])
-        assert once <= read <= once * REPEATED.get(name, 1.0), f"{half}: {read} bytes, {once} once"
+        # where angles are not read in pairs, every lane that a byte serves loads it, from the first-level cache
+        most = 2.2 if name == "polar" and size != 128 else 1.0
+        assert once <= read <= once * most, f"{half}: {read} bytes, {once} once"
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "rtn-4", "higgs-2-16"])

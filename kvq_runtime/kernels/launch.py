@@ -60,6 +60,8 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
     Warps share a slot's channels, 16 each: where slots are narrow, more warps do the same work twice.
     """
     size, many = keys.settings[3], tall(keys, rows) // 8
+    if "polar_pairs" in (_how(keys), _how(values)):  # two tokens to a thread
+        return Launch(tile=128, warps=min(8, 2 * many))
     if "polar" in (_how(keys), _how(values)):
         return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * many))
     if keys.read is None and lifted(keys):

@@ -4,9 +4,9 @@ The kernels take groups of one head, or of a part of it where they are rounded, 
 anything else is decoded first. A mean may have been removed, whatever the codes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.kernels import per_channel, per_group, per_token, read
+from kvq_runtime.kernels import per_channel, per_group, per_token, read, read_polar
 from kvq_runtime.kernels import polar as angles
 from kvq_runtime.ops import grid, lloyd, pack, polar
 from kvq_runtime.recipe import Side
@@ -22,9 +22,13 @@ from kvq_runtime.stages import groups
 from kvq_runtime.stages import polar as polar_stage
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.lloyd import Lloyd
-from kvq_runtime.stages.polar import Polar
+from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rtn import Rtn
+
+Tensors = Mapping[str, Tensor]
+RUN = 32  # columns of a slot of angles, at most
+_NOTHING: Tensors = {}
 
 
 @dataclass(frozen=True)
@@ -49,18 +53,22 @@ class Layout:
     mean: bool = False
 
 
-def layout(side: Side, geometry: Geometry, position: str = "post") -> Layout | None:
-    """The layout of a side whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel."""
+def layout(side: Side, geometry: Geometry, position: str = "post", tensors: Tensors = _NOTHING) -> Layout | None:
+    """The layout of a side whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel.
+
+    tensors   what was fitted for the quantizer; without it a fitted codebook's layout has no lookup
+    """
     if side.correct is not None:
         return None
     if isinstance(side.predict, Mean):
-        found = layout(replace(side, predict=None), geometry, position)
+        found = layout(replace(side, predict=None), geometry, position, tensors)
         return found and replace(found, mean=True)
     if side.predict is not None:
         return None
     if side.axis == "channel":
         return _per_channel(side, geometry, position)
     makers: dict[type, Callable] = {Rtn: _uniform, Grid: _grid, Lloyd: _lloyd, Polar: _polar}
+    makers[PolarFitted] = partial(_polar, tensors=tensors)
     size = getattr(side.quantize, "group", None)
     if position != "post" or type(side.quantize) not in makers or size is None:
         return None
@@ -71,7 +79,14 @@ def layout(side: Side, geometry: Geometry, position: str = "post") -> Layout | N
     if side.rotate is not None and turn is None:
         return None
     made = makers[type(side.quantize)](side, geometry)
+    if made is not None and made[0] is read_polar.polar_pairs:
+        turn = _paired(turn, size)
     return None if made is None else Layout(per_token.plain, *made, turn)
+
+
+def _paired(turn: Tensor | None, size: int) -> Tensor:
+    """The rotation of what is read in pairs of a head's two halves."""
+    return (torch.eye(size) if turn is None else turn)[:, torch.arange(size).view(2, -1).mT.flatten()].contiguous()
 
 
 def padded(count: int) -> int:
@@ -173,26 +188,65 @@ def _codebook(side: Side, geometry: Geometry, points: Tensor, bits: int, indices
     return read.codebook, (*start, bits, streams, elements, paired), ("codes", "scale"), lookup
 
 
-def _polar(side: Side, geometry: Geometry):
+def _polar(side: Side, geometry: Geometry, tensors: Tensors = _NOTHING):
+    """Heads of other sizes take more registers in pairs than there are."""
     quantize: Polar = side.quantize
     size, bits = quantize.sizes(geometry.width, geometry)
-    levels, low = len(bits), int(quantize.radius == "log8")
-    runs, first = [], 0
-    for wide, counts in polar.runs(size, bits):
-        done = 0
-        for count in counts:
-            runs += [wide, first, sum(counts), done]
-            done += count
-        first += pack.packed_size(sum(counts), wide)
-    cpu = torch.device("cpu")
-    points = angles.table([polar.points_on(cpu, n, wide, quantize.points) for n, wide in enumerate(bits, start=1)])
-    radii = (polar_stage.RADII * size**0.5).float()
-    wide = triton.next_power_of_2(size >> levels) << levels
+    known = bool(tensors) or type(quantize) is Polar
+    points = quantize.points_of(bits, tensors, torch.device("cpu")) if known else None
+    low = int(quantize.radius == "log8")
+    names = ("codes", "radius", "norm")[: 2 + low]
+    if size in (16, 32, 64, 128):
+        return read_polar.polar_pairs, *_pairs(side, geometry, bits, low, names, points)
+    levels, count = _levels(size, bits)
+    wide = triton.next_power_of_2(size >> len(bits)) << len(bits)
     if wide < 16:
         return None
     start = (1, size, wide, size, geometry.kv_heads, side.block, 0)
-    names = ("codes", "radius", "norm")[: 2 + low]
-    return read.polar, (*start, levels, first, low, *runs), names, torch.cat([points.mT.flatten(), radii])
+    settings = (*start, len(bits), count, low, *(number for level in levels for number in level))
+    radii = (polar_stage.RADII * size**0.5).float()
+    lookup = None if points is None else torch.cat([angles.table(points).mT.flatten(), radii])
+    return read.polar, settings, names, lookup
+
+
+def _levels(size: int, bits: tuple[int, ...]) -> tuple[list[tuple[int, ...]], int]:
+    """Bits, first byte of the run, codes of it and first of its own, of every level; and the bytes of a head."""
+    levels, first = [], 0
+    for wide, counts in polar.runs(size, bits):
+        levels += [(wide, first, sum(counts), sum(counts[:i])) for i in range(len(counts))]
+        first += pack.packed_size(sum(counts), wide)
+    return levels, first
+
+
+def _pairs(side: Side, geometry: Geometry, bits: tuple[int, ...], low: int, names, points: list[Tensor] | None):
+    """For the reader of pairs; a codebook of the whole circle that is not fitted is known by its first half."""
+    size = geometry.head_size
+    levels, count = _levels(size, bits)
+    each, words, settings, kept = min(RUN, size), 0, [], []
+    for i, level in enumerate(levels):
+        mirrored = int(i == 0 and bits[0] > 3 and type(side.quantize) is Polar)
+        settings += [*level, words, mirrored]
+        words += _entries(bits[i] - mirrored)
+        kept.append(2 ** (bits[i] - mirrored))
+    lookup = None
+    if points is not None:
+        lookup = torch.cat([_words(table[:codes]) for table, codes in zip(points, kept, strict=True)])
+    start = _start(side, geometry, size // each, each, 0)
+    return (*start, len(bits), count, low, *settings), names, lookup
+
+
+def _entries(bits: int) -> int:
+    """Words that the points of so many bits take."""
+    return 2 if bits <= 2 else 2 ** (bits - 1)
+
+
+def _words(points: Tensor) -> Tensor:
+    """Points [codes, 2] times √2, in words of eight bytes: cos, then sin, each four float16; or, of each eight codes,
+    the low bytes of cos, the high ones, the low ones of sin, and the high ones."""
+    halves = (points.double() * 2**0.5).half().mT.contiguous()
+    if len(points) <= 4:
+        return torch.nn.functional.pad(halves, (0, 4 - len(points))).view(torch.int64).flatten()
+    return halves.view(torch.uint8).view(2, -1, 8, 2).permute(1, 0, 3, 2).contiguous().view(torch.int64).flatten()
 
 
 @lru_cache(maxsize=64)

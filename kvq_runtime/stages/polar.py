@@ -109,7 +109,7 @@ class Polar:
         else:
             table = RADII.to(fields["radius"].device, torch.float32)
             radii = table[fields["radius"].int()] * (fields["norm"].float() * size**0.5)[..., None]
-        return polar.decode(codes, radii, self._points(bits, tensors, radii.device)).flatten(-2)
+        return polar.decode(codes, radii, self.points_of(bits, tensors, radii.device)).flatten(-2)
 
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """Where each decoded element belongs: neighbours stay neighbours."""
@@ -119,7 +119,8 @@ class Polar:
     def _encoded(self, x: Tensor, bits: tuple[int, ...], tensors: Tensors) -> tuple[list[Tensor], Tensor]:
         return polar.encode(x, bits)
 
-    def _points(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:
+    def points_of(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:
+        """(cos, sin) that every code stands for, of every level, float32 [codes, 2]."""
         return [polar.points_on(device, level, wide, self.points) for level, wide in enumerate(bits, start=1)]
 
 
@@ -146,7 +147,7 @@ class PolarFitted(Polar):
     def _encoded(self, x: Tensor, bits: tuple[int, ...], tensors: Tensors) -> tuple[list[Tensor], Tensor]:
         return polar.encode_fitted(x, tensors["boundaries"].split([2**wide - 1 for wide in bits]))
 
-    def _points(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:
+    def points_of(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:
         return list(tensors["points"].split([2**wide for wide in bits]))
 
 
