@@ -58,7 +58,7 @@ FAMILIES = (
     *("higgs-head-3bit", "higgs-head-4bit", "turboquant-3bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit"),
     *("mean-higgs-head-1bit-post", "mean-higgs-head-2bit-post", "mean-higgs-head-3bit-post"),
     *("mean-higgs-head-4bit-post", "mean-lloyd-2bit-post", "mean-lloyd-3bit-post", "mean-lloyd-4bit-post"),
-    *("polar-paper", "polar-radius8", "polar-3bit"),
+    *("polar-paper", "polar-radius8", "polar-2.5bit", "polar-3bit", "polar-4bit"),
 )
 TYPES = {
     torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",

@@ -124,8 +124,8 @@ class Fused:
         self.look(batch, count, q_BHTD.device)
         if not self._real:
             return None
-        attention, held = dispatch.kernels("attention"), self.geometry.kv_heads
-        if heads // held * count > attention.most(keys.read.layout):
+        attention, launch, held = dispatch.kernels("attention"), dispatch.kernels("launch"), self.geometry.kv_heads
+        if not launch.at_once(keys.read.layout, values.read.layout, heads // held, count):
             if self.timeline.recorded:
                 raise RuntimeError("a step of so many query heads per KV head is no graph: it decodes slab by slab")
             return tall.attend(history, layer, q_BHTD, self._starts_B, scale)
@@ -134,7 +134,7 @@ class Fused:
         for stream in (keys, values):
             stream.publish()
         exact = attention.Exact(keys._buffer, values._buffer, keys.kept_BSC, values.kept_BSC)
-        splits = dispatch.kernels("launch").splits(batch * held, self.max_tokens // keys.side.block, q_BHTD.device)
+        splits = launch.splits(batch * held, self.max_tokens // keys.side.block, q_BHTD.device)
         turns = self._tables(keys) if self.recipe.position == "pre" or keys.read.mean is not None else None
         return attention.attend(
             q_BHTD, keys.read, values.read, exact, keys.counts, self._starts_B, scale, splits, turns

@@ -277,10 +277,18 @@ def test_means_in_corners(corner, monkeypatch):
     check(replace(Case(*centred(FAMILIES["higgs-2-16"])), **CORNERS[corner]), monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["kivi-2", "higgs-2-16"])
-def test_more_rows_than_a_mean_leaves_room_for(name):
-    with pytest.raises(ValueError, match="9 rows per KV head; at most 8"):
-        run(Case(*centred(FAMILIES[name]), ratio=9, heads=1, blocks=1))
+@pytest.mark.parametrize("name", ["kivi-2", "polar", "mean"])
+@pytest.mark.parametrize("ratio, tokens", [(9, 1), (3, 4)])
+def test_query_heads_take_turns(name, ratio, tokens, monkeypatch):
+    """Where one launch has no room for all of them."""
+    pair = centred(FAMILIES["higgs-2-16"]) if name == "mean" else FAMILIES[name]
+    check(Case(*pair, ratio=ratio, tokens=tokens, heads=2, blocks=2), monkeypatch)
+
+
+def test_too_many_query_tokens():
+    for pair, tokens in ((centred(FAMILIES["higgs-2-16"]), 9), (FAMILIES["kivi-2"], 65)):
+        with pytest.raises(ValueError, match=f"{tokens} rows per KV head: too many for a tile"):
+            run(Case(*pair, ratio=1, tokens=tokens, heads=1, blocks=1))
 
 
 def test_a_mean_and_scaled_rope(monkeypatch):

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from kvq_runtime.kernels.attend import EXACT
 from kvq_runtime.kernels.attend import attend as attend_kernel
-from kvq_runtime.kernels.launch import Launch, choose, lifted, tall
+from kvq_runtime.kernels.launch import Launch, at_once, choose, tall
 from kvq_runtime.kernels.layout import Layout, padded
 from kvq_runtime.kernels.merge import merge
 from kvq_runtime.kernels.tile import on
 
-ROWS = 64  # query heads of a KV head, times query tokens, at most
 COLUMNS = 32  # channels that one program merges
 MERGED = 4096  # elements of partial results that it has in registers
 REGISTERS = 65536  # of a multiprocessor; ptxas would rather spill than take more than its own guess
@@ -97,11 +96,6 @@ def _circle(positions_N: Tensor, speed_K: Tensor) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], 1)
 
 
-def most(keys: Layout) -> int:
-    """Query rows of a KV head that the kernel takes: with a mean's operands more would not lie in registers."""
-    return 8 if lifted(keys) else ROWS
-
-
 def attend(
     q_BHTD: Tensor,
     keys: Encoded,
@@ -116,6 +110,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The attention of query tokens that are the last of the window: out [B, Hq, Tq, D] and log2 Σ 2^s [B, Hq, Tq].
 
+    Query heads that one launch has no room for take turns, and read the blocks again: see `launch.at_once`.
+
     lengths    int32 [3]: encoded blocks, the window's first place in its buffer, its tokens
     starts_B   int32: the first real slot of each row
     scale      of the scores
@@ -124,22 +120,27 @@ def attend(
     q_BHTD = q_BHTD.contiguous()
     batch, q_heads, tokens, size = q_BHTD.shape
     heads = keys.layout.settings[4]
-    rows = q_heads // heads * tokens
-    if rows > most(keys.layout):
-        limit = most(keys.layout)
-        raise ValueError(f"{q_heads} query heads and {tokens} tokens are {rows} rows per KV head; at most {limit}")
+    ratio, rows = q_heads // heads, q_heads // heads * tokens
+    few = at_once(keys.layout, values.layout, ratio, tokens)
+    if not few:
+        raise ValueError(f"{q_heads} query heads and {tokens} tokens are {rows} rows per KV head: too many for a tile")
+    if few < ratio:
+        rest = (keys, values, exact, lengths, starts_B, scale, splits, turns, launch)
+        done = [attend(part.flatten(1, 2), *rest) for part in q_BHTD.unflatten(1, (heads, ratio)).split(few, 2)]
+        out, level = (torch.cat([x.unflatten(1, (heads, -1)) for x in found], 2) for found in zip(*done, strict=True))
+        return out.flatten(1, 2), level.flatten(1, 2)
     launch = launch or choose(q_BHTD.device, keys.layout, values.layout, rows)
     parts = splits + EXACT.value
     part = torch.empty(batch, heads, parts, rows, size, dtype=torch.float32, device=q_BHTD.device)
     lse = torch.empty(batch, heads, parts, rows, dtype=torch.float32, device=q_BHTD.device)
     out, level = torch.empty_like(q_BHTD), lse.new_empty(batch, q_heads, tokens)
     turned = q_BHTD if keys.turn is None else q_BHTD.float() @ keys.turn
-    turn = None if turns is None else (*turns[:4], keys.mean)
+    tables = None if turns is None else (*turns[:4], keys.mean)
     with on(q_BHTD):
         attend_kernel[(batch * heads, parts)](
-            turned, q_BHTD, scale * LOG2E, turn, keys.addresses, values.addresses, keys.lookup, values.lookup,
+            turned, q_BHTD, scale * LOG2E, tables, keys.addresses, values.addresses, keys.lookup, values.lookup,
             *exact, exact.k_window.stride(0), starts_B, lengths, part, lse,
-            *constants(keys.layout, values.layout, q_heads // heads, tokens, exact.k_sinks.shape[1], splits, launch),
+            *constants(keys.layout, values.layout, ratio, tokens, exact.k_sinks.shape[1], splits, launch),
             num_warps=launch.warps, num_stages=launch.stages, maxnreg=min(255, REGISTERS // (32 * launch.warps)),
         )  # fmt: skip
         back, wide = None if values.turn is None else _padded(values.turn.mT), padded(size)

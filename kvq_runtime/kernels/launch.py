@@ -9,6 +9,8 @@ import torch
 
 from kvq_runtime.kernels.layout import Layout
 
+ROWS = 64  # query heads of a KV head, times query tokens, that one tile has, at most
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -32,6 +34,19 @@ def _how(side: Layout) -> str:
 def lifted(keys: Layout) -> bool:
     """Whether scores get a mean back by products of their own."""
     return keys.mean and _how(keys) != "turning"
+
+
+def at_once(keys: Layout, values: Layout, ratio: int, tokens: int) -> int:
+    """How many of the query heads of a KV head one launch takes; 0: even one has more rows than a tile.
+
+    Beside a mean's operands, or angles, there are registers for 8 rows. Per channel a tile of 64 costs more than four
+    of 8.
+    """
+    rows = ratio * tokens
+    few = lifted(keys) or "polar_pairs" in (_how(keys), _how(values))
+    if few or (keys.read is None and rows <= 32 and tokens <= 8):
+        return min(ratio, 8 // tokens)
+    return ratio if rows <= ROWS else 0
 
 
 def tall(keys: Layout, rows: int) -> int:
@@ -60,8 +75,9 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
     Warps share a slot's channels, 16 each: where slots are narrow, more warps do the same work twice.
     """
     size, many = keys.settings[3], tall(keys, rows) // 8
-    if "polar_pairs" in (_how(keys), _how(values)):  # two tokens to a thread
-        return Launch(tile=128, warps=min(8, 2 * many))
+    pairs = [side for side in (keys, values) if _how(side) == "polar_pairs"]  # a thread has two tokens
+    if pairs:  # three bits are two planes, which take more registers
+        return Launch(tile=64 if any(side.settings[10] == 3 for side in pairs) else 128)
     if "polar" in (_how(keys), _how(values)):
         return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * many))
     if keys.read is None and lifted(keys):

@@ -6,6 +6,9 @@ A thread has two tokens, one beside the other, and all the words of both: so shi
 import triton
 import triton.language as tl
 
+PICK = tl.constexpr("prmt.b32 $0, $1, $2, $3;")
+MULTIPLY = tl.constexpr("mul.rn.f16x2 $0, $1, $2;")
+
 
 @triton.jit
 def rows(pointer, at, here, STRIDE: tl.constexpr, COUNT: tl.constexpr, P: tl.constexpr):
@@ -83,9 +86,9 @@ def tile(words, COUNT: tl.constexpr):
 def picked(table, which, COMPILED: tl.constexpr):
     """Four of the eight bytes of an int64, as the nibbles of `which` say."""
     if COMPILED:
+        low, high = table.to(tl.uint32), (table >> 32).to(tl.uint32)
         x = tl.inline_asm_elementwise(
-            "{ .reg .b32 low, high; mov.b64 {low, high}, $1; prmt.b32 $0, low, high, $2; }", "=r,l,r", [table, which],
-            dtype=tl.uint32, is_pure=True, pack=1,
+            PICK, "=r,r,r,r", [low, high, which], dtype=tl.uint32, is_pure=True, pack=1
         )  # fmt: skip
     else:
         x = tl.zeros_like(which)
@@ -123,8 +126,8 @@ def times(one, two, COMPILED: tl.constexpr):
     """Products of two words of two float16."""
     if COMPILED:
         x = tl.inline_asm_elementwise(
-            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [one, two], dtype=tl.uint32, is_pure=True, pack=1
-        )
+            MULTIPLY, "=r,r,r", [one, two], dtype=tl.uint32, is_pure=True, pack=1
+        )  # fmt: skip
     else:
         x = tl.zeros_like(one)
         for i in tl.static_range(2):
