@@ -1,4 +1,7 @@
-"""The assembly that unpacks codes on a GPU, which the interpreter cannot run: followed here, line by line."""
+"""The assembly that unpacks codes on a GPU, which the interpreter cannot run: followed here, line by line.
+
+Where a kernel has a plain twin of it, the twin's result is compared; its own on a GPU.
+"""
 
 import re
 
@@ -9,7 +12,10 @@ import torch
 from kvq_runtime.ops import pack
 
 pytest.importorskip("triton")
-from kvq_runtime.kernels import unpack
+import triton
+import triton.language as tl
+
+from kvq_runtime.kernels import read_polar, unpack, words
 
 COLUMNS = 16  # bytes of a run
 
@@ -32,12 +38,16 @@ def followed(text: str, operands: list[np.ndarray], outputs: int) -> list[np.nda
         a, b = value(rest[0]), value(rest[1]) if len(rest) > 1 else None
         if name == "mov.b32":
             held[to] = a
-        elif name == "prmt.b32":
+        elif name == "prmt.b32":  # the highest bit of a nibble asks for its byte's, eight times
             source = np.concatenate([a.view(np.uint8).reshape(-1, 4), b.view(np.uint8).reshape(-1, 4)], 1)
-            selected = [source[:, int(rest[2], 0) >> (4 * i) & 7] for i in range(4)]
-            held[to] = np.ascontiguousarray(np.stack(selected, 1)).view(np.uint32)[:, 0]
-        elif name == "sub.rn.f16x2":
-            held[to] = (floats(a) - floats(b)).view(np.uint32)
+            nibbles = value(rest[2])[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)
+            selected = np.take_along_axis(source, (nibbles & 7).astype(np.int64), 1)
+            selected = np.where(nibbles & 8, (selected >> 7) * np.uint8(255), selected)
+            held[to] = np.ascontiguousarray(selected).view(np.uint32)[:, 0]
+        elif name in ("sub.rn.f16x2", "mul.rn.f16x2"):
+            held[to] = {"s": np.subtract, "m": np.multiply}[name[0]](floats(a), floats(b)).view(np.uint32)
+        elif name == "fma.rn.f16x2":
+            held[to] = (floats(a) * floats(b) + floats(value(rest[2]))).view(np.uint32)
         else:
             held[to] = {"and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "shl.b32": np.left_shift,
                         "shr.b32": np.right_shift}[name](a, b)  # fmt: skip
@@ -70,3 +80,72 @@ def test_indices(bits, paired):
         found = followed(unpack._indices.fn(stream, streams, bits, paired), runs, 1)[0].view(np.uint8)
         wanted = codes[stream] | (codes[streams + stream] << bits if paired else 0)
         assert (found == wanted).all()
+
+
+# ---- words of angles ----------------------------------------------------------------------------------------------
+
+DEVICE, COMPILED = ("cuda", True) if torch.cuda.is_available() else ("cpu", False)
+COUNT = 1024
+
+
+@triton.jit
+def _picked(table, which, out, COMPILED: tl.constexpr):
+    i = tl.arange(0, 1024)
+    tl.store(out + i, words.picked(tl.load(table + i), tl.load(which + i).to(tl.uint32), COMPILED).to(tl.int32))
+
+
+@triton.jit
+def _mixed(one, two, out, NIBBLES: tl.constexpr, COMPILED: tl.constexpr):
+    i = tl.arange(0, 1024)
+    a, b = tl.load(one + i).to(tl.uint32), tl.load(two + i).to(tl.uint32)
+    tl.store(out + i, words.mixed(a, b, NIBBLES, COMPILED).to(tl.int32))
+
+
+@triton.jit
+def _times(one, two, out, COMPILED: tl.constexpr):
+    i = tl.arange(0, 1024)
+    a, b = tl.load(one + i).to(tl.uint32), tl.load(two + i).to(tl.uint32)
+    tl.store(out + i, words.times(a, b, COMPILED).to(tl.int32))
+
+
+def drawn(seed: int) -> torch.Tensor:
+    """Words of any bits."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (COUNT,), generator=generator).int().to(DEVICE)
+
+
+def run(kernel, *given) -> np.ndarray:
+    out = torch.zeros(COUNT, dtype=torch.int32, device=DEVICE)
+    kernel[(1,)](*given[:2], out, *given[2:], COMPILED)
+    return held(out)
+
+
+def held(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.cpu().numpy().view(np.uint32)
+
+
+def test_bytes_are_picked():
+    low, high, which = drawn(0), drawn(1), drawn(2) & 0x7777
+    table = (high.long() << 32) | (low.long() & 0xFFFFFFFF)
+    wanted = followed(words.PICK.value, [held(low), held(high), held(which)], 1)[0]
+    assert (run(_picked, table, which) == wanted).all()
+
+
+@pytest.mark.parametrize("nibbles", [0x5410, 0x5140, 0x7362, 0xBA98, 0x20, 0x3210, 0xFEDC, 0x0653])
+def test_bytes_are_mixed(nibbles):
+    one, two = drawn(3), drawn(4)
+    wanted = followed(words._mixing.fn(nibbles), [held(one), held(two)], 1)[0]
+    assert (run(_mixed, one, two, nibbles) == wanted).all()
+
+
+def test_products_of_pairs():
+    one, two = (torch.randn(2 * COUNT, generator=torch.Generator().manual_seed(seed)).half() for seed in (5, 6))
+    one, two = (x.view(torch.int32).to(DEVICE) for x in (one, two))
+    wanted = followed(words.MULTIPLY.value, [held(one), held(two)], 1)[0]
+    assert (run(_times, one, two) == wanted).all()
+
+
+def test_what_waits_for_a_value_does_not_change_with_it():
+    values = torch.randn(2 * COUNT, generator=torch.Generator().manual_seed(7)).half().view(torch.int32)
+    found = followed(read_polar.AFTER.value, [held(values)], 1)[0]
+    assert not found.any()

@@ -11,6 +11,8 @@ from kvq_runtime.kernels.angles import level
 from kvq_runtime.kernels.slabs import field
 from kvq_runtime.kernels.words import loaded, log, mixed, rows, tile
 
+AFTER = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.f16x2 $0, $1, zero, zero; }")
+
 
 @triton.jit
 def polar_pairs(table, lookup, block, row, head, t, here, SET: tl.constexpr, COMPILED: tl.constexpr):
@@ -63,10 +65,7 @@ def _after(words, value, COMPILED: tl.constexpr):
     """The same words, but not before the value is known: or the compiler begins all slots at once, and spills."""
     later = words
     if COMPILED:
-        zero = tl.inline_asm_elementwise(
-            "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.f16x2 $0, $1, zero, zero; }", "=r,r", [value], dtype=tl.uint32,
-            is_pure=True, pack=1,
-        )  # fmt: skip
+        zero = tl.inline_asm_elementwise(AFTER, "=r,r", [value], dtype=tl.uint32, is_pure=True, pack=1)
         later = ()
         for i in tl.static_range(len(words)):
             later = later + (words[i] | zero,)
