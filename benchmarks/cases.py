@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from kvq_runtime.recipe import Recipe, preset
 FAMILIES = (
     *("kivi-2bit-g128", "kivi-4bit-g128", "rtn-2bit", "rtn-4bit", "quarot-head-4bit"),
     *("higgs-head-2bit", "higgs-head-3bit", "higgs-head-4bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit", "polar-3bit"),
+    *("polar-paper", "kivi-2bit", "squat-pre-2bit", "mean-higgs-head-2bit-post"),
 )
 LENGTHS = (2048, 4096, 16384, 32768, 131072)
 BATCHES = (1, 8, 64)
@@ -100,14 +101,16 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
 
     geometry, recipe = case.model.geometry, case.sides()
     sides, alive = [], []
-    for side in (recipe.key, recipe.value):
-        one = layout(side, geometry)
+    for side, position in ((recipe.key, recipe.position), (recipe.value, "post")):
+        one = layout(side, geometry, position)
         assert one is not None, f"{case.recipe} has no kernel"
         full = [
             random_slab(side, geometry, case.batch, slabs.SLAB, device) for _ in range(-(-case.blocks // slabs.SLAB))
         ]
         alive.append(full)
-        sides.append(attention.Encoded.of(one, slabs.table(full, one.names, len(full), device)))
+        mean = torch.zeros(geometry.width, device=device) if one.mean else None
+        read = attention.Encoded.of(one, slabs.table(full, one.names, len(full), device))
+        sides.append(replace(read, mean=mean))
     sinks = recipe.key.sinks
     tokens = case.tokens - 128 * case.blocks
     shape = (case.batch, tokens, geometry.width)
@@ -115,12 +118,15 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
     exact = attention.Exact(*window, *(x[:, :sinks].clone() for x in window))
     lengths = torch.tensor([case.blocks, 0, tokens], dtype=torch.int32, device=device)
     starts = torch.zeros(case.batch, dtype=torch.int32, device=device)
-    cut = launch.splits(case.batch * geometry.kv_heads, case.blocks, device)
+    cut, turns = launch.splits(case.batch * geometry.kv_heads, case.blocks, device), None
+    if "positions" in recipe.needs:
+        speed = 10_000.0 ** (-torch.arange(geometry.head_size // 2, device=device) * 2 / geometry.head_size)
+        turns = attention.Turns.of(speed, 1.0, 128, case.blocks + 1, starts, recipe.position)
 
     def step(q: Tensor, how: Any = None) -> tuple[Tensor, Tensor]:
         assert alive
         scale = case.model.head_size**-0.5
-        return attention.attend(q, sides[0], sides[1], exact, lengths, starts, scale, cut, launch=how)
+        return attention.attend(q, sides[0], sides[1], exact, lengths, starts, scale, cut, turns, how)
 
     return step
 

@@ -19,7 +19,8 @@ def test_every_family_has_a_kernel_for_every_model():
     for model in cases.MODELS:
         for name in cases.FAMILIES:
             recipe = preset(name)
-            assert layout(recipe.key, model.geometry) is not None and layout(recipe.value, model.geometry) is not None
+            assert layout(recipe.key, model.geometry, recipe.position) is not None, name
+            assert layout(recipe.value, model.geometry) is not None, name
 
 
 def test_bytes_of_a_case():
@@ -50,7 +51,7 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     assert "--dry-run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["kivi-2bit-g128", "higgs-head-2bit"])
+@pytest.mark.parametrize("name", ["kivi-2bit-g128", "higgs-head-2bit", "squat-pre-2bit", "mean-higgs-head-2bit-post"])
 def test_a_step_runs_as_it_is_timed(name):
     small = cases.Model("small", 4, 2, 64)
     case = cases.Case(small, name, 400, 2, window=16)
@@ -70,8 +71,8 @@ def test_settings_are_stored_and_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", cases.FAMILIES)
 def test_settings_are_tried_from_the_default_on(name):
-    geometry = cases.MODELS[0].geometry
-    keys, values = (layout(side, geometry) for side in (preset(name).key, preset(name).value))
+    geometry, recipe = cases.MODELS[0].geometry, preset(name)
+    keys, values = layout(recipe.key, geometry, recipe.position), layout(recipe.value, geometry)
     assert keys is not None and values is not None
     hows = settings.candidates(keys, values, 4)
     assert hows[0] == launch.default(keys, values, 4) and len(hows) == len(set(hows)) >= 12
@@ -93,11 +94,11 @@ def test_the_fastest_setting_wins_until_the_deadline(monkeypatch):
 def test_settings_are_told_apart():
     """By architecture, head size, how keys and values are read, and the tile of query rows."""
     geometry, found = cases.MODELS[0].geometry, set()
-    for name in ("kivi-2bit-g128", "kivi-4bit-g128", "rtn-4bit", "lloyd-4bit", "polar-3bit"):
+    for name in ("kivi-2bit-g128", "kivi-4bit-g128", "rtn-4bit", "lloyd-4bit", "mean-lloyd-4bit-post", "polar-3bit"):
         keys, values = (layout(side, geometry) for side in (preset(name).key, preset(name).value))
         assert keys is not None and values is not None
         found |= {launch.key(arch, keys, values, rows) for arch in (80, 90) for rows in (4, 7, 8, 9, 32, 64)}
-    assert len(found) == (2 * 2 + 3 * 4) * 2
+    assert len(found) == (2 * 2 + 4 * 4) * 2
 
 
 def test_every_family_has_its_instructions_counted():

@@ -24,7 +24,7 @@ class Launch:
 def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
     """What a measured setting is for: architecture, head size, how keys and values are read, query rows of a head."""
     read = "-".join(f"{_how(side)}{side.settings[7]}" for side in (keys, values)) + "-mean" * lifted(keys)
-    return f"sm{arch}-d{keys.settings[3]}-{read}-m{tall(keys, rows)}"
+    return f"sm{arch}-d{keys.settings[3]}-{read}{'-mean' if lifted(keys) else ''}-m{tall(keys, rows)}"
 
 
 def _how(side: Layout) -> str:
@@ -91,6 +91,8 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
         return Launch(32) if columns > 16 else Launch(16, 2 if paired else 1)
     if any(_how(side) == "codebook" for side in read):
         return _gathering(columns, size, many)
+    if keys.read is None and many == 1 and size == 128 and keys.settings[7] == values.settings[7] == 2:
+        return Launch(warps=1)  # all of a block's bytes in one warp's registers
     if keys.read is None or size > 128 or columns <= 16 or max(side.settings[7] for side in read) == 8:
         return Launch(warps=min(8, (1 if columns <= 16 else 2) * many))
     return Launch(warps=8) if many == 8 else Launch(tile=min(128, 256 // many), warps=2 if many == 1 else 4)
