@@ -91,7 +91,8 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
         return Launch(32) if columns > 16 else Launch(16, 2 if paired else 1)
     if any(_how(side) == "codebook" for side in read):
         return _gathering(columns, size, many)
-    if keys.read is None and many == 1 and size == 128 and keys.settings[7] == values.settings[7] == 2:
+    two = keys.settings[7] == values.settings[7] == 2
+    if two and keys.read is None and _how(values) == "uniform" and many == 1 and size == 128:
         return Launch(warps=1)  # all of a block's bytes in one warp's registers
     if keys.read is None or size > 128 or columns <= 16 or max(side.settings[7] for side in read) == 8:
         return Launch(warps=min(8, (1 if columns <= 16 else 2) * many))
