@@ -26,8 +26,3 @@ class Geometry:
     def width(self) -> int:
         """C: all KV heads of one token side by side."""
         return self.kv_heads * self.head_size
-
-    def largest_power_of_two(self, group: str) -> int:
-        """The largest power of two, at most 1024, that divides the width ("all") or the head size ("head")."""
-        size = self.width if group == "all" else self.head_size
-        return min(size & -size, 1024)

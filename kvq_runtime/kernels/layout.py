@@ -6,7 +6,7 @@ anything else is decoded first. A mean may have been removed, whatever the codes
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -247,10 +247,3 @@ def _words(points: Tensor) -> Tensor:
     if len(points) <= 4:
         return torch.nn.functional.pad(halves, (0, 4 - len(points))).view(torch.int64).flatten()
     return halves.view(torch.uint8).view(2, -1, 8, 2).permute(1, 0, 3, 2).contiguous().view(torch.int64).flatten()
-
-
-@lru_cache(maxsize=64)
-def on_device(turn: Tensor, device: torch.device) -> Tensor:
-    """A rotation on the device, padded to whole tiles."""
-    wide = padded(len(turn)) - len(turn)
-    return torch.nn.functional.pad(turn, (0, wide, 0, wide)).to(device)
