@@ -20,6 +20,7 @@ for _name, _value in flow_server.QUIET.items():  # read by prefect when it is im
 from prefect import flow, tags, task  # noqa: E402
 from prefect.cache_policies import NO_CACHE  # noqa: E402
 from prefect.client.schemas.objects import State  # noqa: E402
+from prefect.exceptions import FailedRun  # noqa: E402
 from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: E402
 from prefect.states import Failed  # noqa: E402
 
@@ -38,6 +39,13 @@ def _work(asked: job.Job, listener: graph.Listener = lambda progress: None) -> g
 def _round(work: graph.Run, number: int) -> graph.Run | None:
     """A round of the run, when those before it are finished; None where a budget needs no such round."""
     return next(islice(budget.rounds(work), number, None), None)
+
+
+def _published(asked: job.Job) -> list[job.Done]:
+    """Publish what was fitted and measured. Neither is done a second time, nor is what was published before."""
+    work = _work(asked)
+    fitted = graph.artifacts(work)
+    return list(job.publish(asked, work, fitted, job.evaluate(asked, work, fitted)))
 
 
 @task(name="prepare", task_run_name="prepare-{number}", cache_policy=NO_CACHE, persist_result=False)
@@ -71,10 +79,8 @@ def evaluate(asked: job.Job, progress: UUID) -> None:
 @task(name="publish", cache_policy=NO_CACHE, persist_result=False)
 def publish(asked: job.Job) -> list[job.Done]:
     """Put the artifacts together and publish those that keep the bounds."""
-    work = _work(asked)
-    fitted = graph.artifacts(work)
-    done = list(job.publish(asked, work, fitted, job.evaluate(asked, work, fitted)))  # which repeats nothing
-    flow_shown.made(asked, done, work.folder)
+    done = _published(asked)
+    flow_shown.made(asked, done, _work(asked).folder)
     return done
 
 
@@ -124,7 +130,10 @@ def calibrated(asked: job.Job, timeout_seconds: float | None = None) -> list[job
     timed = calibrate if timeout_seconds is None else calibrate.with_options(timeout_seconds=timeout_seconds)
     own = nullcontext() if PREFECT_API_URL.value() else temporary_settings({PREFECT_API_URL: flow_server.address()})
     with own, tags(_tag(asked)):
-        done = timed(given)
+        try:
+            done = timed(given)
+        except FailedRun:  # the gate's state without what we put into it: the server's, after an answer was lost
+            raise Refused(_published(asked)) from None
     assert not isinstance(done, State), "a failed state is raised"
     return list(done)
 

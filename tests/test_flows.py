@@ -3,6 +3,7 @@
 import json
 from datetime import date
 
+import httpx
 import pytest
 import tiny
 
@@ -97,6 +98,24 @@ def test_a_failed_gate_is_in_the_state_the_record_and_the_exit_code(model, serve
     given = ["--model", model, "--corpus", f"{model}/corpus.txt", "--samples", "4", "--seq-len", "384", "--seed", "1"]
     assert cli.main([*given, "--eval-windows", "2", "--max-kl", "1e-12"]) == 5
     assert "was not published. KL" in capsys.readouterr().err
+
+
+def test_a_failed_gate_is_known_when_an_answer_is_lost(model, server, monkeypatch, capsys):
+    """The client asks again, and is given the server's state, which holds nothing that the flow put into it."""
+    send, lost = httpx.Client.send, []
+
+    def loses(client, request, *args, **kwargs):
+        answer = send(client, request, *args, **kwargs)
+        if "/flow_runs/" in request.url.path and b'"GateFailed"' in request.content and not lost:
+            lost.append(request)
+            raise httpx.ReadTimeout("lost", request=request)
+        return answer
+
+    monkeypatch.setenv("PREFECT_API_URL", server)
+    monkeypatch.setattr(httpx.Client, "send", loses)
+    given = ["--model", model, "--corpus", f"{model}/corpus.txt", "--samples", "4", "--seq-len", "384", "--seed", "2"]
+    assert cli.main([*given, "--eval-windows", "2", "--max-kl", "1e-12"]) == 5 and lost
+    assert f"{NAME} was not published. KL" in capsys.readouterr().err
 
 
 def test_a_model_that_fails_does_not_stop_the_night(model, server, tmp_path):
