@@ -72,7 +72,8 @@ class Plain:
         shape = plan.samples, plan.seq_len
         tokens = torch.randint(work.files.vocabulary, shape, generator=torch.Generator().manual_seed(0))
         self.batches = [tokens[rows.start : rows.stop] for rows in plan.chunks]
-        self.model(tokens[:1], use_cache=False)
+        with torch.inference_mode():
+            self.model(tokens[:1], use_cache=False)
 
     @torch.inference_mode()
     def forward(self, turn: int, turns: int) -> None:
