@@ -10,7 +10,7 @@ from feeding import RECIPES, rotary, tensors, turned
 from parity import DEVICE, error
 from torch import Tensor
 
-from kvq_runtime import attend
+from kvq_runtime.attention import attend
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch

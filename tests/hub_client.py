@@ -12,7 +12,7 @@ from hub_server import Hub
 from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars
 
-from kvq_runtime import hub_index
+from kvq_runtime.registries import hub_index
 
 NAME = "tiny-2bit"
 REPO = f"org/{NAME}"

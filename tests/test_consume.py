@@ -15,7 +15,7 @@ from hub_client import TOKEN, asked
 from hub_server import Hub
 from test_lean_import import BLOCKED
 
-from kvq_runtime.hub import HubRegistry
+from kvq_runtime.registries.hub import HubRegistry
 
 ROOT = Path(__file__).parents[1]
 NAME = "demo-aqua-2bit"

@@ -19,9 +19,9 @@ from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import preset, presets
 
 pytest.importorskip("triton")
-from kvq_runtime.fixed import FixedStream
-from kvq_runtime.fused import refusal
-from kvq_runtime.graph import captured
+from kvq_runtime.attention.fixed import FixedStream
+from kvq_runtime.attention.fused import refusal
+from kvq_runtime.attention.graph import captured
 
 
 @pytest.mark.parametrize("starts", [None, PADDED], ids=["whole", "padded"])
@@ -155,7 +155,7 @@ def test_many_queries_attend_slab_by_slab(name, starts, monkeypatch):
     driver = Driver(FAMILIES[name], starts)
     driver.step(90, expected=False)
     driver.check(33)  # 66 rows of queries per KV head
-    monkeypatch.setattr("kvq_runtime.tall.SCORES", 1000)
+    monkeypatch.setattr("kvq_runtime.attention.tall.SCORES", 1000)
     driver.check(66)
 
 

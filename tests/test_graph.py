@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq_runtime.cache import BlockCache
 
 pytest.importorskip("triton")
-from kvq_runtime.graph import captured
+from kvq_runtime.attention.graph import captured
 
 
 def frozen(cache: BlockCache, step: Callable[[], Tensor], like: Tensor) -> tuple[Tensor, Callable[[], None]]:
