@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_attention_kernel import FAMILIES, Case, centred, encoded, kivi, run, squat
+from attention_case import FAMILIES, Case, centred, encoded, kivi, run, squat
 
 pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpreterBuilder
@@ -67,7 +67,7 @@ def slabs(monkeypatch) -> dict[str, list]:
         held[half] = made[2]
         return made
 
-    monkeypatch.setattr("test_attention_kernel.encoded", kept)
+    monkeypatch.setattr("attention_case.encoded", kept)
     return held
 
 
