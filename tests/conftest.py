@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreter import spare
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 # Kernels run on the GPU where there is one, else in Triton's interpreter, which is chosen before triton is imported.
@@ -48,6 +49,11 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("KVQ_HOME", str(tmp_path / "kvq-home"))
     monkeypatch.delenv("KVQ_REGISTRY", raising=False)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
+
+
+def pytest_collection_finish() -> None:
+    """Modules are imported now, and Triton with them where there is one."""
+    spare()
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
