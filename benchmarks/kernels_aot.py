@@ -237,7 +237,7 @@ def per_element(one: Compiled, cubin: Path) -> tuple[float, float]:
     settings, per_channel = given["KSET"], given["KREAD"] is None
     size, block = settings[3], settings[5]
     turns = -(-block // (settings[10] if per_channel else given["N"]))
-    loop = sass.main_loop(sass.instructions(TOOLS / "cuobjdump", cubin), turns)
+    loop = sass.main_loop(sass.instructions(TOOLS / "nvdisasm", cubin), turns)
     lanes = 32 * one.options["num_warps"] / (2 * block * size)
     multiplying = sum(loop[name] for name in sass.MULTIPLICATIONS)
     return round(loop.total() * lanes, 2), round(multiplying * lanes, 2)
