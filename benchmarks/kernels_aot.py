@@ -24,7 +24,6 @@ from typing import Any
 
 if __name__ == "__main__":  # before triton is imported
     os.environ.pop("TRITON_INTERPRET", None)
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
 import triton
@@ -46,6 +45,7 @@ COLUMNS = (
     *("triton", "kernel", "arch", "registers", "stack", "local", "shared"),
     *("instructions_per_element", "multiplications_per_element"),
 )
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 ARCHS = (80, 90, 100)
 REGISTERS = 65536  # of a multiprocessor
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program can have
@@ -96,7 +96,8 @@ def _bound(function: Any, args: tuple, options: dict[str, int]) -> Compiled:
         if parameter.is_constexpr:
             constants[(i,)] = given
         signature[parameter.name] = kind
-    kept = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg") if name in options}
+    assert "enable_fp_fusion" in options, f"{function.__name__}: launch with tile.FUSED; defaults differ among Tritons"
+    kept = {name: options[name] for name in OPTIONS if name in options}
     return Compiled(function, signature, constants, attributes, kept)
 
 
