@@ -93,8 +93,8 @@ def stop() -> None:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
-            _remove(home)
         server.stdout.close()
+        _remove(home)
     address.cache_clear()
 
 
