@@ -15,8 +15,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -24,6 +22,7 @@ from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
 from hub_faults import Fault, Faults
 from hub_store import Refused, Repo, Store
+from patience import PATIENCE
 
 PAGE = 2  # entries a page: small, so that every list is paged
 _ID = r"(?P<id>[^/]+/[^/]+)"
@@ -45,7 +44,7 @@ class Hub(Store):
     def __init__(self, org: str = "org"):
         super().__init__(org)
         self.faults, self.requests = Faults(), []
-        self._working, self._change = 0, threading.Condition()
+        self.connected, self.change = 0, threading.Condition()
         self.redirect = True  # large files are somewhere else
         handlers = [type("Handler", (Handler,), {"hub": self, "origin": name}) for name in ("hub", "cdn")]
         self._servers = [Server(("127.0.0.1", 0), handler) for handler in handlers]
@@ -53,6 +52,7 @@ class Hub(Store):
 
     def __enter__(self) -> "Hub":
         for server in self._servers:
+            server.hub = self
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
@@ -61,27 +61,33 @@ class Hub(Store):
             server.shutdown()
             server.server_close()
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count a request that is being answered."""
-        with self._change:
-            self._working += 1
-        try:
-            yield
-        finally:
-            with self._change:
-                self._working -= 1
-                self._change.notify_all()
-
     def rest(self) -> None:
-        """Wait until nothing is being answered: a request outlives the client that is killed."""
-        with self._change:
-            assert self._change.wait_for(lambda: not self._working, 30)
+        """Wait until nobody is connected: what a client has asked for outlives the client that is killed."""
+        for server in self._servers:  # a connection is accepted after those that were there before it
+            with socket.create_connection(server.server_address[:2]) as last:
+                last.shutdown(socket.SHUT_WR)
+                last.recv(1)
+        with self.change:
+            assert self.change.wait_for(lambda: not self.connected, PATIENCE), f"{self.connected} are connected yet"
 
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
+    hub: Hub
+
+    def process_request(self, request, client_address) -> None:
+        self._count(1)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request) -> None:
+        super().shutdown_request(request)
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self.hub.change:
+            self.hub.connected += change
+            self.hub.change.notify_all()
 
     def handle_error(self, request, client_address) -> None:
         """A client that went away is not this server's affair."""
@@ -101,12 +107,6 @@ class Handler(BaseHTTPRequestHandler):
         """Quiet: `hub.requests` is the log."""
 
     def do_GET(self) -> None:
-        with self.hub.working():
-            self.answer()
-
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
-
-    def answer(self) -> None:
         parts = urlsplit(self.path)
         self.line = f"{self.command} {unquote(parts.path)}"
         self.hub.requests.append(Request(self.origin, self.line, *map(self.headers.get, ("Authorization", "Range"))))
@@ -121,6 +121,8 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(refused)
         except Cut:
             self._cut()
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
     def _route(self, path: str, body: bytes) -> None:
         for method, pattern, name in ROUTES:
