@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test chaos check format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env demo test chaos check oldest-triton format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -44,6 +44,11 @@ check: env ## formatting, lint, types, import arrows
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports --no-logo
+
+# pip's --target leaves .venv as it is: there lies the newest Triton.
+oldest-triton: env ## compile the kernels for sm_90 with the oldest Triton that pyproject.toml admits
+	$(INSTALL) --no-deps --upgrade --target build/oldest-triton 'triton==$(shell sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
+	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 --check
 
 format: env ## let ruff format and fix
 	$(VENV)/bin/ruff format .

@@ -82,7 +82,7 @@ def generate(model: PreTrainedModel, cache: Cache, batch: int, prompt: int, new:
 
 def _recorded(cache: Cache, step: Step, token: torch.Tensor, place: torch.Tensor) -> Step:
     """The step as a CUDA graph, once it does not encode a block: eager steps come first."""
-    from kvq_runtime.graph import captured
+    from kvq_runtime.attention.graph import captured
 
     assert isinstance(cache, KVQCache)
     streams = [stream for pair in cache.blocks.layers.values() for stream in pair]

@@ -3,8 +3,8 @@
 What is compiled is what the host code would launch: its launches are recorded, with types, constants and alignments.
 Registers, stack and local memory come from the cubin's resource usage, shared memory from the metadata. Of attention,
 the instructions of the main loop are counted, per element of keys and values and lane, and how many of them multiply,
-see sass.py. A kernel gets worse if it takes more of anything than the table says, with the Triton that the table was
-made with; with any Triton it has to compile, to fit into registers and shared memory, and not to spill.
+see sass.py. A kernel gets worse if it takes more of anything than the table says, or spills, with the Triton that the
+table was made with; with any Triton it has to compile, and to fit into registers and shared memory.
 
 PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME] [--write | --check]
 """
@@ -257,10 +257,9 @@ def worse(name: str, arch: int, taken: dict[str, Any], table: dict, warps: int =
     before = table.get((name, arch))
     if before is None:
         return [f"{name}, sm_{arch}: not in {TABLE.name}; run with --write"]
-    most = dict(before) if before["triton"] == triton.__version__ else {}
+    most = dict(before) | {"stack": 0, "local": 0} if before["triton"] == triton.__version__ else {}
     most["shared"] = min(most.get("shared", SHARED[arch]), SHARED[arch])
     most["registers"] = min(most.get("registers", 255), REGISTERS // (32 * warps))
-    most |= {"stack": 0, "local": 0}
     return [f"{name}, sm_{arch}: {what} {amount}; at most {most[what]:g}"
             for what, amount in taken.items() if amount != "" and amount > most.get(what, amount)]  # fmt: skip
 

@@ -12,8 +12,8 @@ from kvq_calib.evaluate import record
 from kvq_calib.evaluate.subject import find
 from kvq_calib.gate import Bounds
 from kvq_runtime import reference, registry
-from kvq_runtime.changes import Registry
 from kvq_runtime.reference import PRODUCTION, Reference, order
+from kvq_runtime.registries.changes import Registry
 
 PROTOCOL = record.Protocol(error_windows=2)
 

@@ -21,13 +21,14 @@ from kvq_calib.gate import Bounds
 from kvq_calib.plan import Plan, home, make
 from kvq_calib.run import Listener, Run, seconds
 from kvq_calib.weights import ModelFiles
-from kvq_runtime import artifact, card, registry
+from kvq_runtime import artifact, registry
 from kvq_runtime import files as disk
 from kvq_runtime.artifact import Artifact
-from kvq_runtime.changes import Registry
 from kvq_runtime.memory import asymptotic_bits
 from kvq_runtime.recipe import preset
 from kvq_runtime.reference import check_name, check_version
+from kvq_runtime.registries import card
+from kvq_runtime.registries.changes import Registry
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from kvq_calib.commands import relative
 from kvq_calib.plots import size_of
 from kvq_calib.sources import SUFFIXES
 from kvq_runtime.artifact import Artifact
-from kvq_runtime.card import UNMEASURED, eval_results
 from kvq_runtime.describe import artifact_record, recipe_row
 from kvq_runtime.memory import side_bits
 from kvq_runtime.recipe import HALVES, OURS
+from kvq_runtime.registries.card import UNMEASURED, eval_results
 from kvq_runtime.table import cell
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from kvq_runtime import codec as codecs
-from kvq_runtime import shadow, sinks
-from kvq_runtime.attend import Observer, attend
+from kvq_runtime import sinks
+from kvq_runtime.attention import shadow
+from kvq_runtime.attention.attend import Observer, attend
+from kvq_runtime.attention.fused import Fused, refusal
+from kvq_runtime.attention.votes import Votes
 from kvq_runtime.flush import flush, refuse_nan
-from kvq_runtime.fused import Fused, refusal
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.history import History, Pair
 from kvq_runtime.hitters import Hitters, decide
@@ -30,7 +32,6 @@ from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.stages.select import Chunks, Heavy
 from kvq_runtime.stream import Stream
 from kvq_runtime.timeline import Timeline
-from kvq_runtime.votes import Votes
 
 
 class BlockCache:

@@ -17,11 +17,12 @@ import warnings
 from collections.abc import Callable
 from importlib import metadata
 
-from kvq_runtime import commands, exchange, search, signatures
+from kvq_runtime import commands, exchange, signatures
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.reference import PRODUCTION
+from kvq_runtime.registries import search
+from kvq_runtime.registries.upkeep import GRACE
 from kvq_runtime.table import printable
-from kvq_runtime.upkeep import GRACE
 
 EXIT_CODES = (__doc__ or "").partition("\n\n")[2]
 EPILOG = f"""\

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvq_runtime import chained, rope
+from kvq_runtime.attention.fold import fold
 from kvq_runtime.contents import all_specs, bits, fields, specs
-from kvq_runtime.fold import fold
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.kinds import KINDS
 from kvq_runtime.matrices import matrices, places

@@ -5,14 +5,15 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime import artifact, compare, describe, files, hub_upkeep, reference, search, signatures, upkeep
-from kvq_runtime.changes import Registry
+from kvq_runtime import artifact, compare, describe, files, reference, signatures
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.events import State
-from kvq_runtime.hub import HubRegistry
-from kvq_runtime.local import LocalRegistry
 from kvq_runtime.recipe import preset, presets
 from kvq_runtime.reference import Lock, Reference
+from kvq_runtime.registries import hub_upkeep, search, upkeep
+from kvq_runtime.registries.changes import Registry
+from kvq_runtime.registries.events import State
+from kvq_runtime.registries.hub import HubRegistry
+from kvq_runtime.registries.local import LocalRegistry
 from kvq_runtime.registry import Resolved, choose, load_artifact, open_registry, resolve
 from kvq_runtime.table import print_record, print_table
 

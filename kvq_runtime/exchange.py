@@ -2,10 +2,11 @@
 
 from argparse import Namespace
 
-from kvq_runtime import mirror, reference
-from kvq_runtime.changes import Registry
+from kvq_runtime import reference
 from kvq_runtime.commands import named, target
-from kvq_runtime.hub import HubRegistry
+from kvq_runtime.registries import mirror
+from kvq_runtime.registries.changes import Registry
+from kvq_runtime.registries.hub import HubRegistry
 from kvq_runtime.registry import open_registry
 from kvq_runtime.table import print_record, print_table
 

@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime import artifact, files, reference, signing, strict_json
+from kvq_runtime import artifact, files, reference, strict_json
 from kvq_runtime.artifact import Artifact
-from kvq_runtime.changes import Registry
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.events import State, Version
-from kvq_runtime.hub import HubRegistry
-from kvq_runtime.local import LocalRegistry
 from kvq_runtime.reference import PRODUCTION, Lock, Reference
+from kvq_runtime.registries import signing
+from kvq_runtime.registries.changes import Registry
+from kvq_runtime.registries.events import State, Version
+from kvq_runtime.registries.hub import HubRegistry
+from kvq_runtime.registries.local import LocalRegistry
 
 _log = logging.getLogger(__name__)
 

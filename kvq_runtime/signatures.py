@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime import files, reference, signing, strict_json
-from kvq_runtime.changes import Registry
+from kvq_runtime import files, reference, strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.reference import Reference
+from kvq_runtime.registries import signing
+from kvq_runtime.registries.changes import Registry
 from kvq_runtime.registry import Resolved, choose, open_registry
 from kvq_runtime.table import print_record
 

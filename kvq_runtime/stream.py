@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvq_runtime.attention.fold import Laid
 from kvq_runtime.codec import Codec
-from kvq_runtime.fold import Laid
 from kvq_runtime.ops import dispatch
 from kvq_runtime.outliers import Outliers
 from kvq_runtime.row_codec import RowCodec

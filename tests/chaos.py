@@ -24,9 +24,10 @@ from power_cut import Disk
 from traced import Ended, run
 
 from kvq_calib import cli as calibrate_cli
-from kvq_runtime import artifact, cli, files, hub_upkeep, reference, upkeep
-from kvq_runtime.hub import HubRegistry
-from kvq_runtime.local import LocalRegistry
+from kvq_runtime import artifact, cli, files, reference
+from kvq_runtime.registries import hub_upkeep, upkeep
+from kvq_runtime.registries.hub import HubRegistry
+from kvq_runtime.registries.local import LocalRegistry
 
 ROOT = Path(__file__).parents[1]
 NAME = "tiny-2bit"

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars
 from patience import PATIENCE
 
-from kvq_runtime import hub_index
+from kvq_runtime.registries import hub_index
 
 NAME = "tiny-2bit"
 REPO = f"org/{NAME}"

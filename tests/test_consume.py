@@ -16,7 +16,7 @@ from hub_server import Hub
 from patience import PATIENCE
 from test_lean_import import BLOCKED
 
-from kvq_runtime.hub import HubRegistry
+from kvq_runtime.registries.hub import HubRegistry
 
 ROOT = Path(__file__).parents[1]
 NAME = "demo-aqua-2bit"

@@ -6,9 +6,10 @@ import pytest
 import tiny_artifact as tiny
 from local_store import NAME, event_files, three
 
-from kvq_runtime import artifact, events, reference, registry, strict_json, upkeep
+from kvq_runtime import artifact, reference, registry, strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.local import LocalRegistry
+from kvq_runtime.registries import events, upkeep
+from kvq_runtime.registries.local import LocalRegistry
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from kvq_runtime.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
-from kvq_runtime.local import LocalRegistry
 from kvq_runtime.recipe import preset
+from kvq_runtime.registries.local import LocalRegistry
 
 LENGTH = 384
 

@@ -14,7 +14,7 @@ from test_generate import padded
 from test_memory import owned
 from torch import Tensor
 
-from kvq_runtime import attend
+from kvq_runtime.attention import attend
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
@@ -24,9 +24,9 @@ from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rtn import Rtn
 
 pytest.importorskip("triton")
-from kvq_runtime.fixed import FixedStream
-from kvq_runtime.fused import refusal
-from kvq_runtime.graph import captured
+from kvq_runtime.attention.fixed import FixedStream
+from kvq_runtime.attention.fused import refusal
+from kvq_runtime.attention.graph import captured
 
 TOLERANCE = 4e-3  # float16 operands of the kernel's products, bfloat16 codebooks of the torch path
 ONE = Geometry(layers=1, kv_heads=2, head_size=32)
@@ -246,7 +246,7 @@ def test_many_queries_attend_slab_by_slab(name, starts, monkeypatch):
     driver = Driver(FAMILIES[name], starts)
     driver.step(90, expected=False)
     driver.check(33)  # 66 rows of queries per KV head
-    monkeypatch.setattr("kvq_runtime.tall.SCORES", 1000)
+    monkeypatch.setattr("kvq_runtime.attention.tall.SCORES", 1000)
     driver.check(66)
 
 

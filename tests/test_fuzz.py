@@ -28,10 +28,11 @@ import tiny_artifact as tiny
 import torch
 from patience import PATIENCE
 
-from kvq_runtime import artifact, codec, events, fingerprint
+from kvq_runtime import artifact, codec, fingerprint
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import presets
+from kvq_runtime.registries import events
 
 MUTANTS = int(os.environ.get("KVQ_MUTANTS", "2600"))  # of each of the four kinds
 SECONDS = 2

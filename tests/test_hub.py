@@ -9,9 +9,10 @@ import tiny_artifact as tiny
 from hub_client import CARD, NAME, REPO, asked, clear, tidy
 from huggingface_hub import HfApi
 
-from kvq_runtime import artifact, hub_upkeep, registry
+from kvq_runtime import artifact, registry
 from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.hub import HubRegistry
+from kvq_runtime.registries import hub_upkeep
+from kvq_runtime.registries.hub import HubRegistry
 
 
 @pytest.fixture

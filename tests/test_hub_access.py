@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from kvq_runtime import registry
 from kvq_runtime.errors import NotFound
-from kvq_runtime.hub import HubRegistry
+from kvq_runtime.registries.hub import HubRegistry
 
 
 @pytest.fixture

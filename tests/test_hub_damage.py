@@ -8,9 +8,10 @@ from hub_client import CARD, NAME, REPO, clear, tidy
 from hub_server import Hub
 from huggingface_hub import HfApi
 
-from kvq_runtime import hub_index, hub_upkeep, registry, strict_json
+from kvq_runtime import registry, strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.hub import HubRegistry
+from kvq_runtime.registries import hub_index, hub_upkeep
+from kvq_runtime.registries.hub import HubRegistry
 
 
 @pytest.fixture

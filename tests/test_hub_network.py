@@ -7,9 +7,10 @@ import pytest
 import tiny_artifact as tiny
 from hub_client import CARD, NAME, REPO, asked, clear, tidy
 
-from kvq_runtime import artifact, hub_index, registry
+from kvq_runtime import artifact, registry
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.hub import HubRegistry
+from kvq_runtime.registries import hub_index
+from kvq_runtime.registries.hub import HubRegistry
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import tiny_artifact as tiny
 
 from kvq_runtime import cli, commands, describe, recipe, registry, table
 from kvq_runtime.codec import Codec
-from kvq_runtime.local import LocalRegistry
+from kvq_runtime.registries.local import LocalRegistry
 
 NAME = "tiny-2bit"
 

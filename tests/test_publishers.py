@@ -10,9 +10,10 @@ import pytest
 import tiny_artifact as tiny
 from patience import PATIENCE
 
-from kvq_runtime import artifact, cli, files, registry, upkeep
+from kvq_runtime import artifact, cli, files, registry
 from kvq_runtime.errors import Conflict
-from kvq_runtime.local import LocalRegistry
+from kvq_runtime.registries import upkeep
+from kvq_runtime.registries.local import LocalRegistry
 
 NAME = "tiny-2bit"
 MANY = 8

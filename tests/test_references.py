@@ -6,7 +6,7 @@ from local_store import NAME, three
 
 from kvq_runtime import reference, registry, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.local import LocalRegistry
+from kvq_runtime.registries.local import LocalRegistry
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import pytest
 import tiny_artifact as tiny
 from local_store import NAME, event_files, three
 
-from kvq_runtime import artifact, events, files, registry, upkeep, versions
+from kvq_runtime import artifact, files, registry
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.local import LocalRegistry
+from kvq_runtime.registries import events, upkeep, versions
+from kvq_runtime.registries.local import LocalRegistry
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from models import prompt, random_model
 from test_generate import WAYS, generate, kvq
 from torch import Tensor
 
-from kvq_runtime import shadow
+from kvq_runtime.attention import shadow
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec import Codec
 from kvq_runtime.ops import pack

@@ -10,9 +10,10 @@ import pytest
 import tiny_artifact as tiny
 from hub_client import asked, hub_for
 
-from kvq_runtime import cli, reference, registry, signing, strict_json
+from kvq_runtime import cli, reference, registry, strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.local import LocalRegistry
+from kvq_runtime.registries import signing
+from kvq_runtime.registries.local import LocalRegistry
 
 pytest.importorskip("model_signing")
 from cryptography.hazmat.primitives import serialization
@@ -174,7 +175,7 @@ def test_without_the_extra_a_demand_is_an_error_and_not_a_pass(tmp_path):
     root = Path(__file__).parents[1]
     body = """
 import sys; sys.modules["model_signing"] = None
-from kvq_runtime import signing
+from kvq_runtime.registries import signing
 try:
     right = {"name": "a", "version": "1.0.0", "sha256": "a" * 64}
     signing.verify({**right, "bundle": {}}, **right, key="k")

@@ -8,8 +8,9 @@ import pytest
 import tiny_artifact as tiny
 from local_store import NAME, event_files, three
 
-from kvq_runtime import artifact, events, registry, upkeep
-from kvq_runtime.local import LocalRegistry
+from kvq_runtime import artifact, registry
+from kvq_runtime.registries import events, upkeep
+from kvq_runtime.registries.local import LocalRegistry
 
 
 @pytest.fixture

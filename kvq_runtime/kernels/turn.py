@@ -60,7 +60,7 @@ def mean_opened(q, scale, turn, row, head, block, H: tl.constexpr, G: tl.constex
     opened = ()
     if turn is not None:
         base = tl.zeros((M,), tl.float32)
-        for chunk in tl.static_range(tl.cdiv(D // 2, CHUNK)):
+        for chunk in tl.static_range((D // 2 + CHUNK - 1) // CHUNK):
             k = chunk * CHUNK + tl.arange(0, CHUNK)
             here = k < D // 2
             one = load_query(q, scale, row * H + head, k, here, TQ, G, M, D)

@@ -29,7 +29,7 @@ class Heavy:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Hold all tokens, and read the chunks that queries ask for, ShadowKV's: see `kvq_runtime/shadow.py`.
+    """Hold all tokens, and read the chunks that queries ask for, ShadowKV's: see `kvq_runtime/attention/shadow.py`.
 
     chunk      tokens that are chosen together
     budget     tokens of chosen chunks, by row and KV head; sinks, outliers and the window are read beside them

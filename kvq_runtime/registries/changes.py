@@ -10,11 +10,12 @@ from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from kvq_runtime import artifact, evaluations, events, reference, versions
+from kvq_runtime import artifact, reference
 from kvq_runtime.artifact import Artifact
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.events import Change, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.reference import PRODUCTION, Lock
+from kvq_runtime.registries import evaluations, events, versions
+from kvq_runtime.registries.events import Change, Promote, Publish, Rollback, State, Version, Yank
 
 Kind = Literal["evaluations", "signatures"]
 

@@ -17,10 +17,11 @@ from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvq_runtime import artifact, changes, describe, evaluations, events, faults, files, reference
-from kvq_runtime.changes import Kind, Registry
+from kvq_runtime import artifact, describe, faults, files, reference
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.events import Change, Event, State, Version
+from kvq_runtime.registries import changes, evaluations, events
+from kvq_runtime.registries.changes import Kind, Registry
+from kvq_runtime.registries.events import Change, Event, State, Version
 
 TRIES = 200
 _EVENT_LIMIT = 1 << 16

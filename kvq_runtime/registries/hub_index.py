@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvq_runtime import events, strict_json
+from kvq_runtime import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.events import State
+from kvq_runtime.registries import events
+from kvq_runtime.registries.events import State
 
 FILE = "kvq.json"
 ARTIFACT = "kvq.safetensors"

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvq_runtime.attention.fixed import FixedStream
+from kvq_runtime.attention.fused import refusal
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.fixed import FixedStream
-from kvq_runtime.fused import refusal
 
 T = TypeVar("T")
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]

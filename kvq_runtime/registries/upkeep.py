@@ -8,9 +8,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvq_runtime import artifact, evaluations, events, faults, files
+from kvq_runtime import artifact, faults, files
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.local import LocalRegistry
+from kvq_runtime.registries import evaluations, events
+from kvq_runtime.registries.local import LocalRegistry
 
 GRACE = 24 * 3600.0
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from kvq_runtime import fingerprint
 from kvq_runtime.artifact import Artifact
-from kvq_runtime.events import State, Version
 from kvq_runtime.reference import order
+from kvq_runtime.registries.events import State, Version
 
 FIRST = "1.0.0"
 _NO_SETTING = {"model", "revision", "environment"}

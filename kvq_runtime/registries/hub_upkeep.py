@@ -6,11 +6,12 @@ uploaded for a commit that never came are in no commit: the Hub does not show th
 
 import time
 
-from kvq_runtime import faults, hub_api, hub_cache, hub_index, hub_tags
+from kvq_runtime import faults
 from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.hub import HubRegistry
-from kvq_runtime.hub_index import ARTIFACT, Seen, folder
-from kvq_runtime.upkeep import GRACE, Finding
+from kvq_runtime.registries import hub_api, hub_cache, hub_index, hub_tags
+from kvq_runtime.registries.hub import HubRegistry
+from kvq_runtime.registries.hub_index import ARTIFACT, Seen, folder
+from kvq_runtime.registries.upkeep import GRACE, Finding
 
 _RECORDS = ("evaluations/", "signatures/")
 

@@ -6,10 +6,11 @@ A copy may be repeated, and goes on where it was: what is there is left alone, w
 from collections.abc import Iterator
 from typing import Any
 
-from kvq_runtime import artifact, card, files
-from kvq_runtime.changes import Kind, Registry, same
+from kvq_runtime import artifact, files
 from kvq_runtime.errors import Conflict
-from kvq_runtime.events import State, Version
+from kvq_runtime.registries import card
+from kvq_runtime.registries.changes import Kind, Registry, same
+from kvq_runtime.registries.events import State, Version
 
 
 def copy(source: Registry, name: str, version: Version, target: Registry, dry_run: bool = False) -> dict[str, Any]:

@@ -17,24 +17,13 @@ from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvq_runtime import (
-    changes,
-    describe,
-    faults,
-    files,
-    hub_api,
-    hub_cache,
-    hub_change,
-    hub_index,
-    hub_records,
-    hub_tags,
-    reference,
-)
-from kvq_runtime.changes import Kind, Registry
+from kvq_runtime import describe, faults, files, reference
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.events import Change, State, Version
-from kvq_runtime.hub_index import ARTIFACT, Index, Seen, folder
 from kvq_runtime.reference import Lock
+from kvq_runtime.registries import changes, hub_api, hub_cache, hub_change, hub_index, hub_records, hub_tags
+from kvq_runtime.registries.changes import Kind, Registry
+from kvq_runtime.registries.events import Change, State, Version
+from kvq_runtime.registries.hub_index import ARTIFACT, Index, Seen, folder
 
 
 class HubRegistry(Registry):

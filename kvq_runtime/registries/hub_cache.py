@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvq_runtime import files
-from kvq_runtime.hub_index import ARTIFACT, folder
+from kvq_runtime.registries.hub_index import ARTIFACT, folder
 
 
 def _store(repo: str) -> Path:

@@ -6,13 +6,13 @@ A tag that is missing is made again; one that points elsewhere is an error, sinc
 import warnings
 from typing import TYPE_CHECKING
 
-from kvq_runtime import hub_api
 from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.events import Publish, Version
-from kvq_runtime.hub_index import Seen
+from kvq_runtime.registries import hub_api
+from kvq_runtime.registries.events import Publish, Version
+from kvq_runtime.registries.hub_index import Seen
 
 if TYPE_CHECKING:
-    from kvq_runtime.hub import HubRegistry
+    from kvq_runtime.registries.hub import HubRegistry
 
 
 def mend(registry: "HubRegistry", name: str, version: Version, seen: Seen) -> None:

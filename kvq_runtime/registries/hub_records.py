@@ -6,8 +6,9 @@
 from hashlib import sha256 as hash_of
 from pathlib import PurePath
 
-from kvq_runtime import evaluations, faults, files, hub_api, hub_cache, reference
-from kvq_runtime.changes import Kind
+from kvq_runtime import faults, files, reference
+from kvq_runtime.registries import evaluations, hub_api, hub_cache
+from kvq_runtime.registries.changes import Kind
 
 
 def add(repo: str, kind: Kind, sha256: str, data: bytes) -> str:

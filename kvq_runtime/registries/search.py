@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from kvq_runtime.changes import Registry
+from kvq_runtime.registries.changes import Registry
 
 FIELDS = ("name", "recipe", "model", "revision", "corpus")
 

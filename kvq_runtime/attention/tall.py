@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq_runtime.attend import SCORES
+from kvq_runtime.attention.attend import SCORES
 from kvq_runtime.history import History
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime import tall
+from kvq_runtime.attention import tall
+from kvq_runtime.attention.fixed import FixedStream
 from kvq_runtime.codec import Codec
-from kvq_runtime.fixed import FixedStream
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.history import History
 from kvq_runtime.ops import dispatch

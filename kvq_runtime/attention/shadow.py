@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime import rope
-from kvq_runtime.attend import SCORES, causal
+from kvq_runtime.attention.attend import SCORES, causal
 from kvq_runtime.codec import Codec
 from kvq_runtime.history import History
 from kvq_runtime.outliers import Outliers

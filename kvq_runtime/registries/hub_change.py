@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from kvq_runtime import card, faults, hub_api, hub_index
+from kvq_runtime import faults
 from kvq_runtime.errors import Conflict
-from kvq_runtime.events import Change, Event, Promote, Publish, Rollback, State
-from kvq_runtime.hub_index import Index, Seen, folder
+from kvq_runtime.registries import card, hub_api, hub_index
+from kvq_runtime.registries.events import Change, Event, Promote, Publish, Rollback, State
+from kvq_runtime.registries.hub_index import Index, Seen, folder
 
 if TYPE_CHECKING:
-    from kvq_runtime.hub import HubRegistry
+    from kvq_runtime.registries.hub import HubRegistry
 
 TRIES = 100
 _NEW = {".gitattributes", "README.md", "LICENSE"}  # what the Hub's own form for a new repository makes
