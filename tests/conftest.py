@@ -14,6 +14,12 @@ if not torch.cuda.is_available():
 REPOSITORY = Path(__file__).parent.parent
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a test draw the same numbers whatever tests were here before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The folder of the embedded model."""
