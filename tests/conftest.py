@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvq_calib import flow_server
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+os.environ.update(flow_server.QUIET)  # read when prefect is imported, whichever test does it first
 # Kernels run on the GPU where there is one, else in Triton's interpreter, which is chosen before triton is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
