@@ -7,12 +7,21 @@ import pytest
 import torch
 from interpreter import spare
 
+from kvq_calib import flow_server
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+os.environ.update(flow_server.QUIET)  # read when prefect is imported, whichever test does it first
 # Kernels run on the GPU where there is one, else in Triton's interpreter, which is chosen before triton is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a test draw the same numbers whatever tests were here before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

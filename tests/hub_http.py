@@ -28,6 +28,20 @@ class Request:
 class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
+    hub: Any  # a hub_server.Hub
+
+    def process_request(self, request, client_address) -> None:
+        self._count(1)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request) -> None:
+        super().shutdown_request(request)
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self.hub.change:
+            self.hub.connected += change
+            self.hub.change.notify_all()
 
     def handle_error(self, request, client_address) -> None:
         """A client that went away is not this server's affair."""
@@ -49,12 +63,6 @@ class Exchange(BaseHTTPRequestHandler):
         """Quiet: `hub.requests` is the log."""
 
     def do_GET(self) -> None:
-        with self.hub.working():
-            self.answer()
-
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
-
-    def answer(self) -> None:
         parts = urlsplit(self.path)
         self.line = f"{self.command} {unquote(parts.path)}"
         self.hub.requests.append(Request(self.origin, self.line, *map(self.headers.get, ("Authorization", "Range"))))
@@ -69,6 +77,8 @@ class Exchange(BaseHTTPRequestHandler):
             self._refuse(refused)
         except Cut:
             self._cut()
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
     def _route(self, path: str, body: bytes) -> None:
         raise NotImplementedError

@@ -11,15 +11,15 @@ must be told so (HF_HUB_DISABLE_XET), since it does not negotiate.
 import hashlib
 import json
 import re
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
 from hub_faults import Faults
 from hub_http import Exchange, Request, Server
 from hub_store import Refused, Repo, Store
+from patience import PATIENCE
 
 _ID = r"(?P<id>[^/]+/[^/]+)"
 
@@ -31,7 +31,7 @@ class Hub(Store):
         super().__init__(org)
         self.faults = Faults()
         self.requests: list[Request] = []
-        self._working, self._change = 0, threading.Condition()
+        self.connected, self.change = 0, threading.Condition()
         self.redirect = True  # large files are somewhere else
         handlers = [type("Handler", (Handler,), {"hub": self, "origin": name}) for name in ("hub", "cdn")]
         self._servers = [Server(("127.0.0.1", 0), handler) for handler in handlers]
@@ -39,6 +39,7 @@ class Hub(Store):
 
     def __enter__(self) -> "Hub":
         for server in self._servers:
+            server.hub = self
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
@@ -47,22 +48,14 @@ class Hub(Store):
             server.shutdown()
             server.server_close()
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count a request that is being answered."""
-        with self._change:
-            self._working += 1
-        try:
-            yield
-        finally:
-            with self._change:
-                self._working -= 1
-                self._change.notify_all()
-
     def rest(self) -> None:
-        """Wait until nothing is being answered: a request outlives the client that is killed."""
-        with self._change:
-            assert self._change.wait_for(lambda: not self._working, 30)
+        """Wait until nobody is connected: what a client has asked for outlives the client that is killed."""
+        for server in self._servers:  # a connection is accepted after those that were there before it
+            with socket.create_connection(server.server_address[:2]) as last:
+                last.shutdown(socket.SHUT_WR)
+                last.recv(1)
+        with self.change:
+            assert self.change.wait_for(lambda: not self.connected, PATIENCE), f"{self.connected} are connected yet"
 
 
 class Handler(Exchange):

@@ -44,7 +44,7 @@ def run(body: str, *arguments: str, home: Path) -> subprocess.CompletedProcess:
     """Run Python with those modules blocked, outside the checkout."""
     environment = {"KVQ_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::ImportWarning", "-c", BLOCKED + body, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=home, env=environment, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd=home, env=environment)
 
 
 def modules() -> list[str]:
