@@ -21,13 +21,19 @@ TILE = 2048  # tokens
 
 
 @dataclass(frozen=True)
-class Captured:
-    """What one layer made of a chunk: its output, and keys, values and queries before RoPE, all heads side by side."""
+class Projected:
+    """One layer's keys, values and queries of a chunk, before RoPE, all heads side by side."""
 
-    h_BTE: Tensor
     k_NTC: Tensor
     v_NTC: Tensor
     q_NTC: Tensor | None
+
+
+@dataclass(frozen=True)
+class Captured(Projected):
+    """The same, and what the layer puts out."""
+
+    h_BTE: Tensor
 
 
 class Stream:
@@ -122,12 +128,29 @@ class Layer:
     @torch.no_grad()
     def forward(self, h_BTE: Tensor, queries: bool = False) -> Captured:
         """Run the layer on whole sequences, causally, from position 0."""
-        h_BTE = h_BTE.to(self._stream.device, self._stream.dtype)
+        h_BTE = self._given(h_BTE)
         turns = self._stream._positions(h_BTE.shape[1], self._stream.dtype)
         # without a mask, transformers' sdpa is causal
         out = self._module(h_BTE, attention_mask=None, position_embeddings=turns, past_key_values=None, use_cache=False)
         k, v, q = (self._seen.pop(name).flatten(2) for name in "kvq")
-        return Captured(out, k, v, q if queries else None)
+        return Captured(k, v, q if queries else None, out)
+
+    @torch.no_grad()
+    def project(self, h_BTE: Tensor, queries: bool = False) -> Projected:
+        """What `forward` hands out beside the output, without attention and MLP: all that is asked of a last layer."""
+        attention, x_BTE = self._module.self_attn, self._module.input_layernorm(self._given(h_BTE))
+
+        def heads(name: str) -> Tensor:
+            out = getattr(attention, f"{name}_proj")(x_BTE)
+            norm = getattr(attention, f"{name}_norm", None)
+            return out if norm is None else norm(out.unflatten(-1, (-1, attention.head_dim))).flatten(2)
+
+        found = Projected(heads("k"), heads("v"), heads("q") if queries else None)
+        self._seen.clear()
+        return found
+
+    def _given(self, h_BTE: Tensor) -> Tensor:
+        return h_BTE.to(self._stream.device, self._stream.dtype)
 
 
 class Tiled(nn.Module):

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,8 +77,8 @@ def layer_folder(run: Path, layer: int, noted: dict) -> Iterator[Path]:
     partial.mkdir()
     faults.point("layer.made")
     yield partial
-    filled = sorted(path for path in partial.iterdir() if path.is_file())
-    _write(partial / "done.json", json.dumps(noted | {"files": {p.name: _seal(p) for p in filled}}, sort_keys=True))
+    digests = _seal(sorted(path for path in partial.iterdir() if path.is_file()))
+    _write(partial / "done.json", json.dumps(noted | {"files": digests}, sort_keys=True))
     files.sync(partial)
     faults.point("layer.synced")
     partial.rename(final)
@@ -138,10 +139,14 @@ def _write(path: Path, text: str) -> None:
     faults.point("note.done")
 
 
-def _seal(path: Path) -> str:
-    _fsync(path)
-    faults.point("layer.sealed")
-    return _digest(path)
+def _seal(paths: list[Path]) -> dict[str, str]:
+    """Make files durable; their digests by name, which other threads find meanwhile."""
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(_digest, paths)
+        for path in paths:
+            _fsync(path)
+            faults.point("layer.sealed")
+        return dict(zip((path.name for path in paths), digests, strict=True))
 
 
 def _digest(path: Path) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvq_calib import checkpoint
-from kvq_calib.capture import Layer, Stream
+from kvq_calib.capture import Captured, Layer, Stream
 from kvq_calib.fit.layer import Blocks, Partial, Residuals, SideFit, blocks
 from kvq_calib.fit.query import Gathered
 from kvq_calib.statistics import Moments, QueryMoments
@@ -78,13 +78,18 @@ class Pass:
 
 
 def capture(shared: Capture, index: int) -> Caught:
-    """Run the layer on a chunk, keep its keys and values, and say what statistics of it are sums."""
-    run, folder = shared.run, shared.folder
+    """Run the layer on a chunk, keep its keys and values, and say what statistics of it are sums.
+
+    Nothing reads what comes out of the last layer: it is run no further than its keys and values.
+    """
+    run, folder, asked = shared.run, shared.folder, shared.gathered is not None
     hidden = checkpoint.load(checkpoint.folder_of(run.folder, shared.layer - 1) / file("hidden", index))["hidden"]
     begun = time.perf_counter()
-    captured = shared.module.forward(hidden, queries=shared.gathered is not None)
+    last = shared.layer == run.plan.geometry.layers - 1
+    captured = shared.module.project(hidden, asked) if last else shared.module.forward(hidden, asked)
     spent = time.perf_counter() - begun
-    checkpoint.save({"hidden": captured.h_BTE.cpu()}, folder / file("hidden", index))
+    if isinstance(captured, Captured):
+        checkpoint.save({"hidden": captured.h_BTE.cpu()}, folder / file("hidden", index))
     checkpoint.save({"key": captured.k_NTC.cpu(), "value": captured.v_NTC.cpu()}, folder / file("capture", index))
     moments = {}
     if index < run.plan.fitted_chunks:
@@ -109,14 +114,18 @@ def residuals(shared: Pass, index: int) -> Residuals:
 
 
 def decode(shared: Pass, index: int) -> Tensor:
-    """Keep a chunk as it is decoded; the sums of its errors, where they count."""
+    """Keep a chunk as it is decoded, where a prediction reads it; the sums of its errors, where they count."""
     work, half, plan = shared.work, shared.side.codec.half, shared.work.run.plan
-    data, context = work.data(index, half, clean=False)
-    decoded = shared.side.decode(data, context)
-    work.keep(index, half, decoded)
-    if index >= plan.fitted_chunks or plan.held_out == 0:
-        return shared.side.errors(data, context, decoded).cpu()
-    return torch.zeros(5, dtype=torch.float64)
+    kept, measured = work.is_read(half), index >= plan.fitted_chunks or plan.held_out == 0
+    sums = torch.zeros(5, dtype=torch.float64)
+    if kept or measured:
+        data, context = work.data(index, half, clean=False)
+        decoded = shared.side.decode(data, context)
+        if kept:
+            work.keep(index, half, decoded)
+        if measured:
+            sums = shared.side.errors(data, context, decoded).cpu()
+    return sums
 
 
 class RecipeWork:
@@ -140,20 +149,29 @@ class RecipeWork:
     def data(self, index: int, half: Half, clean: bool) -> tuple[Blocks, Context]:
         """A chunk, and what it is predicted from: as decoded, or, `clean`, as it was."""
         data = self._blocks(half, index, self.folder)
-        predict = self.recipe.side(self.layer, half).predict
-        depths = range(1, min(max(getattr(predict, "below", ()), default=0), self.layer) + 1)
-        below = [self._clean(d, index) if clean else self._decoded(d, index) for d in depths]
+        reads_keys, depths = self._inputs(self.layer, half)
+        nearest = range(1, max(depths, default=0) + 1)
+        below = [self._clean(d, index) if clean else self._decoded(d, index) for d in nearest]
         keys = None
-        if half == "value" and getattr(predict, "keys", False):
+        if reads_keys:
             keys = self._load(self.folder, index, ("key",))["key"]
             if clean:
                 keys = _centred(self.fits["key"].codec, self._blocks("key", index, self.folder))
         return data, Context(rope=data.rope, keys=keys, below=below)
 
+    def is_read(self, half: Half) -> bool:
+        """Whether a prediction reads decoded keys, or values, of this layer: that of its values, or one above."""
+        above = range(self.layer + 1, self.run.plan.geometry.layers)
+        below = (n - max(self._inputs(n, half)[1], default=0) <= self.layer for n in above for half in HALVES)
+        return any(below) or (half == "key" and self._inputs(self.layer, "value")[0])
+
+    def _inputs(self, layer: int, half: Half) -> tuple[bool, tuple[int, ...]]:
+        return self.recipe.side(layer, half).inputs(layer, half)
+
     def keep(self, index: int, half: str, decoded: Tensor) -> None:
-        """Store decoded keys, or values, of a chunk."""
+        """Store decoded keys, or values, of a chunk, in the dtype that predictions read."""
         name = file(f"{self.recipe.name}-{half}", index)
-        checkpoint.save({half: decoded.cpu()}, self.folder / name)
+        checkpoint.save({half: decoded.cpu().to(torch.bfloat16)}, self.folder / name)
 
     def _load(self, folder: Path, index: int, halves: tuple[str, ...] = HALVES) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

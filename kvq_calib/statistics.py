@@ -30,6 +30,7 @@ from kvq_runtime.geometry import Geometry
 __all__ = ["Centred", "CrossMoments", "MeanVariance", "Moments", "QueryMoments", "Sample"]
 
 TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
+PANEL = 128  # columns that one product takes: of a symmetric matrix about half need not be calculated
 
 
 @dataclass(frozen=True)
@@ -117,32 +118,34 @@ class CrossMoments(_Sums):
 
     def __init__(self, shift_x_I: Tensor, shift_y_O: Tensor):
         inputs, outputs, device = len(shift_x_I), len(shift_y_O), shift_x_I.device
-        shapes = {"x": (inputs,), "y": (outputs,), "xx": (inputs, inputs), "xy": (inputs, outputs), "yy": (outputs,)}
+        both = inputs + outputs  # x and y side by side; of xx only what is on and above the diagonal counts
+        shapes = {"sum": (both,), "products": (inputs, both), "yy": (outputs,)}
         shifts = {"shift_x": shift_x_I.float(), "shift_y": shift_y_O.to(device).float()}
         super().__init__(shifts, _zeros(device, count=(), **shapes))
 
     def update(self, x_NTI: Tensor, y_NTO: Tensor, mask_NT: Tensor | None = None) -> None:
         """Add the rows where the mask is true."""
-        for x, y in _tiles(mask_NT, x_NTI, y_NTO):
-            x = x.float() - self.settings["shift_x"]
-            y = y.float() - self.settings["shift_y"]
-            self.sums["count"] += len(x)
-            self.sums["x"] += x.sum(0, dtype=torch.float64)
-            self.sums["y"] += y.sum(0, dtype=torch.float64)
-            self.sums["xx"] += x.mT @ x
-            self.sums["xy"] += x.mT @ y
-            self.sums["yy"] += y.square().sum(0, dtype=torch.float64)
+        inputs, shift = len(self.settings["shift_x"]), torch.cat([*self.settings.values()])
+        for parts in _tiles(mask_NT, x_NTI, y_NTO):
+            xy = torch.cat(parts, 1).float().sub_(shift)
+            self.sums["count"] += len(xy)
+            self.sums["sum"] += xy.sum(0, dtype=torch.float64)
+            self.sums["yy"] += xy[:, inputs:].square().sum(0, dtype=torch.float64)
+            for first in range(0, inputs, PANEL):
+                last = min(first + PANEL, inputs)
+                self.sums["products"][first:last, first:] += xy[:, first:last].mT @ xy[:, first:]
 
     def value(self) -> Centred:
         count = _count(self.sums)
-        x, y = self.sums["x"] / count, self.sums["y"] / count
-        xx = self.sums["xx"] / count - torch.outer(x, x)
+        inputs = len(self.settings["shift_x"])
+        x, y = (self.sums["sum"] / count).tensor_split([inputs])
+        xx, xy = (self.sums["products"] / count).tensor_split([inputs], 1)
         return Centred(
             count=count,
             mean_x_I=x + self.settings["shift_x"],
             mean_y_O=y + self.settings["shift_y"],
-            xx_II=(xx + xx.mT) / 2,
-            xy_IO=self.sums["xy"] / count - torch.outer(x, y),
+            xx_II=xx.triu() + xx.triu(1).mT - torch.outer(x, x),
+            xy_IO=xy - torch.outer(x, y),
             yy_O=(self.sums["yy"] / count - y.square()).clamp_min(0),
         )
 
@@ -178,7 +181,7 @@ def _tiles(mask_NT: Tensor | None, *parts: Tensor):
     kept = None if mask_NT is None else mask_NT.to(flat[0].device).flatten().nonzero()[:, 0]
     for start in range(0, len(flat[0]) if kept is None else len(kept), TILE):
         tile = slice(start, start + TILE)
-        yield [part[tile] if kept is None else part[kept[tile]] for part in flat]
+        yield [part[tile] if kept is None else part.index_select(0, kept[tile]) for part in flat]
 
 
 def _zeros(device, **shapes: tuple[int, ...]) -> dict[str, Tensor]:

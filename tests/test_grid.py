@@ -74,6 +74,18 @@ def test_nearest_on_the_edges_of_cells(size):
     assert torch.equal(grid.nearest(x, *size).long(), brute(x, grid.points(*size)))
 
 
+@pytest.mark.parametrize("size", [16, 64, 256])
+def test_a_cell_of_one_point_has_it_at_each_corner(size):
+    """And every other cell has two, or lies at the edge of the table."""
+    cells = grid._cells(size, torch.device("cpu")).view(grid._SIDE, grid._SIDE)
+    axis = torch.arange(-grid._SIDE // 2, grid._SIDE // 2 + 1, dtype=torch.float64) / grid._FINE
+    corner = grid.scan(torch.cartesian_prod(axis, axis), grid.points(2, size).double()).view(len(axis), -1)
+    four = torch.stack([corner[:-1, :-1], corner[1:, :-1], corner[:-1, 1:], corner[1:, 1:]])
+    inner = (four == four[0]).all(0)
+    inner[[0, -1]] = inner[:, [0, -1]] = False
+    assert torch.equal(cells.long(), four[0].where(inner, -1))
+
+
 def test_ties_go_to_the_lowest_index():
     points = grid.points(2, 64)
     twice = torch.cat([points, points])

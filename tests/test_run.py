@@ -140,6 +140,20 @@ def test_a_finished_run_holds_no_activations(model, tmp_path):
     assert sum(path.stat().st_size for path in tmp_path.rglob("*")) < 1 << 20
 
 
+def test_what_is_kept_is_read(model, tmp_path, monkeypatch):
+    """Hidden states above the last layer, its decoded values, and what nothing predicts from are not written."""
+    kept, read, save, load = set(), set(), checkpoint.save, checkpoint.load
+    monkeypatch.setattr(checkpoint, "save", lambda tensors, path: (kept.add(_place(path)), save(tensors, path)))
+    monkeypatch.setattr(checkpoint, "load", lambda path, *args: (read.add(_place(path)), load(path, *args))[1])
+    runs.calibrate(a_run(model, tmp_path, ("aqua-2bit", "aqua-2bit-below-1-2", "mean-higgs-2bit"), samples=4))
+    assert kept == read
+    assert {name for layer, name in kept if layer == "layer-0003"} >= {"aqua-2bit-key-00000.safetensors"}
+
+
+def _place(path: Path) -> tuple[str, str]:
+    return path.parent.name.removesuffix(".partial"), path.name
+
+
 def test_prediction_explains_what_the_mean_does_not(undisturbed):
     layers = artifact.from_bytes(undisturbed["aqua-2bit"]).fit["layers"]
     assert layers[0]["key"]["explained_variance"] == 0

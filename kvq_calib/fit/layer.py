@@ -140,7 +140,7 @@ class SideFit:
     def partial(self, data: Blocks, context: Context) -> Partial:
         """What one chunk says."""
         moments, sample = self.empty()
-        z_NTI = self.codec.inputs(context).float()
+        z_NTI = self.codec.inputs(context)
         y_NTC = data.x - self.codec.mean(context)
         moments.update(z_NTI, y_NTC, data.mask_NT)
         if sample is not None:
