@@ -9,19 +9,24 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-PREDICATE, NAME, LAST = r"(?:@!?U?P\w+\s+)?", r"([A-Z][A-Z0-9_]*)((?:\.[A-Z0-9_]+)*)", r"(?:0x([0-9a-f]+)\s*)?"
-LINE = re.compile(rf"/\*([0-9a-f]{{4,}})\*/\s+{PREDICATE}{NAME}[^;]*?{LAST};")
+PREDICATE, NAME, TARGET = r"(?:@!?U?P\w+\s+)?", r"([A-Z][A-Z0-9_]*)((?:\.[A-Z0-9_]+)*)", r"(?:`\((\.L\w+)\)\s*)?"
+LINE = re.compile(rf"/\*([0-9a-f]{{4,}})\*/\s+{PREDICATE}{NAME}[^;]*?{TARGET};|^(\.L\w+):", re.MULTILINE)
 MULTIPLICATIONS = {"FMUL", "FFMA", "HMUL2", "HFMA2", "FMUL2", "FFMA2", "IMUL"}
 
 
 def instructions(disassembler: Path, cubin: Path) -> list[tuple[int, str, int | None]]:
-    """(address, name, last number) of every instruction; a product in bfloat16 says so in its name."""
-    command = [str(disassembler), "-sass", str(cubin)]
+    """(address, name, address it may jump to) of every instruction; a product in bfloat16 says so in its name."""
+    command = [str(disassembler), "--print-code", "--no-dataflow", str(cubin)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [
-        (int(at, 16), name + (".BF16" if ".BF16" in more else ""), int(to, 16) if to else None)
-        for at, name, more, to in LINE.findall(text)
-    ]
+    found, labels, here = [], {}, []
+    for at, name, more, to, label in LINE.findall(text):
+        if label:
+            here.append(label)
+            continue
+        labels |= dict.fromkeys(here, int(at, 16))
+        here.clear()
+        found.append((int(at, 16), name + (".BF16" if ".BF16" in more else ""), to))
+    return [(at, name, labels.get(to)) for at, name, to in found]
 
 
 def main_loop(found: list[tuple[int, str, int | None]], turns: int) -> Counter[str]:

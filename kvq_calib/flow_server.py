@@ -18,9 +18,11 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
-STARTUP = 180  # seconds; the first start on a busy machine migrates an empty database in some 20
+STARTUP = 600  # seconds; the first start on a busy machine migrates an empty database in some 20
 GRACE = 5  # seconds in which a server may end by itself
-# no telemetry, no blocks that nobody uses, no word but errors, no bars in logs
+# no telemetry, no blocks that nobody uses, no word but errors, no bars in logs; and patience, in seconds, since what is
+# asked again is done twice: an answer that is late is not lost, and a client that closes its idle connections itself,
+# after 25 s, sends nothing into one that the server is closing
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "DO_NOT_TRACK": "1",
@@ -30,8 +32,10 @@ QUIET = {
     "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
     "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
+    "PREFECT_API_REQUEST_TIMEOUT": "600",
+    "PREFECT_SERVER_API_KEEPALIVE_TIMEOUT": "600",
 }
-_running: list[subprocess.Popen[str]] = []
+_running: list[tuple[subprocess.Popen[str], Path]] = []
 
 
 @cache
@@ -54,7 +58,7 @@ def address() -> str:
             text=True,
             start_new_session=True,  # Ctrl-C is for the run, which tells the server what became of it
         )
-    _running.append(server)
+    _running.append((server, home))
     assert server.stdout is not None
     port = server.stdout.readline().strip()
     url = f"http://127.0.0.1:{port}/api"
@@ -81,7 +85,7 @@ def wait(url: str, alive, seconds: float = STARTUP) -> bool:
 def stop() -> None:
     """End what `address` started, and wait for it."""
     while _running:
-        server = _running.pop()
+        server, home = _running.pop()
         assert server.stdin is not None and server.stdout is not None
         server.stdin.close()
         try:
@@ -90,30 +94,47 @@ def stop() -> None:
             server.kill()
             server.wait()
         server.stdout.close()
+        _remove(home)
     address.cache_clear()
 
 
-def main(home: str) -> None:
+def _remove(home: Path) -> None:
+    """Delete a folder in which somebody may be making files yet."""
+    for _ in range(100):
+        shutil.rmtree(home, ignore_errors=True)
+        if not home.exists():
+            return
+        time.sleep(0.05)
+
+
+def main(home: Path) -> None:
     """Serve until standard input ends."""
     import uvicorn
 
     listening = socket.create_server(("127.0.0.1", 0))
+    idle = int(os.environ["PREFECT_SERVER_API_KEEPALIVE_TIMEOUT"])
     server = uvicorn.Server(
-        uvicorn.Config("prefect.server.api.server:create_app", factory=True, log_level="error", lifespan="on")
+        uvicorn.Config(
+            "prefect.server.api.server:create_app",
+            factory=True,
+            log_level="error",
+            lifespan="on",
+            timeout_keep_alive=idle,
+        )
     )
 
     def follow() -> None:
         sys.stdin.read()
         server.should_exit = True
         time.sleep(GRACE)
-        shutil.rmtree(home, ignore_errors=True)
+        _remove(home)
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
     print(listening.getsockname()[1], flush=True)
     server.run(sockets=[listening])
-    shutil.rmtree(home, ignore_errors=True)
+    _remove(home)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]))

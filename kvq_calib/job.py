@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from kvq_calib import budget, checkpoint, gate, held_out, licenses, models, plots, report
+from kvq_calib import budget, checkpoint, gate, held_out, licenses, models, plots, report, tables
 from kvq_calib import run as graph
 from kvq_calib.chunks import Spread
 from kvq_calib.evaluate.subject import find
@@ -244,7 +244,7 @@ def publish(
         own = records[number] if records else None
         failed = gate.passes(own, job.bounds) if own else []
         shown = [own, *(one for one in records if one is not own)] if own else []
-        layers = report.by_layer(made) if "budget" in made.fit else []
+        layers = tables.by_layer(made) if "budget" in made.fit else []
         place, version, beside = name, "", report.files(made, shown, name, drawn, license)
         if targets and not failed:
             for target in targets:

@@ -19,16 +19,27 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by ray when it is imported
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what ray will do by itself, without its warning
+for _name, _value in {  # read by ray, and by what it starts, when it is imported
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what ray will do by itself, without its warning
+    # patience: with five processes to a core, a start takes a third of the 30 s that ray would give it
+    "RAY_gcs_server_port_wait_time_s": "600",
+    "RAY_raylet_start_wait_time_s": "600",
+    "RAY_agent_register_timeout_ms": "600000",
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_gcs_rpc_server_connect_timeout_s": "60",
+    "RAY_gcs_server_request_timeout_seconds": "600",
+    "RAY_health_check_failure_threshold": "60",  # times 3 s; who has died is known at once, without it
+}.items():
+    os.environ.setdefault(_name, _value)
 
-import ray
-from ray.exceptions import RayError, RayTaskError
+import ray  # noqa: E402
+from ray.exceptions import RayError, RayTaskError  # noqa: E402
 
-from kvq_calib import run as graph
-from kvq_calib.chunks import Spread, Task
-from kvq_calib.plan import environment
-from kvq_runtime import files
+from kvq_calib import run as graph  # noqa: E402
+from kvq_calib.chunks import Spread, Task  # noqa: E402
+from kvq_calib.plan import environment  # noqa: E402
+from kvq_runtime import files  # noqa: E402
 
 MARK = "workers"  # a file in the run folder, by which workers know that they see the same one
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq_calib import compare
-from kvq_calib.commands import comparison, relative
 from kvq_calib.plots import size_of
+from kvq_calib.tables import comparison, relative
 from kvq_runtime.table import cell
 
 BUDGETS = (1.25, 2.1, 3.1)

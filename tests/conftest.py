@@ -5,13 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreter import spare
+
+from kvq_calib import flow_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+os.environ.update(flow_server.QUIET)  # read when prefect is imported, whichever test does it first
 # Kernels run on the GPU where there is one, else in Triton's interpreter, which is chosen before triton is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a test draw the same numbers whatever tests were here before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +58,11 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("KVQ_HOME", str(tmp_path / "kvq-home"))
     monkeypatch.delenv("KVQ_REGISTRY", raising=False)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
+
+
+def pytest_collection_finish() -> None:
+    """Modules are imported now, and Triton with them where there is one."""
+    spare()
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

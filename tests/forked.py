@@ -1,5 +1,6 @@
 """Processes forked from the tests: everything is imported in them already."""
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -17,6 +18,7 @@ def process(work: Callable[..., int | None], *arguments: object) -> multiprocess
 
     def child() -> None:
         code = 70
+        gc.freeze()  # what the parent forgot is the parent's to end: here its threads and connections are gone
         try:
             code = work(*arguments) or 0
         except BaseException:

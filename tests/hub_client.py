@@ -11,6 +11,7 @@ import pytest
 from hub_server import Hub
 from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars
+from patience import PATIENCE
 
 from kvq_runtime.registries import hub_index
 
@@ -42,6 +43,8 @@ def use(monkeypatch: pytest.MonkeyPatch, url: str, folder: Path, token: str | No
         (folder / "harnesses.json").write_text("{}")  # else the client asks huggingface.co who calls
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(folder / "harnesses.json"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):  # of 10 s; then it asks again, or asks its cache
+        monkeypatch.setattr(constants, name, PATIENCE)
     monkeypatch.setattr("time.sleep", _shorter)  # the client waits whole seconds between tries
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)

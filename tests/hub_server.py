@@ -12,31 +12,16 @@ import hashlib
 import json
 import re
 import socket
-import struct
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlencode, urlsplit
+from urllib.parse import unquote
 
-from hub_faults import Fault, Faults
+from hub_faults import Faults
+from hub_http import Exchange, Request, Server
 from hub_store import Refused, Repo, Store
+from patience import PATIENCE
 
-PAGE = 2  # entries a page: small, so that every list is paged
 _ID = r"(?P<id>[^/]+/[^/]+)"
-
-
-@dataclass(frozen=True)
-class Request:
-    """One request as it came, for tests that count or look for secrets."""
-
-    origin: str
-    line: str
-    authorization: str | None
-    range: str | None
 
 
 class Hub(Store):
@@ -44,8 +29,9 @@ class Hub(Store):
 
     def __init__(self, org: str = "org"):
         super().__init__(org)
-        self.faults, self.requests = Faults(), []
-        self._working, self._change = 0, threading.Condition()
+        self.faults = Faults()
+        self.requests: list[Request] = []
+        self.connected, self.change = 0, threading.Condition()
         self.redirect = True  # large files are somewhere else
         handlers = [type("Handler", (Handler,), {"hub": self, "origin": name}) for name in ("hub", "cdn")]
         self._servers = [Server(("127.0.0.1", 0), handler) for handler in handlers]
@@ -53,6 +39,7 @@ class Hub(Store):
 
     def __enter__(self) -> "Hub":
         for server in self._servers:
+            server.hub = self
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
@@ -61,66 +48,18 @@ class Hub(Store):
             server.shutdown()
             server.server_close()
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count a request that is being answered."""
-        with self._change:
-            self._working += 1
-        try:
-            yield
-        finally:
-            with self._change:
-                self._working -= 1
-                self._change.notify_all()
-
     def rest(self) -> None:
-        """Wait until nothing is being answered: a request outlives the client that is killed."""
-        with self._change:
-            assert self._change.wait_for(lambda: not self._working, 30)
+        """Wait until nobody is connected: what a client has asked for outlives the client that is killed."""
+        for server in self._servers:  # a connection is accepted after those that were there before it
+            with socket.create_connection(server.server_address[:2]) as last:
+                last.shutdown(socket.SHUT_WR)
+                last.recv(1)
+        with self.change:
+            assert self.change.wait_for(lambda: not self.connected, PATIENCE), f"{self.connected} are connected yet"
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
-
-    def handle_error(self, request, client_address) -> None:
-        """A client that went away is not this server's affair."""
-
-
-class Cut(Exception):
-    """The connection ends here."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    hub: Hub
-    origin: str
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else each answer waits 40 ms for an acknowledgement
-
-    def log_message(self, *_: object) -> None:
-        """Quiet: `hub.requests` is the log."""
-
-    def do_GET(self) -> None:
-        with self.hub.working():
-            self.answer()
-
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
-
-    def answer(self) -> None:
-        parts = urlsplit(self.path)
-        self.line = f"{self.command} {unquote(parts.path)}"
-        self.hub.requests.append(Request(self.origin, self.line, *map(self.headers.get, ("Authorization", "Range"))))
-        self.fault = self.hub.faults.take(self.line)
-        try:
-            if self.fault and self.fault.kind == "status":
-                self._body()
-                raise Refused(self.fault.status, "told to fail")
-            self.query = parse_qs(parts.query)
-            self._route(parts.path, self._body())
-        except Refused as refused:
-            self._refuse(refused)
-        except Cut:
-            self._cut()
+class Handler(Exchange):
+    """What every route of ROUTES answers."""
 
     def _route(self, path: str, body: bytes) -> None:
         for method, pattern, name in ROUTES:
@@ -130,61 +69,6 @@ class Handler(BaseHTTPRequestHandler):
                 getattr(self, name)(body=body, **given)
                 return
         raise Refused(404, f"no route {self.line}")
-
-    def _body(self) -> bytes:
-        length = int(self.headers.get("Content-Length") or 0)
-        if length and self.fault and self.fault.kind == "reset":
-            self.rfile.read(length // 2)
-            raise Cut
-        return self.rfile.read(length)
-
-    def _cut(self) -> None:
-        self.close_connection = True
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.connection.close()
-
-    def _refuse(self, refused: Refused) -> None:
-        headers = {"X-Error-Message": refused.message} | ({"X-Error-Code": refused.code} if refused.code else {})
-        extra = self.fault.headers if self.fault else {}
-        self._send(json.dumps({"error": refused.message}).encode(), refused.status, headers | extra, faulty=False)
-
-    def _json(self, value: Any, status: int = 200, **headers: str) -> None:
-        self._send(json.dumps(value).encode(), status, {"Content-Type": "application/json", **headers})
-
-    def _paged(self, values: list[Any]) -> None:
-        start = int(self.query.get("cursor", ["0"])[0])
-        rest = {key: value for key, value in self.query.items() if key != "cursor"}
-        link = f"{self.hub.url}{urlsplit(self.path).path}?{urlencode(rest | {'cursor': start + PAGE}, doseq=True)}"
-        more = {"Link": f'<{link}>; rel="next"'} if start + PAGE < len(values) else {}
-        self._json(values[start : start + PAGE], **more)
-
-    def _send(self, data: bytes, status: int, headers: dict[str, str], faulty: bool = True) -> None:
-        fault = self.fault if faulty and self.fault else Fault("", "")
-        if fault.kind == "lost":
-            raise Cut
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(data))} | headers).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        if fault.kind == "flip":
-            middle = len(data) // 2
-            data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-        if fault.kind in ("reset", "short"):
-            self.wfile.write(data[: len(data) // 2])
-            if fault.kind == "reset":
-                self.wfile.flush()
-                time.sleep(0.05)
-                raise Cut
-            self.close_connection = True
-            return
-        pieces = 8 if fault.kind == "drip" else 1
-        size = max(1, -(-len(data) // pieces))
-        for start in range(0, len(data), size):
-            self.wfile.write(data[start : start + size])
-            self.wfile.flush()
-            time.sleep(0.1 if fault.kind == "drip" else 0)
 
     # ---- who and what
 

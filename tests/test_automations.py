@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from uuid import UUID
 
 import pytest
-from webhook import free_port, listening, until
+from patience import PATIENCE, until
+from webhook import free_port, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
-SHORT = timedelta(seconds=15)
+SHORT = timedelta(seconds=15)  # on two quiet cores a flow that does nothing takes one
 SLEEPER = "import time; from prefect import flow; flow(name='sleeper')(lambda: time.sleep(600))()"
 
 
@@ -24,18 +26,18 @@ def started(tmp_path_factory):
     from kvq_calib import flow_server
     from pipelines import service
 
-    folder, port = tmp_path_factory.mktemp("flows"), free_port()
-    url = f"http://127.0.0.1:{port}/api"
-    environment = service._environment(folder, url)
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with (folder / "server.log").open("w") as log:
+    folder = tmp_path_factory.mktemp("flows")
+    with free_port() as port, (folder / "server.log").open("w") as log:
+        url = f"http://127.0.0.1:{port}/api"
+        environment = service._environment(folder, url)
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
         running = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             assert flow_server.wait(url, lambda: running.poll() is None), (folder / "server.log").read_text()
             yield url, environment
         finally:
             running.terminate()
-            running.wait(30)
+            running.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -50,10 +52,10 @@ def server(started):
     from kvq_calib import flow
 
     url, environment = started
-    EventsWorker.drain_all(timeout=60)
+    EventsWorker.drain_all(timeout=PATIENCE)
     with flow.temporary_settings({flow.PREFECT_API_URL: url}):
         yield environment
-        EventsWorker.drain_all(timeout=60)
+        EventsWorker.drain_all(timeout=PATIENCE)
 
 
 def ends(name: str, state) -> None:
@@ -75,8 +77,8 @@ def test_failed_gates_and_drift_are_told_and_nothing_else(server):
         ends("other", Failed(message="is nobody's affair"))
         ends("drift", Failed(name=DRIFTED, message='demo@1.0.0 has drifted. "KL" 2'))
         ends("kvq-calibrate", Failed(name=GATE_FAILED, message="demo was not published"))
-        until(lambda: len(heard) == 2)
-    first, second = sorted(heard)
+        until(lambda: len(set(heard)) >= 2)
+    first, second = sorted(set(heard))
     assert first.startswith("kvq, drift ") and first.endswith(': demo@1.0.0 has drifted. "KL" 2')
     assert second.startswith("kvq, kvq-calibrate ") and second.endswith(": demo was not published")
 
@@ -86,34 +88,43 @@ def test_silence_is_told_and_a_success_is_no_silence(server):
 
     from pipelines import automations
 
-    with listening() as (address, heard):
-        automations._replace(automations.silent(automations._webhook(address), SHORT))
-        begun = time.monotonic()
-        while time.monotonic() - begun < 2 * SHORT.total_seconds():
-            ends("kvq-calibrate", Completed())
-            time.sleep(1)
-        assert not heard
-        ends("kvq-calibrate", Failed(message="is no success"))
-        ends("other", Completed())
-        until(lambda: heard)
+    for period in (SHORT, 4 * SHORT, 16 * SHORT):
+        with listening() as (address, heard):
+            automations._replace(automations.silent(automations._webhook(address), period))
+            begun, longest = time.monotonic(), 0.0
+            while (last := time.monotonic()) - begun < 2 * period.total_seconds():
+                ends("kvq-calibrate", Completed())
+                time.sleep(1)
+                longest = max(longest, time.monotonic() - last)
+            if heard and longest > period.total_seconds() / 4:
+                continue  # on so slow a machine it was silent indeed
+            assert not heard, f"a success every {longest} s"
+            ends("kvq-calibrate", Failed(message="is no success"))
+            ends("other", Completed())
+            until(lambda: heard)
+            break
+    else:
+        pytest.fail("the machine is too slow to tell a pause from silence")
     assert heard[0] == "kvq: no calibration has succeeded for 36 hours"
 
 
 def test_the_dead_are_found_by_their_heartbeat(server):
     from prefect.client.orchestration import get_client
+    from prefect.events.filters import EventFilter, EventNameFilter
 
     from pipelines import automations
 
+    heartbeats = lambda: EventFilter(event=EventNameFilter(name=["prefect.flow-run.heartbeat"]))  # noqa: E731
     automations._replace(automations.dead(SHORT))
     sleeper = subprocess.Popen(
         [sys.executable, "-c", SLEEPER], env={**server, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
     )
     try:
         with get_client(sync_client=True) as client:
-            (running,) = until(lambda: [one for one in client.read_flow_runs() if one.state_name == "Running"])
-            time.sleep(3)  # its first heartbeat is on its way
+            first = until(lambda: client.read_events(heartbeats(), limit=1).events)[0]
+            running = UUID(first.resource.id.removeprefix("prefect.flow-run."))
             os.kill(sleeper.pid, signal.SIGKILL)
-            crashed = until(lambda: (one := client.read_flow_run(running.id)).state.is_crashed() and one)
+            crashed = until(lambda: (one := client.read_flow_run(running)).state.is_crashed() and one)
     finally:
         sleeper.kill()
         sleeper.wait()

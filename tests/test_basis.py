@@ -1,7 +1,4 @@
-"""SVDq's claims, water-filling against all allocations, and the escape of tokens that nobody foresaw."""
-
-import itertools
-from dataclasses import replace
+"""SVDq's claims about its basis, values in the metric of the output projection, and bits met in total."""
 
 import numpy as np
 import pytest
@@ -9,14 +6,12 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit import metric
-from kvq_calib.fit.allocate import water_fill
 from kvq_calib.fit.layer import Blocks, SideFit
 from kvq_calib.statistics import Moments
 from kvq_runtime import codec
 from kvq_runtime.codec import Codec, Context
 from kvq_runtime.fit import basis
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import latent
 from kvq_runtime.recipe import Recipe, Side, preset
 from kvq_runtime.stages.escape import Escape
 from kvq_runtime.stages.mixed import Mixed
@@ -53,6 +48,10 @@ def fitted(side: Side, x_NTC: Tensor, half="key", weight_EQ: Tensor | None = Non
 def blocks(x_NTC: Tensor, first: int) -> Blocks:
     mask, numbers = torch.ones(x_NTC.shape[:2], dtype=torch.bool), torch.arange(first, first + len(x_NTC))
     return Blocks(x_NTC, mask, (mask, mask), numbers, torch.zeros_like(numbers))
+
+
+def decoded(made: Codec, x: Tensor) -> Tensor:
+    return made.restore(made.decode(made.encode(x, NOWHERE), NOWHERE).float(), NOWHERE)
 
 
 def error(made: Codec, x: Tensor) -> float:
@@ -184,41 +183,6 @@ def test_an_output_basis_is_billed_twice_a_basis():
 # ---- bits
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_water_filling_is_the_best_of_all_allocations(seed):
-    distortions = [latent.distortion(bits) for bits in range(4)]
-    variances = torch.exp(2 * torch.randn(4, generator=torch.Generator().manual_seed(seed)))
-    every = list(itertools.product(range(4), repeat=4))
-
-    def cost(bits) -> float:
-        return sum(float(v) * distortions[b] for v, b in zip(variances, bits, strict=True))
-
-    for budget in range(13):
-        found = water_fill(variances, budget, distortions)
-        assert sum(found) == budget
-        assert cost(found) == pytest.approx(min(cost(bits) for bits in every if sum(bits) == budget))
-
-
-def test_water_filling_in_fine_steps_is_the_textbooks():
-    """b_r = max(0, ½ log₂ λ_r / θ), with θ what every channel above it is left with."""
-    variances = torch.exp(-0.2 * torch.arange(40.0))
-    fine, budget = 64, 1500
-    found = torch.tensor(water_fill(variances, budget, [4.0 ** (-step / fine) for step in range(10 * fine)])) / fine
-    log = variances.log2()
-    low, high = -60.0, 10.0
-    for _ in range(100):
-        theta = (low + high) / 2
-        low, high = (theta, high) if float(((log - theta) / 2).clamp_min(0).sum()) > budget / fine else (low, theta)
-    assert float((found - ((log - low) / 2).clamp_min(0)).abs().max()) <= 1 / fine
-
-
-def test_what_water_filling_refuses():
-    with pytest.raises(ValueError, match="at most 1 bits"):
-        water_fill(torch.ones(3), 4, [1.0, 0.4])
-    with pytest.raises(ValueError, match="less and less"):
-        water_fill(torch.ones(3), 2, [1.0, 0.9, 0.1])
-
-
 @pytest.mark.parametrize("target", [0.4375, 1.0, 1.25, 1.9375, 3.0])
 def test_the_total_is_met_to_the_bit(target):
     found = fitted(Side(Mixed(target=target), predict=Mean(), rotate=Basis()), low_rank())
@@ -228,63 +192,6 @@ def test_the_total_is_met_to_the_bit(target):
     assert Recipe.from_json(recipe.to_json()) == recipe
     specs = codec.specs(recipe, 0, "key", GEOMETRY)
     assert {name: (tuple(t.shape), t.dtype) for name, t in found.tensors.items()} == specs
-
-
-# ---- the escape
-
-
-def escaping(slots: int = 1) -> tuple[Codec, Codec, Tensor]:
-    """A codec with the escape, the same without, and a block that was not fitted on."""
-    side = Side(Mixed(target=1.5), predict=Mean(), rotate=Basis(), correct=Escape(slots))
-    found = fitted(side, low_rank())
-    without = replace(found.side, correct=None)
-    tensors = {name: tensor for name, tensor in found.tensors.items() if not name.startswith("correct")}
-    return found.codec, Codec(Recipe("test", without, without, "pre"), 0, "key", GEOMETRY, tensors), low_rank(1, seed=5)
-
-
-def decoded(made: Codec, x: Tensor) -> Tensor:
-    return made.restore(made.decode(made.encode(x, NOWHERE), NOWHERE).float(), NOWHERE)
-
-
-def test_a_planted_outlier_is_caught_marked_and_billed():
-    made, plain, x = escaping()
-    planted = x.clone()
-    planted[0, 37] = 5 + 40 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(8))
-    fields = made.encode(planted, NOWHERE)
-    assert fields["escape_place"].tolist() == [[37]] and fields["escape_wanted"].tolist() == [[1]]
-    assert Escape.count(fields) == (1, 1)
-    found, clipped = decoded(made, planted), decoded(plain, planted)
-    energy = float(planted[0, 37].square().sum())
-    assert float((clipped - planted)[0, 37].square().sum()) > 0.5 * energy
-    assert float((found - planted)[0, 37].square().sum()) < 1e-4 * energy
-    others = torch.arange(128) != 37
-    assert torch.equal(found[:, others], clipped[:, others])
-    held = sum(8 * tensor.untyped_storage().nbytes() for tensor in fields.values())
-    assert made.bits() == held / x.numel() > plain.bits() + 8 / 128
-
-
-def test_ordinary_tokens_do_not_escape():
-    made, plain, x = escaping(3)
-    fields = made.encode(x, NOWHERE)
-    assert Escape.count(fields) == (0, 0) and fields["escape_place"].tolist() == [[-1, -1, -1]]
-    assert torch.equal(decoded(made, x), decoded(plain, x))
-
-
-def test_the_worst_get_the_slots_and_the_others_are_counted():
-    made, _, x = escaping(2)
-    noise = torch.randn(WIDTH, generator=torch.Generator().manual_seed(8))
-    for place, size in ((3, 20), (50, 60), (90, 30)):
-        x[0, place] = 5 + size * noise
-    fields = made.encode(x, NOWHERE)
-    assert fields["escape_place"].tolist() == [[50, 90]]
-    assert Escape.count(fields) == (2, 3)
-
-
-def test_of_copies_the_last_one_is_served():
-    """Copies of a real token fill the slots before it, where padding and exact sinks lie."""
-    made, _, x = escaping()
-    x[0, :5] = 5 + 40 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(8))
-    assert made.encode(x, NOWHERE)["escape_place"].tolist() == [[4]]
 
 
 # ---- recipes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from kvq_calib import commands, compare, plots
+from kvq_calib import commands, compare, plots, tables
 from kvq_calib import run as graph
 from kvq_calib.evaluate import perplexity
 from kvq_runtime.geometry import Geometry
@@ -64,7 +64,7 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     assert bits == sorted(bits) and bits[-1] == 16
     assert plot.read_bytes() == plots.comparison(records) != plots.comparison(records[:1])
     assert plots.comparison(records[-1:]), "a cost of nothing has no logarithm"
-    rows = commands.comparison(records)
+    rows = tables.comparison(records)
     assert rows[0]["recipe"] == "16 bit" and len(rows) == 5 and rows[-1]["attention"] < 1e-9 < rows[1]["attention"]
     assert not open_registry().names(), "nothing is published"
 

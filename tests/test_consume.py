@@ -13,6 +13,7 @@ import pytest
 import tiny_artifact as tiny
 from hub_client import TOKEN, asked
 from hub_server import Hub
+from patience import PATIENCE
 from test_lean_import import BLOCKED
 
 from kvq_runtime.registries.hub import HubRegistry
@@ -63,6 +64,7 @@ def team(tmp_path, monkeypatch):
     with Hub("my-org") as hub:
         hub.users = {TOKEN: ("me", "write"), "hf_team": ("team", "write")}
         environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_team"}
+        environment |= dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), str(PATIENCE))
         run.hub, run.folder = hub, folder
         yield run
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvq_calib import commands, corpus, models
+from kvq_calib import commands, corpus, models, tables
 from kvq_calib.capture import Stream
 from kvq_calib.evaluate import attention, bits, errors, perplexity, record
 from kvq_calib.evaluate.perplexity import REFERENCE
@@ -200,7 +200,7 @@ def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
     assert printed[0]["protocol"]["model"]["parameters"] == demo.model.num_parameters()
     assert not {"/", str(tmp_path)} & set(json.dumps(printed[0]["protocol"]["text"]).split('"'))
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"error-by-layer.png", "perplexity-by-bits.png"}
-    rows = commands.table(printed)
+    rows = tables.table(printed)
     assert [row["recipe"] for row in rows] == ["16 bit", "mean-higgs-2bit", "exact"]
 
 

@@ -4,18 +4,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from patience import lives, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 RUN = "import sys; from kvq_calib import flow_server; print(flow_server.address(), flush=True); sys.stdin.read()"
 
 
-def gone(pids: list[int], folder: Path) -> bool:
-    return not any(psutil.pid_exists(pid) for pid in pids) and not list(folder.iterdir())
+def gone(servers: list[psutil.Process], folder: Path) -> bool:
+    return not any(map(lives, servers)) and not list(folder.glob("kvq-prefect-*"))
 
 
 def test_two_at_once_share_nothing_and_leave_nothing_when_killed_or_done(tmp_path):
@@ -27,17 +27,14 @@ def test_two_at_once_share_nothing_and_leave_nothing_when_killed_or_done(tmp_pat
         for _ in range(2)
     ]
     addresses = [run.stdout.readline().strip() for run in runs]
-    servers = [child.pid for run in runs for child in psutil.Process(run.pid).children()]
-    assert len(set(addresses)) == len(servers) == len(list(tmp_path.iterdir())) == 2
+    servers = [child for run in runs for child in psutil.Process(run.pid).children()]
+    assert len(set(addresses)) == len(servers) == len(list(tmp_path.glob("kvq-prefect-*"))) == 2
     assert all(address.startswith("http://127.0.0.1:") for address in addresses)
     os.kill(runs[0].pid, signal.SIGKILL)
     for run in runs:
         run.communicate()  # the second one's input ends, and so does it
     assert runs[1].returncode == 0
-    end = time.monotonic() + 30
-    while not gone(servers, tmp_path) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert gone(servers, tmp_path)
+    until(lambda: gone(servers, tmp_path))
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
@@ -48,3 +45,4 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
     environment["PYTHONPATH"] += os.pathsep + str(root)
     ended = subprocess.run([sys.executable, "-c", code], env=environment, input="", capture_output=True, text=True)
     assert ended.returncode == 1 and "did not start" in ended.stderr and "no port for you" in ended.stderr
+    assert not list(tmp_path.glob("kvq-prefect-*"))

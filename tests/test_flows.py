@@ -100,22 +100,42 @@ def test_a_failed_gate_is_in_the_state_the_record_and_the_exit_code(model, serve
     assert "was not published. KL" in capsys.readouterr().err
 
 
-def test_a_failed_gate_is_known_when_an_answer_is_lost(model, server, monkeypatch, capsys):
-    """The client asks again, and is given the server's state, which holds nothing that the flow put into it."""
+@pytest.fixture
+def losing(monkeypatch):
+    """Lose the answer to the first request that sets each of these states: the client asks again. Which were lost."""
     send, lost = httpx.Client.send, []
 
-    def loses(client, request, *args, **kwargs):
-        answer = send(client, request, *args, **kwargs)
-        if "/flow_runs/" in request.url.path and b'"GateFailed"' in request.content and not lost:
-            lost.append(request)
-            raise httpx.ReadTimeout("lost", request=request)
-        return answer
+    def states(*names: str) -> list[str]:
+        def loses(client, request, *args, **kwargs):
+            answer = send(client, request, *args, **kwargs)
+            for name in names:
+                if "/flow_runs/" in request.url.path and f'"{name}"'.encode() in request.content and name not in lost:
+                    lost.append(name)
+                    raise httpx.ReadTimeout("lost", request=request)
+            return answer
 
+        monkeypatch.setattr(httpx.Client, "send", loses)
+        return lost
+
+    return states
+
+
+def test_a_failed_gate_is_known_when_an_answer_is_lost(model, server, losing, monkeypatch, capsys):
+    """The client asks again, and is given the server's state, which holds nothing that the flow put into it."""
+    lost = losing("GateFailed")
     monkeypatch.setenv("PREFECT_API_URL", server)
-    monkeypatch.setattr(httpx.Client, "send", loses)
     given = ["--model", model, "--corpus", f"{model}/corpus.txt", "--samples", "4", "--seq-len", "384", "--seed", "2"]
-    assert cli.main([*given, "--eval-windows", "2", "--max-kl", "1e-12"]) == 5 and lost
+    assert cli.main([*given, "--eval-windows", "2", "--max-kl", "1e-12"]) == 5 and lost == ["GateFailed"]
     assert f"{NAME} was not published. KL" in capsys.readouterr().err
+
+
+def test_what_a_run_made_is_known_when_answers_are_lost(model, server, losing):
+    from pipelines.on_demand import on_demand
+
+    lost = losing("Running", "Completed")
+    rows = on_demand(model, **small(model, seed=3))
+    assert lost == ["Running", "Completed"]
+    assert registry.resolve(rows[0]["artifact"]).sha256 == rows[0]["sha256"]
 
 
 def test_a_model_that_fails_does_not_stop_the_night(model, server, tmp_path):

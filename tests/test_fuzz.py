@@ -5,6 +5,7 @@ Half are changed in their bytes, half in their content and sealed again, so that
 held to 2 s of processor and to twice the file and 64 MiB of memory; an audit hook sees what is opened or executed.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ import mutate
 import pytest
 import tiny_artifact as tiny
 import torch
+from patience import PATIENCE
 
 from kvq_runtime import artifact, codec, fingerprint
 from kvq_runtime.errors import ArtifactError
@@ -242,8 +244,8 @@ EXPECTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_a_mutant_is_refused_or_means_what_it_says(kind, tmp_path, record_property):
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        counts, wrong = pool.apply_async(hunt, (kind, 0, tmp_path)).get(300)
+    with multiprocessing.get_context("fork").Pool(1, gc.freeze) as pool:
+        counts, wrong = pool.apply_async(hunt, (kind, 0, tmp_path)).get(PATIENCE)
     record_property(
         "kvq", f"{kind}: {counts.total()} mutants; " + ", ".join(f"{n} {c}" for c, n in counts.most_common())
     )
@@ -259,7 +261,7 @@ def test_every_check_of_an_artifact_is_met():
 
 
 def test_the_limits_hold_and_the_hook_hears(tmp_path):
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+    with multiprocessing.get_context("fork").Pool(1, gc.freeze) as pool:
         assert pool.apply(_provoked) == ["MemoryError", "RuntimeError", "TimeoutError", "compile", "exec"]
 
 

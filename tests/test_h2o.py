@@ -3,17 +3,13 @@
 import math
 from dataclasses import replace
 
-import fitted
 import pytest
 import torch
-from feeding import GEOMETRY, make, rotary, small, tensors, turned
-from models import prompt, random_model
-from test_generate import WAYS, generate, padded, stock
+from feeding import GEOMETRY, make, rotary, tensors, turned
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec import Codec
-from kvq_runtime.hf import KVQCache, geometry_of
 from kvq_runtime.recipe import Recipe, Side, preset
 from kvq_runtime.rope import rotate
 from kvq_runtime.stages.exact import Exact
@@ -253,67 +249,3 @@ def test_settings_survive_json_and_are_left_out_where_there_are_none():
     assert "select" not in preset("aqua-2bit").to_json()
     with pytest.raises(ValueError, match="select=.*use an object with a kind"):
         Recipe.from_json(EXACT.to_json() | {"select": {"kind": "light"}})
-
-
-# ---- with a model ----
-
-
-def cached(name: str, model, share: float = 0.4) -> KVQCache:
-    recipe = replace(small(preset(name), geometry_of(model)), select=Heavy(share))
-    return KVQCache(recipe, model, fitted.tensors(recipe, geometry_of(model)) or None)
-
-
-def test_other_attention_is_refused_by_name():
-    model = random_model("llama")
-    with (
-        torch.no_grad(),
-        pytest.raises(RuntimeError, match='h2o needs attention, which sdpa .*attn_implementation\\("kvq"'),
-    ):
-        model(prompt(), past_key_values=cached("h2o", model))
-    with pytest.raises(RuntimeError, match=r"h2o-small needs attention, which update\(\) does not see"):
-        make(EXACT).update(0, torch.zeros(1, 1, 64), torch.zeros(1, 1, 64))
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "yarn"])
-def test_a_model_reads_what_is_held_as_if_the_rest_were_masked(kind):
-    """The stock cache with everything else masked out gives the same logits, at the same positions."""
-    model, ids = random_model(kind, attention="kvq"), prompt(2, 90)
-    cache = cached("h2o", model)
-    whole = stock(model)
-    with torch.no_grad():
-        one = model(ids[:, :70], past_key_values=cache).logits
-        two = model(ids[:, :70], past_key_values=whole).logits
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
-        for at in range(70, 90):
-            seen = torch.zeros(2, 1, 1, at + 1, dtype=torch.bool)
-            for row, tokens in enumerate(held(cache.blocks)):
-                seen[row, 0, 0, [*tokens, at]] = True
-            assert cache.get_seq_length() == at and cache.get_mask_sizes(1, 0) == (at + 1, 0)
-            one = model(ids[:, at : at + 1], past_key_values=cache).logits
-            model.set_attn_implementation("sdpa")
-            two = model(ids[:, at : at + 1], attention_mask=seen, past_key_values=whole).logits
-            model.set_attn_implementation("kvq")
-            torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
-    assert cache.memory_report().kept < 50
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["aqua-h2o-2bit", "h2o"])
-def test_every_way_of_generating_works(name, way):
-    model = random_model("llama", attention="kvq")
-    ids = prompt(1 if way in ("lookup", "assisted") else 2)
-    cache = cached(name, model)
-    out = generate(model, ids, cache, way)
-    assert out.shape == (len(ids), 80) and torch.equal(out[:, :40], ids)
-    report = cache.memory_report()
-    assert report.tokens == cache.get_seq_length() >= 78 and 0 < report.kept < 55
-
-
-def test_holding_everything_is_the_stock_cache_and_padding_does_not_count():
-    model = random_model("llama", attention="kvq")
-    ids, mask = padded(prompt(2, 60), 60, 23)
-    expected = generate(model, ids, stock(model), attention_mask=mask)
-    assert torch.equal(generate(model, ids, cached("h2o", model, 1.0), attention_mask=mask), expected)
-    cache = cached("h2o", model)
-    generate(model, ids, cache, attention_mask=mask)
-    assert bool(cache.blocks.timeline.real_BT[:, -20:].all()) and cache.memory_report().kept < 70

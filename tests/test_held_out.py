@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import tiny
+from patience import held, until
 
 from kvq_calib import cli, gate, held_out, job
 from kvq_calib.evaluate import perplexity, record
@@ -176,10 +176,12 @@ def test_killed_during_the_evaluation_it_resumes(model, tmp_path):
     run = tmp_path / "run"
     words = arguments(model, run, *(f"--recipe=mean-higgs-{n}bit" for n in (1, 2, 3, 4)), "--eval-windows", "3")
     program = f"import sys; from kvq_calib.cli import main; sys.exit(main({words!r}))"
-    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
-    while len(kept(run)) < 3 and child.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.001)
+    hold = tmp_path / "hold"
+    hold.touch()
+    third = "'/evaluated/' in name and sum(one.endswith('.json') for one in beside) >= 3"
+    command = [sys.executable, "-c", held(hold, third) + program]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until(lambda: len(kept(run)) >= 3 or child.poll() is not None, pause=0.001)
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL, "the run ended before it could be killed"
     assert not (run / "evaluation.json").exists()

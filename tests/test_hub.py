@@ -1,5 +1,6 @@
 """A registry on a Hub: whole versions or none, however many publish at once, and aliases that move."""
 
+import gc
 import multiprocessing
 from hashlib import sha256
 
@@ -81,7 +82,7 @@ def _publish(seed: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize("seeds, count", [(range(8), 8), ([0] * 8, 1)], ids=["distinct", "identical"])
 def test_eight_processes_publish_at_once(seeds, count, hub, store):
-    with multiprocessing.get_context("fork").Pool(8) as pool:
+    with multiprocessing.get_context("fork").Pool(8, gc.freeze) as pool:
         published = pool.map(_publish, seeds, chunksize=1)
     state = store.state(NAME)
     assert len(set(published)) == len(state.versions) == len(state.events) == count == len(tidy(hub))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_attention_kernel import FAMILIES, Case, centred, encoded, kivi, run, squat
+from attention_case import FAMILIES, Case, centred, encoded, kivi, run, squat
 
 pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpreterBuilder
@@ -67,7 +67,7 @@ def slabs(monkeypatch) -> dict[str, list]:
         held[half] = made[2]
         return made
 
-    monkeypatch.setattr("test_attention_kernel.encoded", kept)
+    monkeypatch.setattr("attention_case.encoded", kept)
     return held
 
 
@@ -78,8 +78,9 @@ def ideal(case: Case, parts: list[dict[str, torch.Tensor]]) -> int:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blocks_are_read_once(name, traffic, slabs):
+    """Of two heads, which may share a byte; rows of a batch are apart."""
     sides = [replace(side, sinks=0) for side in FAMILIES[name]]
-    case = Case(*sides, **CASE)
+    case = Case(*sides, **CASE | {"batch": 1, "starts": (0,)})
     run(case)
     for half in ("key", "value"):
         fields = [field for part in slabs[half] for field in part.values()]

@@ -8,6 +8,7 @@ from pathlib import Path
 import forked
 import pytest
 import tiny_artifact as tiny
+from patience import PATIENCE
 
 from kvq_runtime import artifact, cli, files, registry
 from kvq_runtime.errors import Conflict
@@ -28,8 +29,8 @@ def at_once(work: Callable, arguments: list[tuple]) -> list:
     gate, found = forked.context.Barrier(len(arguments)), forked.context.SimpleQueue()
 
     def child(place: int) -> None:
-        gate.wait(60)
         try:
+            gate.wait(PATIENCE)
             found.put((place, work(*arguments[place])))
         except BaseException as error:
             found.put((place, error))
@@ -40,7 +41,7 @@ def at_once(work: Callable, arguments: list[tuple]) -> list:
         one.start()
     results = dict(found.get() for _ in children)
     for one in children:
-        one.join(60)
+        one.join(PATIENCE)
     failed = [result for result in results.values() if isinstance(result, BaseException)]
     assert not failed, failed
     return [results[place] for place in range(len(arguments))]
@@ -133,7 +134,7 @@ def collecting(store: LocalRegistry) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        other.join(60)
+        other.join(PATIENCE)
     assert other.exitcode == 0
 
 

@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from filelock import FileLock
+from patience import held, until
 
 from kvq_calib import checkpoint, models
 from kvq_calib import plan as plans
@@ -87,14 +87,14 @@ def test_killed_with_signal_9_it_resumes_to_the_same_bytes(model, undisturbed, t
         + ", ".join(f"'--recipe', '{name}'" for name in RECIPES)
         + "]))"
     )
-    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "layer-0001").is_dir() and child.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
+    hold = tmp_path / "hold"
+    hold.touch()
+    command = [sys.executable, "-c", held(hold, "name.endswith('layer-0002')") + program]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until(lambda: (tmp_path / "run" / "layer-0001").is_dir() or child.poll() is not None, pause=0.005)
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    left = sorted(path.name for path in (tmp_path / "run").glob("layer-*"))
-    assert "layer-0003" not in left
+    assert not (tmp_path / "run" / "layer-0002").exists()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     import hashlib
 

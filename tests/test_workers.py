@@ -1,5 +1,6 @@
 """Workers leave no trace in the bytes: not their number, and not the death of one."""
 
+import contextlib
 import os
 import signal
 from dataclasses import replace
@@ -51,9 +52,10 @@ def test_two_of_which_all_are_killed_in_every_layer_make_the_same_bytes(model, a
         if progress.stage == "capture" and progress.done == 1:
             killed.append(0)
             for child in psutil.Process().children(recursive=True):
-                if child.cmdline()[:1] in (["ray::_do"], ["ray::IDLE"]):  # at work, or between two chunks
-                    child.send_signal(signal.SIGKILL)
-                    killed[-1] += 1
+                with contextlib.suppress(psutil.NoSuchProcess):  # of the last layer's, one may only now be gone
+                    if child.cmdline()[:1] in (["ray::_do"], ["ray::IDLE"]):  # at work, or between two chunks
+                        child.send_signal(signal.SIGKILL)
+                        killed[-1] += 1
 
     assert digests(a_job(model, tmp_path / "run", workers=2), kill) == alone
     assert len(killed) == 2 and min(killed) >= 1

@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from kvq_runtime import codec, fingerprint, header, strict_json
+from kvq_runtime import artifact, codec, fingerprint, header, strict_json
 from kvq_runtime.artifact import Artifact, seal, to_bytes
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.fingerprint import Fingerprint
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Side
@@ -66,3 +70,13 @@ def resealed(tensors: Mapping[str, Tensor | None] | None = None, **about: Any) -
 def with_header(text: bytes, body: bytes = b"") -> bytes:
     """A file of any header."""
     return len(text).to_bytes(8, "little") + text + body
+
+
+def refused(given: bytes, message: str, folder: Path) -> None:
+    """The bytes are refused with this message: as they are, and from a file whose digest and size are as expected."""
+    path = folder / "kvq.safetensors"
+    path.write_bytes(given)
+    with pytest.raises(ArtifactError, match=f"^{message}"):
+        artifact.from_bytes(given)
+    with pytest.raises(ArtifactError, match=f"{path}: {message}"):
+        artifact.load(path, sha256(given).hexdigest(), len(given))

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import forked
 from hub_server import Hub, Request
+from patience import PATIENCE
 
 from kvq_calib import checkpoint
 from kvq_runtime import faults
 
-TIMEOUT = 120
 CHANGES = re.compile(r"PUT /lfs|POST .*(repos/create|/(commit|tag)/[^/]+)$")  # what a Hub is asked to do
 
 
@@ -67,6 +67,7 @@ def run(
     notes.mkdir(exist_ok=True)
     for old in notes.iterdir():
         old.unlink()
+    hub.rest()
     hub.requests = Heard(notes / "steps")
     child = forked.process(_child, work, folder, notes, fault, limit)
     begun = time.perf_counter()
@@ -76,10 +77,10 @@ def run(
             time.sleep(0.0005)
         child.join(kill_after)
         child.kill()
-    child.join(TIMEOUT)
+    child.join(PATIENCE)
     if child.exitcode is None:
         child.kill()
-        raise TimeoutError(f"the child went on for {TIMEOUT} s, with {fault or kill_after}")
+        raise TimeoutError(f"the child went on for {PATIENCE} s, with {fault or kill_after}")
     hub.rest()
     whole = (notes / "steps").read_text().rpartition("\n")[0].splitlines() if (notes / "steps").exists() else []
     steps = [json.loads(line) for line in whole]

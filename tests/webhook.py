@@ -1,29 +1,20 @@
-"""An address on loopback that is told things, and patience."""
+"""An address on loopback that is told things, and a port that nobody else gets."""
 
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-PATIENCE = 300  # seconds; on two quiet cores a run takes fifteen
 
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
-
-
-def until(what, seconds: float = PATIENCE, pause: float = 0.2):
-    """Ask until there is an answer."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := what():
-            return found
-        time.sleep(pause)
-    raise AssertionError(f"nothing after {seconds} s")
+@contextmanager
+def free_port() -> Iterator[int]:
+    """A port to start a server on; the system gives it to nobody who asks for any."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: then both may hold it
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @contextmanager
@@ -44,6 +35,8 @@ def listening() -> Iterator[tuple[str, list[str]]]:
     with HTTPServer(("127.0.0.1", 0), Listener) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/", heard
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/", heard
+        finally:
+            server.shutdown()
+            thread.join()

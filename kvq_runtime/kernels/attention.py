@@ -16,7 +16,7 @@ from kvq_runtime.kernels.attend import attend as attend_kernel
 from kvq_runtime.kernels.launch import Launch, at_once, choose, tall
 from kvq_runtime.kernels.layout import Layout, padded
 from kvq_runtime.kernels.merge import merge
-from kvq_runtime.kernels.tile import on
+from kvq_runtime.kernels.tile import FUSED, on
 
 COLUMNS = 32  # channels that one program merges
 MERGED = 4096  # elements of partial results that it has in registers
@@ -142,13 +142,14 @@ def attend(
             *exact, exact.k_window.stride(0), starts_B, lengths, part, lse,
             *constants(keys.layout, values.layout, ratio, tokens, exact.k_sinks.shape[1], splits, launch),
             num_warps=launch.warps, num_stages=launch.stages, maxnreg=min(255, REGISTERS // (32 * launch.warps)),
+            **FUSED,
         )  # fmt: skip
         back, wide = None if values.turn is None else _padded(values.turn.mT), padded(size)
         high = min(16, tall(keys.layout, rows))
         chunk = max(1, MERGED // (high * (COLUMNS if back is None else wide)))
         merge[(batch * heads, triton.cdiv(wide, COLUMNS), triton.cdiv(rows, high))](
             part, lse, back, values.mean, out, level, splits, heads, rows, high, size, wide, EXACT, min(wide, COLUMNS),
-            min(chunk, 16), num_warps=4, maxnreg=255,
+            min(chunk, 16), num_warps=4, maxnreg=255, **FUSED,
         )  # fmt: skip
     return out, level
 

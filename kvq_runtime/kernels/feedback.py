@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on
+from kvq_runtime.kernels.tile import FUSED, on
 
 COLUMNS, ROWS, INNER = 32, 64, 32  # of a program: vectors, channels that move, channels that erred at a time
 
@@ -20,7 +20,7 @@ def follow(x_NHDK: Tensor, move_HRG: Tensor, decoded_NHGK: Tensor) -> Tensor:
             grid = (batch * heads, triton.cdiv(count, COLUMNS), triton.cdiv(rows, ROWS))
             own = heads if move.dim() > 3 else 0  # where each batch row has its own moves
             _follow[grid](
-                x_NHDK, move, decoded, heads, size, count, rows, inner, own, ROWS, INNER, COLUMNS
+                x_NHDK, move, decoded, heads, size, count, rows, inner, own, ROWS, INNER, COLUMNS, **FUSED,
             )  # fmt: skip
     return x_NHDK
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned, warps, write_codes
+from kvq_runtime.kernels.tile import FUSED, on, programs, rows_of, strided, turned, warps, write_codes
 from kvq_runtime.ops.grid import points
 from kvq_runtime.ops.pack import packed_size
 
@@ -41,7 +41,7 @@ def launch(x: Tensor, dim: int, size: int, stored: int, signs: Tensor | None = N
         with on(x):
             _encode[grid](
                 x, codes, scale, signs, matrix, _planes(dim, size, x.device), scale.numel(), second, third, *strides,
-                dim, size, stored, count, padded, rows, run, run.bit_length() - 1, num_warps=warps(matrix),
+                dim, size, stored, count, padded, rows, run, run.bit_length() - 1, num_warps=warps(matrix), **FUSED,
             )  # fmt: skip
     return codes, scale
 
@@ -101,9 +101,8 @@ def decode(codes: Tensor, scale: Tensor, grid: Tensor) -> Tensor:
     if codes.numel():
         with on(codes):
             cells = (triton.cdiv(codes.numel(), 1024),)
-            _decode[cells](
-                codes.contiguous(), scale.contiguous(), grid.contiguous(), out, codes.numel(), count, dim, 1024
-            )
+            scale, grid = scale.contiguous(), grid.contiguous()
+            _decode[cells](codes.contiguous(), scale, grid, out, codes.numel(), count, dim, 1024, **FUSED)
     return out
 
 

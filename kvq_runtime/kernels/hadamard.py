@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import hadamard, on, programs
+from kvq_runtime.kernels.tile import FUSED, hadamard, on, programs
 from kvq_runtime.ops.hadamard import check, signs
 
 
@@ -33,7 +33,7 @@ def _rotate(x: Tensor, size: int, seed: int, back: bool) -> Tensor:
     if x.numel():
         with on(x):
             sign = signs_on(size, seed, x.device)
-            _kernel[grid](x, out, sign, x.numel() // size, size, size.bit_length() - 1, back, rows)
+            _kernel[grid](x, out, sign, x.numel() // size, size, size.bit_length() - 1, back, rows, **FUSED)
     return out
 
 

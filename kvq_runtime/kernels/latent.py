@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on
+from kvq_runtime.kernels.tile import FUSED, on
 from kvq_runtime.ops.latent import gaussian
 
 
@@ -34,7 +34,7 @@ def _run(element, x_NRT: Tensor, dtype: torch.dtype, one: Tensor, two: Tensor, b
         with on(x_NRT):
             period = one.numel()  # the scales repeat: of [R] or of [N, R]
             grid = (rows, triton.cdiv(tokens, 128))
-            _elements[grid](x_NRT, out, one.contiguous(), two.contiguous(), tokens, period, element, bits, 128)
+            _elements[grid](x_NRT, out, one.contiguous(), two.contiguous(), tokens, period, element, bits, 128, **FUSED)
     return out
 
 

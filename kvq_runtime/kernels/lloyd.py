@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned, warps, write_codes
+from kvq_runtime.kernels.tile import FUSED, on, programs, rows_of, strided, turned, warps, write_codes
 from kvq_runtime.ops.lloyd import sphere
 from kvq_runtime.ops.pack import packed_size
 
@@ -42,7 +42,7 @@ def launch(
         with on(x):
             _encode[grid](
                 x, codes, found, signs, matrix, boundaries, centroids, found.numel(), second, third, *strides,
-                bits, stored, scale, size, padded, rows, run, run.bit_length() - 1, num_warps=warps(matrix),
+                bits, stored, scale, size, padded, rows, run, run.bit_length() - 1, num_warps=warps(matrix), **FUSED,
             )  # fmt: skip
     return codes, found
 
@@ -76,7 +76,7 @@ def decode(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
         with on(codes):
             centroids = _book(codes.shape[-1], bits, codes.device)[1]
             cells = (triton.cdiv(codes.numel(), 1024),)
-            _decode[cells](codes, scale.contiguous(), centroids, out, codes.numel(), codes.shape[-1], 1024)
+            _decode[cells](codes, scale.contiguous(), centroids, out, codes.numel(), codes.shape[-1], 1024, **FUSED)
     return out
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on
+from kvq_runtime.kernels.tile import FUSED, on
 from kvq_runtime.ops.pack import packed_size, planes
 
 
@@ -28,7 +28,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 def _launch(kernel, given: Tensor, out: Tensor, bits: int, count: int, size: int) -> None:
     if out.numel():
         with on(out):
-            kernel[(triton.cdiv(out.numel(), 1024),)](given, out, out.numel(), count, size, bits, 1024)
+            kernel[(triton.cdiv(out.numel(), 1024),)](given, out, out.numel(), count, size, bits, 1024, **FUSED)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq_runtime.kernels.pack import streams
-from kvq_runtime.kernels.tile import on, programs, rows_of, strided, turned, warps
+from kvq_runtime.kernels.tile import FUSED, on, programs, rows_of, strided, turned, warps
 from kvq_runtime.ops import polar
 from kvq_runtime.ops.pack import packed_size
 
@@ -93,7 +93,7 @@ def _launch(
             _encode[grid](
                 x, codes, out, radii, signs, matrix, _lines(bits, boundaries, x.device), n, second, third, *strides,
                 levels, widths(bits), boundaries is not None, size, count, padded, rows, run, run.bit_length() - 1,
-                num_warps=warps(matrix),
+                num_warps=warps(matrix), **FUSED,
             )  # fmt: skip
     return codes, out, radii
 
@@ -199,7 +199,7 @@ def decode(codes: Sequence[Tensor], radii: Tensor, points: Sequence[Tensor]) -> 
         with on(out):
             _decode[grid](
                 torch.cat(list(codes), -1), radii.contiguous(), table(points), out, out.numel() // size,
-                levels, size, padded, rows,
+                levels, size, padded, rows, **FUSED,
             )  # fmt: skip
     return out
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on
+from kvq_runtime.kernels.tile import FUSED, on
 
 
 def add(predicted_NTC: Tensor, rounded_NTC: Tensor) -> Tensor:
@@ -13,7 +13,7 @@ def add(predicted_NTC: Tensor, rounded_NTC: Tensor) -> Tensor:
     if predicted_NTC.numel():
         with on(predicted_NTC):
             n = predicted_NTC.numel()
-            _add[(triton.cdiv(n, 1024),)](predicted_NTC, rounded_NTC.contiguous(), n, 1024)
+            _add[(triton.cdiv(n, 1024),)](predicted_NTC, rounded_NTC.contiguous(), n, 1024, **FUSED)
     return predicted_NTC
 
 

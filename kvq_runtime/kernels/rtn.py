@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.tile import on, programs, rounded, rows_of, strided, turned, warps, write_codes
+from kvq_runtime.kernels.tile import FUSED, on, programs, rounded, rows_of, strided, turned, warps, write_codes
 from kvq_runtime.ops.pack import packed_size
 
 
@@ -37,7 +37,7 @@ def launch(x: Tensor, bits: int, stored: int, ends: bool, signs: Tensor | None =
         with on(x):
             _encode[grid](
                 x, codes, step, low, signs, matrix, step.numel(), second, third, *strides,
-                bits, stored, size, padded, rows, run, run.bit_length() - 1, num_warps=warps(matrix),
+                bits, stored, size, padded, rows, run, run.bit_length() - 1, num_warps=warps(matrix), **FUSED,
             )  # fmt: skip
     return codes, step, low
 
@@ -76,7 +76,7 @@ def decode(codes: Tensor, step: Tensor, low: Tensor | None, bits: int, out: Tens
         with on(codes):
             low = low if low is None else low.contiguous()
             grid = (triton.cdiv(codes.numel(), 1024),)
-            _decode[grid](codes, step.contiguous(), low, target, codes.numel(), size, bits, 1024)
+            _decode[grid](codes, step.contiguous(), low, target, codes.numel(), size, bits, 1024, **FUSED)
     return out if target is out else out.copy_(target)
 
 

@@ -1,0 +1,149 @@
+"""Write the sections of a card that say what an artifact is of, and what was measured: tables in Markdown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvq_calib import licenses
+from kvq_calib.plots import size_of
+from kvq_calib.tables import by_layer, relative
+from kvq_runtime.artifact import Artifact
+from kvq_runtime.describe import artifact_record, recipe_row
+from kvq_runtime.recipe import HALVES
+from kvq_runtime.registries.card import UNMEASURED
+from kvq_runtime.table import cell
+
+_CHOSEN = (
+    " Keys, values: bits per element of the settings that were chosen, on the same sequences, for the least sum of "
+    "errors within {bits:g} bits in all. Attention: the squared error that they put into the model's stream, over its "
+    "energy."
+)
+
+
+def model_of(artifact: Artifact) -> tuple[str, str | None]:
+    """(id, revision) of the model that the artifact was fitted to."""
+    given = artifact.provenance.get("model")
+    if isinstance(given, Mapping):
+        return str(given.get("id", "unknown")), given.get("revision")
+    return str(given or "unknown"), artifact.provenance.get("revision")
+
+
+def corpus_of(artifact: Artifact) -> Mapping[str, Any]:
+    """What is known of the text that the artifact was fitted to."""
+    given = artifact.provenance.get("corpus")
+    return given if isinstance(given, Mapping) else {"source": given}
+
+
+def recipe(artifact: Artifact) -> str:
+    """What is stored of keys and values, and at how many bits."""
+    row = recipe_row(artifact.recipe, artifact.fingerprint.geometry)
+    side, shape = artifact.recipe.key, artifact.fingerprint.geometry
+    rows = {
+        "recipe": f"`{row['name']}`",
+        "keys are encoded": "before RoPE" if row["position"] == "pre" else "after RoPE",
+        "keys": f"`{row['keys']}`",
+        "values": f"`{row['values']}`" if row["values"] != "as keys" else "as keys",
+        "other layers": f"`{row['layers']}`" if row["layers"] else "none",
+        "bits per element, asymptotic": f"{row['bits']:.4g}",
+        "exact tokens": f"{side.sinks} sinks, {side.recent} recent at least",
+        "block": f"{side.block} tokens",
+        "cache": f"{shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_size}",
+    }
+    return _pairs(rows)
+
+
+def provenance(artifact: Artifact, license: Mapping[str, str]) -> str:
+    """The model, the text and the machine that the artifact is of."""
+    given = artifact.provenance
+    model, revision = model_of(artifact)
+    text = corpus_of(artifact)
+    rows = {"model": f"`{model}`", "revision": revision and f"`{revision}`"}
+    rows |= {"licence of the model": license.get("license_name") or license.get("license") or "not known here"}
+    rows |= {"licence of the corpus": licenses.of_corpus(str(text.get("source")))}
+    rows |= {"corpus": text.get("source"), "corpus digest": _short(text.get("corpus_digest"))}
+    rows |= {"token digest": _short(text.get("token_digest"))}
+    if "samples" in given:
+        rows["sequences"] = f"{given['samples']} of {given.get('seq_len')} tokens, {given.get('held_out', 0)} held out"
+    rows["seed"] = given.get("seed")
+    rows["environment"] = ", ".join(f"{key} {value}" for key, value in (given.get("environment") or {}).items())
+    rows["fitted tensors"] = f"{artifact_record(artifact)['tensor_bytes'] / 2**20:.3g} MiB"
+    return _pairs({key: value for key, value in rows.items() if value not in (None, "")})
+
+
+def fit(artifact: Artifact) -> str:
+    """What the fit itself measured, by layer."""
+    layers = artifact.fit.get("layers") or []
+    if not layers:
+        return "Nothing was measured during the fit."
+    rows = by_layer(artifact)
+    if len({row[f"{half}s"] for row in rows for half in HALVES}) == 1:
+        rows = [{name: row[name] for name in row if name not in ("keys", "values")} for row in rows]
+    chosen = artifact.fit.get("budget")
+    held = artifact.provenance.get("held_out")
+    where = f"on {held} held-out sequences" if held else "on the sequences of the fit itself"
+    return (
+        "Explained: the share of the variance about the mean that the prediction takes away. Error: what is left of it "
+        f"after rounding. Measured {where}.{_CHOSEN.format(**chosen) if chosen else ''}\n\n{_table(rows)}"
+    )
+
+
+def evaluation(records: Sequence[Mapping[str, Any]]) -> str:
+    """What was measured since, in a table for each protocol."""
+    if not records:
+        return UNMEASURED
+    blocks = []
+    for group in _groups(records):
+        given, first = group[0]["protocol"], group[0]["result"]
+        rows = [{"cache": "16 bit", "bits": 16.0, "bits at 4096 tokens": 16.0,
+                 "perplexity": f"{first['reference_perplexity']:.4g}"}]  # fmt: skip
+        for record in group:
+            result, bits = record["result"], record["result"]["bits"]
+            rows.append({
+                "cache": result["recipe"],
+                "bits": bits["asymptotic"],
+                "bits at 4096 tokens": bits["at_4096"],
+                "perplexity": f"{result['perplexity']:.4g}",
+                "against 16 bit": relative(result),
+                "KL, nats": result["kl"],
+                "top-1 agreement": f"{result['top1']:.2%}",
+            })  # fmt: skip
+        model, text = given["model"], given["text"]
+        recent = "as in use" if given["recent"] is None else f"of {given['recent']} tokens"
+        recent += f", {given['sinks']} exact first tokens" if "sinks" in given else ""
+        blocks.append(
+            f"`{model['id']}`, **{size_of(model['parameters'])} parameters**; {given['windows']} windows of "
+            f"{given['length']} tokens of {text['source']}, {text['split']} part; in steps of {given['step']} tokens "
+            f"with the compressed cache, recent window {recent}. ± is a standard error over windows.\n\n{_table(rows)}"
+        )
+    verdict = records[0]["result"].get("gate")
+    if verdict:
+        bounds = ", ".join(f"{name} {bound:g}" for name, bound in verdict["bounds"].items())
+        kept = "; ".join(verdict["failed"]) or "kept"
+        blocks.append(f"Bounds for publication: {bounds}. {kept[0].upper()}{kept[1:]}.")
+    return "\n\n".join(blocks)
+
+
+def _groups(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Records of one protocol and environment together: only those can be compared."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(repr((record["protocol"], record["environment"], record["corpus"])), []).append(record)
+    return list(groups.values())
+
+
+def _pairs(rows: Mapping[str, Any]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {_escaped(value)} |" for key, value in rows.items())])
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, ["---", *["---:"] * (len(names) - 1)]]
+    lines += [[_escaped(row.get(name)) for name in names] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _escaped(value: Any) -> str:
+    return cell(value).replace("|", "\\|")
+
+
+def _short(digest: Any) -> str | None:
+    return f"`{str(digest)[:16]}…`" if digest else None

@@ -1,0 +1,154 @@
+"""What `kvq eval`, `kvq compare` and `kvq probe` do: each takes parsed arguments, prints, and returns an exit code.
+
+What they need is imported when they run: `kvq list` must not wait for it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvq_calib.tables import comparison, table
+from kvq_runtime.table import print_table
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Run `kvq eval`."""
+    from kvq_calib import corpus, models, plots
+    from kvq_calib.evaluate import record
+    from kvq_calib.evaluate.subject import find
+    from kvq_runtime import reference
+    from kvq_runtime.registry import open_registry
+
+    files = models.resolve(args.model)
+    subjects = [find(given, files, args.registry) for given in args.subjects]
+    length = args.length or min(files.entry.seq_len, files.context)
+    source = args.corpus or files.entry.corpus
+    batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
+    protocol = record.Protocol(args.step, args.rows, args.recent, args.sinks)
+    with _bar(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
+        device = _device(args.device)
+        records = record.evaluate(files, batch, subjects, protocol, device, _dtype(args.dtype, device), progress)
+    for subject, found in zip(subjects, records, strict=True):
+        if subject.published:
+            kept = reference.parse(subject.name)
+            assert isinstance(kept, reference.Reference), "what a registry holds was asked for by a reference"
+            open_registry(kept.registry or args.registry).add_evaluation(found, kept.name)
+    if args.output:
+        Path(args.output).write_text(json.dumps(records, indent=2) + "\n")
+    if args.plots:
+        folder = Path(args.plots)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "error-by-layer.png").write_bytes(plots.error_by_layer(records))
+        (folder / "perplexity-by-bits.png").write_bytes(plots.perplexity_by_bits(records))
+    if args.json:
+        print(json.dumps(records, indent=2))
+        return 0
+    print_table(table(records), False)
+    if args.layers:
+        rows = [{"recipe": found["result"]["recipe"], **row} for found in records for row in found["result"]["layers"]]
+        print()
+        print_table(rows, False)
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run `kvq compare`."""
+    import torch
+
+    from kvq_calib import compare as comparing
+    from kvq_calib import corpus, models, plots
+    from kvq_calib.evaluate import record
+    from kvq_calib.evaluate.subject import Subject
+    from kvq_calib.job import Job
+    from kvq_calib.ledger import Ledger
+    from kvq_calib.plan import home
+    from kvq_calib.progress import Bar
+
+    files = models.resolve(args.model)
+    length = args.length or min(files.entry.seq_len, files.context)
+    chosen, notes = comparing.choose(args.recipes, files.geometry)
+    for note in notes:
+        print(f"kvq: {note}", file=sys.stderr)
+    source, device = corpus.pin(args.corpus or files.entry.corpus), _device(args.device)
+    batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
+    subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
+    fitted = tuple(recipe.name for recipe in chosen if recipe.fitted) + (("auto",) if args.bits else ())
+    if fitted:
+        job = Job(
+            args.model, fitted, tuple(args.bits), corpus=source, samples=args.samples, seq_len=length, seed=args.seed,
+            device=device, dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder, publish=False,
+            evaluate=False,
+        )  # fmt: skip
+        bar = Bar(job.prepare()[1], args.quiet)
+        try:
+            subjects |= {one.name: one for one in comparing.fit(job, bar)}
+        finally:
+            bar.close()
+    protocol = record.Protocol(args.step, None, args.recent, args.sinks)
+    ledger = Ledger(home() / "evaluated" if args.folder is None else Path(args.folder) / "evaluated")
+    with _bar(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
+        dtype = _dtype(args.dtype, device)
+        records = record.evaluate(files, batch, list(subjects.values()), protocol, device, dtype, progress, ledger)
+    records = plots.by_bits(records)
+    if args.output:
+        Path(args.output).write_text(json.dumps(records, indent=1) + "\n")
+    if args.plot:
+        Path(args.plot).write_bytes(plots.comparison(records))
+    if args.json:
+        print(json.dumps(records, indent=2))
+    else:
+        print_table(comparison(records), False)
+    return 0
+
+
+def probe(args: argparse.Namespace) -> int:
+    """Run `kvq probe`."""
+    from kvq_calib import models, plots
+    from kvq_calib import probe as probes
+
+    files = models.resolve(args.model)
+    settings = probes.settings(files, args.corpus, args.samples, args.held_out, args.length, args.seed)
+    with _bar(settings.work(files), args.quiet) as progress:
+        device = _device(args.device)
+        found = probes.probe(files, settings, device, _dtype(args.dtype, device), progress)
+    if args.plot:
+        Path(args.plot).write_bytes(plots.probes(found))
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print_table(probes.by_layer(found) if args.layers else probes.means(found), False)
+    return 0
+
+
+def _device(given: str | None) -> str:
+    import torch
+
+    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _dtype(given: str | None, device: str):
+    """None: as stored. A CPU takes float32: what is measured here can be smaller than the rounding of bfloat16."""
+    import torch
+
+    return getattr(torch, given or "float32") if given or device == "cpu" else None
+
+
+@contextmanager
+def _bar(tokens: int, quiet: bool) -> Iterator[Any]:
+    """A progress bar on stderr, where a person looks."""
+    from tqdm import tqdm
+    from transformers.utils import logging
+
+    if quiet or not sys.stderr.isatty():
+        logging.disable_progress_bar()  # of loading weights
+    with tqdm(total=tokens, unit="tok", unit_scale=True, disable=quiet or not sys.stderr.isatty()) as bar:
+        yield bar.update

@@ -1,0 +1,206 @@
+"""A layer's packed cache and a query, attended to by the kernel and by softmax in float64 over what it decodes to."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from parity import DEVICE, normal
+from torch import Tensor
+
+from kvq_runtime import rope
+from kvq_runtime.codec import Codec, Context
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import grid, pack
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.lloyd import Lloyd
+from kvq_runtime.stages.polar import Polar
+from kvq_runtime.stages.predict import Mean
+from kvq_runtime.stages.rotate import Hadamard, Random
+from kvq_runtime.stages.rtn import Rtn
+
+pytest.importorskip("triton")
+from kvq_runtime.kernels import slabs
+from kvq_runtime.kernels.attention import Encoded, Exact, Turns, attend
+from kvq_runtime.kernels.layout import layout
+
+FREQUENCIES = 10000.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's cache and a query."""
+
+    key: Side
+    value: Side
+    size: int = 64
+    heads: int = 2
+    ratio: int = 2
+    tokens: int = 1  # of the query
+    batch: int = 2
+    blocks: int = 3
+    window: int = 20
+    splits: int = 2
+    starts: tuple[int, ...] = (0, 0)
+    position: str = "post"
+    dtype: torch.dtype = torch.float32
+    scaling: float = 1.0  # of cos and sin
+    slow: float = 3.0  # the means of slow channels; those of the others are around 1
+
+
+def side(quantize, rotate=None, axis="token", sinks=4, block=32) -> Side:
+    return Side(quantize, rotate=rotate, axis=axis, sinks=sinks, recent=0, block=block)
+
+
+def kivi(bits: int, block: int = 32, **settings) -> tuple[Side, Side]:
+    return side(Rtn(bits, block), axis="channel", block=block, **settings), side(
+        Rtn(bits, "head"), block=block, **settings
+    )
+
+
+def squat(bits: int, group: int = 16, block: int = 32, **settings) -> tuple[Side, Side]:
+    """Several groups in a block, and in a head."""
+    key = side(Rtn(bits, group), axis="channel", block=block, **settings)
+    return key, side(Rtn(bits, 16), block=block, **settings)
+
+
+def centred(pair: tuple[Side, Side], key: bool = True, value: bool = True) -> tuple[Side, Side]:
+    """The sides with a mean removed."""
+    found = [replace(one, predict=Mean() if there else None) for one, there in zip(pair, (key, value), strict=True)]
+    return found[0], found[1]
+
+
+def same(one: Side) -> tuple[Side, Side]:
+    return one, one
+
+
+FAMILIES = {
+    **{f"kivi-{bits}": kivi(bits) for bits in (1, 2, 3, 4, 8)},
+    **{f"rtn-{bits}": same(side(Rtn(bits, "head"))) for bits in (1, 2, 3, 4, 8)},
+    **{f"kivi-groups-{bits}": (side(Rtn(bits, 16), axis="channel"), side(Rtn(bits, 16))) for bits in (2, 3, 4)},
+    "rtn-groups": same(side(Rtn(1, 32, "absmax"))),
+    "rtn-absmax": (side(Rtn(2, 32, "absmax"), axis="channel"), side(Rtn(4, "head", "absmax"))),
+    "quarot": same(side(Rtn(4, "head"), Hadamard("head"))),
+    **{f"higgs-{dim}-{size}": same(side(Grid(dim, size, "head"), Hadamard("head"))) for dim, size in
+       ((2, 16), (2, 64), (2, 256), (4, 64), (4, 256), (8, 256))},
+    **{f"lloyd-{bits}": same(side(Lloyd(bits, "head"), Random("head"))) for bits in (1, 2, 3, 4)},
+    "polar": same(side(Polar(), Random())),
+    "polar-radius8": same(side(Polar(radius="log8"), Random())),
+    "polar-full": same(side(Polar((4, 2), levels=0, points="mean"), Random())),
+    "polar-low": same(side(Polar((3, 2, 2, 1), levels=0, points="mean"), Random())),
+    "mixed": (kivi(2)[0], side(Grid(2, 256, "head"), Hadamard("head"))),
+}  # fmt: skip
+
+
+def frequencies(size: int) -> Tensor:
+    return FREQUENCIES ** (-torch.arange(0, size, 2, device=DEVICE) / size)
+
+
+def turned(case: Case, x_BTHD: Tensor, first: int) -> Tensor:
+    """Keys before RoPE at slots from `first` on, turned by their positions."""
+    slots = torch.arange(first, first + x_BTHD.shape[1], device=DEVICE)
+    positions = slots[None] - torch.tensor(case.starts, device=DEVICE)[:, None]
+    angles = positions[..., None].double() * frequencies(case.size)
+    return rope.rotate(x_BTHD.double(), case.scaling * angles.cos(), case.scaling * angles.sin())
+
+
+def mean_of(case: Case, half: str) -> Tensor:
+    """What a mean removed, before RoPE, [C]: large in the slower half of the frequencies."""
+    mean_HKF = normal(case.heads * case.size, seed=11 + (half == "value")).view(case.heads, 2, -1)
+    mean_HKF[..., mean_HKF.shape[-1] // 2 :] = case.slow * mean_HKF[..., mean_HKF.shape[-1] // 2 :].sign()
+    return mean_HKF.flatten()
+
+
+def restored(one: Side, fields: dict[str, Tensor], geometry: Geometry) -> Tensor:
+    """What a side's blocks stand for, all in float32, [N, T, C]."""
+    quantize = one.quantize
+    width = geometry.width if one.axis == "token" else one.block
+    if isinstance(quantize, Grid):  # the stage looks up in bfloat16
+        codes = pack.unpack(fields["codes"], quantize.bits, geometry.head_size // quantize.dim)
+        x = grid.decode(codes, fields["scale"], grid.points(quantize.dim, quantize.size).to(DEVICE)).flatten(-2)
+    else:
+        stored = quantize.decode(fields, width, geometry).float()
+        x = torch.empty_like(stored)
+        x[..., quantize.order(width, geometry).to(DEVICE)] = stored
+    if one.rotate is not None:
+        turn = one.rotate.matrix(width, geometry).to(DEVICE)
+        x = (x.unflatten(-1, (-1, len(turn))) @ turn.mT).flatten(-2)
+    return x if one.axis == "token" else x.mT
+
+
+def encoded(case: Case, half: str, x_BTC: Tensor) -> tuple[Encoded, Tensor, list]:
+    """The blocks of one side in two slabs, the last with room to spare, and what they decode to."""
+    geometry = Geometry(1, case.heads, case.size)
+    bare = [replace(one, predict=None) for one in (case.key, case.value)]
+    recipe = Recipe("test", *bare, "post")
+    codec = Codec(recipe, 0, half, geometry, {}).to(torch.device(DEVICE))
+    one = case.key if half == "key" else case.value
+    x_NTC = x_BTC.reshape(-1, one.block, geometry.width)
+    fields = codec.encode(x_NTC, Context())
+    decoded = restored(one, fields, geometry).reshape(x_BTC.shape)
+    rows = {name: field.unflatten(0, (case.batch, -1)) for name, field in fields.items()}
+    parts, stop = [], 0
+    while stop < case.blocks or not parts:
+        first, stop = stop, min(stop + slabs.SLAB, case.blocks)
+        pad = 1 if stop == case.blocks else 0
+        parts.append({
+            name: torch.cat([field[:, first:stop], torch.full_like(field[:, :1], 77)[:, :pad]], 1).contiguous()
+            if field.shape[1] else field.new_full((case.batch, 1, *field.shape[2:]), 77)
+            for name, field in rows.items()
+        })  # fmt: skip
+    shape = layout(one, geometry, case.position if half == "key" else "post")
+    assert shape is not None
+    return Encoded.of(shape, slabs.table(parts, shape.names, len(parts) + 1, torch.device(DEVICE))), decoded, parts
+
+
+def run(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, log-sum-exp) of the kernel and of softmax in float64."""
+    sinks, block, width = case.key.sinks, case.key.block, case.heads * case.size
+    coded = case.blocks * block
+    past = {half: normal(case.batch, coded, width, seed=seed) for seed, half in enumerate(("key", "value"))}
+    windows = {
+        half: normal(case.batch, case.window, width, seed=9 + seed) for seed, half in enumerate(("key", "value"))
+    }
+    if case.key.axis == "channel":
+        past["key"] += 3 * normal(width, seed=5)  # channels with means of their own, as keys have
+    kept = {half: normal(case.batch, sinks, width, seed=3 + seed) for seed, half in enumerate(("key", "value"))}
+    query = normal(case.batch, case.heads * case.ratio, case.tokens, case.size, seed=7).to(case.dtype)
+    read, whole, alive = {}, {}, []
+    for half in ("key", "value"):
+        read[half], decoded, parts = encoded(case, half, past[half])
+        alive.append(parts)
+        decoded, given = decoded.double().unflatten(2, (case.heads, -1)), torch.zeros_like(past[half])
+        if getattr(case, half).predict is not None:
+            read[half] = replace(read[half], mean=mean_of(case, half))
+            given = mean_of(case, half).expand_as(given)
+        given = given.unflatten(2, (case.heads, -1))
+        if half == "key" and case.position == "pre":
+            decoded = turned(case, decoded + given, 0)
+        else:
+            decoded = decoded + (turned(case, given, 0) if half == "key" else given)
+        kept[half], windows[half] = kept[half].to(case.dtype), windows[half].to(case.dtype)
+        for row, start in enumerate(case.starts):
+            count = max(0, min(sinks, coded - start))
+            decoded[row, start : start + count] = kept[half][row, :count].double().unflatten(1, (case.heads, -1))
+        whole[half] = torch.cat([decoded, windows[half].double().unflatten(2, (case.heads, -1))], 1)
+    buffers = [torch.nn.functional.pad(windows[half], (0, 0, 3, 2), value=float("nan")) for half in ("key", "value")]
+    lengths = torch.tensor([case.blocks, 3, case.window], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor(case.starts, dtype=torch.int32, device=DEVICE)
+    turns = None
+    if case.position == "pre" or case.key.predict is not None:
+        turns = Turns.of(frequencies(case.size), case.scaling, block, case.blocks + 1, starts, case.position)
+    exact = Exact(*buffers, kept["key"], kept["value"])
+    scale = case.size**-0.5
+    out, level = attend(query, read["key"], read["value"], exact, lengths, starts, scale, case.splits, turns)
+    return out, level, *reference(case, query, whole["key"], whole["value"], scale)
+
+
+def reference(case: Case, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    count = key.shape[1]
+    k, v = (x.double().repeat_interleave(case.ratio, 2).transpose(1, 2) for x in (key, value))
+    s = query.double() @ k.mT * scale
+    slots = torch.arange(count, device=DEVICE)
+    seen = slots[None, None, None] >= torch.tensor(case.starts, device=DEVICE)[:, None, None, None]
+    last = count - case.tokens + torch.arange(case.tokens, device=DEVICE)
+    s = s.masked_fill(~(seen & (slots[None] <= last[:, None])), float("-inf"))
+    return s.softmax(-1) @ v, s.logsumexp(-1) / torch.log(torch.tensor(2.0))

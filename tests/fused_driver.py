@@ -1,0 +1,105 @@
+"""Drive a cache of one layer whose blocks the decode kernel reads, and the torch path over the same blocks."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import fitted
+import pytest
+import torch
+from feeding import RECIPES, rotary, tensors, turned
+from parity import DEVICE, error
+from torch import Tensor
+
+from kvq_runtime.attention import attend
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import dispatch
+from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.stages.predict import Mean
+from kvq_runtime.stages.rtn import Rtn
+
+TOLERANCE = 4e-3  # float16 operands of the kernel's products, bfloat16 codebooks of the torch path
+ONE = Geometry(layers=1, kv_heads=2, head_size=32)
+RATIO = 2  # query heads of a KV head
+SCALE = ONE.head_size**-0.5
+
+
+def kivi(bits: int, position: str = "post", group: int = 16) -> Recipe:
+    """KIVI in blocks of 16, keys in groups of a block or of a part of it."""
+    value = Side(Rtn(bits, "head" if group == 16 else group), sinks=2, recent=8, block=16)
+    key = replace(value, quantize=Rtn(bits, group), axis="channel")
+    return Recipe(f"kivi-{bits}-{position}-{group}", key, value, position)  # type: ignore[arg-type]
+
+
+def centred(position: str, halves: str = "key value") -> Recipe:
+    """KIVI with the mean removed of one side or both."""
+    made = kivi(2, position)
+    sides = {half: replace(getattr(made, half), predict=Mean()) for half in halves.split()}
+    return replace(made, name=f"mean-{made.name}-{halves.replace(' ', '-')}", **sides)
+
+
+# families (a) and (b) of the kernel
+FAMILIES = {
+    **{recipe.name: recipe for recipe in (kivi(2), kivi(2, group=8), kivi(2, "pre"), kivi(2, "pre", 8))},
+    **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit", "lloyd-3bit")},
+    **{name: RECIPES[name] for name in ("polar-3bit", "polar-3bit-fitted")},
+}
+MEANS = {
+    **{name: RECIPES[name] for name in ("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post")},
+    **{one.name: one for one in (centred("post"), centred("pre"), centred("post", "value"), centred("post", "key"))},
+}
+FAMILIES |= MEANS
+PADDED = torch.tensor([21, 0])
+
+
+@pytest.fixture(autouse=True)
+def with_kernels() -> Iterator[None]:
+    """On a CPU, in Triton's interpreter."""
+    with dispatch.forced(True):
+        yield
+
+
+class Driver:
+    """A cache of one layer, fed with random keys, values and queries, and compared at every pass."""
+
+    def __init__(self, recipe: Recipe, starts: Tensor | None = None, rows: int = 2, dtype: torch.dtype = torch.float32):
+        self.cache = BlockCache(recipe, ONE, fitted.tensors(recipe, ONE) or None, max_tokens=256)
+        x = turned(tensors(300, rows, ONE), ONE)
+        self.x = x.to(DEVICE, dtype)
+        self.q = torch.randn(rows, 2 * RATIO, 300, 32, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
+        self.real = None if starts is None else torch.arange(300, device=DEVICE) >= starts.to(DEVICE)[:, None]
+        self.at, self.silent = 0, False  # tokens so far; whether passes say nothing of padding
+
+    def announce(self, count: int) -> Tensor | None:
+        """Tell the cache of the next tokens; the mask that a model would give."""
+        stop, real = self.at + count, self.real
+        positions = torch.arange(self.at, stop)[None] if real is None else (real.cumsum(1) - 1).clamp(min=0)
+        turning = rotary(ONE)
+        turning = replace(turning, frequencies_K=turning.frequencies_K.to(DEVICE))
+        positions = positions.to(DEVICE) if real is None else positions[:, self.at : stop]
+        told = None if real is None or self.silent else real[:, self.at : stop]
+        self.cache.timeline.announce(told, positions, turning)
+        if real is None or self.silent:
+            return None
+        causal = torch.ones(count, stop, dtype=torch.bool, device=DEVICE).tril(self.at)
+        return causal & real[:, None, None, :stop]
+
+    def step(self, count: int = 1, expected: bool = True) -> tuple[Tensor, Tensor | None]:
+        """One pass: (what the cache answers, what the torch path does)."""
+        mask, part, cache = self.announce(count), slice(self.at, self.at + count), self.cache
+        cache.take(0, *self.x[0, :, :, part].unbind(0))
+        out, wanted = cache.attend(0, self.q[:, :, part], mask, SCALE), None
+        if expected:
+            with dispatch.forced(False):
+                wanted = attend.attend(cache.history, 0, self.q[:, :, part], mask, SCALE)
+        cache.finish(0)
+        self.at += count
+        return out, wanted
+
+    def check(self, count: int = 1) -> None:
+        """A pass in which both agree, where a row has tokens at all."""
+        out, wanted = self.step(count)
+        assert wanted is not None
+        rows = slice(None) if self.real is None else self.real[:, self.at - count : self.at].all(1)
+        assert error(out[rows], wanted[rows]) < TOLERANCE
+        assert not torch.equal(out[rows], wanted[rows])  # two roads

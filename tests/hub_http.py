@@ -1,0 +1,139 @@
+"""How a `hub_server.Hub` speaks HTTP: read a request, go wrong where a fault says so, send an answer."""
+
+import json
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlencode, urlsplit
+
+from hub_faults import Fault
+from hub_store import Refused
+
+PAGE = 2  # entries a page: small, so that every list is paged
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as it came, for tests that count or look for secrets."""
+
+    origin: str
+    line: str
+    authorization: str | None
+    range: str | None
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+    hub: Any  # a hub_server.Hub
+
+    def process_request(self, request, client_address) -> None:
+        self._count(1)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request) -> None:
+        super().shutdown_request(request)
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self.hub.change:
+            self.hub.connected += change
+            self.hub.change.notify_all()
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that went away is not this server's affair."""
+
+
+class Cut(Exception):
+    """The connection ends here."""
+
+
+class Exchange(BaseHTTPRequestHandler):
+    """One connection: requests are read and answered here, `_route` says with what."""
+
+    hub: Any  # a hub_server.Hub
+    origin: str
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer waits 40 ms for an acknowledgement
+
+    def log_message(self, *_: object) -> None:
+        """Quiet: `hub.requests` is the log."""
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        self.line = f"{self.command} {unquote(parts.path)}"
+        self.hub.requests.append(Request(self.origin, self.line, *map(self.headers.get, ("Authorization", "Range"))))
+        self.fault = self.hub.faults.take(self.line)
+        try:
+            if self.fault and self.fault.kind == "status":
+                self._body()
+                raise Refused(self.fault.status, "told to fail")
+            self.query = parse_qs(parts.query)
+            self._route(parts.path, self._body())
+        except Refused as refused:
+            self._refuse(refused)
+        except Cut:
+            self._cut()
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
+
+    def _route(self, path: str, body: bytes) -> None:
+        raise NotImplementedError
+
+    def _body(self) -> bytes:
+        length = int(self.headers.get("Content-Length") or 0)
+        if length and self.fault and self.fault.kind == "reset":
+            self.rfile.read(length // 2)
+            raise Cut
+        return self.rfile.read(length)
+
+    def _cut(self) -> None:
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+
+    def _refuse(self, refused: Refused) -> None:
+        headers = {"X-Error-Message": refused.message} | ({"X-Error-Code": refused.code} if refused.code else {})
+        extra = self.fault.headers if self.fault else {}
+        self._send(json.dumps({"error": refused.message}).encode(), refused.status, headers | extra, faulty=False)
+
+    def _json(self, value: Any, status: int = 200, **headers: str) -> None:
+        self._send(json.dumps(value).encode(), status, {"Content-Type": "application/json", **headers})
+
+    def _paged(self, values: list[Any]) -> None:
+        start = int(self.query.get("cursor", ["0"])[0])
+        rest = {key: value for key, value in self.query.items() if key != "cursor"}
+        link = f"{self.hub.url}{urlsplit(self.path).path}?{urlencode(rest | {'cursor': start + PAGE}, doseq=True)}"
+        more = {"Link": f'<{link}>; rel="next"'} if start + PAGE < len(values) else {}
+        self._json(values[start : start + PAGE], **more)
+
+    def _send(self, data: bytes, status: int, headers: dict[str, str], faulty: bool = True) -> None:
+        fault = self.fault if faulty and self.fault else Fault("", "")
+        if fault.kind == "lost":
+            raise Cut
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(data))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if fault.kind == "flip":
+            middle = len(data) // 2
+            data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        if fault.kind in ("reset", "short"):
+            self.wfile.write(data[: len(data) // 2])
+            if fault.kind == "reset":
+                self.wfile.flush()
+                time.sleep(0.05)
+                raise Cut
+            self.close_connection = True
+            return
+        pieces = 8 if fault.kind == "drip" else 1
+        size = max(1, -(-len(data) // pieces))
+        for start in range(0, len(data), size):
+            self.wfile.write(data[start : start + size])
+            self.wfile.flush()
+            time.sleep(0.1 if fault.kind == "drip" else 0)

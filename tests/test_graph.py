@@ -1,0 +1,141 @@
+"""A decode step recorded as one graph gives what steps taken one by one do, and asks the device nothing."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from feeding import RECIPES
+from fused_driver import FAMILIES, ONE, PADDED, SCALE, Driver, with_kernels  # noqa: F401
+from torch import Tensor
+
+from kvq_runtime.cache import BlockCache
+
+pytest.importorskip("triton")
+from kvq_runtime.attention.graph import captured
+
+
+def frozen(cache: BlockCache, step: Callable[[], Tensor], like: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """What a graph is to a step, where there is none: all that the host counts stays as it was at the recording."""
+    things = [cache, cache.timeline, cache.fused, *(stream for pair in cache.layers.values() for stream in pair)]
+
+    def counts() -> list[dict[str, int]]:
+        return [{name: value for name, value in vars(thing).items() if isinstance(value, int)} for thing in things]
+
+    def restore(held: list[dict[str, int]]) -> None:
+        for thing, values in zip(things, held, strict=True):
+            vars(thing).update(values)
+
+    out, then = torch.full_like(like, torch.nan), counts()
+
+    def replay() -> None:
+        now = counts()
+        restore(then)
+        out.copy_(step())
+        restore(now)
+
+    return out, replay
+
+
+class Silent:
+    """Inside, a tensor that is asked for its value raises: what a recorded step must not do."""
+
+    NAMES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "nonzero", "cpu")
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.patch = patch
+
+    def __enter__(self) -> None:
+        def asked(*args, **settings):
+            raise AssertionError("the step asks the device")
+
+        for name in self.NAMES:
+            self.patch.setattr(torch.Tensor, name, asked)
+        self.patch.setattr(torch, "equal", asked)
+
+    def __exit__(self, *args) -> None:
+        self.patch.undo()
+
+
+def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 4) -> None:
+    """A recorded step gives, token after token and over a flush, what steps taken one by one do, bit for bit."""
+    one, two = Driver(FAMILIES[name], starts), Driver(FAMILIES[name], starts)
+    _, recent, block = FAMILIES[name].key.window
+    for driver in (one, two):
+        driver.step(recent + 4 * block - 3, expected=False)  # the third step from here encodes a block
+        driver.silent = True
+        driver.step(1, expected=False)
+        driver.cache.crop(driver.at - 1)
+        driver.at -= 1
+    k_BTC, v_BTC, q_BHTD = one.x[0, 0, :, :1].clone(), one.x[0, 1, :, :1].clone(), one.q[:, :, :1].clone()
+
+    def step() -> Tensor:
+        one.announce(1)
+        one.cache.take(0, k_BTC, v_BTC)
+        out = one.cache.attend(0, q_BHTD, None, SCALE)
+        one.cache.finish(0)
+        return out
+
+    again = captured(one.cache, step, *([] if record is None else [lambda s: record(one.cache, s, q_BHTD)]))
+    blocks = one.cache.layers[0][0].blocks
+    for at in range(one.at, one.at + count):
+        for held, new in ((k_BTC, one.x[0, 0]), (v_BTC, one.x[0, 1]), (q_BHTD, one.q)):
+            held.copy_(new.narrow(-2, at, 1))
+        out, (wanted, _) = again(), two.step(1, expected=False)
+        assert torch.equal(out, wanted)
+    assert one.cache.layers[0][0].blocks > blocks
+    assert one.cache.length == two.cache.length
+
+
+@pytest.mark.parametrize(
+    "name, starts", [("rtn-2bit", None), ("higgs-head-2bit", PADDED), ("mean-lloyd-3bit-post", PADDED)]
+)
+def test_a_step_depends_on_nothing_that_the_host_counts(name, starts):
+    replayed(name, starts, frozen)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records a CUDA graph")
+@pytest.mark.parametrize("starts", [None, PADDED], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_is_one_graph(name, starts):
+    replayed(name, starts, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Tensor.cpu is the interpreter's here")
+@pytest.mark.parametrize("name", ["rtn-2bit", "kivi-2-pre-16", "mean-higgs-head-2bit-post"])
+def test_a_step_asks_the_device_nothing(name, monkeypatch):
+    driver = Driver(FAMILIES[name], PADDED)
+    driver.step(58, expected=False)
+    driver.silent = True
+    driver.step(1, expected=False)
+    driver.step(1, expected=False)
+    monkeypatch.setattr("kvq_runtime.cache._finite", lambda *args: True)  # asked on a CPU alone
+    driver.announce(1)
+    new = driver.x[0, :, :, driver.at : driver.at + 1].unbind(0)
+    launched = []
+    monkeypatch.setattr("kvq_runtime.kernels.attention.attend", lambda q, *rest: launched.append(q) or (q, q))
+    with pytest.MonkeyPatch.context() as patch, Silent(patch):
+        driver.cache.take(0, *new)
+        driver.cache.attend(0, driver.q[:, :, :1], None, SCALE)
+        driver.cache.finish(0)
+    assert launched
+
+
+def test_recording_is_refused_where_it_cannot_be():
+    driver = Driver(RECIPES["higgs-2bit"])
+    driver.step(40, expected=False)
+    with pytest.raises(RuntimeError, match="no kernel for its keys"):
+        captured(driver.cache, lambda: None)
+    driver = Driver(FAMILIES["rtn-2bit"])
+    driver.step(58, expected=False)
+    with pytest.raises(RuntimeError, match="no tokens yet"):
+        captured(BlockCache(FAMILIES["rtn-2bit"], ONE), lambda: None)
+    left = driver.cache.layers[0][0]
+    driver.step(left.side.recent + left.side.block - left.window_BTC.shape[1] - 1, expected=False)
+    with pytest.raises(RuntimeError, match="encodes a block"):
+        captured(driver.cache, lambda: None)
+    driver.step(1, expected=False)
+    again = captured(driver.cache, lambda: driver.step(1, expected=False)[0], lambda step: (None, lambda: None))
+    driver.cache.reset()
+    with pytest.raises(RuntimeError, match="record it again"):
+        again()
