@@ -46,8 +46,9 @@ check: env ## formatting, lint, types, import arrows
 	$(VENV)/bin/lint-imports --no-logo
 
 # pip's --target leaves .venv as it is: there lies the newest Triton.
-oldest-triton: env ## compile the kernels for sm_90 with the oldest Triton that pyproject.toml admits
+oldest-triton: env ## compile and launch the kernels, for sm_90, with the oldest Triton that pyproject.toml admits
 	$(INSTALL) --no-deps --upgrade --target build/oldest-triton 'triton==$(shell sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
+	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/test_launch.py
 	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 --check
 
 format: env ## let ruff format and fix

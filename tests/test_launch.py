@@ -1,0 +1,58 @@
+"""Every kind of launch gets as far as the driver: compiled, its arguments taken apart, without a warning.
+
+Without a GPU the driver is fake_cuda.c; results are compared elsewhere, in Triton's interpreter.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+ROOT = Path(__file__).parents[1]
+ATTEND = ("rtn-2bit", "kivi-2bit-g128 pre", "squat-pre-2bit", "higgs-head-2bit", "mean-lloyd-2bit-post", "polar-3bit")
+OPS = {
+    "encode rtn 2 per channel": "_encode",
+    "encode grid 2 256 rotated": "_encode",
+    "encode lloyd 3 matrix": "_encode",
+    "encode polar packed": "_encode",
+    "decode rtn": "_decode",
+    "decode grid": "_decode",
+    "decode lloyd": "_decode",
+    "decode polar": "_decode",
+    "encode latent": "_elements",
+    "feedback": "_follow",
+    "pack 3": "_pack",
+    "predict add": "_add",
+    "hadamard 128": "_kernel",
+}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory) -> Path:
+    """The folder of a libcuda that has no device."""
+    folder = tmp_path_factory.mktemp("cuda")
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{headers}", "-o", folder / "libcuda.so.1"]
+    subprocess.run([*command, ROOT / "tests" / "fake_cuda.c"], check=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are launched on the GPU")
+@pytest.mark.parametrize(
+    "names", [[f"attend {name}" for name in ATTEND[:3]], [f"attend {name}" for name in ATTEND[3:]], list(OPS)]
+)
+def test_launches_reach_the_driver(names, driver):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= dict.fromkeys(("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"), str(driver))
+    environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(ROOT)])  # the Triton of this process
+    command = [sys.executable, "-W", "error::UserWarning", ROOT / "tests" / "launched.py", *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = [line.split()[0] for line in done.stdout.splitlines()]
+    wanted = [kernel for name in names for kernel in ([OPS[name]] if name in OPS else ["attend", "merge"]) * 2]
+    assert made == wanted
