@@ -60,9 +60,14 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules are imported now, and Triton with them where there is one."""
     spare()
+    if session.config.getoption("loadgroup", False):
+        loose = [
+            item.nodeid for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid
+        ]
+        assert not loose, f"{loose[0]} would not stay with its group: install the versions of constraints.txt"
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
