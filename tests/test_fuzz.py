@@ -268,9 +268,10 @@ def test_the_limits_hold_and_the_hook_hears(tmp_path):
 def _provoked() -> list[str]:
     sys.addaudithook(_heard)
     caught = []
+    more = 1 << 36  # bytes: of a few hundred MiB, what earlier tests gave back to the allocator would do
     for action in (
-        lambda: bytes(128 << 20),
-        lambda: torch.empty(128 << 20, dtype=torch.uint8),
+        lambda: bytes(more),
+        lambda: torch.empty(more, dtype=torch.uint8),
         lambda: next(x for x in iter(int, 1) if x),
     ):
         try:
