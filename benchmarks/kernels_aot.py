@@ -279,14 +279,16 @@ def main() -> int:
             key = (one.function, repr((one.signature, one.constants, one.attributes, one.options)), arch)
             taken = measured[key] = measured.get(key) or usage(one, arch)  # some recipes launch the same kernel
             rows.append([triton.__version__, name, arch, *taken.values()])
-            print(*(f"{key} {value}" for key, value in zip(COLUMNS, rows[-1], strict=True)), sep="  ", flush=True)
-            wrong += worse(name, arch, taken, table, one.options.get("num_warps", 4)) if given.check else []
+            if given.check:
+                wrong += worse(name, arch, taken, table, one.options.get("num_warps", 4))
+            else:
+                print(*(f"{key} {value}" for key, value in zip(COLUMNS, rows[-1], strict=True)), sep="  ", flush=True)
     if given.write:
         kept = list(csv.reader(TABLE.open()))[1:] if given.only else []  # what was not compiled now stays
         both = {(row[1], int(row[2])): row for row in [*kept, *rows]}
         with TABLE.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *both.values()])
-    print(*wrong, sep="\n")
+    print(*wrong, f"{len(rows)} compiled with Triton {triton.__version__}, {len(wrong)} got worse", sep="\n")
     return int(bool(wrong))
 
 

@@ -102,12 +102,15 @@ class Plan:
 
     def needs(self, files: ModelFiles) -> dict[str, int]:
         """Bytes of memory on the device, and of disk in the run folder, at the most."""
+        from kvq_calib.capture import TILE
+
         width, itemsize = self.geometry.width, getattr(torch, self.dtype).itemsize
         token_rows = min(self.chunk, self.samples) * self.seq_len
         layer = max(files.layer_bytes(i) for i in range(self.geometry.layers)) * itemsize // files.dtype.itemsize
         hidden = self.tokens * files.hidden * itemsize
         decoded = self.tokens * 2 * width * 2 * len(self.recipes)
-        chunk = token_rows * (6 * files.hidden + 8 * width) * itemsize
+        inside = min(token_rows, TILE) * 3 * files.inner  # an MLP at work
+        chunk = (token_rows * (6 * files.hidden + 8 * width) + inside) * itemsize
         return {
             "layer": layer,
             "chunk": chunk,

@@ -62,6 +62,11 @@ class ModelFiles:
         return self.config["hidden_size"]
 
     @property
+    def inner(self) -> int:
+        """The width inside an MLP."""
+        return self.config["intermediate_size"]
+
+    @property
     def context(self) -> int:
         """The longest sequence the model was made for."""
         return self.config["max_position_embeddings"]
