@@ -25,6 +25,7 @@ $(VENV)/.bench: $(VENV)/.installed
 	$(INSTALL) -e '.[bench]'
 	@touch $@
 
+demo: export GOMP_SPINCOUNT ?= 5000
 demo: env ## calibrate, publish, load, generate and measure on the embedded model; DEMO_ARGS=--short
 	@mkdir -p build
 	$(RUN) -m kvq_calib.demo --json build/demo.json $(DEMO_ARGS)

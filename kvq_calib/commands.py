@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 from kvq_calib import subcommands
+from kvq_calib.options import count
 
 EVAL_EXAMPLES = """\
 examples
@@ -134,10 +135,3 @@ def _source(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     kinds = ("float32", "bfloat16", "float16")
     command.add_argument("--dtype", choices=kinds, help="default: float32 on a CPU, else as stored")
-
-
-def count(text: str) -> int:
-    """A number of things, of an option."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 1")
-    return int(text)

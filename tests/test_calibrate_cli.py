@@ -1,6 +1,9 @@
 """kvq-calibrate as a user meets it."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,21 @@ def test_no_model_and_help(capsys):
     assert "examples" in shown and "130" in shown
     assert cli.main(["--list-models"]) == 0
     assert "qwen2.5-7b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("given", "turns"), [({}, cli.SPIN), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None"),
+                                              ({"GOMP_SPINCOUNT": "7"}, "7")])  # fmt: skip
+def test_waiting_threads_turn_briefly_and_the_user_comes_first(given, turns):
+    """libgomp reads this when torch is imported, so nothing that the command imports may do that."""
+    body = """
+import os, sys
+from kvq_calib import cli
+cli._calibrate = lambda _: print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
+cli.main(["--list-models"])
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))} | given
+    done = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [turns, "False"]
 
 
 def test_an_interrupt_exits_with_130_and_the_same_command_goes_on(model, capsys, monkeypatch, tmp_path):

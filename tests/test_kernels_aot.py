@@ -22,7 +22,7 @@ def check(*arguments: str, table: str | None = None) -> subprocess.CompletedProc
 def test_no_kernel_got_worse(arch):
     done = check("--arch", str(arch), "--check")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count(f"arch {arch}") > 50
+    assert int(done.stdout.split()[0]) > 50, "so many were compiled"
 
 
 SASS = """
