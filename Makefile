@@ -25,6 +25,7 @@ $(VENV)/.bench: $(VENV)/.installed
 	$(INSTALL) -e '.[bench]'
 	@touch $@
 
+# as kvq-calibrate does
 demo: export GOMP_SPINCOUNT ?= 5000
 demo: env ## calibrate, publish, load, generate and measure on the embedded model; DEMO_ARGS=--short
 	@mkdir -p build

@@ -18,8 +18,8 @@ from typing import Any
 
 from kvq_calib.options import count
 
-# Turns of a thread that waits for the others before it sleeps, microseconds in all. At libgomp's default, milliseconds,
-# a fit on busy cores takes five times as long; if it sleeps at once, one on idle cores half as long again.
+# Turns of a thread that waits for the others before it sleeps. At libgomp's own number, 300,000, a fit with two threads
+# on busy cores takes about four times as long; if they sleep at once, one on idle cores nearly twice as long.
 SPIN = "5000"
 EXIT_CODES = (__doc__ or "").partition("\n\n")[2]
 EPILOG = f"""\

@@ -35,7 +35,7 @@ from kvq_runtime.recipe import presets
 from kvq_runtime.registries import events
 
 MUTANTS = int(os.environ.get("KVQ_MUTANTS", "2600"))  # of each of the four kinds
-SECONDS = 10
+SECONDS = 2
 MEMORY = 64 << 20
 LARGEST = 1 << 15  # elements of a block that is tried
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_size=16)
