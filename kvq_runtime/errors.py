@@ -1,13 +1,13 @@
-"""Name what can go wrong with a file or a registry; the command line maps each class to an exit code."""
+"""Exceptions about artifacts and registries; `kvq_runtime.cli.exit_codes` maps each to an exit code."""
 
 
 class ArtifactError(ValueError):
-    """A file, an event or a model is not what it must be. The message begins with the check that failed."""
+    """An artifact, event, lock file or model failed a check. The message names the file and begins with the check."""
 
 
 class NotFound(ArtifactError):
-    """No such name, version, alias or file."""
+    """There is no such name, version, alias or file."""
 
 
 class Conflict(ArtifactError):
-    """Somebody else's change came first, or the change contradicts what is already there."""
+    """A change came second to somebody else's, or contradicts the present state."""

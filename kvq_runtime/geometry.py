@@ -1,11 +1,20 @@
-"""Say what shape of cache a model has: the numbers every codec is built from.
+"""Say what shape of cache a model has, and which tokens a recipe keeps exact: the numbers every codec is built from.
 
 Shape letters, as suffixes of tensor names in memory order, everywhere in kvq:
 B batch · L layers · H KV heads · G query heads per KV head · T tokens · D head size · C = H·D, all KV heads
 of one token · N blocks or rows · R rank · K positions inside a group.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Role = Literal["key", "value"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+SLAB = 32  # blocks that are stored, addressed and decoded together; the last slab of a layer may have fewer
+# sides of a square that is one tile of a matrix product, and fits into registers and shared memory whole
+MATRIX_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,37 @@ class Geometry:
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise ValueError(f"{field}={given!r}; a geometry needs whole numbers of at least 1")
 
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> "Geometry":
+        """The shape of a model, from its configuration as in config.json."""
+        heads = config["num_attention_heads"]  # of Qwen2.5 without head_dim; of Mistral that may be null
+        return Geometry(
+            layers=config["num_hidden_layers"],
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_size=config.get("head_dim") or config["hidden_size"] // heads,
+        )
+
     @property
     def width(self) -> int:
         """C: all KV heads of one token side by side."""
         return self.kv_heads * self.head_size
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which tokens of every row stay exact, and how many are encoded together.
+
+    sinks    first tokens of every row, 0 to 2^20
+    recent   newest tokens, at least so many, 0 to 2^20
+    block    tokens that are encoded together, 1 to 2^20
+    """
+
+    sinks: int = 4
+    recent: int = 128
+    block: int = 128
+
+    def __post_init__(self):
+        for name, least in (("sinks", 0), ("recent", 0), ("block", 1)):
+            setting = getattr(self, name)
+            if not isinstance(setting, int) or isinstance(setting, bool) or not least <= setting <= 1 << 20:
+                raise ValueError(f"{name}={setting!r}; use a whole number from {least} to {1 << 20}")

@@ -1,28 +1,28 @@
 """Name the stages of a quantizer and their settings. Every method of the field is a Recipe; a recipe is plain JSON.
 
+Scheme    predict → rotate → feedback, quantize → correct: how keys, or values, of a layer are stored
+Window    which tokens stay exact, and how many are encoded together; one for keys, values and all layers
+Recipe    a Scheme for keys, one for values, other Schemes for single layers, the Window, and policies: which tokens are
+          held or read, if not all, and when
 position  "pre": keys are encoded as they are before RoPE · "post": as the model caches them
-Side      predict → rotate → feedback, quantize → correct, per token or per channel, and the tokens kept exact
-Recipe    a Side for keys, one for values, other Sides for single layers, and which tokens are held, if not all
 
-What a stage may be is in `kinds.py`, a Side in `side.py`, what cannot be combined in `recipe_check.py`.
+What a stage is, and a Scheme, is in `stages/stage.py`; each says itself what it cannot be combined with.
 """
 
+import dataclasses
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Any, Literal
 
-from kvq_runtime import recipe_check
-from kvq_runtime.geometry import Geometry
-from kvq_runtime.kinds import ONLINE, SELECT, WINDOWS, check_keys, stage_from, stage_json
-from kvq_runtime.side import HALVES, Half, Side, side_from, side_json
-from kvq_runtime.stages import predict, select
+from kvq_runtime.geometry import ROLES, Geometry, Role, Window
+from kvq_runtime.stages.kinds import LATER, check_keys, kinds, stage_from, stage_json
+from kvq_runtime.stages.stage import SLOTS, Scheme, Site
 
-__all__ = ["HALVES", "OURS", "Half", "Recipe", "Side", "preset", "presets"]
-
+POLICY_SLOTS = ("window", "select", "online")  # keys of a recipe's JSON under which it has one policy at most
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
 
 
@@ -30,55 +30,68 @@ OURS = frozenset({"queries", "attention"})  # what a recipe may need that only o
 class Recipe:
     """A quantizer for the whole cache of a model, named in lower case (`aqua-2bit`).
 
-    window   what may keep more than the recent tokens exact, or None: `sinks`, `recent` and `block` say it all
-    online   the tokens of each row to which stages are fitted in the cache, or None: they are calibrated
+    key        the stages that keys of every layer go through
+    value      the same of values
+    position   "pre": keys are encoded as they are before RoPE · "post": as the model caches them
+    layers     layer → other stages of its keys and values
+    window     which tokens stay exact, and how many are encoded together
+    policies   choices about tokens: which are held, read, or kept exact for longer, and what is fitted to the prompt;
+               none: all tokens are held and read, and `window` alone says which are exact
     """
 
     name: str
-    key: Side
-    value: Side
+    key: Scheme
+    value: Scheme
     position: Literal["pre", "post"] = "post"
-    layers: Mapping[int, tuple[Side, Side]] = field(default_factory=dict)
+    layers: Mapping[int, tuple[Scheme, Scheme]] = field(default_factory=dict)
     summary: str = field(default="", compare=False)
-    window: Any = None
-    select: Any = None
-    online: Any = None
+    window: Window = field(default_factory=Window)
+    policies: tuple[Any, ...] = ()
 
-    def at(self, layer: int) -> tuple[Side, Side]:
-        """The Sides of keys and values in this layer."""
+    def at(self, layer: int) -> tuple[Scheme, Scheme]:
+        """The Schemes of keys and values in this layer."""
         return self.layers.get(layer, (self.key, self.value))
 
-    def side(self, layer: int, half: Half) -> Side:
-        """One of the two Sides of this layer."""
-        return self.at(layer)[HALVES.index(half)]
+    def scheme(self, layer: int, role: Role) -> Scheme:
+        """One of the two Schemes of this layer."""
+        return self.at(layer)[ROLES.index(role)]
 
-    def with_sides(self, layer: int, key: Side, value: Side) -> "Recipe":
-        """The same recipe with these Sides in one layer."""
+    def policy(self, slot: str) -> Any:
+        """The policy of this slot, "window", "select" or "online"; None if the recipe has none."""
+        return next((policy for policy in self.policies if policy.slot == slot), None)
+
+    def with_schemes(self, layer: int, key: Scheme, value: Scheme) -> "Recipe":
+        """The same recipe with these Schemes in one layer."""
         return replace(self, layers={**self.layers, layer: (key, value)})
 
     @property
-    def pairs(self) -> list[tuple[Side, Side]]:
-        """The Sides of keys and values that the recipe names: everywhere, and in single layers."""
+    def pairs(self) -> list[tuple[Scheme, Scheme]]:
+        """The Schemes of keys and values that the recipe names: everywhere, and in single layers."""
         return [(self.key, self.value), *self.layers.values()]
 
     @property
-    def sides(self) -> list[Side]:
-        """Every Side the recipe names."""
-        return [side for pair in self.pairs for side in pair]
+    def schemes(self) -> list[Scheme]:
+        """Every Scheme the recipe names."""
+        return [scheme for pair in self.pairs for scheme in pair]
+
+    @property
+    def fits_prompt(self) -> bool:
+        """Whether a cache fits the recipe's stages to each row's own tokens."""
+        return any(policy.fits_prompt for policy in self.policies)
 
     @property
     def fitted(self) -> bool:
         """Whether the recipe has stages that need calibration."""
-        return self.online is None and any(side.fitted for side in self.sides)
+        return not self.fits_prompt and any(scheme.fitted for scheme in self.schemes)
 
-    def fits(self, side: Side) -> bool:
-        """Whether a cache fits this side itself."""
-        return self.online is not None and side.fitted
+    def fits(self, scheme: Scheme) -> bool:
+        """Whether a cache fits this scheme itself."""
+        return self.fits_prompt and scheme.fitted
 
     @cached_property
-    def chained(self) -> bool:
+    def cross_layer(self) -> bool:
         """Whether a layer is predicted from decoded layers, so that layers are encoded and read in order."""
-        return any(isinstance(side.predict, predict.Linear) for side in self.sides)
+        return any(scheme.cross_layer for scheme in self.schemes)
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -86,90 +99,197 @@ class Recipe:
 
         Queries that choose chunks are not among it: where nobody tells them, all tokens are read.
         """
-        asked = {key.feedback.queries for key, _ in self.pairs if key.feedback} if self.online else set()
+        asked = {key.feedback.queries for key, _ in self.pairs if key.feedback} if self.fits_prompt else set()
         turned = self.position == "pre" or any(pair[0].predict is not None for pair in self.pairs)
-        wanted = {
-            "positions": turned or bool(asked - {"after"}),
-            "queries": bool(asked),
-            "attention": self.window is not None or isinstance(self.select, select.Heavy),
-        }
-        return frozenset(name for name in wanted if wanted[name])
+        wanted = {"positions": turned or bool(asked - {"after"}), "queries": bool(asked)}
+        return frozenset(name for name in wanted if wanted[name]).union(*(policy.needs for policy in self.policies))
 
     @property
     def arrival_dependent(self) -> bool:
         """Whether blocks depend on how tokens arrive: then same calls, same blocks; else same tokens, same blocks."""
-        changing = self.window is not None or isinstance(self.select, select.Heavy)
-        return changing or self.online is not None
+        return any(policy.arrival_dependent for policy in self.policies)
 
     @property
     def widest(self) -> "Recipe":
         """The same recipe with a window that is always as long as its own may become."""
-        if self.window is None:
-            return self
-        return replace(self.with_exact(recent=self.window.most(self.key.recent, self.key.block)), window=None)
+        recent, block = self.window.recent, self.window.block
+        most = max((policy.most(recent, block) for policy in self.policies), default=recent)
+        kept = tuple(policy for policy in self.policies if policy.most(recent, block) == recent)
+        return self if most == recent else replace(self.with_exact(recent=most), policies=kept)
 
     def with_exact(self, sinks: int | None = None, recent: int | None = None) -> "Recipe":
-        """The recipe with so many exact tokens at the start of every row, and at its end; None: its own."""
-        given = {name: value for name, value in (("sinks", sinks), ("recent", recent)) if value is not None}
-
-        def changed(pair: tuple[Side, Side]) -> tuple[Side, Side]:
-            return replace(pair[0], **given), replace(pair[1], **given)
-
-        key, value = changed((self.key, self.value))
-        return replace(self, key=key, value=value, layers={n: changed(pair) for n, pair in self.layers.items()})
+        """The recipe with so many exact tokens at the start of every row (`sinks`), and at its end; None: unchanged."""
+        changes = {name: value for name, value in (("sinks", sinks), ("recent", recent)) if value is not None}
+        return replace(self, window=replace(self.window, **changes))
 
     def check(self, geometry: Geometry | None = None) -> "Recipe":
-        """Return the recipe, or raise a ValueError that says what cannot be, and what to do."""
-        recipe_check.check(self, geometry)
+        """Return the recipe, or raise a ValueError that says what cannot be, and what to do.
+
+        Every stage and policy says so itself; with a geometry they are asked about its heads and layers, too.
+        """
+        if self.position not in ("pre", "post"):
+            raise ValueError(f'{self.name}: position={self.position!r}; use "pre" or "post"')
+        for pair in self.pairs:
+            for role, scheme in zip(ROLES, pair, strict=True):
+                self._check_scheme(scheme, role, 0, None)
+        self._check_policies()
+        if geometry is None:
+            return self
+        beyond = [layer for layer in self.layers if not 0 <= layer < geometry.layers]
+        if beyond:
+            raise ValueError(f"{self.name}: settings for layers {beyond}, but the model has {geometry.layers}")
+        for layer in range(geometry.layers):
+            for role in ROLES:
+                self._check_scheme(self.scheme(layer, role), role, layer, geometry)
+        for policy in self.policies:
+            _asked(self.name, policy.check, self, geometry)
         return self
+
+    def _check_scheme(self, scheme: Scheme, role: Role, layer: int, geometry: Geometry | None) -> None:
+        where = self.name if geometry is None else f"{self.name}, layer {layer} {role}"
+        if scheme.axis not in ("token", "channel"):
+            raise ValueError(f'{where}: axis={scheme.axis!r}; use "token" or "channel"')
+        for slot in SLOTS:
+            stage, known = getattr(scheme, slot), kinds()[slot]
+            if not isinstance(stage, tuple(known.values())) and (stage is not None or slot == "quantize"):
+                raise ValueError(f"{where}: {slot}={stage!r}; use one of {sorted(known)}")
+        site = Site(scheme, role, layer, self.position, self.window, geometry)
+        for _, stage in scheme.stages:
+            _asked(where, stage.check, site)
+
+    def _check_policies(self) -> None:
+        if not all(isinstance(policy, policy_setting()) for policy in self.policies):
+            names = sorted(kind for classes in policy_kinds().values() for kind in classes)
+            raise ValueError(f"{self.name}: policies={self.policies!r}; use some of {names}")
+        slots = [policy.slot for policy in self.policies if policy.slot in POLICY_SLOTS]
+        if len(set(slots)) < len(slots):
+            raise ValueError(f"{self.name}: two policies for one choice, {slots}; keep one of them")
+        for policy in self.policies:
+            _asked(self.name, policy.check, self, None)
 
     def to_json(self) -> dict:
         """The recipe as JSON; `from_json` gives back an equal one."""
-        sides = {"key": side_json(self.key), "value": side_json(self.value)}
-        layers = {
-            str(layer): {half: side_json(side) for half, side in zip(HALVES, pair, strict=True)}
-            for layer, pair in sorted(self.layers.items())
-        }
-        found = {"name": self.name, "position": self.position, **sides, "layers": layers, "summary": self.summary}
-        later = {"window": self.window, "select": self.select, "online": self.online}  # None: unsaid, as in older files
-        return found | {name: stage_json(stage) for name, stage in later.items() if stage is not None}
+
+        def schemes(pair: tuple[Scheme, Scheme]) -> dict:
+            return {role: _scheme_json(scheme, self.window) for role, scheme in zip(ROLES, pair, strict=True)}
+
+        layers = {str(layer): schemes(pair) for layer, pair in sorted(self.layers.items())}
+        stated = {"name": self.name, "position": self.position, **schemes((self.key, self.value)), "layers": layers}
+        policies: dict[str, Any] = {}  # none: not named, as in older files
+        for policy in self.policies:
+            if policy.slot in POLICY_SLOTS:
+                policies[policy.slot] = stage_json(policy)
+            else:
+                policies.setdefault("policies", []).append(stage_json(policy))
+        return stated | {"summary": self.summary} | policies
 
     @staticmethod
-    def from_json(given: Any) -> "Recipe":
-        """Read a recipe; unknown keys, kinds and types are refused with a ValueError."""
-        optional = {"layers", "summary", "window", "select", "online"}
-        check_keys(given, {"name", "position", "key", "value"} | optional, "recipe", optional)
+    def from_json(stated: Any) -> "Recipe":
+        """Read a recipe; unknown keys, kinds and types, and more than one window, are refused with a ValueError."""
+        optional = {"layers", "summary", "policies", *POLICY_SLOTS}
+        check_keys(stated, {"name", "position", "key", "value"} | optional, "recipe", optional)
         for name in ("name", "position", "summary"):
-            if not isinstance(given.get(name, ""), str):
-                raise ValueError(f"recipe: {name} must be text, not {given[name]!r}")
-        layers = given.get("layers", {})
+            if not isinstance(stated.get(name, ""), str):
+                raise ValueError(f"recipe: {name} must be text, not {stated[name]!r}")
+        layers = stated.get("layers", {})
         if not isinstance(layers, dict) or any(layer not in map(str, range(1 << 12)) for layer in layers):
             raise ValueError("recipe: layers must be an object whose names are layer numbers")
         for layer in layers.values():
             check_keys(layer, {"key", "value"}, "recipe layer")
+        pairs = [
+            tuple(_scheme_from(pair[role]) for role in ROLES)
+            for pair in ({r: stated[r] for r in ROLES}, *layers.values())
+        ]
+        windows = list(dict.fromkeys(window for pair in pairs for _, window in pair))
+        if len(windows) > 1:
+            raise ValueError(
+                f"recipe {stated['name']}: more than one window, {windows[0]} and {windows[1]}; "
+                "give keys and values of all layers the same sinks, recent and block"
+            )
+        (key, _), (value, _) = pairs[0]
+        others = stated.get("policies", [])
+        if not isinstance(others, list):
+            raise ValueError(f"recipe: policies must be a list, not {others!r:.200}")
+        known = policy_kinds()
+        policies = [stage_from(slot, stated.get(slot), known[slot]) for slot in POLICY_SLOTS]
+        policies += [stage_from("policies", other, known["policies"]) for other in others]
         return Recipe(
-            name=given["name"],
-            position=given["position"],
-            key=side_from(given["key"]),
-            value=side_from(given["value"]),
-            layers={int(n): (side_from(pair["key"]), side_from(pair["value"])) for n, pair in layers.items()},
-            select=stage_from("select", given.get("select"), SELECT),
-            summary=given.get("summary", ""),
-            window=stage_from("window", given.get("window"), WINDOWS),
-            online=stage_from("online", given.get("online"), ONLINE),
+            name=stated["name"],
+            position=stated["position"],
+            key=key,
+            value=value,
+            layers={int(n): (pair[0][0], pair[1][0]) for n, pair in zip(layers, pairs[1:], strict=True)},
+            summary=stated.get("summary", ""),
+            window=windows[0],
+            policies=tuple(policy for policy in policies if policy is not None),
         ).check()
 
 
-def presets() -> dict[str, Recipe]:
-    """Every recipe that comes with kvq, by name: each file of `kvq_runtime/recipes` lists its own in `recipes()`."""
+def _asked(where: str, check: Callable[..., None], *arguments: Any) -> None:
+    """Call a check; what it refuses is said with the recipe's name."""
+    try:
+        check(*arguments)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+_WINDOW = tuple(setting.name for setting in dataclasses.fields(Window))
+
+
+def _scheme_json(scheme: Scheme, window: Window) -> dict:
+    """A scheme as JSON, in schema 1 with its window; without the stages of `LATER` that it does not have."""
+    stated = {setting.name: getattr(scheme, setting.name) for setting in dataclasses.fields(scheme)}
+    stated |= {stage: stage_json(stated[stage]) for stage in SLOTS if stated[stage] is not None}
+    stated |= dataclasses.asdict(window)
+    return {name: value for name, value in stated.items() if value is not None or name not in LATER}
+
+
+def _scheme_from(stated: Any) -> tuple[Scheme, Window]:
+    """Read a scheme and its window; unknown keys, kinds and types are refused with a ValueError."""
+    names = {setting.name for setting in dataclasses.fields(Scheme)}
+    check_keys(stated, names | set(_WINDOW), "scheme", optional=(names | set(_WINDOW)) - {"quantize"})
+    stages = {stage: stage_from(stage, stated.get(stage), known) for stage, known in kinds().items()}
+    settings = {name: value for name, value in stated.items() if name in names}
+    return Scheme(**settings | stages), Window(**{name: value for name, value in stated.items() if name in _WINDOW})
+
+
+@cache
+def policy_kinds() -> dict[str, dict[str, type]]:
+    """The settings of all policies there are in `kvq_runtime/policies`: slot → kind → class."""
+    package = import_module("kvq_runtime.policies")
+    classes: dict[str, dict[str, type]] = {slot: {} for slot in (*POLICY_SLOTS, "policies")}
+    for file in pkgutil.iter_modules(package.__path__):
+        for cls in vars(import_module(f"{package.__name__}.{file.name}")).values():
+            if isinstance(cls, type) and issubclass(cls, policy_setting()) and "kind" in vars(cls):
+                classes[cls.slot][cls.kind] = cls
+    return classes
+
+
+def policy_setting() -> type:
+    """What the setting of every policy is derived from: `PolicySetting`."""
+    return import_module("kvq_runtime.policies.policy").PolicySetting
+
+
+def families() -> dict[str, list[Recipe]]:
+    """Every recipe that comes with kvq, by the file of `kvq_runtime/recipes` that lists it in `recipes()`."""
     package = import_module("kvq_runtime.recipes")
     files = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    found = [recipe for name in files for recipe in import_module(f"kvq_runtime.recipes.{name}").recipes()]
-    return {recipe.name: recipe for recipe in found}
+    return {name: import_module(f"kvq_runtime.recipes.{name}").recipes() for name in files}
+
+
+def family(name: str) -> str:
+    """The family of a recipe: its file's name, or "auto" where no file lists it (bits chosen by layer)."""
+    members = (file for file, recipes in families().items() if name in {recipe.name for recipe in recipes})
+    return next(members, "auto").replace("_", "-")
+
+
+def presets() -> dict[str, Recipe]:
+    """Every recipe that comes with kvq, by name."""
+    return {recipe.name: recipe for recipes in families().values() for recipe in recipes}
 
 
 def preset(name: str) -> Recipe:
-    """The recipe of this name; `kvq recipes` lists them."""
+    """The recipe of this name; `kvq recipes` lists them. ValueError for an unknown name lists similar ones."""
     known = presets()
     if name not in known:
         families = ", ".join(sorted({other.partition("-")[0] for other in known}))

@@ -1,33 +1,29 @@
-"""Compose the stages of one Side into what encodes and decodes one layer's keys or values.
+"""Compose the stages of one Scheme into what encodes and decodes one layer's keys or values.
 
 Everything here has shape [N, T, C]: N blocks, T tokens, C channels of all heads. What passes between layers is
 *centred*: without the mean, which `restore` puts back. Encoding works in float32; decoding in bfloat16, with float32
 sums inside matrix products: its rounding is far below the quantizer's, and it is several times faster.
 
-What is stored, and what it costs, is in `contents.py`; the rotations are in `matrices.py`.
+What is stored, and what it costs, is the Scheme's own answer.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq_runtime import chained, rope
-from kvq_runtime.attention.fold import fold
-from kvq_runtime.contents import all_specs, bits, fields, specs
+from kvq_runtime.codec.packed import packed_reader
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.kinds import KINDS
-from kvq_runtime.matrices import matrices, places
-from kvq_runtime.ops import dispatch
-from kvq_runtime.recipe import HALVES, Half, Recipe
-from kvq_runtime.stages import groups, predict
-from kvq_runtime.stages.exact import Exact
-from kvq_runtime.stages.mixed import Mixed
-from kvq_runtime.stages.rotate import Basis
-
-__all__ = ["Codec", "Context", "all_specs", "bits", "build", "fields", "specs"]
+from kvq_runtime.ops import dispatch, rope
+from kvq_runtime.ops.rotation import Rotation, SignedHadamard, rotate
+from kvq_runtime.recipe import ROLES, Recipe, Role
+from kvq_runtime.stages import groups
+from kvq_runtime.stages import stage as contract
+from kvq_runtime.stages.stage import SLOTS, Quantizer, Site, Specs
 
 _CPU = torch.device("cpu")
 
@@ -51,26 +47,25 @@ class Codec:
 
     tensors     {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
     back        what turns a run of decoded elements, in stored order, back; or None
-    fold        how its blocks are attended to as they lie; or None
+    fold        how its packed blocks are attended to without decoding; or None
     turns_keys  whether what is decoded has to be turned by its position to be a key
     """
 
-    def __init__(self, recipe: Recipe, layer: int, half: Half, geometry: Geometry, tensors: Mapping[str, Tensor]):
-        self.side = recipe.side(layer, half)
-        self.layer, self.geometry = layer, geometry
-        self.half: Half = half
-        self.predictor = self.side.predictor(layer, half)
-        self.reads_keys, self.below = self.side.inputs(layer, half)
-        self.turns_keys = half == "key" and recipe.position == "pre"
-        self._turn_mean = half == "key" and recipe.position == "post"
-        self._width = geometry.width if self.side.axis == "token" else self.side.block
+    def __init__(self, recipe: Recipe, layer: int, role: Role, geometry: Geometry, tensors: Mapping[str, Tensor]):
+        self.scheme = recipe.scheme(layer, role)
+        self.layer, self.geometry, self.block = layer, geometry, recipe.window.block
+        self.role: Role = role
+        self.predictor = self.scheme.predictor(layer, role)
+        self.reads_keys, self.below = self.scheme.inputs(layer, role)
+        self.turns_keys = role == "key" and recipe.position == "pre"
+        self._turn_mean = role == "key" and recipe.position == "post"
+        self._width = self.scheme.width(recipe.window.block, geometry)
         self.tensors: dict[str, Tensor] = {}
         self._hold(tensors, _CPU)
-        self._chained = chained.encoder(self.side, geometry)
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
-        if self.back is not None and hasattr(self.side.quantize, "lookup"):
-            size = groups.size(self.side.quantize.group, self._width, geometry)
-            self._scale_last = self.side.axis == "token" and size % len(self.back) == 0
+        size = self.scheme.quantize.group_size(self._width, geometry)
+        if self.back is not None and size is not None and self.scheme.quantize.scaled_lookup:
+            self._scale_last = self.scheme.axis == "token" and size % len(self.back) == 0
 
     def to(self, device: torch.device) -> "Codec":
         """Move every tensor to the device."""
@@ -79,19 +74,16 @@ class Codec:
 
     def _hold(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        self._own: dict[str, dict[str, Tensor]] = {stage: {} for stage in KINDS}
+        self._own: dict[str, dict[str, Tensor]] = {slot: {} for slot in SLOTS}
         for name, tensor in self.tensors.items():
             stage, field = name.split(".", 1)
             self._own[stage][field] = tensor
-        # only a fitted quantizer is given tensors
-        self._fitted = {"tensors": self._own["quantize"]} if self._own["quantize"] else {}
-        if isinstance(self.side.rotate, Basis):
-            own = self._own["rotate"]
-            self._turn, dual = own.get("basis"), own.get("dual", own.get("basis"))
-            self.back = None if dual is None else dual.mT
-        else:
-            self._turn, self.back = matrices(self.side.rotate, self.side.quantize, self._width, self.geometry, device)
-        self.fold = fold(self, device)
+        self._rotation, self.back = matrices(
+            self.scheme.rotate, self.scheme.quantize, self._width, self.geometry, device, self._own["rotate"]
+        )
+        # all codecs share a Hadamard's matrix, which is made once a process
+        self._forward = self._rotation.matrix if isinstance(self._rotation, SignedHadamard) else self._rotation
+        self.packed_reader = None if self.turns_keys else packed_reader(self.scheme, self.geometry, self.back, device)
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:
@@ -101,19 +93,17 @@ class Codec:
     @property
     def shared(self) -> list[Tensor]:
         """Tensors that do not grow with tokens: fitted ones and rotations."""
-        matrices = (self._turn, self.back, self.fold.turn if self.fold else None)
+        matrices = (self._forward, self.back, self.packed_reader.turn if self.packed_reader else None)
         return [*self.tensors.values(), *(matrix for matrix in matrices if matrix is not None)]
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
-        """Encode blocks [N, block, C] (any T for most per-token sides): the fields of the quantizer, each [N, ...]."""
-        if isinstance(self.side.quantize, Exact):
-            return self.side.quantize.encode(x_NTC, self.geometry)
-        bare = self.predictor is None and self.side.correct is None
-        x = x_NTC if bare and self.chains(x_NTC) else self.residual(x_NTC, context)
-        if self.side.correct is None:
+        """Encode blocks [N, block, C], any T for most schemes per token: the fields of the quantizer, each [N, ...]."""
+        bare = self.predictor is None and self.scheme.correct is None
+        x = x_NTC if bare else self.residual(x_NTC, context)
+        if self.scheme.correct is None:
             return self._round(x)
-        fields = self._round(self.side.correct.rest(x))
-        return fields | self.side.correct.encode(x, self._unround(fields), self.geometry, self._own["correct"])
+        fields = self._round(self.scheme.correct.rest(x))
+        return fields | self.scheme.correct.encode(x, self._unround(fields), self.geometry, self._own["correct"])
 
     def residual(self, x_NTC: Tensor, context: Context) -> Tensor:
         """What is left to be rounded after mean and prediction, float32."""
@@ -129,65 +119,73 @@ class Codec:
         out   a float32 [N, T, C] to decode into, where nothing is predicted; what is returned may be another tensor
         """
         predicted = self.predicted(context)
-        plain = predicted is None and self.side.correct is None
+        plain = predicted is None and self.scheme.correct is None
         x = self._unround(fields, out if plain else None)
-        if self.side.correct is not None:
-            x = self.side.correct.apply(x, fields)
+        if self.scheme.correct is not None:
+            x = self.scheme.correct.apply(x, fields)
         return x if predicted is None else predicted.add_(x.to(torch.bfloat16))
 
     def tokens(self, fields: Mapping[str, Tensor], block_N: Tensor, place_N: Tensor, channels: slice) -> Tensor:
         """These channels of single tokens, one in each of these blocks, with their mean: [N, channels].
 
-        For sides per token that predict nothing but a mean; keys stay before RoPE if they are encoded so.
+        For schemes per token that predict nothing but a mean; keys stay before RoPE if they are encoded so.
         """
-        if isinstance(self.side.quantize, Mixed):
-            assert self.back is not None
-            z = self.side.quantize.decode_at(fields, block_N, place_N, self.side.block, self.geometry, **self._fitted)
-            x = (z @ self.back[:, channels]).float()
-        else:
+        quantize, own = self.scheme.quantize, self._own["quantize"]
+        if self._scale_last:  # as `decode` does: scaled after the rotation back, not rounded in between
             x = self._unround({name: field[block_N, place_N][None] for name, field in fields.items()})[0, :, channels]
+            return x if self.predictor is None else x + self._own["predict"]["mean"][channels]
+        x = quantize.at(fields, block_N, place_N, self.block, self.geometry, own)
+        if self.back is not None and len(self.back) == x.shape[1]:
+            x = (x.to(torch.bfloat16) @ self.back[:, channels]).float()
+        elif self.back is not None:
+            x = _grouped(x.to(torch.bfloat16), self.back)[:, channels].float()
+        else:
+            x = x[:, channels]
         return x if self.predictor is None else x + self._own["predict"]["mean"][channels]
 
     def rounded(self, x_NTC: Tensor) -> Tensor:
         """What the quantizer alone makes of residuals [N, T, C]."""
         return self._unround(self._round(x_NTC))
 
-    def chains(self, x_NTC: Tensor) -> bool:
-        """Whether one launch encodes this."""
-        return self._chained is not None and dispatch.runs_kernel(x_NTC)
+    def one_launch(self, x_NTC: Tensor) -> bool:
+        """Whether a kernel rotates, rounds and packs this in one launch, so that blocks do not depend on each other.
+
+        Then many are encoded at once; a matrix product may round a block otherwise in other company.
+        """
+        if self._own["feedback"] or not dispatch.runs_kernel(x_NTC):
+            return False
+        return self.scheme.quantize.one_launch(self._rotation, self._width, self.geometry)
 
     def _round(self, x_NTC: Tensor) -> dict[str, Tensor]:
-        x_NRW = x_NTC if self.side.axis == "token" else x_NTC.mT
-        if self._chained is not None and self.chains(x_NTC):
-            return self._chained(x_NRW, self._own["quantize"])
-        x = self.rotated(x_NRW)
-        if self._own["feedback"]:
-            x = self.side.feedback.apply(x, self.side.axis, self.geometry, self._own["feedback"], self._quantized)
-        return self.side.quantize.encode(x, self.geometry, **self._fitted)
+        x, rotation = x_NTC if self.scheme.axis == "token" else x_NTC.mT, self._rotation
+        if self._own["feedback"]:  # it comes between rotation and rounding
+            x, rotation = self.rotated(x), None
+            x = self.scheme.feedback.apply(x, self.scheme.axis, self.geometry, self._own["feedback"], self._quantized)
+        return self.scheme.quantize.encode(x, rotation, self._own["quantize"], self.geometry)
 
     def _quantized(self, x_NRW: Tensor) -> Tensor:
         """Rows encoded and decoded, before any rotation back."""
-        quantize, place = self.side.quantize, places(self.side.quantize, self._width, self.geometry, x_NRW.device)
-        found = quantize.decode(quantize.encode(x_NRW, self.geometry), self._width, self.geometry).float()
-        return found if place is None else found[..., place]
+        quantize, place = self.scheme.quantize, places(self.scheme.quantize, self._width, self.geometry, x_NRW.device)
+        fields = quantize.encode(x_NRW, None, self._own["quantize"], self.geometry)
+        decoded = quantize.decode(fields, self._width, self.geometry, self._own["quantize"]).float()
+        return decoded if place is None else decoded[..., place]
 
     def rotated(self, x_NRW: Tensor) -> Tensor:
-        """Vectors as the quantizer sees them: rotated."""
-        return x_NRW if self._turn is None else _grouped(x_NRW, self._turn.float())
+        """Vectors as the quantizer rounds them: rotated, float32."""
+        return rotate(x_NRW, self._rotation)
 
     def _unround(self, fields: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        quantize: Any = self.side.quantize
+        quantize: Any = self.scheme.quantize
         width = self._width
         if self._scale_last:
             assert self.back is not None
             return groups.scaled(
                 _grouped(quantize.lookup(fields, width, self.geometry), self.back), fields["scale"], out
             )
-        if quantize.kind == "rtn" and self.back is None and self.side.axis == "token":
-            return quantize.decode(fields, width, self.geometry, out)
-        x = quantize.decode(fields, width, self.geometry, **self._fitted)
+        as_stored = self.back is None and self.scheme.axis == "token"
+        x = quantize.decode(fields, width, self.geometry, self._own["quantize"], out if as_stored else None)
         x = x if self.back is None else _grouped(x.to(torch.bfloat16), self.back).float()
-        return x if self.side.axis == "token" else x.mT
+        return x if self.scheme.axis == "token" else x.mT
 
     def restore(self, x_NTC: Tensor, context: Context) -> Tensor:
         """Put the mean back: the keys or values themselves, in the recipe's position."""
@@ -198,7 +196,7 @@ class Codec:
         return self.turned(self._own["predict"]["mean"], context)
 
     def turned(self, mean_C: Tensor, context: Context) -> Tensor:
-        """A mean of values, or of keys before RoPE, where this side's tokens are: [C] or [N, T, C]."""
+        """A mean of values, or of keys before RoPE, where this scheme's tokens are: [C] or [N, T, C]."""
         if not self._turn_mean:
             return mean_C
         assert context.rope is not None, "a mean after RoPE needs the cos and sin in use"
@@ -208,7 +206,7 @@ class Codec:
 
     def inputs(self, context: Context) -> Tensor:
         """The inputs of the prediction, side by side: [N, T, I]."""
-        which = HALVES.index(self.half)
+        which = ROLES.index(self.role)
         parts = [context.keys] if self.reads_keys else []
         parts += [context.below[depth - 1][which] for depth in self.below]
         assert all(part is not None for part in parts), "a prediction without what it reads"
@@ -216,26 +214,44 @@ class Codec:
 
     def predicted(self, context: Context) -> Tensor | None:
         """The centred prediction, bfloat16; None where only a mean, or nothing, is predicted."""
-        if not isinstance(self.predictor, predict.Linear):
+        if self.predictor is None or not self.predictor.cross_layer:
             return None
         return self.predictor.apply(self.inputs(context), self._own["predict"])
 
     def fields(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of one encoded block; `dtype` is the model's."""
-        return fields(self.side, self.geometry, dtype)
+        return self.scheme.fields(self.block, self.geometry, dtype)
 
     def bits(self, dtype: torch.dtype = torch.bfloat16) -> float:
         """What a stored element costs, in bits: codes and everything stored beside them."""
-        return bits(self.side, self.geometry, dtype)
+        return self.scheme.bits(self.block, self.geometry, dtype)
+
+
+def specs(recipe: Recipe, layer: int, role: Role, geometry: Geometry) -> Specs:
+    """The tensors an artifact holds for one scheme of one layer: {"predict.weight": (shape, dtype), ...}."""
+    if recipe.fits_prompt:
+        return {}
+    scheme = recipe.scheme(layer, role)
+    return scheme.tensors(Site(scheme, role, layer, recipe.position, recipe.window, geometry), geometry)
+
+
+def all_specs(recipe: Recipe, geometry: Geometry) -> Specs:
+    """Every tensor of a fitted recipe under its name in the artifact, `layers.{i}.{key|value}.{stage}.{field}`."""
+    return {
+        f"layers.{layer}.{role}.{name}": spec
+        for layer in range(geometry.layers)
+        for role in ROLES
+        for name, spec in specs(recipe, layer, role, geometry).items()
+    }
 
 
 def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> list[tuple[Codec, Codec]]:
     """The codecs of all layers, (keys, values) each, from the tensors of an artifact."""
 
-    def one(layer: int, half: Half) -> Codec:
-        start = f"layers.{layer}.{half}."
-        names = specs(recipe, layer, half, geometry)
-        return Codec(recipe, layer, half, geometry, {name: tensors[start + name] for name in names})
+    def one(layer: int, role: Role) -> Codec:
+        start = f"layers.{layer}.{role}."
+        names = specs(recipe, layer, role, geometry)
+        return Codec(recipe, layer, role, geometry, {name: tensors[start + name] for name in names})
 
     return [(one(layer, "key"), one(layer, "value")) for layer in range(geometry.layers)]
 
@@ -244,3 +260,54 @@ def _grouped(x_NRW: Tensor, matrix_WV: Tensor) -> Tensor:
     """Each run of W elements times the matrix: V elements in its place."""
     taken, given = matrix_WV.shape
     return (x_NRW.reshape(-1, taken) @ matrix_WV).view(*x_NRW.shape[:-1], x_NRW.shape[-1] // taken * given)
+
+
+@lru_cache(maxsize=64)
+def places(quantize: Quantizer, width: int, geometry: Geometry, device: torch.device) -> Tensor | None:
+    """Where each element is among the decoded ones; None where it has kept its place."""
+    order = quantize.order(width, geometry)
+    return None if torch.equal(order, torch.arange(width)) else order.argsort().to(device)
+
+
+def matrices(
+    rotate: contract.Rotation | None,
+    quantize: Quantizer,
+    width: int,
+    geometry: Geometry,
+    device: torch.device,
+    tensors: Mapping[str, Tensor],
+) -> tuple[Rotation, Tensor | None]:
+    """The rotation before rounding; and the rotation back (bfloat16), its rows in stored order. None: there is none."""
+    if rotate is None or "fit" not in rotate.needs:
+        return _fixed_matrices(rotate, quantize, width, geometry, device)
+    pair = rotate.pair(width, geometry, tensors)
+    return (None, None) if pair is None else pair
+
+
+@lru_cache(maxsize=64)
+def _fixed_matrices(
+    rotate: contract.Rotation | None, quantize: Quantizer, width: int, geometry: Geometry, device: torch.device
+) -> tuple[Rotation, Tensor | None]:
+    """The same for a rotation that is known without a fit: codecs of all layers share the two."""
+    order = quantize.order(width, geometry)
+    if rotate is None and torch.equal(order, torch.arange(width)):
+        return None, None
+    pair = None if rotate is None else rotate.pair(width, geometry, {})
+    matrix = None if pair is None else pair[0]
+    period = _period(order)
+    size = math.lcm(period, len(matrix)) if matrix is not None else period
+    full = torch.block_diag(*[matrix] * (size // len(matrix))) if matrix is not None else torch.eye(size)
+    back = full.mT[order[:size]].to(device, torch.bfloat16).contiguous()
+    forward = None if rotate is None else rotate.forward(width, geometry)
+    return (forward.to(device) if isinstance(forward, Tensor) else forward), back
+
+
+def _period(order: Tensor) -> int:
+    """The shortest run after which the stored order repeats itself."""
+    width = len(order)
+    for size in (n for n in range(1, width + 1) if width % n == 0):
+        if torch.equal(
+            order.view(-1, size) - torch.arange(0, width, size)[:, None], order[:size].expand(width // size, -1)
+        ):
+            return size
+    return width

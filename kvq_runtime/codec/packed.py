@@ -7,7 +7,7 @@ low end l (or none) and a rotation back R that all tokens share. So
   Σ_t p_t x_t  = (Σ_t p_t s_tg y_tg + Σ_t p_t l_tg) R       the sum is rotated back once
 
 What rotation and groups reach over is a *span*: one or several whole heads. In a span of several heads each head's
-query meets the span's tokens alone, by its own rows of Rᵀ, and takes its own columns of R from the sum.
+query is multiplied with the span's tokens alone, by its own rows of Rᵀ, and takes its own columns of R from the sum.
 
 Y = B · H rows of heads · N queries per head · S spans of a token · E elements of a span · M groups of a span · W
 elements of a group · Z = B · S · M
@@ -15,24 +15,20 @@ elements of a group · Z = B · S · M
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages import groups
-
-if TYPE_CHECKING:
-    from kvq_runtime.codec import Codec
+from kvq_runtime.stages.stage import PackedCodes, Scheme
 
 
 @dataclass(frozen=True)
-class Laid:
-    """A run of blocks as a Fold reads it: codes, scales and low ends [Z, 1, T]; views, for a single row.
+class PackedBlocks:
+    """A run of blocks as a PackedReader reads it: codes, scales and low ends [Z, 1, T]; views, for a single row.
 
     groups and heads are Z and Y, kept as numbers: a step asks for them often, and a tensor is slow to say its shape.
     """
@@ -47,69 +43,78 @@ class Laid:
 
 
 @dataclass(frozen=True)
-class Fold:
-    """How one codec's blocks are attended to as they lie. `turn` is Rᵀ, [D, D], or [heads of a span, D, E]."""
+class PackedReader:
+    """How one codec's blocks are attended to without decoding. `turn` is Rᵀ, [D, D], or [heads of a span, D, E]."""
 
     geometry: Geometry
-    quantize: Any
-    read: Callable[[Tensor], Tensor]
+    packed: PackedCodes
     span: int
-    group: int
     turn: Tensor | None
 
-    def lay(self, fields: Mapping[str, Tensor], first: int) -> Laid:
+    @property
+    def group(self) -> int:
+        """Elements that share a scale."""
+        return self.packed.group
+
+    def view_blocks(self, fields: Mapping[str, Tensor], first: int) -> PackedBlocks:
         """The blocks [B, n, block, ...] of a run, from token `first` on."""
         fields = {name: field.flatten(1, 2)[:, first:] for name, field in fields.items()}
-        scale_BTM, low_BTM = self.quantize.ends(fields)
+        scale_BTM, low_BTM = self.packed.ends(fields)
         batch, tokens, groups = scale_BTM.shape
         scale = scale_BTM.mT.reshape(-1, 1, tokens)
         low = None if low_BTM is None else low_BTM.mT.reshape(-1, 1, tokens)
-        return Laid(batch, batch * groups, batch * self.geometry.kv_heads, tokens, fields["codes"], scale, low)
+        return PackedBlocks(batch, batch * groups, batch * self.geometry.kv_heads, tokens, fields["codes"], scale, low)
 
-    def scores(self, q_YND: Tensor, laid: Laid) -> Tensor:
+    def scores(self, q_YND: Tensor, packed_blocks: PackedBlocks) -> Tensor:
         """q · x for every token of the blocks: [Y, N, T]."""
-        q_ZNW = self._groups(q_YND, laid)
-        s_ZNT = torch.bmm(q_ZNW, self._values(laid).mT).mul_(laid.scale)
-        if laid.low is not None:
-            s_ZNT.addcmul_(q_ZNW.sum(-1, True), laid.low)
+        q_ZNW = self._groups(q_YND, packed_blocks)
+        s_ZNT = torch.bmm(q_ZNW, self._values(packed_blocks).mT).mul_(packed_blocks.scale)
+        if packed_blocks.low is not None:
+            s_ZNT.addcmul_(q_ZNW.sum(-1, True), packed_blocks.low)
         if self.group < self.span:
             s_ZNT = s_ZNT.view(-1, self.span // self.group, *s_ZNT.shape[1:]).sum(1)
-        return s_ZNT if self.span == self.geometry.head_size else s_ZNT.view(laid.heads, -1, laid.tokens)
+        return (
+            s_ZNT if self.span == self.geometry.head_size else s_ZNT.view(packed_blocks.heads, -1, packed_blocks.tokens)
+        )
 
-    def mix(self, p_YNT: Tensor, laid: Laid) -> Tensor:
+    def mix(self, p_YNT: Tensor, packed_blocks: PackedBlocks) -> Tensor:
         """Σ_t p_t x_t over every token of the blocks: [Y, N, D]."""
-        p_ZNT, y_ZTW = self._weights(p_YNT, laid), self._values(laid)
-        if laid.low is None:
-            x_ZNW = torch.bmm(p_ZNT * laid.scale, y_ZTW)
+        p_ZNT, y_ZTW = self._weights(p_YNT, packed_blocks), self._values(packed_blocks)
+        if packed_blocks.low is None:
+            x_ZNW = torch.bmm(p_ZNT * packed_blocks.scale, y_ZTW)
         else:
-            low_ZN1 = torch.bmm(p_ZNT, laid.low.float().mT)
-            x_ZNW = torch.baddbmm(low_ZN1, p_ZNT * laid.scale, y_ZTW)
+            low_ZN1 = torch.bmm(p_ZNT, packed_blocks.low.float().mT)
+            x_ZNW = torch.baddbmm(low_ZN1, p_ZNT * packed_blocks.scale, y_ZTW)
         if self.group < self.span:
             x_ZNW = x_ZNW.view(-1, self.span // self.group, *x_ZNW.shape[1:]).transpose(1, 2)
-        x_YNE = x_ZNW.reshape(laid.heads, -1, self.span)
+        x_YNE = x_ZNW.reshape(packed_blocks.heads, -1, self.span)
         return x_YNE if self.turn is None else _turned(x_YNE, self.turn.mT)
 
-    def _values(self, laid: Laid) -> Tensor:
+    def _values(self, packed_blocks: PackedBlocks) -> Tensor:
         """Looked-up values [Z, T, W], float32."""
-        y = self.read(laid.codes)
-        if laid.batch == 1:
-            return y.view(laid.tokens, -1, self.group).transpose(0, 1)
-        y_BTMW = y.view(laid.batch, laid.tokens, -1, self.group)
-        return y_BTMW.transpose(1, 2).reshape(-1, laid.tokens, self.group)
+        y = self.packed.read(packed_blocks.codes)
+        if packed_blocks.batch == 1:
+            return y.view(packed_blocks.tokens, -1, self.group).transpose(0, 1)
+        y_BTMW = y.view(packed_blocks.batch, packed_blocks.tokens, -1, self.group)
+        return y_BTMW.transpose(1, 2).reshape(-1, packed_blocks.tokens, self.group)
 
-    def _weights(self, p_YNT: Tensor, laid: Laid) -> Tensor:
-        """Weights as groups meet them, a span's heads side by side: [Z, N · E / D, T]."""
+    def _weights(self, p_YNT: Tensor, packed_blocks: PackedBlocks) -> Tensor:
+        """Weights by group, a span's heads side by side: [Z, N · E / D, T]."""
         groups = self.span // self.group
-        p = p_YNT.reshape(laid.groups // groups, -1, laid.tokens)
-        return p if groups == 1 else p[:, None].expand(-1, groups, -1, -1).reshape(laid.groups, -1, laid.tokens)
+        p = p_YNT.reshape(packed_blocks.groups // groups, -1, packed_blocks.tokens)
+        return (
+            p
+            if groups == 1
+            else p[:, None].expand(-1, groups, -1, -1).reshape(packed_blocks.groups, -1, packed_blocks.tokens)
+        )
 
-    def _groups(self, q_YND: Tensor, laid: Laid) -> Tensor:
+    def _groups(self, q_YND: Tensor, packed_blocks: PackedBlocks) -> Tensor:
         """Queries turned as the tokens are, group by group, a span's heads side by side: [Z, N · E / D, W]."""
         q = q_YND if self.turn is None else _turned(q_YND, self.turn)
         if self.group < self.span:
             groups = self.span // self.group
-            q = q.view(laid.groups // groups, -1, groups, self.group).transpose(1, 2)
-        return q.reshape(laid.groups, -1, self.group)
+            q = q.view(packed_blocks.groups // groups, -1, groups, self.group).transpose(1, 2)
+        return q.reshape(packed_blocks.groups, -1, self.group)
 
 
 def _turned(x_YNA: Tensor, turn: Tensor) -> Tensor:
@@ -121,29 +126,29 @@ def _turned(x_YNA: Tensor, turn: Tensor) -> Tensor:
     return (x_YNA.view(-1, len(turn), *x_YNA.shape[1:]) @ turn).flatten(0, 1)
 
 
-def fold(codec: Codec, device: torch.device) -> Fold | None:
-    """The Fold of a codec; None where blocks have to be decoded: predicted, before RoPE, per channel, mended."""
-    side, geometry = codec.side, codec.geometry
-    if side.axis != "token" or codec.predictor is not None or side.correct is not None or codec.turns_keys:
+def packed_reader(scheme: Scheme, geometry: Geometry, back: Tensor | None, device: torch.device) -> PackedReader | None:
+    """The reader of a scheme; None where blocks have to be decoded: predicted, per channel, or corrected.
+
+    back   what rotates a run of decoded elements, in stored order, back; or None
+    """
+    if scheme.axis != "token" or scheme.predict is not None or scheme.correct is not None:
         return None
-    if not hasattr(side.quantize, "reader"):
+    codes = scheme.quantize.packed(geometry.width, geometry, device)
+    if codes is None:
         return None
-    group = groups.size(side.quantize.group, geometry.width, geometry)
-    back = _rotation(side.quantize, geometry, codec.back)
+    group, back = codes.group, _rotation(codes.order, back)
     sizes = (group, geometry.head_size, 1 if back is None else len(back))
     span = max(sizes)
     if geometry.width % span or any(span % size for size in sizes):
         return None
-    read = side.quantize.reader(geometry.width, geometry, device)
-    return Fold(geometry, side.quantize, read, span, group, _turn(back, span, geometry.head_size, device))
+    return PackedReader(geometry, codes._replace(order=None), span, _turn(back, span, geometry.head_size, device))
 
 
 @lru_cache(maxsize=64)
-def _rotation(quantize: Any, geometry: Geometry, back: Tensor | None) -> Tensor | None:
-    """The rotation back, float32, its rows in the order in which the quantizer's reader gives values; None: none."""
-    if not hasattr(quantize, "values_order"):
+def _rotation(order: Tensor | None, back: Tensor | None) -> Tensor | None:
+    """The rotation back, float32, its rows in the order in which packed codes are read; None: there is none."""
+    if order is None:
         return None if back is None else back.float()
-    order = quantize.values_order(geometry.width, geometry)
     if back is None and torch.equal(order, torch.arange(len(order))):
         return None
     back = torch.eye(len(order)) if back is None else back.float()

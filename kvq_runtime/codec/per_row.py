@@ -10,17 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec import Codec, Context
-from kvq_runtime.recipe import Half
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.recipe import Role
 
 
 class RowCodec:
-    """One side of one layer. `rows` are its codecs, at least one."""
+    """One scheme of one layer. `rows` are its codecs, at least one."""
+
+    packed_reader = None  # rows have codes of their own: blocks are decoded to be attended to
 
     def __init__(self, rows: Sequence[Codec]):
         self.rows = tuple(rows)
-        self.side, self.geometry = rows[0].side, rows[0].geometry
-        self.half: Half = rows[0].half
+        self.scheme, self.geometry = rows[0].scheme, rows[0].geometry
+        self.role: Role = rows[0].role
         self.predictor = rows[0].predictor
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
@@ -38,6 +40,10 @@ class RowCodec:
             for codec, part in self._parts(count)
         ]
         return torch.cat(parts)
+
+    def one_launch(self, x_NTC: Tensor) -> bool:
+        """As `Codec.one_launch`: never, since rows are encoded one by one."""
+        return False
 
     def mean(self, context: Context) -> Tensor:
         """The mean that is removed, float32 [B, 1, C]."""

@@ -46,7 +46,7 @@ def runs_kernel(x: torch.Tensor) -> bool:
 def kernel(name: str) -> Callable[..., Any]:
     """The kernel of an op, "module.name"."""
     module, function = name.split(".")
-    return getattr(kernels(module), function)
+    return getattr(kernels(f"encode.{module}"), function)
 
 
 def kernels(module: str) -> ModuleType:

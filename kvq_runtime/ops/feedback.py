@@ -1,9 +1,9 @@
-"""Push the rounding error of one block of channels through the rest, so that it stays out of the directions that count.
+"""Error feedback in a metric: move the rounding error of one block of channels into the rest, away from the queries.
 
-    P = I + λ C        what an error e costs is e P eᵀ: its size, and what queries of moment C see of it
+    P = I + λ C        the cost of an error e is e P eᵀ: its size, and its effect on scores of queries with moment C
     δ = -P_RR⁻¹ P_Rt d    the move of the channels R after block t that costs least once t has erred by d
 
-Minimizing over R alone is enough: what is done is done. Moves add up to the optimum for all errors so far,
+Minimizing over R alone is enough, since channels up to t are fixed. Moves add up to the optimum for all errors so far,
 -P_RR⁻¹ P_RS e_S, where S are the channels up to t. Every tensor may have leading dimensions, so that each head, and
 each row of a batch, has its own P.
 
@@ -39,11 +39,11 @@ def metric(moment_HDD: Tensor, weight: float | Tensor, rank: int = 0) -> Tensor:
 
 def updates(metric_HDD: Tensor, blocks: int) -> list[Tensor]:
     """-P_RR⁻¹ P_Rt of every block but the last: [H, D - g, g], [H, D - 2g, g], ..."""
-    size, found = metric_HDD.shape[-1] // blocks, []
+    size, moves = metric_HDD.shape[-1] // blocks, []
     for start in range(size, size * blocks, size):
         factor = torch.linalg.cholesky(metric_HDD[..., start:, start:])
-        found.append(-torch.cholesky_solve(metric_HDD[..., start:, start - size : start], factor))
-    return found
+        moves.append(-torch.cholesky_solve(metric_HDD[..., start:, start - size : start], factor))
+    return moves
 
 
 def push(x_NHDK: Tensor, moves: Sequence[Tensor], rounded: Callable[[Tensor, slice], Tensor]) -> Tensor:
@@ -63,7 +63,10 @@ def push(x_NHDK: Tensor, moves: Sequence[Tensor], rounded: Callable[[Tensor, sli
 
 @dispatch.paired
 def follow(x_NHDK: Tensor, move_HRG: Tensor, decoded_NHGK: Tensor) -> Tensor:
-    """Move the last R channels by what the G before them have erred: x_R += move (decoded - x_G), in place."""
+    """Move the last R channels by the error of the G before them, in place: x_R += move (decoded - x_G).
+
+    move   [H, R, G], or [N, H, R, G] where every row has its own
+    """
     end = x_NHDK.shape[-2] - move_HRG.shape[-2]
     x_NHDK[..., end:, :] += move_HRG @ (decoded_NHGK - x_NHDK[..., end - move_HRG.shape[-1] : end, :])
     return x_NHDK

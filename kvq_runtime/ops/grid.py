@@ -1,9 +1,9 @@
 """Encode vectors of d elements by the nearest of n grid points that are optimal for a standard Gaussian.
 
 A group of K elements is K/d vectors; vector i is elements (i, i + K/d, i + 2K/d, ...), so that each component of the
-grid meets a contiguous slice of the group. One scale per group: the group is divided by its root mean square, encoded,
-and the stored scale is the least-squares one, s = ⟨x, ĝ⟩ / ⟨ĝ, ĝ⟩, which costs nothing and undoes the shrinking of
-decoded vectors.
+grid multiplies a contiguous slice of the group. One scale per group: the group is divided by its root mean square,
+encoded, and the stored scale is the least-squares one, s = ⟨x, ĝ⟩ / ⟨ĝ, ĝ⟩, which costs nothing and undoes the
+shrinking of decoded vectors.
 
 Source: Malinovskii et al., 2024 (HIGGS), algorithm 1; AQUA-KV uses d=2, n=16, 64, 256 for 2, 3 and 4 bits.
 Differs: the least-squares scale (they store the norm), float16 (their cache keeps float32).
@@ -18,6 +18,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.pack import pack
+from kvq_runtime.ops.rotation import Rotation, rotate
 
 # sha256 of each grid's float32 little-endian bytes; `python scripts/build_grids.py` builds them again.
 DIGESTS: dict[tuple[int, int], str] = {
@@ -93,7 +95,7 @@ def _cells(size: int, device: torch.device) -> Tensor:
     """The nearest point throughout each square cell, int16 [_SIDE²]; -1 where it is not one and the same.
 
     The points nearer to g than to any other are a convex set: if it has the four corners it has the cell. Blocks of
-    cells are looked at first, and then the corners inside those that are not of one point.
+    cells are tested first, and then the corners inside those that have more than one nearest point.
     """
     grid = points(2, size).to(device, torch.float64)
     axis = torch.arange(_SIDE + 1, dtype=torch.float64, device=device).sub_(_SIDE // 2).div_(_FINE)
@@ -111,11 +113,11 @@ def _cells(size: int, device: torch.device) -> Tensor:
 
 
 def _common(corner: Tensor) -> Tensor:
-    """What the four corners of each square have in common, or -1."""
-    found = corner[:-1, :-1].clone()
+    """The code that the four corners of each square share, or -1."""
+    shared = corner[:-1, :-1].clone()
     for other in (corner[1:, :-1], corner[:-1, 1:], corner[1:, 1:]):
-        found[found != other] = -1
-    return found
+        shared[shared != other] = -1
+    return shared
 
 
 def nearest(x: Tensor, dim: int, size: int) -> Tensor:
@@ -136,15 +138,23 @@ def nearest(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 @dispatch.paired
-def encode(x: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
-    """Encode float32 groups [..., K]: codes uint8 [..., K/d] and scale float16 [...]."""
+def encode(x: Tensor, dim: int, size: int, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
+    """Rotate groups [..., K] of any float dtype, and encode their K/d vectors by points of a grid.
+
+    dim, size   one of `sizes()`: d elements of a vector, n points; K is a multiple of d. Other ones are a ValueError
+
+    Returns packed codes of log2(n) bits, uint8 [..., bytes], and scale float16 [...].
+    """
+    x = rotate(x, rotation)
     groups = x.reshape(-1, x.shape[-1])
     rows = max(1, _strip(x) // 2 // x.shape[-1])
     codes, scale = zip(*(_encode(strip, dim, size) for strip in groups.split(rows)), strict=True)
-    return torch.cat(codes).view(*x.shape[:-1], x.shape[-1] // dim), torch.cat(scale).view(x.shape[:-1])
+    codes = torch.cat(codes).view(*x.shape[:-1], x.shape[-1] // dim)
+    return pack(codes, size.bit_length() - 1), torch.cat(scale).view(x.shape[:-1])
 
 
 def _encode(x_NK: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [N, K/d] and scales float16 [N] of float32 groups."""
     rms = torch.linalg.vector_norm(x_NK, dim=1).div_(x_NK.shape[1] ** 0.5)
     streams = (x_NK / rms.where(rms > 0, 1.0)[:, None]).unflatten(1, (dim, -1))
     codes = nearest(streams.mT, dim, size)
@@ -153,10 +163,3 @@ def _encode(x_NK: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
     dot = sum(torch.linalg.vecdot(stream, part) for stream, part in zip(streams.unbind(1), chosen, strict=True))
     norm = grid.square().sum(1).index_select(0, codes.flatten()).view(codes.shape).sum(1)
     return codes.to(torch.uint8), (rms * dot / norm).half()
-
-
-@dispatch.paired
-def decode(codes: Tensor, scale: Tensor, grid: Tensor) -> Tensor:
-    """Decode codes uint8 [..., K/d] and scale [...] to float32 [..., K], in the group's own order."""
-    vectors = grid[codes.int()]
-    return vectors.mT.flatten(-2) * scale.float()[..., None]

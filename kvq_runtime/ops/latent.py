@@ -58,7 +58,7 @@ def distortion(bits: int) -> float:
 
 @dispatch.paired
 def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [N, R, T]."""
+    """Codes uint8 [N, R, T] of float32 channels with these standard deviations [R]; one of 0 is coded as zeros."""
     scale = torch.where(deviation_R > 0, 1 / deviation_R.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
     boundaries = gaussian(bits)[0].to(z_NRT.device, torch.float32)
     return torch.bucketize((z_NRT * scale[:, None]).contiguous(), boundaries).to(torch.uint8)
@@ -66,14 +66,14 @@ def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
 
 @dispatch.paired
 def decode_gaussian(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    """Float32 [N, R, T]."""
+    """Decode codes [N, R, T] of 1 to 8 bits, with deviations [R], to float32."""
     table = gaussian(bits)[1].to(codes_NRT.device, torch.float32)
     return table.index_select(0, codes_NRT.flatten().int()).view(codes_NRT.shape) * deviation_R[:, None]
 
 
 @dispatch.paired
 def encode_uniform(z_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [N, R, T]; ends [R] or [N, R]. What lies outside them is clipped."""
+    """Codes uint8 [N, R, T] of float32 channels between ends [R] or [N, R]; what is outside them is clipped."""
     step = (high - low) / (2**bits - 1)
     inverse = torch.where(step > 0, 1 / step.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
     return ((z_NRT - low[..., None]) * inverse[..., None]).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
@@ -81,6 +81,6 @@ def encode_uniform(z_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tenso
 
 @dispatch.paired
 def decode_uniform(codes_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
-    """Float32 [N, R, T]."""
+    """Decode codes [N, R, T] of 1 to 8 bits, with ends [R] or [N, R], to float32."""
     step = (high - low) / (2**bits - 1)
     return torch.addcmul(low[..., None], codes_NRT.float(), step[..., None])

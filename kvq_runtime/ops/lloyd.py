@@ -12,11 +12,16 @@ Source: Lloyd, 1982; Max, 1960; Zandieh et al., 2025 (TurboQuant), section 3.1.
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.pack import pack
+from kvq_runtime.ops.rotation import Rotation, rotate
+
+Scale = Literal["plain", "norm", "least_squares"]
 
 CELLS = 1 << 16  # of the numerical integration
 BITS = (1, 2, 3, 4)
@@ -34,8 +39,8 @@ def solve(low: float, high: float, density: Tensor, bits: int) -> tuple[Tensor, 
     centroids = low + step * torch.searchsorted(mass, levels * mass[-1]).double()
 
     def means(boundaries: Tensor) -> Tensor:
-        found = cell_means((boundaries - low) / step, mass, moment)
-        return (found + (low + high) - found.flip(0)) / 2
+        cells = cell_means((boundaries - low) / step, mass, moment)
+        return (cells + (low + high) - cells.flip(0)) / 2
 
     centroids = iterate(centroids, means, 1e-13 * (high - low), 10_000)[1]
     return _between(centroids), centroids
@@ -128,18 +133,28 @@ def sphere(size: int, bits: int) -> tuple[Tensor, Tensor]:
 
 
 @dispatch.paired
-def encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Encode float32 vectors [..., K]: codes uint8 [..., K] and their root mean square float32 [...]."""
+def encode(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
+    """Rotate vectors [..., K] of any float dtype, at least 4 elements, and encode each element by its cell.
+
+    scale   s of x̂ = s·c, where c are the centroids and ‖x‖/√K = rms the vector's own size:
+            "plain" rms · "norm" rms·√K/‖c‖, so that x̂ is as long as x · "least_squares" ⟨x,c⟩/⟨c,c⟩
+
+    Returns packed codes of 1 to 4 bits, uint8 [..., bytes], and scales float16 [...].
+    """
+    x = rotate(x, rotation)
+    boundaries, centroids = sphere(x.shape[-1], bits)
     rms = torch.linalg.vector_norm(x, dim=-1).div_(x.shape[-1] ** 0.5)
     unit = x / rms.where(rms > 0, 1.0)[..., None]
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-    for boundary in sphere(x.shape[-1], bits)[0].tolist():
+    for boundary in boundaries.tolist():
         codes += unit > boundary
-    return codes, rms
+    return pack(codes, bits), _scale(x, rms, codes, centroids.to(x.device), scale).half()
 
 
-@dispatch.paired
-def decode(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Decode uint8 codes [..., K] and scale [...] to float32 [..., K]."""
-    table = sphere(codes.shape[-1], bits)[1].to(codes.device)
-    return table[codes.int()] * scale.float()[..., None]
+def _scale(x: Tensor, rms: Tensor, codes: Tensor, centroids: Tensor, scale: Scale) -> Tensor:
+    """The scales float32 [...]; centroids are rounded to bfloat16, as they are decoded."""
+    if scale == "plain":
+        return rms
+    chosen = centroids.bfloat16().float()[codes.int()]
+    norm = torch.linalg.vector_norm(chosen, dim=-1)
+    return rms * x.shape[-1] ** 0.5 / norm if scale == "norm" else torch.linalg.vecdot(x, chosen) / norm.square()

@@ -1,7 +1,7 @@
 """Pack small integer codes into bytes, planar: byte j of a plane holds codes j, j + n/s, j + 2n/s, ...
 
 A width of b bits is a sum of planes of 8, 4, 2 and 1 bits (3 = 2 + 1, 6 = 4 + 2), the low bits first, so that no code
-straddles a byte and every stream inside a plane meets a contiguous slice of whatever it is multiplied with.
+straddles a byte, and every stream inside a plane is multiplied with a contiguous slice of the other operand.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ from kvq_runtime.ops import dispatch
 
 @cache
 def planes(bits: int) -> tuple[int, ...]:
-    """The plane widths, low bits first, that `bits` (1 to 8) is stored as."""
+    """The plane widths, low bits first, that `bits` is stored as; ValueError unless 1 to 8."""
     if not 1 <= bits <= 8:
         raise ValueError(f"bits={bits}; codes have 1 to 8 bits")
     return tuple(width for width in (8, 4, 2, 1) if bits & width)

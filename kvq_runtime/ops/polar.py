@@ -5,7 +5,7 @@
 
 After L levels a run of 2^L coordinates is one radius and 2^L - 1 angles. For Gaussian vectors the angles are
 independent, with density ∝ sin(2ψ)^(2^(l-1) - 1) above level 1, where they are uniform; so their codebooks are known
-exactly. A decoded angle stands for a point (cos, sin): of its centroid, or the mean point of its cell, which is shorter
+exactly. An angle decodes to a point (cos, sin): of its centroid, or the mean point of its cell, which is shorter
 and has the least squared error.
 
 Source: Han et al., 2025 (PolarQuant), definition 1, lemma 2, algorithm 1.
@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.ops import dispatch, lloyd
+from kvq_runtime.ops.pack import pack
+from kvq_runtime.ops.rotation import Rotation, rotate
 
 Points = Literal["unit", "mean"]
 
@@ -50,7 +52,7 @@ def codebook(level: int, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def check(level: int, bits: int) -> None:
-    """Refuse a width that there is no codebook for."""
+    """ValueError unless a level, from 1, has a codebook of so many bits: 2 to 6 at level 1, 1 to 4 above."""
     least, most = (2, 6) if level == 1 else (1, 4)
     if not least <= bits <= most:
         raise ValueError(f"bits={bits} at level {level}; use {least} to {most}")
@@ -73,25 +75,45 @@ def points(level: int, bits: int, kind: Points) -> Tensor:
 
 
 @dispatch.paired
-def encode(x: Tensor, bits: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-    """Encode float32 [..., K] in len(bits) levels: codes uint8 [..., K/2^l] of each level l, radii [..., K/2^L]."""
-    codes = []
-    for level, width in enumerate(bits, start=1):
-        a, b = x[..., 0::2], x[..., 1::2]
-        codes.append(_whole(a, b, width) if level == 1 else _quarter(a, b, codebook(level, width)[0]))
-        x = (a * a + b * b).sqrt_()
-    return codes, x
+def encode(
+    x: Tensor, bits: Sequence[int], rotation: Rotation = None, boundaries: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rotate vectors [..., K] of any float dtype, and encode them in L = len(bits) levels; K is a multiple of 2^L.
+
+    bits         of a code, of each level: 2 to 6 of the first, 1 to 4 of the others
+    boundaries   rising angles [2^bits - 1] of each level instead of the exact codebook's; see `angles`
+
+    Returns codes, packed as in `pack_levels`, uint8 [..., bytes], and radii as root mean squares, float16 [..., K/2^L].
+    """
+    codes, radii = angles(rotate(x, rotation), bits, boundaries)
+    return pack_levels(codes, bits), (radii / 2 ** (len(bits) / 2)).half()
 
 
 @dispatch.paired
-def encode_fitted(x: Tensor, boundaries: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """The same with other rising boundaries, one tensor per level; at level 1 cell 0 begins at the angle 0."""
+def angles(x: Tensor, bits: Sequence[int], boundaries: Sequence[Tensor] | None = None) -> tuple[list[Tensor], Tensor]:
+    """The cells of the angles of float32 [..., K]: codes uint8 [..., K/2^l] of each level l, radii [..., K/2^L].
+
+    boundaries   inside (0, 2π) at level 1, where cell 0 begins at 0, and inside (0, π/2) above it
+    """
     codes = []
-    for level, angles in enumerate(boundaries, start=1):
+    for level, width in enumerate(bits, start=1):
         a, b = x[..., 0::2], x[..., 1::2]
-        codes.append(_circle(a, b, angles) if level == 1 else _quarter(a, b, angles))
+        if level > 1:
+            cuts = codebook(level, width)[0] if boundaries is None else boundaries[level - 1]
+            codes.append(_quarter(a, b, cuts))
+        else:
+            codes.append(_whole(a, b, width) if boundaries is None else _circle(a, b, boundaries[0]))
         x = (a * a + b * b).sqrt_()
     return codes, x
+
+
+def pack_levels(codes: Sequence[Tensor], bits: Sequence[int]) -> Tensor:
+    """Pack the codes of all levels, [..., K/2^l] each, those of `runs` together: uint8 [..., bytes]."""
+    packed, first = [], 0
+    for wide, counts in runs(2 * codes[0].shape[-1], tuple(bits)):
+        packed.append(pack(torch.cat(list(codes[first : first + len(counts)]), -1), wide))
+        first += len(counts)
+    return torch.cat(packed, -1)
 
 
 def _quarter(a: Tensor, b: Tensor, boundaries: Tensor) -> Tensor:
@@ -129,9 +151,9 @@ def runs(size: int, bits: tuple[int, ...]) -> list[tuple[int, list[int]]]:
 
 @dispatch.paired
 def decode(codes: Sequence[Tensor], radii: Tensor, points: Sequence[Tensor]) -> Tensor:
-    """Decode what `encode` made to float32 [..., K].
+    """Decode unpacked codes [..., K/2^l] of each level l, and radii [..., K/2^L], to float32 [..., K].
 
-    points   float32 [2^bits, 2] of each level
+    points   (cos, sin) that a code decodes to, float32 [2^bits, 2] of each level
     """
     x = radii.float()
     for index, table in zip(reversed(codes), reversed(points), strict=True):

@@ -1,4 +1,4 @@
-"""Rotate and unrotate keys by their position, with the cosines and sines that the model really uses.
+"""RoPE and its inverse, with the cosines and sines that the model uses.
 
 Half layout, as in transformers: channel f of the first half and channel f of the second make a pair. K = rotated
 channels / 2; channels beyond 2 K are not rotated. The inverse divides by cos² + sin², which is the squared scaling of
@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+# transformers' rope_type: of frequencies that are the same for every text, and of those that change with its length
+FIXED_TYPES = ("default", "linear", "llama3", "yarn")
+VARYING_TYPES = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """AQUA-KV: predict each layer's keys from the decoded keys below and its values from [decoded keys, values below];
-store what is left with HIGGS (or any other rounding). The first layer, which has nothing below, gets 4 bits.
+store the residuals with HIGGS (or any other rounding). The first layer, which has nothing below, gets 4 bits.
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; the variants are the rows of its tables 1, 5 and 9.
 Differs: the first layer's mean is removed too; HIGGS as in `higgs.py`.
@@ -8,7 +8,7 @@ Differs: the first layer's mean is removed too; HIGGS as in `higgs.py`.
 from dataclasses import replace
 from typing import Literal
 
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.recipes import higgs, polar, quarot, rtn, svdq, turboquant
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.mixed import Mixed
@@ -16,24 +16,23 @@ from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 
 
 def aqua(
-    name: str, side: Side, first: Side, key=None, value=None, position: Literal["pre", "post"] = "pre", summary=""
+    name: str, scheme: Scheme, first: Scheme, key=None, value=None, position: Literal["pre", "post"] = "pre", summary=""
 ) -> Recipe:
-    """AQUA-KV over any rounding: `side` for the predicted layers, `first` for layer 0."""
-    keys = replace(side, predict=key if key is not None else Linear())
-    values = replace(side, predict=value if value is not None else Linear())
-    if not isinstance(first.quantize, Exact):
+    """AQUA-KV over any rounding: `scheme` for the predicted layers, `first` for layer 0."""
+    keys = replace(scheme, predict=key if key is not None else Linear())
+    values = replace(scheme, predict=value if value is not None else Linear())
+    if not first.quantize.keeps_dtype:
         first = replace(first, predict=Mean())
-    first = replace(first, sinks=side.sinks, recent=side.recent, block=side.block)
     return Recipe(f"aqua-{name}", keys, values, position, {0: (first, first)}, summary or f"AQUA-KV, {name}")
 
 
 def _variants() -> list[Recipe]:
-    two, four, plain = higgs.side("2bit"), higgs.side("4bit"), Linear()
+    two, four, plain = higgs.scheme("2bit"), higgs.scheme("4bit"), Linear()
     unpredicted, channel = (replace(two, predict=None) for _ in range(2))
     channel = replace(two, axis="channel")
 
-    def of(name: str, summary: str, first: Side = four, side: Side = two, **settings) -> Recipe:
-        return aqua(f"2bit-{name}", side, first, summary=f"AQUA-KV, 2 bits: {summary}", **settings)
+    def of(name: str, summary: str, first: Scheme = four, scheme: Scheme = two, **settings) -> Recipe:
+        return aqua(f"2bit-{name}", scheme, first, summary=f"AQUA-KV, 2 bits: {summary}", **settings)
 
     def inputs(name: str, summary: str, **settings) -> Recipe:
         return of(name, summary, key=Linear(below=settings.get("below", (1,))), value=Linear(**settings))
@@ -45,12 +44,12 @@ def _variants() -> list[Recipe]:
         of("mlp-no-norm", "two-layer MLP without normalization", key=MLP(norm="none"), value=MLP(norm="none")),
         of("gptq", "predictors in 4 bits", key=Linear(storage="gptq4"), value=Linear(storage="gptq4")),
         of("mean", "only the mean", key=Mean(), value=Mean()),
-        of("first-16bit", "first layer as it is", first=Side(quantize=Exact())),
-        of("first-3bit", "first layer 3 bits", first=higgs.side("3bit")),
+        of("first-16bit", "first layer as it is", first=Scheme(quantize=Exact())),
+        of("first-3bit", "first layer 3 bits", first=higgs.scheme("3bit")),
         of("first-2bit", "first layer 2 bits", first=two),
-        of("slow", "the d=4 grid", side=higgs.side("2bit-slow")),
-        of("sinks-0", "no exact sinks", side=replace(two, sinks=0)),
-        of("sinks-64", "64 exact sinks", side=replace(two, sinks=64)),
+        of("slow", "the d=4 grid", scheme=higgs.scheme("2bit-slow")),
+        replace(of("sinks-0", "no exact sinks"), window=Window(sinks=0)),
+        replace(of("sinks-64", "64 exact sinks"), window=Window(sinks=64)),
         replace(of("no-value", "values unpredicted"), value=unpredicted),
         replace(of("no-key", "keys unpredicted"), key=unpredicted),
         inputs("no-keys-to-values", "values from values below alone", keys=False),
@@ -58,26 +57,28 @@ def _variants() -> list[Recipe]:
         inputs("below-1-2", "inputs from both layers below", below=(1, 2)),
         inputs("below-2", "inputs from two layers below alone", below=(2,)),
         of("post", "keys after RoPE", position="post"),
-        of("channel", "HIGGS per channel", side=channel),
-        of("quanto", "over Quanto, groups of 64", side=rtn.side(2), first=rtn.side(4)),
-        of("quanto-post", "over Quanto, keys after RoPE", side=rtn.side(2), first=rtn.side(4), position="post"),
-        of("quanto-1024", "over Quanto, one group per token", side=rtn.side(2, "all"), first=rtn.side(4, "all")),
-        of("quarot", "over QuaRot", side=quarot.side(2), first=quarot.side(4)),
+        of("channel", "HIGGS per channel", scheme=channel),
+        of("quanto", "over Quanto, groups of 64", scheme=rtn.scheme(2), first=rtn.scheme(4)),
+        of("quanto-post", "over Quanto, keys after RoPE", scheme=rtn.scheme(2), first=rtn.scheme(4), position="post"),
+        of("quanto-1024", "over Quanto, one group per token", scheme=rtn.scheme(2, "all"), first=rtn.scheme(4, "all")),
+        of("quarot", "over QuaRot", scheme=quarot.scheme(2), first=quarot.scheme(4)),
     ]
 
 
 def _combined() -> list[Recipe]:
     """Over PolarQuant and scalar Lloyd–Max, all heads together, with their own 4 bits for the first layer."""
-    sides = [(f"polar-{bits}", polar.side(bits, "all"), polar.side("4bit", "all")) for bits in polar.WIDTHS]
-    sides += [(f"lloyd-{bits}bit", turboquant.side(bits, "all"), turboquant.side(4, "all")) for bits in turboquant.BITS]
-    over = [aqua(name, side, first, summary=f"AQUA-KV over {name}") for name, side, first in sides]
+    schemes = [(f"polar-{bits}", polar.scheme(bits, "all"), polar.scheme("4bit", "all")) for bits in polar.WIDTHS]
+    schemes += [
+        (f"lloyd-{bits}bit", turboquant.scheme(bits, "all"), turboquant.scheme(4, "all")) for bits in turboquant.BITS
+    ]
+    over = [aqua(name, scheme, first, summary=f"AQUA-KV over {name}") for name, scheme, first in schemes]
     return [*over, *(_svdq_keys(bits) for bits in ("2bit", "1.25bit"))]
 
 
 def _svdq_keys(bits: str) -> Recipe:
     """SVDq's keys, which nothing predicts, and values predicted from them and from the values below."""
-    key, four = svdq.side(Mixed(target=svdq.FILLED[bits], codebook="uniform")), higgs.side("4bit")
-    value = replace(higgs.side("2bit"), predict=Linear())
+    key, four = svdq.scheme(Mixed(target=svdq.FILLED[bits], codebook="uniform")), higgs.scheme("4bit")
+    value = replace(higgs.scheme("2bit"), predict=Linear())
     summary = f"keys of SVDq, {bits}, water-filled; values of AQUA-KV, 2 bits"
     layers = {0: (key, replace(four, predict=Mean()))}
     return Recipe(f"aqua-svdq-{bits}", key, value, "pre", layers, summary)
@@ -85,9 +86,9 @@ def _svdq_keys(bits: str) -> Recipe:
 
 def recipes() -> list[Recipe]:
     """The paper's bit widths, its sub-2-bit grids, its ablations at 2 bits, and combinations with other papers."""
-    four = higgs.side("4bit")
+    four = higgs.scheme("4bit")
     main = [
-        aqua(bits, higgs.side(bits), four, summary=f"AQUA-KV over HIGGS, {bits}")
+        aqua(bits, higgs.scheme(bits), four, summary=f"AQUA-KV over HIGGS, {bits}")
         for bits in higgs.GRIDS
         if "slow" not in bits
     ]

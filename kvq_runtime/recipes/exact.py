@@ -1,13 +1,13 @@
 """The uncompressed cache, stored through the same blocks, sinks and window as every recipe."""
 
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.exact import Exact
 
 
 def recipes() -> list[Recipe]:
     """`exact` keeps keys after RoPE, bit for bit; `exact-pre` undoes RoPE and puts it back (within 2 ulp)."""
-    side = Side(quantize=Exact())
+    scheme = Scheme(quantize=Exact())
     return [
-        Recipe("exact", side, side, summary="16 bit, as the model gave it"),
-        Recipe("exact-pre", side, side, position="pre", summary="16 bit, keys before RoPE"),
+        Recipe("exact", scheme, scheme, summary="16 bit, as the model gave it"),
+        Recipe("exact-pre", scheme, scheme, position="pre", summary="16 bit, keys before RoPE"),
     ]

@@ -12,33 +12,34 @@ Source: Kang et al., 2024 (GEAR), section 4: rank 4, 2% outliers; for 2 bits ove
 variant without groups (KCVT). These settings are quoted from memory: the paper's text was not at hand, and the authors'
 published code, which the method was compared with, takes them from its command line. SQuat (appendix D.2) compares
 with rank 2 in groups of 32.
-Differs: prompt and generated text are blocks of 128 tokens alike, each with four directions of its own, and the 128
+Differs: prompt and generated text are both blocks of 128 tokens, each with its own four directions, and the 128
 newest tokens are exact (theirs: factors of the whole prompt, others of each buffer of generated tokens), so that
 directions cost more bits, and a block once stored stays. Outliers are those of a block's channel or of a token that
-are farthest from its median, which stands for them while the rest is rounded (theirs: half of them at either end of
+are farthest from its median, which replaces them while the rest is rounded (theirs: half of them at either end of
 the whole prompt's channel or of the token, and its mean).
 """
 
 from dataclasses import replace
 
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.low_rank import LowRank, LowRankSparse
 
 Correct = LowRank | LowRankSparse
 
 
-def sides(bits: int, group: str | int, key: Correct, value: Correct) -> tuple[Side, Side]:
-    """KIVI's keys and values, each with what mends its rounding."""
+def schemes(bits: int, group: str | int, key: Correct, value: Correct) -> tuple[Scheme, Scheme]:
+    """KIVI's keys and values, each with a correction of its rounding error."""
     return replace(kivi.keys(bits, group), correct=key), replace(kivi.values(bits, group), correct=value)
 
 
 def recipes() -> list[Recipe]:
     """2 and 4 bits; 2 bits with the low rank alone."""
     both, four, one = (LowRankSparse(group="channel"), LowRankSparse(group="token")), LowRank(4), LowRank(1)
-    return [
-        Recipe("gear-2bit", *sides(2, 64, *both), summary="GEAR, 2 bits, groups of 64, rank 4, 2% outliers"),
-        Recipe("gear-4bit", *sides(4, "all", *both), summary="GEAR, 4 bits, rank 4, 2% outliers"),
-        Recipe("gear-l-2bit", *sides(2, 64, four, four), summary="GEAR, 2 bits, groups of 64, rank 4, no outliers"),
-        Recipe("gear-l-2bit-r1", *sides(2, 64, one, one), summary="GEAR, 2 bits, groups of 64, rank 1, no outliers"),
-    ]
+    pairs = {
+        "gear-2bit": (schemes(2, 64, *both), "GEAR, 2 bits, groups of 64, rank 4, 2% outliers"),
+        "gear-4bit": (schemes(4, "all", *both), "GEAR, 4 bits, rank 4, 2% outliers"),
+        "gear-l-2bit": (schemes(2, 64, four, four), "GEAR, 2 bits, groups of 64, rank 4, no outliers"),
+        "gear-l-2bit-r1": (schemes(2, 64, one, one), "GEAR, 2 bits, groups of 64, rank 1, no outliers"),
+    }
+    return [Recipe(name, *pair, summary=text, window=kivi.WINDOW) for name, (pair, text) in pairs.items()]

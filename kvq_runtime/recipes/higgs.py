@@ -1,14 +1,15 @@
 """HIGGS: rotate by a signed Hadamard, then take the nearest point of a Gaussian grid. No calibration at all.
 
 `mean-higgs-*` removes the calibrated mean of each channel first (AQUA-KV's "only bias" row, table 9): on models with
-biased key projections that is most of the gain, and it costs nothing at decode. `mean-higgs-head-*-post` have a scale
-per head, and take the mean of position t, R_t μ, off keys after RoPE: so the decode kernel reads them packed.
+biased key projections that is most of AQUA-KV's gain, and it costs nothing at decode. `mean-higgs-head-*-post` have a
+scale per head, and subtract the mean at position t, R_t μ, from keys after RoPE, so that the decode kernel can read
+packed keys.
 
 Source: Malinovskii et al., 2024 (HIGGS), as used on caches by Shutova et al., 2025 (AQUA-KV), section 4.1.
 Differs: signs, least-squares scales, and at least `recent` exact tokens at any time (their buffer empties at a flush).
 """
 
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard
@@ -17,21 +18,29 @@ from kvq_runtime.stages.rotate import Hadamard
 GRIDS = {"1bit": (8, 256), "1.5bit": (4, 64), "2bit": (2, 16), "2bit-slow": (4, 256), "3bit": (2, 64), "4bit": (2, 256)}
 
 
-def side(bits: str, group: str = "all", predict=None) -> Side:
-    """A side of HIGGS at these bits, with one scale per token ("all") or per head."""
+def scheme(bits: str, group: str = "all", predict=None) -> Scheme:
+    """A scheme of HIGGS at these bits, with one scale per token ("all") or per head."""
     dim, size = GRIDS[bits]
-    return Side(quantize=Grid(dim, size, group), rotate=Hadamard(group), predict=predict)
+    return Scheme(quantize=Grid(dim, size, group), rotate=Hadamard(group), predict=predict)
+
+
+def plain() -> list[Recipe]:
+    """HIGGS as it is, at all widths: what a memory report compares fitted recipes with."""
+    schemes = {bits: scheme(bits) for bits in GRIDS}
+    return [
+        Recipe(f"higgs-{bits}", own, own, summary=f"HIGGS, {bits}, keys after RoPE") for bits, own in schemes.items()
+    ]
 
 
 def recipes() -> list[Recipe]:
     """Plain, per head, and with the mean removed, before RoPE and, per head, after it."""
     found = []
-    for bits in GRIDS:
-        plain, head, mean = side(bits), side(bits, "head"), side(bits, predict=Mean())
-        found.append(Recipe(f"higgs-{bits}", plain, plain, summary=f"HIGGS, {bits}, keys after RoPE"))
+    for bits, bare in zip(GRIDS, plain(), strict=True):
+        found.append(bare)
+        head, mean = scheme(bits, "head"), scheme(bits, predict=Mean())
         found.append(Recipe(f"higgs-head-{bits}", head, head, summary=f"HIGGS, {bits}, a scale per head"))
         found.append(Recipe(f"mean-higgs-{bits}", mean, mean, position="pre", summary=f"HIGGS, {bits}, mean removed"))
     for bits in ("1bit", "2bit", "3bit", "4bit"):
-        own, summary = side(bits, "head", Mean()), f"HIGGS, {bits}, a scale per head, mean removed after RoPE"
+        own, summary = scheme(bits, "head", Mean()), f"HIGGS, {bits}, a scale per head, mean removed after RoPE"
         found.append(Recipe(f"mean-higgs-head-{bits}-post", own, own, summary=summary))
     return found

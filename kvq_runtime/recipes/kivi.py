@@ -1,7 +1,7 @@
 """KIVI: plain rounding, keys per channel in groups of tokens, values per token in groups of channels. No calibration.
 
-A few channels of the keys are large in every token; with a range for each channel they harm only themselves. Values
-have no such channels. "2 bits" are 2 and two 16-bit numbers per group: 3 in groups of 32, 2.25 in groups of 128.
+A few channels of the keys are large in every token; with a range per channel they do not widen the ranges of others.
+Values have no such channels. "2 bits" are 2 and two 16-bit numbers per group: 3 in groups of 32, 2.25 in groups of 128.
 `-r32` has a residual of 32, as SQuat (appendix D.2) compares with it, and SubKV's blocks.
 
 Source: Liu et al., 2024 (KIVI), algorithm 1; groups of 32 and a residual of 128 as in its section 4.1.
@@ -10,20 +10,20 @@ their buffer empties at a flush); values leave it together with the keys, not on
 head's channels. A key group never has fewer than `group` tokens, so that generated tokens are really rounded.
 """
 
-from dataclasses import replace
-
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.stages.rtn import Rtn
 
+WINDOW = Window(sinks=0)  # the residual of 128 tokens
 
-def keys(bits: int, group: str | int = 32, block: int = 128) -> Side:
+
+def keys(bits: int, group: str | int = 32) -> Scheme:
     """Keys per channel, in groups of tokens inside a block."""
-    return Side(quantize=Rtn(bits, group), axis="channel", sinks=0, recent=128, block=block)
+    return Scheme(quantize=Rtn(bits, group), axis="channel")
 
 
-def values(bits: int, group: str | int = 32, block: int = 128) -> Side:
+def values(bits: int, group: str | int = 32) -> Scheme:
     """Values per token, in groups of channels."""
-    return Side(quantize=Rtn(bits, group), sinks=0, recent=128, block=block)
+    return Scheme(quantize=Rtn(bits, group))
 
 
 def recipes() -> list[Recipe]:
@@ -31,7 +31,8 @@ def recipes() -> list[Recipe]:
     found = []
     for bits in (2, 3, 4):
         small, large = (keys(bits), values(bits)), (keys(bits, 128), values(bits, "head"))
-        found.append(Recipe(f"kivi-{bits}bit", *small, summary=f"KIVI, {bits} bits, groups of 32"))
-        found.append(Recipe(f"kivi-{bits}bit-g128", *large, summary=f"KIVI, {bits} bits, keys in groups of 128 tokens"))
-    short = (replace(keys(2), recent=32, block=32), replace(values(2), recent=32, block=32))
-    return [*found, Recipe("kivi-2bit-r32", *short, summary="KIVI, 2 bits, groups of 32, a residual of 32")]
+        for name, schemes, groups in (("", small, "groups of 32"), ("-g128", large, "keys in groups of 128 tokens")):
+            summary = f"KIVI, {bits} bits, {groups}"
+            found.append(Recipe(f"kivi-{bits}bit{name}", *schemes, summary=summary, window=WINDOW))
+    short, summary = Window(sinks=0, recent=32, block=32), "KIVI, 2 bits, groups of 32, a residual of 32"
+    return [*found, Recipe("kivi-2bit-r32", keys(2), values(2), summary=summary, window=short)]

@@ -7,14 +7,14 @@ values have no such channels. "3 bits" are 3.3 with the outliers, and 32 more bi
 `kivi-2bit-outliers` is KIVI with the same outliers: the stage goes with any rounding.
 
 Source: Hooper et al., 2024 (KVQuant), sections 3.1 to 3.5, table 1.
-Differs: the number of outliers is fixed; which of the keys they are is decided by their rounding errors, so that the
-worst of a block are stored, not those beyond the threshold of their channel; the 128 newest tokens stay exact and are
+Differs: the number of outliers is fixed; those of keys are chosen by their rounding errors, so that the largest
+errors of a block are stored, not those beyond the threshold of their channel; the 128 newest tokens stay exact and are
 encoded 128 at a time (theirs: at once); k-means is not weighted by Fisher information.
 """
 
 from dataclasses import replace
 
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.nuq import Nuq
 from kvq_runtime.stages.sparse import Sparse
@@ -22,21 +22,29 @@ from kvq_runtime.stages.sparse import Sparse
 BITS = (2, 3, 4)
 
 
-def keys(bits: int) -> Side:
-    """Ranges by channel, and the worst-rounded 1% of a block."""
-    return Side(Nuq(bits, "channel"), correct=Sparse(group="block"), sinks=1)
+def keys(bits: int) -> Scheme:
+    """Ranges by channel, and the 1% of a block with the largest errors, exact."""
+    return Scheme(Nuq(bits, "channel"), correct=Sparse(group="block"))
 
 
-def values(bits: int) -> Side:
-    """Ranges by token, and the farthest 1% of a token."""
-    return Side(Nuq(bits, "token"), correct=Sparse(group="token"), sinks=1)
+def values(bits: int) -> Scheme:
+    """Ranges by token, and the 1% of a token that are farthest from its median, exact."""
+    return Scheme(Nuq(bits, "token"), correct=Sparse(group="token"))
 
 
 def recipes() -> list[Recipe]:
     """2, 3 and 4 bits with 1% outliers, and KIVI with outliers."""
     found = [
-        Recipe(f"kvquant-{bits}bit", keys(bits), values(bits), "pre", summary=f"KVQuant, {bits} bits, 1% outliers")
+        Recipe(
+            f"kvquant-{bits}bit",
+            keys(bits),
+            values(bits),
+            "pre",
+            summary=f"KVQuant, {bits} bits, 1% outliers",
+            window=Window(sinks=1),
+        )
         for bits in BITS
     ]
     pair = replace(kivi.keys(2), correct=Sparse(group="channel")), replace(kivi.values(2), correct=Sparse())
-    return [*found, Recipe("kivi-2bit-outliers", *pair, summary="KIVI, 2 bits, groups of 32, 1% outliers")]
+    summary = "KIVI, 2 bits, groups of 32, 1% outliers"
+    return [*found, Recipe("kivi-2bit-outliers", *pair, summary=summary, window=kivi.WINDOW)]

@@ -3,21 +3,21 @@
 Source: Ashkboos et al., 2024 (QuaRot), section 4; group size 1024 as in Shutova et al., 2025 (AQUA-KV), table 1.
 """
 
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 
 
-def side(bits: int, group: str = "all", predict=None) -> Side:
-    """A side of QuaRot at these bits."""
-    return Side(quantize=Rtn(bits, group), rotate=Hadamard(group), predict=predict)
+def scheme(bits: int, group: str = "all", predict=None) -> Scheme:
+    """A scheme of QuaRot at these bits."""
+    return Scheme(quantize=Rtn(bits, group), rotate=Hadamard(group), predict=predict)
 
 
 def recipes() -> list[Recipe]:
     """2, 3 and 4 bits, all heads together or per head."""
     found = []
     for bits in (2, 3, 4):
-        found.append(Recipe(f"quarot-{bits}bit", side(bits), side(bits), summary=f"QuaRot, {bits} bits"))
-        head = side(bits, "head")
+        found.append(Recipe(f"quarot-{bits}bit", scheme(bits), scheme(bits), summary=f"QuaRot, {bits} bits"))
+        head = scheme(bits, "head")
         found.append(Recipe(f"quarot-head-{bits}bit", head, head, summary=f"QuaRot, {bits} bits, per head"))
     return found

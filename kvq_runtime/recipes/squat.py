@@ -1,4 +1,4 @@
-"""SQuat: KIVI's rounding, the error of a key's first channels pushed by its other channels out of what queries see.
+"""SQuat: KIVI's rounding with error feedback: later channels move the error out of the subspace of the queries.
 
     squat-*        keys after RoPE, per channel in groups of 32 tokens; values per token, in groups of 32 channels
     squat-pre-*    the same, keys before RoPE
@@ -6,22 +6,22 @@
     *-paper        the paper's defaults; *-llama2, *-llama3, *-mistral, *-r1: what it took for long prompts, by model
 
 Source: Wang et al., 2025 (SQuat), algorithm 1; settings of appendix D.2.
-Differs: the subspace is calibrated, once, but for the online ones. A sequence of the calibration stands for the prompt
-in the paper's λ, which grows with the prompt; ours (`squat-2bit`) does not, and counts every direction by its weight
-instead of `rank` of them. The window is our KIVI's, at least 128 tokens, so that the two differ in the feedback alone;
-the paper gives both at most 32. Keys before RoPE are given queries before RoPE; the variants with the paper's settings
-have what the authors' code has, queries after RoPE. Blocks are a half or a quarter of a head: 64 or 32 of the paper's
-128 channels.
+Differs: the subspace is calibrated, once, but for the online ones. A sequence of the calibration takes the place of the
+prompt in the paper's λ, which grows with the prompt; ours (`squat-2bit`) does not, and counts every direction by its
+weight instead of `rank` of them. The window is our KIVI's, at least 128 tokens, so that the two differ in the feedback
+alone; the paper gives both at most 32. Keys before RoPE are given queries before RoPE; the variants with the paper's
+settings have what the authors' code has, queries after RoPE. Blocks are a half or a quarter of a head: 64 or 32 of the
+paper's 128 channels.
 """
 
 from dataclasses import replace
 from typing import Literal
 
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.policies.prompt_fit import PromptFit
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.feedback import QueryOrthogonal
 from kvq_runtime.stages.grid import Grid
-from kvq_runtime.stages.online import FirstTokens
 from kvq_runtime.stages.rotate import Hadamard
 
 Position = Literal["pre", "post"]
@@ -39,7 +39,7 @@ PAPER: dict[str, dict[Position, tuple[int, float, int]]] = {
 }
 
 
-def keys(feedback: QueryOrthogonal, bits: int = 2) -> Side:
+def keys(feedback: QueryOrthogonal, bits: int = 2) -> Scheme:
     """KIVI's keys, with feedback."""
     return replace(kivi.keys(bits), feedback=feedback)
 
@@ -50,21 +50,23 @@ def recipes() -> list[Recipe]:
     for position, ours in OURS.items():
         start = "squat-2bit" if position == "post" else "squat-pre-2bit"
         for bits in (2, 3, 4):
-            sides, summary = (keys(ours, bits), kivi.values(bits)), f"SQuat {position}-RoPE, {bits} bits"
-            found.append(Recipe(start.replace("2", str(bits)), *sides, position, summary=summary))
+            schemes, summary = (keys(ours, bits), kivi.values(bits)), f"SQuat {position}-RoPE, {bits} bits"
+            found.append(Recipe(start.replace("2", str(bits)), *schemes, position, summary=summary, window=kivi.WINDOW))
         for name, settings in PAPER.items():
             if position in settings:
                 rank, lam, blocks = settings[position]
                 paper = QueryOrthogonal(blocks, lam, rank, "paper")
                 summary = f"SQuat {position}-RoPE, 2 bits, as published ({name})"
-                found.append(Recipe(f"{start}-{name}", keys(paper), kivi.values(2), position, summary=summary))
+                schemes = keys(paper), kivi.values(2)
+                found.append(Recipe(f"{start}-{name}", *schemes, position, summary=summary, window=kivi.WINDOW))
     for position, ours in OURS.items():
         start = "squat-online-2bit" if position == "post" else "squat-pre-online-2bit"
         rank, lam, blocks = PAPER["paper"][position]
         for name, stage in ((start, ours), (f"{start}-paper", QueryOrthogonal(blocks, lam, rank, "paper"))):
             summary = f"SQuat {position}-RoPE, 2 bits, the subspace from each prompt"
-            sides = keys(stage), kivi.values(2)
-            found.append(Recipe(name, *sides, position, summary=summary, online=FirstTokens()))
-    plain = Side(Grid(2, 16, 16), rotate=Hadamard("head"))
+            schemes = keys(stage), kivi.values(2)
+            fit = (PromptFit(),)
+            found.append(Recipe(name, *schemes, position, summary=summary, window=kivi.WINDOW, policies=fit))
+    plain = Scheme(Grid(2, 16, 16), rotate=Hadamard("head"))
     summary = "a Hadamard per head, SQuat's feedback, HIGGS in groups of 16, 2 bits"
     return [*found, Recipe("squat-hadamard-2bit", replace(plain, feedback=OURS["post"]), plain, summary=summary)]

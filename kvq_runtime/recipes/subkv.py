@@ -1,7 +1,7 @@
-"""SubKV: KIVI's rounding in blocks of 32, the first token exact, and a window that attention may keep longer.
+"""SubKV: KIVI's rounding in blocks of 32, the first token exact, and a recent window that grows with attention.
 
 Keys are rounded per channel in groups of tokens, values per token in groups of channels. The window holds 32 tokens;
-while its oldest token is attended to no less than the newest one, the next block waits. No calibration.
+while its oldest token gets no less attention than the newest one, the next block stays exact. No calibration.
 
     subkv-2bit        "2 bits" are 2 and two 16-bit numbers per group of 32: 3
     subkv-aqua-2bit   AQUA-KV's prediction and grids under SubKV's first token and window
@@ -10,12 +10,12 @@ Recipes with this window need attention weights: call model.set_attn_implementat
 
 Source: Zeng et al., 2025 (SubKV), section 3 and algorithm 1; groups of 32, N = 32 and F = 1 as in its section 4.1.
 Differs: where text and pseudocode contradict each other or leave a gap, as follows.
-- The text extends the window if A_new ≤ A_edge; line 22 if A_edge > A_n[1], where the newest token must be meant. The
+- The text extends the window if A_new ≤ A_edge; line 22 if A_edge > A_n[1], presumably the newest token. The
   text's rule; the edge is the oldest exact token after the first F.
 - The text encodes one edge token a step, line 25 the whole window. Neither can be: a group of one token has no range,
   and an empty window is none. Whole blocks of G, the oldest first, leaving at least N tokens.
-- The window grows by the token that came, and is asked again at every step, as in lines 21 to 23; but there without
-  bound and for ever, here by at most 3 blocks (N_max = 128, KIVI's residual), and back to N when attention lets go.
+- The window grows by the token that came, and is decided again at every step, as in lines 21 to 23; but there without
+  bound or end, here by at most 3 blocks (N_max = 128, KIVI's residual), and back to N when attention drops.
 - Heads, layers and rows are not mentioned. One decision for all, from means over query heads, layers and rows, so that
   blocks stay the same everywhere; it is taken before a forward pass, from the weights of the one before, because its
   first layer encodes before its last has attended.
@@ -25,26 +25,23 @@ Differs: where text and pseudocode contradict each other or leave a gap, as foll
 
 from dataclasses import replace
 
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.policies.dynamic_window import DynamicWindow
+from kvq_runtime.recipe import Recipe, Window
 from kvq_runtime.recipes import aqua, higgs, kivi
-from kvq_runtime.stages.window import Dynamic
 
-
-def in_window(side: Side) -> Side:
-    """The side with the paper's F, N and G."""
-    return replace(side, sinks=1, recent=32, block=32)
+WINDOW = Window(sinks=1, recent=32, block=32)  # the paper's F, N and G
 
 
 def subkv(bits: int) -> Recipe:
     """The paper's method at so many bits."""
-    key, value = in_window(kivi.keys(bits)), in_window(kivi.values(bits))
     summary = f"SubKV, {bits} bits, groups of 32, N from 32 to 128"
-    return Recipe(f"subkv-{bits}bit", key, value, summary=summary, window=Dynamic())
+    schemes = kivi.keys(bits), kivi.values(bits)
+    return Recipe(f"subkv-{bits}bit", *schemes, summary=summary, window=WINDOW, policies=(DynamicWindow(),))
 
 
 def recipes() -> list[Recipe]:
     """2, 3 and 4 bits, and AQUA-KV in SubKV's window."""
-    predicted = aqua.aqua("2bit", in_window(higgs.side("2bit")), higgs.side("4bit"))
+    predicted = aqua.aqua("2bit", higgs.scheme("2bit"), higgs.scheme("4bit"))
     summary = "AQUA-KV over HIGGS, 2bit, in SubKV's window"
-    mixed = replace(predicted, name="subkv-aqua-2bit", summary=summary, window=Dynamic())
+    mixed = replace(predicted, name="subkv-aqua-2bit", summary=summary, window=WINDOW, policies=(DynamicWindow(),))
     return [*(subkv(bits) for bits in (2, 3, 4)), mixed]

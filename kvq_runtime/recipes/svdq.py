@@ -1,34 +1,34 @@
-"""SVDq: turn all heads' keys before RoPE into latent channels by a basis, and round each with bits by its variance.
+"""SVDq: PCA of all heads' keys before RoPE; each latent channel is rounded with bits by its variance.
 
     mean μ → z = (k - μ) B → bits by latent channel, in the order of the eigenvalues, down to none
 
 The paper's schedules give 8 equal runs of channels their bits. `svdq-wf-*` find them for any total by reverse
 water-filling on the eigenvalues: bit by bit, each where it lowers the error most. Values stay at 16 bits, or take 4
-bits per token (`-v4`). `svdq-*-block` takes ranges from each block of tokens, as far as the paper's "all tokens" can
-be had in a cache that grows. `svdq-online-*` decompose each row's own prompt, with the paper's schedules.
+bits per token (`-v4`). `svdq-*-block` takes ranges from each block of tokens, the nearest to the paper's "all tokens"
+that a growing cache allows. `svdq-online-*` decompose each row's own prompt, with the paper's schedules.
 
 Source: Hong et al., 2025 (SVDq), algorithm 1, equations 4 and 6, table 1.
 Differs: mean, basis and ranges come from calibration, once, and cost nothing per prompt; the paper decomposes each
-prompt and bills neither basis nor ranges. Online ones do as the paper does and bill both, for every row: 2 R bytes a
-channel, as much as R tokens of 16-bit keys. Decode-time tokens are encoded too; the paper keeps them in 16 bit. Ranges
-leave the exact sinks out and are clipped where that lowers the error; the paper's, of all tokens, are stretched by one
-outlier.
+prompt and counts the bits of neither basis nor ranges. Online ones do as the paper does and count both, for every row:
+2 R bytes a channel, as much as R tokens of 16-bit keys. Decode-time tokens are encoded too; the paper keeps them in 16
+bit. Ranges leave the exact sinks out and are clipped where that lowers the error; the paper's, of all tokens, are
+stretched by one outlier.
 
 `svdq-shadow-*` reads by chunks, as ShadowKV does: the paper's "SVDq+Sparsity" (tables 3 and 5), a budget of 2048
-tokens. All tokens are held; landmarks add 2 bits per key element of a 16-bit model, which the paper does not bill.
+tokens. All tokens are held; landmarks add 2 bits per key element of a 16-bit model, which the paper does not count.
 `svdq-shadow-2bit-v4-128` reads 128 tokens and 4 outlier chunks, for models whose whole context is within that budget.
 """
 
 from dataclasses import replace
 
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.policies.prompt_fit import PromptFit
+from kvq_runtime.policies.shadow_chunks import ShadowChunks
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.mixed import Mixed
-from kvq_runtime.stages.online import FirstTokens
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.select import Chunks
 
 # mean bits → bits of the 8 equal runs of latent channels
 SCHEDULES = {
@@ -42,14 +42,14 @@ SHADOWED = ("2bit", "2bit-v4", "1.25bit", "1.25bit-v4")
 FILLED = {"3bit": 3.0, "2bit": 2.0, "1.5bit": 1.5, "1.25bit": 1.25, "1bit": 1.0}
 
 
-def side(quantize: Mixed) -> Side:
+def scheme(quantize: Mixed) -> Scheme:
     """Keys: mean, basis, and these bits."""
-    return Side(quantize, predict=Mean(), rotate=Basis())
+    return Scheme(quantize, predict=Mean(), rotate=Basis())
 
 
 def recipes() -> list[Recipe]:
     """The paper's schedules, water-filled ones, ranges by block, reading by chunks; values at 16 and at 4 bits."""
-    exact, four = Side(Exact()), Side(Rtn(4, "all"))
+    exact, four = Scheme(Exact()), Scheme(Rtn(4, "all"))
     keys = {bits: (Mixed(schedule, codebook="uniform"), "its schedule") for bits, schedule in SCHEDULES.items()}
     keys |= {
         f"wf-{bits}": (Mixed(target=target, codebook="uniform"), "water-filled") for bits, target in FILLED.items()
@@ -59,17 +59,17 @@ def recipes() -> list[Recipe]:
     for name, (quantize, how) in keys.items():
         for suffix, value, values in (("", exact, "16 bit"), ("-v4", four, "4 bits")):
             summary = f"SVDq, keys {name.removeprefix('wf-').removesuffix('-block')}, {how}; values {values}"
-            found.append(Recipe(f"svdq-{name}{suffix}", side(quantize), value, "pre", summary=summary))
+            found.append(Recipe(f"svdq-{name}{suffix}", scheme(quantize), value, "pre", summary=summary))
     for bits, schedule in SCHEDULES.items():
-        keyed = side(Mixed(schedule, codebook="uniform"))
+        keyed = scheme(Mixed(schedule, codebook="uniform"))
         for suffix, value, values in (("", exact, "16 bit"), ("-v4", four, "4 bits")):
             name, how = f"svdq-online-{bits}{suffix}", "its schedule, fitted to each prompt"
             summary = f"SVDq, keys {bits}, {how}; values {values}"
-            found.append(Recipe(name, keyed, value, "pre", summary=summary, online=FirstTokens()))
+            found.append(Recipe(name, keyed, value, "pre", summary=summary, policies=(PromptFit(),)))
     shadowed = [_shadow(recipe) for recipe in found if recipe.name.removeprefix("svdq-") in SHADOWED]
-    few = Chunks(budget=128, outliers=4)
+    few = ShadowChunks(budget=128, outliers=4)
     short = [
-        replace(one, name=f"{one.name}-128", select=few, summary=f"{one.summary}, 128 tokens")
+        replace(one, name=f"{one.name}-128", policies=(few,), summary=f"{one.summary}, 128 tokens")
         for one in shadowed
         if one.name == "svdq-shadow-2bit-v4"
     ]
@@ -78,4 +78,4 @@ def recipes() -> list[Recipe]:
 
 def _shadow(recipe: Recipe) -> Recipe:
     name = recipe.name.replace("svdq", "svdq-shadow")
-    return replace(recipe, name=name, select=Chunks(), summary=f"{recipe.summary}; read by chunks")
+    return replace(recipe, name=name, policies=(ShadowChunks(),), summary=f"{recipe.summary}; read by chunks")

@@ -1,7 +1,7 @@
 """TurboQuant: rotate every head at random, then round each coordinate by the Lloyd–Max codebook of a sphere.
 
 After a random rotation the coordinates of a vector are nearly independent, with the density of a coordinate on the
-sphere, whatever the data: a scalar codebook and one norm per head are all there is. It is the scalar case of HIGGS.
+sphere, whatever the data: a scalar codebook and one norm per head suffice. It is the scalar case of HIGGS.
 
     turboquant-plain-*   as published: the norm of the vector
     turboquant-*         the decoded vector made as long as the original ("norm correction")
@@ -9,10 +9,10 @@ sphere, whatever the data: a scalar codebook and one norm per head are all there
     mean-lloyd-*         the same before RoPE, with the mean removed; *-post: after RoPE, as `mean-higgs-head-*-post`
 
 Source: Zandieh et al., 2025 (TurboQuant), algorithm 1; the correction as in vLLM's `turboquant_*_nc` cache types.
-Differs: no residual sketch (see the stage), no extra bits for outlier channels: removing the mean does more.
+Differs: no residual sketch (see the stage), no extra bits for outlier channels: removing the mean gains more.
 """
 
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard, Random
@@ -20,18 +20,18 @@ from kvq_runtime.stages.rotate import Hadamard, Random
 BITS = (1, 2, 3, 4)
 
 
-def side(bits: int, group: str = "head", predict=None) -> Side:
-    """A side of scalar Lloyd–Max after a Hadamard, with one least-squares scale per head, or per 1024 elements."""
-    return Side(quantize=Lloyd(bits, group, "least_squares"), rotate=Hadamard(group), predict=predict)
+def scheme(bits: int, group: str = "head", predict=None) -> Scheme:
+    """A scheme of scalar Lloyd–Max after a Hadamard, with one least-squares scale per head, or per 1024 elements."""
+    return Scheme(quantize=Lloyd(bits, group, "least_squares"), rotate=Hadamard(group), predict=predict)
 
 
 def recipes() -> list[Recipe]:
     """1 to 4 bits; the published scale where others use it, at 2 to 4."""
     found = []
     for bits in BITS:
-        turbo = Side(quantize=Lloyd(bits), rotate=Random())
-        plain = Side(quantize=Lloyd(bits, scale="plain"), rotate=Random())
-        lloyd, mean = side(bits), side(bits, predict=Mean())
+        turbo = Scheme(quantize=Lloyd(bits), rotate=Random())
+        plain = Scheme(quantize=Lloyd(bits, scale="plain"), rotate=Random())
+        lloyd, mean = scheme(bits), scheme(bits, predict=Mean())
         found.append(Recipe(f"turboquant-{bits}bit", turbo, turbo, summary=f"TurboQuant, {bits} bits, norms kept"))
         if bits > 1:
             found.append(Recipe(f"turboquant-plain-{bits}bit", plain, plain, summary=f"TurboQuant, {bits} bits"))

@@ -1,14 +1,14 @@
-"""Round a head's channels block after block, and let the blocks that follow make up for what a block did to the scores.
+"""Error feedback (SQuat): round a head's channels block by block; later blocks compensate the error in the scores.
 
-Scores are products with queries, so an error that no query sees costs nothing. The stage sits between rotation and
-rounding; what is stored, and how it is decoded, stays as it was without it. Its tensors are read by encoding alone.
+Scores are products with queries, so an error orthogonal to all queries costs nothing. The stage sits between rotation
+and rounding; what is stored, and how it is decoded, is the same as without it. Its tensors are used by encoding alone.
 
 Source: Wang et al., 2025 (SQuat), algorithm 1 and appendix A.2.
 Differs: the moment of the queries is calibrated, once; the paper takes it from each prompt. g is D / `blocks`, so that
 one recipe suits every head size: the paper's g = 64 and 32 of 128 channels are 2 and 4 blocks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
-from kvq_runtime.stages import groups
+from kvq_runtime.stages.stage import Feedback, Scheme, Site, Specs, Tensors
 
 Axis = Literal["token", "channel"]
 Queries = Literal["after", "before", "averaged"]
@@ -25,7 +25,7 @@ Normalize = Literal["paper", "length-invariant"]
 
 
 @dataclass(frozen=True)
-class QueryOrthogonal:
+class QueryOrthogonal(Feedback):
     """Keep the rounding error of keys out of the directions of queries: P = I + λ C, for each KV head.
 
     blocks      of channels in a head, rounded one after the other
@@ -33,8 +33,8 @@ class QueryOrthogonal:
     rank        leading directions of C that count; 0: all
     normalize   "paper": C is the sum of q qᵀ over a calibration sequence and all query heads of the KV head, so that
                 λ means something else at another length · "length-invariant": C is their mean, of mean eigenvalue 1
-    queries     "after": as they are after RoPE, which is what keys after RoPE meet. Keys before RoPE meet queries that
-                are turned by the distance between the two · "before": not turned, for what is near · "averaged": over
+    queries     "after": as they are after RoPE, as for keys after RoPE. Keys before RoPE are multiplied by queries that
+                are rotated by the distance between the two · "before": not rotated, for near tokens · "averaged": over
                 all distances alike
     """
 
@@ -56,26 +56,40 @@ class QueryOrthogonal:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; use one of {allowed}")
 
-    def check(self, axis: Axis, rotate: Any, quantize: Any, geometry: Geometry) -> None:
-        """Refuse what cannot be with this geometry."""
+    def check(self, site: Site) -> None:
+        if site.role == "value":
+            raise ValueError("feedback needs queries, which values have none of; give feedback to keys alone")
+        if site.position == "post" and self.queries != "after":
+            raise ValueError('keys after RoPE are multiplied by queries after RoPE; use queries="after", or "pre"')
+        scheme, geometry = site.scheme, site.geometry
+        if scheme.quantize.keeps_dtype or scheme.quantize.takes_latents:
+            raise ValueError(f"feedback needs channels that are rounded in groups, not {scheme.quantize.kind}")
+        if geometry is not None:
+            self._check_groups(site.scheme, geometry)
+
+    def check_prompt_fit(self) -> None:
+        if self.queries == "averaged":
+            raise ValueError('queries are averaged over distances offline; use "before" or "after"')
+
+    def _check_groups(self, scheme: Scheme, geometry: Geometry) -> None:
+        """Groups must lie inside the blocks of channels, and rotations inside heads."""
         head = geometry.head_size
         if head % self.blocks:
             fitting = [n for n in range(2, min(head, 64) + 1) if head % n == 0]
             raise ValueError(f"feedback: blocks={self.blocks} does not divide head size {head}; use one of {fitting}")
-        if axis == "channel":
+        if scheme.axis == "channel":
             return
-        size = head // self.blocks
-        group = groups.size(quantize.group, geometry.width, geometry)
-        if size % group:
+        size, group = head // self.blocks, scheme.quantize.group_size(geometry.width, geometry)
+        if group is None or size % group:
             raise ValueError(f"feedback: group={group} crosses blocks of {size} channels; use a divisor of {size}")
-        turned = rotate.size(geometry.width, geometry) if rotate is not None else 1
+        turned = scheme.rotate.size(geometry.width, geometry) if scheme.rotate is not None else 1
         if head % turned:
             raise ValueError(
                 f'feedback: a rotation of {turned} channels mixes heads of {head}; give rotate group="head"'
             )
 
-    def specs(self, geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The fitted moves of `ops.feedback.updates`: names, shapes and dtypes."""
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """The fitted moves of `ops.feedback.updates`."""
         heads, head = geometry.kv_heads, geometry.head_size
         size = head // self.blocks
         return {
@@ -94,7 +108,7 @@ class QueryOrthogonal:
         x_NRW: Tensor,
         axis: Axis,
         geometry: Geometry,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         rounded: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """What to round in place of `x`, rows as the quantizer sees them: tokens, or channels if `axis` says so."""
@@ -119,6 +133,3 @@ def _apart(x_NTC: Tensor, heads: int) -> Tensor:
 
 def _together(x_NHDT: Tensor) -> Tensor:
     return x_NHDT.permute(0, 3, 1, 2).flatten(2)
-
-
-KINDS = (QueryOrthogonal,)

@@ -1,6 +1,6 @@
 """Quantize by the nearest point of a grid that is optimal for Gaussian vectors: HIGGS's quantizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import grid, lookup, pack
+from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages import groups
-from kvq_runtime.stages.looked_up import LookedUp
+from kvq_runtime.stages.codebook import CodebookQuantizer
 
 
 @dataclass(frozen=True)
-class Grid(LookedUp):
+class Grid(CodebookQuantizer):
     """Encode `dim` elements by one of `size` points, log2(size)/dim bits per element, with one scale per group.
 
     dim, size   2 with 16, 64 or 256 (2, 3, 4 bits); 4 with 64 or 256 (1.5, 2 bits); 8 with 256 (1 bit)
@@ -23,6 +24,7 @@ class Grid(LookedUp):
     """
 
     kind: ClassVar[str] = "grid"
+    kernel: ClassVar[str | None] = "grid"
     dim: int = 2
     size: int = 16
     group: str | int = "all"
@@ -51,10 +53,13 @@ class Grid(LookedUp):
             "scale": ((rows, width // size), torch.float16),
         }
 
-    def encode(self, x_NRW: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+    def encode(
+        self, x_NRW: Tensor, rotation: Rotation, tensors: Mapping[str, Tensor], geometry: Geometry
+    ) -> dict[str, Tensor]:
+        """Rotate and encode rows of any float dtype: the fields, [N, R, W/group, ...] each."""
         x = x_NRW.unflatten(-1, (-1, self._group(x_NRW.shape[-1], geometry)))
-        codes, scale = grid.encode(x, self.dim, self.size)
-        return {"codes": pack.pack(codes, self.bits), "scale": scale}
+        codes, scale = grid.encode(x, self.dim, self.size, rotation)
+        return {"codes": codes, "scale": scale}
 
     def _reader(
         self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device
@@ -87,6 +92,3 @@ def _table(dim: int, size: int, paired: bool, dtype: torch.dtype, device: torch.
     if paired:
         points = torch.cat([points.repeat(size, 1), points.repeat_interleave(size, 0)], 1)
     return lookup.table(points)
-
-
-KINDS = (Grid,)

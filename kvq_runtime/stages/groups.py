@@ -7,7 +7,7 @@ from kvq_runtime.geometry import Geometry
 
 
 def check(group: str | int) -> None:
-    """Refuse a group setting that no geometry can meet."""
+    """Raise a ValueError for a group setting that no geometry allows."""
     if isinstance(group, str) and group not in ("all", "head"):
         raise ValueError(f'group={group!r}; use "all", "head" or a whole number')
     if isinstance(group, bool) or (isinstance(group, int) and group < 1):

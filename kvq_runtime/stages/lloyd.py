@@ -1,6 +1,6 @@
 """Quantize every element by the Lloyd–Max codebook of a sphere's coordinates: TurboQuant's quantizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar, Literal
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import lloyd, lookup, pack
+from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages import groups
-from kvq_runtime.stages.looked_up import LookedUp
+from kvq_runtime.stages.codebook import CodebookQuantizer
 
 
 @dataclass(frozen=True)
-class Lloyd(LookedUp):
-    """Encode to `bits` per element, with one scale per vector; meant to follow a rotation of the whole vector.
+class Lloyd(CodebookQuantizer):
+    """Encode to `bits` per element, with one scale per vector; to be used after a rotation of the whole vector.
 
     bits    1, 2, 3 or 4
     group   the vector: "head", "all", or a number of elements, at least 4
@@ -24,10 +25,12 @@ class Lloyd(LookedUp):
             "plain" rms, the paper's · "norm" rms·√K/‖c‖, so that x̂ is as long as x · "least_squares" ⟨x,c⟩/⟨c,c⟩
 
     Source: Zandieh et al., 2025 (TurboQuant), algorithm 1; scales: Vargaftik et al., 2021 and 2022 (DRIVE, EDEN).
-    Differs: no 1-bit sketch of the residual (their "prod" variant): its variance does more harm than the bias it mends.
+    Differs: no 1-bit sketch of the residual (their "prod" variant): its variance adds more error than the bias that it
+    removes.
     """
 
     kind: ClassVar[str] = "lloyd"
+    kernel: ClassVar[str | None] = "lloyd"
     bits: int = 2
     group: str | int = "head"
     scale: Literal["norm", "least_squares", "plain"] = "norm"
@@ -53,17 +56,13 @@ class Lloyd(LookedUp):
             "scale": ((rows, width // size), torch.float16),
         }
 
-    def encode(self, x_NRW: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+    def encode(
+        self, x_NRW: Tensor, rotation: Rotation, tensors: Mapping[str, Tensor], geometry: Geometry
+    ) -> dict[str, Tensor]:
+        """Rotate and encode rows of any float dtype: the fields, [N, R, W/group, ...] each."""
         x = x_NRW.unflatten(-1, (-1, self._group(x_NRW.shape[-1], geometry)))
-        codes, scale = lloyd.encode(x, self.bits)
-        if self.scale != "plain":
-            chosen = lloyd.decode(codes, torch.ones_like(scale), self.bits).bfloat16().float()  # as `decode` looks up
-            norm = torch.linalg.vector_norm(chosen, dim=-1)
-            if self.scale == "norm":
-                scale = scale * x.shape[-1] ** 0.5 / norm
-            else:
-                scale = torch.linalg.vecdot(x, chosen) / norm.square()
-        return {"codes": pack.pack(codes, self.bits), "scale": scale.half()}
+        codes, scale = lloyd.encode(x, self.bits, self.scale, rotation)
+        return {"codes": codes, "scale": scale}
 
     def _reader(
         self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device
@@ -81,7 +80,7 @@ class Lloyd(LookedUp):
         return (torch.arange(0, width, size)[:, None] + inside).flatten()
 
     def _together(self, size: int) -> int:
-        """How many codes one index stands for."""
+        """How many codes one index decodes."""
         return 8 // self.bits if self.bits in (2, 4) and size % (8 // self.bits) == 0 else 1
 
 
@@ -94,6 +93,3 @@ def _table(size: int, bits: int, together: int, dtype: torch.dtype, device: torc
     byte = torch.arange(256, device=device)
     codes = torch.stack([(byte >> (bits * place)) & (2**bits - 1) for place in range(together)], 1)
     return lookup.table(centroids[codes])
-
-
-KINDS = (Lloyd,)

@@ -1,4 +1,4 @@
-"""Quantize latent channels, those of a basis, with bits by channel: SVDq's quantizer, and the one of `aqua-klt`.
+"""Mixed precision over latent channels, those of a basis: the quantizer of SVDq and of `aqua-klt`.
 
 Latent channels come in the order of their eigenvalues, so a schedule is a list of runs: so many channels of so many
 bits. Channels of 0 bits are not stored, and their columns are not in the basis. Codes are packed along the tokens of a
@@ -9,7 +9,7 @@ Differs: ranges are calibrated, so that tokens of the decode phase are encoded t
 later tokens stay in 16 bit), or taken from each block of tokens.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -18,24 +18,28 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent, pack
+from kvq_runtime.ops.rotation import Rotation, rotate
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 CODEBOOKS = ("gaussian", "uniform", "block")
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(Quantizer):
     """Round latent channels of run i, `counts[i]` of them, to `bits[i]` bits.
 
     bits       of each run, falling, 0 to 8
     counts     channels of each run, all channels of a token in all; empty: runs of one length, or as `target` says
     target     bits per element that the fit finds `counts` for, by reverse water-filling on the eigenvalues; `bits`
-               are then k, k-1, ..., 0. Before the fit the recipe stands for channels as even as whole bits allow.
+               are then k, k-1, ..., 0. Before the fit, all channels have bits as equal as whole numbers allow.
                0: `bits` and `counts` are what they are
     codebook   "gaussian": Lloyd–Max with the channel's calibrated deviation · "uniform": rounding between calibrated
                ends · "block": rounding between the ends of each block of tokens, stored in float16
     """
 
     kind: ClassVar[str] = "mixed"
+    needs: ClassVar[frozenset[str]] = frozenset({"fit"})
+    takes_latents: ClassVar[bool] = True
     bits: tuple[int, ...] = (7, 6, 5, 4, 3, 2, 1, 0)
     counts: tuple[int, ...] = ()
     target: float = 0.0
@@ -84,10 +88,19 @@ class Mixed:
         """R: how many latent channels have any bits."""
         return sum(count for count, _ in self.runs(width))
 
-    def specs(self, width: int, geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The fitted tensors: names, shapes and dtypes."""
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """What scales the stored channels."""
         names = {"gaussian": ("deviation",), "uniform": ("low", "high"), "block": ()}[self.codebook]
-        return {name: ((self.stored(width),), torch.float32) for name in names}
+        return {name: ((self.stored(geometry.width),), torch.float32) for name in names}
+
+    def check(self, site: Site) -> None:
+        if site.scheme.axis != "token" or site.window.block % 8:
+            raise ValueError('mixed bits need axis "token" and a block of a multiple of 8 tokens')
+        super().check(site)
+
+    def check_prompt_fit(self) -> None:
+        if self.target:
+            raise ValueError(f"target={self.target} would differ by row; fitted to the prompt give counts")
 
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
         """Names, shapes and dtypes of what one block [rows, width] is stored as."""
@@ -97,10 +110,13 @@ class Mixed:
             fields |= {name: ((self.stored(width),), torch.float16) for name in ("low", "high")}
         return fields
 
-    def encode(self, z_NTR: Tensor, geometry: Geometry, tensors: Mapping[str, Tensor] | None = None):
-        """Encode [N, T, R]; `tensors` are those of `specs`."""
-        z_NRT, stored = z_NTR.mT, {}
-        ends = dict(tensors or {})
+    def encode(self, x_NTC: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
+        """Rotate rows of any float dtype to R latent channels, by a basis [C, R], and encode those channel by channel.
+
+        tensors   those of `specs`
+        """
+        z_NRT, stored = rotate(x_NTC, rotation).mT, {}
+        ends = dict(tensors)
         if self.codebook == "block":
             low, high = (end.half() for end in z_NRT.aminmax(dim=-1))
             stored = {"low": low, "high": high}
@@ -110,7 +126,9 @@ class Mixed:
             packed.append(pack.pack(self._codes(z_NRT[:, part], own, bits), bits).flatten(1))
         return {"codes": torch.cat(packed, 1)} | stored
 
-    def decode(self, fields: Mapping[str, Tensor], width: int, geometry: Geometry, tensors=None) -> Tensor:
+    def decode(
+        self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
+    ) -> Tensor:
         """Decode to bfloat16 [N, T, R]; blocks have a multiple of 8 tokens."""
         packed, runs = fields["codes"], self.runs(width)
         rows = 8 * packed.shape[1] // sum(count * bits for count, bits in runs)
@@ -123,28 +141,28 @@ class Mixed:
             start = stop
         return torch.cat(found, 1).mT
 
-    def decode_at(
+    def at(
         self,
-        fields: Mapping[str, Tensor],
+        fields: Fields,
         block_N: Tensor,
-        place_N: Tensor,
-        rows: int,
+        token_N: Tensor,
+        block: int,
         geometry: Geometry,
-        tensors=None,
+        tensors: Tensors = NOTHING,
     ) -> Tensor:
-        """Decode single tokens to bfloat16 [N, R]: the one in `place` of each of these blocks of `rows` tokens."""
+        """Decode single tokens to bfloat16 [N, R]; codes are stored by channel, so each is read alone."""
         packed, start, found = fields["codes"].flatten(), block_N[:, None] * fields["codes"].shape[1], []
         ends = dict(tensors or {}) or {name: fields[name][block_N].float() for name in ("low", "high")}
         runs = self.runs(geometry.width)
         for (count, _), (_, bits, own) in zip(runs, self._parts(geometry.width, ends), strict=True):
-            size = pack.packed_size(rows, bits)
+            size = pack.packed_size(block, bits)
             first = start + size * torch.arange(count, device=packed.device)
-            codes_NR = pack.pick(packed, first, place_N[:, None], bits, rows)
+            codes_NR = pack.pick(packed, first, token_N[:, None], bits, block)
             found.append(self._values(codes_NR[..., None], own, bits).bfloat16()[..., 0])
             start = start + count * size
         return torch.cat(found, 1)
 
-    def _parts(self, width: int, ends: Mapping[str, Tensor]) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
+    def _parts(self, width: int, ends: Tensors) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
         """The channels of each run, their bits, and what scales them."""
         start = 0
         for count, bits in self.runs(width):
@@ -152,19 +170,15 @@ class Mixed:
             yield part, bits, {name: end[..., part] for name, end in ends.items()}
             start += count
 
-    def _codes(self, z_NRT: Tensor, own: Mapping[str, Tensor], bits: int) -> Tensor:
+    def _codes(self, z_NRT: Tensor, own: Tensors, bits: int) -> Tensor:
         if self.codebook == "gaussian":
             return latent.encode_gaussian(z_NRT, own["deviation"], bits)
         return latent.encode_uniform(z_NRT, own["low"], own["high"], bits)
 
-    def _values(self, codes_NRT: Tensor, own: Mapping[str, Tensor], bits: int) -> Tensor:
+    def _values(self, codes_NRT: Tensor, own: Tensors, bits: int) -> Tensor:
         if self.codebook == "gaussian":
             return latent.decode_gaussian(codes_NRT, own["deviation"], bits)
         return latent.decode_uniform(codes_NRT, own["low"], own["high"], bits)
 
-    def order(self, width: int, geometry: Geometry) -> Tensor:
-        """Where each decoded element belongs: in the order of the basis."""
-        return torch.arange(self.stored(width))
-
-
-KINDS = (Mixed,)
+    def check_tokens(self, geometry: Geometry) -> None:
+        """Single tokens are decoded by `at`."""

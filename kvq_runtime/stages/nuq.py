@@ -1,4 +1,4 @@
-"""Quantize to a codebook fitted on the data itself, shared by all channels of a side: KVQuant's non-uniform `nuq`.
+"""Quantize to a codebook fitted on the data itself, shared by all channels of a scheme: KVQuant's non-uniform `nuq`.
 
     u = (x - middle) / half, so that what is not an outlier lies in [-1, 1];    x̂ = middle + half · point
 
@@ -9,7 +9,6 @@ Differs: k-means is not weighted by Fisher information, which needs a backward p
 are not shifted and stretched to keep the mean and deviation of what they encode (Q-Norm).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -18,11 +17,13 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
+from kvq_runtime.ops.rotation import Rotation, rotate
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 
 @dataclass(frozen=True)
-class Nuq:
-    """Encode to `bits` per element; meant to be followed by `correct: sparse`, which takes the outliers.
+class Nuq(Quantizer):
+    """Encode to `bits` per element; to be used with `correct: sparse`, which stores the outliers.
 
     bits      1 to 8
     scale     "channel": calibrated ends of every channel · "token": the ends of each token
@@ -30,6 +31,7 @@ class Nuq:
     """
 
     kind: ClassVar[str] = "nuq"
+    needs: ClassVar[frozenset[str]] = frozenset({"fit"})
     bits: int = 3
     scale: Literal["channel", "token"] = "token"
     covered: float = 0.99
@@ -42,11 +44,16 @@ class Nuq:
         if not 0.5 <= self.covered <= 1:
             raise ValueError(f"covered={self.covered}; use 0.5 to 1")
 
-    def specs(self, width: int, geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The fitted tensors: rising points in [-1, 1], and the ends of channels; names, shapes and dtypes."""
+    def check(self, site: Site) -> None:
+        if site.scheme.rotate:
+            raise ValueError("nuq takes channels as they are; use it without rotate")
+        super().check(site)
+
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """Rising points in [-1, 1], and the ends of channels."""
         found = {"points": ((2**self.bits,), torch.float32)}
         if self.scale == "channel":
-            found |= {name: ((width,), torch.float32) for name in ("middle", "half")}
+            found |= {name: ((geometry.width,), torch.float32) for name in ("middle", "half")}
         return found
 
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
@@ -55,9 +62,9 @@ class Nuq:
         ends = {name: ((rows,), torch.float16) for name in ("middle", "half")}
         return codes | (ends if self.scale == "token" else {})
 
-    def encode(self, x_NRW: Tensor, geometry: Geometry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Encode [N, R, W]; `tensors` are those of `specs`."""
-        stored = {}
+    def encode(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
+        """Rotate and encode rows [N, R, W] of any float dtype; `tensors` are those of `specs`."""
+        x_NRW, stored = rotate(x_NRW, rotation), {}
         if self.scale == "token":
             stored = {name: end.half() for name, end in zip(("middle", "half"), ends(x_NRW), strict=True)}
         points = tensors["points"]
@@ -65,16 +72,14 @@ class Nuq:
         codes = torch.bucketize(normalized(x_NRW, *_ends(stored or tensors, self.scale)), boundaries)
         return {"codes": pack.pack(codes, self.bits)} | stored
 
-    def decode(self, fields: Mapping[str, Tensor], width: int, geometry: Geometry, tensors: Mapping[str, Tensor]):
+    def decode(
+        self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
+    ) -> Tensor:
         """Decode to float32 [N, R, W]."""
         codes = pack.unpack(fields["codes"], self.bits, width)
         middle, half = _ends(fields if self.scale == "token" else tensors, self.scale)
         x = tensors["points"].index_select(0, codes.flatten().int()).view(codes.shape)
         return x.mul_(half).add_(middle)
-
-    def order(self, width: int, geometry: Geometry) -> Tensor:
-        """Where each decoded element belongs: rounding keeps the natural order."""
-        return torch.arange(width)
 
 
 def ends(x_NRW: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,9 +94,6 @@ def normalized(x: Tensor, middle: Tensor, half: Tensor) -> Tensor:
     return (x - middle) * inverse
 
 
-def _ends(given: Mapping[str, Tensor], scale: str) -> list[Tensor]:
+def _ends(given: Tensors, scale: str) -> list[Tensor]:
     found = [given[name].float() for name in ("middle", "half")]
     return [end[..., None] for end in found] if scale == "token" else found
-
-
-KINDS = (Nuq,)

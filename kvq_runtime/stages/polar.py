@@ -4,7 +4,7 @@ polar          from the exact density that angles have after a random rotation
 polar_fitted   from the calibration's own angles
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -13,18 +13,17 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack, polar
+from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
 from kvq_runtime.stages import groups
-
-Tensors = Mapping[str, Tensor]
-_NOTHING: Tensors = {}
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 # quantized radii: 2^(-code/16) of the vector's norm, so from 1 down to 2^-15.9, each to 2.2%
 RADII = 2.0 ** (-torch.arange(256, dtype=torch.float64) / 16)
 
 
 @dataclass(frozen=True)
-class Polar:
-    """Encode a vector as angles and radii; meant to follow a rotation of the whole vector.
+class Polar(Quantizer):
+    """Encode a vector as angles and radii; to be used after a rotation of the whole vector.
 
     bits     of the angles of level 1 (2 to 6), 2, 3, ... (1 to 4); the last is that of all further levels
     levels   of the transform; a radius is stored per 2^levels elements. 0: as many as the vector has, one radius each,
@@ -41,6 +40,7 @@ class Polar:
     """
 
     kind: ClassVar[str] = "polar"
+    kernel: ClassVar[str | None] = "polar"
     bits: tuple[int, ...] = (4, 2)
     levels: int = 4
     group: str | int = "head"
@@ -81,22 +81,26 @@ class Polar:
             return fields | {"radius": (radii, torch.float16)}
         return fields | {"radius": (radii, torch.uint8), "norm": ((rows, count), torch.float16)}
 
-    def encode(self, x_NRW: Tensor, geometry: Geometry, tensors: Tensors = _NOTHING) -> dict[str, Tensor]:
+    def encode(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
+        """Rotate and encode rows of any float dtype: the fields, [N, R, W/group, ...] each."""
         size, bits = self.sizes(x_NRW.shape[-1], geometry)
-        x = x_NRW.unflatten(-1, (-1, size))
-        codes, radii = self._encoded(x, bits, tensors)
-        packed, start = [], 0
-        for wide, counts in polar.runs(size, bits):
-            packed.append(pack.pack(torch.cat(codes[start : start + len(counts)], -1), wide))
-            start += len(counts)
-        fields = {"codes": torch.cat(packed, -1)}
+        x, boundaries = x_NRW.unflatten(-1, (-1, size)), self._boundaries(bits, tensors)
         if self.radius == "fp16":
-            return fields | {"radius": (radii / 2 ** (len(bits) / 2)).half()}
+            codes, radius = polar.encode(x, bits, rotation, boundaries)
+            return {"codes": codes, "radius": radius}
+        x = rotate(x, rotation)
+        codes, radii = polar.angles(x, bits, boundaries)
         norm = (torch.linalg.vector_norm(x, dim=-1) / size**0.5).half()
         ratio = radii / (norm.float() * size**0.5).where(norm > 0, 1.0)[..., None]
-        return fields | {"radius": _radius_code(ratio), "norm": norm}
+        return {"codes": polar.pack_levels(codes, bits), "radius": _radius_code(ratio), "norm": norm}
 
-    def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry, tensors: Tensors = _NOTHING) -> Tensor:
+    def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
+        """Whether a kernel rotates, rounds and packs rows of `width` in one launch; not with radii of 8 bits."""
+        return self.radius == "fp16" and in_tile(rotation, groups.size(self.group, width, geometry))
+
+    def decode(
+        self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
+    ) -> Tensor:
         size, bits = self.sizes(width, geometry)
         codes, start = [], 0
         for wide, counts in polar.runs(size, bits):
@@ -111,41 +115,45 @@ class Polar:
             radii = table[fields["radius"].int()] * (fields["norm"].float() * size**0.5)[..., None]
         return polar.decode(codes, radii, self.points_of(bits, tensors, radii.device)).flatten(-2)
 
-    def order(self, width: int, geometry: Geometry) -> Tensor:
-        """Where each decoded element belongs: neighbours stay neighbours."""
-        self.sizes(width, geometry)
-        return torch.arange(width)
+    def group_size(self, width: int, geometry: Geometry) -> int:
+        return self.sizes(width, geometry)[0]
 
-    def _encoded(self, x: Tensor, bits: tuple[int, ...], tensors: Tensors) -> tuple[list[Tensor], Tensor]:
-        return polar.encode(x, bits)
+    def _boundaries(self, bits: tuple[int, ...], tensors: Tensors) -> Sequence[Tensor] | None:
+        """Of the angles of each level, [2^bits - 1]; None: those of the exact density."""
+        return None
 
     def points_of(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:
-        """(cos, sin) that every code stands for, of every level, float32 [codes, 2]."""
+        """(cos, sin) that every code decodes to, of every level, float32 [codes, 2]."""
         return [polar.points_on(device, level, wide, self.points) for level, wide in enumerate(bits, start=1)]
 
 
 @dataclass(frozen=True)
 class PolarFitted(Polar):
-    """The same with a codebook for each level from the angles of the calibration: where no rotation comes first, angles
-    have no density that is known beforehand.
+    """The same with a codebook for each level from the angles of the calibration: without a rotation
+    the density of angles is not known beforehand.
 
-    A level has one codebook for all its angles, of all heads of a side.
+    A level has one codebook for all its angles, of all heads of a scheme.
 
     Source: Han et al., 2025 (PolarQuant), algorithm 1, line 3 and section 4.1 (offline 1-D k-means++).
     """
 
     kind: ClassVar[str] = "polar_fitted"
 
-    def specs(self, width: int, geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    needs = frozenset({"fit"})
+
+    def check_prompt_fit(self) -> None:
+        """A row's own tokens have angles."""
+
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The codebooks, level after level: boundaries inside the range, and what a code decodes to."""
-        counts = [2**wide for wide in self.sizes(width, geometry)[1]]
+        counts = [2**wide for wide in self.sizes(geometry.width, geometry)[1]]
         return {
             "boundaries": ((sum(counts) - len(counts),), torch.float32),
             "points": ((sum(counts), 2), torch.float32),
         }
 
-    def _encoded(self, x: Tensor, bits: tuple[int, ...], tensors: Tensors) -> tuple[list[Tensor], Tensor]:
-        return polar.encode_fitted(x, tensors["boundaries"].split([2**wide - 1 for wide in bits]))
+    def _boundaries(self, bits: tuple[int, ...], tensors: Tensors) -> Sequence[Tensor]:
+        return tensors["boundaries"].split([2**wide - 1 for wide in bits])
 
     def points_of(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:
         return list(tensors["points"].split([2**wide for wide in bits]))
@@ -155,6 +163,3 @@ def _radius_code(ratio: Tensor) -> Tensor:
     """The nearest of RADII, on the logarithmic scale."""
     between = (RADII * 2 ** (-1 / 32))[:-1].flip(0).to(ratio.device, torch.float32)
     return (255 - torch.bucketize(ratio, between)).to(torch.uint8)
-
-
-KINDS = (Polar, PolarFitted)

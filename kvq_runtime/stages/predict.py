@@ -1,7 +1,7 @@
 """Predict a layer's keys or values, so that only what could not be predicted is stored.
 
-Every predictor first removes the side's calibrated mean μ (for keys the mean before RoPE; after RoPE, position t has
-mean R_t μ). What a chain of layers hands upward is centred too, so a prediction is
+Every predictor first removes the scheme's calibrated mean μ (for keys the mean before RoPE; after RoPE, position t has
+mean R_t μ). Decoded tensors are passed from layer to layer centred, too, so a prediction is
 
     mean       x̂ = μ
     linear     x̂ = μ + z W + b                z = the inputs, side by side
@@ -22,25 +22,29 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvq_runtime.geometry import Role
 from kvq_runtime.ops import pack, rtn
+from kvq_runtime.stages.stage import Predictor, Specs, Tensors
 
-Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 GPTQ_BITS = 4
 GPTQ_GROUP = 64
 
 
 @dataclass(frozen=True)
-class Mean:
-    """Predict the calibrated mean: the cheapest AQUA-KV there is, and free at decode."""
+class Mean(Predictor):
+    """Predict the calibrated mean: the cheapest predictor, free at decode."""
 
     kind: ClassVar[str] = "mean"
+
+    def check_prompt_fit(self) -> None:
+        """Any tokens have a mean."""
 
     def specs(self, inputs: int, width: int) -> Specs:
         return {"mean": ((width,), torch.float32)}
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Predictor):
     """Predict linearly from decoded neighbours.
 
     below   which layers underneath are inputs: 1 is the next one down
@@ -51,6 +55,7 @@ class Linear:
     """
 
     kind: ClassVar[str] = "linear"
+    cross_layer: ClassVar[bool] = True
     below: tuple[int, ...] = (1,)
     keys: bool = True
     storage: Literal["bf16", "gptq4"] = "bf16"
@@ -81,11 +86,26 @@ class Linear:
             "low": (groups, torch.float16),
         }
 
-    def apply(self, z_NTI: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    def inputs(self, layer: int, role: Role) -> tuple[bool, tuple[int, ...]]:
+        below = tuple(depth for depth in self.below if depth <= layer)
+        return (role == "value" and self.keys and bool(below or not self.below)), below
+
+    @property
+    def fitted_on_exact(self) -> bool:
+        return self.fit == "clean"
+
+    def in_layer(self, layer: int, role: Role) -> Predictor:
+        keys, below = self.inputs(layer, role)
+        return self if keys or below else Mean()
+
+    def check_prompt_fit(self) -> None:
+        raise ValueError(f"{self.kind} needs calibration; fit a mean to the prompt, or nothing")
+
+    def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
         """The centred prediction, in the dtype of the inputs."""
         return _affine(z_NTI, self.weight(tensors, z_NTI.shape[-1]).to(z_NTI.dtype), tensors["bias"])
 
-    def weight(self, tensors: dict[str, Tensor], inputs: int) -> Tensor:
+    def weight(self, tensors: Tensors, inputs: int) -> Tensor:
         """W, [inputs, width], unpacked if it is stored in 4 bits."""
         if self.storage == "bf16":
             return tensors["weight"]
@@ -121,7 +141,7 @@ class LowRank(Linear):
             "up": ((rank, width), torch.bfloat16),
         }
 
-    def apply(self, z_NTI: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
         inner = z_NTI @ tensors["down"].to(z_NTI.dtype)
         return _affine(inner, tensors["up"].to(z_NTI.dtype), tensors["bias"])
 
@@ -152,7 +172,7 @@ class MLP(Linear):
             "out": ((2 * inputs, width), torch.bfloat16),
         }
 
-    def apply(self, z_NTI: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
         if self.norm == "layer":
             z_NTI = torch.nn.functional.layer_norm(z_NTI, z_NTI.shape[-1:])
         hidden = _affine(z_NTI, tensors["hidden"].to(z_NTI.dtype), tensors["hidden_bias"])
@@ -163,7 +183,3 @@ class MLP(Linear):
 def _affine(z_NTI: Tensor, weight_IO: Tensor, bias_O: Tensor) -> Tensor:
     flat = torch.addmm(bias_O.to(z_NTI.dtype), z_NTI.flatten(0, -2), weight_IO)
     return flat.view(*z_NTI.shape[:-1], flat.shape[-1])
-
-
-KINDS = (Mean, Linear, LowRank, MLP)
-Predict = Mean | Linear | LowRank | MLP

@@ -1,5 +1,6 @@
-"""Rotate a token's channels before they are rounded, so that every code meets the same, bell-shaped distribution."""
+"""Rotate a token's channels before rounding, so that every channel is close to Gaussian with the same variance."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,12 +8,30 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import hadamard, orthogonal
+from kvq_runtime.ops import rotation as rotations
+from kvq_runtime.ops.rotation import SignedHadamard, hadamard_matrix, random_matrix
 from kvq_runtime.stages import groups
+from kvq_runtime.stages.stage import Rotation, Site, Specs, Tensors
+
+
+class Fixed(Rotation):
+    """A rotation that is known without a fit: orthogonal, the same for all layers."""
+
+    @abstractmethod
+    def matrix(self, width: int, geometry: Geometry) -> Tensor:
+        """The orthogonal matrix of one group, float32 [size, size]."""
+
+    def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        matrix = self.matrix(width, geometry)
+        return matrix, matrix.mT
+
+    def check(self, site: Site) -> None:
+        if site.geometry is not None:
+            self.size(site.scheme.width(site.window.block, site.geometry), site.geometry)
 
 
 @dataclass(frozen=True)
-class Hadamard:
+class Hadamard(Fixed):
     """Rotate by a signed Hadamard matrix in groups.
 
     group   "all": all heads of a token together, in groups of the largest power of two (at most 1024) that divides
@@ -41,11 +60,15 @@ class Hadamard:
 
     def matrix(self, width: int, geometry: Geometry) -> Tensor:
         """The orthogonal matrix of one group, float32."""
-        return hadamard.matrix(self.size(width, geometry), self.seed)
+        return hadamard_matrix(self.size(width, geometry), self.seed)
+
+    def forward(self, width: int, geometry: Geometry) -> rotations.Rotation:
+        """What encoding rotates with."""
+        return SignedHadamard(self.size(width, geometry), self.seed)
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Fixed):
     """Rotate by one random orthogonal matrix, the same for all layers, keys and values: PolarQuant's and TurboQuant's.
 
     group   "head": every head, whatever its size; "all": as for Hadamard; or a size
@@ -68,14 +91,14 @@ class Random:
 
     def matrix(self, width: int, geometry: Geometry) -> Tensor:
         """The orthogonal matrix of one group, float32."""
-        return orthogonal.matrix(self.size(width, geometry), self.seed)
+        return random_matrix(self.size(width, geometry), self.seed)
 
 
 @dataclass(frozen=True)
-class Basis:
-    """Turn all heads of a token together into latent channels, by a fitted basis: z = x B, x̂ = ẑ Bᵀ.
+class Basis(Rotation):
+    """PCA basis of all heads of a token: latent channels z = x B, x̂ = ẑ Bᵀ.
 
-    B holds the eigenvectors of the calibrated second moment of what is left after the prediction, [C, R], in the order
+    B holds the eigenvectors of the calibrated second moment of the prediction's residual, [C, R], in the order
     of their eigenvalues; only the R channels that the quantizer stores are kept. `quantize: mixed` must follow.
 
     Source: Hong et al., 2025 (SVDq), theorem 4.1: the latent variances are the eigenvalues.
@@ -83,28 +106,46 @@ class Basis:
     """
 
     kind: ClassVar[str] = "basis"
+    latents: ClassVar[bool] = True
 
-    def specs(self, width: int, stored: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The fitted basis: name, shape and dtype."""
-        return {"basis": ((width, stored), torch.bfloat16)}
+    needs = frozenset({"fit"})
+
+    def size(self, width: int, geometry: Geometry) -> int:
+        return width
+
+    def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
+        return (tensors["basis"], tensors["basis"].mT) if tensors else None
+
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """The fitted basis."""
+        return {"basis": ((geometry.width, site.scheme.quantize.stored(geometry.width)), torch.bfloat16)}
+
+    def check_prompt_fit(self) -> None:
+        """A row's own tokens have a second moment."""
 
 
 @dataclass(frozen=True)
 class OutputBasis(Basis):
-    """Turn values into latent channels whose errors count as the output projection weighs them: z = x B, x̂ = ẑ Dᵀ.
+    """Basis of values whose latent errors are weighted by the output projection: z = x B, x̂ = ẑ Dᵀ.
 
     With the metric M = Σ WₒᵀWₒ, over the query heads that read a KV head, an error e of a value costs e M eᵀ in the
     layer's output. B = M^½ V and D = M^-½ V, V the eigenvectors of M^½ S M^½, so that the cost of an error of ẑ is its
-    square: bits are shared out by what the output sees. B is not orthogonal; both are stored, and billed.
+    square: bits are allocated by the error of the output. B is not orthogonal; both are stored, and counted in bits.
     """
 
     kind: ClassVar[str] = "output_basis"
 
-    def specs(self, width: int, stored: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The fitted basis B, and its dual D, DᵀB = 1: names, shapes and dtypes."""
-        shape = (width, stored)
-        return {"basis": (shape, torch.bfloat16), "dual": (shape, torch.bfloat16)}
+    def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
+        return (tensors["basis"], tensors["dual"].mT) if tensors else None
 
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """The fitted basis B, and its dual D, DᵀB = 1."""
+        basis = super().tensors(site, geometry)["basis"]
+        return {"basis": basis, "dual": basis}
 
-KINDS = (Hadamard, Random, Basis, OutputBasis)
-Rotate = Hadamard | Random | Basis
+    def check(self, site: Site) -> None:
+        if site.role == "key":
+            raise ValueError("an output basis weighs values; give keys a plain basis")
+
+    def check_prompt_fit(self) -> None:
+        raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")

@@ -1,6 +1,5 @@
 """Quantize by plain rounding between the ends of a group: KIVI's, Quanto's and QuaRot's quantizer."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar, Literal
@@ -10,19 +9,22 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import lookup, pack, rtn
+from kvq_runtime.ops.rotation import Rotation, in_tile
 from kvq_runtime.stages import groups
+from kvq_runtime.stages.stage import NOTHING, Fields, PackedCodes, Quantizer, Tensors
 
 
 @dataclass(frozen=True)
-class Rtn:
+class Rtn(Quantizer):
     """Round to `bits` in groups.
 
     bits    1, 2, 3, 4 or 8
-    group   channels per group where the side works per token, tokens where it works per channel; or "all", "head"
+    group   channels per group where the scheme works per token, tokens where it works per channel; or "all", "head"
     range   "minmax": step and low end per group; "absmax": symmetric, a step alone
     """
 
     kind: ClassVar[str] = "rtn"
+    kernel: ClassVar[str | None] = "uniform"
     bits: int = 2
     group: str | int = 64
     range: Literal["minmax", "absmax"] = "minmax"
@@ -43,13 +45,19 @@ class Rtn:
         }
         return fields | ({"low": fields["step"]} if self.range == "minmax" else {})
 
-    def encode(self, x_NRW: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+    def encode(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
+        """Rotate and encode rows of any float dtype: the fields, [N, R, W/group, ...] each."""
         x = x_NRW.unflatten(-1, (-1, groups.size(self.group, x_NRW.shape[-1], geometry)))
-        encoded = rtn.encode_minmax(x, self.bits) if self.range == "minmax" else rtn.encode_absmax(x, self.bits)
-        fields = dict(zip(("codes", "step", "low"), encoded, strict=False))
-        return fields | {"codes": pack.pack(fields["codes"], self.bits)}
+        encoded = rtn.encode(x, self.bits, self.range, rotation)
+        return dict(zip(("codes", "step", "low"), encoded, strict=False))
 
-    def decode(self, fields: dict[str, Tensor], width: int, geometry: Geometry, out: Tensor | None = None) -> Tensor:
+    def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
+        """Whether a kernel rotates, rounds and packs rows of `width` in one launch."""
+        return in_tile(rotation, groups.size(self.group, width, geometry))
+
+    def decode(
+        self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
+    ) -> Tensor:
         """Decode to float32 [..., rows, width], into `out` if it is given."""
         size = groups.size(self.group, width, geometry)
         codes = pack.unpack(fields["codes"], self.bits, size)
@@ -57,35 +65,36 @@ class Rtn:
         x = rtn.decode(codes, fields["step"], fields.get("low"), self.bits, room)
         return x.flatten(-2) if out is None else out
 
-    def reader(self, width: int, geometry: Geometry, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """What makes codes what a group's step multiplies: float32, a row's elements in the order of `values_order`."""
-        size, zero = groups.size(self.group, width, geometry), self._zero
-        if self._together(size) == 1:
-            return lambda codes: pack.unpack(codes, self.bits, size).float() - zero
-        return partial(lookup.take, _table(self.bits, zero, device), dtype=torch.float32)
+    def packed(self, width: int, geometry: Geometry, device: torch.device) -> PackedCodes:
+        """Codes less their zero, times the step, plus the low end; all codes of a byte at once where that is a word."""
+        size, zero = self.group_size(width, geometry), self._zero
+        order = _order(size, self._together(size))
 
-    def ends(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Step and low end of the groups; None where it is zero."""
-        return fields["step"], fields.get("low")
+        def ends(fields: Fields) -> tuple[Tensor, Tensor | None]:
+            return fields["step"], fields.get("low")
+
+        if self._together(size) == 1:
+            return PackedCodes(size, lambda codes: pack.unpack(codes, self.bits, size).float() - zero, ends, order)
+        read = partial(lookup.take, _table(self.bits, zero, device), dtype=torch.float32)
+        return PackedCodes(size, read, ends, order)
+
+    def group_size(self, width: int, geometry: Geometry) -> int:
+        return groups.size(self.group, width, geometry)
 
     @property
     def _zero(self) -> float:
-        """The code, or the place between two, that stands for the low end, or for 0."""
+        """The code, possibly between two, that decodes to the low end, or to 0."""
         return 0 if self.range == "minmax" else (2**self.bits - 1) / 2
-
-    def values_order(self, width: int, geometry: Geometry) -> Tensor:
-        """The natural place, inside its group, of each element that `reader` gives."""
-        size = groups.size(self.group, width, geometry)
-        return torch.arange(size).view(self._together(size), -1).mT.flatten()
 
     def _together(self, size: int) -> int:
         """How many codes one lookup gives: all of a byte, where they fill it and are a word together."""
         return 8 // self.bits if self.bits in (2, 4) and size % (8 // self.bits) == 0 else 1
 
-    def order(self, width: int, geometry: Geometry) -> Tensor:
-        """Where each decoded element belongs: rounding keeps the natural order."""
-        groups.size(self.group, width, geometry)
-        return torch.arange(width)
+
+@lru_cache(maxsize=64)
+def _order(size: int, together: int) -> Tensor:
+    """The natural place, inside its group, of each element that is read `together` at a time."""
+    return torch.arange(size).view(together, -1).mT.flatten()
 
 
 @lru_cache(maxsize=8)
@@ -94,6 +103,3 @@ def _table(bits: int, zero: float, device: torch.device) -> Tensor:
     byte = torch.arange(256, device=device)
     codes = torch.stack([(byte >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], 1)
     return lookup.table(codes.float() - zero)
-
-
-KINDS = (Rtn,)

@@ -5,15 +5,14 @@ farthest from its median are first replaced by the median, so that a quantizer t
 rounding, the elements with the largest error, which are those, are stored as (place, value).
 
 The number of entries is fixed, so that all blocks have the same shapes, and every entry is used: where a group has no
-outlier its worst-rounded elements are stored, which never does harm. Filled slots, the copies of a real token where a
-row's padding or exact sinks lie, take entries as that token does.
+outlier the elements with the largest error are stored, which never increases the error. Copies of a real token, in the
+slots of padding or exact sinks, take entries as that token does.
 
 Source: Hooper et al., 2024 (KVQuant), section 3.4 (per-vector dense-and-sparse quantization).
 Differs: KVQuant stores as many outliers as exceed thresholds, in compressed rows; its option to cap them is the rule
 here. A place has as many bits as its group needs. Values are bfloat16, which holds any outlier that a model's does.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -22,12 +21,13 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
+from kvq_runtime.stages.stage import Correction, Fields, Specs, Tensors
 
 GROUPS = ("token", "channel", "block")
 
 
 @dataclass(frozen=True)
-class Sparse:
+class Sparse(Correction):
     """Store a share of every group's elements in bfloat16, at least one.
 
     share   of the elements
@@ -45,11 +45,10 @@ class Sparse:
         if self.group not in GROUPS:
             raise ValueError(f"group={self.group!r}; use one of {GROUPS}")
 
-    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Nothing is fitted."""
-        return {}
+    def memory_kind(self, field: str) -> str:
+        return "outliers"
 
-    def fields(self, block: int, geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def fields(self, block: int, geometry: Geometry) -> Specs:
         """What a block holds beside the quantizer's fields."""
         width = geometry.width
         shapes = {"token": (block, width), "channel": (width, block), "block": (1, block * width)}
@@ -61,7 +60,7 @@ class Sparse:
         }
 
     def rest(self, x_NTC: Tensor) -> Tensor:
-        """What the quantizer is to round: outliers are replaced by the median of their group."""
+        """The quantizer's input: outliers are replaced by the median of their group."""
         if self.group == "block":
             return x_NTC
         x_NGK = self._grouped(x_NTC)
@@ -69,18 +68,16 @@ class Sparse:
         place = (x_NGK - median).abs_().topk(self._count(x_NGK.shape[-1]), -1).indices
         return self._ungrouped(x_NGK.scatter(-1, place, median.expand(place.shape)), x_NTC)
 
-    def encode(
-        self, x_NTC: Tensor, rounded_NTC: Tensor, geometry: Geometry, tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Choose the elements of blocks by what `rounded` leaves of `x`."""
+    def encode(self, x_NTC: Tensor, rounded_NTC: Tensor, geometry: Geometry, tensors: Tensors) -> dict[str, Tensor]:
+        """Choose the elements of blocks by the error x - `rounded`."""
         error_NGK = self._grouped((x_NTC - rounded_NTC.float()).abs_())
         size = error_NGK.shape[-1]
         place = error_NGK.topk(self._count(size), -1).indices.sort(-1).values
         value = self._grouped(x_NTC).gather(-1, place).to(torch.bfloat16)
         return {"sparse_place": pack.pack_places(place.flatten(1), _bits(size)), "sparse_value": value.flatten(1)}
 
-    def apply(self, rounded_NTC: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """Put the exact elements in place of what the quantizer made of them, in the same tensor if it can be."""
+    def apply(self, rounded_NTC: Tensor, fields: Fields) -> Tensor:
+        """Replace the outliers by their exact values, in the same tensor if possible."""
         x_NGK = self._grouped(rounded_NTC)
         shape = (*x_NGK.shape[:2], self._count(x_NGK.shape[-1]))
         place = pack.unpack_places(fields["sparse_place"], _bits(x_NGK.shape[-1]), shape[1] * shape[2])
@@ -103,6 +100,3 @@ class Sparse:
 def _bits(size: int) -> int:
     """Bits of a place in a group of `size` elements."""
     return max(1, (size - 1).bit_length())
-
-
-KINDS = (Sparse,)

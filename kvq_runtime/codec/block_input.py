@@ -1,0 +1,55 @@
+"""Prepare tokens for a codec: fill the slots that hold no token of their own, and bring keys to the recipe's position.
+
+A slot of an exact sink holds a copy of the first token after the sinks, one of padding zeros, so that the scales of a
+block are those of tokens that are really encoded. Cache, calibration and error measurement all prepare tokens here.
+
+S = slots that are filled.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from kvq_runtime.ops import rope
+
+Pair = tuple[Tensor, Tensor]
+
+
+def block_input(
+    x_NTC: Tensor,
+    source_NS: Tensor | None,
+    tables: Pair | None = None,
+    turn: Literal["apply", "undo"] | None = None,
+    kv_heads: int = 1,
+) -> tuple[Tensor, Pair | None]:
+    """The tokens [N, S, C] as a codec encodes them, and their cos and sin, [N, S, K] each, if there are any.
+
+    source   the token that each slot holds, an index into T, the same for all rows if its first dimension is 1;
+             -1: none, so zeros, at position 0. None: every slot holds its own
+    tables   cos and sin of the T tokens, [N or 1, T, K] each
+    turn     "apply": x are keys before RoPE, wanted after it · "undo": the other way, in float32 · None: as they are
+    """
+    if source_NS is not None:
+        source_NS = source_NS.to(x_NTC.device)
+        x_NTC = _filled(x_NTC, source_NS, 0.0)
+    if tables is None:
+        return x_NTC, None
+    if source_NS is not None:
+        tables = (_filled(tables[0], source_NS, 1.0), _filled(tables[1], source_NS, 0.0))
+    if turn is not None:
+        rotate = rope.rotate if turn == "apply" else rope.unrotate
+        x_NTC = rotate(x_NTC.unflatten(-1, (kv_heads, -1)), *tables).flatten(-2)
+    cos, sin = (table.expand(len(x_NTC), -1, -1) for table in tables)
+    return x_NTC, (cos, sin)
+
+
+def _filled(x_NTC: Tensor, source_NS: Tensor, empty: float) -> Tensor:
+    """The rows of `x` that `source` names; `empty` for -1."""
+    index_NS = source_NS.clamp(min=0)
+    if len(source_NS) == 1:
+        taken = x_NTC.index_select(1, index_NS[0])
+    else:
+        rows = max(len(x_NTC), len(source_NS))
+        index = index_NS[..., None].expand(rows, -1, x_NTC.shape[-1])
+        taken = x_NTC.expand(rows, -1, -1).gather(1, index)
+    return taken.where((source_NS >= 0)[..., None], empty)

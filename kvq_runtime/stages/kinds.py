@@ -1,0 +1,88 @@
+"""Find every kind of stage by its name, and turn a stage into JSON and back.
+
+A stage is found because its class stands in a file of this folder: nothing is registered, and a name in a JSON file
+never causes an import.
+"""
+
+import dataclasses
+import json
+import pkgutil
+import types
+from collections.abc import Mapping, Set
+from functools import cache
+from importlib import import_module
+from inspect import isabstract
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from kvq_runtime import stages
+from kvq_runtime.stages.stage import SLOTS, Stage
+
+LATER = ("feedback", "correct")  # slots younger than the file format: without one, a scheme does not name it
+
+
+@cache
+def kinds() -> dict[str, dict[str, type]]:
+    """The classes of all stages: slot → kind → class, in alphabetical order of files."""
+    modules = [import_module(f"{stages.__name__}.{m.name}") for m in pkgutil.iter_modules(stages.__path__)]
+    classes: dict[str, dict[str, type]] = {slot: {} for slot in SLOTS}
+    for module in modules:
+        for cls in vars(module).values():
+            if isinstance(cls, type) and cls.__module__ == module.__name__ and _is_kind(cls):
+                classes[cls.slot][cls.kind] = cls
+    return classes
+
+
+def _is_kind(cls: type) -> bool:
+    return issubclass(cls, Stage) and not isabstract(cls) and "kind" in vars(cls)
+
+
+def stage_json(stage: Any) -> dict:
+    """A stage as JSON: its kind and its settings."""
+    return {"kind": stage.kind} | json.loads(json.dumps(dataclasses.asdict(stage)))
+
+
+def stage_from(name: str, stated: Any, known: Mapping[str, type]) -> Any:
+    """Read a stage, or None; a kind that is none of `known`, and other settings than it has, are a ValueError."""
+    if stated is None:
+        return None
+    if not isinstance(stated, dict) or not isinstance(stated.get("kind"), str) or stated["kind"] not in known:
+        raise ValueError(f"{name}={stated!r:.200}; use an object with a kind of {sorted(known)}")
+    cls: Any = known[stated["kind"]]
+    settings = {key: value for key, value in stated.items() if key != "kind"}
+    allowed = setting_types(cls)
+    check_keys(settings, set(allowed), f"{name} {cls.kind}", optional=set(allowed))
+    for key, value in settings.items():
+        if not fits_type(value, allowed[key]):
+            default = next(field.default for field in dataclasses.fields(cls) if field.name == key)
+            raise ValueError(f"{name} {cls.kind}: {key}={value!r:.200}; expected a value like {default!r}")
+    return cls(**settings)
+
+
+@cache
+def setting_types(cls: type) -> dict[str, Any]:
+    """The settings of a stage and their annotated types."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def fits_type(value: Any, expected: Any) -> bool:
+    """Whether a JSON value may be a setting of this type; a list stands for a tuple, of at most 8 items."""
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin in (Union, types.UnionType):
+        return any(fits_type(value, part) for part in arguments)
+    if origin is tuple:
+        return isinstance(value, list) and len(value) <= 8 and all(fits_type(item, arguments[0]) for item in value)
+    if origin is Literal:
+        return any(isinstance(value, type(option)) and not isinstance(value, bool) for option in arguments)
+    if expected is bool or isinstance(value, bool):
+        return expected is bool and isinstance(value, bool)
+    return isinstance(value, (int, float) if expected is float else expected)
+
+
+def check_keys(stated: Any, names: Set[str], what: str, optional: Set[str] = frozenset()) -> None:
+    """Raise a ValueError unless this is an object with these names, the optional ones perhaps."""
+    if not isinstance(stated, dict):
+        raise ValueError(f"{what}: expected an object, got {stated!r:.200}")
+    unknown, missing = set(stated) - names, names - set(stated) - optional
+    if unknown or missing:
+        raise ValueError(f"{what}: unknown keys {sorted(unknown)}, missing keys {sorted(missing)}")

@@ -1,0 +1,404 @@
+"""The contract of a stage: the questions every part of a quantizer answers, so that callers need not know its class.
+
+    predict → rotate → feedback, quantize → correct        a Scheme: how the keys, or the values, of a layer are stored
+
+A stage is a frozen dataclass of settings that JSON can hold, with a `kind` that names it there. What is fitted for it
+are tensors, named and shaped by `tensors`; they come as arguments. Five base classes say what each part does; a new
+stage is a class in a file of this folder, and is found there by its kind (`kinds.py`).
+
+Shapes: N blocks · R rows of a block, W elements of a row: a row is a token, W = C, where a scheme works per token, and
+a channel, W = the tokens of a block, where it works per channel · V decoded elements of a row, in stored order.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry, Role, Window
+from kvq_runtime.ops import rotation as rotations
+
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name → shape and dtype
+Tensors = Mapping[str, Tensor]
+Fields = Mapping[str, Tensor]
+NOTHING: Tensors = MappingProxyType({})
+Q = TypeVar("Q", bound="Stage")
+
+
+class Stage(ABC):
+    """One part of a quantizer.
+
+    kind    its name in JSON, unique among the stages of its slot
+    slot    the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
+    needs   what it has to be given: "fit", tensors fitted to a model's keys or values; "queries", to its queries
+    """
+
+    kind: ClassVar[str]
+    slot: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """What a fit gives it at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
+        return {}
+
+    def check(self, site: Site) -> None:  # noqa: B027
+        """Raise a ValueError, a sentence, if it cannot be used there; its own settings are checked when it is made."""
+
+    def check_prompt_fit(self) -> None:
+        """Raise a ValueError unless the tokens of one row are enough to fit the stage to."""
+        if "fit" in self.needs:
+            raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")
+
+
+class Predictor(Stage):
+    """What is subtracted from keys or values before they are rotated and rounded: a mean at least.
+
+    cross_layer   whether it reads other decoded tensors, so that layers are encoded and decoded in order
+    """
+
+    slot = "predict"
+    needs = frozenset({"fit"})
+    cross_layer: ClassVar[bool] = False
+
+    @property
+    def fitted_on_exact(self) -> bool:
+        """Whether it is fitted to exact inputs rather than to decoded ones, as inference will have them."""
+        return False
+
+    def inputs(self, layer: int, role: Role) -> tuple[bool, tuple[int, ...]]:
+        """What it reads in this layer: (this layer's decoded keys?, the depths of the layers below)."""
+        return False, ()
+
+    def in_layer(self, layer: int, role: Role) -> Predictor:
+        """The predictor of this layer: itself, or a simpler one where there is nothing to read."""
+        return self
+
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """The mean, and what the prediction is computed with."""
+        keys, below = self.inputs(site.layer, site.role)
+        return self.specs(geometry.width * (keys + len(below)), geometry.width)
+
+    @abstractmethod
+    def specs(self, inputs: int, width: int) -> Specs:
+        """The same for so many input channels and channels of a token."""
+
+    def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor | None:
+        """The centred prediction [N, T, C] from inputs side by side, in their dtype; None: only a mean is removed."""
+        return None
+
+
+class Rotation(Stage):
+    """A change of basis before rounding: x → x @ forward, and back after decoding.
+
+    latents   whether it gives latent channels, in the order of what they carry, for a quantizer that takes those
+    """
+
+    slot = "rotate"
+    latents: ClassVar[bool] = False
+
+    @abstractmethod
+    def size(self, width: int, geometry: Geometry) -> int:
+        """How many elements of a row are rotated together. ValueError: rows of this width cannot be."""
+
+    @abstractmethod
+    def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
+        """(forward [size, V], back [V, size]); None as long as the tensors of a fitted one are not there."""
+
+    def forward(self, width: int, geometry: Geometry) -> rotations.Rotation:
+        """What encoding rotates with, of one that is not fitted: its matrix, or what is faster than one."""
+        pair = self.pair(width, geometry, NOTHING)
+        return None if pair is None else pair[0]
+
+
+class PackedCodes(NamedTuple):
+    """How a quantizer's codes are attended to without decoding: x = scale_g · y + low_g for the elements of group g.
+
+    group   elements of a group
+    read    packed codes → y, float32, the elements of each row in `order`
+    ends    fields → (scale [..., groups], low [..., groups] or None for 0)
+    order   the natural place, inside a run that repeats, of each element that `read` gives; None: stored order
+    """
+
+    group: int
+    read: Callable[[Tensor], Tensor]
+    ends: Callable[[Fields], tuple[Tensor, Tensor | None]]
+    order: Tensor | None = None
+
+
+class Quantizer(Stage):
+    """The rounding: rows of a block in, packed fields out.
+
+    keeps_dtype     whether it stores its input as it is, in the model's dtype
+    takes_latents   whether it rounds latent channels, so that a rotation that gives them must come first
+    scaled_lookup   whether `lookup` gives elements without their group's scale
+    kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
+    """
+
+    slot = "quantize"
+    keeps_dtype: ClassVar[bool] = False
+    takes_latents: ClassVar[bool] = False
+    scaled_lookup: ClassVar[bool] = False
+    kernel: ClassVar[str | None] = None
+
+    def check(self, site: Site) -> None:
+        rotate = site.scheme.rotate
+        if self.takes_latents != (rotate is not None and rotate.latents):
+            raise ValueError("a basis and mixed bits belong together; give both, or neither")
+        if "fit" in self.needs and site.scheme.axis != "token":
+            raise ValueError(f'{self.kind} is fitted to tokens; use axis "token"')
+        if site.geometry is not None:
+            site.scheme.fields(site.window.block, site.geometry)
+
+    @abstractmethod
+    def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
+        """What one block [rows, width] is stored as; `dtype` is the model's. Bits billed are the bytes of these.
+
+        ValueError: rows of this width cannot be encoded."""
+
+    @abstractmethod
+    def encode(
+        self, x_NRW: Tensor, rotation: rotations.Rotation, tensors: Tensors, geometry: Geometry
+    ) -> dict[str, Tensor]:
+        """Rotate and encode rows of any float dtype: the fields, [N, ...] each; where `one_launch`, in one kernel.
+
+        rotation   None, a signed Hadamard, or a matrix: see `ops/rotation.py`
+        """
+
+    def one_launch(self, rotation: rotations.Rotation, width: int, geometry: Geometry) -> bool:
+        """Whether a kernel rotates, rounds and packs rows of `width` in one launch, each as it would alone."""
+        return False
+
+    @abstractmethod
+    def decode(
+        self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
+    ) -> Tensor:
+        """Decode fields [N, ...] to [N, R, V], float32 or bfloat16, in stored order (see `order`).
+
+        out   a float32 [N, R, W] that may be decoded into; what is returned counts
+        """
+
+    def order(self, width: int, geometry: Geometry) -> Tensor:
+        """order[j] is the natural place in a row of the j-th decoded element, int64 [V]."""
+        return torch.arange(self.stored(width))
+
+    def stored(self, width: int) -> int:
+        """V: how many elements of a row are stored."""
+        return width
+
+    def group_size(self, width: int, geometry: Geometry) -> int | None:
+        """Elements of a row that are rounded together, with one scale; None: it has no groups."""
+        return None
+
+    def memory_kind(self, field: str) -> str:
+        """What a field is counted as in a memory report: "codes" or "scales"."""
+        return "codes" if field in ("codes", "x") else "scales"
+
+    def lookup(self, fields: Fields, width: int, geometry: Geometry) -> Tensor:
+        """Elements [N, R, V], bfloat16, without the scale of their group, the field `scale`: of a `scaled_lookup`.
+
+        A codec multiplies with the scale after the rotation back, where the rotation stays inside groups.
+        """
+        raise NotImplementedError(f"{self.kind} has no scale apart from its codes")
+
+    def packed(self, width: int, geometry: Geometry, device: torch.device) -> PackedCodes | None:
+        """How its codes are attended to without decoding, by the torch path; None: blocks are decoded first."""
+        return None
+
+    def at(
+        self,
+        fields: Fields,
+        block_N: Tensor,
+        token_N: Tensor,
+        block: int,
+        geometry: Geometry,
+        tensors: Tensors = NOTHING,
+    ) -> Tensor:
+        """Decode single tokens, one in each of these blocks of a scheme per token: [N, V], as `decode`.
+
+        fields   [blocks, ...] each          block   tokens of a block
+        Needs fields whose first dimension is the token, or a method of its own: see `check_tokens`.
+        """
+        tokens = {name: field[block_N, token_N][None] for name, field in fields.items()}
+        return self.decode(tokens, geometry.width, geometry, tensors)[0]
+
+    def check_tokens(self, geometry: Geometry) -> None:
+        """Raise a ValueError if single tokens cannot be decoded by `at`."""
+        few, more = (self.fields(rows, geometry.width, geometry, torch.bfloat16) for rows in (64, 128))
+        whole = sorted(name for name in few if few[name][0] != (64, *more[name][0][1:]) or more[name][0][0] != 128)
+        if whole:
+            raise ValueError(
+                f"{self.kind} stores {', '.join(whole)} for a whole block, so single tokens cannot be decoded; use a "
+                "quantizer whose fields all begin with the token, or read all tokens"
+            )
+
+
+class Feedback(Stage):
+    """What the rounding error of channels that were rounded before moves in those that follow; of keys alone.
+
+    queries   which queries it is fitted to: "after" RoPE, "before" it, or "averaged" over distances
+    """
+
+    slot = "feedback"
+    needs = frozenset({"fit", "queries"})
+    queries: Any
+
+    @abstractmethod
+    def turn(self, axis: Literal["token", "channel"], rotate: Rotation | None, geometry: Geometry) -> Tensor | None:
+        """The rotation [D, D] of a head's channels between keys and rounding; None: there is none."""
+
+    @abstractmethod
+    def apply(
+        self,
+        x_NRW: Tensor,
+        axis: Literal["token", "channel"],
+        geometry: Geometry,
+        tensors: Tensors,
+        rounded: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """What to round in place of x; `rounded` encodes and decodes rows."""
+
+
+class Correction(Stage):
+    """What is stored beside the rounding, to reduce its error: outliers, low-rank factors, escaped tokens."""
+
+    slot = "correct"
+
+    @abstractmethod
+    def fields(self, block: int, geometry: Geometry) -> Specs:
+        """What a block holds beside the quantizer's fields."""
+
+    def rest(self, x_NTC: Tensor) -> Tensor:
+        """What the quantizer is to round."""
+        return x_NTC
+
+    @abstractmethod
+    def encode(self, x_NTC: Tensor, rounded_NTC: Tensor, geometry: Geometry, tensors: Tensors) -> dict[str, Tensor]:
+        """Its fields, [N, ...] each, for blocks x that the quantizer encodes and decodes to `rounded`, which may be
+        overwritten."""
+
+    @abstractmethod
+    def apply(self, rounded_NTC: Tensor, fields: Fields) -> Tensor:
+        """Correct decoded blocks, in the same tensor if it can be."""
+
+    def memory_kind(self, field: str) -> str:
+        """What a field is counted as in a memory report."""
+        return "scales"
+
+    def count(self, fields: Fields) -> tuple[int, int]:
+        """(tokens that it stores, tokens that asked for it) in these blocks; (0, 0) if it does not choose tokens."""
+        return 0, 0
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the keys, or the values, of a layer are stored.
+
+    quantize  the rounding
+    predict   what is subtracted first, or None
+    rotate    the rotation of what is left, or None
+    feedback  what the error of channels rounded before moves in those after, or None; of keys
+    correct   what is stored beside the rounding to reduce its error, or None
+    axis      "token": groups are channels of one token; "channel": groups are tokens of one channel, inside a block
+    """
+
+    quantize: Any
+    predict: Any = None
+    rotate: Any = None
+    feedback: Any = None
+    correct: Any = None
+    axis: Literal["token", "channel"] = "token"
+
+    @property
+    def stages(self) -> Iterator[tuple[str, Stage]]:
+        """(slot, stage) of those it has, in the order in which they are fitted and encode."""
+        for slot in SLOTS:
+            if getattr(self, slot) is not None:
+                yield slot, getattr(self, slot)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its stages need: see `Stage`."""
+        return frozenset().union(*(stage.needs for _, stage in self.stages))
+
+    @property
+    def fitted(self) -> bool:
+        """Whether any stage has tensors of a fit."""
+        return "fit" in self.needs
+
+    @property
+    def cross_layer(self) -> bool:
+        """Whether it is predicted from other decoded tensors."""
+        return self.predict is not None and self.predict.cross_layer
+
+    def inputs(self, layer: int, role: Role) -> tuple[bool, tuple[int, ...]]:
+        """What the prediction of this layer reads: (this layer's decoded keys?, which layers below)."""
+        return (False, ()) if self.predict is None else self.predict.inputs(layer, role)
+
+    def predictor(self, layer: int, role: Role) -> Predictor | None:
+        """The predictor of this layer: with nothing underneath to predict from, the mean."""
+        return None if self.predict is None else self.predict.in_layer(layer, role)
+
+    def width(self, block: int, geometry: Geometry) -> int:
+        """W: elements of a row that is rounded."""
+        return geometry.width if self.axis == "token" else block
+
+    def fields(self, block: int, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> Specs:
+        """Names, shapes and dtypes of one encoded block of so many tokens; `dtype` is the model's."""
+        rows, width = (block, geometry.width) if self.axis == "token" else (geometry.width, block)
+        stored = self.quantize.fields(rows, width, geometry, dtype)
+        return stored if self.correct is None else stored | self.correct.fields(block, geometry)
+
+    def memory_kinds(self, block: int, geometry: Geometry) -> dict[str, str]:
+        """What each field of an encoded block is counted as in a memory report."""
+        rows, width = (block, geometry.width) if self.axis == "token" else (geometry.width, block)
+        rounded = self.quantize.fields(rows, width, geometry, torch.bfloat16)
+        kinds = {name: self.quantize.memory_kind(name) for name in rounded}
+        if self.correct is not None:
+            kinds |= {name: self.correct.memory_kind(name) for name in self.correct.fields(block, geometry)}
+        return kinds
+
+    def bits(self, block: int, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
+        """What a stored element costs, in bits: codes and everything stored beside them, without fitted tensors."""
+        fields = self.fields(block, geometry, dtype).values()
+        return 8 * sum(math.prod(shape) * kind.itemsize for shape, kind in fields) / (block * geometry.width)
+
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """What a fit gives all its stages: {"predict.weight": (shape, dtype), ...}."""
+        stages = dict(self.stages)
+        if self.predict is not None:
+            stages["predict"] = self.predict.in_layer(site.layer, site.role)
+        return {
+            f"{slot}.{name}": spec
+            for slot, stage in stages.items()
+            for name, spec in stage.tensors(site, geometry).items()
+        }
+
+
+SLOTS = ("predict", "rotate", "quantize", "feedback", "correct")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a stage is used.
+
+    scheme     the Scheme that it is part of
+    role       "key" or "value"
+    layer      the layer; 0 before the model is known
+    position   "pre": keys are encoded as they are before RoPE · "post": as the model caches them
+    window     of the recipe
+    geometry   of the model, once it is known
+    """
+
+    scheme: Scheme
+    role: Role
+    layer: int
+    position: Literal["pre", "post"]
+    window: Window
+    geometry: Geometry | None = None
