@@ -1,44 +1,47 @@
 """Hold a model's compressed cache: exact sinks, encoded blocks, an exact window, in every layer.
 
 Layers are updated in order, once per forward pass: `update` hands out all keys and values, history decoded (see
-`history.py`); or `take` only takes the new ones in, `attend` answers queries from what is held, and `finish` encodes
-what is due (see `flush.py`). A recipe that selects tokens by their attention is served by the second road alone, and
-encodes at the end of a forward pass (see `hitters.py`); one that is fitted online waits for its tokens first (see
-`online.py`).
+`store/decode.py`); or `take` only takes the new ones in, `attend` answers queries from what is held, and `finish`
+encodes what is due (see `store/encode.py`). A forward pass is a `Step`: if it fails, or stops midway, it is undone as
+if it had never been. What a recipe chooses among tokens is up to its policies (`policies/policy.py`).
 
 Knows nothing of transformers: see `hf/`. Tensors are [B, T, C], all heads side by side.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from kvq_runtime import codec as codecs
-from kvq_runtime import sinks
-from kvq_runtime.attention import shadow
-from kvq_runtime.attention.attend import Observer, attend
 from kvq_runtime.attention.fused import Fused, refusal
-from kvq_runtime.attention.votes import Votes
-from kvq_runtime.flush import flush, refuse_nan
+from kvq_runtime.attention.long_query import LongQuery
+from kvq_runtime.attention.path import Path
+from kvq_runtime.attention.reference import Reference
+from kvq_runtime.codec import codec as codecs
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.history import History, Pair
-from kvq_runtime.hitters import Hitters, decide
-from kvq_runtime.memory import MemoryReport
-from kvq_runtime.online import Online
-from kvq_runtime.outliers import Outliers
+from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.recipe import OURS, Recipe
-from kvq_runtime.stages.select import Chunks, Heavy
-from kvq_runtime.stream import Stream
-from kvq_runtime.timeline import Timeline
+from kvq_runtime.recipes import higgs
+from kvq_runtime.store.break_even import smaller_from
+from kvq_runtime.store.decode import Decoder, Pair
+from kvq_runtime.store.encode import Encoder
+from kvq_runtime.store.layer import LayerStore, Slab
+from kvq_runtime.store.memory import MemoryReport, asymptotic_bits, shared_bytes
+from kvq_runtime.store.positions import Positions
+from kvq_runtime.store.step import Step
+from kvq_runtime.store.storage import storage_bytes
 
 
 class BlockCache:
     """The compressed cache of `geometry` under `recipe`, with an artifact's tensors where the recipe is fitted.
 
     held         the layers it holds, if not all
-    max_tokens   what the tables of a GPU are made for, see fused.py
+    max_tokens   what the tables of a GPU are made for, see attention/fused.py
+    layers       the stores of the layers that have taken in tokens
+    positions    what is announced and known of its tokens
+    policies     those of the recipe, at work in this cache
     reencoded    counts tokens that were decoded and will be encoded again: only a crop below the window does that
 
     An error undoes the forward pass it comes from; nothing else changes.
@@ -60,34 +63,28 @@ class BlockCache:
             )
         self.geometry = geometry
         self.held = frozenset(range(geometry.layers) if held is None else held)
-        self._last = max(self.held)
         self.codecs = codecs.build(recipe, geometry, tensors or {})
-        self._needs, self._max_tokens = recipe.needs, max_tokens
+        self._last, self._max_tokens = max(self.held), max_tokens
         self.reset()
 
     def reset(self) -> None:
         """Forget every token."""
-        self.timeline = Timeline()
-        self.history = History(self.recipe, self.geometry, self.codecs, self.timeline)
-        self.layers = self.history.layers
-        self.fused = Fused(self.recipe, self.geometry, self.timeline, self._max_tokens)
-        window = self.recipe.window
-        self.votes = None if window is None else Votes(window, self.history, len(self.held))
-        self.hitters = self._hitters()
-        self.online = None if self.recipe.online is None else Online(self.recipe.online, self.history)
+        recipe, geometry = self.recipe, self.geometry
+        self.positions = Positions()
+        self.decoder = Decoder(recipe, geometry, self.codecs, self.positions)
+        self.layers = self.decoder.stores
+        self.encoder = Encoder(recipe, self.positions, self.decoder, self._extra_fields)
+        self.fused = Fused(recipe, geometry, self.positions, self._max_tokens)
+        parts = CacheParts(
+            recipe, geometry, sorted(self.held), self.layers, self.codecs, self.positions, self.decoder, self.encoder
+        )
+        self.policies: list[Policy] = [setting.policy(parts) for setting in recipe.policies]
+        weigh = self._weighed if self.policies else None
+        reference = Reference(self.decoder, self.positions, weigh)
+        self.paths: list[Path] = [self.fused, LongQuery(self.decoder, self.fused), reference]
         self.reencoded = 0
-        self._before = 0  # tokens before this forward pass
-        self._taken = 0  # layers that have taken in this pass's tokens
-        self._whole = True  # whether every layer is known to hold all tokens of the timeline
-
-    def _hitters(self) -> Hitters | None:
-        select = self.recipe.select
-        return Hitters(select, self.timeline, *self.recipe.key.window) if isinstance(select, Heavy) else None
-
-    @property
-    def _observer(self) -> Observer | None:
-        listener = self.votes or self.hitters
-        return None if listener is None else listener.hear
+        self.step: Step | None = None  # the forward pass under way
+        self._tried = False  # whether it is undone when it has ended
 
     # ---- one layer of one forward pass -------------------------------------------------------------------------
 
@@ -95,38 +92,36 @@ class BlockCache:
         """Take in a layer's new keys (after RoPE) and values; return all of them, history decoded, as 16-bit would.
 
         What is returned is valid until the next layer's update, which decodes into the same memory.
-        The first call returns its arguments: a prompt attends to exact keys and values. A flush follows the reading,
-        so a step attends to the state before its own flush.
+        The first call returns its arguments: a prompt attends to exact keys and values. What is due is encoded after
+        the reading, so a step attends to the state before.
         """
         unseen = self.recipe.needs & OURS
         if unseen:
             raise RuntimeError(
                 f"{self.recipe.name} needs {' and '.join(sorted(unseen))}, which update() does not see; "
-                "use take(), attend() and finish(), with hear() for queries"
+                "use take(), attend() and finish(), with take_queries() for queries"
             )
         try:
-            first = self._arrive(layer, k_BTC)[0].length == 0
-            self._append(layer, (k_BTC, v_BTC))
-            out = (k_BTC, v_BTC) if first else self.history.whole(layer)
+            first = self._append(layer, k_BTC, v_BTC)
+            out = (k_BTC, v_BTC) if first else self.decoder.whole(layer)
             self._finish(layer)
         except Exception:
-            self.crop(self._before)
+            self.settle()
             raise
         return out
 
     def take(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> None:
         """Take in a layer's new keys (after RoPE) and values, to be attended to and then encoded by `finish`."""
         try:
-            self._arrive(layer, k_BTC)
-            self._append(layer, (k_BTC, v_BTC))
+            self._append(layer, k_BTC, v_BTC)
         except Exception:
-            self.crop(self._before)
+            self.settle()
             raise
 
-    def hear(self, layer: int, q_BHTD: Tensor) -> None:
+    def take_queries(self, layer: int, q_BHTD: Tensor) -> None:
         """Take the queries [B, query heads, T, D] of what `take` took in, for a recipe that is fitted to them."""
-        if self.online is not None:
-            self.online.hear(layer, q_BHTD)
+        for policy in self.policies:
+            policy.queried(layer, q_BHTD)
 
     def attend(self, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """What queries [B, query heads, T, D] of the newest tokens get from everything the layer holds: the same shape.
@@ -134,180 +129,213 @@ class BlockCache:
         mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
         scale   what scores are multiplied with
         """
-        keys = self.layers[layer][0]
-        if keys.outliers is not None and keys.encoded:
-            return shadow.attend(self.history, layer, q_BHTD, mask, scale)
-        found = self.fused.attend(self.history, layer, q_BHTD, mask, scale)
-        if found is None:
-            return attend(self.history, layer, q_BHTD, mask, scale, self._observer)
-        out_BHTD, level_BHT = found
-        if self.votes is not None:
-            self.votes.infer(layer, q_BHTD[:, :, -1], level_BHT[..., -1], scale)
-        return out_BHTD
+        store = self.layers[layer]
+        for path in (*self.policies, *self.paths):
+            attended = path.attend(store, layer, q_BHTD, mask, scale)
+            if attended is None:
+                continue
+            if attended.lse_BHT is not None:
+                for policy in self.policies:
+                    policy.attended(layer, q_BHTD, attended.lse_BHT, scale)
+            return attended.out_BHTD
+        raise AssertionError("the reference answers every query")
+
+    def weighed_first(self, count: int) -> int:
+        """How many of a first forward pass's `count` queries, the newest, have to go through `attend`: those whose
+        weights a policy needs. The others may attend to the pass's own keys and values, which are exact."""
+        weighs = {policy.weighs for policy in self.policies}
+        return count if "all" in weighs else min(count, 1) if "newest" in weighs else 0
 
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
         try:
             self._finish(layer)
         except Exception:
-            self.crop(self._before)
+            self.settle()
             raise
 
     def advance(self) -> None:
-        """Count the token that a replayed step has taken in, in every layer, and encode what is due (see fused.py)."""
-        self._before = self.timeline.seen
-        pairs = [self.layers[layer] for layer in sorted(self.layers)]
-        self.timeline.extend(pairs[0][0].rows, 1, pairs[0][0].sinks_BSC.device)
-        for stream in (stream for pair in pairs for stream in pair):
-            stream.arrived(1)
+        """Count the token that a replayed step has taken in, in every layer, and encode what is due."""
+        stores = [self.layers[layer] for layer in sorted(self.layers)]
+        step = self._begin(1, stores[0].rows, stores[0].buffer_2BTC.device)
+        for layer in sorted(self.layers):
+            self.layers[layer].begin(step)
+            self.layers[layer].arrived(1)
+            step.taken.add(layer)
         for layer in sorted(self.layers):
             self.finish(layer)
 
-    def _append(self, layer: int, new: Pair) -> None:
-        streams = self.layers[layer]
-        if not new[0].is_cuda and not _finite(*new):
-            for stream, x_BTC in zip(streams, new, strict=True):
-                refuse_nan(layer, stream, self.timeline, x_BTC, stream.length)
-        for stream, x_BTC in zip(streams, new, strict=True):
-            stream.append(x_BTC)
-            sinks.keep(stream, self.timeline, x_BTC)
-        self._taken += 1
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Undo the forward pass that is made inside when it has ended; the host counts its tokens, and does no more."""
+        self._tried = self.positions.recorded = True
+        try:
+            yield
+        finally:
+            self._tried = self.positions.recorded = False
+            if self.step is not None:
+                self._undo(self.step)
+
+    def _append(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> bool:
+        """Take in new tokens; whether they are the layer's first."""
+        store = self._arrive(layer, k_BTC)
+        if not k_BTC.is_cuda and not _finite(k_BTC, v_BTC):
+            self.encoder.refuse_nan(layer, torch.stack([k_BTC, v_BTC]), store.length)
+        first = store.length == 0
+        store.append(k_BTC, v_BTC)
+        return first
 
     def _finish(self, layer: int) -> None:
-        last = layer == self._last
-        if self.hitters is not None:
-            if last:
-                decide(self.hitters, self.history, layer)
-        elif self.online is None or self.online.ready(layer, self._before):
-            flush(self.history, layer, self._before)
-        for stream in self.layers[layer]:
-            stream.trim()
-        if last:
-            for stream in (stream for pair in self.layers.values() for stream in pair):
-                stream.release()
-            self.timeline.release()
-            if self.votes is not None:
-                self.votes.release()
-            if self.online is not None:
-                self.online.release()
-            self._whole = self._taken == len(self.held)
-        self.history.forget(layer, last)
+        store, step = self.layers[layer], self.step
+        if all([policy.may_encode(layer) for policy in self.policies]):
+            self.encoder.flush(layer)
+        store.trim()
+        self.decoder.forget(layer, layer == self._last)
+        if layer == self._last:
+            self.positions.forget_factors()
+        if step is not None:
+            step.done.add(layer)
+            if len(step.done) == len(self.held) and not self._tried:
+                for policy in self.policies:
+                    policy.end(step)
+                step.commit()
+                self.step = None
 
-    def _arrive(self, layer: int, k_BTC: Tensor) -> tuple[Stream, Stream]:
-        """Extend the timeline with the first layer of a forward pass; a pass that stopped midway is undone first."""
-        batch, count, _ = k_BTC.shape
-        pair = self.layers.get(layer)
-        first = (0 if pair is None else pair[0].length) + count != self.timeline.length
-        if first:
+    def _arrive(self, layer: int, k_BTC: Tensor) -> LayerStore:
+        """Begin a forward pass with its first layer; one that stopped midway is undone first."""
+        batch, count, width = k_BTC.shape
+        step = self.step
+        if step is not None and (layer in step.taken or count != step.count):
             self.settle()
-            self.history.clear()
-            self._before, self._taken, self._whole = self.timeline.seen, 0, False
-            if self.votes is not None:
-                self.votes.decide(self._before, count)
-            pair = self.layers.get(layer)
-        pair = self._streams(layer, k_BTC) if pair is None else pair
-        if batch != pair[0].rows:
-            raise ValueError(f"{batch} rows; the cache holds {pair[0].rows}: reset() it, or make one for each batch")
-        if first:
-            self.timeline.extend(batch, count, k_BTC.device)
-            if "positions" in self._needs:
-                self.timeline.require()
-        if self.hitters is not None and (first or count == 0):
-            self.hitters.begin(batch, count, k_BTC.device)
-        below = self.layers.get(layer - 1)
-        if self.recipe.chained and layer > 0 and (below is None or below[0].length != self.timeline.length):
-            raise RuntimeError(f"layer {layer} is predicted from layer {layer - 1}, which must be updated before it")
-        return pair
-
-    def _streams(self, layer: int, k_BTC: Tensor) -> tuple[Stream, Stream]:
+            step = None
         if layer not in self.held:
             raise ValueError(f"layer {layer}; the cache was made for {sorted(self.held)}")
-        if k_BTC.shape[-1] != self.geometry.width:
-            raise ValueError(f"keys of width {k_BTC.shape[-1]}; the cache was made for {self.geometry}")
+        if width != self.geometry.width:
+            raise ValueError(f"keys of width {width}; the cache was made for {self.geometry}")
+        store = self.layers.get(layer)
+        if store is not None and batch != store.rows:
+            raise ValueError(f"{batch} rows; the cache holds {store.rows}: reset() it, or make one for each batch")
+        if step is None and count:
+            step = self._begin(count, batch, k_BTC.device)
+        if store is None:
+            store = self.layers[layer] = self._store(layer, k_BTC)
+            if step is not None:
+                step.on_undo(self.layers.pop, layer)
+        if step is not None:
+            below = self.layers.get(layer - 1)
+            if self.recipe.cross_layer and layer > 0 and (below is None or below.length != self.positions.length):
+                raise RuntimeError(f"layer {layer} is predicted from layer {layer - 1}; update that one before it")
+            store.begin(step)
+            step.taken.add(layer)
+        return store
+
+    def _begin(self, count: int, batch: int, device: torch.device) -> Step:
+        """Begin a forward pass of so many tokens a row."""
+        self.decoder.clear()
+        step = self.step = Step(self.positions.seen, count, batch, device)
+        step.on_undo(self.positions.restore, *self.positions.state)
+        for policy in self.policies:
+            policy.begin(step)
+        self.positions.extend(batch, count, device)
+        if "positions" in self.recipe.needs:
+            self.positions.require()
+        return step
+
+    def _store(self, layer: int, k_BTC: Tensor) -> LayerStore:
         for codec in self.codecs[layer]:
             codec.to(k_BTC.device)
-        select, where = self.recipe.select, (len(k_BTC), k_BTC.dtype, k_BTC.device)
-        outliers = Outliers(select, self.geometry, *where) if isinstance(select, Chunks) else None
-        keys, values = self.codecs[layer]
-        fixed = self.fused.pair(layer, (keys, values), k_BTC)
-        self.layers[layer] = fixed or (Stream(keys, *where, outliers), Stream(values, *where))
-        return self.layers[layer]
+        index = self.fused.index(layer, self.codecs[layer], k_BTC)
+        return LayerStore(self.codecs[layer], self.recipe.window, self.positions, k_BTC, index)
+
+    def _extra_fields(self, layer: int, store: LayerStore) -> Slab:
+        fields: Slab = {}
+        for policy in self.policies:
+            fields |= policy.extra_fields(layer, store)
+        return fields
+
+    def _weighed(self, layer: int, p_BHGTT: Tensor, slots: range) -> None:
+        for policy in self.policies:
+            policy.weighed(layer, p_BHGTT, slots)
 
     def settle(self) -> None:
-        """Undo a forward pass that stopped midway: truncate every layer to the shortest."""
-        if self._whole:
-            return
-        lengths = {stream.length for pair in self.layers.values() for stream in pair}
-        shortest = min(lengths, default=0) if len(self.layers) == len(self.held) else 0
-        if lengths - {shortest} or self.timeline.length != shortest:
-            self.crop(shortest + self.timeline.dropped)
-        self._whole = True
+        """Undo a forward pass that has not ended."""
+        if self.step is not None:
+            self._undo(self.step)
+            self.fused.forget()
+
+    def _undo(self, step: Step) -> None:
+        self.step = None
+        step.undo()
+        self.decoder.clear()
 
     # ---- the whole cache ---------------------------------------------------------------------------------------
 
     @property
     def length(self) -> int:
-        """Tokens that every layer has taken in, those that were dropped since among them."""
-        if self._whole:
-            return self.timeline.seen
-        if len(self.layers) < len(self.held):
-            return 0
-        shortest = min((stream.length for pair in self.layers.values() for stream in pair), default=0)
-        return shortest + self.timeline.dropped
+        """Tokens of the forward passes that have ended, those that were dropped since among them."""
+        return self.positions.seen if self.step is None else self.step.before
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 for an empty cache."""
+        return next((store.rows for store in self.layers.values()), 0)
 
     @property
     def scratch_peak(self) -> int:
         """Most bytes of decoded tensors alive at once so far."""
-        return self.history.scratch_peak
+        return self.decoder.scratch_peak
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens. The survivors of a block that is cut return to the window, decoded.
 
         Raises RuntimeError where some of them have been dropped since: they cannot be had back.
         """
+        self.settle()
         seen = max(0, min(length, self.length))
-        if self.hitters is not None and self.timeline.dropped and 0 < seen < self.hitters.decided:
-            raise RuntimeError(
-                f"crop to {seen} tokens; {self.recipe.name} has dropped {self.timeline.dropped} of the first "
-                f"{self.hitters.decided}: crop to that many or more, or to 0"
-            )
+        for policy in self.policies:
+            policy.check_crop(seen)
         self.fused.forget()
-        length = max(0, seen - self.timeline.dropped)
-        self.reencoded += self.history.crop(length)
-        self.timeline.crop(length)
-        if self.votes is not None:
-            self.votes.crop(length)
-        if self.hitters is not None and length:
-            self.hitters.crop(seen, next(iter(self.layers.values()))[0].window_BTC.shape[1])
-        if self.online is not None:
-            self.online.crop(length)
-        if length == 0:
+        slots = max(0, seen - self.positions.dropped)
+        self.reencoded += self.decoder.crop(slots)
+        self.positions.crop(slots)
+        for policy in self.policies:
+            policy.crop(seen if slots else 0)
+        if slots == 0:
             self.layers.clear()
-            self.hitters = self._hitters()
 
-    def select(self, rows: Tensor) -> None:
+    def reorder(self, rows: Tensor) -> None:
         """Keep these rows of every tensor that has rows, in this order: beam search, batch changes."""
-        self.history.clear()
+        self.settle()
+        self.decoder.clear()
         self.fused.forget()
-        self.timeline.select(rows)
-        if self.votes is not None:
-            self.votes.select(rows)
-        if self.hitters is not None and self.layers:
-            self.hitters.take_rows(rows)
-        if self.online is not None:
-            self.online.select(rows)
-        for pair in self.layers.values():
-            for stream in pair:
-                stream.select(rows.to(stream.sinks_BSC.device))
+        self.positions.reorder(rows)
+        for policy in self.policies:
+            policy.reorder(rows)
+        for store in self.layers.values():
+            store.reorder(rows.to(store.buffer_2BTC.device))
 
     @property
     def refusal(self) -> str | None:
-        """Why, on a GPU, some layer is decoded before it is attended to; None: all are read packed (see fused.py)."""
+        """Why, on a GPU, some layer is decoded before it is attended to; None: all are read packed."""
         return next(filter(None, (refusal(self.recipe, self.geometry, layer) for layer in sorted(self.held))), None)
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""
-        return MemoryReport.of(self)
+        others = [self.fused.bytes(), *(policy.bytes() for policy in self.policies)]
+        if self.step is not None:
+            others.append({"undo": storage_bytes(self.step.tensors)})
+        shared = shared_bytes([codec for pair in self.codecs for codec in pair], self.fused.shared)
+        return MemoryReport.of(
+            self.recipe,
+            self.geometry,
+            self.layers.values(),
+            self.positions,
+            self.length,
+            others,
+            shared,
+            self.scratch_peak,
+            smaller_from(self.recipe, self.geometry, shared, higgs.plain(), asymptotic_bits),
+        )
 
 
 def _finite(k_BTC: Tensor, v_BTC: Tensor) -> bool:

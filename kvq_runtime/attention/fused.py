@@ -1,8 +1,8 @@
 """Attend to the layers of a cache with the decode kernel, which reads their blocks packed: one launch and a merge.
 
-A step asks the device nothing: blocks lie in the slabs of `stream.py`, which a table on the device finds; blocks and
-tokens are counted on the device too (see fixed.py). So it can be recorded as one CUDA graph (see graph.py).
-A flush is eager, at a step that the host knows; it writes table and counts anew.
+A step asks the device nothing: blocks are in the slabs of `store/layer.py`, which a table on the device finds; blocks
+and tokens are counted on the device too (`store/device.py`). So it can be recorded as one graph (`cuda_graph.py`).
+What encodes a block is eager, at a step that the host knows; the device is told of it at the next.
 
 Imports the kernels, and with them triton, when the first layer is kept so: see ops/dispatch.py.
 """
@@ -10,21 +10,22 @@ Imports the kernels, and with them triton, when the first layer is kept so: see 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.attention import tall
-from kvq_runtime.attention.fixed import FixedStream
-from kvq_runtime.codec import Codec
-from kvq_runtime.geometry import Geometry
-from kvq_runtime.history import History
+from kvq_runtime.attention.padding import LeftPadding
+from kvq_runtime.attention.path import Attended, Path
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.geometry import SLAB, Geometry
 from kvq_runtime.ops import dispatch
-from kvq_runtime.recipe import Recipe, Side
-from kvq_runtime.stages.select import Chunks, Heavy
-from kvq_runtime.stream import SLAB
-from kvq_runtime.timeline import Timeline
+from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.store.device import DeviceIndex
+from kvq_runtime.store.layer import LayerStore
+from kvq_runtime.store.positions import Positions
+from kvq_runtime.store.storage import storage_bytes
 
 COST = "at every step its history is decoded, a slab at a time: 4 · tokens · width bytes written and read in a layer"
 
@@ -32,7 +33,7 @@ MOST = 128  # channels of a head whose mean turns in the tile: more spill on sm_
 
 
 def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
-    """Why no kernel attends to this layer's blocks as they lie, and what that costs; None: one does."""
+    """Why no kernel attends to this layer's packed blocks, and what that costs; None: one does."""
     reason = _reason(recipe, geometry, layer)
     return reason and f"{recipe.name}, layer {layer}: {reason}; {COST}"
 
@@ -41,137 +42,186 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     key, value = recipe.at(layer)
     if not dispatch.available():
         return "triton is not installed (pip install 'kvq-runtime[triton]')"
-    if isinstance(recipe.select, Heavy):
-        return "it keeps tokens by their attention weights, which the kernel does not hand out"
-    if isinstance(recipe.select, Chunks):
-        return "it reads the chunks that each query asks for"
-    if recipe.online is not None:
-        return "each row has a codec of its own"
-    if key.window != value.window:
-        return "keys and values have different sinks, recent or block"
-    for half, side, position in (("keys", key, recipe.position), ("values", value, "post")):
-        if dispatch.kernels("layout").layout(side, geometry, position) is None:
-            return f"there is no kernel for its {half}"
+    for policy in recipe.policies:
+        if policy.unpacked is not None:
+            return policy.unpacked
+    for role, scheme, position in (("keys", key, recipe.position), ("values", value, "post")):
+        if _kernels().layout(scheme, recipe.window.block, geometry, position) is None:
+            return f"there is no kernel for its {role}"
     if key.predict is not None and recipe.position == "post" and geometry.head_size > MOST:
         return f"heads of more than {MOST} channels leave no registers for the mean of keys after RoPE"
     return None
 
 
+def _kernels() -> ModuleType:
+    """The kernels' side of this: `__all__` of kernels/attend/host.py."""
+    return dispatch.kernels("attend.host")
+
+
 def _reader(codec: Codec, position: str, device: torch.device) -> Any:
-    """How a side's blocks are read; what was fitted for a layer's quantizer is its own."""
+    """How a scheme's blocks are read; what was fitted for a layer's quantizer is its own."""
     if codec.fitted:
-        return _made(codec.side, codec.geometry, position, device, codec.fitted)
-    return _shared(codec.side, codec.geometry, position, device)
+        return _made(codec.scheme, codec.block, codec.geometry, position, device, codec.fitted)
+    return _shared(codec.scheme, codec.block, codec.geometry, position, device)
 
 
 @lru_cache(maxsize=64)
-def _shared(side: Side, geometry: Geometry, position: str, device: torch.device) -> Any:
-    """That, with the tables of that on the device; all layers share them."""
-    return _made(side, geometry, position, device, {})
+def _shared(scheme: Scheme, block: int, geometry: Geometry, position: str, device: torch.device) -> Any:
+    """`_made` for schemes without fitted tensors: all layers share one set of tables on the device."""
+    return _made(scheme, block, geometry, position, device, {})
 
 
-def _made(side: Side, geometry: Geometry, position: str, device: torch.device, fitted: Mapping[str, Tensor]) -> Any:
-    layout = dispatch.kernels("layout").layout(side, geometry, position, fitted)
-    return dispatch.kernels("attention").Encoded.of(layout, torch.empty(0, device=device))
+def _made(
+    scheme: Scheme, block: int, geometry: Geometry, position: str, device: torch.device, fitted: Mapping[str, Tensor]
+) -> Any:
+    layout = _kernels().layout(scheme, block, geometry, position, fitted)
+    return _kernels().Encoded.of(layout, torch.empty(0, device=device))
 
 
-class Fused:
-    """What the layers of a cache share that are read by the kernel.
+class Fused(Path):
+    """What the layers of a cache share that the kernel reads.
 
     max_tokens   what tables have room for, and the number of splits is chosen for
+    shared       codebooks and rotations, as the kernel wants them
     """
 
-    def __init__(self, recipe: Recipe, geometry: Geometry, timeline: Timeline, max_tokens: int):
-        self.recipe, self.geometry, self.timeline, self.max_tokens = recipe, geometry, timeline, max_tokens
-        self.shared: list[Tensor] = []  # codebooks and rotations, as the kernel wants them
-        self._turns: Any = None
-        self._starts_B = torch.empty(0)
-        self.forget()
+    def __init__(self, recipe: Recipe, geometry: Geometry, positions: Positions, max_tokens: int):
+        self.recipe, self.geometry, self.positions, self.max_tokens = recipe, geometry, positions, max_tokens
+        self.padding = LeftPadding(positions)
+        self.shared: list[Tensor] = []
+        self._readers: dict[int, list[Any]] = {}  # by layer, of keys and of values
+        self._rope: Any = None
+
+    @staticmethod
+    def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
+        return refusal(recipe, geometry, layer)
 
     def forget(self) -> None:
         """Look at padding and positions again: rows or tokens are others."""
-        self._length, self._real, self._counted = -1, False, False
+        self.padding.forget()
 
-    def pair(self, layer: int, codecs: tuple[Codec, Codec], k_BTC: Tensor) -> tuple[FixedStream, FixedStream] | None:
-        """The streams of a layer that the kernel reads, for keys like these; None where it reads none."""
+    def index(self, layer: int, codecs: tuple[Codec, Codec], k_BTC: Tensor) -> DeviceIndex | None:
+        """What the kernel will find a new layer by, for keys like these; None where it reads none."""
         if not dispatch.runs_kernel(k_BTC) or _reason(self.recipe, self.geometry, layer):
             return None
-        positions = (self.recipe.position, "post")
+        positions, window = (self.recipe.position, "post"), self.recipe.window
         readers = [_reader(codec, position, k_BTC.device) for codec, position in zip(codecs, positions, strict=True)]
-        self.shared += [x for reader in readers for x in (reader.lookup, reader.turn) if x is not None]
-        readers = [
+        self.shared += [x for reader in readers for x in (reader.lookup, reader.rotation) if x is not None]
+        self._readers[layer] = [
             replace(reader, mean=codec.tensors.get("predict.mean"))
             for reader, codec in zip(readers, codecs, strict=True)
         ]
-        keys, values = (FixedStream(*one, self.max_tokens) for one in zip(codecs, (k_BTC, k_BTC), readers, strict=True))
-        return keys, values
+        columns = [1 + len(reader.layout.names) for reader in readers]
+        sinks_2BSC = k_BTC.new_zeros(2, len(k_BTC), window.sinks, k_BTC.shape[2])
+        return DeviceIndex((columns[0], columns[1]), -(-self.max_tokens // (SLAB * window.block)), sinks_2BSC)
 
     def attend(
-        self, history: History, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor] | None:
-        """As BlockCache.attend, and log2 Σ 2^s of the scores, [B, query heads, T]; None where torch has to answer.
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
+    ) -> Attended | None:
+        """As `Path.attend`.
 
-        A mask is taken to be that of the padding announced with this pass; one that was not announced is not the
-        kernel's. Nor are padded slots after a row's first real one, or, before RoPE or with a mean, keys that do not
-        turn whole, or not by their place after the padding. More rows of queries than its tile has attend slab by slab
-        (tall.py).
+        A mask is taken to be that of the padding announced with this pass; one that was not announced is not for the
+        kernel. Nor are padded slots after a row's first real one, or, before RoPE or with a mean, keys that RoPE
+        rotates in part, or not by their place after the padding; nor more rows of queries than a tile has.
         """
-        (keys, values), (batch, heads, count, _) = history.layers[layer], q_BHTD.shape
-        if not (isinstance(keys, FixedStream) and isinstance(values, FixedStream)) or not batch * count:
+        index = self._found(store, q_BHTD, mask)
+        if index is None:
             return None
-        if mask is not None and not self.timeline.told:
-            return None
-        self.look(batch, count, q_BHTD.device)
-        if not self._real:
-            return None
-        attention, launch, held = dispatch.kernels("attention"), dispatch.kernels("launch"), self.geometry.kv_heads
-        if not launch.at_once(keys.read.layout, values.read.layout, heads // held, count):
-            if self.timeline.recorded:
+        if not self.fits(layer, q_BHTD):
+            if self.positions.recorded:
                 raise RuntimeError("a step of so many query heads per KV head is no graph: it decodes slab by slab")
-            return tall.attend(history, layer, q_BHTD, self._starts_B, scale)
+            return None
         if not self.regular:
             return None
-        for stream in (keys, values):
-            stream.publish()
-        exact = attention.Exact(keys._buffer, values._buffer, keys.kept_BSC, values.kept_BSC)
-        splits = launch.splits(batch * held, self.max_tokens // keys.side.block, q_BHTD.device)
-        turns = self._tables(keys) if self.recipe.position == "pre" or keys.read.mean is not None else None
-        return attention.attend(
-            q_BHTD, keys.read, values.read, exact, keys.counts, self._starts_B, scale, splits, turns
+        host = _kernels()
+        self.publish(store, layer)
+        keys, values = self._read(layer, index)
+        exact = host.Exact(*store.buffer_2BTC, *index.sinks_2BSC)
+        splits = host.splits(len(q_BHTD) * self.geometry.kv_heads, self.max_tokens // store.window.block, q_BHTD.device)
+        rope = self._tables(store, index) if self.recipe.position == "pre" or keys.mean is not None else None
+        return Attended(
+            *host.attend(q_BHTD, keys, values, exact, index.counts, self.padding.starts_B, scale, splits, rope)
         )
+
+    def takes(self, store: LayerStore, q_BHTD: Tensor, mask: Tensor | None) -> bool:
+        """Whether the layer is read by the kernel, and padding is as it wants it, whatever the number of queries."""
+        return self._found(store, q_BHTD, mask) is not None
+
+    def fits(self, layer: int, q_BHTD: Tensor) -> bool:
+        """Whether a tile has room for so many rows of queries."""
+        keys, values = self._readers[layer]
+        ratio = q_BHTD.shape[1] // self.geometry.kv_heads
+        return bool(_kernels().heads_per_launch(keys.layout, values.layout, ratio, q_BHTD.shape[2]))
 
     @property
     def regular(self) -> bool:
-        """Whether padding is on the left, and what the kernel turns, turns whole and by its place after it."""
+        """Whether padding is on the left, and RoPE, where the kernel applies it, rotates whole heads by their place."""
         if "positions" not in self.recipe.needs:  # keys after RoPE, without a mean
-            return self._real
-        return self._real and self._counted and 2 * self.timeline.half == self.geometry.head_size
+            return self.padding.real
+        whole = 2 * self.positions.rotary_pairs == self.geometry.head_size
+        return self.padding.real and self.padding.counted and whole
 
     def look(self, batch: int, count: int, device: torch.device) -> None:
-        """Find each row's first real slot, int32 [B]: once in a pass, and not while steps say nothing of padding."""
-        length, last = self.timeline.length, self._length
-        self._length = length
-        if length == last or (length == last + 1 and count == 1 and not self.timeline.told):
+        """Find each row's first real slot, and what rotates a row by it."""
+        padding, rope = self.padding, self._rope
+        if not padding.look(batch, count, device) or rope is None:
             return
-        starts_B, self._real, self._counted = self.timeline.starts(batch, device)
-        if len(self._starts_B) != batch:
-            self._starts_B, self._turns = starts_B, None
-        self._starts_B.copy_(starts_B)
-        if self._turns is not None:
-            attention, turns = dispatch.kernels("attention"), self._turns
-            turns.leads_B2K.copy_(attention.leads(starts_B, turns.speed_K, turns.scaling))
+        if len(rope.leads_B2K) != batch:
+            self._rope = None
+        else:
+            rope.start_at(padding.starts_B)
 
-    def _tables(self, keys: FixedStream) -> Any:
-        """What follows positions, for as many blocks as the table has room for."""
-        blocks, rotary = len(keys.table) * SLAB + 1, self.timeline.require()
-        if self._turns is None or len(self._turns.bases_N2K) < blocks:
-            frequencies_K = rotary.frequencies_K.to(keys.table.device)
-            self._turns = dispatch.kernels("attention").Turns.of(
-                frequencies_K, rotary.scaling, keys.side.block, blocks, self._starts_B, self.recipe.position
+    def publish(self, store: LayerStore, layer: int) -> None:
+        """Tell the device what it does not know yet of a layer."""
+        index = store.index
+        assert index is not None
+        if not index.stale:
+            return
+        if len(store.slabs[0]) > len(index.tables[0]):
+            index.make_tables(2 * len(store.slabs[0]))
+        for role, reader in enumerate(self._readers[layer]):
+            names, table, listed = reader.layout.names, index.tables[role], index.listed[role]
+            for place, slab in enumerate(store.slabs[role]):
+                address = (slab[names[0]].data_ptr(), slab[names[0]].shape[1])
+                if listed[place : place + 1] != [address]:
+                    listed[place:] = [address]
+                    row = _kernels().block_table([slab], names, 1, table.device)
+                    table[place : place + 1].copy_(row)
+        live = store.window_2BTC.shape[2]
+        index.counts.copy_(torch.tensor([store.blocks, store.window_start, live], dtype=torch.int32))
+        if index.sinks_2BSC.shape == store.sinks_2BSC.shape:
+            index.sinks_2BSC.copy_(store.sinks_2BSC)
+        else:
+            index.sinks_2BSC = store.sinks_2BSC.clone(memory_format=torch.contiguous_format)
+        index.stale = False
+
+    def bytes(self) -> dict[str, int]:
+        """Allocated bytes, by kind, of what is held beside the layers."""
+        tables = storage_bytes([self.padding.starts_B, *(() if self._rope is None else self._rope[:5])])
+        return {"tables": tables} if tables else {}
+
+    def _found(self, store: LayerStore, q_BHTD: Tensor, mask: Tensor | None) -> DeviceIndex | None:
+        batch, count = len(q_BHTD), q_BHTD.shape[2]
+        if store.index is None or not batch * count or (mask is not None and not self.positions.told):
+            return None
+        self.look(batch, count, q_BHTD.device)
+        return store.index if self.padding.real else None
+
+    def _read(self, layer: int, index: DeviceIndex) -> list[Any]:
+        """How keys and values of a layer are read, where its tables are now."""
+        readers = self._readers[layer]
+        if readers[0].addresses is not index.tables[0]:
+            readers = self._readers[layer] = [
+                replace(reader, addresses=table) for reader, table in zip(readers, index.tables, strict=True)
+            ]
+        return readers
+
+    def _tables(self, store: LayerStore, index: DeviceIndex) -> Any:
+        """RoPE's tables, for as many blocks as the block table has room for."""
+        blocks, rotary = len(index.tables[0]) * SLAB + 1, self.positions.require()
+        if self._rope is None or len(self._rope.bases_N2K) < blocks:
+            frequencies_K = rotary.frequencies_K.to(index.counts.device)
+            self._rope = _kernels().RopeTables.of(
+                frequencies_K, rotary.scaling, store.window.block, blocks, self.padding.starts_B, self.recipe.position
             )
-        return self._turns
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """What is held beside the streams."""
-        return [self._starts_B, *(() if self._turns is None else self._turns[:5])]
+        return self._rope

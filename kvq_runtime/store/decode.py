@@ -1,72 +1,70 @@
-"""Decode what is encoded, for the length of one forward pass.
+"""Decode encoded blocks, for the length of one forward pass.
 
 A recipe that predicts reads each layer's history through the decoded history of the layers below. What is decoded is
 carried upward while the layers are updated in order, and dropped when nothing above will read it; read out of order,
 it is decoded again from the nearest layer that needs nothing below.
 
 A *run* is (first, last + 1) of the blocks of one slab. Tensors are [B, T, C] or, as codecs have them, [B·n, block, C].
+A role is a number here: keys 0, values 1.
 """
 
 import torch
 from torch import Tensor
 
-from kvq_runtime import rope, sinks
-from kvq_runtime.codec import Codec, Context
-from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Half, Recipe
-from kvq_runtime.stream import Stream
-from kvq_runtime.timeline import Timeline
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.geometry import ROLES, Geometry, Role
+from kvq_runtime.ops import rope
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.layer import LayerStore, Run, Slab
+from kvq_runtime.store.positions import Positions
 
 Pair = tuple[Tensor, Tensor]
-Run = tuple[int, int]
-Layers = dict[int, tuple[Stream, Stream]]
 
 
-class History:
-    """The decoded history of a cache's layers."""
+class Decoder:
+    """Decodes the layers of a cache.
 
-    def __init__(self, recipe: Recipe, geometry: Geometry, codecs: list[tuple[Codec, Codec]], timeline: Timeline):
-        self.recipe, self.geometry, self.codecs, self.timeline = recipe, geometry, codecs, timeline
-        self.layers: Layers = {}
+    stores         by layer
+    scratch_peak   most bytes of decoded tensors alive at once so far
+    """
+
+    def __init__(self, recipe: Recipe, geometry: Geometry, codecs: list[tuple[Codec, Codec]], positions: Positions):
+        self.recipe, self.geometry, self.positions = recipe, geometry, positions
+        self.stores: dict[int, LayerStore] = {}
         self.scratch_peak = 0
         # by layer, how many layers underneath its predictions read
         self._reads = [max(max(codec.below, default=0) for codec in pair) for pair in codecs]
         self._depth = max(self._reads)
         self._carried: dict[tuple[int, int], Pair] = {}
         self._fresh: dict[tuple[int, int], Pair] = {}
-        self._rooms: dict[Half, Tensor] = {}
+        self._rooms: dict[Role, Tensor] = {}
 
     def whole(self, layer: int) -> Pair:
-        """History decoded and window in one tensor each."""
-        streams, out = self.layers[layer], []
-        for stream in streams:
-            window_BTC = stream.window_BTC
-            whole = self._room(stream.codec.half, window_BTC, stream.length)
-            whole[:, stream.encoded :] = window_BTC
+        """Blocks decoded and window in one tensor each."""
+        store, out = self.stores[layer], []
+        for role, window_BTC in zip(ROLES, store.window_2BTC, strict=True):
+            whole = self._room(role, window_BTC, store.length)
+            whole[:, store.encoded :] = window_BTC
             out.append(whole)
-        if self.recipe.chained:
-            for run in streams[0].runs():
-                for stream, decoded, whole in zip(streams, self._pair(layer, run), out, strict=True):
-                    self._restore(stream, decoded, run, whole[:, slice(*stream.tokens(run))])
-        else:
-            for stream, whole in zip(streams, out, strict=True):
-                for run in stream.runs():
-                    room = whole[:, slice(*stream.tokens(run))]
-                    self._restore(stream, self._decode(stream, run, room), run, room)
-        for stream, whole in zip(streams, out, strict=True):
-            if stream.encoded:
-                sinks.put(stream, self.timeline, whole[:, : stream.encoded])
+        for run in store.runs():
+            decoded = self._pair(layer, run) if self.recipe.cross_layer else None
+            for role, whole in enumerate(out):
+                room = whole[:, slice(*store.tokens(run))]
+                x_NTC = self._decode(store, role, run, room) if decoded is None else decoded[role]
+                self._restore(store, role, x_NTC, run, room)
+        if store.encoded:
+            for role, whole in enumerate(out):
+                store.put_sinks(role, whole[:, : store.encoded])
         self.count(*out)
         return out[0], out[1]
 
-    def run(self, layer: int, half: int, run: Run) -> Tensor:
-        """Keys (half 0), after RoPE, or values (1) of one run of blocks, [B, T, C]; sinks are not put back."""
-        stream = self.layers[layer][half]
-        start, stop = stream.tokens(run)
-        shape = (stream.rows, stop - start, self.geometry.width)
-        room = self._room(stream.codec.half, stream.sinks_BSC, shape[1])
-        decoded = self._pair(layer, run)[half] if self.recipe.chained else self._decode(stream, run, room)
-        self._restore(stream, decoded, run, room)
+    def run(self, layer: int, role: int, run: Run) -> Tensor:
+        """Keys, after RoPE, or values of one run of blocks, [B, T, C]; sinks are not put back."""
+        store = self.stores[layer]
+        start, stop = store.tokens(run)
+        room = self._room(ROLES[role], store.sinks_2BSC[role], stop - start)
+        decoded = self._pair(layer, run)[role] if self.recipe.cross_layer else self._decode(store, role, run, room)
+        self._restore(store, role, decoded, run, room)
         self.count(room)
         return room
 
@@ -78,7 +76,8 @@ class History:
         """One decoded block of a layer: at hand from this forward pass, or decoded again."""
         if (layer, block) not in self._fresh:
             below = self.below(layer, block)
-            parts = [{n: f[:, 0] for n, f in s.fields(block, block + 1).items()} for s in self.layers[layer]]
+            store = self.stores[layer]
+            parts = [{n: f[:, 0] for n, f in store.fields(role, block, block + 1).items()} for role in (0, 1)]
             self._fresh[layer, block] = self._decode_pair(layer, parts, below)
         return self._fresh[layer, block]
 
@@ -86,29 +85,26 @@ class History:
         """Keep a block that has just been encoded, decoded, for the layers above."""
         self._fresh[layer, block] = pair
 
-    def survivors(self, layer: int, half: int, block: int) -> Tensor:
+    def survivors(self, layer: int, role: int, block: int) -> Tensor:
         """One block as it is read, [B, block, C], sinks put back: what a crop in the middle of it keeps."""
-        stream = self.layers[layer][half]
-        run = (block, block + 1)
-        decoded = self.block(layer, block)[half] if self.recipe.chained else self._decode(stream, run)
-        tokens = stream.window_BTC.new_empty(stream.rows, stream.side.block, self.geometry.width)
-        self._restore(stream, decoded, run, tokens)
-        sinks.put(stream, self.timeline, tokens, block * stream.side.block)
+        store, run = self.stores[layer], (block, block + 1)
+        decoded = self.block(layer, block)[role] if self.recipe.cross_layer else self._decode(store, role, run)
+        tokens = store.buffer_2BTC.new_empty(store.rows, store.window.block, self.geometry.width)
+        self._restore(store, role, decoded, run, tokens)
+        store.put_sinks(role, tokens, block * store.window.block)
         return tokens
 
     def crop(self, length: int) -> int:
         """Keep the first `length` slots of every layer; how many tokens went back to the window, decoded."""
         self.clear()
         again = 0
-        for layer in sorted(self.layers, reverse=True):
-            cut = {}
-            for half, stream in enumerate(self.layers[layer]):
-                block, rest = divmod(length, stream.side.block)
-                if length < stream.encoded and rest and not stream.keeps(length):
-                    cut[half] = self.survivors(layer, half, block)[:, :rest]
-                    again = max(again, rest)
-            for half, stream in enumerate(self.layers[layer]):
-                stream.crop(length, cut.get(half))
+        for layer in sorted(self.stores, reverse=True):
+            store, cut = self.stores[layer], None
+            block, rest = divmod(length, store.window.block)
+            if length < store.encoded and rest:
+                cut = torch.stack([self.survivors(layer, role, block)[:, :rest] for role in (0, 1)])
+                again = rest
+            store.crop(length, cut)
         self.clear()
         return again
 
@@ -130,49 +126,49 @@ class History:
     def _pair(self, layer: int, run: Run) -> Pair:
         """The decoded, centred blocks of a run in this layer, [B·n, block, C] each; carried for the layers above."""
         first, stop = run
-        keys, values = self.layers[layer]
+        store = self.stores[layer]
         pair = self._carried.get((layer, first))
-        if pair is not None and len(pair[0]) == (stop - first) * keys.rows:
+        if pair is not None and len(pair[0]) == (stop - first) * store.rows:
             return pair
         below = [self._pair(layer - depth, run) for depth in range(1, self._reads[layer] + 1)]
-        parts = [{n: f.flatten(0, 1) for n, f in stream.fields(first, stop).items()} for stream in (keys, values)]
+        parts = [{n: f.flatten(0, 1) for n, f in store.fields(role, first, stop).items()} for role in (0, 1)]
         pair = self._decode_pair(layer, parts, below)
         self._carried[layer, first] = (pair[0].to(torch.bfloat16), pair[1].to(torch.bfloat16))
         return pair
 
-    def _decode_pair(self, layer: int, parts: list[dict[str, Tensor]], below: list[Pair]) -> Pair:
-        keys, values = self.layers[layer]
-        decoded = keys.codec.decode(parts[0], Context(below=below))
-        return decoded, values.codec.decode(parts[1], Context(below=below, keys=decoded))
+    def _decode_pair(self, layer: int, parts: list[Slab], below: list[Pair]) -> Pair:
+        keys, values = self.stores[layer].codecs
+        decoded = keys.decode(parts[0], Context(below=below))
+        return decoded, values.decode(parts[1], Context(below=below, keys=decoded))
 
-    def _decode(self, stream: Stream, run: Run, room_BTC: Tensor | None = None) -> Tensor:
-        """Decode blocks of a stream that is not predicted, into `room` where a single row can lie there as it is."""
-        # a fold's ends of groups lie by group, which costs whole tokens more than to put them side by side first
-        fields = {name: field.flatten(0, 1).contiguous() for name, field in stream.fields(*run).items()}
+    def _decode(self, store: LayerStore, role: int, run: Run, room_BTC: Tensor | None = None) -> Tensor:
+        """Decode blocks that are not predicted, into `room` where a single row can lie there as it is."""
+        # stored for a packed reader, the ends of groups lie by group: putting them side by side first is cheaper
+        fields = {name: field.flatten(0, 1).contiguous() for name, field in store.fields(role, *run).items()}
         if room_BTC is None or len(room_BTC) != 1 or room_BTC.dtype != torch.float32:
-            return stream.codec.decode(fields, Context())
-        return stream.codec.decode(fields, Context(), room_BTC[0].unflatten(0, (-1, stream.side.block)))
+            return store.codecs[role].decode(fields, Context())
+        return store.codecs[role].decode(fields, Context(), room_BTC[0].unflatten(0, (-1, store.window.block)))
 
-    def _restore(self, stream: Stream, x_NTC: Tensor, run: Run, out_BTC: Tensor) -> None:
+    def _restore(self, store: LayerStore, role: int, x_NTC: Tensor, run: Run, out_BTC: Tensor) -> None:
         """Put back mean and position of decoded, centred blocks [B·n, block, C] into [B, n·block, C]."""
-        codec, geometry, (start, stop) = stream.codec, self.geometry, stream.tokens(run)
-        is_key = codec.half == "key"
+        codec, geometry, (start, stop) = store.codecs[role], self.geometry, store.tokens(run)
+        is_key = ROLES[role] == "key"
         if x_NTC.data_ptr() != out_BTC.data_ptr():
             out_BTC.copy_(x_NTC.reshape(len(out_BTC), stop - start, geometry.width))
         if codec.predictor is not None:
             turning = is_key and self.recipe.position == "post"
-            mean = codec.mean(Context(rope=self.timeline.rope(start, stop) if turning else None))
+            mean = codec.mean(Context(rope=self.positions.rope(start, stop) if turning else None))
             out_BTC.add_(mean.to(out_BTC.dtype))
         if is_key and self.recipe.position == "pre":
-            tables = self.timeline.spread(start, stop, geometry.kv_heads, geometry.head_size, out_BTC.dtype)
-            rope.rotate_rows(out_BTC, *tables, geometry.kv_heads, self.timeline.half)
+            tables = self.positions.spread(start, stop, geometry.kv_heads, geometry.head_size, out_BTC.dtype)
+            rope.rotate_rows(out_BTC, *tables, geometry.kv_heads, self.positions.rotary_pairs)
 
-    def _room(self, half: Half, like: Tensor, length: int) -> Tensor:
+    def _room(self, role: Role, like: Tensor, length: int) -> Tensor:
         """Where keys, or values, of a layer are put together; every layer of a forward pass uses the same memory."""
         shape = (len(like), length, like.shape[-1])
-        if half not in self._rooms or self._rooms[half].shape != shape:
-            self._rooms[half] = like.new_empty(shape)
-        return self._rooms[half]
+        if role not in self._rooms or self._rooms[role].shape != shape:
+            self._rooms[role] = like.new_empty(shape)
+        return self._rooms[role]
 
     def count(self, *rooms: Tensor) -> None:
         """Note how many bytes of decoded tensors are alive."""

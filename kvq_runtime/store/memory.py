@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvq_runtime import codec as codecs
-from kvq_runtime.codec import Codec
-from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import HALVES, Recipe, presets
-from kvq_runtime.stages.select import Chunks, Heavy
-
-if TYPE_CHECKING:
-    from kvq_runtime.cache import BlockCache
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.layer import LayerStore
+from kvq_runtime.store.positions import Positions
+from kvq_runtime.store.storage import storage_bytes
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What a cache holds.
+    """What a cache holds: bytes as allocated, bits per element of keys and values, tokens per row.
 
+    recipe, batch      name of the recipe; rows
     total_bytes        sequence_bytes + shared_bytes
     exact_bytes        what a 16-bit cache of all tokens seen holds
     tokens, kept       tokens of a row that the model has seen, and those that are held: all, unless the recipe selects
@@ -59,51 +58,59 @@ class MemoryReport:
     bits_per_kept: float = 0.0
 
     @staticmethod
-    def of(cache: BlockCache) -> MemoryReport:
-        """Count a cache."""
+    def of(
+        recipe: Recipe,
+        geometry: Geometry,
+        stores: Collection[LayerStore],
+        positions: Positions,
+        tokens: int,
+        others: Iterable[Mapping[str, int]],
+        shared: int,
+        scratch_peak: int,
+        smaller_from: int | None,
+    ) -> MemoryReport:
+        """Count a cache.
+
+        tokens   of a row that it has seen
+        others   bytes by kind of what it holds beside its layers and their positions
+        shared   bytes that do not grow with tokens
+        The others are as in the report.
+        """
+        batch, dtype = max((store.rows for store in stores), default=0), torch.bfloat16
         parts: dict[str, int] = {}
-        batch, elements, missing, dtype, escaped, clipped = 0, 0, 0, torch.bfloat16, 0, 0
-        for pair in cache.layers.values():
-            for stream in pair:
-                batch, dtype = stream.rows, stream.sinks_BSC.dtype
-                elements += batch * (stream.length + cache.timeline.dropped) * cache.geometry.width
-                missing += batch * cache.timeline.dropped * cache.geometry.width
-                for kind, size in stream.bytes().items():
-                    parts[kind] = parts.get(kind, 0) + size
-                served, wanted = stream.escapes()
-                escaped, clipped = escaped + served, clipped + wanted - served
-        own = [*cache.timeline.tensors, *(cache.votes.tensors if cache.votes is not None else ())]
-        if cache.online is not None:
-            parts |= cache.online.bytes()
-        tables = sum(tensor.untyped_storage().nbytes() for tensor in cache.fused.tensors)
-        parts |= {"tables": parts.get("tables", 0) + tables} if tables else {}
-        parts["timeline"] = sum(tensor.untyped_storage().nbytes() for tensor in own)
-        if cache.hitters is not None:
-            parts["selection"] = sum(tensor.untyped_storage().nbytes() for tensor in cache.hitters.tensors)
-        shared = shared_bytes([codec for pair in cache.codecs for codec in pair], cache.fused.shared)
+        for store in stores:
+            dtype = store.buffer_2BTC.dtype
+        for held in (*(store.bytes() for store in stores), {"timeline": positions.bytes()}, *others):
+            for kind, size in held.items():
+                parts[kind] = parts.get(kind, 0) + size
+        escapes = [store.escapes() for store in stores]
+        escaped, wanted = (sum(counts) for counts in zip(*escapes, strict=True)) if escapes else (0, 0)
+        each = 2 * batch * geometry.width
+        kept_elements = each * sum(store.length for store in stores)
+        elements = kept_elements + each * positions.dropped * len(stores)
         sequence = sum(parts.values())
         return MemoryReport(
-            recipe=cache.recipe.name,
-            tokens=cache.length,
+            recipe=recipe.name,
+            tokens=tokens,
             batch=batch,
             total_bytes=sequence + shared,
             exact_bytes=2 * elements,
             bits_per_element=8 * sequence / max(1, elements),
             all_bits=8 * (sequence + shared) / max(1, elements),
-            asymptotic_bits=asymptotic_bits(cache.recipe, cache.geometry, dtype),
+            asymptotic_bits=asymptotic_bits(recipe, geometry, dtype),
             sequence_bytes=sequence,
             shared_bytes=shared,
-            scratch_peak=cache.scratch_peak,
-            smaller_from=smaller_from(cache.recipe, cache.geometry, shared),
+            scratch_peak=scratch_peak,
+            smaller_from=smaller_from,
             parts=parts,
             escaped=escaped,
-            clipped=clipped,
-            kept=cache.timeline.length,
-            bits_per_kept=8 * sequence / max(1, elements - missing),
+            clipped=wanted - escaped,
+            kept=positions.length,
+            bits_per_kept=8 * sequence / max(1, kept_elements),
         )
 
     def as_dict(self) -> dict:
-        """Plain numbers, for JSON."""
+        """All fields as plain numbers, text and one dict, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -122,47 +129,22 @@ class MemoryReport:
 
 def shared_bytes(codecs: list[Codec], others: Sequence[Tensor] = ()) -> int:
     """Bytes of fitted tensors and rotations, and of others, each storage once."""
-    tensors = [*others, *(tensor for codec in codecs for tensor in codec.shared)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    return storage_bytes([*others, *(tensor for codec in codecs for tensor in codec.shared)])
 
 
 def asymptotic_bits(recipe: Recipe, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
     """What one more element seen costs once it is encoded, on average over layers, keys and values."""
-    bits, share = 0.0, recipe.select.share if isinstance(recipe.select, Heavy) else 1.0
+    bits, share = 0.0, math.prod(policy.held_share() for policy in recipe.policies)
     for layer in range(geometry.layers):
-        for half in HALVES:
-            bits += side_bits(recipe, layer, half, geometry, dtype)
+        for role in ROLES:
+            bits += scheme_bits(recipe, layer, role, geometry, dtype)
     return share * bits / (2 * geometry.layers)
 
 
-def side_bits(recipe: Recipe, layer: int, half, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Bits per encoded element of one side of one layer, without its fitted tensors."""
-    marks = recipe.select.bits(dtype) if half == "key" and isinstance(recipe.select, Chunks) else 0.0
-    return marks + codecs.bits(recipe.side(layer, half), geometry, dtype)
-
-
-def smaller_from(recipe: Recipe, geometry: Geometry, shared: int) -> int | None:
-    """Tokens from which a recipe's bytes are fewer than those of plain HIGGS at the next width (see MemoryReport)."""
-    own = asymptotic_bits(recipe, geometry)
-    plain = {
-        name: asymptotic_bits(other, geometry)
-        for name, other in presets().items()
-        if name.startswith("higgs-") and "head" not in name and not _refused(other, geometry)
-    }
-    wider = [bits for name, bits in plain.items() if bits >= own and name != recipe.name]
-    if not wider or recipe.name in plain:
-        return None
-    gain = (min(wider) - own) * 2 * geometry.layers * geometry.width / 8
-    return None if gain <= 0 else -int(-shared // gain)
-
-
-def _refused(recipe: Recipe, geometry: Geometry) -> bool:
-    try:
-        recipe.check(geometry)
-    except ValueError:
-        return True
-    return False
+def scheme_bits(recipe: Recipe, layer: int, role, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Bits per encoded element of one scheme of one layer, without its fitted tensors."""
+    extra = sum(policy.extra_bits(role, dtype) for policy in recipe.policies)
+    return extra + recipe.scheme(layer, role).bits(recipe.window.block, geometry, dtype)
 
 
 def _human(size: float) -> str:

@@ -1,18 +1,21 @@
-"""Keep what is true of a sequence's tokens in every layer: how many there are, which are real, where they stand.
+"""Slots of the tokens that all layers share: how many there are, which are padding, at which positions they stand.
 
-Slots are places in the cache, the same for all rows; a padded slot holds no real token. Where tokens have been dropped
+A slot is a place in the cache, the same for all rows; a padded slot holds no real token. Where tokens have been dropped
 there are fewer slots than tokens seen, and it is stored which token each slot holds. Without that, without padding, and
 with positions that count from 0, nothing is stored.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from kvq_runtime import rope
-from kvq_runtime.rope import Rotary
+from kvq_runtime.ops import rope
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.store.storage import storage_bytes
 
 
-class Timeline:
+class Positions:
     """The slots of one cache. `announce` says what the next tokens are; `extend` takes them in."""
 
     def __init__(self):
@@ -26,7 +29,9 @@ class Timeline:
         self._next: tuple[Tensor | None, Tensor | None] = (None, None)
         self._complete: dict[int, int] = {}
         self.told = False  # whether padding was announced with the newest tokens
-        self.recorded = False  # whether a step is being recorded: it is counted by the host, and nothing else
+        self.recorded = (
+            False  # whether a step is being recorded as a graph: the host counts its tokens, and does no more
+        )
 
     @property
     def seen(self) -> int:
@@ -81,6 +86,17 @@ class Timeline:
         self.dropped += self.length - kept_BT.shape[1]
         self.length = kept_BT.shape[1]
 
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What `restore` goes back to. Its tensors are never written into."""
+        return self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT
+
+    def restore(self, *state: Any) -> None:
+        """Go back to a state."""
+        self._spread.clear()
+        self._complete.clear()
+        self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT = state
+
     def crop(self, length: int) -> None:
         """Forget every slot from `length` on."""
         self._spread.clear()
@@ -91,7 +107,7 @@ class Timeline:
         self.real_BT = self.real_BT[:, :length].clone() if self.real_BT is not None and length else None
         self.positions_BT = self.positions_BT[:, :length].clone() if self.positions_BT is not None and length else None
 
-    def select(self, rows: Tensor) -> None:
+    def reorder(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         self._spread.clear()
         self._complete.clear()
@@ -120,8 +136,8 @@ class Timeline:
         real_BT = self.real_BT[:, :stop]
         return (real_BT & (real_BT.cumsum(1) > sinks))[:, start:]
 
-    def positions(self, row: int, device: torch.device) -> Tensor:
-        """Where the tokens of a row stand, [T]."""
+    def of_row(self, row: int, device: torch.device) -> Tensor:
+        """The positions of a row's tokens, [T]."""
         if self.positions_BT is None:
             return torch.arange(self.length, device=device)
         return self.positions_BT[row if len(self.positions_BT) > 1 else 0]
@@ -136,19 +152,19 @@ class Timeline:
         return self.rotary
 
     @property
-    def half(self) -> int:
-        """Half of the channels of a head that turn."""
+    def rotary_pairs(self) -> int:
+        """How many pairs of channels RoPE rotates in a head: half of its channels, or fewer."""
         return len(self.require().frequencies_K)
 
     def spread(self, start: int, stop: int, heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`rope` as factors of every channel, [B or 1, T, C] each; kept until `release`, for the layers above."""
+        """`rope` as factors of every channel, [B or 1, T, C] each; kept for the layers above."""
         key = (start, stop, dtype)
         if key not in self._spread:
             cos, sin = rope.spread(*self.rope(start, stop), heads, size)
             self._spread[key] = (cos.to(dtype), sin.to(dtype))
         return self._spread[key]
 
-    def release(self) -> None:
+    def forget_factors(self) -> None:
         """Drop what `spread` kept."""
         self._spread.clear()
 
@@ -197,10 +213,9 @@ class Timeline:
         first = torch.where(valid_BT.any(1), valid_BT.int().argmax(1), -1)
         return torch.where(before >= 0, before, first[:, None])
 
-    @property
-    def tensors(self) -> list[Tensor]:
+    def bytes(self) -> int:
         """What is stored per sequence."""
-        return [tensor for tensor in (self.tokens_BT, self.real_BT, self.positions_BT) if tensor is not None]
+        return storage_bytes([t for t in (self.tokens_BT, self.real_BT, self.positions_BT) if t is not None])
 
 
 def _follow(positions_BT: Tensor, start: int) -> bool:

@@ -1,0 +1,44 @@
+"""The contract of a path: one way to answer queries from what a layer holds. A cache asks its paths in order.
+
+paths of policies (`Policy.attend`)  →  fused  →  long_query  →  reference
+"""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.layer import LayerStore
+
+
+class Attended(NamedTuple):
+    """What queries get.
+
+    out_BHTD  of the shape of the queries
+    lse_BHT   log2 Σ 2^s of their scores, [B, query heads, T]; None from a path that reports the weights themselves
+    """
+
+    out_BHTD: Tensor
+    lse_BHT: Tensor | None
+
+
+class Path(ABC):
+    """One way to attend."""
+
+    @abstractmethod
+    def attend(
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
+    ) -> Attended | None:
+        """Attend with queries [B, query heads, T, D], those of the newest T tokens, to all that the layer holds.
+
+        mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
+        scale   what scores are multiplied with
+        None: these queries, or this layer, are not for this path.
+        """
+
+    @staticmethod
+    def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
+        """Why no query to this layer is for this path, and what that costs; None: some are."""
+        return None

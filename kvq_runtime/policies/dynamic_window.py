@@ -1,0 +1,146 @@
+"""Let attention say when the oldest exact tokens may be encoded.
+
+A new token attends to the newest tokens most. Where the oldest token of the window, its *edge*, is attended to no less
+than the newest one, the block that begins with it is kept exact for another forward pass.
+
+    keep  ⇔  mean of A_new ≤ mean of A_edge          A: weights of the newest query, after the softmax
+
+Means are over layers, query heads and rows: one decision for the whole cache, so that all layers and both halves hold
+the same blocks.
+
+The decision of a forward pass depends on the one that ended where it begins, and on nothing else: a pass that is
+undone and made again, or cropped away, decides as it did, or has no say.
+
+Source: Zeng et al., 2025 (SubKV), sections 3.3 and 3.5.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
+from kvq_runtime.store.layer import LayerStore
+from kvq_runtime.store.step import Step
+from kvq_runtime.store.storage import storage_bytes
+
+
+@dataclass(frozen=True)
+class DynamicWindow(PolicySetting):
+    """Keep up to `blocks` blocks exact beyond the recent tokens, as long as attention asks for it. 1 to 1024."""
+
+    kind: ClassVar[str] = "dynamic"
+    slot: ClassVar[str] = "window"
+    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    arrival_dependent: ClassVar[bool] = True
+    blocks: int = 3
+
+    def __post_init__(self):
+        if not 1 <= self.blocks <= 1024:
+            raise ValueError(f"blocks={self.blocks}; use 1 to 1024")
+
+    def most(self, recent: int, block: int) -> int:
+        """What `recent` is while the window keeps what it may."""
+        return recent + self.blocks * block
+
+    def policy(self, cache: CacheParts) -> Policy:
+        return DynamicWindowPolicy(self, cache)
+
+
+class DynamicWindowPolicy(Policy):
+    """The dynamic window of one cache: A_new - A_edge of every layer in the newest pass, [B] each."""
+
+    weighs = "newest"
+
+    def __init__(self, setting: DynamicWindow, cache: CacheParts):
+        self.setting, self.cache, self.positions = setting, cache, cache.positions
+        self._seen, self._gaps = 0, dict[int, Tensor]()  # tokens at the end of that pass; by layer
+
+    def begin(self, step: Step) -> None:
+        stores, window = self.cache.stores.values(), self.cache.recipe.window
+        due = any(store.beyond(window.recent, step.count) for store in stores)
+        gaps_LB = [gap_B for _, gap_B in sorted(self._gaps.items())]
+        # unless a block is due, and every layer has been weighed, nothing is asked of the device
+        weighed = due and self._seen == step.before and len(gaps_LB) == len(self.cache.layers)
+        keep = weighed and keep_edge(torch.stack([gap_B.to(gaps_LB[-1].device) for gap_B in gaps_LB]))
+        for store in stores:
+            store.recent = self.setting.most(window.recent, window.block) if keep else window.recent
+        step.on_undo(self._restore, self._seen, self._gaps)
+        self._restore(step.before + step.count, {})
+
+    def weighed(self, layer: int, p_BHGTT: Tensor, slots: range) -> None:
+        """Of the newest query, whose slice comes last; the edge is that of the window as this pass leaves it."""
+        store = self.cache.stores[layer]
+        self._gaps[layer] = gaps(p_BHGTT[..., -1, :], _edge(store), store.window.sinks, self.positions.real_BT)
+
+    def attended(self, layer: int, q_BHTD: Tensor, lse_BHT: Tensor, scale: float) -> None:
+        """The weights that count are of two exact tokens: the newest and the edge."""
+        store, q_BHD, lse_BH = self.cache.stores[layer], q_BHTD[:, :, -1], lse_BHT[..., -1]
+        heads = self.cache.geometry.kv_heads
+        first_B, heard_B = edges(_edge(store), store.window.sinks, self.positions.real_BT, q_BHD, store.length)
+        newest_B = torch.full_like(first_B, store.length - 1)
+        places_B2 = (torch.stack([newest_B, first_B], 1) - store.encoded).clamp(min=0)
+        rows_B = torch.arange(len(q_BHD), device=q_BHD.device)
+        k_B2HD = store.window_2BTC[0][rows_B[:, None], places_B2].float().unflatten(2, (heads, -1))
+        s_BHG2 = q_BHD.float().unflatten(1, (heads, -1)) @ k_B2HD.permute(0, 2, 3, 1) * (scale / math.log(2))
+        p_BHG2 = (s_BHG2 - lse_BH.unflatten(1, (heads, -1))[..., None]).exp2()
+        self._gaps[layer] = (p_BHG2[..., 0] - p_BHG2[..., 1]).mean((1, 2)).where(heard_B, torch.nan)
+
+    def crop(self, length: int) -> None:
+        if length < self._seen:
+            self._restore(length, {})
+
+    def reorder(self, rows: Tensor) -> None:
+        self._gaps = {layer: gap_B[rows.to(gap_B.device)] for layer, gap_B in self._gaps.items()}
+
+    def bytes(self) -> dict[str, int]:
+        return {"timeline": storage_bytes(self._gaps.values())}
+
+    @property
+    def gaps(self) -> Mapping[int, Tensor]:
+        """A_new - A_edge by layer, [B], NaN for a row that is not counted."""
+        return self._gaps
+
+    def _restore(self, seen: int, gaps: dict[int, Tensor]) -> None:
+        self._seen, self._gaps = seen, gaps
+
+
+def _edge(store: LayerStore) -> int:
+    """The first slot that stays exact."""
+    return (store.blocks + store.due) * store.window.block
+
+
+def edges(edge: int, sinks: int, real_BT: Tensor | None, like: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Each row's edge among `length` slots, int64 [B], and whether it has a say, bool [B].
+
+    edge    the first slot that stays exact; a row's edge is its first real token from there on that is no sink
+    like    of B rows, where the result shall be
+
+    A row has no say if its newest token is padding, or its edge is not older than its newest token.
+    """
+    newest = length - 1
+    if real_BT is None:
+        first_B = torch.full((len(like),), max(edge, sinks), device=like.device)
+        return first_B.clamp(max=newest), first_B < newest
+    able_BT = real_BT & (real_BT.cumsum(1) > sinks)
+    able_BT[:, :edge] = False
+    first_B = able_BT.int().argmax(1)
+    return first_B, able_BT[:, newest] & (first_B < newest)
+
+
+def gaps(p_BHGT: Tensor, edge: int, sinks: int, real_BT: Tensor | None) -> Tensor:
+    """A_new - A_edge of each row, means over heads: float32 [B], NaN for a row that has no say; see `edges`.
+
+    p_BHGT  the newest query's weights; on tokens that padding hides they are never looked at
+    """
+    first_B, heard_B = edges(edge, sinks, real_BT, p_BHGT, p_BHGT.shape[-1])
+    p_BHG = p_BHGT.gather(-1, first_B.view(-1, 1, 1, 1).expand(*p_BHGT.shape[:3], 1))[..., 0]
+    return (p_BHGT[..., -1] - p_BHG).mean((1, 2)).where(heard_B, torch.nan)
+
+
+def keep_edge(gaps_LB: Tensor) -> bool:
+    """The decision; where no row has a say, nothing is kept."""
+    return float(gaps_LB.double().nanmean()) <= 0

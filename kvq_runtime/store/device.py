@@ -1,0 +1,51 @@
+"""What a kernel on the device finds a layer by: block tables, counts, and a window that stays in its place.
+
+What a decode step changes on the device depends on these alone, not on what the host counts, so that the step can be
+recorded as a graph. The host says what it has changed when it next publishes (`attention/fused.py`).
+"""
+
+import torch
+from torch import Tensor
+
+SLACK = 64  # tokens that one step may add where the window is
+
+
+class DeviceIndex:
+    """Of one layer.
+
+    counts       int32 [3]: blocks, the window's first place in its buffer, its tokens
+    tables       of keys and of values, the addresses of their slabs: see kernels/attend/block_table.py
+    sinks_2BSC   a copy of the exact first tokens, keys and values
+    window_2BTC  where sinks and window are, but for a prompt that has no room there; None before they first are
+    stale        whether the device does not know yet how many blocks and tokens there are, and where
+    """
+
+    def __init__(self, columns: tuple[int, int], slabs: int, sinks_2BSC: Tensor):
+        device = sinks_2BSC.device
+        self.counts = torch.zeros(3, dtype=torch.int32, device=device)
+        self.offsets = torch.arange(SLACK, device=device)
+        self.columns = columns
+        self.make_tables(slabs)
+        self.sinks_2BSC = sinks_2BSC.clone()
+        self.window_2BTC: Tensor | None = None
+        self.stale = True
+
+    def make_tables(self, slabs: int) -> None:
+        """Make room for the addresses of so many slabs."""
+        device = self.counts.device
+        self.tables = [torch.zeros(slabs, columns, dtype=torch.int64, device=device) for columns in self.columns]
+        self.forget_slabs()
+
+    def forget_slabs(self) -> None:
+        """Slabs are elsewhere: list them all anew."""
+        self.listed: list[list[tuple[int, int]]] = [[], []]
+        self.stale = True
+
+    def next_places(self, count: int) -> Tensor:
+        """Where in the buffer the next tokens belong, as the device counts."""
+        return self.counts[1:].sum() + self.offsets[:count]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is stored, but for the window."""
+        return [self.counts, self.offsets, *self.tables, self.sinks_2BSC]

@@ -1,0 +1,375 @@
+"""Hold what one layer caches: exact sinks, encoded blocks in slabs, and the exact window of tokens after them.
+
+    tokens   | block 0 | block 1 | ... | window                keys and values alike: one set of counters
+    exact      the first tokens of each row (sinks), once more, right before the window
+
+A slab holds 32 blocks; only the last grows, by doubling. The window is a buffer in which live tokens move to the front
+when its end is reached, once per block. The sinks stand right before the window, and move with its start, so that what
+is exact is read in one piece.
+
+The digit in a shape, as in [2, B, T, C], counts keys and values.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.codec.packed import PackedBlocks
+from kvq_runtime.codec.per_row import RowCodec
+from kvq_runtime.geometry import SLAB, Window
+from kvq_runtime.ops import dispatch
+from kvq_runtime.store.device import SLACK, DeviceIndex
+from kvq_runtime.store.positions import Positions
+from kvq_runtime.store.step import Step
+from kvq_runtime.store.storage import storage_bytes
+
+Slab = dict[str, Tensor]
+Run = tuple[int, int]  # (first, last + 1) of the blocks of one slab
+EXTRA = 2  # where in `slabs` the fields of policies are, after those of keys and values
+
+
+class LayerStore:
+    """Keys and values of one layer, in the model's dtype where they are exact.
+
+    codecs   of keys and of values
+    recent   newest tokens that are not due to be encoded; a policy may keep more than the recipe's window
+    slabs    of keys, of values, and of what policies store beside each block: [B, blocks, ...] a field
+    index    where a kernel on the device finds all that; None: no kernel reads this layer
+    """
+
+    def __init__(
+        self,
+        codecs: tuple[Codec, Codec],
+        window: Window,
+        positions: Positions,
+        like_BTC: Tensor,
+        index: DeviceIndex | None = None,
+    ):
+        self.codecs: tuple[Codec | RowCodec, Codec | RowCodec] = codecs
+        self.window, self.positions, self.index = window, positions, index
+        self.recent = window.recent
+        self.blocks = 0
+        self.slabs: tuple[list[Slab], list[Slab], list[Slab]] = ([], [], [])
+        self._step: Step | None = None
+        self._before = 0  # tokens before that step
+        self._saved = True  # whether the step can restore the window that it found
+        self._count_blocks()
+        self._hold(like_BTC.new_zeros(2, len(like_BTC), window.sinks, codecs[0].geometry.width))
+        self._start = self._stop = window.sinks
+
+    # ---- what is held ------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.buffer_2BTC.shape[1]
+
+    @property
+    def window_2BTC(self) -> Tensor:
+        """The exact tokens after the blocks."""
+        return self.buffer_2BTC[:, :, self._start : self._stop]
+
+    @property
+    def window_start(self) -> int:
+        """Where in `buffer_2BTC` the window begins."""
+        return self._start
+
+    @property
+    def sinks_2BSC(self) -> Tensor:
+        """The first real tokens of each row, as far as they have arrived."""
+        return self.buffer_2BTC[:, :, self._start - self.window.sinks : self._start]
+
+    def exact_YTD(self, role: int) -> Tensor:
+        """What is exact, sinks, once there are blocks, and window, by head, float32; a single row where it lies."""
+        start = self._start - self.front
+        x = self._by_head[role].narrow(-2, start, self._stop - start)
+        return (x if x.ndim == 3 else x.flatten(0, 1)).float()
+
+    @property
+    def length(self) -> int:
+        """All tokens."""
+        return self.encoded + self._stop - self._start
+
+    @property
+    def due(self) -> int:
+        """Blocks that the window holds beyond the recent tokens."""
+        return self.beyond(self.recent)
+
+    def beyond(self, recent: int, count: int = 0) -> int:
+        """Whole blocks that the window holds beyond so many tokens, once `count` more have come."""
+        return max(0, self._stop - self._start + count - recent) // self.window.block
+
+    def fields(self, part: int, start: int, stop: int) -> dict[str, Tensor]:
+        """The fields of blocks `start` to `stop` of one slab, [B, blocks, ...]; of keys (0), values (1), or EXTRA."""
+        slab = self.slabs[part][start // SLAB] if self.slabs[part] else {}
+        return {name: field[:, start % SLAB : (stop - 1) % SLAB + 1] for name, field in slab.items()}
+
+    def runs(self) -> Iterator[Run]:
+        """The blocks of each slab."""
+        for start in range(0, self.blocks, SLAB):
+            yield start, min(start + SLAB, self.blocks)
+
+    def tokens(self, run: Run) -> Run:
+        """(first, last + 1) of the tokens of a run of blocks."""
+        return run[0] * self.window.block, run[1] * self.window.block
+
+    def packed(self, role: int, first: int) -> list[PackedBlocks]:
+        """The blocks of each slab, from token `first` on, as their codec's packed reader takes them; views, for a
+        single row, are kept."""
+        kept = self._packed[role]
+        if kept and kept[0].tokens == self.sizes[0] - first:
+            return kept
+        reader = self.codecs[role].packed_reader
+        assert reader is not None
+        parts = [reader.view_blocks(self.fields(role, *run), 0 if run[0] else first) for run in self.runs()]
+        self._packed[role] = parts if self.rows == 1 else []
+        return parts
+
+    # ---- one forward pass --------------------------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        """Take part in a forward pass, which can be undone."""
+        self._step, self._before, self._saved = step, self.length, False
+        step.on_undo(self._truncate, self._before)
+
+    def append(self, k_BTC: Tensor, v_BTC: Tensor) -> None:
+        """Add tokens to the window, and keep those that are sinks beside it."""
+        live, count, index = self._stop - self._start, k_BTC.shape[1], self.index
+        room = self.buffer_2BTC.shape[2] - self._stop
+        if (
+            index is not None
+            and not index.stale
+            and self.buffer_2BTC is index.window_2BTC
+            and count <= min(SLACK, room)
+        ):
+            places = index.next_places(count)
+            self._keys.index_copy_(1, places, k_BTC)
+            self._values.index_copy_(1, places, v_BTC)
+            index.counts[2:].add_(count)
+        else:
+            if count > room:
+                if self.window.sinks + live + count <= self.buffer_2BTC.shape[2] and live <= self._start:
+                    self._shift(self.window.sinks)
+                else:
+                    self._rebuffer(live + count)
+            self._keys[:, self._stop : self._stop + count] = k_BTC
+            self._values[:, self._stop : self._stop + count] = v_BTC
+            self._changed()
+        self._stop += count
+        self._keep_sinks(k_BTC, v_BTC)
+
+    def arrived(self, count: int) -> None:
+        """Count tokens that a recorded step has put at the window's end."""
+        self._stop += count
+
+    def trim(self) -> None:
+        """Give back the room that a long prompt took in the window."""
+        sinks, live = self.window.sinks, self._stop - self._start
+        steady = sinks + self.recent + self.window.block + SLACK
+        index = self.index
+        if index is None:
+            if self.buffer_2BTC.shape[2] > steady:
+                self._rebuffer(live)
+            return
+        home = index.window_2BTC
+        if (self.buffer_2BTC is home and self._start == sinks) or sinks + live > steady:
+            return
+        held = self.buffer_2BTC[:, :, self._start - sinks : self._stop]
+        if home is None or home.shape[1] != self.rows or home.shape[2] < sinks + live:
+            home = index.window_2BTC = self.buffer_2BTC.new_empty(2, self.rows, steady, self.buffer_2BTC.shape[3])
+        home[:, :, : sinks + live] = held.clone() if self.buffer_2BTC is home else held
+        self._hold(home)
+        self._start, self._stop = sinks, sinks + live
+        self._changed()
+
+    def add_block(self, keys: Slab, values: Slab, extra: Slab) -> None:
+        """Append the encoded form of the window's oldest block, and drop its exact tokens.
+
+        extra   what policies store beside it, [B, ...] a field; of every block the same fields
+        """
+        self._save_window()
+        for part, fields in enumerate((keys, values, extra)):
+            if fields:
+                self._store(part, fields)
+        self.blocks += 1
+        self._count_blocks()
+        sinks_2BSC = self.sinks_2BSC.clone()
+        self._start += self.window.block
+        self.sinks_2BSC.copy_(sinks_2BSC)
+        self._changed()
+
+    def drop(self, kept_BK: Tensor) -> None:
+        """Keep these tokens of the window, in rising order; the others are gone when the pass has ended."""
+        self._save_window()
+        kept_2BKC = kept_BK[None, ..., None].expand(2, -1, -1, self.buffer_2BTC.shape[3])
+        self._hold(torch.cat([self.sinks_2BSC, self.window_2BTC.gather(2, kept_2BKC)], 2))
+        self._start, self._stop = self.window.sinks, self.window.sinks + kept_BK.shape[1]
+        self._changed()
+
+    # ---- the past ----------------------------------------------------------------------------------------------
+
+    def crop(self, length: int, survivors_2BTC: Tensor | None = None) -> None:
+        """Keep `length` tokens; `survivors` are the decoded tokens of a block that is cut."""
+        if length >= self.encoded:
+            self._truncate(length)
+        else:
+            self._restore(length // self.window.block, survivors_2BTC)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep these rows, in this order."""
+        for slabs in self.slabs:
+            slabs[:] = [{name: field.index_select(0, rows) for name, field in slab.items()} for slab in slabs]
+        self.codecs = tuple(  # type: ignore[assignment]
+            codec.select(rows) if isinstance(codec, RowCodec) else codec for codec in self.codecs
+        )
+        self._count_blocks()
+        self._hold(self.buffer_2BTC.index_select(1, rows))
+        if self.index is not None:
+            self.index.forget_slabs()
+            home = self.index.window_2BTC
+            if home is not None and home.shape == self.buffer_2BTC.shape:
+                self._hold(home.copy_(self.buffer_2BTC))
+
+    # ---- sinks -------------------------------------------------------------------------------------------------
+
+    def put_sinks(self, role: int, out_BTC: Tensor, start: int = 0) -> None:
+        """Write the sinks over decoded keys (0) or values (1), the first of which is in slot `start`."""
+        sinks, padded = self.window.sinks, self.positions.real_BT is not None
+        if sinks == 0 or (not padded and start >= sinks):
+            return
+        if not padded:
+            stop = min(sinks, start + out_BTC.shape[1])
+            out_BTC[:, : stop - start] = self.sinks_2BSC[role, :, start:stop]
+            return
+        slots, arrived = self.positions.sink_slots(sinks, len(out_BTC), out_BTC.device)
+        rows, ranks = (arrived & (slots >= start) & (slots < start + out_BTC.shape[1])).nonzero(as_tuple=True)
+        out_BTC[rows, slots[rows, ranks] - start] = self.sinks_2BSC[role, rows, ranks]
+
+    def _keep_sinks(self, k_BTC: Tensor, v_BTC: Tensor) -> None:
+        """Copy those of the newest tokens, which have just been appended, that are sinks."""
+        sinks, first = self.window.sinks, self.length - k_BTC.shape[1]
+        if sinks == 0 or first >= self.positions.complete(sinks, first):
+            return
+        slots, arrived = self.positions.sink_slots(sinks, len(k_BTC), k_BTC.device)
+        here = arrived & (slots >= first) & (slots < self.length)
+        if bool(here.any()):
+            rows, ranks = here.nonzero(as_tuple=True)
+            for role, x_BTC in enumerate((k_BTC, v_BTC)):
+                self.sinks_2BSC[role, rows, ranks] = x_BTC[rows, slots[rows, ranks] - first]
+            self._changed()
+
+    # ---- memory ------------------------------------------------------------------------------------------------
+
+    def escapes(self) -> tuple[int, int]:
+        """(tokens of keys or values stored by the escape, tokens that asked for it)."""
+        counts = [
+            codec.scheme.correct.count(self.fields(role, *run))
+            for role, codec in enumerate(self.codecs)
+            if codec.scheme.correct is not None
+            for run in self.runs()
+        ]
+        return sum(served for served, _ in counts), sum(wanted for _, wanted in counts)
+
+    def bytes(self) -> dict[str, int]:
+        """Allocated bytes by kind: what a field is, its stage says; what policies add is a kind of its own."""
+        sinks = self.sinks_2BSC.nbytes
+        parts = {"window": storage_bytes([self.buffer_2BTC]) - sinks, "sinks": sinks}
+        kinds = [codec.scheme.memory_kinds(self.window.block, codec.geometry) for codec in self.codecs]
+        for slabs, kind_of in zip(self.slabs, [*kinds, {}], strict=True):
+            for slab in slabs:
+                for name, field in slab.items():
+                    kind = kind_of.get(name, name)
+                    parts[kind] = parts.get(kind, 0) + storage_bytes([field])
+        if self.index is not None:
+            parts["tables"] = storage_bytes(self.index.tensors)
+            home = self.index.window_2BTC
+            parts["window"] += 0 if home is None or home is self.buffer_2BTC else storage_bytes([home])
+        return parts
+
+    # ---- how -----------------------------------------------------------------------------------------------------
+
+    def _hold(self, buffer_2BTC: Tensor) -> None:
+        geometry = self.codecs[0].geometry
+        shape = (*buffer_2BTC.shape[:3], geometry.kv_heads, geometry.head_size)
+        x_2BHTD = buffer_2BTC.view(shape).transpose(2, 3)
+        self.buffer_2BTC = buffer_2BTC
+        self._keys, self._values = buffer_2BTC.unbind(0)
+        self._by_head = [x[0] if len(x) == 1 else x for x in x_2BHTD]
+
+    def _changed(self) -> None:
+        """The host has moved something that the device has to be told of."""
+        if self.index is not None:
+            self.index.stale = True
+
+    def _count_blocks(self) -> None:
+        self.encoded = self.blocks * self.window.block  # tokens in blocks
+        self.front = self.window.sinks if self.blocks else 0  # sinks read beside them; before, they are in the window
+        self.sizes = [(stop - start) * self.window.block for start, stop in self.runs()]  # tokens of each slab
+        self._packed: list[list[PackedBlocks]] = [[], []]
+
+    def _store(self, part: int, fields: Slab) -> None:
+        slabs, place = self.slabs[part], self.blocks % SLAB
+        by_group = part != EXTRA and self.codecs[part].packed_reader is not None
+        if place == 0 and self.blocks // SLAB == len(slabs):
+            slabs.append({name: _room(field, 1, by_group) for name, field in fields.items()})
+        slab = slabs[self.blocks // SLAB]
+        for name, field in fields.items():
+            if place == slab[name].shape[1]:
+                grown = _room(field, min(2 * place, SLAB), by_group)
+                grown[:, :place] = slab[name]
+                slab[name] = grown
+            slab[name][:, place] = field
+
+    def _rebuffer(self, needed: int) -> None:
+        sinks, live, steady = self.window.sinks, self._stop - self._start, self.recent + self.window.block
+        room = needed if needed > steady else min(steady, max(needed, 64, 2 * live))
+        buffer = self.buffer_2BTC.new_empty(2, self.rows, sinks + room, self.buffer_2BTC.shape[3])
+        buffer[:, :, : sinks + live] = self.buffer_2BTC[:, :, self._start - sinks : self._stop]
+        self._hold(buffer)
+        self._start, self._stop = sinks, sinks + live
+
+    def _shift(self, start: int) -> None:
+        """Move sinks and window to where the window starts at `start`."""
+        sinks, live = self.window.sinks, self._stop - self._start
+        held = self.buffer_2BTC[:, :, self._start - sinks : self._stop].clone()  # the two places may overlap
+        self.buffer_2BTC[:, :, start - sinks : start + live] = held
+        self._start, self._stop = start, start + live
+
+    def _save_window(self) -> None:
+        """Have the step of this forward pass restore the window that it found, before blocks are made of it."""
+        if self._step is not None and not self._saved:
+            found = self.window_2BTC[:, :, : max(0, self._before - self.encoded)].clone()
+            self._step.on_undo(self._restore, self.blocks, found)
+            self._saved = True
+
+    def _truncate(self, length: int) -> None:
+        self._stop = self._start + length - self.encoded
+        self._changed()
+
+    def _restore(self, blocks: int, window_2BTC: Tensor | None) -> None:
+        """Keep so many blocks, and this window after them."""
+        self.blocks = blocks
+        for slabs in self.slabs:
+            del slabs[-(-blocks // SLAB) :]
+        self._count_blocks()
+        self._stop = self._start
+        self._shift(self.window.sinks)
+        if self.index is not None:
+            self.index.forget_slabs()
+        if window_2BTC is not None:
+            count = window_2BTC.shape[2]
+            if self._stop + count > self.buffer_2BTC.shape[2]:
+                self._rebuffer(count)
+            self.buffer_2BTC[:, :, self._stop : self._stop + count] = window_2BTC
+            self._stop += count
+
+
+def _room(field: Tensor, blocks: int, by_group: bool) -> Tensor:
+    """Memory for so many blocks of a field; for the ends of groups [B, block, M], which a packed reader takes by group,
+    by group."""
+    batch, *shape = field.shape
+    if not by_group or len(shape) != 2 or dispatch.runs_kernel(field):
+        return field.new_empty(batch, blocks, *shape)
+    return field.new_empty(batch, shape[1], blocks, shape[0]).permute(0, 2, 3, 1)
