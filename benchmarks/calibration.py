@@ -17,8 +17,10 @@ from pathlib import Path
 
 import torch
 
-from kvq_calib import checkpoint, models, plan, run
 from kvq_calib.evaluate.record import load_model
+from kvq_calib.model import find as models
+from kvq_calib.run import calibrate, checkpoint, plan
+from kvq_calib.run.run import Run
 from kvq_runtime.recipe import preset
 
 
@@ -38,15 +40,15 @@ def main() -> int:
     text = {"samples": args.samples, "seq_len": args.seq_len}
     made = plan.make(files, recipes, **text, dtype=args.dtype, threads=args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        work = run.Run(made, files, Path(folder))
+        work = Run(made, files, Path(folder))
         with checkpoint.claimed(work.folder):
-            stream, plain = run.start(work), Plain(work)
+            stream, plain = calibrate.start(work), Plain(work)
             layers, wall, unit = made.geometry.layers, 0.0, 0.0
             for layer in range(layers):
-                wall += _seconds(lambda layer=layer: run.fit_layer(work, stream, layer))
+                wall += _seconds(lambda layer=layer: calibrate.fit_layer(work, stream, layer))
                 unit += _seconds(lambda layer=layer: plain.forward(layer, layers))
-            wall += _seconds(lambda: run.artifacts(work))
-        spent = run.seconds(work)
+            wall += _seconds(lambda: calibrate.artifacts(work))
+        spent = calibrate.seconds(work)
     rows = {"plain forward": unit, "calibration": wall} | spent
     print(f"{files.id}, {made.tokens} tokens, {made.dtype}, {made.threads} threads, chunks of {made.chunk} sequences")
     for name, seconds in rows.items():
@@ -66,7 +68,7 @@ def main() -> int:
 class Plain:
     """transformers' model, and tokens of the run's batches."""
 
-    def __init__(self, work: run.Run):
+    def __init__(self, work: Run):
         plan = work.plan
         self.model = load_model(work.files, plan.device, getattr(torch, plan.dtype))
         shape = plan.samples, plan.seq_len

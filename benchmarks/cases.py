@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime import codec
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import SLAB, Geometry
 from kvq_runtime.recipe import Recipe, preset
 
 FAMILIES = (
@@ -53,17 +52,21 @@ class Case:
     def blocks(self) -> int:
         return (self.tokens - self.window) // 128
 
-    def sides(self) -> Recipe:
+    def schemes(self) -> Recipe:
         return preset(self.recipe)
 
     def packed(self) -> int:
         """Bytes of the encoded blocks, keys and values."""
-        recipe, elements = self.sides(), self.batch * self.blocks * 128 * self.model.geometry.width
-        return round(sum(codec.bits(side, self.model.geometry) for side in (recipe.key, recipe.value)) * elements / 8)
+        recipe, elements = self.schemes(), self.batch * self.blocks * 128 * self.model.geometry.width
+        return round(
+            sum(scheme.bits(recipe.window.block, self.model.geometry) for scheme in (recipe.key, recipe.value))
+            * elements
+            / 8
+        )
 
     def exact(self) -> int:
         """Bytes of window and sinks, keys and values, in 16 bits."""
-        tokens = self.tokens - 128 * self.blocks + self.sides().key.sinks
+        tokens = self.tokens - 128 * self.blocks + self.schemes().window.sinks
         return 4 * self.batch * tokens * self.model.geometry.width
 
     def dense(self) -> int:
@@ -96,44 +99,46 @@ def row(case: Case) -> dict[str, Any]:
 
 def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """The decode step over random codes: a function of the query (and launch settings)."""
-    from kvq_runtime.kernels import attention, launch, slabs
-    from kvq_runtime.kernels.layout import layout
+    from kvq_runtime.kernels.attend import host as attention
 
-    geometry, recipe = case.model.geometry, case.sides()
-    sides, alive = [], []
-    for side, position in ((recipe.key, recipe.position), (recipe.value, "post")):
-        one = layout(side, geometry, position)
+    geometry, recipe = case.model.geometry, case.schemes()
+    schemes, alive = [], []
+    for scheme, position in ((recipe.key, recipe.position), (recipe.value, "post")):
+        one = attention.layout(scheme, recipe.window.block, geometry, position)
         assert one is not None, f"{case.recipe} has no kernel"
         full = [
-            random_slab(side, geometry, case.batch, slabs.SLAB, device) for _ in range(-(-case.blocks // slabs.SLAB))
+            random_slab(scheme, recipe.window.block, geometry, case.batch, SLAB, device)
+            for _ in range(-(-case.blocks // SLAB))
         ]
         alive.append(full)
         mean = torch.zeros(geometry.width, device=device) if one.mean else None
-        read = attention.Encoded.of(one, slabs.table(full, one.names, len(full), device))
-        sides.append(replace(read, mean=mean))
-    sinks = recipe.key.sinks
+        read = attention.Encoded.of(one, attention.block_table(full, one.names, len(full), device))
+        schemes.append(replace(read, mean=mean))
+    sinks = recipe.window.sinks
     tokens = case.tokens - 128 * case.blocks
     shape = (case.batch, tokens, geometry.width)
     window = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
     exact = attention.Exact(*window, *(x[:, :sinks].clone() for x in window))
     lengths = torch.tensor([case.blocks, 0, tokens], dtype=torch.int32, device=device)
     starts = torch.zeros(case.batch, dtype=torch.int32, device=device)
-    cut, turns = launch.splits(case.batch * geometry.kv_heads, case.blocks, device), None
+    cut, rope = attention.splits(case.batch * geometry.kv_heads, case.blocks, device), None
     if "positions" in recipe.needs:
         speed = 10_000.0 ** (-torch.arange(geometry.head_size // 2, device=device) * 2 / geometry.head_size)
-        turns = attention.Turns.of(speed, 1.0, 128, case.blocks + 1, starts, recipe.position)
+        rope = attention.RopeTables.of(speed, 1.0, 128, case.blocks + 1, starts, recipe.position)
 
     def step(q: Tensor, how: Any = None) -> tuple[Tensor, Tensor]:
         assert alive
         scale = case.model.head_size**-0.5
-        return attention.attend(q, sides[0], sides[1], exact, lengths, starts, scale, cut, turns, how)
+        return attention.attend(q, schemes[0], schemes[1], exact, lengths, starts, scale, cut, rope, how)
 
     return step
 
 
-def random_slab(side: Any, geometry: Geometry, batch: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
+def random_slab(
+    scheme: Any, block: int, geometry: Geometry, batch: int, blocks: int, device: torch.device
+) -> dict[str, Tensor]:
     """Fields of the right shapes; time does not depend on the codes."""
-    fields = codec.fields(side, geometry, torch.bfloat16)
+    fields = scheme.fields(block, geometry)
     made = {}
     for name, (shape, dtype) in fields.items():
         whole = (batch, blocks, *shape)

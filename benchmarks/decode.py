@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
-from kvq_runtime import codec
+from kvq_runtime.cli.table import print_table
+from kvq_runtime.codec import codec
 from kvq_runtime.hf import KVQCache, geometry_of
 from kvq_runtime.recipe import Recipe, preset
-from kvq_runtime.table import print_table
 
 DEMO = Path(__file__).parent.parent / "artifacts" / "demo-model"
 PEERS = ("quanto-2bit", "hqq-2bit")
-OURS = "/kvq"  # after a recipe's name: under our own attention, which meets packed codes as they lie
+OURS = "/kvq"  # after a recipe's name: under our own attention, which reads packed codes
 TURN = 16  # steps of one cache after another
 Makers = dict[str, Callable[[], Cache]]
 

@@ -82,11 +82,10 @@ def generate(model: PreTrainedModel, cache: Cache, batch: int, prompt: int, new:
 
 def _recorded(cache: Cache, step: Step, token: torch.Tensor, place: torch.Tensor) -> Step:
     """The step as a CUDA graph, once it does not encode a block: eager steps come first."""
-    from kvq_runtime.attention.graph import captured
+    from kvq_runtime.attention.cuda_graph import captured
 
     assert isinstance(cache, KVQCache)
-    streams = [stream for pair in cache.blocks.layers.values() for stream in pair]
-    while any(stream.beyond(stream.recent, 1) for stream in streams):
+    while any(store.beyond(store.recent, 1) for store in cache.blocks.layers.values()):
         token.copy_(step())
         place += 1
     return captured(cache.blocks, step)

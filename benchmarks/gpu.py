@@ -7,7 +7,7 @@ profile  of the slowest of those from 16384 tokens on, by share: microseconds of
 encode   GB/s of bfloat16 read by what encodes a flush, of recipes without fitted stages; most of them in one launch:
          rotate, scale, find codes, pack
 sweep    launch settings: the default, then what is ever less like it, for 0.4 of the time; the fastest are used in what
-         follows, and --write stores them in kvq_runtime/kernels/launch.json
+         follows, and --write stores them in kvq_runtime/kernels/attend/launch.json
 
 Bounds: bytes that must be read (codes and metadata once, sinks and window) over the bandwidth of a copy measured
 here; multiplications on the tensor cores over a matrix product's rate measured here; instructions of the main loop as
@@ -34,7 +34,7 @@ import torch
 from benchmarks.cases import BATCHES, FAMILIES, LENGTHS, MODELS, Case, Model, built, cases, row
 from benchmarks.clock import L2, bandwidth, tensor_rate, timed
 from benchmarks.lines import RESULTS, gpu_name, keep
-from kvq_runtime import codec
+from kvq_runtime.codec import codec
 from kvq_runtime.recipe import preset
 
 SWEEP = 0.4  # of the time
@@ -113,14 +113,14 @@ def profile(found: dict[str, Any], case: Case) -> dict[str, Any]:
     return found | {"what": "profile", "kernels": {name: took for name, took in kernels.items() if took}}
 
 
-def encode(model: Model, recipe: str, half: str) -> dict[str, Any]:
+def encode(model: Model, recipe: str, role: str) -> dict[str, Any]:
     """Encode 64 blocks of one layer's keys or values."""
     chosen = preset(recipe)
-    block, width = getattr(chosen, half).block, model.geometry.width
-    one = codec.Codec(chosen, 0, half, model.geometry, {}).to(torch.device("cuda"))
+    block, width = chosen.window.block, model.geometry.width
+    one = codec.Codec(chosen, 0, role, model.geometry, {}).to(torch.device("cuda"))
     x = torch.randn(64, block, width, device="cuda", dtype=torch.bfloat16)
     took = timed([lambda: one.encode(x, codec.Context())])
-    found = {"what": "encode", "model": model.name, "recipe": recipe, "half": half, "microseconds": round(took, 1)}
+    found = {"what": "encode", "model": model.name, "recipe": recipe, "half": role, "microseconds": round(took, 1)}
     return found | {"gb_per_s": round(x.numel() * x.element_size() / took / 1e3, 1)}
 
 
@@ -128,7 +128,7 @@ def parity() -> dict[str, Any]:
     """Run the tests that compare attention with torch, on this device; `make test` has the rest."""
     import pytest
 
-    tests = Path(__file__).parent.parent / "tests"
+    tests = Path(__file__).parent.parent / "tests" / "kernels"
     code = pytest.main(["-q", str(tests / "test_attention_kernel.py"), "-k", "families or before_rope or means"])
     return {"what": "parity", "passed": code == 0}
 
@@ -136,13 +136,13 @@ def parity() -> dict[str, Any]:
 def sweep(model: Model, recipe: str, deadline: float) -> tuple[str, Any, list[dict[str, Any]]]:
     """(key, fastest, all) of the launch settings of a family at 32k tokens that were tried until the deadline."""
     from benchmarks import settings
-    from kvq_runtime.kernels import launch
-    from kvq_runtime.kernels.layout import layout
+    from kvq_runtime.kernels.attend import launch
+    from kvq_runtime.kernels.attend.layout import layout
 
     case = Case(model, recipe, 32768, 8)
-    chosen, ratio = case.sides(), model.q_heads // model.kv_heads
-    keys = layout(chosen.key, model.geometry, chosen.position)
-    values = layout(chosen.value, model.geometry)
+    chosen, ratio = case.schemes(), model.q_heads // model.kv_heads
+    keys = layout(chosen.key, chosen.window.block, model.geometry, chosen.position)
+    values = layout(chosen.value, chosen.window.block, model.geometry)
     assert keys is not None and values is not None
     step = built(case, torch.device("cuda"))
     q = torch.randn(case.batch, model.q_heads, 1, model.head_size, device="cuda", dtype=torch.bfloat16)
@@ -216,7 +216,7 @@ def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def swept(model: Model, recipes: list[str], seconds: float, write: bool) -> Iterator[dict[str, Any]]:
     """Try launch settings of every recipe for so long in all; what follows runs with the fastest."""
     from benchmarks import settings
-    from kvq_runtime.kernels import launch
+    from kvq_runtime.kernels.attend import launch
 
     begun, best = time.monotonic(), {}
     for i, recipe in enumerate(recipes, start=1):

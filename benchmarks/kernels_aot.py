@@ -34,9 +34,10 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks import sass
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.kernels import attention, launch
-from kvq_runtime.kernels.layout import layout
-from kvq_runtime.ops import chain, dispatch, feedback, grid, hadamard, latent, lloyd, pack, polar, predict, rtn
+from kvq_runtime.kernels.attend import host as attention
+from kvq_runtime.kernels.attend import launch
+from kvq_runtime.kernels.attend.layout import layout
+from kvq_runtime.ops import dispatch, feedback, grid, latent, lloyd, pack, polar, rotation, rtn
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.stages.predict import Mean
 
@@ -82,7 +83,7 @@ def recorded() -> Iterator[list[Compiled]]:
     """Collect launches instead of making them."""
     found: list[Compiled] = []
     run = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **options: found.append(_bound(self, args, options))  # type: ignore
+    JITFunction.run = lambda self, *args, **options: found.append(_bound(self, args, options))  # type: ignore
     try:
         yield found
     finally:
@@ -104,7 +105,8 @@ def _bound(function: Any, args: tuple, options: dict[str, int]) -> Compiled:
 def _kind(given: Any, path: tuple[int, ...], constants: dict, attributes: dict) -> Any:
     """The type of an argument as a launch would specialize it."""
     if isinstance(given, tuple):
-        return tuple(_kind(part, (*path, i), constants, attributes) for i, part in enumerate(given))
+        kinds = [_kind(part, (*path, i), constants, attributes) for i, part in enumerate(given)]
+        return type(given)(*kinds) if hasattr(given, "_fields") else tuple(kinds)
     if given is None or (isinstance(given, int) and given == 1):
         constants[path] = given
         return "constexpr"
@@ -122,25 +124,28 @@ def _kind(given: Any, path: tuple[int, ...], constants: dict, attributes: dict) 
 def attends(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tokens: int = 1, position: str = ""):
     """A decode step over one slab of this recipe, as the host would launch it; None where there is no kernel."""
     geometry, position = Geometry(1, heads, size), position or recipe.position
-    layouts = [layout(recipe.key, geometry, position), layout(recipe.value, geometry)]
+    layouts = [
+        layout(recipe.key, recipe.window.block, geometry, position),
+        layout(recipe.value, recipe.window.block, geometry),
+    ]
     if None in layouts:
         return None
 
     def call() -> None:
-        sides = []
-        for one, side in zip(layouts, (recipe.key, recipe.value), strict=True):
+        schemes = []
+        for one, scheme in zip(layouts, (recipe.key, recipe.value), strict=True):
             addresses = torch.zeros(4, 1 + len(one.names), dtype=torch.int64)
-            mean = None if side.predict is None else torch.zeros(geometry.width)
-            sides.append(replace(attention.Encoded.of(one, addresses), mean=mean))
-        window, sinks = torch.zeros(2, 256, geometry.width, dtype=torch.bfloat16), recipe.key.sinks
+            mean = None if scheme.predict is None else torch.zeros(geometry.width)
+            schemes.append(replace(attention.Encoded.of(one, addresses), mean=mean))
+        window, sinks = torch.zeros(2, 256, geometry.width, dtype=torch.bfloat16), recipe.window.sinks
         exact = attention.Exact(window, window, window[:, :sinks].clone(), window[:, :sinks].clone())
         q = torch.zeros(2, heads * ratio, tokens, size, dtype=torch.bfloat16)
         lengths, starts = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-        turned, turns = position == "pre" or recipe.key.predict is not None, None
-        if turned:
-            turns = attention.Turns.of(torch.ones(size // 2), 1.0, recipe.key.block, 8, starts, position)
+        rope = None
+        if position == "pre" or recipe.key.predict is not None:
+            rope = attention.RopeTables.of(torch.ones(size // 2), 1.0, recipe.window.block, 8, starts, position)
         how = launch.default(*layouts, ratio * tokens)
-        attention.attend(q, *sides, exact, lengths, starts, size**-0.5, 32, turns, how)
+        attention.attend(q, *schemes, exact, lengths, starts, size**-0.5, 32, rope, how)
 
     return call
 
@@ -166,31 +171,25 @@ def calls() -> dict[str, Callable[[], Any]]:
 def _ops() -> dict[str, Callable[[], Any]]:
     x, c = torch.randn(64, 8, 128), torch.zeros(64, 8, 128, dtype=torch.uint8)
     s, z = torch.ones(64, 8).half(), torch.randn(2, 64, 128)
-    signed, turn = chain.Signed(128, 0), torch.eye(128)
-    points, wide = grid.points(2, 16), enumerate((4, 2, 2, 2), start=1)
-    angles = [polar.points_on(x.device, level, bits, "unit") for level, bits in wide]
+    signed, matrix = rotation.SignedHadamard(128, 0), torch.eye(128)
+    angles = [polar.points_on(x.device, level, bits, "unit") for level, bits in enumerate((4, 2, 2, 2), start=1)]
     return {
         "pack 3": lambda: pack.pack(c, 3),
         "unpack 3": lambda: pack.unpack(c, 3, 128),
-        "hadamard 128": lambda: hadamard.rotate(x, 128, 0),
-        "hadamard 1024": lambda: hadamard.rotate_back(x.view(64, 1024), 1024, 0),
-        "encode rtn 2 per channel": lambda: chain.minmax(z.mT.unflatten(-1, (1, 64)), 2),
-        "encode rtn 4 rotated": lambda: chain.minmax(x, 4, signed),
-        "encode grid 2 256 rotated": lambda: chain.nearest(x, 2, 256, signed),
-        "encode lloyd 3 matrix": lambda: chain.sphere(x, 3, "norm", turn),
-        "encode polar": lambda: polar.encode(x, (4, 2, 2, 2)),
-        "encode polar packed": lambda: chain.angles(x, (4, 2, 2, 2), turn),
-        "encode polar fitted": lambda: polar.encode_fitted(
-            x, [s[0].new_zeros(n, dtype=torch.float32) for n in (15, 3)]
-        ),
+        "hadamard 128": lambda: rotation.hadamard(x, 128, 0),
+        "hadamard 1024": lambda: rotation.hadamard(x.view(64, 1024), 1024, 0),
+        "encode rtn 2 per channel": lambda: rtn.encode(z.mT.unflatten(-1, (1, 64)), 2),
+        "encode rtn 4 rotated": lambda: rtn.encode(x, 4, "minmax", signed),
+        "encode grid 2 256 rotated": lambda: grid.encode(x, 2, 256, signed),
+        "encode lloyd 3 matrix": lambda: lloyd.encode(x, 3, "norm", matrix),
+        "encode polar": lambda: polar.angles(x, (4, 2, 2, 2)),
+        "encode polar packed": lambda: polar.encode(x, (4, 2, 2, 2), matrix),
+        "encode polar fitted": lambda: polar.angles(x, (4, 2), [torch.zeros(15), torch.zeros(3)]),
         "decode rtn": lambda: rtn.decode(c, s, s, 2),
-        "decode grid": lambda: grid.decode(c, s, points),
-        "decode lloyd": lambda: lloyd.decode(c, s, 2),
         "decode polar": lambda: polar.decode([c[..., : 128 >> i] for i in range(1, 5)], s[..., None], angles),
         "encode latent": lambda: latent.encode_gaussian(z, torch.ones(64), 4),
         "decode latent": lambda: latent.decode_uniform(z, torch.ones(64), torch.ones(64), 4),
         "feedback": lambda: feedback.follow(z.view(2, 1, 64, 128), torch.zeros(1, 32, 32), z[:, None, :32].clone()),
-        "predict add": lambda: predict.add(z.bfloat16(), z),
     }
 
 
@@ -235,9 +234,9 @@ def usage(one: Compiled, arch: int) -> dict[str, Any]:
 def per_element(one: Compiled, cubin: Path) -> tuple[float, float]:
     """(instructions, multiplications) of a lane per element of keys and values."""
     given = {name: one.constants.get((i,)) for i, name in enumerate(one.signature)}
-    settings, per_channel = given["KSET"], given["KREAD"] is None
-    size, block = settings[3], settings[5]
-    turns = -(-block // (settings[10] if per_channel else given["N"]))
+    layer, per_channel = given["L"], given["READ_KEYS"] is None
+    size, block = layer.D, layer.T
+    turns = -(-block // (given["KS"].GROUP if per_channel else layer.N))
     loop = sass.main_loop(sass.instructions(TOOLS / "nvdisasm", cubin), turns)
     lanes = 32 * one.options["num_warps"] / (2 * block * size)
     multiplying = sum(loop[name] for name in sass.MULTIPLICATIONS)

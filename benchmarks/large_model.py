@@ -28,8 +28,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvq_calib import models
-from kvq_calib.job import Job, run
+from kvq_calib.job import Job, complete, run
+from kvq_calib.model import find as models
 
 BOUND = 1.25
 M_MMAP_THRESHOLD = -3  # malloc.h
@@ -104,11 +104,12 @@ def _measured(place: Path, settings: dict) -> dict:
     if settings["device"] != "cpu":
         torch.cuda.reset_peak_memory_stats()
     job = Job(str(place / "model"), run=str(place / "run"), publish=False, evaluate=False, **settings)
-    files, plan = job.prepare()
+    work = job.prepare()
+    plan = work.plan
     with _watched() as most:
-        done, seconds = run(job)
+        done, seconds = complete(job, work)
     peak = max(most) - most[0] if settings["device"] == "cpu" else torch.cuda.max_memory_allocated()
-    needs = plan.needs(files)
+    needs = plan.needs(work.files)
     return {
         "layer": needs["layer"],
         "chunk": needs["chunk"],

@@ -2,10 +2,11 @@
 
     python benchmarks/registry.py --megabytes 64
 
-A Hub on loopback (tests/hub_server.py) serves one artifact. Cold: an empty cache; both download the same bytes over the
-same socket, and kvq hashes them once. Warm: `resolve` with a lock file asks nobody, as does snapshot_download by a
-commit; with an alias it asks once, as does snapshot_download by a branch. `load` is what comes on top of either:
-reading, hashing and checking every tensor. Rounds are interleaved; medians and ratios to snapshot_download are printed.
+A Hub on loopback (tests/support/hub_server.py) serves one artifact. Cold: an empty cache; both download the same bytes
+over the same socket, and kvq hashes them once. Warm: `resolve` with a lock file asks nobody, as does snapshot_download
+by a commit; with an alias it asks once, as does snapshot_download by a branch. `load` is what comes on top of either:
+reading, hashing and checking every tensor. Rounds are interleaved; medians and ratios to snapshot_download are
+printed.
 Loopback shows what we add to the network, not what the network costs.
 """
 
@@ -21,18 +22,22 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import torch
 from hub_server import Hub
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import disable_progress_bars
 
-from kvq_runtime import artifact, codec, fingerprint, reference, registry
-from kvq_runtime.artifact import Artifact
-from kvq_runtime.fingerprint import Fingerprint
+from kvq_runtime.artifact import artifact, fingerprint
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.artifact.fingerprint import Fingerprint
+from kvq_runtime.codec import codec
+from kvq_runtime.disk import files
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
+from kvq_runtime.registry import resolve
+from kvq_runtime.registry.lock import Lock, write_lock
 
 NAME = "bench-aqua-2bit"
 
@@ -72,34 +77,34 @@ def main() -> int:
 
 
 def _measure(hub: Hub, data: bytes, folder: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    kept = registry.open_registry("hf://org")
+    kept = resolve.open_registry("hf://org")
     constants.HF_HUB_CACHE = str(folder / "publisher")
     version = kept.publish(NAME, data)
     kept.promote(NAME, version.version)
     where, lock = f"hf://org/{NAME}", folder / "kvq.lock"
     commit = hub.repos[f"org/{NAME}"].branches["main"]
-    pinned = reference.Lock(where, kept.url, NAME, version.version, version.sha256, version.size, commit)
-    reference.write_lock(lock, pinned)
+    pinned = Lock(where, kept.url, NAME, version.version, version.sha256, version.size, commit)
+    write_lock(lock, pinned)
     file = f"versions/{version.version}/kvq.safetensors"
 
     def snapshot(revision: str) -> None:
         snapshot_download(f"org/{NAME}", revision=revision, allow_patterns=file, endpoint=hub.url)
 
-    path = registry.resolve(where).path
+    path = resolve.resolve(where).path
     constants.HF_HUB_CACHE = str(folder / "snapshots")
     snapshot("main")
     snapshot(commit)
     cold: dict[str, Callable[[], object]] = {
         "cold: snapshot_download": lambda: snapshot(commit),
-        "cold: kvq": lambda: registry.resolve(where),
+        "cold: kvq": lambda: resolve.resolve(where),
     }
     warm: dict[str, Callable[[], object]] = {
         "warm pinned: snapshot_download": lambda: snapshot(commit),
-        "warm pinned: kvq": lambda: registry.resolve(where, lock=lock),
+        "warm pinned: kvq": lambda: resolve.resolve(where, lock=lock),
         "warm alias: snapshot_download": lambda: snapshot("main"),
-        "warm alias: kvq": lambda: registry.resolve(f"{where}@production"),
+        "warm alias: kvq": lambda: resolve.resolve(f"{where}@production"),
         "load, checked": lambda: artifact.load(path, version.sha256, version.size),
-        "read and hash once": lambda: reference.files.digest(path),
+        "read and hash once": lambda: files.digest(path),
     }
     seconds, requests = {name: [] for name in (*cold, *warm)}, {}
     for number in range(rounds):

@@ -1,4 +1,4 @@
-"""Find the fastest launch settings of a decode step, and keep them in the package's table (kernels/launch.json)."""
+"""Find the fastest launch settings of a decode step, and keep them in the package's table, launch.json."""
 
 import math
 import time
@@ -7,15 +7,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.kernels import launch
-from kvq_runtime.kernels.launch import Launch
-from kvq_runtime.kernels.layout import Layout
+from kvq_runtime.kernels.attend import launch
+from kvq_runtime.kernels.attend.launch import Launch
+from kvq_runtime.kernels.attend.layout import Layout
 
 
 def candidates(keys: Layout, values: Layout, rows: int) -> list[Launch]:
     """The default, then what is ever less like it; a tile that the kernel does not use is not varied."""
     default = launch.default(keys, values, rows)
-    tiles = [default.tile] if keys.read is None else [tile for tile in (16, 32, 64, 128) if tile <= keys.settings[5]]
+    tiles = [default.tile] if keys.per_channel else [tile for tile in (16, 32, 64, 128) if tile <= keys.block]
 
     def distance(how: Launch) -> float:
         return abs(math.log2(how.tile / default.tile)) + abs(math.log2(how.warps / default.warps)) + how.stages - 1

@@ -7,7 +7,7 @@ from importlib import resources
 
 import torch
 
-from kvq_runtime.kernels.layout import Layout
+from kvq_runtime.kernels.attend.layout import Layout
 
 ROWS = 64  # query heads of a KV head, times query tokens, that one tile has, at most
 
@@ -22,43 +22,39 @@ class Launch:
 
 
 def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
-    """What a measured setting is for: architecture, head size, how keys and values are read, query rows of a head."""
-    read = "-".join(f"{_how(side)}{side.settings[7]}" for side in (keys, values)) + "-mean" * lifted(keys)
-    return f"sm{arch}-d{keys.settings[3]}-{read}{'-mean' if lifted(keys) else ''}-m{tall(keys, rows)}"
+    """What a measured setting is for: architecture, head size, how keys and values are read, query rows of a KV head.
+
+    For example "sm90-d128-codebook8x2-mean-codebook8x2-m8", a mean added to the scores.
+    """
+    mean = "-mean" if keys.adds_mean else ""
+    return f"sm{arch}-d{keys.geometry.head_size}-{keys.reader}{mean}-{values.reader}-m{padded_rows(keys, rows)}"
 
 
-def _how(side: Layout) -> str:
-    return (side.read or side.scan).__name__
+def heads_per_launch(keys: Layout, values: Layout, ratio: int, tokens: int) -> int:
+    """How many of the `ratio` query heads of a KV head one launch takes; 0: even one has more rows than a tile.
 
-
-def lifted(keys: Layout) -> bool:
-    """Whether scores get a mean back by products of their own."""
-    return keys.mean and _how(keys) != "turning"
-
-
-def at_once(keys: Layout, values: Layout, ratio: int, tokens: int) -> int:
-    """How many of the query heads of a KV head one launch takes; 0: even one has more rows than a tile.
+    tokens   of the query
 
     Beside a mean's operands, or angles, there are registers for 8 rows. Per channel a tile of 64 costs more than four
     of 8.
     """
     rows = ratio * tokens
-    few = lifted(keys) or "polar_pairs" in (_how(keys), _how(values))
-    if few or (keys.read is None and rows <= 32 and tokens <= 8):
+    few = keys.adds_mean or 2 in (keys.tokens_per_thread, values.tokens_per_thread)
+    if few or (keys.per_channel and rows <= 32 and tokens <= 8):
         return min(ratio, 8 // tokens)
     return ratio if rows <= ROWS else 0
 
 
-def tall(keys: Layout, rows: int) -> int:
+def padded_rows(keys: Layout, rows: int) -> int:
     """What query rows are padded to; per channel a tile of 64 has registers enough, where 16 and 32 have not."""
-    return next(size for size in ((8, 16, 32, 64) if keys.read is not None else (8, 64)) if rows <= size)
+    return next(size for size in ((8, 64) if keys.per_channel else (8, 16, 32, 64)) if rows <= size)
 
 
 @lru_cache(maxsize=1)
 def table() -> dict[str, Launch]:
-    """The measured settings."""
-    text = (resources.files("kvq_runtime") / "kernels" / "launch.json").read_text()
-    return {name: Launch(**given) for name, given in json.loads(text).items()}
+    """The measured settings, by `key`."""
+    text = (resources.files("kvq_runtime") / "kernels" / "attend" / "launch.json").read_text()
+    return {name: Launch(**settings) for name, settings in json.loads(text).items()}
 
 
 def choose(device: torch.device, keys: Layout, values: Layout, rows: int) -> Launch:
@@ -74,27 +70,27 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
 
     Warps share a slot's channels, 16 each: where slots are narrow, more warps do the same work twice.
     """
-    size, many = keys.settings[3], tall(keys, rows) // 8
-    pairs = [side for side in (keys, values) if _how(side) == "polar_pairs"]  # a thread has two tokens
+    size, many, both = keys.geometry.head_size, padded_rows(keys, rows) // 8, (keys, values)
+    pairs = [scheme for scheme in both if scheme.tokens_per_thread == 2]
     if pairs:  # three bits are two planes, which take more registers
-        return Launch(tile=64 if any(side.settings[10] == 3 for side in pairs) else 128)
-    if "polar" in (_how(keys), _how(values)):
+        return Launch(tile=64 if any(scheme.bits == 3 for scheme in pairs) else 128)
+    if any(scheme.interleaves for scheme in both):
         return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * many))
-    if keys.read is None and lifted(keys):
+    if keys.per_channel and keys.adds_mean:
         return Launch(warps=8)
-    if _how(keys) == "turning" or (keys.read is None and size > 128):
+    if keys.pre_rope or (keys.per_channel and size > 128):
         return Launch(warps=min(8, 4 * many))
-    read = [side for side in (keys, values) if side.read is not None]
-    columns = min(side.settings[1] for side in read)
-    if lifted(keys):
-        paired = any(_how(side) == "codebook" and side.settings[10] for side in read)
+    per_token = [scheme for scheme in both if not scheme.per_channel]
+    columns = min(scheme.settings.COLUMNS for scheme in per_token)
+    if keys.adds_mean:
+        paired = any(scheme.gathers and scheme.settings.PAIRED for scheme in per_token)
         return Launch(32) if columns > 16 else Launch(16, 2 if paired else 1)
-    if any(_how(side) == "codebook" for side in read):
+    if any(scheme.gathers for scheme in per_token):
         return _gathering(columns, size, many)
-    two = keys.settings[7] == values.settings[7] == 2
-    if two and keys.read is None and _how(values) == "uniform" and many == 1 and size == 128:
+    two_bits = keys.bits == values.bits == 2
+    if two_bits and keys.per_channel and values.settings.SLOTS > 1 and many == 1 and size == 128:
         return Launch(warps=1)  # all of a block's bytes in one warp's registers
-    if keys.read is None or size > 128 or columns <= 16 or max(side.settings[7] for side in read) == 8:
+    if keys.per_channel or size > 128 or columns <= 16 or max(scheme.bits for scheme in per_token) == 8:
         return Launch(warps=min(8, (1 if columns <= 16 else 2) * many))
     return Launch(warps=8) if many == 8 else Launch(tile=min(128, 256 // many), warps=2 if many == 1 else 4)
 
@@ -109,7 +105,10 @@ def _gathering(columns: int, size: int, many: int) -> Launch:
 
 
 def splits(programs: int, blocks: int, device: torch.device) -> int:
-    """How many parts to cut the tokens into, so that about six programs, of few warps, run on every multiprocessor."""
+    """How many parts to cut the blocks into, so that about six programs, of few warps, run on every multiprocessor.
+
+    programs   batch rows times KV heads
+    """
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     return max(1, min(blocks, 128, 6 * count // max(1, programs)))
 

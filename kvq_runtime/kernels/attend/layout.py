@@ -1,0 +1,306 @@
+"""Choose how the kernel reads one scheme of a layer: reader, its settings and its tables; None where none reads it.
+
+The kernel takes groups of one head, or of a part of it where they are rounded, and groups of one channel in a block;
+anything else is decoded first. A mean may have been removed, whatever the codes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kvq_runtime.geometry import MATRIX_SIZES, Geometry
+from kvq_runtime.kernels.attend import per_channel, per_group, per_token, read, read_polar
+from kvq_runtime.kernels.attend.settings import (
+    ChannelSettings,
+    CodebookSettings,
+    GroupSettings,
+    LevelSettings,
+    PolarSettings,
+    RtnSettings,
+    Settings,
+    TileSettings,
+)
+from kvq_runtime.kernels.encode import polar as angles
+from kvq_runtime.ops import grid, lloyd, pack, polar
+from kvq_runtime.recipe import Scheme
+from kvq_runtime.stages import groups
+from kvq_runtime.stages import polar as polar_stage
+from kvq_runtime.stages.polar import Polar
+
+Tensors = Mapping[str, Tensor]
+RUN = 32  # columns of a slot of angles, at most
+_NOTHING: Tensors = {}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one scheme is read.
+
+    geometry   of the model, and `block`, the tokens of a block
+    reader     its name and sizes, in the keys of launch.json: "codebook8x2"
+    bits       of a code, or of an index that is several; of angles, of the lowest level's
+    scan       the loop over blocks, for keys: per_token.py or per_channel.py
+    read       the function that reads a tile of tokens, see read.py; None per channel, where `scan` reads
+    settings   of both, see settings.py
+    names      the fields, in the order of their addresses in the block table
+    lookup     the codebook in the form `read` takes, or None
+    rotation   of a head, float32 [D, D]: x̂ = what is read · rotationᵀ; or None
+    mean       whether a mean was removed, which x̂ lacks
+
+    What a launch depends on (launch.py):
+
+    pre_rope            keys are stored before RoPE
+    gathers             codes are looked up in memory; `settings` are CodebookSettings
+    interleaves         elements are interleaved level by level, across threads
+    tokens_per_thread   2 where a thread holds whole tokens, one beside the other
+    """
+
+    geometry: Geometry
+    block: int
+    reader: str
+    bits: int
+    scan: Any
+    read: Any
+    settings: Settings
+    names: tuple[str, ...]
+    lookup: Tensor | None = None
+    rotation: Tensor | None = None
+    mean: bool = False
+    pre_rope: bool = False
+    gathers: bool = False
+    interleaves: bool = False
+    tokens_per_thread: int = 1
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether codes lie along the tokens of a block."""
+        return self.read is None
+
+    @property
+    def adds_mean(self) -> bool:
+        """Whether products of their own add the mean, removed from keys, to scores; before RoPE it joins the lows."""
+        return self.mean and not self.pre_rope
+
+
+def layout(
+    scheme: Scheme, block: int, geometry: Geometry, position: str = "post", tensors: Tensors = _NOTHING
+) -> Layout | None:
+    """The layout of a scheme whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel.
+
+    position  of keys, whether they are stored before or after RoPE: the recipe's, "pre" or "post"; of values "post"
+    tensors   what was fitted for the quantizer; without it a fitted codebook's layout has no lookup
+    """
+    if scheme.correct is not None:
+        return None
+    if scheme.predict is not None and not scheme.predict.cross_layer:
+        bare = layout(replace(scheme, predict=None), block, geometry, position, tensors)
+        return bare and replace(bare, mean=True)
+    if scheme.predict is not None:
+        return None
+    if scheme.axis == "channel":
+        return _per_channel(scheme, block, geometry, position)
+    maker = {"uniform": _uniform, "grid": _grid, "lloyd": _lloyd, "polar": partial(_polar, tensors=tensors)}.get(
+        scheme.quantize.kernel
+    )
+    size = scheme.quantize.group_size(geometry.width, geometry)
+    if position != "post" or maker is None or size is None:
+        return None
+    if size != geometry.head_size:
+        return _per_group(scheme, block, geometry, size)
+    rotation = _rotation(scheme, geometry)
+    if scheme.rotate is not None and rotation is None:
+        return None
+    bare = maker(scheme, block, geometry)
+    if bare is not None and bare.tokens_per_thread == 2:
+        rotation = _by_pairs(rotation, size)
+    return bare and replace(bare, rotation=rotation)
+
+
+def _by_pairs(rotation: Tensor | None, size: int) -> Tensor:
+    """The rotation of what is read in pairs of a head's two halves."""
+    order = torch.arange(size).view(2, -1).mT.flatten()
+    return (torch.eye(size) if rotation is None else rotation)[:, order].contiguous()
+
+
+def padded(count: int) -> int:
+    """What a tile of so many columns is padded to: a power of two that a matrix product takes."""
+    return max(16, triton.next_power_of_2(count))
+
+
+def tile(slots: int, columns: int, plane: int = 0) -> TileSettings:
+    return TileSettings(slots, columns, padded(columns), plane)
+
+
+def _streams(bits: int) -> int:
+    return 8 // min(pack.planes(bits))
+
+
+def _rounded_names(low: int) -> tuple[str, ...]:
+    return ("codes", "step", "low")[: 2 + low]
+
+
+def _per_channel(scheme: Scheme, block: int, geometry: Geometry, position: str) -> Layout | None:
+    quantize, size = scheme.quantize, geometry.head_size
+    if quantize.kernel != "uniform" or scheme.rotate is not None:
+        return None
+    slots, group = _streams(quantize.bits), groups.size(quantize.group, block, geometry)
+    if group % slots or block < 16 or (position == "pre" and size % 2):
+        return None
+    low, pre_rope = int(quantize.range == "minmax"), position == "pre"
+    if group in (16, 32) and (pre_rope or group // slots < 16):
+        slots_of_group = tile(1, group)
+    else:
+        slots_of_group = tile(slots, group // slots, quantize.bits)
+    wide = 2 * padded(size // 2) if pre_rope else padded(size)
+    settings = ChannelSettings(*slots_of_group, BITS=quantize.bits, HAS_LOW=low, GROUP=group, WIDE=wide)
+    scan = per_channel.pre_rope if pre_rope else per_channel.post_rope
+    reader = f"{'pre_rope' if pre_rope else 'channel'}{quantize.bits}g{group}"
+    names = _rounded_names(low)
+    return Layout(geometry, block, reader, quantize.bits, scan, None, settings, names, pre_rope=pre_rope)
+
+
+def _per_group(scheme: Scheme, block: int, geometry: Geometry, group: int) -> Layout | None:
+    """Rounded tokens, a head's channels in several groups."""
+    quantize, size = scheme.quantize, geometry.head_size
+    if quantize.kernel != "uniform" or scheme.rotate is not None or size % group or group & (group - 1) or group < 8:
+        return None
+    low = int(quantize.range == "minmax")
+    settings = GroupSettings(*tile(1, size), BITS=quantize.bits, HAS_LOW=low, GROUP=group)
+    reader, scan, names = f"groups{quantize.bits}g{group}", per_token.post_rope, _rounded_names(low)
+    return Layout(geometry, block, reader, quantize.bits, scan, per_group.groups, settings, names)
+
+
+def _rotation(scheme: Scheme, geometry: Geometry) -> Tensor | None:
+    """The rotation of a whole head, if it is one."""
+    if scheme.rotate is None or "fit" in scheme.rotate.needs:
+        return None
+    matrix = scheme.rotate.matrix(geometry.width, geometry)
+    if geometry.head_size % len(matrix):
+        return None
+    return torch.block_diag(*[matrix] * (geometry.head_size // len(matrix)))
+
+
+def _uniform(scheme: Scheme, block: int, geometry: Geometry) -> Layout | None:
+    bits, low = scheme.quantize.bits, int(scheme.quantize.range == "minmax")
+    slots, size = _streams(bits), geometry.head_size
+    if size % slots:
+        return None
+    settings = RtnSettings(*tile(slots, size // slots, bits), BITS=bits, HAS_LOW=low)
+    reader, scan, names = f"uniform{bits}", per_token.post_rope, _rounded_names(low)
+    return Layout(geometry, block, reader, bits, scan, read.uniform, settings, names)
+
+
+def _grid(scheme: Scheme, block: int, geometry: Geometry) -> Layout | None:
+    dim, size, bits = scheme.quantize.dim, scheme.quantize.size, scheme.quantize.bits
+    count = geometry.head_size // dim
+    points = grid.points(dim, size)
+    if bits == 4 and count % 2 == 0:  # a byte is two codes: its row of the table has element 2 i + c, part i of code c
+        byte = torch.arange(256)
+        points = torch.stack([points[byte & 15], points[byte >> 4]], 2).flatten(1)
+        return _codebook(scheme, block, geometry, points, 8, count // 2)
+    return _codebook(scheme, block, geometry, points, bits, count)
+
+
+def _lloyd(scheme: Scheme, block: int, geometry: Geometry) -> Layout | None:
+    bits = scheme.quantize.bits
+    centroids = lloyd.sphere(geometry.head_size, bits)[1].bfloat16().float()  # as the stage looks them up
+    size, each = geometry.head_size, 8 // bits
+    if bits != 3:
+        byte = torch.arange(256)[:, None]
+        codes = (byte >> (bits * torch.arange(each))) & (2**bits - 1)
+        return _codebook(scheme, block, geometry, centroids[codes], 8, size // each) if size % each == 0 else None
+    index = torch.arange(64)  # two codes of 3 bits
+    points = torch.stack([centroids[index & 7], centroids[index >> 3]], 1)
+    return _codebook(scheme, block, geometry, points, 3, size // 2, paired=1)
+
+
+def _codebook(
+    scheme: Scheme, block: int, geometry: Geometry, points: Tensor, bits: int, indices: int, paired: int = 0
+) -> Layout | None:
+    """A codebook [entries, elements] of so many indices, each of `bits`, or of twice that if it is two codes."""
+    streams, elements = _streams(bits) >> paired, points.shape[1]
+    if indices % streams or elements not in (1, 2, 4, 8):
+        return None
+    settings = CodebookSettings(
+        *tile(streams * elements, indices // streams), BITS=bits, STREAMS=streams, ELEMENTS=elements, PAIRED=paired
+    )
+    word = {1: torch.int16, 2: torch.int32}.get(elements, torch.int64)
+    lookup, names = points.half().contiguous().view(word), ("codes", "scale")
+    reader, scan = f"codebook{bits}x{elements}", per_token.post_rope
+    return Layout(geometry, block, reader, bits, scan, read.codebook, settings, names, lookup, gathers=True)
+
+
+def _polar(scheme: Scheme, block: int, geometry: Geometry, tensors: Tensors = _NOTHING) -> Layout | None:
+    """Heads of other sizes than matrices have would take more registers in pairs than there are."""
+    quantize: Polar = scheme.quantize
+    size, bits = quantize.sizes(geometry.width, geometry)
+    known = bool(tensors) or "fit" not in quantize.needs
+    points = quantize.points_of(bits, tensors, torch.device("cpu")) if known else None
+    levels, count = _levels(size, bits)
+    low, scan = int(quantize.radius == "log8"), per_token.post_rope
+    names = ("codes", "radius", "norm")[: 2 + low]
+    sizes = "".join(map(str, bits)) + "-log8" * low
+    if size in MATRIX_SIZES:
+        levels, lookup = _in_pairs(scheme, levels, points)
+        each = min(RUN, size)
+        settings = PolarSettings(*tile(size // each, each), BYTES=count, LOG8=low, LEVELS=levels)
+        return Layout(
+            geometry, block, f"pairs{sizes}", bits[0], scan, read_polar.polar_pairs, settings, names, lookup,
+            tokens_per_thread=2,
+        )  # fmt: skip
+    wide = triton.next_power_of_2(size >> len(bits)) << len(bits)
+    if wide < 16:
+        return None
+    settings = PolarSettings(1, size, wide, 0, BYTES=count, LOG8=low, LEVELS=levels)
+    radii = (polar_stage.RADII * size**0.5).float()
+    lookup = None if points is None else torch.cat([angles.table(points).mT.flatten(), radii])
+    return Layout(
+        geometry, block, f"polar{sizes}", bits[0], scan, read_polar.polar, settings, names, lookup,
+        interleaves=True,
+    )  # fmt: skip
+
+
+def _levels(size: int, bits: tuple[int, ...]) -> tuple[tuple[LevelSettings, ...], int]:
+    """Every level, the lowest first; and the bytes of a head's codes."""
+    levels, first = [], 0
+    for wide, counts in polar.runs(size, bits):
+        levels += [LevelSettings(wide, first, sum(counts), sum(counts[:i])) for i in range(len(counts))]
+        first += pack.packed_size(sum(counts), wide)
+    return tuple(levels), first
+
+
+def _in_pairs(
+    scheme: Scheme, levels: tuple[LevelSettings, ...], points: list[Tensor] | None
+) -> tuple[tuple[LevelSettings, ...], Tensor | None]:
+    """(levels, lookup) for the reader of pairs.
+
+    A codebook of the whole circle that is not fitted is known by its first half.
+    """
+    words, found, kept = 0, [], []
+    for i, level in enumerate(levels):
+        mirrored = int(i == 0 and level.BITS > 3 and "fit" not in scheme.quantize.needs)
+        found.append(level._replace(WORD=words, MIRRORED=mirrored))
+        words += _entries(level.BITS - mirrored)
+        kept.append(2 ** (level.BITS - mirrored))
+    if points is None:
+        return tuple(found), None
+    return tuple(found), torch.cat([_words(table[:codes]) for table, codes in zip(points, kept, strict=True)])
+
+
+def _entries(bits: int) -> int:
+    """Words that the points of so many bits take."""
+    return 2 if bits <= 2 else 2 ** (bits - 1)
+
+
+def _words(points: Tensor) -> Tensor:
+    """Points [codes, 2] times √2, in words of eight bytes: cos, then sin, each four float16; or, of each eight codes,
+    the low bytes of cos, the high ones, the low ones of sin, and the high ones."""
+    parts = (points.double() * 2**0.5).half().mT.contiguous()
+    if len(points) <= 4:
+        return torch.nn.functional.pad(parts, (0, 4 - len(points))).view(torch.int64).flatten()
+    return parts.view(torch.uint8).view(2, -1, 8, 2).permute(1, 0, 3, 2).contiguous().view(torch.int64).flatten()

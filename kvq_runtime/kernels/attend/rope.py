@@ -1,0 +1,158 @@
+"""RoPE, advanced block by block: for queries against keys before RoPE, or the mean removed from keys after it.
+
+A pair of tiles [K, M], K = D / 2 channels, stands for Σ_f left_f cos θ_f t + right_f sin θ_f t. Rotated to a position,
+t counts from there. It is rotated by a padded row's start and a block's first position; within a block t enters by a
+constant table that all heads and layers share, so no token's cos and sin are computed, nor read but from a cache.
+
+The mean μ of keys before RoPE, which was removed from keys after it as R_t μ, is in the scores
+
+    q · R_t μ = Σ_f A_f cos θ_f t + B_f sin θ_f t        A = q₁ μ₁ + q₂ μ₂,  B = q₂ μ₁ - q₁ μ₂, by halves of a head
+              = Σ_f A_f + Σ_f A_f (cos θ_f t - 1) + B_f sin θ_f t
+
+Its first sum is float32, once a block: slow channels have large means, and what is left of them in float16 is small.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq_runtime.kernels.attend.read import load_query
+
+CHUNK = tl.constexpr(32)  # channels that a product takes at a time: more would lie in registers
+
+
+class RopePointers(NamedTuple):
+    """What the kernel gets, as one argument: the tensors of RopeTables, and what was removed from keys.
+
+    mean   of keys before RoPE, float32 [H · D]; or None
+    """
+
+    block: Any
+    step: Any
+    bases: Any
+    leads: Any
+    mean: Any
+
+
+class RopeTables(NamedTuple):
+    """Cos and sin by positions: constant but for `leads`. K = D / 2 frequencies.
+
+    block           of the positions of a block, float16: cos and sin [K, 2, T] for keys before RoPE; cos - 1 and sin
+                    [T, 2, K] for the mean of keys after it
+    step_2K         of T, float32
+    bases_N2K       of every block's first position, float32
+    leads_B2K       of every row's start, float32, times `scaling`
+    frequencies_K   radians a token, float64
+    scaling         of cos and sin in use
+    """
+
+    block: Tensor
+    step_2K: Tensor
+    bases_N2K: Tensor
+    leads_B2K: Tensor
+    frequencies_K: Tensor
+    scaling: float
+
+    @staticmethod
+    def of(
+        frequencies_K: Tensor, scaling: float, block: int, blocks: int, starts_B: Tensor, position: str = "pre"
+    ) -> "RopeTables":
+        """Tables of `blocks` blocks of `block` tokens, for keys before or after RoPE, as the recipe's `position` says.
+
+        starts_B   the first real slot of each row
+        """
+        frequencies_K = frequencies_K.double()
+        inside_T2K = _circle(torch.arange(block), frequencies_K)
+        if position == "pre":
+            table = inside_T2K.permute(2, 1, 0)
+        else:
+            # 1 - cos x = 2 sin²(x / 2), which loses nothing where cos is near 1
+            half_TK = _circle(torch.arange(block) / 2, frequencies_K)[:, 1]
+            table = torch.stack([-2 * half_TK.square(), inside_T2K[:, 1]], 1)
+        step_2K = _circle(torch.tensor([block]), frequencies_K)[0].float()
+        bases_N2K = _circle(torch.arange(blocks) * block, frequencies_K).float()
+        leads_B2K = _leads(starts_B, frequencies_K, scaling)
+        return RopeTables(table.half().contiguous(), step_2K, bases_N2K, leads_B2K, frequencies_K, scaling)
+
+    def start_at(self, starts_B: Tensor) -> None:
+        """Write `leads_B2K` anew for other padding of as many rows."""
+        self.leads_B2K.copy_(_leads(starts_B, self.frequencies_K, self.scaling))
+
+    def pointers(self, mean: Tensor | None) -> RopePointers:
+        return RopePointers(self.block, self.step_2K, self.bases_N2K, self.leads_B2K, mean)
+
+
+def _leads(starts_B: Tensor, frequencies_K: Tensor, scaling: float) -> Tensor:
+    """Position t of a row is slot start + t: cos and sin of its start, float32 [B, 2, K], times `scaling`."""
+    return (_circle(starts_B, frequencies_K) * scaling).float()
+
+
+def _circle(positions_N: Tensor, frequencies_K: Tensor) -> Tensor:
+    """cos and sin, float64 [N, 2, K]."""
+    angles = positions_N.to(frequencies_K.device).double()[:, None] * frequencies_K
+    return torch.stack([angles.cos(), angles.sin()], 1)
+
+
+@triton.jit
+def to_block(b_left, b_right, o_k, p_rope, i_b, i_block, HALF: tl.constexpr):
+    """A pair [K, M] of position 0, of channels o_k below HALF, rotated to the first token of a block of row i_b."""
+    m_k = o_k < HALF
+    b_cos = tl.load(p_rope.leads + i_b * (2 * HALF) + o_k, mask=m_k, other=1.0)[:, None]
+    b_sin = tl.load(p_rope.leads + i_b * (2 * HALF) + HALF + o_k, mask=m_k, other=0.0)[:, None]
+    b_left, b_right = b_left * b_cos - b_right * b_sin, b_right * b_cos + b_left * b_sin
+    return _rotated(b_left, b_right, o_k, p_rope.bases + i_block * (2 * HALF), HALF)
+
+
+@triton.jit
+def to_next_block(b_left, b_right, o_k, p_rope, HALF: tl.constexpr):
+    """A pair [K, M] rotated to the next block."""
+    return _rotated(b_left, b_right, o_k, p_rope.step, HALF)
+
+
+@triton.jit
+def _rotated(b_left, b_right, o_k, p_angles, HALF: tl.constexpr):
+    """A pair [K, M] rotated by the angles whose cos and sin, float32 [2, HALF], are at a pointer."""
+    b_cos = tl.load(p_angles + o_k, mask=o_k < HALF, other=1.0)[:, None]
+    b_sin = tl.load(p_angles + HALF + o_k, mask=o_k < HALF, other=0.0)[:, None]
+    return b_left * b_cos + b_right * b_sin, b_right * b_cos - b_left * b_sin
+
+
+@triton.jit
+def mean_of_block(p_q, scale, p_rope, i_b, i_h, i_block, L: tl.constexpr):
+    """The mean's share of the scores of a block, or () where none was removed.
+
+    A, B, A, B, ... float16 [CHUNK, M], of CHUNK channels each; at last Σ A, float32 [M]. It is computed anew for every
+    block: kept from one to the next it would lie in registers.
+    """
+    M: tl.constexpr = L.M
+    b_mean = ()
+    if p_rope is not None:
+        b_base = tl.zeros((M,), tl.float32)
+        for chunk in tl.static_range((L.D // 2 + CHUNK - 1) // CHUNK):
+            o_k = chunk * CHUNK + tl.arange(0, CHUNK)
+            m_k = o_k < L.D // 2
+            b_left = load_query(p_q, scale, i_b * L.H + i_h, o_k, m_k, L)
+            b_right = load_query(p_q, scale, i_b * L.H + i_h, L.D // 2 + o_k, m_k, L)
+            b_mean1 = tl.load(p_rope.mean + i_h * L.D + o_k, mask=m_k, other=0.0)[:, None]
+            b_mean2 = tl.load(p_rope.mean + i_h * L.D + L.D // 2 + o_k, mask=m_k, other=0.0)[:, None]
+            b_a, b_b = b_left * b_mean1 + b_right * b_mean2, b_right * b_mean1 - b_left * b_mean2
+            b_a, b_b = to_block(b_a, b_b, o_k, p_rope, i_b, i_block, L.D // 2)
+            b_mean = b_mean + (b_a.to(tl.float16), b_b.to(tl.float16))
+            b_base += tl.sum(b_a, 0)
+        b_mean = b_mean + (b_base,)
+    return b_mean
+
+
+@triton.jit
+def add_mean(b_s, b_mean, p_rope, o_t, m_t, L: tl.constexpr):
+    """Scores [N, M] of tokens o_t of the block, plus what `mean_of_block` gave for it."""
+    if len(b_mean) > 0:
+        for i in tl.static_range(len(b_mean) - 1):
+            o_k = i // 2 * CHUNK + tl.arange(0, CHUNK)
+            p, m = p_rope.block + o_t[:, None] * L.D + o_k[None, :], m_t[:, None] & (o_k < L.D // 2)[None, :]
+            b_s = tl.dot(tl.load(p + i % 2 * (L.D // 2), mask=m, other=0.0), b_mean[i], b_s)
+        b_s += b_mean[len(b_mean) - 1][None, :]
+    return b_s

@@ -1,0 +1,167 @@
+"""Compile-time settings of the attention kernel: its `tl.constexpr` arguments L, KS and VS, read by name (`S.BITS`).
+
+NamedTuples, one class a reader: hashed and compared at every launch, as fast as tuples are. Every class of a reader
+begins with the fields of TileSettings. Inside kernels:
+
+    read fields alone: the source of a property is no part of the key under which Triton keeps compiled code
+    in a `constexpr_function`, unpack them in order: Triton 3.6 hands it a plain tuple
+    for a shape of tl.zeros, or a factor of a tuple, make constants of them first: Triton 3.6 takes no plain numbers
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+# False in Triton's interpreter, which has no inline assembly; as `triton.jit`, decided when this is imported
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+class LayerSettings(NamedTuple):
+    """L: the layer, its queries, and how tokens are shared out.
+
+    H        KV heads
+    D        head size, in channels
+    T        tokens of a block
+    G        query heads of a KV head
+    TQ       query tokens
+    M        rows of the tile of queries: G · TQ, padded to 8, 16, 32 or 64
+    N        tokens of a tile that is read per token
+    SINKS    tokens at the start that are kept exactly
+    SPLITS   parts that the blocks are cut into
+    """
+
+    H: int
+    D: int
+    T: int
+    G: int
+    TQ: int
+    M: int
+    N: int
+    SINKS: int
+    SPLITS: int
+
+
+class TileSettings(NamedTuple):
+    """What every reader has, and all that tokens need which are held exactly.
+
+    A read gives a tile for each slot: a run of a head's channels, so that one stream of packed codes is one tile; per
+    channel, where codes lie along the tokens of a block, a run of a group's tokens.
+
+    SLOTS     tiles of a read
+    COLUMNS   channels (per channel: tokens) of a slot
+    P         COLUMNS padded to a power of two, at least 16
+    PLANE     bits of a code whose slot s is too large by 2^(s · PLANE), see unpack.py; 0: no slot is too large
+    """
+
+    SLOTS: int
+    COLUMNS: int
+    P: int
+    PLANE: int
+
+
+class RtnSettings(NamedTuple):
+    """Codes rounded to nearest, a group a head: `read.uniform`.
+
+    BITS      of a code, 1 to 8
+    HAS_LOW   1: scale and low are stored; 0: symmetric, low follows from the scale
+    """
+
+    SLOTS: int
+    COLUMNS: int
+    P: int
+    PLANE: int
+    BITS: int
+    HAS_LOW: int
+
+
+class GroupSettings(NamedTuple):
+    """Codes rounded to nearest, several groups a head: `per_group.groups`. One slot.
+
+    BITS, HAS_LOW   as in RtnSettings
+    GROUP           channels of a group, a power of two, at least 8
+    """
+
+    SLOTS: int
+    COLUMNS: int
+    P: int
+    PLANE: int
+    BITS: int
+    HAS_LOW: int
+    GROUP: int
+
+
+class ChannelSettings(NamedTuple):
+    """Codes rounded to nearest along the tokens of a block: per_channel.py, where slots are of tokens.
+
+    BITS, HAS_LOW   as in RtnSettings
+    GROUP           tokens of a group, which divides T
+    WIDE            D padded to a power of two, at least 16; before RoPE, twice that of D / 2
+    """
+
+    SLOTS: int
+    COLUMNS: int
+    P: int
+    PLANE: int
+    BITS: int
+    HAS_LOW: int
+    GROUP: int
+    WIDE: int
+
+
+class CodebookSettings(NamedTuple):
+    """Indices into a codebook: `read.codebook`. Slot e · STREAMS + s is element e of index stream s.
+
+    BITS       of a code, 1 to 8
+    STREAMS    of indices in a head's bytes, COLUMNS indices each
+    ELEMENTS   that an index stands for: 1, 2, 4 or 8
+    PAIRED     1: an index is two codes, of streams s and STREAMS + s; 0: it is BITS bits, one code or a byte of several
+    """
+
+    SLOTS: int
+    COLUMNS: int
+    P: int
+    PLANE: int
+    BITS: int
+    STREAMS: int
+    ELEMENTS: int
+    PAIRED: int
+
+
+class LevelSettings(NamedTuple):
+    """One level of angles, packed in a run with its neighbours of equal bits, see ops/polar.py.
+
+    BITS       of a code, 1 to 6
+    RUN        byte of a head's codes at which the run begins
+    COUNT      codes of the run
+    FIRST      code of the run that is the level's first
+    WORD       64-bit word of the lookup at which the level's points begin; `read_polar.polar_pairs` alone
+    MIRRORED   1: the upper half of the codes are the lower one's, negative, and not stored; `polar_pairs` alone
+    """
+
+    BITS: int
+    RUN: int
+    COUNT: int
+    FIRST: int
+    WORD: int = 0
+    MIRRORED: int = 0
+
+
+class PolarSettings(NamedTuple):
+    """Angles and radii: read_polar.py.
+
+    BYTES    of a head's codes
+    LOG8     1: a radius is 8 bits beside a norm; 0: a float16
+    LEVELS   of angles: the lowest first, which has a code for every two channels
+    """
+
+    SLOTS: int
+    COLUMNS: int
+    P: int
+    PLANE: int
+    BYTES: int
+    LOG8: int
+    LEVELS: tuple[LevelSettings, ...]
+
+
+Settings = TileSettings | RtnSettings | GroupSettings | ChannelSettings | CodebookSettings | PolarSettings
