@@ -1,20 +1,81 @@
-"""Serve calibrated, packed key/value caches. Imports torch, safetensors and huggingface-hub, nothing more."""
+"""Serve models with compressed, packed key/value caches.
 
-from typing import TYPE_CHECKING
+    from kvq_runtime import KVQCache
+
+    cache = KVQCache.from_pretrained("qwen2.5-7b-aqua-2bit", model=model)
+    output = model.generate(**inputs, past_key_values=cache)
+    print(cache.memory_report())
+
+The names of `__all__` are the public interface; modules may move between versions. A name is imported on first use:
+KVQCache needs transformers (extra `hf`), the others torch, safetensors and huggingface-hub.
+"""
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvq_runtime.hf import KVQCache as KVQCache
+    from kvq_runtime.artifact.artifact import Artifact
+    from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+    from kvq_runtime.hf import KVQCache
+    from kvq_runtime.recipe import Recipe, preset, presets
+    from kvq_runtime.registry.resolve import load_artifact
+    from kvq_runtime.store.memory import MemoryReport
+
+    __version__: str
+
+__all__ = [
+    "Artifact",
+    "ArtifactError",
+    "Conflict",
+    "KVQCache",
+    "MemoryReport",
+    "NotFound",
+    "Recipe",
+    "__version__",
+    "load_artifact",
+    "preset",
+    "presets",
+]
+
+_MODULES = {
+    "Artifact": "artifact.artifact",
+    "ArtifactError": "errors",
+    "Conflict": "errors",
+    "KVQCache": "hf",
+    "MemoryReport": "store.memory",
+    "NotFound": "errors",
+    "Recipe": "recipe",
+    "load_artifact": "registry.resolve",
+    "preset": "recipe",
+    "presets": "recipe",
+}
 
 
-def __getattr__(name: str):
-    """`KVQCache` on first use: it is the one name that needs transformers."""
-    if name != "KVQCache":
-        raise AttributeError(f"module kvq_runtime has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
+    if name == "__version__":
+        value = _version()
+    elif name in _MODULES:
+        try:
+            value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        except ModuleNotFoundError as error:
+            if error.name != "transformers":
+                raise
+            text = f"{name} needs transformers: pip install 'kvq-runtime[hf]'"
+            raise ModuleNotFoundError(text, name="transformers") from None
+    else:
+        raise AttributeError(f"module {__name__} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    """The version of the installed distribution; "unknown" in a checkout that is not installed."""
     try:
-        from kvq_runtime.hf import KVQCache
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        text = "KVQCache needs transformers: pip install 'kvq-runtime[hf]'"
-        raise ModuleNotFoundError(text, name="transformers") from None
-    return KVQCache
+        return metadata.version("kvq-runtime")
+    except metadata.PackageNotFoundError:
+        return "unknown"

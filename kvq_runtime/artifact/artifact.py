@@ -1,7 +1,7 @@
 """Save and load a fitted recipe: one safetensors file, whose sha256 is its identity. See artifacts/README.md.
 
-The file describes itself in one metadata key, `kvq`: canonical JSON of schema, recipe, fingerprint, provenance, fit,
-and `content`, a digest of all of that and of the data. Loading checks, in this order, and says which check failed:
+The metadata key `kvq` holds canonical JSON of schema, recipe, fingerprint, provenance, fit, and `content`, a digest of
+all of that and of the data. Loading makes these checks in this order, and an error names the one that failed:
 
     header → size → sha256 → schema → content → recipe → fingerprint → tensors → finite
 """
@@ -18,24 +18,28 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from kvq_runtime import codec, files, fingerprint, header, strict_json
+from kvq_runtime.artifact import fingerprint, header
+from kvq_runtime.artifact.fingerprint import Fingerprint
+from kvq_runtime.codec import codec
+from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.fingerprint import Fingerprint
 from kvq_runtime.recipe import Recipe
 
 SCHEMA = 1
 CHECKS = ("header", "size", "sha256", "schema", "content", "recipe", "fingerprint", "tensors", "finite")
-WIDEST = 1 << 20
+MAX_WIDTH = 1 << 20  # KV heads × head size; a header that states more is refused before anything is computed from it
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A recipe with its fitted tensors.
+    """A recipe fitted to a model.
 
-    tensors      {"layers.0.key.predict.mean": ...}: exactly those of `codec.all_specs(recipe, fingerprint.geometry)`
-    provenance   JSON: model, revision, corpus, seed, environment, ...: where it comes from; no time, host or path
-    fit          JSON: what the fit itself measured
-    schema       of the file; decides the major version
+    recipe        the settings of every stage
+    fingerprint   of the model it was fitted to
+    tensors       {"layers.0.key.predict.mean": ...}: exactly those of `codec.all_specs(recipe, fingerprint.geometry)`
+    provenance    JSON: model, revision, corpus, seed, environment, ...; no time, host or path, so equal fits are equal
+    fit           JSON: what the fit measured
+    schema        version of the file format
     """
 
     recipe: Recipe
@@ -47,7 +51,7 @@ class Artifact:
 
 
 def to_bytes(artifact: Artifact) -> bytes:
-    """The file. The same content gives the same bytes, in every process; what could not be loaded again is refused."""
+    """The artifact's file; equal artifacts give equal bytes. Raises ArtifactError if it could not be loaded again."""
     about = {
         "schema": artifact.schema,
         "recipe": artifact.recipe.to_json(),
@@ -61,7 +65,7 @@ def to_bytes(artifact: Artifact) -> bytes:
 
 
 def seal(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
-    """A file of any tensors and metadata, with the digest of its content added; nothing is checked."""
+    """A file of any tensors and metadata, with the digest `content` added; nothing is checked."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     draft = safetensors.torch.save(plain, {"kvq": ""})
     start = 8 + int.from_bytes(draft[:8], "little")
@@ -73,66 +77,69 @@ def seal(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
 
 def _content(about: Mapping[str, Any], entries: Mapping[str, Any], data: memoryview) -> str:
     described = strict_json.dumps({"kvq": about, "tensors": entries})
-    found = hash_of(described.encode())
-    found.update(data)
-    return found.hexdigest()
+    digest = hash_of(described.encode())
+    digest.update(data)
+    return digest.hexdigest()
 
 
 def save(artifact: Artifact, path: Path | str) -> str:
-    """Write the file, whole or not at all; returns its sha256."""
+    """Write the artifact's file, whole or not at all; returns its sha256."""
     data, path = to_bytes(artifact), Path(path)
     files.save(path, data)
     return hash_of(data).hexdigest()
 
 
 def load(path: Path | str, sha256: str | None = None, size: int | None = None) -> Artifact:
-    """Load a file: opened once, no links followed, every check made before a tensor is used.
+    """Load an artifact's file; every check of CHECKS is made before a tensor is returned.
 
-    sha256, size   what a registry or a lock says the file must be
-    Raises ArtifactError, its message naming the file and the check.
+    path           of a regular file; it is opened once, and symbolic links are refused
+    sha256, size   that the file must have, according to a registry or a lock; None is not checked
+    Raises NotFound, or ArtifactError whose message names the file and the check.
     """
-    with files.opened(Path(path)) as (file, found):
+    with files.opened(Path(path)) as (file, length):
         try:
-            return _load(file, found, sha256, size)
+            return _load(file, length, sha256, size)
         except ArtifactError as error:
             raise type(error)(f"{path}: {error}") from None
 
 
 def from_bytes(data: bytes, sha256: str | None = None) -> Artifact:
-    """`load` for bytes at hand."""
+    """`load` for bytes that are already read."""
     return _load(io.BytesIO(data), len(data), sha256, None)
 
 
 def describe(path: Path | str) -> dict[str, Any]:
-    """What a file says of itself, from its header alone: nothing but the header is checked."""
+    """The metadata of a file: schema, recipe, fingerprint, provenance, fit and content. Only the header is checked."""
     with files.opened(Path(path)) as (file, size):
         return _about(header.read(file, size))
 
 
-def _load(file: BinaryIO, found: int, sha256: str | None, size: int | None) -> Artifact:
-    head = header.read(file, found)
-    if size is not None and found != size:
-        raise ArtifactError(f"size: the file has {found} bytes, {size} are expected; fetch it again")
+def _load(file: BinaryIO, length: int, sha256: str | None, size: int | None) -> Artifact:
+    head = header.read(file, length)
+    if size is not None and length != size:
+        raise ArtifactError(f"size: the file has {length} bytes, expected {size}; fetch it again")
     file.seek(0)
-    data = file.read(found)
+    data = file.read(length)
     digest = hash_of(data).hexdigest()
     if sha256 is not None and digest != sha256:
-        raise ArtifactError(f"sha256: the file has {digest}, {sha256} is expected; it was changed, fetch it again")
-    if len(data) != found or not data.startswith(head.raw):
-        raise ArtifactError("header: the file changed while it was read")
+        raise ArtifactError(f"sha256: the file has {digest}, expected {sha256}; it was changed, fetch it again")
+    if len(data) != length or not data.startswith(head.raw):
+        raise ArtifactError("header: the file changed while it was read; try again")
     about = _about(head)
     stated = about.pop("content")
     content = _content(about, head.entries, memoryview(data)[len(head.raw) :])
     if content != stated:
-        raise ArtifactError(f"content: the file holds {content}, says {stated!r:.80}; it was changed, fetch it again")
-    artifact = _described(about, head)
+        raise ArtifactError(
+            f"content: the digest is {content}, stated is {stated!r:.80}; the file was changed, fetch it again"
+        )
+    artifact = _without_tensors(about, head)
     try:
         tensors = safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
         raise ArtifactError(f"header: safetensors refuses it: {error}") from None
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ArtifactError(f"finite: {name} holds NaN or infinity; fit it again")
+            raise ArtifactError(f"finite: {name} has NaN or infinity; fit the recipe again")
     geometry = artifact.fingerprint.geometry
     probes = {name: tensors[name] for name in fingerprint.specs(geometry)}
     fitted = {name: tensors[name] for name in codec.all_specs(artifact.recipe, geometry)}
@@ -143,7 +150,9 @@ def _about(head: header.Header) -> dict[str, Any]:
     about = strict_json.loads(head.kvq, "header: kvq")
     schema = about.get("schema") if isinstance(about, dict) else None
     if type(schema) is not int or schema != SCHEMA:
-        raise ArtifactError(f"schema: the file has {schema!r:.40}, this kvq reads {SCHEMA}; use another kvq-runtime")
+        raise ArtifactError(
+            f"schema: the file has {schema!r:.40}, this version reads {SCHEMA}; install another version of kvq-runtime"
+        )
     names = {"schema", "recipe", "fingerprint", "provenance", "fit", "content"}
     strict_json.keys(about, names, "schema: kvq")
     if not isinstance(about["provenance"], dict) or not isinstance(about["fit"], dict):
@@ -151,24 +160,24 @@ def _about(head: header.Header) -> dict[str, Any]:
     return about
 
 
-def _described(about: dict[str, Any], head: header.Header) -> Artifact:
-    """The artifact without its tensors, after comparing what the header lists with what recipe and model ask for."""
-    stamp = fingerprint.from_json(about["fingerprint"], {})
-    geometry, found = stamp.geometry, head.specs()
-    if 2 * geometry.layers > len(found) or geometry.width > WIDEST:
-        raise ArtifactError(f"fingerprint: {geometry} in a file of {len(found)} tensors; every layer has 2 probes")
+def _without_tensors(about: dict[str, Any], head: header.Header) -> Artifact:
+    """The artifact without its tensors; those listed in the header must be the ones its recipe and geometry need."""
+    model = fingerprint.from_json(about["fingerprint"], {})
+    geometry, listed = model.geometry, head.specs()
+    if 2 * geometry.layers > len(listed) or geometry.width > MAX_WIDTH:
+        raise ArtifactError(f"fingerprint: {geometry} in a file of {len(listed)} tensors; every layer needs 2 probes")
     try:
         recipe = Recipe.from_json(about["recipe"]).check(geometry)
     except (ValueError, TypeError) as error:
         raise ArtifactError(f"recipe: {error}") from None
     expected = codec.all_specs(recipe, geometry) | fingerprint.specs(geometry)
-    foreign, missing = sorted(set(found) - set(expected)), sorted(set(expected) - set(found))
+    foreign, missing = sorted(set(listed) - set(expected)), sorted(set(expected) - set(listed))
     if foreign or missing:
         raise ArtifactError(f"tensors: foreign {foreign[:3]}, missing {missing[:3]}, for recipe {recipe.name}")
     for name, (shape, dtype) in expected.items():
-        if found[name] != (tuple(shape), dtype):
-            raise ArtifactError(f"tensors: {name} is {_spec(*found[name])}; {_spec(shape, dtype)} is expected")
-    return Artifact(recipe, stamp, {}, about["provenance"], about["fit"], about["schema"])
+        if listed[name] != (tuple(shape), dtype):
+            raise ArtifactError(f"tensors: {name} is {_spec(*listed[name])}, expected {_spec(shape, dtype)}")
+    return Artifact(recipe, model, {}, about["provenance"], about["fit"], about["schema"])
 
 
 def _spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:

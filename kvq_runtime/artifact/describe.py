@@ -1,16 +1,16 @@
-"""Put a recipe or an artifact into the words of a table."""
+"""Describe recipes and artifacts as rows and records, for tables and JSON."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvq_runtime.artifact import Artifact
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.disk.strict_json import flatten
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.memory import asymptotic_bits
-from kvq_runtime.recipe import Recipe, Side
-from kvq_runtime.table import flatten
+from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.store.memory import asymptotic_bits
 
-MEASURED = {  # what a person looks for first in an evaluation, by its place in the record
+MEASURED = {  # {column of the table of evaluations: dotted key in the record}
     **{"model": "protocol.model.id", "text": "protocol.text.source", "windows": "protocol.windows"},
     **{"length": "protocol.length", "recent": "protocol.recent", "perplexity": "result.perplexity"},
     **{"relative": "result.relative", "kl": "result.kl", "top1": "result.top1"},
@@ -18,56 +18,55 @@ MEASURED = {  # what a person looks for first in an evaluation, by its place in 
 REFERENCE_MODEL = Geometry(layers=28, kv_heads=4, head_size=128)  # Qwen2.5-7B
 
 
-def artifact_record(fitted: Artifact) -> dict[str, Any]:
-    """What an artifact holds, as nested fields."""
+def artifact_record(artifact: Artifact) -> dict[str, Any]:
+    """The fields of an artifact; of its tensors number and bytes."""
     return {
-        "recipe": recipe_row(fitted.recipe, fitted.fingerprint.geometry),
-        "fingerprint": fitted.fingerprint.to_json(),
-        "provenance": dict(fitted.provenance),
-        "fit": dict(fitted.fit),
-        "tensors": len(fitted.tensors),
-        "tensor_bytes": sum(tensor.nbytes for tensor in fitted.tensors.values()),
+        "recipe": recipe_row(artifact.recipe, artifact.fingerprint.geometry),
+        "fingerprint": artifact.fingerprint.to_json(),
+        "provenance": dict(artifact.provenance),
+        "fit": dict(artifact.fit),
+        "tensors": len(artifact.tensors),
+        "tensor_bytes": sum(tensor.nbytes for tensor in artifact.tensors.values()),
     }
 
 
 def brief(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What `kvq show` found, without what `tables` makes tables of."""
+    """The record of `kvq show` without the parts that `tables` shows."""
     fit = {name: value for name, value in record["fit"].items() if name != "layers"}
-    found = {name: value for name, value in record.items() if name not in ("evaluations", "fit")}
-    return found | ({"fit": fit} if fit else {})
+    rest = {name: value for name, value in record.items() if name not in ("evaluations", "fit")}
+    return rest | ({"fit": fit} if fit else {})
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of the parts of it that have rows, by their titles: a line an evaluation, a line a layer of the fit."""
-    measured = [flatten(one) for one in record.get("evaluations", [])]
-    rows = [{name: one[path] for name, path in MEASURED.items() if path in one} for one in measured]
-    given = record["fit"].get("layers")
-    layers = given if isinstance(given, list) else []
-    fit = [{"layer": index} | flatten(layer) for index, layer in enumerate(layers)]
-    found = {"evaluations (--json has all of each)": rows, "fit, by layer": fit}
-    return {title: rows for title, rows in found.items() if rows}
+    """{title: rows} of the parts of a record that are tables: a row an evaluation, a row a layer of the fit."""
+    evaluations = [flatten(evaluation) for evaluation in record.get("evaluations", [])]
+    measured = [{name: flat[key] for name, key in MEASURED.items() if key in flat} for flat in evaluations]
+    layers = record["fit"].get("layers")
+    fit = [{"layer": i} | flatten(layer) for i, layer in enumerate(layers if isinstance(layers, list) else [])]
+    titled = {"evaluations (--json has all of each)": measured, "fit, by layer": fit}
+    return {title: rows for title, rows in titled.items() if rows}
 
 
 def summary(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Recipe, model and corpus, from what an artifact's header says of itself: what a search looks at."""
-    given = about["provenance"]
-    model, text = given.get("model"), given.get("corpus")
-    model = model if isinstance(model, Mapping) else {"id": model, "revision": given.get("revision")}
+    """Recipe, model and corpus from the metadata of an artifact's header: what `kvq search` compares."""
+    provenance = about["provenance"]
+    model, text = provenance.get("model"), provenance.get("corpus")
+    model = model if isinstance(model, Mapping) else {"id": model, "revision": provenance.get("revision")}
     text = text if isinstance(text, Mapping) else {"source": text}
     recipe = about["recipe"].get("name") if isinstance(about["recipe"], Mapping) else None
-    found = {"recipe": recipe, "model": model.get("id"), "revision": model.get("revision")}
-    found |= {"corpus": text.get("source"), "corpus_digest": text.get("corpus_digest")}
-    return {name: value if value is None else str(value)[:200] for name, value in found.items()}
+    fields = {"recipe": recipe, "model": model.get("id"), "revision": model.get("revision")}
+    fields |= {"corpus": text.get("source"), "corpus_digest": text.get("corpus_digest")}
+    return {name: value if value is None else str(value)[:200] for name, value in fields.items()}
 
 
 def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
-    """A recipe in one line: stages, window, and mean bits per element over all layers."""
+    """A recipe as a row: stages, window, and mean bits per element over all layers of a model of this geometry."""
     others = {layer: " | ".join(map(_stages, pair)) for layer, pair in recipe.layers.items()}
     return {
         "name": recipe.name,
         "position": recipe.position,
         "bits": round(asymptotic_bits(recipe, geometry), 4),
-        "fitted": "online" if recipe.online else recipe.fitted,
+        "fitted": "online" if recipe.fits_prompt else recipe.fitted,
         "keys": _stages(recipe.key),
         "values": _stages(recipe.value) if recipe.value != recipe.key else "as keys",
         "layers": "; ".join(f"{layer}: {text}" for layer, text in others.items()),
@@ -77,20 +76,21 @@ def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
 
 
 def _window(recipe: Recipe) -> str:
-    """Sinks, recent tokens and block, as in `4/128/128`, or `1/32-128/32` where attention may keep up to 128."""
-    sinks, recent, block = recipe.key.window
-    return f"{sinks}/{recent}" + (f"-{recipe.window.most(recent, block)}" if recipe.window else "") + f"/{block}"
+    """Sinks, recent tokens and block, as in `4/128/128`; `1/32-128/32` if the window may grow from 32 to 128 tokens."""
+    window, widest = recipe.window, recipe.widest.window.recent
+    most = f"-{widest}" if widest > window.recent else ""
+    return f"{window.sinks}/{window.recent}{most}/{window.block}"
 
 
-def _stages(side: Side) -> str:
-    """The stages of a side, as in `linear > hadamard > grid(dim=2 size=16 group=all)`."""
+def _stages(scheme: Scheme) -> str:
+    """The stages of a scheme, as in `linear > hadamard > grid(dim=2 size=16 group=all)`."""
     parts = []
-    for stage in (side.predict, side.rotate, side.feedback, side.quantize, side.correct):
+    for stage in (scheme.predict, scheme.rotate, scheme.feedback, scheme.quantize, scheme.correct):
         if stage is None:
             continue
         settings = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)}
-        if stage is not side.quantize:
+        if stage is not scheme.quantize:
             settings = {f.name: settings[f.name] for f in dataclasses.fields(stage) if settings[f.name] != f.default}
         inside = " ".join(f"{name}={value}" for name, value in settings.items())
         parts.append(f"{stage.kind}({inside})" if inside else stage.kind)
-    return " > ".join(parts) + (", per channel" if side.axis == "channel" else "")
+    return " > ".join(parts) + (", per channel" if scheme.axis == "channel" else "")

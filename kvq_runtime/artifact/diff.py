@@ -1,4 +1,4 @@
-"""Say what differs between two artifacts: settings, origin, what the fit measured, and every tensor."""
+"""List the differences between two artifacts: settings, provenance, results of the fit, and every tensor."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,30 +6,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.artifact import Artifact
-from kvq_runtime.table import flatten
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.disk.strict_json import flatten
 
 
-def differences(a: Artifact, b: Artifact) -> list[dict[str, Any]]:
-    """Rows {part, name, a, b, change}, only where the two differ.
+def diff(a: Artifact, b: Artifact) -> list[dict[str, Any]]:
+    """Rows {part, name, a, b, change} of everything that differs.
 
     change   numbers: (b - a) / |a|; float tensors: ‖b - a‖ / ‖a‖; codes: the share of bytes that differ
     """
-    stamps = a.fingerprint, b.fingerprint
     rows = _settings("recipe", a.recipe.to_json(), b.recipe.to_json())
-    rows += _settings("model", *(stamp.to_json() for stamp in stamps))
-    rows += _tensors("model", *(stamp.probes for stamp in stamps))
+    rows += _settings("model", a.fingerprint.to_json(), b.fingerprint.to_json())
+    rows += _tensors("model", a.fingerprint.probes, b.fingerprint.probes)
     rows += _settings("provenance", a.provenance, b.provenance)
     rows += _settings("fit", a.fit, b.fit)
     return rows + _tensors("tensor", a.tensors, b.tensors)
 
 
 def _settings(part: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
-    one, other = flatten(dict(a)), flatten(dict(b))
+    a, b = flatten(dict(a)), flatten(dict(b))
     rows = []
-    for name in dict.fromkeys([*one, *other]):
-        before, after = one.get(name), other.get(name)
-        if before != after or (name in one) != (name in other):
+    for name in dict.fromkeys([*a, *b]):
+        before, after = a.get(name), b.get(name)
+        if before != after or (name in a) != (name in b):
             rows.append({"part": part, "name": name, "a": before, "b": after, "change": _relative(before, after)})
     return rows
 
@@ -42,10 +41,10 @@ def _relative(a: Any, b: Any) -> float | None:
 def _tensors(part: str, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     rows = []
     for name in dict.fromkeys([*a, *b]):
-        one, other = a.get(name), b.get(name)
-        change = _distance(one, other) if one is not None and other is not None else None
+        before, after = a.get(name), b.get(name)
+        change = _distance(before, after) if before is not None and after is not None else None
         if change != 0:
-            rows.append({"part": part, "name": name, "a": _shape(one), "b": _shape(other), "change": change})
+            rows.append({"part": part, "name": name, "a": _shape(before), "b": _shape(after), "change": change})
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Check a safetensors header before any other code sees the file.
+"""Check a safetensors header before safetensors parses the file.
 
     8 bytes n, little endian | n bytes of JSON, padded with spaces | data
 
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from kvq_runtime import strict_json
+from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 
 LIMIT = 1 << 20
@@ -24,10 +24,10 @@ _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(key|value)\.[a-z][a-z0-9_]*\.
 
 @dataclass(frozen=True)
 class Header:
-    """What a checked header says.
+    """A checked header.
 
     raw       the bytes before the data
-    kvq       the text of our one metadata key
+    kvq       the text of the metadata key `kvq`
     entries   the JSON of the tensors: {name: {"dtype", "shape", "data_offsets"}}
     """
 
@@ -41,10 +41,12 @@ class Header:
 
 
 def read(file: BinaryIO, size: int) -> Header:
-    """Read and check the header of a file of `size` bytes; nothing of the data is read."""
+    """Read and check the header of a file of `size` bytes; no tensor data is read. Raises ArtifactError."""
     prefix = file.read(8)
     if len(prefix) < 8:
-        raise ArtifactError(f"header: {size} bytes are no safetensors file; it is truncated, or another kind of file")
+        raise ArtifactError(
+            f"header: {size} bytes are too few for a safetensors file; it is truncated, or another kind of file"
+        )
     length = int.from_bytes(prefix, "little")
     if length > LIMIT:
         raise ArtifactError(f"header: {length} bytes long; at most {LIMIT} are allowed")
@@ -55,24 +57,24 @@ def read(file: BinaryIO, size: int) -> Header:
         raise ArtifactError("header: the file became shorter while it was read")
     if not text.startswith(b"{") or not text.rstrip(b" ").endswith(b"}"):
         raise ArtifactError("header: not a JSON object padded with spaces; this is no safetensors file")
-    found = strict_json.loads(text, "header", depth=4)
-    metadata = strict_json.keys(found.pop("__metadata__", None), {"kvq"}, "header: __metadata__")
+    entries = strict_json.loads(text, "header", depth=4)
+    metadata = strict_json.keys(entries.pop("__metadata__", None), {"kvq"}, "header: __metadata__")
     if not isinstance(metadata["kvq"], str):
         raise ArtifactError("header: __metadata__.kvq must be text")
-    _check_entries(found, size - 8 - length)
-    return Header(prefix + text, metadata["kvq"], found)
+    _check_entries(entries, size - 8 - length)
+    return Header(prefix + text, metadata["kvq"], entries)
 
 
 def _check_entries(entries: dict[str, Any], data: int) -> None:
     ranges = []
     for name, entry in entries.items():
         if not _NAME.fullmatch(name):
-            raise ArtifactError(f"header: tensor name {name!r:.80}; layers.N.key|value.stage.field is meant")
+            raise ArtifactError(f"header: tensor name {name!r:.80}; expected layers.N.key|value.stage.field")
         ranges.append((*_range(name, entry), name))
     end = 0
     for begin, stop, name in sorted(ranges):
         if begin != end:
-            raise ArtifactError(f"header: {name} begins at {begin}, but the data before it end at {end}")
+            raise ArtifactError(f"header: {name} begins at {begin}, but the data before it ends at {end}")
         end = stop
     if end != data:
         what = "it is truncated, fetch it again" if end > data else "bytes follow that belong to no tensor"
@@ -85,7 +87,7 @@ def _range(name: str, entry: Any) -> tuple[int, int]:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ArtifactError(f"header: {name} has dtype {dtype!r:.40}; use one of {sorted(DTYPES)}")
     if not _sizes(shape) or len(shape) > 4 or not _sizes(offsets) or len(offsets) != 2:
-        raise ArtifactError(f"header: {name} has shape {shape!r:.80}, offsets {offsets!r:.80}; whole numbers are meant")
+        raise ArtifactError(f"header: {name} has shape {shape!r:.80}, offsets {offsets!r:.80}; expected whole numbers")
     begin, end = offsets
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != needed:
@@ -93,5 +95,6 @@ def _range(name: str, entry: Any) -> tuple[int, int]:
     return begin, end
 
 
-def _sizes(given: Any) -> bool:
-    return isinstance(given, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in given)
+def _sizes(value: Any) -> bool:
+    """Whether a value is a list of whole numbers that can be sizes in bytes."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)

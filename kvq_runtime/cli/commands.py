@@ -1,26 +1,32 @@
-"""What the `kvq` commands do: each takes parsed arguments, prints, and returns an exit code."""
+"""The commands of `kvq`: each takes parsed arguments, prints its result, and returns an exit code."""
 
 import dataclasses
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime import artifact, compare, describe, files, reference, signatures
+from kvq_runtime.artifact import artifact, describe
+from kvq_runtime.artifact.diff import diff as differences
+from kvq_runtime.cli import sign
+from kvq_runtime.cli.table import print_record, print_table
+from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.recipe import preset, presets
-from kvq_runtime.reference import Lock, Reference
-from kvq_runtime.registries import hub_upkeep, search, upkeep
-from kvq_runtime.registries.changes import Registry
-from kvq_runtime.registries.events import State
-from kvq_runtime.registries.hub import HubRegistry
-from kvq_runtime.registries.local import LocalRegistry
-from kvq_runtime.registry import Resolved, choose, load_artifact, open_registry, resolve
-from kvq_runtime.table import print_record, print_table
+from kvq_runtime.registry import lock, reference, search
+from kvq_runtime.registry.events import State
+from kvq_runtime.registry.hub import upkeep as hub_upkeep
+from kvq_runtime.registry.hub.registry import HubRegistry
+from kvq_runtime.registry.local import upkeep as local_upkeep
+from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.lock import Lock
+from kvq_runtime.registry.reference import Reference
+from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.resolve import Resolved, choose, load_artifact, open_registry, resolve
 
 
 def list_names(args: Namespace) -> int:
-    """One row a name: what production is, the newest version, recipe and model."""
-    registry, broken = open_registry(args.where or args.registry), 0
+    """Print a row a name: production, newest version, recipe and model; 1 if a name cannot be read."""
+    registry, code = open_registry(args.where or args.registry), 0
     rows = []
     for name in registry.names():
         try:
@@ -28,13 +34,13 @@ def list_names(args: Namespace) -> int:
             if state.events:
                 rows.append(_list_row(registry, state))
         except (ArtifactError, PermissionError) as error:
-            broken = 1
+            code = 1
             rows.append({"name": name, "recipe": f"cannot be read: {error}"})
     if rows or args.json:
         print_table(rows, args.json)
     else:
-        print(f"{registry.url} is empty; kvq-calibrate publishes artifacts, kvq copy brings those of another registry")
-    return broken
+        print(f"{registry.url} is empty; kvq-calibrate publishes artifacts, kvq copy copies those of another registry")
+    return code
 
 
 def _list_row(registry: Registry, state: State) -> dict[str, Any]:
@@ -48,19 +54,19 @@ def _list_row(registry: Registry, state: State) -> dict[str, Any]:
 
 
 def show(args: Namespace) -> int:
-    """Everything about one version, with what was measured of it since."""
-    found = resolve(args.reference, args.registry, args.lock)
-    fitted = artifact.load(found.path, found.sha256, found.size)
-    record: dict[str, Any] = _record(found)
-    if found.registry:
-        registry = open_registry(found.registry)
-        state = registry.existing(found.name)
-        version = state.get(found.version)
+    """Print everything about one version, with its evaluations."""
+    resolved = resolve(args.reference, args.registry, args.lock)
+    loaded = artifact.load(resolved.path, resolved.sha256, resolved.size)
+    record: dict[str, Any] = _record(resolved)
+    if resolved.registry:
+        registry = open_registry(resolved.registry)
+        state = registry.existing(resolved.name)
+        version = state.get(resolved.version)
         record["published"] = version.at
-        record["aliases"] = [alias for alias in state.aliases if state.at(alias) == found.version]
+        record["aliases"] = [alias for alias in state.aliases if state.at(alias) == resolved.version]
         record["files"] = dict(version.files)
-        record["evaluations"] = registry.evaluations(found.sha256, found.name)
-    record |= describe.artifact_record(fitted)
+        record["evaluations"] = registry.evaluations(resolved.sha256, resolved.name)
+    record |= describe.artifact_record(loaded)
     print_record(record if args.json else describe.brief(record), args.json)
     for title, rows in ({} if args.json else describe.tables(record)).items():
         print(f"\n{title}")
@@ -69,49 +75,48 @@ def show(args: Namespace) -> int:
 
 
 def pull(args: Namespace) -> int:
-    """Copy a version and the files beside it into a folder, checked; --lock pins it, --locked takes what is pinned."""
-    policy = signatures.policy(args)
-    found = resolve(args.reference, args.registry, args.locked)
-    if not found.registry:
-        raise ValueError(f"{args.reference} is a file already; pull takes a name in a registry")
-    registry = open_registry(found.registry)
-    signed = policy and signatures.accepted(registry, found, policy)
-    version = registry.existing(found.name).get(found.version)
-    beside = registry.beside(found.name, version)
-    data = files.read(registry.whole(found.name, version), found.size)
-    artifact.from_bytes(data, found.sha256)
-    folder = Path(args.output or found.name)
-    written = {"kvq.safetensors": data} | beside
+    """Copy a version and its attachments into a folder, checked; --lock pins it, --locked copies the pinned version."""
+    policy = sign.policy(args)
+    resolved = resolve(args.reference, args.registry, args.locked)
+    if not resolved.registry:
+        raise ValueError(f"{args.reference} is a file already; pull copies a name from a registry")
+    registry = open_registry(resolved.registry)
+    signature = policy and sign.accepted(registry, resolved, policy)
+    version = registry.existing(resolved.name).get(resolved.version)
+    attachments = registry.attachments(resolved.name, version)
+    data = files.read(registry.fetch_verified(resolved.name, version), resolved.size)
+    artifact.from_bytes(data, resolved.sha256)
+    folder = Path(args.output or resolved.name)
+    contents = {"kvq.safetensors": data} | attachments
     files.make_folder(folder)
-    for name, content in written.items():
+    for name, content in contents.items():
         files.save(folder / name, content)
     if args.lock:
-        fields = {name: getattr(found, name) for name in ("name", "version", "sha256", "size", "commit")}
-        pinned = Lock(args.reference, found.registry, **fields, policy=policy, signature=signed)
-        reference.write_lock(Path(args.lock), pinned)
-    paths = [str(folder / name) for name in written]
-    print_record(_record(found) | {"files": paths, "lock": args.lock}, args.json)
+        fields = {name: getattr(resolved, name) for name in ("name", "version", "sha256", "size", "commit")}
+        pinned = Lock(args.reference, resolved.registry, **fields, policy=policy, signature=signature)
+        lock.write_lock(Path(args.lock), pinned)
+    paths = [str(folder / name) for name in contents]
+    print_record(_record(resolved) | {"files": paths, "lock": args.lock}, args.json)
     return 0
 
 
-def _record(found: Resolved) -> dict[str, Any]:
-    """A resolved reference as fields; a commit only where there is one."""
-    record = dataclasses.asdict(found) | {"path": str(found.path)}
-    return record if found.commit else {name: value for name, value in record.items() if name != "commit"}
+def _record(resolved: Resolved) -> dict[str, Any]:
+    """A resolved reference as fields; the commit only if it has one."""
+    record = dataclasses.asdict(resolved) | {"path": str(resolved.path)}
+    return record if resolved.commit else {name: value for name, value in record.items() if name != "commit"}
 
 
 def verify(args: Namespace) -> int:
-    """Load an artifact with every check, and list them."""
-    found = resolve(args.reference, args.registry, args.lock)
-    artifact.load(found.path, found.sha256, found.size)
-    against = "lock" if args.lock else "registry" if found.registry else None
+    """Load an artifact with every check, and print a row a check."""
+    resolved = resolve(args.reference, args.registry, args.lock)
+    artifact.load(resolved.path, resolved.sha256, resolved.size)
+    has_digest = bool(args.lock or resolved.registry)
     rows = []
     for check in artifact.CHECKS:
-        compared = check not in ("size", "sha256") or against
-        result = "ok" if compared else "not compared: a path, and no --lock"
-        rows.append({"check": check, "result": result})
+        compared = has_digest or check not in ("size", "sha256")
+        rows.append({"check": check, "result": "ok" if compared else "not compared: a path, and no --lock"})
     if args.key:
-        signatures.check(found, args.lock, signatures.public_key(args.key))
+        sign.check(resolved, args.lock, sign.public_key(args.key))
         rows.append({"check": "signature", "result": "ok"})
     print_table(rows, args.json)
     return 0
@@ -131,17 +136,17 @@ def rollback(args: Namespace) -> int:
 
 
 def named(args: Namespace) -> tuple[Registry, str]:
-    """The registry and name of NAME or hf://org/NAME."""
-    wanted = reference.parse(args.name)
-    if not isinstance(wanted, Reference) or wanted.by != "default":
+    """The registry and name that the argument NAME or hf://org/NAME means; ValueError for other references."""
+    parsed = reference.parse(args.name)
+    if not isinstance(parsed, Reference) or parsed.by != "default":
         raise ValueError(f"name {args.name!r:.160}; use a name alone, or hf://org/name")
-    return open_registry(wanted.registry or args.registry), wanted.name
+    return open_registry(parsed.registry or args.registry), parsed.name
 
 
 def _print_alias(state: State, args: Namespace) -> int:
-    had = state.aliases[args.alias]
-    record = {"name": state.name, "alias": args.alias, "version": had[-1], "before": had[-2] if len(had) > 1 else None}
-    print_record(record, args.json)
+    *earlier, version = state.aliases[args.alias]
+    before = earlier[-1] if earlier else None
+    print_record({"name": state.name, "alias": args.alias, "version": version, "before": before}, args.json)
     return 0
 
 
@@ -154,28 +159,28 @@ def yank(args: Namespace) -> int:
 
 
 def search_names(args: Namespace) -> int:
-    """Every version that was made of what is asked for."""
+    """Print every version whose name, recipe, model, revision and corpus match."""
     registry = open_registry(args.where or args.registry)
-    wanted = {field: getattr(args, field) for field in search.FIELDS}
-    rows = list(search.search(registry, wanted))
+    query = {field: getattr(args, field) for field in search.FIELDS}
+    rows = list(search.search(registry, query))
     if not args.json:
         rows = [{name: row[name] for name in ("name", "version", *search.FIELDS[1:], "yanked")} for row in rows]
     print_table(rows, args.json)
     return 0
 
 
-def target(args: Namespace, what: str) -> tuple[Registry, str, str]:
-    """The version that a change is about: it must be chosen by the user, not by a default."""
-    wanted = reference.parse(args.reference)
-    if not isinstance(wanted, Reference) or wanted.by == "default":
-        raise ValueError(f"{what} {args.reference}: say which version, as in {what} NAME@1.2.0")
-    registry = open_registry(wanted.registry or args.registry)
-    version, _ = choose(registry.existing(wanted.name), wanted)
-    return registry, wanted.name, version.version
+def target(args: Namespace, command: str) -> tuple[Registry, str, str]:
+    """Registry, name and version that a command changes; ValueError unless the reference names the version."""
+    parsed = reference.parse(args.reference)
+    if not isinstance(parsed, Reference) or parsed.by == "default":
+        raise ValueError(f"{command} {args.reference}: name the version, as in {command} NAME@1.2.0")
+    registry = open_registry(parsed.registry or args.registry)
+    version, _ = choose(registry.existing(parsed.name), parsed)
+    return registry, parsed.name, version.version
 
 
 def history(args: Namespace) -> int:
-    """Every change of a name."""
+    """Print every change of a name."""
     rows = []
     registry, name = named(args)
     for event in registry.existing(name).events:
@@ -187,41 +192,41 @@ def history(args: Namespace) -> int:
 
 
 def diff(args: Namespace) -> int:
-    """What differs between two artifacts."""
-    a, b = (load_artifact(given, args.registry) for given in (args.a, args.b))
-    print_table(compare.differences(a, b), args.json)
+    """Print what differs between two artifacts."""
+    a, b = (load_artifact(reference, args.registry) for reference in (args.a, args.b))
+    print_table(differences(a, b), args.json)
     return 0
 
 
 def gc(args: Namespace) -> int:
-    """Remove what nothing names."""
+    """Remove temporary files, and blobs or files that no event names."""
     registry = open_registry(args.where or args.registry)
     if isinstance(registry, HubRegistry):
         removed = hub_upkeep.collect(registry, args.grace, args.dry_run)
     else:
         assert isinstance(registry, LocalRegistry)
-        removed = [str(p.relative_to(registry.root)) for p in upkeep.collect(registry, args.grace, args.dry_run)]
+        removed = [str(p.relative_to(registry.root)) for p in local_upkeep.collect(registry, args.grace, args.dry_run)]
     print_table([{"removed": not args.dry_run, "path": path} for path in removed], args.json)
     return 0
 
 
 def doctor(args: Namespace) -> int:
-    """Everything that is wrong with the registry; 1 if any of it is a fault."""
+    """Print everything that is wrong with the registry; 1 if any of it is a fault."""
     registry = open_registry(args.where or args.registry)
     if isinstance(registry, HubRegistry):
-        found = hub_upkeep.examine(registry)
+        findings = hub_upkeep.examine(registry)
     else:
         assert isinstance(registry, LocalRegistry)
-        found = upkeep.examine(registry)
-    if found or args.json:
-        print_table([dataclasses.asdict(finding) for finding in found], args.json)
+        findings = local_upkeep.examine(registry)
+    if findings or args.json:
+        print_table([dataclasses.asdict(finding) for finding in findings], args.json)
     else:
         print(f"nothing is wrong with {registry.url}")
-    return int(any(finding.level == "fault" for finding in found))
+    return int(any(finding.level == "fault" for finding in findings))
 
 
 def recipes(args: Namespace) -> int:
-    """Every recipe that comes with kvq, a line each; or all settings of one."""
+    """Print every recipe that comes with kvq, a line each; or all settings of one."""
     if args.name:
         chosen = preset(args.name)
         row = describe.recipe_row(chosen, describe.REFERENCE_MODEL)

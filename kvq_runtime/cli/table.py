@@ -1,11 +1,13 @@
-"""Print what commands found: aligned text for people, JSON for programs."""
+"""Print the results of commands: aligned text for people, JSON for programs."""
 
 import json as json_module
 from typing import Any
 
+from kvq_runtime.disk.strict_json import flatten
+
 
 def print_table(rows: list[dict[str, Any]], json: bool) -> None:
-    """Print rows under their keys; with `json`, a JSON list of them."""
+    """Print rows as a table with their keys as header; with `json`, as a JSON list."""
     if json:
         print(json_module.dumps(rows, indent=2, default=str))
         return
@@ -24,7 +26,7 @@ def print_table(rows: list[dict[str, Any]], json: bool) -> None:
 
 
 def print_record(record: dict[str, Any], json: bool) -> None:
-    """Print one thing, a line a field, nested fields as a.b; with `json`, a JSON object."""
+    """Print one record, a line a field, nested fields as a.b; with `json`, as a JSON object."""
     if json:
         print(json_module.dumps(record, indent=2, default=str))
         return
@@ -34,20 +36,8 @@ def print_record(record: dict[str, Any], json: bool) -> None:
         print(f"{printable(name.ljust(width))}  {cell(value)}".rstrip())
 
 
-def flatten(value: Any, start: str = "") -> dict[str, Any]:
-    """Nested objects as one of dotted names; lists of objects by index."""
-    if isinstance(value, dict) and value:
-        items = value.items()
-    elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-        items = enumerate(value)
-    else:
-        return {start: value}
-    parts = [flatten(item, f"{start}.{name}" if start else str(name)) for name, item in items]
-    return {name: item for part in parts for name, item in part.items()}
-
-
 def cell(value: Any) -> str:
-    """A value as a reader wants it; what came out of files cannot move the cursor."""
+    """A value as text for people; control characters are escaped."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -60,7 +50,7 @@ def cell(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with every character that is not printable written as an escape."""
+    """The text with every unprintable character as an escape, so that files cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -1,8 +1,8 @@
-"""Read files without being led astray, and write them so that a crash leaves the old state or the new one.
+"""Read only regular files, and write so that a crash leaves either the old state or the new one.
 
-Reading: a regular file, opened once, its last path component no symbolic link. Whoever reads checks what was read, not
-the path again. Writing: a temporary file on the same file system, fsynced; then one atomic step gives it its name; then
-the folder is fsynced. `claim` is that step for names that must be new, `replace` for names that may exist.
+Reading: the file is opened once, and is not a symbolic link; checks are made on the bytes that were read, never on the
+path again. Writing: a temporary file on the same file system (a draft) is fsynced, gets its name in one atomic step,
+and the folder is fsynced. `claim` is that step for a name that must be new, `replace` for a name that may exist.
 """
 
 import errno
@@ -16,55 +16,61 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvq_runtime import faults
+from kvq_runtime.disk import faults
 from kvq_runtime.errors import ArtifactError, NotFound
 
 _DRAFT = re.compile(r"\.([1-9][0-9]{0,8})-[0-9a-f]{16}\.tmp")
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: a pipe must not hold us at open
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: opening a pipe does not wait
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
-    """The open file and its size; a link, a pipe, a folder or a device is an ArtifactError."""
+    """Open a regular file; yields it with its size.
+
+    Raises NotFound, or ArtifactError for a link, a pipe, a folder or a device.
+    """
     try:
         descriptor = os.open(path, _READ)
     except FileNotFoundError:
         raise NotFound(f"{path}: no such file") from None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
-            raise ArtifactError(f"{path}: a symbolic link, which is not followed; give the file itself") from None
+            raise ArtifactError(
+                f"{path}: a symbolic link, which is not followed; use the path of the file itself"
+            ) from None
         if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENOTDIR):
-            raise ArtifactError(f"{path}: not a regular file") from None
+            raise ArtifactError(f"{path}: not a regular file; use the path of one") from None
         raise
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise ArtifactError(f"{path}: not a regular file")
+        raise ArtifactError(f"{path}: not a regular file; use the path of one")
     with os.fdopen(descriptor, "rb") as file:
         yield file, status.st_size
 
 
 def read(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file of at most `limit` bytes."""
+    """The content of a regular file; raises ArtifactError if it has more than `limit` bytes."""
     with opened(path) as (file, size):
         if size > limit:
-            raise ArtifactError(f"{path}: {size} bytes; at most {limit} are allowed here")
+            raise ArtifactError(f"{path}: {size} bytes; at most {limit} are allowed")
         return file.read(limit)
 
 
 def digest(path: Path) -> tuple[str, int]:
-    """sha256 and size of a regular file."""
+    """sha256, as hex digits, and size of a regular file."""
     with opened(path) as (file, _):
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-        return found, file.tell()
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256, file.tell()
 
 
 def claim(path: Path, data: bytes, temporary: Path) -> bool:
-    """Write a file that must be new, read-only; False, and nothing changed, if the name is taken.
+    """Write a read-only file if its name is free; else change nothing and return False.
 
-    temporary   a folder on the same file system. Of several processes that claim one name, exactly one gets True.
+    temporary   a folder on the same file system, for the draft
+    Of several processes that claim one name, exactly one gets True. Raises RuntimeError without hard links.
     """
-    sync(path.parent)  # of two names the first must not be the one that is lost
+    sync(path.parent)  # an earlier name in this folder must be durable before this one
     draft, claimed = _draft(data, temporary), True
     try:
         faults.point("claim.drafted")
@@ -79,13 +85,13 @@ def claim(path: Path, data: bytes, temporary: Path) -> bool:
     finally:
         draft.unlink()
     faults.point("claim.unlinked")
-    sync(path.parent)  # where another claimed it, too: it may have died before this
+    sync(path.parent)  # also if another process claimed it: it may have died before this
     faults.point("claim.synced")
     return claimed
 
 
 def replace(path: Path, data: bytes, temporary: Path, mode: int = 0o444) -> None:
-    """Write a file, in place of whatever has the name; readers see the old bytes or the new ones."""
+    """Write a file, replacing one of that name; readers see the old bytes or the new ones."""
     draft = _draft(data, temporary, mode)
     try:
         faults.point("replace.drafted")
@@ -99,7 +105,7 @@ def replace(path: Path, data: bytes, temporary: Path, mode: int = 0o444) -> None
 
 
 def save(path: Path, data: bytes) -> None:
-    """`replace` in a folder of the user's: drafts lie beside the file, and those of processes that died are removed."""
+    """`replace` with the draft beside the file; drafts of dead processes in that folder are removed."""
     for draft in path.parent.glob(".*.tmp"):
         written_by = _DRAFT.fullmatch(draft.name)
         if written_by and not _is_alive(int(written_by[1])):
@@ -118,6 +124,7 @@ def _is_alive(process: int) -> bool:
 
 
 def _draft(data: bytes, temporary: Path, mode: int = 0o444) -> Path:
+    """Write and fsync a temporary file; the process id in its name tells `save` whose it is."""
     faults.point("draft.begun")
     draft = temporary / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -137,9 +144,9 @@ def _draft(data: bytes, temporary: Path, mode: int = 0o444) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents, and make them last; one that is there, too: its maker may have died before."""
+    """Create a folder and its parents durably; an existing one is synced, as its creator may have died before that."""
     if path.is_dir():
-        with suppress(PermissionError):  # who may not open the parent has not made the folder
+        with suppress(PermissionError):  # without access to the parent, this process did not create the folder
             sync(path.parent)
         return
     make_folder(path.parent)
@@ -151,8 +158,17 @@ def make_folder(path: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make the names in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Fsync a folder: the names in it are durable from then on."""
+    _fsync(folder, os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """Fsync a file: its bytes are durable from then on."""
+    _fsync(path, os.O_NOFOLLOW)
+
+
+def _fsync(path: Path, flag: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,23 +1,20 @@
-"""Turn the second moment of a layer's queries into the moves of SQuat's feedback.
+"""Sum second moments of a layer's queries, and average them over the distances between query and key.
 
-    after       E[q qᵀ], q = R_n q₀ as attention uses it          an error e of keys after RoPE meets q e
-    before      E[q₀ q₀ᵀ]                                         q₀ as the projection puts it out
+    before      E[q₀ q₀ᵀ]                         q₀ as the projection puts it out
+    after       E[q qᵀ], q = R_n q₀               as attention uses it
     averaged    E[R_δ q₀ q₀ᵀ R_δᵀ] over the distances δ
 
-An error e of a key before RoPE, δ tokens before the query, meets (R_n q₀)ᵀ (R_n-δ e) = (R_δ q₀)ᵀ e. In a sequence of T
-tokens, T - δ pairs of a query and a key have distance δ: so much δ counts in the average, as if attention looked at all
-of them alike. It looks at what is near, where R_δ turns little: `before` is the other end, and in what was measured the
-better one. Queries and distances are taken as independent, so that the average needs only the moment before RoPE.
-
-Source: Wang et al., 2025 (SQuat), sections 3.2 and 3.3.
+An error e of a key before RoPE, δ tokens before the query, is multiplied as (R_n q₀)ᵀ (R_n-δ e) = (R_δ q₀)ᵀ e. In a
+sequence of T tokens, T - δ pairs of a query and a key have distance δ: so much δ counts in the average, as if attention
+looked at all of them alike. Queries and distances are taken as independent, so that the average needs only the moment
+before RoPE.
 """
 
 import torch
 from torch import Tensor
 
-from kvq_runtime import rope
-from kvq_runtime.ops import feedback
-from kvq_runtime.stages.feedback import QueryOrthogonal
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import rope
 
 TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
 
@@ -45,24 +42,9 @@ def averaged(moment_HDD: Tensor, cos_NTK: Tensor, sin_NTK: Tensor) -> Tensor:
     return straight + cos_sin.mT * own_HDD[:, partner] + sin_sin * mixed_HDD[:, partner]
 
 
-def metric(stage: QueryOrthogonal, moment_HDD: Tensor, sequence: float) -> Tensor:
-    """P of every KV head, float64 [H, D, D].
-
-    moment     of the queries that the stage asks for
-    sequence   queries that one KV head meets in a sequence
-    """
-    if stage.normalize == "paper":
-        return feedback.metric(moment_HDD, stage.lam * sequence, stage.rank)
-    trace_H = moment_HDD.diagonal(dim1=-2, dim2=-1).sum(-1)
-    weight_H = torch.where(trace_H > 0, stage.lam * moment_HDD.shape[-1] / trace_H, 0.0)
-    return feedback.metric(moment_HDD, weight_H, stage.rank)
-
-
-def fit(stage: QueryOrthogonal, moment_HDD: Tensor, sequence: float, turn_DD: Tensor | None) -> dict[str, Tensor]:
-    """The tensors of the stage, by name; `turn` is the rotation of a head's channels, if there is one."""
-    metric_HDD = metric(stage, moment_HDD, sequence)
-    if turn_DD is not None:
-        turn = turn_DD.to(metric_HDD)
-        metric_HDD = turn.mT @ metric_HDD @ turn
-    moves = feedback.updates(metric_HDD, stage.blocks)
-    return {f"feedback.update_{number}": move.to(torch.bfloat16) for number, move in enumerate(moves, start=1)}
+def of(q_NC: Tensor, geometry: Geometry) -> Tensor:
+    """E[q qᵀ] over the tokens and query heads of each KV head, float64 [H, D, D]."""
+    shape = (geometry.kv_heads, geometry.head_size, geometry.head_size)
+    total_HDD = torch.zeros(shape, dtype=torch.float64, device=q_NC.device)
+    add(total_HDD, q_NC[None].unflatten(-1, (-1, geometry.head_size)))
+    return total_HDD * geometry.width / q_NC.numel()

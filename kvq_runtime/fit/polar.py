@@ -15,18 +15,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import polar
+from kvq_runtime.ops import lloyd, polar
 from kvq_runtime.stages.polar import PolarFitted
 
+Centres = Callable[[Tensor, int], Tensor]  # (numbers, count) → the rising centres of so many clusters, float64
 
-def fit(
-    quantize: PolarFitted, rows_NC: Tensor, geometry: Geometry, centres: Callable[[Tensor, int], Tensor]
-) -> dict[str, Tensor]:
-    """The tensors of the quantizer, from a sample of tokens as it sees them, float32.
 
-    centres   the rising centres of so many clusters of some numbers, float64
-    """
+def statistics(stage: PolarFitted) -> tuple[str, ...]:
+    """What a fit needs."""
+    return ("residuals",)
+
+
+def solve(
+    stage: PolarFitted, statistics: Statistics, codec: Codec, centres: Centres = lloyd.centres
+) -> tuple[PolarFitted, dict[str, Tensor]]:
+    """The codebooks, on the sample as the quantizer sees it: rotated."""
+    assert statistics.residuals is not None, "codebooks are fitted to residuals"
+    return stage, codebooks(stage, codec.rotated(statistics.residuals.rows_NC), codec.geometry, centres)
+
+
+def codebooks(quantize: PolarFitted, rows_NC: Tensor, geometry: Geometry, centres: Centres) -> dict[str, Tensor]:
+    """The tensors of the quantizer, from a sample of tokens as it sees them, float32."""
     size, bits = quantize.sizes(rows_NC.shape[-1], geometry)
     x = rows_NC.unflatten(-1, (-1, size)).double()
     boundaries, points = [], []
@@ -41,7 +53,7 @@ def fit(
     return {"boundaries": torch.cat(boundaries).float(), "points": torch.cat(points).float()}
 
 
-def _centroids(angles: Tensor, level: int, bits: int, centres: Callable[[Tensor, int], Tensor]) -> Tensor:
+def _centroids(angles: Tensor, level: int, bits: int, centres: Centres) -> Tensor:
     if not len(angles):  # of nothing but zeros
         return polar.codebook(level, bits)[1].to(angles.device)
     return centres(angles, 2**bits).to(angles.device)

@@ -4,8 +4,8 @@ transformers hands a cache keys (after RoPE), values and the layer's number, not
 them, padding, positions, the cos and sin in use, comes through forward pre-hooks that `KVQCache(model=...)` puts on the
 model once. They act only when `past_key_values` is a KVQCache. No model file is touched.
 
-Under `model.set_attn_implementation("kvq")` a step attends to the packed blocks as they lie, and queries and weights
-are there for recipes that need them. Under any other attention the cache hands out decoded tensors.
+Under `model.set_attn_implementation("kvq")` a step attends to the packed codes directly where possible, and queries and
+weights are there for recipes that need them. Under any other attention the cache hands out decoded tensors.
 """
 
 from kvq_runtime.hf import attention as attention  # registers "kvq"

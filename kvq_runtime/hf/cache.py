@@ -11,25 +11,29 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from kvq_runtime import fingerprint, registry
-from kvq_runtime.artifact import Artifact
+from kvq_runtime.artifact import fingerprint
+from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf.layer import KVQLayer
 from kvq_runtime.hf.model import attention_modules, fingerprint_of, geometry_of, rotary_of
-from kvq_runtime.memory import MemoryReport
+from kvq_runtime.ops import rope
 from kvq_runtime.recipe import OURS, Recipe, preset
-from kvq_runtime.stages.select import Chunks
+from kvq_runtime.registry import resolve as registry
+from kvq_runtime.store.memory import MemoryReport
 
-_VARYING_ROPE = ("dynamic", "longrope")  # their frequencies change with the length of the text
 _hooked: WeakSet[nn.Module] = WeakSet()
 
 
 class KVQCache(Cache):
-    """A transformers cache that holds packed codes.
+    """A transformers cache that holds packed codes: one batch of sequences, of one model.
 
-    cache = KVQCache.from_pretrained("qwen2.5-7b-aqua-2bit@1.2.0", model=model)
-    out = model.generate(**inputs, past_key_values=cache)
-    print(cache.memory_report())
+        cache = KVQCache.from_pretrained("qwen2.5-7b-aqua-2bit@1.2.0", model=model)
+        out = model.generate(**inputs, past_key_values=cache)
+        print(cache.memory_report())
+
+    Make one with `from_pretrained`, `from_recipe` or `from_artifact`. Layers that do not attend to all tokens (sliding
+    windows) are held by transformers' own 16-bit layers. Raises ValueError for a recipe that the model's shape or RoPE
+    does not allow, and RuntimeError if a forward pass lacks what the recipe needs; a pass that fails is undone.
     """
 
     def __init__(self, recipe: Recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None):
@@ -41,13 +45,13 @@ class KVQCache(Cache):
             raise ValueError("no layer of this model attends to all tokens: there is nothing that kvq would compress")
         tokens = getattr(config, "max_position_embeddings", None) or 1 << 17
         self.blocks = BlockCache(recipe, geometry, tensors, [n for n in range(len(stock)) if n not in other], tokens)
-        if other and recipe.chained:
+        if other and recipe.cross_layer:
             raise ValueError(
                 f"{recipe.name} predicts each layer from the one below, but layers {other} do not attend to all "
                 "tokens; use a recipe without prediction (kvq recipes lists them)"
             )
         kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        if kind in _VARYING_ROPE and "positions" in recipe.needs:
+        if kind in rope.VARYING_TYPES and "positions" in recipe.needs:
             raise ValueError(
                 f"{recipe.name} undoes RoPE, but rope_type={kind} changes with length; use a post-RoPE recipe"
             )
@@ -62,7 +66,10 @@ class KVQCache(Cache):
 
     @classmethod
     def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel) -> "KVQCache":
-        """Make a cache for a recipe that needs no calibration, by name or as a Recipe."""
+        """Make a cache for a recipe that needs no calibration, by name or as a Recipe.
+
+        Raises ValueError for an unknown name, a recipe that has to be fitted, or one that this model does not allow.
+        """
         return cls(preset(recipe) if isinstance(recipe, str) else recipe, model)
 
     @classmethod
@@ -86,19 +93,25 @@ class KVQCache(Cache):
 
     @classmethod
     def from_artifact(cls, artifact: Artifact, model: PreTrainedModel, allow_other_weights: bool = False) -> "KVQCache":
-        """Make a cache from a loaded artifact, after comparing fingerprints."""
-        fingerprint.compare(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
+        """Make a cache from a loaded artifact. Raises ArtifactError if its fingerprint is that of another model.
+
+        allow_other_weights  accept another model's weights, of the same shape and RoPE
+        """
+        fingerprint.check_match(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
         return cls(artifact.recipe, model, artifact.tensors)
 
     @property
     def attention(self) -> str | None:
-        """The attention implementation that the model needs to have for all that this recipe does; None: any."""
+        """What to give `model.set_attn_implementation` for all that the recipe does: "kvq"; None if any will do."""
         recipe = self.blocks.recipe
-        return "kvq" if recipe.needs & OURS or isinstance(recipe.select, Chunks) else None
+        return "kvq" if recipe.needs & OURS or any(policy.chooses_by_query for policy in recipe.policies) else None
 
     @property
     def refusal(self) -> str | None:
-        """Why on a GPU, under our attention, some layer is decoded at every step; None: all are read packed."""
+        """Why, on a GPU under "kvq" attention, some layer's history is decoded at every step: a sentence, or None.
+
+        None: packed codes of all layers are attended to directly.
+        """
         return self.blocks.refusal
 
     def memory_report(self) -> MemoryReport:
@@ -149,7 +162,7 @@ class KVQCache(Cache):
         turning, turned = None, "positions" in self.blocks.recipe.needs
         if turned and cos_sin is not None and positions_BT is not None:
             turning = rotary_of(rotary, cos_sin, positions_BT)
-        self.blocks.timeline.announce(real, positions_BT if turned else None, turning)
+        self.blocks.positions.announce(real, positions_BT if turned else None, turning)
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
@@ -157,7 +170,10 @@ class KVQCache(Cache):
         self._each("reset")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens; the number is negative, as transformers passes it."""
+        """Drop the newest tokens of every row; the number is negative, as transformers passes it.
+
+        Raises ValueError for a positive number, RuntimeError where tokens that would be needed have been evicted (H2O).
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}); pass the tokens to drop as a negative number")
         if tokens_to_remove < 0 and self.blocks.layers:
@@ -165,20 +181,20 @@ class KVQCache(Cache):
         self._each("crop", tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the rows in this order (beam search)."""
-        self.blocks.select(beam_idx)
+        """Take the rows in this order, int64 [rows]; rows may be repeated or left out (beam search)."""
+        self.blocks.reorder(beam_idx)
         self._each("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
+        """Repeat every row so many times, copies side by side."""
         if self.blocks.layers:
-            rows = torch.arange(next(iter(self.blocks.layers.values()))[0].rows)
-            self.blocks.select(rows.repeat_interleave(repeats))
+            rows = torch.arange(self.blocks.rows)
+            self.blocks.reorder(rows.repeat_interleave(repeats))
         self._each("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        self.blocks.select(indices)
+        """Keep these rows, int64, in this order."""
+        self.blocks.reorder(indices)
         self._each("batch_select_indices", indices)
 
     def _each(self, method: str, *args) -> None:

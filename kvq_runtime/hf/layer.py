@@ -9,8 +9,8 @@ from kvq_runtime.cache import BlockCache
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What our attention finds on the keys of a layer that has taken them in."""
+class Mark:
+    """What our attention finds on the keys of a layer that has taken them in; `first`: its first ones."""
 
     blocks: BlockCache
     layer: int
@@ -28,10 +28,10 @@ class KVQLayer(CacheLayerMixin):
         super().__init__()
         self.blocks, self.index = blocks, index
         self.attended = False  # whether our own attention reads what `update` takes in
-        self._turns = {first: Turn(blocks, index, first) for first in (True, False)}
+        self._marks = {first: Mark(blocks, index, first) for first in (True, False)}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: streams are made at the first update."""
+        """Nothing to do: the store of the layer is made at the first update."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take in keys and values [B, H, T, D] and return all of them, history decoded.
@@ -46,7 +46,7 @@ class KVQLayer(CacheLayerMixin):
         if self.attended:
             self.blocks.take(self.index, k_BTC, v_BTC)
             key_states = key_states.view_as(key_states)  # the mark stays off the caller's tensor
-            key_states._kvq = self._turns[first]  # type: ignore[attr-defined]
+            key_states._kvq = self._marks[first]  # type: ignore[attr-defined]
             return key_states, value_states
         keys, values = self.blocks.update(self.index, k_BTC, v_BTC)
         if first:
@@ -59,7 +59,7 @@ class KVQLayer(CacheLayerMixin):
         return self.blocks.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys that the next query meets, offset of the first)."""
+        """(keys that the next query attends to, offset of the first)."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -69,7 +69,7 @@ class KVQLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """Rows held, or -1 before the first update."""
-        return self.blocks.layers[self.index][0].rows if self.index in self.blocks.layers else -1
+        return self.blocks.layers[self.index].rows if self.index in self.blocks.layers else -1
 
     def offload(self) -> None:
         """Refused: the packed cache stays on its device."""

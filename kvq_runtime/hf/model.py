@@ -4,16 +4,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvq_runtime import fingerprint
+from kvq_runtime.artifact import fingerprint
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.rope import Rotary
+from kvq_runtime.ops.rope import Rotary
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:
     """The shape of a loaded model's cache."""
-    config = model.config.get_text_config(decoder=True)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Geometry(config.num_hidden_layers, config.num_key_value_heads or config.num_attention_heads, head_size)
+    return Geometry.from_config(model.config.get_text_config(decoder=True).to_dict())
 
 
 def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:

@@ -1,4 +1,4 @@
-"""Fit a card to the place it goes to: what a Hub finds it by, results, links, and a snippet that works there.
+"""Adapt a version's card (its README.md) to where it is published: tags, results, links, and a snippet that loads it.
 
 A card is Markdown with YAML front matter; huggingface_hub reads and writes that.
 """
@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-UNMEASURED = "Not evaluated yet: `kvq eval` does that."
-_METRICS = {  # field of an evaluation's result: (the Hub's identifier, a name)
+UNMEASURED = "Not evaluated yet: `kvq eval` does that."  # what a card says until there are results
+_METRICS = {  # {field of an evaluation's result: (the Hub's identifier, title)}
     "perplexity": ("perplexity", "perplexity with the compressed cache"),
     "relative": ("relative_perplexity", "perplexity against 16 bit, relative"),
     "kl": ("kl_divergence", "KL divergence from the 16-bit model, nats"),
@@ -16,10 +16,14 @@ _METRICS = {  # field of an evaluation's result: (the Hub's identifier, a name)
 }
 
 
-def on_hub(text: str, files: Iterable[str], place: str) -> str:
-    """A version's card as its repository's: links lead to where its files are, and names() finds it."""
+def for_repository(text: str, files: Iterable[str], folder: str) -> str:
+    """A version's card as the card of its repository.
+
+    files    attachments: links to them become links into `folder`
+    Library name and tag kvq are added, which HubRegistry.names() searches for.
+    """
     for file in files:
-        text = text.replace(f"]({file})", f"]({place}/{file})")
+        text = text.replace(f"]({file})", f"]({folder}/{file})")
     card = _parsed(text)
     card.data.library_name = "kvq"
     card.data.tags = list(dict.fromkeys([*(card.data.tags or []), "kvq"]))
@@ -27,29 +31,29 @@ def on_hub(text: str, files: Iterable[str], place: str) -> str:
 
 
 def addressed(text: str, url: str, name: str, version: str | None = None) -> str:
-    """The card with a snippet that loads the artifact, or this version of it, from the registry at `url`."""
-    where = (f"{url}/{name}" if url.startswith("hf://") else name) + (f"@{version}" if version else "")
+    """The card with a snippet that loads the artifact, or one version of it, from the registry at `url`."""
+    reference = (f"{url}/{name}" if url.startswith("hf://") else name) + (f"@{version}" if version else "")
     call = rf'KVQCache\.from_pretrained\("(?:hf://[^/"]+/)?{re.escape(name)}(?:@[^"]*)?"'
-    return re.sub(call, f'KVQCache.from_pretrained("{where}"', text)
+    return re.sub(call, f'KVQCache.from_pretrained("{reference}"', text)
 
 
-def measured(text: str, name: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """The card with what was measured since: as the Hub's model-index, and as a table where there is none yet."""
+def with_results(text: str, name: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """The card with evaluation records: as the Hub's model-index, and as a table in place of UNMEASURED."""
     results = eval_results(records)
     if not results:
         return text
     card = _parsed(text)
     card.data.model_name, card.data.eval_results = name, results
-    rows = [f"| {one.dataset_name} | {one.metric_name} | {one.metric_value:.5g} |" for one in results]
+    rows = [f"| {result.dataset_name} | {result.metric_name} | {result.metric_value:.5g} |" for result in results]
     table = "\n".join(["| text | measure | |", "|---|---|---:|", *rows])
     return str(card).replace(UNMEASURED, table)
 
 
 def eval_results(records: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """huggingface_hub's EvalResult of every number that evaluation records hold."""
+    """A huggingface_hub EvalResult for every metric in evaluation records."""
     from huggingface_hub import EvalResult
 
-    found = []
+    results = []
     for record in records:
         text, model = record["protocol"].get("text") or {}, record["protocol"].get("model") or {}
         source = str(text.get("source", "unnamed text"))[:200]
@@ -59,8 +63,8 @@ def eval_results(records: Sequence[Mapping[str, Any]]) -> list[Any]:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": source, "dataset_name": source}
                 about |= {"dataset_split": text.get("split"), "metric_args": args, "metric_name": title}
-                found.append(EvalResult(**about, metric_type=kind, metric_value=value))
-    return found
+                results.append(EvalResult(**about, metric_type=kind, metric_value=value))
+    return results
 
 
 def _parsed(text: str) -> Any:

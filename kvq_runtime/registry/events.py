@@ -1,4 +1,6 @@
-"""Say what happened to a name, and fold it into what is: versions, aliases, history. Nothing else is state.
+"""Record changes of a name as events, and fold the events into its state: versions, aliases, history.
+
+There is no other state.
 
 An event is one JSON file, numbered from 1 without gaps:
 
@@ -15,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
-from kvq_runtime import reference, strict_json
+from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+from kvq_runtime.registry import reference
 
 SCHEMA = 1
 _AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
@@ -24,7 +27,7 @@ _AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
 @dataclass(frozen=True)
 class Publish:
-    """A new version: the artifact, and the files beside it by digest and size."""
+    """A new version: digest and size of the artifact, and of its attachments (`files`)."""
 
     kind: ClassVar[str] = "publish"
     version: str
@@ -53,7 +56,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Yank:
-    """A version is no longer chosen unless it is asked for by number or digest."""
+    """A version is withdrawn: from now on it is chosen only by number or digest."""
 
     kind: ClassVar[str] = "yank"
     version: str
@@ -66,7 +69,7 @@ KINDS: dict[str, type] = {kind.kind: kind for kind in (Publish, Promote, Rollbac
 
 @dataclass(frozen=True)
 class Event:
-    """A change of one name, with its number and its time (UTC)."""
+    """A change of one name, with its number, from 1, and its time `at` (UTC, as in 2026-01-31T12:00:00Z)."""
 
     number: int
     name: str
@@ -84,54 +87,54 @@ class Event:
 
 
 def from_bytes(data: bytes, number: int, name: str) -> Event:
-    """Read the event that must have this number and name; ArtifactError for anything else."""
+    """Read an event, which must have this number and name; raises ArtifactError otherwise."""
     return from_json(strict_json.loads(data, "event"), number, name)
 
 
-def from_json(given: Any, number: int, name: str) -> Event:
-    """`from_bytes` for JSON at hand."""
-    if not isinstance(given, dict) or type(given.get("schema")) is not int or given["schema"] != SCHEMA:
-        raise ArtifactError(f"event: schema 1 is meant, not {given!r:.80}; a newer kvq may have written it")
-    kind = KINDS.get(given["kind"]) if isinstance(given.get("kind"), str) else None
+def from_json(fields: Any, number: int, name: str) -> Event:
+    """`from_bytes` for JSON that is already parsed."""
+    if not isinstance(fields, dict) or type(fields.get("schema")) is not int or fields["schema"] != SCHEMA:
+        raise ArtifactError(f"event: expected schema 1, got {fields!r:.80}; a newer kvq may have written it")
+    kind = KINDS.get(fields["kind"]) if isinstance(fields.get("kind"), str) else None
     if kind is None:
-        raise ArtifactError(f"event: kind {given.get('kind')!r:.80}; use one of {sorted(KINDS)}")
+        raise ArtifactError(f"event: kind {fields.get('kind')!r:.80}; use one of {sorted(KINDS)}")
     names = set(kind.__dataclass_fields__) - {"kind"}
-    strict_json.keys(given, {"schema", "number", "name", "at", "kind"} | names, "event")
-    if type(given["number"]) is not int or given["number"] != number or given["name"] != name:
-        stated = f"{given['name']!r:.120} number {given['number']!r:.40}"
-        raise ArtifactError(f"event: {stated} in the place of {name} number {number}")
+    strict_json.keys(fields, {"schema", "number", "name", "at", "kind"} | names, "event")
+    if type(fields["number"]) is not int or fields["number"] != number or fields["name"] != name:
+        stated = f"{fields['name']!r:.120} number {fields['number']!r:.40}"
+        raise ArtifactError(f"event: expected {name} number {number}, got {stated}")
     try:
         for key in names | {"at"}:
-            _CHECKS[key](given[key])
+            _CHECKS[key](fields[key])
     except ValueError as error:
         raise ArtifactError(f"event: {error}") from None
-    return Event(number, name, given["at"], kind(**{key: given[key] for key in names}))
+    return Event(number, name, fields["at"], kind(**{key: fields[key] for key in names}))
 
 
-def _check_size(given: Any) -> None:
-    if type(given) is not int or given < 0:
-        raise ValueError(f"size {given!r:.80}; a whole number is meant")
+def _check_size(size: Any) -> None:
+    if type(size) is not int or size < 0:
+        raise ValueError(f"size {size!r:.80}; use a whole number")
 
 
-def _check_files(given: Any) -> None:
-    if not isinstance(given, dict) or len(given) > 64:
+def _check_files(files: Any) -> None:
+    if not isinstance(files, dict) or len(files) > 64:
         raise ValueError("files must be an object of at most 64 names")
-    for name, entry in given.items():
+    for name, entry in files.items():
         reference.check_file(name)
         strict_json.keys(entry, {"sha256", "size"}, f"files: {name}")
         reference.check_sha256(entry["sha256"])
         _check_size(entry["size"])
 
 
-def _check_at(given: Any) -> None:
-    if not isinstance(given, str) or not _AT.fullmatch(given):
-        raise ValueError(f"at {given!r:.80}; a UTC time is meant, as in 2026-01-31T12:00:00Z")
+def _check_at(at: Any) -> None:
+    if not isinstance(at, str) or not _AT.fullmatch(at):
+        raise ValueError(f"at {at!r:.80}; use a UTC time, as in 2026-01-31T12:00:00Z")
 
 
-def check_reason(given: Any) -> None:
-    """Why a version is yanked: a line that says something."""
-    if not isinstance(given, str) or not given.strip() or len(given) > 500 or not given.isprintable():
-        raise ValueError(f"reason {given!r:.80}; one line of 1 to 500 characters is meant")
+def check_reason(reason: Any) -> None:
+    """Raise ValueError unless the reason for yanking a version is one printable line that is not blank."""
+    if not isinstance(reason, str) or not reason.strip() or len(reason) > 500 or not reason.isprintable():
+        raise ValueError(f"reason {reason!r:.80}; use one line of 1 to 500 characters")
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
@@ -147,7 +150,10 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Version:
-    """A published version; `yanked` is the reason, or None."""
+    """A published version: digest and size of its artifact and attachments (`files`), and when it was published (`at`).
+
+    yanked   the reason if it was withdrawn, else None
+    """
 
     version: str
     sha256: str
@@ -159,10 +165,10 @@ class Version:
 
 @dataclass(frozen=True)
 class State:
-    """What a name is after its events.
+    """Versions, aliases and history of a name after its events.
 
-    versions   by number, in the order of publishing
-    aliases    {alias: the versions it had, the present one last}
+    versions   {number: version}, in the order of publishing
+    aliases    {alias: the versions it pointed to, the present one last}
     """
 
     name: str
@@ -171,34 +177,38 @@ class State:
     events: tuple[Event, ...] = ()
 
     def at(self, alias: str) -> str | None:
-        """The version an alias points to."""
+        """The version an alias points to; None if there is no such alias."""
         return self.aliases[alias][-1] if alias in self.aliases else None
 
     def get(self, version: str) -> Version:
-        """A version, or NotFound with the versions there are."""
+        """A version by number; NotFound names the versions there are."""
         if version not in self.versions:
             raise NotFound(f"{self.name} has no version {version}; it has {', '.join(self.versions) or 'none'}")
         return self.versions[version]
 
     def newest(self) -> Version | None:
         """The highest version that is not yanked."""
-        kept = [version for version in self.versions.values() if version.yanked is None]
-        return max(kept, key=lambda version: reference.order(version.version), default=None)
+        candidates = [version for version in self.versions.values() if version.yanked is None]
+        return max(candidates, key=lambda version: reference.order(version.version), default=None)
+
+    def with_digest(self, sha256: str) -> Version | None:
+        """The version whose artifact has this digest; None if there is none."""
+        return next((version for version in self.versions.values() if version.sha256 == sha256), None)
 
     def before(self, alias: str) -> str:
-        """Where a rollback goes: the last version the alias had before this one that is not yanked."""
-        had = self.aliases.get(alias, ())
-        found = [version for version in had[:-1] if self.versions[version].yanked is None and version != had[-1]]
-        if not found:
-            raise NotFound(f"{self.name}@{alias} had no earlier version to go back to; promote a version instead")
-        return found[-1]
+        """The target of a rollback: the last version the alias pointed to before its present one that is not yanked."""
+        history = self.aliases.get(alias, ())
+        earlier = [v for v in history[:-1] if self.versions[v].yanked is None and v != history[-1]]
+        if not earlier:
+            raise NotFound(f"{self.name}@{alias} has no earlier version to go back to; promote a version instead")
+        return earlier[-1]
 
     def apply(self, event: Event) -> "State":
-        """The state after an event; Conflict or NotFound if it contradicts the events before it."""
+        """The state after one more event; raises Conflict or NotFound if it contradicts the events before it."""
         change, versions, aliases = event.change, dict(self.versions), dict(self.aliases)
         if isinstance(change, Publish):
             if change.version in versions:
-                raise Conflict(f"{self.name} {change.version} is there with other bytes; a version never changes")
+                raise Conflict(f"{self.name} {change.version} is published with other bytes; a version never changes")
             fields = asdict(change)
             versions[change.version] = Version(**fields, at=event.at)
         elif isinstance(change, Yank):
@@ -208,24 +218,21 @@ class State:
                 raise Conflict(f"{self.name} {change.version} is yanked ({self.versions[change.version].yanked})")
             aliases[change.alias] = (*aliases.get(change.alias, ()), change.version)
         else:
-            back = self.before(change.alias)
-            if change.version != back:
-                raise Conflict(f"{self.name}@{change.alias} goes back to {back}, not to {change.version}")
-            had = aliases[change.alias][:-1]
-            aliases[change.alias] = had[: len(had) - had[::-1].index(change.version)]
+            target = self.before(change.alias)
+            if change.version != target:
+                raise Conflict(f"{self.name}@{change.alias} goes back to {target}, not to {change.version}")
+            history = aliases[change.alias][:-1]
+            aliases[change.alias] = history[: len(history) - history[::-1].index(change.version)]
         return replace(self, versions=versions, aliases=aliases, events=(*self.events, event))
 
     def _yanked(self, change: Yank) -> Version:
-        found = self.get(change.version)
-        holding = [alias for alias in self.aliases if self.at(alias) == change.version]
-        if holding:
-            there = ", ".join(holding)
-            raise Conflict(
-                f"{self.name} {change.version} is {there}; promote another version there first, or roll back"
-            )
-        if found.yanked is not None:
-            raise Conflict(f"{self.name} {change.version} is yanked already ({found.yanked})")
-        return replace(found, yanked=change.reason)
+        version = self.get(change.version)
+        pointing = ", ".join(alias for alias in self.aliases if self.at(alias) == change.version)
+        if pointing:
+            raise Conflict(f"{self.name} {change.version} is {pointing}; promote another version first, or roll back")
+        if version.yanked is not None:
+            raise Conflict(f"{self.name} {change.version} is yanked already ({version.yanked})")
+        return replace(version, yanked=change.reason)
 
 
 def fold(name: str, events: Iterable[Event]) -> State:

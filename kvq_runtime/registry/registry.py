@@ -1,7 +1,7 @@
-"""Decide changes of a name the same way wherever the name is kept.
+"""Decide changes of a name in the same way for every kind of registry.
 
-A registry keeps, per name, a list of events and the files they name. What differs from one kind to another is how an
-event is made to last: `change`. What a change means does not differ, and is here.
+A registry keeps, per name, a list of events and the files they name. Kinds differ in how an event is stored durably:
+`Registry.change`. What a change means is the same for all, and is here.
 """
 
 from abc import ABC, abstractmethod
@@ -10,18 +10,22 @@ from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from kvq_runtime import artifact, reference
-from kvq_runtime.artifact import Artifact
+from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.reference import PRODUCTION, Lock
-from kvq_runtime.registries import evaluations, events, versions
-from kvq_runtime.registries.events import Change, Promote, Publish, Rollback, State, Version, Yank
+from kvq_runtime.registry import evaluations, events, reference, versions
+from kvq_runtime.registry.events import Change, Promote, Publish, Rollback, State, Version, Yank
+from kvq_runtime.registry.lock import Lock
+from kvq_runtime.registry.reference import PRODUCTION
 
 Kind = Literal["evaluations", "signatures"]
 
 
 class Registry(ABC):
-    """A place that keeps names: a folder (`local`) or an organization on a Hub (`hub`)."""
+    """A place that keeps named, versioned artifacts: a folder (`local`) or an organization on a Hub (`hub`).
+
+    Methods that take a name raise ValueError for an invalid one, and ArtifactError for a damaged registry.
+    """
 
     @property
     @abstractmethod
@@ -36,49 +40,50 @@ class Registry(ABC):
     def state(self, name: str) -> State:
         """Versions, aliases and history of a name; empty if nothing was published under it."""
 
-    def now(self, name: str) -> State:
-        """`state`, asked for anew; what cannot be seen is empty."""
+    def current_state(self, name: str) -> State:
+        """`state`, never from a cache; empty if it is not visible."""
         return self.state(name)
 
     @abstractmethod
     def change(self, name: str, decide: Callable[[State], Change | None]) -> State:
-        """Make one change: `decide` sees the present state, and again whenever another change came first.
+        """Make one change; returns the state with the change in it.
 
-        decide   returns the change, or None if nothing is left to do; raises Conflict to give up
-        Returns the state with the change in it.
+        decide   called with the present state, and again whenever another change came first; returns the change, or
+                 None if there is nothing left to do, or raises Conflict to give up
         """
 
     @abstractmethod
     def publish(
-        self, name: str, data: bytes, version: str | None = None, beside: Mapping[str, bytes] | None = None
+        self, name: str, data: bytes, version: str | None = None, attachments: Mapping[str, bytes] | None = None
     ) -> Version:
-        """Publish an artifact's bytes; bytes that are there already are the version they are, and nothing changes.
+        """Publish an artifact; if these bytes are published already, return their version and change nothing.
 
-        version   its number, or None for the next: PATCH for a recalibration, MINOR for other settings or another
-                  corpus, MAJOR for another schema or model
-        beside    {"README.md": ..., plots}: files stored with the version
+        data          the artifact's file
+        version       its number, or None for the next: PATCH for a recalibration, MINOR for other settings or another
+                      corpus, MAJOR for another schema or model
+        attachments   {"README.md": ..., plots}: files stored with the version
         Raises ArtifactError for bytes that do not load, Conflict if the number is taken.
         """
 
-    def settle(self, name: str, version: Version) -> None:
-        """Do what a publication that was cut off may have left undone: on a Hub, the tag."""
+    def finish_publish(self, name: str, version: Version) -> None:
+        """Do what an interrupted publish of this version may have left undone: on a Hub, set the tag."""
         return None
 
     @abstractmethod
     def fetch(self, name: str, version: Version) -> Path:
         """The file of a version; loading it checks digest and size."""
 
-    def whole(self, name: str, version: Version) -> Path:
-        """`fetch`; where the file is a copy in a cache, it is compared, and replaced if it was damaged."""
+    def fetch_verified(self, name: str, version: Version) -> Path:
+        """`fetch`; a file from a cache is compared with the digest, and downloaded again if it is damaged."""
         return self.fetch(name, version)
 
     @abstractmethod
-    def beside(self, name: str, version: Version) -> dict[str, bytes]:
-        """The files beside a version, by name, their digests checked."""
+    def attachments(self, name: str, version: Version) -> dict[str, bytes]:
+        """The files stored with a version, by name, their digests checked."""
 
     @abstractmethod
     def about(self, name: str, version: Version) -> dict[str, Any]:
-        """Recipe, model and corpus of a version, as `describe.summary` says, without fetching the whole file."""
+        """Recipe, model and corpus of a version, as `describe.summary`, without fetching the whole file."""
 
     @abstractmethod
     def add_record(self, kind: Kind, sha256: str, data: bytes, name: str) -> str:
@@ -86,12 +91,12 @@ class Registry(ABC):
 
     @abstractmethod
     def records(self, kind: Kind, sha256: str, name: str) -> list[tuple[PurePath, bytes]]:
-        """Every record of an artifact with where it is, .../artifact's digest/record's digest.json, in that order."""
+        """(path, content) of every record of an artifact, by path: .../artifact's digest/record's digest.json."""
 
     def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
-        """Store what was measured of an artifact, as `evaluations` says; returns the record's digest.
+        """Store a measurement of an artifact, in the form of `evaluations`; returns the record's digest.
 
-        name   the artifact's, which a Hub must be told
+        name   of the artifact; required by a Hub
         """
         data = evaluations.to_bytes(record)
         return self.add_record("evaluations", record["artifact"], data, name)
@@ -101,49 +106,51 @@ class Registry(ABC):
         return [evaluations.from_bytes(data, path) for path, data in self.records("evaluations", sha256, name)]
 
     def signatures(self, sha256: str, name: str) -> list[bytes]:
-        """Every signature record of an artifact: see `signing`."""
+        """Every signature record of an artifact, in the form of `signing`."""
         return [data for _, data in self.records("signatures", sha256, name)]
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Raise an OSError or a RuntimeError where a publish would end in one; nothing is written."""
+        """Raise the OSError or RuntimeError that a publish would end in; nothing is written."""
 
-    def held(self, lock: Lock) -> Path | None:
-        """The file that a lock pins, where it is at hand and nobody need be asked for it."""
+    def pinned_file(self, lock: Lock) -> Path | None:
+        """The file that a lock pins if it is at hand, without a request; else None."""
         return None
 
-    def commit(self, name: str) -> str:
-        """The commit that what was last read of a name is in; "" where there are no commits."""
+    def last_commit(self, name: str) -> str:
+        """The commit in which a name was last read; "" for a registry without commits."""
         return ""
 
     def existing(self, name: str) -> State:
-        """The state of a name that must be there; NotFound says what is."""
+        """The state of a name with at least one event; else NotFound, with the names there are."""
         state = self.state(name)
         if not state.events:
-            raise NotFound(f"no artifact {name} in {self.url}; {self._instead(name)}")
+            raise NotFound(f"no artifact {name} in {self.url}; {self._hint(name)}")
         return state
 
-    def _instead(self, name: str) -> str:
-        known = self.names()
-        return f"there are {', '.join(known[:8])}" if known else "it is empty; kvq-calibrate publishes artifacts"
+    def _hint(self, name: str) -> str:
+        """What the message about a missing name ends with."""
+        names = self.names()
+        return f"there are {', '.join(names[:8])}" if names else "it is empty; kvq-calibrate publishes artifacts"
 
     def next_version(self, state: State, new: Artifact) -> str:
-        """The number that a new artifact of this name gets; fetches the highest version to compare."""
+        """The number of the next version of a name; fetches the highest version to compare it with `new`."""
         highest = versions.highest(state)
         if highest is None:
             return versions.FIRST
         try:
             old = artifact.load(self.fetch(state.name, highest), highest.sha256, highest.size)
         except ArtifactError as error:
-            text = f"{error}; the next version follows from {highest.version}: name yours with --version"
+            text = f"{error}; it is needed to choose the number after {highest.version}: choose one with --version"
             raise ArtifactError(text) from None
         return versions.following(highest.version, old, new)
 
     def promote(self, name: str, version: str, alias: str = PRODUCTION, expect: str | None = None) -> State:
-        """Point an alias to a version.
+        """Point an alias to a version; returns the new state.
 
-        expect   the version the alias must have now ("none" for a new alias); None is whatever it has when this is
-                 called. If the alias moved meanwhile: Conflict, and nothing changes.
+        expect   the version the alias must point to now ("none" for a new alias); None is the one it points to when
+                 this is called
+        Raises NotFound for an unknown name or version, Conflict if the alias has moved or the version is yanked.
         """
         reference.check_version(version)
         before = self.existing(name).at(reference.check_alias(alias)) if expect is None else expect
@@ -158,7 +165,10 @@ class Registry(ABC):
         return self.change(name, decide)
 
     def rollback(self, name: str, alias: str = PRODUCTION) -> State:
-        """Point an alias to the version it had before."""
+        """Point an alias to the version it had before; returns the new state.
+
+        Raises NotFound if it had none, Conflict if it moves meanwhile.
+        """
         before = self.existing(name).at(reference.check_alias(alias))
 
         def decide(state: State) -> Change | None:
@@ -168,42 +178,41 @@ class Registry(ABC):
         return self.change(name, decide)
 
     def yank(self, name: str, version: str, reason: str) -> State:
-        """Withdraw a version: it stays, and is chosen only by number or digest."""
+        """Withdraw a version: it stays, and is chosen only by number or digest. Returns the new state.
+
+        reason   one line of 1 to 500 characters
+        Raises NotFound for an unknown version, Conflict if an alias points to it or it is yanked already.
+        """
         reference.check_version(version)
         events.check_reason(reason)
         self.existing(name)
         return self.change(name, lambda state: Yank(version, reason))
 
 
-def same(state: State, sha256: str) -> Version | None:
-    """The version that these bytes are already."""
-    return next((version for version in state.versions.values() if version.sha256 == sha256), None)
-
-
-def publication(
-    registry: Registry, data: bytes, version: str | None, beside: Mapping[str, bytes]
+def prepare_publish(
+    registry: Registry, data: bytes, version: str | None, attachments: Mapping[str, bytes]
 ) -> tuple[Artifact, Callable[[State], Publish | None]]:
-    """Check what is to be published; the artifact, and the `decide` that publishes it."""
+    """Check what is to be published; returns the artifact, and the `decide` that publishes it."""
     if version is not None:
         reference.check_version(version)
     entries = {
         reference.check_file(file): {"sha256": hash_of(content).hexdigest(), "size": len(content)}
-        for file, content in beside.items()
+        for file, content in attachments.items()
     }
-    fitted, sha256 = artifact.from_bytes(data), hash_of(data).hexdigest()
+    new, sha256 = artifact.from_bytes(data), hash_of(data).hexdigest()
 
     def decide(state: State) -> Publish | None:
-        if same(state, sha256):
+        if state.with_digest(sha256):
             return None
-        return Publish(version or registry.next_version(state, fitted), sha256, len(data), entries)
+        return Publish(version or registry.next_version(state, new), sha256, len(data), entries)
 
-    return fitted, decide
+    return new, decide
 
 
 def _check_unmoved(state: State, alias: str, before: str | None) -> None:
     now = state.at(alias)
     if now != before:
         raise Conflict(
-            f"{state.name}@{alias} is {now or 'none'}, {before or 'none'} was expected: somebody moved it; "
-            f"look at kvq history {state.name}, then say it again with --expect {now or 'none'}"
+            f"{state.name}@{alias} points to {now or 'none'}, expected {before or 'none'}: somebody moved it; "
+            f"look at kvq history {state.name}, then retry with --expect {now or 'none'}"
         )

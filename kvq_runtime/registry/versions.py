@@ -1,28 +1,28 @@
-"""Give the next version its number.
+"""Choose the number of the next version.
 
-PATCH   a recalibration: the same recipe, and the same provenance but for model id, revision and environment
+PATCH   a recalibration: the same recipe and provenance, except for model id, revision and environment
 MINOR   another setting, or another corpus or choice of it
 MAJOR   another schema, or a model with another fingerprint
 """
 
 from typing import Literal
 
-from kvq_runtime import fingerprint
-from kvq_runtime.artifact import Artifact
-from kvq_runtime.reference import order
-from kvq_runtime.registries.events import State, Version
+from kvq_runtime.artifact import fingerprint
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.registry.events import State, Version
+from kvq_runtime.registry.reference import order
 
 FIRST = "1.0.0"
-_NO_SETTING = {"model", "revision", "environment"}
+_NOT_SETTINGS = {"model", "revision", "environment"}
 
 
 def highest(state: State) -> Version | None:
-    """The version with the highest number, yanked or not: numbers are never used twice."""
+    """The version with the highest number, yanked or not: numbers are never reused."""
     return max(state.versions.values(), key=lambda version: order(version.version), default=None)
 
 
 def following(version: str, old: Artifact, new: Artifact) -> str:
-    """The number after `version`, which is `old`'s."""
+    """The number of `new`, which follows `version`, the number of `old`."""
     major, minor, patch = order(version)
     match changed(old, new):
         case "major":
@@ -35,13 +35,13 @@ def following(version: str, old: Artifact, new: Artifact) -> str:
 
 def changed(old: Artifact, new: Artifact) -> Literal["major", "minor", "patch"]:
     """Which part of the version changes from `old` to `new`."""
-    near = fingerprint.distances(old.fingerprint, new.fingerprint).values()
-    other_model = fingerprint.differences(old.fingerprint, new.fingerprint) or any(
-        distance > fingerprint.TOLERANCE for distance in near
+    distances = fingerprint.distances(old.fingerprint, new.fingerprint).values()
+    other_model = fingerprint.mismatches(old.fingerprint, new.fingerprint) or any(
+        distance > fingerprint.TOLERANCE for distance in distances
     )
     if old.schema != new.schema or other_model:
         return "major"
-    settings = [{k: v for k, v in one.provenance.items() if k not in _NO_SETTING} for one in (old, new)]
+    settings = [{k: v for k, v in artifact.provenance.items() if k not in _NOT_SETTINGS} for artifact in (old, new)]
     if old.recipe != new.recipe or settings[0] != settings[1]:
         return "minor"
     return "patch"

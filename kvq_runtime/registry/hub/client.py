@@ -1,8 +1,8 @@
-"""Reach a Hub through `huggingface_hub`, patiently, and say what to do when it refuses.
+"""Talk to a Hub through `huggingface_hub`: retry transient faults, and turn its errors into ours.
 
 The address is $HF_ENDPOINT, read at every call (the library reads it once, at import). The token is the Hub's usual one
-(`hf auth login`, $HF_TOKEN); the library sends it to the Hub and to no other origin. It is taken out of every message
-before one is raised, since a server may repeat what it was sent; what the server said is not chained to the error.
+(`hf auth login`, $HF_TOKEN); the library sends it to the Hub and to no other origin. A server may repeat what it was
+sent, so the token is removed from every message before it is raised, and the library's error is not chained to ours.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 TRIES = 5
-LONGEST = 60.0  # seconds: a Retry-After beyond it is not waited for
-_PASSING = {408, 425, 429, 500, 502, 503, 504}  # statuses after which the same request may succeed
+MAX_WAIT = 60.0  # seconds; a longer Retry-After is an error
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses after which the same request may succeed
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def endpoint() -> str:
 
 
 def api() -> "HfApi":
-    """The client. A Hub of one's own has no Xet, which the library does not find out by itself."""
+    """huggingface_hub's client. Self-hosted endpoints have no Xet, which the library does not detect: disable it."""
     from huggingface_hub import HfApi, constants
 
     if urlsplit(endpoint()).hostname not in ("huggingface.co", "hub-ci.huggingface.co"):
@@ -41,40 +41,41 @@ def api() -> "HfApi":
     return HfApi(endpoint=endpoint(), library_name="kvq")
 
 
-def offline() -> bool:
-    """Whether the user has said, now or before the library was imported, that no network is to be used."""
+def is_offline() -> bool:
+    """Whether $HF_HUB_OFFLINE forbids requests: now, or when the library was imported."""
     from huggingface_hub import is_offline_mode
 
     return is_offline_mode() or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def check_online(what: str) -> None:
-    """Raise the library's error for a request made offline."""
+    """Raise the library's OfflineModeIsEnabled if requests are forbidden; `what` is its message."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    if offline():
+    if is_offline():
         raise OfflineModeIsEnabled(what)
 
 
-def file(repo: str, path: str, commit: str, force: bool = False) -> Path:
-    """A file of a commit, from the cache or downloaded into it; `force`: in place of what the cache has.
+def download(repo: str, path: str, commit: str, force: bool = False) -> Path:
+    """The path of a file of a commit in the cache, downloaded if needed; `force` replaces what the cache has.
 
-    A small file that is not what its name in the cache says, git's digest, is fetched once more; then ArtifactError.
+    The cache names a small file by git's digest. If the content has another, the file is downloaded once more; if it is
+    damaged again, ArtifactError.
     """
     from huggingface_hub import hf_hub_download
 
     options: dict[str, Any] = {"revision": commit, "endpoint": endpoint(), "library_name": "kvq"}
-    options |= {"local_files_only": offline()}
+    options |= {"local_files_only": is_offline()}
     for again in (force, True):
-        found = Path(patiently(lambda again=again: hf_hub_download(repo, path, force_download=again, **options)))
-        if not _damaged(found.resolve()):
-            return found
-    found.resolve().unlink()
-    raise ArtifactError(f"{repo}/{path}: the Hub sent it damaged, twice; nothing was kept")
+        cached = Path(retry(lambda again=again: hf_hub_download(repo, path, force_download=again, **options)))
+        if not _is_damaged(cached.resolve()):
+            return cached
+    cached.resolve().unlink()
+    raise ArtifactError(f"{repo}/{path}: the Hub sent a damaged file twice; nothing was kept, try again later")
 
 
-def _damaged(blob: Path) -> bool:
-    """Whether a file that is named by a sha1, as git names it or of its bytes alone, is another."""
+def _is_damaged(blob: Path) -> bool:
+    """Whether a file named by a sha1, git's or that of its bytes alone, has other content."""
     if not re.fullmatch("[0-9a-f]{40}", blob.name):
         return False
     data = blob.read_bytes()
@@ -82,60 +83,60 @@ def _damaged(blob: Path) -> bool:
 
 
 def check_writable(org: str) -> None:
-    """PermissionError where the token may not write to an organization; a fine-grained token is believed."""
+    """Raise PermissionError if the token may not write to an organization; fine-grained tokens are not checked."""
     from huggingface_hub.errors import LocalTokenNotFoundError
 
-    with asking(f"{org}/*"):
+    with translate_errors(f"{org}/*"):
         check_online(org)
         try:
-            me = patiently(lambda: api().whoami())
+            me = retry(lambda: api().whoami())
         except LocalTokenNotFoundError:
             raise PermissionError(f"hf://{org}: no token to write with: `hf auth login`, or set HF_TOKEN") from None
     if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise PermissionError(f"hf://{org}: the token only reads; make one that writes at {endpoint()}")
-    if org not in (me.get("name"), *(one.get("name") for one in me.get("orgs", []))):
-        raise PermissionError(f"hf://{org}: {me.get('name')} is no member of it; ask to be let in, or push elsewhere")
+        raise PermissionError(f"hf://{org}: the token is read-only; create one with write access at {endpoint()}")
+    if org not in (me.get("name"), *(group.get("name") for group in me.get("orgs", []))):
+        raise PermissionError(f"hf://{org}: {me.get('name')} is not a member of it; ask to be added, or push elsewhere")
 
 
-def status(error: BaseException) -> int | None:
-    """The HTTP status that an error is about."""
-    for one in _chain(error):
-        response = getattr(one, "response", None)
+def http_status(error: BaseException) -> int | None:
+    """The HTTP status of the response that caused an error; None if there was no response."""
+    for cause in _chain(error):
+        response = getattr(cause, "response", None)
         if response is not None:
             return response.status_code
     return None
 
 
-def passing(error: BaseException) -> float | None:
-    """Seconds to wait before the same request may succeed; None if it will not."""
+def retry_delay(error: BaseException) -> float | None:
+    """Seconds to wait before the same request may succeed; None if a retry is useless."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    if any(isinstance(one, OfflineModeIsEnabled) for one in _chain(error)):
+    if any(isinstance(cause, OfflineModeIsEnabled) for cause in _chain(error)):
         return None
-    found = status(error)
-    if found in _PASSING:
+    status = http_status(error)
+    if status in _TRANSIENT:
         return _retry_after(error)
-    if found is None and any(_is_network(one) for one in _chain(error)):
+    if status is None and any(_is_network(cause) for cause in _chain(error)):
         return 0.0
     return None
 
 
-def patiently(action: Callable[[], T]) -> T:
-    """Do it, and again after faults that pass: waits of 1, 2, 4, 8 seconds, or as long as the Hub asks."""
-    for number in range(TRIES):
+def retry(action: Callable[[], T]) -> T:
+    """The action's result; transient faults are retried after 1, 2, 4 and 8 seconds, or as long as the Hub asks."""
+    for attempt in range(TRIES):
         try:
             return action()
         except Exception as error:
-            wait = passing(error)
-            if wait is None or wait > LONGEST or number == TRIES - 1:
+            delay = retry_delay(error)
+            if delay is None or delay > MAX_WAIT or attempt == TRIES - 1:
                 raise
-            pause(number, wait)
+            back_off(attempt, delay)
     raise AssertionError("the last try returns or raises")
 
 
-def pause(number: int, least: float = 0.0) -> None:
-    """Wait before try `number` + 1."""
-    time.sleep(max(least, 2.0**number))
+def back_off(attempt: int, least: float = 0.0) -> None:
+    """Wait after failed attempt number `attempt`, from 0: 2^attempt seconds, or `least` if that is more."""
+    time.sleep(max(least, 2.0**attempt))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -152,7 +153,7 @@ def _is_network(error: BaseException) -> bool:
 
 
 def _retry_after(error: BaseException) -> float:
-    response = next(one.response for one in _chain(error) if getattr(one, "response", None) is not None)  # type: ignore
+    response = next(e.response for e in _chain(error) if getattr(e, "response", None) is not None)  # type: ignore
     try:
         return float(response.headers.get("Retry-After", 0))
     except ValueError:  # a date
@@ -160,51 +161,49 @@ def _retry_after(error: BaseException) -> float:
 
 
 @contextmanager
-def asking(repo: str) -> Iterator[None]:
-    """Turn the library's errors into ours, each saying what to do.
+def translate_errors(repo: str) -> Iterator[None]:
+    """Turn huggingface_hub's errors about a repository into ours, each saying what to do.
 
-    NotFound for what is not there or not to be seen, PermissionError for what is refused, RuntimeError for a Hub or a
-    network that fails.
+    NotFound for what does not exist or is not visible, PermissionError for what is refused, RuntimeError for a Hub or a
+    network that fails. Other errors pass through.
     """
     try:
         yield
     except Exception as error:
-        found = _ours(error, repo)
-        if found is None:
+        translated = _translated(error, repo)
+        if translated is None:
             raise
-        raise found from None
+        raise translated from None
 
 
-def _ours(error: Exception, repo: str) -> Exception | None:
+def _translated(error: Exception, repo: str) -> Exception | None:
     from huggingface_hub import errors
 
-    code, said = status(error), redacted(error)
+    code, message = http_status(error), redacted(error)
     chain = list(_chain(error))
-    if any(isinstance(one, errors.GatedRepoError) for one in chain):
+    if any(isinstance(cause, errors.GatedRepoError) for cause in chain):
         text = f"{repo} is gated: accept its terms at {endpoint()}/{repo}, then `hf auth login` or set HF_TOKEN"
         return PermissionError(text)
-    if any(isinstance(one, errors.RepositoryNotFoundError) for one in chain):
-        text = "it is not there, or it is private: check the name, then `hf auth login` or set HF_TOKEN"
+    if any(isinstance(cause, errors.RepositoryNotFoundError) for cause in chain):
+        text = "it does not exist, or is private: check the name, then `hf auth login` or set HF_TOKEN"
         return NotFound(f"no artifact {repo.rpartition('/')[2]} at {endpoint()}/{repo}; {text}")
-    if any(isinstance(one, errors.OfflineModeIsEnabled) for one in chain):
-        return RuntimeError(
-            f"{repo}: offline (HF_HUB_OFFLINE), and the cache does not hold it; kvq pull it once online"
-        )
+    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in chain):
+        return RuntimeError(f"{repo}: offline (HF_HUB_OFFLINE) and not in the cache; run kvq pull once while online")
     if code == 401:
         return PermissionError(f"{repo}: the Hub does not accept the token: `hf auth login`, or set another HF_TOKEN")
     if code == 403:
-        return PermissionError(f"{repo}: the token may not do this ({said}); use one that may write to it")
+        return PermissionError(f"{repo}: the token may not do this ({message}); use one with write access")
     if isinstance(error, (errors.RemoteEntryNotFoundError, errors.RevisionNotFoundError)):
-        return NotFound(f"{repo}: {said}")
+        return NotFound(f"{repo}: {message}")
     if code == 429:
-        return RuntimeError(f"{repo}: the Hub asks for fewer requests (429); say it again in some minutes")
-    if code is not None or any(_is_network(one) for one in chain) or isinstance(error, errors.LocalEntryNotFoundError):
-        return RuntimeError(f"{repo}: the Hub at {endpoint()} could not be asked, after {TRIES} tries: {said}")
+        return RuntimeError(f"{repo}: the Hub limits the rate of requests (429); retry in some minutes")
+    if code is not None or any(map(_is_network, chain)) or isinstance(error, errors.LocalEntryNotFoundError):
+        return RuntimeError(f"{repo}: no answer from the Hub at {endpoint()} after {TRIES} tries: {message}")
     return None
 
 
 def redacted(error: object) -> str:
-    """The first words of a message, on one line, without the token."""
+    """The first 300 characters of a message, on one line, without the token."""
     from huggingface_hub import get_token
 
     text, token = " ".join(str(error).split()), get_token()

@@ -1,22 +1,22 @@
-"""Read and write kvq.json, the one file of a Hub repository that says what there is.
+"""Read and write kvq.json, the index of a Hub repository: its versions, aliases and events.
 
     {"schema": 1, "name": "...",
      "versions": {"1.2.0": {"sha256", "size", "about": {recipe, model, revision, corpus, corpus_digest}}},
      "aliases": {"production": "1.2.0"},
-     "events": [...]}                      as in events.py, in order: the last one is what its commit did
+     "events": [...]}                      as in events.py, in order: the last one is the change of its commit
 
-Versions and aliases are what the events add up to, written out for readers that do not fold; a file in which the two
-disagree is refused.
+Versions and aliases follow from the events, and are written out for readers that do not fold them; a file in which the
+two disagree is refused.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvq_runtime import strict_json
+from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registries import events
-from kvq_runtime.registries.events import State
+from kvq_runtime.registry import events
+from kvq_runtime.registry.events import State
 
 FILE = "kvq.json"
 ARTIFACT = "kvq.safetensors"
@@ -27,18 +27,14 @@ ABOUT = {"recipe", "model", "revision", "corpus", "corpus_digest"}
 
 @dataclass(frozen=True)
 class Index:
-    """What kvq.json says: the state of a name, and {version: about}."""
+    """The content of kvq.json.
+
+    state   folded from the events
+    about   {version: summary of its artifact}, with the keys of ABOUT
+    """
 
     state: State
     about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a commit of main says; `commit` is None where there is no repository yet."""
-
-    commit: str | None
-    index: Index
 
 
 def folder(version: str) -> str:
@@ -47,7 +43,7 @@ def folder(version: str) -> str:
 
 
 def to_bytes(index: Index) -> bytes:
-    """The file."""
+    """The bytes of kvq.json."""
     state = index.state
     return (strict_json.dumps({
         "schema": SCHEMA,
@@ -59,7 +55,7 @@ def to_bytes(index: Index) -> bytes:
 
 
 def from_bytes(data: bytes, name: str, where: str) -> Index:
-    """Read the file that must be about this name; ArtifactError, beginning with `where`, for anything else."""
+    """Read kvq.json, which must be about this name; raises ArtifactError, beginning with `where`, otherwise."""
     try:
         return _read(data, name)
     except ArtifactError as error:
@@ -69,20 +65,24 @@ def from_bytes(data: bytes, name: str, where: str) -> Index:
 def _read(data: bytes, name: str) -> Index:
     if len(data) > LIMIT:
         raise ArtifactError(f"{len(data)} bytes; at most {LIMIT} are allowed")
-    given = strict_json.loads(data, "index")
-    if not isinstance(given, dict) or given.get("schema") != SCHEMA:
-        raise ArtifactError(f"schema {SCHEMA} is meant, not {given!r:.80}; a newer kvq may have written it")
-    strict_json.keys(given, {"schema", "name", "versions", "aliases", "events"}, "index")
-    if given["name"] != name or not isinstance(given["events"], list) or not isinstance(given["versions"], dict):
-        raise ArtifactError(f"it is about {given['name']!r:.120}, not {name}, or holds no lists")
-    state = events.fold(name, (events.from_json(one, number, name) for number, one in enumerate(given["events"], 1)))
+    fields = strict_json.loads(data, "index")
+    if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
+        raise ArtifactError(f"expected schema {SCHEMA}, got {fields!r:.80}; a newer kvq may have written it")
+    strict_json.keys(fields, {"schema", "name", "versions", "aliases", "events"}, "index")
+    if fields["name"] != name or not isinstance(fields["events"], list) or not isinstance(fields["versions"], dict):
+        raise ArtifactError(
+            f"expected versions and events of {name}, got those of {fields['name']!r:.120}, or no lists"
+        )
+    state = events.fold(
+        name, (events.from_json(event, number, name) for number, event in enumerate(fields["events"], 1))
+    )
     about = {}
-    for version, row in given["versions"].items():
+    for version, row in fields["versions"].items():
         strict_json.keys(row, {"sha256", "size", "about"}, f"version {version!r:.40}")
         about[version] = strict_json.keys(row["about"], ABOUT, f"about {version!r:.40}")
-    stated = given["aliases"]
-    if given["versions"] != _versions(state, about) or stated != {alias: state.at(alias) for alias in state.aliases}:
-        raise ArtifactError("versions or aliases are not what the events add up to; somebody edited it by hand")
+    stated = fields["aliases"]
+    if fields["versions"] != _versions(state, about) or stated != {alias: state.at(alias) for alias in state.aliases}:
+        raise ArtifactError("versions or aliases contradict the events; somebody edited the file by hand")
     return Index(state, about)
 
 

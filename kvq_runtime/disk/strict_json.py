@@ -1,0 +1,76 @@
+"""Write canonical JSON, and read untrusted JSON: no duplicate keys, no NaN, bounded depth.
+
+Canonical form: keys sorted, no spaces, ASCII only, floats as Python's `repr`. The same value gives the same bytes.
+"""
+
+import json
+import math
+import re
+from typing import Any
+
+from kvq_runtime.errors import ArtifactError
+
+DEPTH = 16
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+def dumps(value: Any) -> str:
+    """The canonical text of a JSON value; NaN and infinity are a ValueError."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def loads(data: bytes | str, label: str, depth: int = DEPTH) -> Any:
+    """Parse untrusted JSON.
+
+    label    begins the message of every error
+    depth   levels of nesting that are allowed, checked before anything recurses into them
+    Raises ArtifactError for text that is not UTF-8 or not JSON, deeper nesting, duplicate keys and infinite numbers.
+    """
+    try:
+        text = data if isinstance(data, str) else data.decode()
+        level = deepest = 0
+        for bracket in re.findall(r"[\[\]{}]", _STRING.sub("", text)):
+            level += 1 if bracket in "[{" else -1
+            deepest = max(deepest, level)
+        if deepest > depth:
+            raise ValueError(f"nested {deepest} levels deep; at most {depth} are allowed")
+        return json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+    except ValueError as error:
+        raise ArtifactError(f"{label}: invalid JSON: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r:.80} appears twice")
+    return unique
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is not a finite number")
+    return value
+
+
+def keys(value: Any, names: set[str], label: str) -> dict[str, Any]:
+    """The value, if it is an object with exactly these keys; else an ArtifactError, beginning with `label`."""
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{label}: expected an object, got {value!r:.80}")
+    if set(value) != names:
+        unknown, missing = sorted(set(value) - names), sorted(names - set(value))
+        raise ArtifactError(f"{label}: unknown keys {unknown!r:.200}, missing keys {missing}")
+    return value
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested objects as one object with dotted keys, {"a": {"b": 1}} → {"a.b": 1}; lists of objects by index."""
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        items = enumerate(value)
+    else:
+        return {prefix: value}
+    parts = [flatten(item, f"{prefix}.{name}" if prefix else str(name)) for name, item in items]
+    return {name: item for part in parts for name, item in part.items()}

@@ -1,0 +1,52 @@
+"""Turn the second moment of a layer's queries into the moves of SQuat's feedback.
+
+An error e of a key changes a score by q e; what the moments `before`, `after` and `averaged` mean is in `moments.py`.
+Attention looks at what is near, where RoPE turns little: `before` is the other end of `averaged`, and in what was
+measured the better one.
+
+Source: Wang et al., 2025 (SQuat), sections 3.2 and 3.3.
+"""
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.ops import feedback
+from kvq_runtime.stages.feedback import QueryOrthogonal
+
+
+def statistics(stage: QueryOrthogonal) -> tuple[str, ...]:
+    """What a fit needs."""
+    return ("queries",)
+
+
+def solve(stage: QueryOrthogonal, statistics: Statistics, codec: Codec) -> tuple[QueryOrthogonal, dict[str, Tensor]]:
+    """The tensors of the stage: a move for every block of channels but the last, bfloat16."""
+    queries, scheme = statistics.queries, codec.scheme
+    assert queries is not None, "feedback is fitted to queries"
+    rotation_DD = stage.turn(scheme.axis, scheme.rotate, codec.geometry)
+    return stage, moves(stage, queries.moment(stage), queries.sequence, rotation_DD)
+
+
+def moves(stage: QueryOrthogonal, moment_HDD: Tensor, sequence: float, rotation_DD: Tensor | None) -> dict[str, Tensor]:
+    """The tensors of the stage, by name; `rotation` is that of a head's channels, if there is one."""
+    metric_HDD = metric(stage, moment_HDD, sequence)
+    if rotation_DD is not None:
+        rotation = rotation_DD.to(metric_HDD)
+        metric_HDD = rotation.mT @ metric_HDD @ rotation
+    updates = feedback.updates(metric_HDD, stage.blocks)
+    return {f"update_{number}": update.to(torch.bfloat16) for number, update in enumerate(updates, start=1)}
+
+
+def metric(stage: QueryOrthogonal, moment_HDD: Tensor, sequence: float) -> Tensor:
+    """P of every KV head, float64 [H, D, D].
+
+    moment     of the queries that the stage asks for
+    sequence   queries that one KV head is multiplied with in a sequence
+    """
+    if stage.normalize == "paper":
+        return feedback.metric(moment_HDD, stage.lam * sequence, stage.rank)
+    trace_H = moment_HDD.diagonal(dim1=-2, dim2=-1).sum(-1)
+    weight_H = torch.where(trace_H > 0, stage.lam * moment_HDD.shape[-1] / trace_H, 0.0)
+    return feedback.metric(moment_HDD, weight_H, stage.rank)

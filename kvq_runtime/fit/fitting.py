@@ -1,0 +1,84 @@
+"""Fit the stages of one scheme, in the order of the pipeline, each to what the stages before it leave.
+
+A stage of `kvq_runtime/stages/NAME.py` is fitted by the module NAME of a package of fits, which offers
+
+    statistics(stage)                    the fields of `Statistics` that a fit needs
+    solve(stage, statistics, codec)      the stage with the settings that were found, and its tensors by name; `codec`
+                                         is the scheme's, as far as it is fitted
+
+A cache that fits to its prompt uses those of `kvq_runtime.fit`; a calibration those of `kvq_calib.fit`, and where there
+is none, those of the runtime.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import ROLES, Recipe, Role
+from kvq_runtime.stages.stage import SLOTS, Predictor, Stage
+
+
+def fit_module(stage: Stage, packages: Sequence[str]) -> ModuleType:
+    """The module that fits a stage: the one named as the stage's own, in the first of these packages that has it."""
+    names = [f"{package}.{type(stage).__module__.rpartition('.')[2]}" for package in packages]
+    for name in names:
+        if find_spec(name) is not None:
+            return import_module(name)
+    absent = " and no ".join(names)
+    raise ValueError(f"{stage.kind} cannot be fitted here: there is no {absent}; add it, or fit the stage elsewhere")
+
+
+class Fitting:
+    """One scheme of one layer at work: the scheme with the settings found so far, its tensors, and their codec.
+
+    The mean of a prediction is held from the start: what follows is fitted about it.
+    """
+
+    packages: Sequence[str] = ("kvq_runtime.fit",)
+
+    def __init__(self, recipe: Recipe, layer: int, role: Role, geometry: Geometry, statistics: Statistics):
+        self._place = (recipe, layer, role, geometry)
+        self.statistics, self.window = statistics, recipe.window
+        self.scheme = recipe.scheme(layer, role)
+        self.tensors: dict[str, Tensor] = {}
+        self.hold({"predict.mean": statistics.mean_C} if self.predictor is not None else {})
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """The predictor of this layer: with nothing underneath to predict from, the mean."""
+        _, layer, role, _ = self._place
+        return self.scheme.predictor(layer, role)
+
+    def hold(self, tensors: dict[str, Tensor]) -> None:
+        """Take tensors, named by stage, and make the codec of all that is fitted so far."""
+        recipe, layer, role, geometry = self._place
+        pair = dict(zip(ROLES, recipe.at(layer), strict=True)) | {role: self.scheme}
+        self.tensors |= tensors
+        self.codec = Codec(recipe.with_schemes(layer, **pair), layer, role, geometry, self.tensors)
+        self.codec.to(self.statistics.mean_C.device)
+
+    def solve(self, collect: Callable[[str], Any], slots: Sequence[str] = SLOTS) -> None:
+        """Fit the stages of these slots that have anything to fit.
+
+        collect   gives a field of `Statistics` by its name, when a stage needs it and none before has needed it
+        """
+        for slot in slots:
+            stage = self.predictor if slot == "predict" else getattr(self.scheme, slot)
+            if stage is None or "fit" not in stage.needs:
+                continue
+            module = fit_module(stage, self.packages)
+            for field in module.statistics(stage):
+                if getattr(self.statistics, field) is None:
+                    setattr(self.statistics, field, collect(field))
+            fitted, tensors = module.solve(stage, self.statistics, self.codec)
+            if fitted != stage:
+                self.scheme = replace(self.scheme, **{slot: fitted})
+            self.hold({f"{slot}.{field}": tensor for field, tensor in tensors.items()})

@@ -1,0 +1,27 @@
+"""Fit a basis: the leading eigenvectors of what the prediction leaves, as many as the quantizer stores.
+
+Source: Hong et al., 2025 (SVDq), theorem 4.1.
+"""
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.stages.rotate import Basis
+
+
+def statistics(stage: Basis) -> tuple[str, ...]:
+    """What a fit needs."""
+    return ("residuals",)
+
+
+def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, dict[str, Tensor]]:
+    """The basis, and its dual where a metric is given: bfloat16 [C, R]."""
+    return stage, leading(statistics, codec.scheme.quantize.stored(codec.geometry.width))
+
+
+def leading(statistics: Statistics, count: int) -> dict[str, Tensor]:
+    """The first columns of the basis, and of its dual."""
+    _, matrices = statistics.directions
+    return {name: matrix_CC[:, :count].to(torch.bfloat16).contiguous() for name, matrix_CC in matrices.items()}

@@ -1,0 +1,78 @@
+"""What the stages of one scheme are fitted to: sums over the chunks of a calibration, or over one row of a cache.
+
+A stage names the fields that it needs (`statistics` in its fit module); `Fitting.solve` asks for them one by one.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from kvq_runtime.fit import eigen, moments
+from kvq_runtime.stages.feedback import QueryOrthogonal
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What the prediction leaves of the tokens that are encoded.
+
+    moment_CC   second moment about zero, float64
+    rows_NC     a sample of tokens, float32
+    """
+
+    moment_CC: Tensor
+    rows_NC: Tensor
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The queries of a layer.
+
+    before, after   second moments before and after RoPE, float64 [H, D, D]; None: not summed
+    sequence        how many queries one KV head is multiplied with in a sequence
+    rope            cos and sin of the positions 0 to T - 1 of a sequence, [1, T, K]: for averages over distances
+    """
+
+    before: Tensor | None
+    after: Tensor | None
+    sequence: float
+    rope: Pair | None = None
+
+    def moment(self, stage: QueryOrthogonal) -> Tensor:
+        """The moment that the stage asks for."""
+        chosen = self.after if stage.queries == "after" else self.before
+        assert chosen is not None, f"queries {stage.queries} RoPE were not summed"
+        if stage.queries != "averaged":
+            return chosen
+        assert self.rope is not None, "an average over distances needs the positions of a sequence"
+        return moments.averaged(chosen, *self.rope)
+
+
+@dataclass
+class Statistics:
+    """Everything that was collected so far; None: not yet, or never for these stages.
+
+    mean_C      of the tokens that are encoded, float32; of keys before RoPE
+    inputs      joint covariances of a prediction's inputs and target
+    input_rows  a sample of inputs and target, float32 [N, I + C]
+    residuals   what the prediction leaves
+    metric      what an error of a value costs in the layer's output, float64 [C, C]
+    seed        of random choices
+    """
+
+    mean_C: Tensor
+    inputs: Any = None
+    input_rows: Tensor | None = None
+    queries: Queries | None = None
+    metric: Tensor | None = None
+    residuals: Residuals | None = None
+    seed: int = 0
+
+    @cached_property
+    def directions(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Latent variances of the residuals and matrices of their basis: `eigen.directions`."""
+        assert self.residuals is not None, "a basis without residuals"
+        return eigen.directions(self.residuals.moment_CC, self.metric)

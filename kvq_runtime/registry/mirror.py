@@ -1,0 +1,89 @@
+"""Copy versions from one registry to another, of whatever kind: bytes, number, attachments and records.
+
+A copy can be repeated and resumes: equal content is left alone, other content under the same number is a Conflict.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvq_runtime.artifact import artifact
+from kvq_runtime.disk import files
+from kvq_runtime.errors import Conflict
+from kvq_runtime.registry import card
+from kvq_runtime.registry.events import State, Version
+from kvq_runtime.registry.registry import Kind, Registry
+
+
+def copy(source: Registry, name: str, version: Version, target: Registry, dry_run: bool = False) -> dict[str, Any]:
+    """Copy one version under its number; returns what was done as a row, or with `dry_run` what would be done.
+
+    Raises Conflict if the target has other bytes under this number, or these bytes under another one; ArtifactError if
+    the source is damaged.
+    """
+    state = target.current_state(name)
+    _check_number(state, version, target.url)
+    exists = state.with_digest(version.sha256) is not None
+    evaluations = source.evaluations(version.sha256, name)
+    row = {"name": name, "version": version.version, "sha256": version.sha256, "size": version.size}
+    row |= {"from": source.url, "to": target.url, "files": sorted(version.files), "evaluations": len(evaluations)}
+    if dry_run:
+        target.check_writable()
+        return row | {"result": "is there already" if exists else "would be published"}
+    if exists:
+        target.finish_publish(name, version)
+    else:
+        data = files.read(source.fetch_verified(name, version), version.size)
+        artifact.from_bytes(data, version.sha256)
+        attachments = source.attachments(name, version)
+        if "README.md" in attachments:
+            text = card.addressed(attachments["README.md"].decode(), target.url, name, version.version)
+            attachments["README.md"] = card.with_results(text, name, evaluations).encode()
+        target.publish(name, data, version.version, attachments)
+    kinds: tuple[Kind, ...] = ("evaluations", "signatures")
+    for kind in kinds:
+        known = [data for _, data in target.records(kind, version.sha256, name)]
+        for _, data in source.records(kind, version.sha256, name):
+            if data not in known:
+                target.add_record(kind, version.sha256, data, name)
+    return row | {"result": "was there already" if exists else "published"}
+
+
+def mirror(source: Registry, name: str, target: Registry, dry_run: bool = False) -> Iterator[dict[str, Any]]:
+    """Copy every version of a name, then give its aliases and yanks the state they have in the source.
+
+    Yields a row for each thing done, or with `dry_run` that would be done.
+    """
+    state = source.existing(name)
+    for version in state.versions.values():
+        yield copy(source, name, version, target, dry_run)
+    before = target.current_state(name)
+    for alias in state.aliases:  # before yanks: a yanked version may be an alias' old one
+        pointed = state.at(alias)
+        if pointed is not None and before.at(alias) != pointed:
+            if not dry_run:
+                target.promote(name, pointed, alias, before.at(alias) or "none")
+            yield _row(name, pointed, source, target, f"is {alias}", dry_run)
+    for version in state.versions.values():
+        if version.yanked is not None and (dry_run or target.current_state(name).get(version.version).yanked is None):
+            if not dry_run:
+                target.yank(name, version.version, version.yanked)
+            yield _row(name, version.version, source, target, "yanked", dry_run)
+
+
+def _row(name: str, version: str, source: Registry, target: Registry, what: str, dry_run: bool) -> dict[str, Any]:
+    result = f"would be: {what}" if dry_run else what
+    return {"name": name, "version": version, "from": source.url, "to": target.url, "result": result}
+
+
+def _check_number(state: State, version: Version, url: str) -> None:
+    same_bytes = state.with_digest(version.sha256)
+    if same_bytes is not None and same_bytes.version != version.version:
+        raise Conflict(
+            f"{url} has these bytes of {state.name} as {same_bytes.version}, not {version.version}; use that version"
+        )
+    same_number = state.versions.get(version.version)
+    if same_number is not None and same_number.sha256 != version.sha256:
+        raise Conflict(
+            f"{url} has other bytes as {state.name} {version.version} (sha256 {same_number.sha256[:12]}); a version "
+            "never changes: publish these under another number (kvq-calibrate --version)"
+        )

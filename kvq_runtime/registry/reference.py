@@ -1,0 +1,140 @@
+"""Parse and check what users write: names, versions, aliases, references and registry addresses.
+
+    reference   name · name@1.2.0 · name@production · name@sha256:<64 hex digits> · path/to/file.safetensors
+                hf://org/name@...: the same, in the registry hf://org
+    registry    file:///path, a folder, or hf://org: an organization or user of a Hugging Face Hub
+
+Every name is checked here before it becomes part of a path.
+"""
+
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, urlsplit
+
+SUFFIX = ".safetensors"
+PRODUCTION = "production"
+HUB = "hf://"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
+_VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
+_ALIAS = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_ORG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+def is_name(name: str) -> bool:
+    """Whether an artifact may have this name."""
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not name.endswith(SUFFIX)
+
+
+def check_name(name: str) -> str:
+    """The name of an artifact, if it is valid; else a ValueError."""
+    if not is_name(name):
+        raise ValueError(
+            f"name {name!r:.120}; use 1 to 96 of a-z 0-9 . _ -, the first a letter or digit, not ending in {SUFFIX}"
+        )
+    return name
+
+
+def check_version(version: str) -> str:
+    """The version, if it is valid; else a ValueError."""
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        raise ValueError(f"version {version!r:.80}; use three numbers, as in 1.2.0")
+    return version
+
+
+def check_alias(alias: str) -> str:
+    """The alias, if it is valid; else a ValueError."""
+    if not isinstance(alias, str) or not _ALIAS.fullmatch(alias) or alias == "sha256":
+        raise ValueError(f"alias {alias!r:.80}; use 1 to 32 of a-z 0-9 -, the first a letter, as in production")
+    return alias
+
+
+def check_sha256(sha256: str) -> str:
+    """The digest, if it is valid; else a ValueError."""
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        raise ValueError(f"sha256 {sha256!r:.80}; use 64 digits of 0-9 a-f")
+    return sha256
+
+
+def check_file(file: str) -> str:
+    """The name of an attachment, if it is valid; else a ValueError."""
+    if not isinstance(file, str) or not _FILE.fullmatch(file) or file.endswith(SUFFIX):
+        raise ValueError(f"file name {file!r:.120}; use 1 to 96 of A-Z a-z 0-9 . _ -, and no folder")
+    return file
+
+
+def check_org(org: str) -> str:
+    """The organization or user of a Hub, if it is valid; else a ValueError."""
+    if not _ORG.fullmatch(org):
+        raise ValueError(f"organization {org!r:.120}; use 1 to 96 of A-Z a-z 0-9 . _ -, as in hf://my-org")
+    return org
+
+
+def order(version: str) -> tuple[int, ...]:
+    """Sort key of a version: its numbers."""
+    return tuple(int(part) for part in version.split("."))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A name and how to choose among its versions.
+
+    by         "default": production, else the newest version; else by version, alias or sha256
+    value      the version, alias or digest; "" by default
+    registry   hf://org if the reference begins with it, else ""
+    """
+
+    name: str
+    by: Literal["default", "version", "alias", "sha256"] = "default"
+    value: str = ""
+    registry: str = ""
+
+
+def parse(text: str | Path) -> Reference | Path:
+    """A reference, or the path of a .safetensors file; ValueError for any other text."""
+    if isinstance(text, str) and text.startswith(HUB):
+        org, _, rest = text.removeprefix(HUB).partition("/")
+        inner = parse(rest) if rest else None
+        if not isinstance(inner, Reference) or rest.startswith(HUB):
+            raise ValueError(f"reference {text!r:.160}; use hf://org/name, hf://org/name@1.2.0 or hf://org/name@alias")
+        return replace(inner, registry=f"{HUB}{check_org(org)}")
+    if isinstance(text, Path) or text.endswith(SUFFIX):
+        return Path(text)
+    name, at, value = text.partition("@")
+    check_name(name)
+    if not at:
+        return Reference(name)
+    if value.startswith("sha256:"):
+        return Reference(name, "sha256", check_sha256(value.removeprefix("sha256:")))
+    if value[:1].isdigit():
+        return Reference(name, "version", check_version(value))
+    return Reference(name, "alias", check_alias(value))
+
+
+def home() -> Path:
+    """The folder of registry, runs and flows: $KVQ_HOME, else ~/.kvq."""
+    return Path(os.environ.get("KVQ_HOME") or Path.home() / ".kvq")
+
+
+def registry_url(url: str | Path | None = None) -> str:
+    """The address of the registry in use: `url`, else $KVQ_REGISTRY, else $KVQ_HOME/registry, else ~/.kvq/registry."""
+    return str(url or os.environ.get("KVQ_REGISTRY") or (home() / "registry").absolute().as_uri())
+
+
+def hub_org(url: str) -> str | None:
+    """The organization of an hf:// registry; None for another kind of address."""
+    return check_org(url.removeprefix(HUB).rstrip("/")) if url.startswith(HUB) else None
+
+
+def local_root(url: str) -> Path:
+    """The folder of a registry at file:///folder or a path; ValueError for another kind of address."""
+    parts = urlsplit(url)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
+        return Path(unquote(parts.path))
+    if "://" not in url:
+        return Path(url).absolute()
+    raise ValueError(f"registry {url}; use file:///folder, with three slashes, a folder, or hf://org")

@@ -1,0 +1,172 @@
+"""Resolve a reference to a file, and load it, from whatever registry it is in.
+
+resolve("qwen2.5-7b-aqua-2bit")                   production, else the newest version that is not yanked
+resolve("qwen2.5-7b-aqua-2bit@1.2.0")             this version
+resolve("qwen2.5-7b-aqua-2bit", lock="kvq.lock")  the file it was when the lock file was written
+resolve("hf://org/qwen2.5-7b-aqua-2bit@1.2.0")    in that registry, whatever the default is
+resolve("./kvq.safetensors")                      a file
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.disk import files, strict_json
+from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.registry import signing
+from kvq_runtime.registry.events import State, Version
+from kvq_runtime.registry.hub.registry import HubRegistry
+from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.lock import Lock, read_lock
+from kvq_runtime.registry.reference import PRODUCTION, Reference, hub_org, local_root, parse, registry_url
+from kvq_runtime.registry.registry import Registry
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The file that a reference resolves to.
+
+    name, version   of a registry's artifact; of a path its stem and ""
+    chosen_because  why it is this version, for people
+    registry        the address of the registry it is in; "" for a path
+    yanked          the reason if it was withdrawn, else None
+    commit          of a Hub, in which the registry was read; else ""
+    """
+
+    name: str
+    version: str
+    sha256: str
+    size: int
+    path: Path
+    chosen_because: str
+    registry: str = ""
+    yanked: str | None = None
+    commit: str = ""
+
+
+def open_registry(url: str | Path | None = None) -> Registry:
+    """The registry at file:///folder, a folder or hf://org; None is $KVQ_REGISTRY, else $KVQ_HOME/registry.
+
+    Nothing is read or created. Raises ValueError for another kind of address.
+    """
+    address = registry_url(url)
+    org = hub_org(address)
+    return LocalRegistry(local_root(address)) if org is None else HubRegistry(org)
+
+
+def choose(state: State, reference: Reference) -> tuple[Version, str]:
+    """The version of a name that a reference means, and why; NotFound says what there is instead."""
+    if reference.by == "version":
+        return state.get(reference.value), "asked for by number"
+    if reference.by == "sha256":
+        version = state.with_digest(reference.value)
+        if version is None:
+            text = f"{state.name} has no version with sha256 {reference.value}"
+            raise NotFound(f"{text}; kvq history {state.name} lists them")
+        return version, "asked for by digest"
+    alias = reference.value or PRODUCTION
+    number = state.at(alias)
+    if number is not None:
+        return state.versions[number], f"{alias} points to it"
+    if reference.by == "alias":
+        known = ", ".join(state.aliases) or "none"
+        raise NotFound(f"{state.name} has no alias {alias} (aliases: {known}); kvq promote sets one")
+    newest = state.newest()
+    if newest is None:
+        raise NotFound(f"every version of {state.name} is yanked; a yanked version can still be asked for by number")
+    return newest, f"newest of {len(state.versions)} not yanked; no version is {PRODUCTION}"
+
+
+def resolve(reference: str | Path, registry: str | Path | None = None, lock: str | Path | None = None) -> Resolved:
+    """Find the file that a reference means, and fetch it; its content is checked by `load_artifact`.
+
+    reference   a reference, or the path of a .safetensors file
+    registry    address of the registry; None is $KVQ_REGISTRY, else the lock's, else $KVQ_HOME/registry
+    lock        a lock file: the reference resolves to the file it did when the lock was written. If the lock's policy
+                has `follow`, it resolves to what it means now, which must be signed and not too old
+    Raises ValueError for text that is no reference, NotFound, or ArtifactError if the registry or lock is damaged, if
+    the file is not the pinned one, or if the policy does not accept it.
+    """
+    target = parse(reference)
+    pinned = read_lock(lock) if lock is not None else None
+    policy = pinned.policy if pinned is not None else None
+    if pinned is not None and policy is not None and not policy["follow"]:
+        stored = strict_json.dumps(pinned.signature).encode()
+        signing.enforce(policy, [stored], pinned.name, pinned.version, pinned.sha256)
+    if isinstance(target, Path):
+        if policy is not None and policy["follow"]:
+            raise ArtifactError(f"lock: {lock} follows a reference, and {target} is a path; pull without --follow")
+        sha256, size = files.digest(target)
+        resolved = Resolved(target.stem, "", sha256, size, target, "asked for by path")
+        return resolved if pinned is None else _check_pinned(resolved, pinned, lock)
+    address = target.registry or registry
+    if pinned is None:
+        return _find(open_registry(address), target)
+    if str(reference) != pinned.reference:
+        text = f"{lock} pins {pinned.reference}, not {reference}"
+        raise ArtifactError(f"lock: {text}; pull {reference} with a lock file of its own")
+    source = open_registry(address or os.environ.get("KVQ_REGISTRY") or pinned.registry)
+    if policy is not None and policy["follow"]:
+        return _check_policy(_find(source, target), policy, source)
+    path = source.pinned_file(pinned)
+    if path is not None:
+        fields = pinned.name, pinned.version, pinned.sha256, pinned.size, path, f"pinned by {lock}", source.url
+        return Resolved(*fields, commit=pinned.commit)
+    return _check_pinned(_find(source, Reference(pinned.name, "sha256", pinned.sha256)), pinned, lock)
+
+
+def _find(registry: Registry, reference: Reference) -> Resolved:
+    name = reference.name
+    version, why = choose(registry.existing(name), reference)
+    path, commit = registry.fetch(name, version), registry.last_commit(name)
+    fields = name, version.version, version.sha256, version.size, path, why, registry.url, version.yanked, commit
+    return Resolved(*fields)
+
+
+def _check_policy(resolved: Resolved, policy: Mapping[str, Any], registry: Registry) -> Resolved:
+    """Raise ArtifactError unless the lock's policy accepts the version that a followed reference means now."""
+    records = registry.signatures(resolved.sha256, resolved.name)
+    signing.enforce(policy, records, resolved.name, resolved.version, resolved.sha256)
+    return replace(resolved, chosen_because=f"{resolved.chosen_because}; signed, as the lock file demands")
+
+
+def _check_pinned(resolved: Resolved, pinned: Lock, lock: str | Path | None) -> Resolved:
+    """Raise ArtifactError unless the file is the one that the lock pins."""
+    if (resolved.sha256, resolved.size) != (pinned.sha256, pinned.size):
+        raise ArtifactError(
+            f"lock: {resolved.path} has sha256 {resolved.sha256}, {resolved.size} bytes; {lock} pins {pinned.name} "
+            f"{pinned.version}, sha256 {pinned.sha256}, {pinned.size} bytes"
+        )
+    if resolved.version not in ("", pinned.version):
+        raise ArtifactError(
+            f"lock: {lock} pins version {pinned.version}, but the registry has these bytes as {resolved.version}"
+        )
+    return replace(resolved, chosen_because=f"pinned by {lock}")
+
+
+def load_artifact(
+    reference: str | Path, registry: str | Path | None = None, lock: str | Path | None = None
+) -> Artifact:
+    """Find the artifact that a reference means, and load it with every check.
+
+    reference   "name", "name@1.2.0", "name@production", "name@sha256:<hex>", each also as "hf://org/...", or the path
+                of a .safetensors file. A name alone means production, else the newest version that is not yanked
+    registry    "file:///folder", a folder or "hf://org"; None is $KVQ_REGISTRY, else $KVQ_HOME/registry
+    lock        path of a lock file written by `kvq pull --lock`, which pins the reference
+    Returns the artifact, its tensors on the CPU. The log says which version was chosen; a yanked one warns.
+    Raises ValueError for text that is no reference, NotFound, ArtifactError if a check fails (its message begins with
+    the file and the check), PermissionError or RuntimeError if a Hub refuses or does not answer.
+    """
+    resolved = resolve(reference, registry, lock)
+    _log.info("%s: %s %s, %s", reference, resolved.name, resolved.version, resolved.chosen_because)
+    if resolved.yanked is not None:
+        warnings.warn(f"{resolved.name} {resolved.version} is yanked: {resolved.yanked}", stacklevel=2)
+    return artifact.load(resolved.path, resolved.sha256, resolved.size)
