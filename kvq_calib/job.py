@@ -1,4 +1,10 @@
-"""What a user asks for, from the command line, a flow or a script: resolve it, check it, do it, publish it."""
+"""A calibration as a user asks for it, from the command line, a flow or a script: check, calibrate, evaluate, publish.
+
+run(Job("demo"))            all of it
+work = job.prepare()        step by step: the model found, the plan complete; once for all that follows
+preflight(job, work)
+complete(job, work)         = begin, `run/calibrate.py`, evaluate, publish
+"""
 
 import hashlib
 import json
@@ -13,22 +19,25 @@ from typing import Any
 import psutil
 import torch
 
-from kvq_calib import budget, checkpoint, gate, held_out, licenses, models, plots, report, tables
-from kvq_calib import run as graph
-from kvq_calib.chunks import Spread
-from kvq_calib.evaluate.subject import find
-from kvq_calib.gate import Bounds
-from kvq_calib.plan import Plan, home, make
-from kvq_calib.run import Listener, Run, seconds
-from kvq_calib.weights import ModelFiles
-from kvq_runtime import artifact, registry
-from kvq_runtime import files as disk
-from kvq_runtime.artifact import Artifact
-from kvq_runtime.memory import asymptotic_bits
+from kvq_calib.evaluate import gate, held_out
+from kvq_calib.evaluate.gate import Bounds
+from kvq_calib.evaluate.subject import Subject, find
+from kvq_calib.model import find as models
+from kvq_calib.model.files import ModelFiles
+from kvq_calib.report import card as report
+from kvq_calib.report import licenses, plots, tables
+from kvq_calib.run import budget, calibrate, checkpoint
+from kvq_calib.run.plan import Plan, make
+from kvq_calib.run.run import Executor, Listener, Run, silent
+from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.disk import files as disk
 from kvq_runtime.recipe import preset
-from kvq_runtime.reference import check_name, check_version
-from kvq_runtime.registries import card
-from kvq_runtime.registries.changes import Registry
+from kvq_runtime.registry import card
+from kvq_runtime.registry import resolve as registry
+from kvq_runtime.registry.reference import check_name, check_version, home
+from kvq_runtime.registry.registry import Registry
+from kvq_runtime.store.memory import asymptotic_bits
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,12 @@ class Job:
     max_perplexity_ratio: float | None = None
     max_kl: float | None = None
 
+    @classmethod
+    def from_settings(cls, **settings: Any) -> "Job":
+        """A Job from settings that JSON or a flow's parameters hold: lists become tuples."""
+        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+        return cls(**given)
+
     @property
     def bounds(self) -> Bounds:
         """What an artifact must keep to be published."""
@@ -84,8 +99,8 @@ class Job:
         urls = [*([self.registry] if self.publish else []), *([self.push] if self.push else [])]
         return [registry.open_registry(url) for url in urls]
 
-    def prepare(self) -> tuple[ModelFiles, Plan]:
-        """Find the model and complete the plan."""
+    def prepare(self, listener: Listener = silent) -> Run:
+        """Find the model, complete the plan and name the run folder."""
         files = models.resolve(self.model, self.revision)
         if ("auto" in self.recipes) != bool(self.bits):
             raise ValueError(
@@ -97,11 +112,8 @@ class Job:
         budgets = {recipe.name: bits for recipe, bits in zip(chosen, self.bits, strict=True)}
         text = (self.corpus, self.samples, self.seq_len, self.seed, self.held_out)
         machine = (self.device, self.dtype, self.threads)
-        return files, make(files, (*recipes, *chosen), *text, *machine, budgets)
-
-    def folder(self, plan: Plan) -> Path:
-        """Where the run's files are."""
-        return Path(self.run) if self.run else home() / "runs" / plan.digest[:16]
+        plan = make(files, (*recipes, *chosen), *text, *machine, budgets)
+        return Run(plan, files, Path(self.run) if self.run else home() / "runs" / plan.digest[:16], listener)
 
     def artifact_name(self, files: ModelFiles, recipe: str) -> str:
         """The name to publish under."""
@@ -111,8 +123,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Done:
-    """One artifact as fitted, measured and published.
+class Published:
+    """One artifact as fitted and measured, and published if it keeps the bounds.
 
     version   "" if it was not published
     failed    the bounds that it does not keep
@@ -146,27 +158,27 @@ class Done:
         return row | ({"layers": self.layers} if full and self.layers else {})
 
 
-def preflight(job: Job, files: ModelFiles, plan: Plan) -> list[str]:
+def preflight(job: Job, work: Run) -> list[str]:
     """Check before hours of work what would stop them at their end; returns notes.
 
     Raises ValueError for settings that cannot be, RuntimeError for a machine that cannot do it.
     """
-    notes = []
+    files, plan, notes = work.files, work.plan, []
     for recipe in plan.recipes:
         job.artifact_name(files, recipe.name)
     if job.version is not None:
         check_version(job.version)
     if job.bounds.given and not job.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
-    for given in job.baselines:
-        find(given, files, job.registry)
+    for baseline in job.baselines:
+        find(baseline, files, job.registry)
     if len({*job.recipes, *job.baselines}) < len(job.recipes) + len(job.baselines):
         raise ValueError(f"recipes {job.recipes} and baselines {job.baselines}; name each once")
     if plan.device.startswith("cuda") and not torch.cuda.is_available():
         raise RuntimeError(f"device {plan.device}, but this machine has no usable CUDA device; use --device cpu")
     if plan.seq_len > files.context:
         notes.append(f"sequences of {plan.seq_len} tokens exceed the model's context of {files.context}")
-    needs, folder = plan.needs(files), job.folder(plan)
+    needs, folder = plan.needs(files), work.folder
     free = shutil.disk_usage(_existing(folder)).free
     if free < needs["disk"]:
         raise RuntimeError(f"the run needs {needs['disk'] / 1e9:.1f} GB in {folder}, and {free / 1e9:.1f} GB are free")
@@ -189,32 +201,43 @@ def preflight(job: Job, files: ModelFiles, plan: Plan) -> list[str]:
     return notes
 
 
-def run(job: Job, listener: Listener = lambda progress: None) -> tuple[list[Done], dict[str, float]]:
-    """Do the job: calibrate, evaluate, publish. Returns what was made, and seconds by stage."""
-    files, plan = job.prepare()
-    work = Run(plan, files, job.folder(plan), listener)
+def run(job: Job, listener: Listener = silent) -> tuple[list[Published], dict[str, float]]:
+    """Calibrate, evaluate, publish. Returns the artifacts, and seconds by stage."""
+    return complete(job, job.prepare(listener))
+
+
+def complete(job: Job, work: Run) -> tuple[list[Published], dict[str, float]]:
+    """`run` of a job that is prepared already."""
     with checkpoint.claimed(work.folder):
         begin(job, work)
-        with spread(job, work) as given:
-            fitted = graph.fit(replace(work, spread=given))
+        with executor(job, work) as execute:
+            fitted = calibrate.fit(replace(work, executor=execute))
         begun = time.perf_counter()
         records = evaluate(job, work, fitted)
         spent = {"evaluation": time.perf_counter() - begun} if records else {}
-        return list(publish(job, work, fitted, records)), seconds(work) | spent
+        return list(publish(job, work, fitted, records)), calibrate.seconds(work) | spent
 
 
-def spread(job: Job, work: Run) -> AbstractContextManager[Spread]:
-    """Who does the chunks: this process, or workers while this is entered."""
+def fit(work: Run) -> list[Subject]:
+    """Fit the recipes in the run folder, and publish nothing; Conflict if another process does just that."""
+    return [
+        Subject.of(fitted, hashlib.sha256(artifact.to_bytes(fitted)).hexdigest(), name, published=False)
+        for name, fitted in calibrate.calibrate(work).items()
+    ]
+
+
+def executor(job: Job, work: Run) -> AbstractContextManager[Executor]:
+    """Who executes the chunks: this process, or workers for as long as this is entered."""
     if job.workers is None:
-        return nullcontext(work.spread)
-    from kvq_calib import workers
+        return nullcontext(work.executor)
+    from kvq_calib.run import workers  # which imports ray
 
-    return workers.hired(work, job.workers)
+    return workers.ray_executor(work, job.workers)
 
 
 def begin(job: Job, work: Run) -> None:
     """Open the run, and choose its texts: what is missing is found before the work."""
-    graph.start(work)
+    calibrate.start(work)
     if job.evaluate:
         held_out.choose(work, job.eval_windows)
 
@@ -233,7 +256,7 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
 
 def publish(
     job: Job, work: Run, fitted: Mapping[str, Artifact], records: Sequence[Mapping[str, Any]] = ()
-) -> Iterable[Done]:
+) -> Iterable[Published]:
     """Publish artifacts that keep the bounds, with their records, cards and plots; leave others in the run folder."""
     targets, license, drawn = job.targets, licenses.of_model(work.files.path), {}
     if records:
@@ -252,11 +275,11 @@ def publish(
         else:
             _leave(work.folder / name, data, beside, own)
         measures = made.fit["layers"]
-        errors = [sum(layer[half]["relative_error"] for layer in measures) / len(measures) for half in ("key", "value")]
+        errors = [sum(layer[role]["relative_error"] for layer in measures) / len(measures) for role in ("key", "value")]
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
         found = (own["result"]["relative"], own["result"]["kl"]) if own else (None, None)
         digest = hashlib.sha256(data).hexdigest()
-        yield Done(recipe, place, version, digest, bits, errors[0], errors[1], *found, failed, layers)
+        yield Published(recipe, place, version, digest, bits, errors[0], errors[1], *found, failed, layers)
 
 
 def _publish(

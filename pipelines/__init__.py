@@ -1,1 +1,1 @@
-"""What is scheduled: flows composed of `kvq_calib.flow`, deployed by `flows.yaml`."""
+"""What is scheduled: flows composed of `kvq_calib.flow.flow`, deployed by `flows.yaml`."""

@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import CallWebhook, ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 
-from kvq_calib.flow import GATE_FAILED
+from kvq_calib.flow.flow import GATE_FAILED
 from pipelines.drift import DRIFTED
 
 RUNS = {"prefect.resource.id": "prefect.flow-run.*"}

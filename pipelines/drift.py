@@ -1,4 +1,4 @@
-"""Measure what is published on fresh text, once a week; tell somebody, and promote nothing, where it has got worse."""
+"""Measure published artifacts on fresh text, once a week; fail, and promote nothing, where one has got worse."""
 
 from datetime import UTC, datetime
 
@@ -7,9 +7,9 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Failed, State
 
-from kvq_calib import drift as measure
-from kvq_calib.gate import Bounds
-from kvq_runtime.reference import PRODUCTION
+from kvq_calib.evaluate import drift as measure
+from kvq_calib.evaluate.gate import Bounds
+from kvq_runtime.registry.reference import PRODUCTION
 from pipelines import parameters as p
 
 DRIFTED = "Drifted"  # the name of the state, and so of the event prefect.flow-run.Drifted
@@ -32,23 +32,23 @@ def drift(
     max_kl: p.Divergence = None,
 ) -> list[str] | State:
     """Measure published versions; their records go to the registry. The run ends as Drifted where one is too bad."""
-    chosen = measure.week(datetime.now(UTC).date()) if seed is None else seed
+    text_seed = measure.week(datetime.now(UTC).date()) if seed is None else seed
     bounds = Bounds(max_perplexity_ratio, max_kl)
     checked = check(
-        artifacts, model, corpus or "demo", bounds, chosen, windows or 16, length, alias, promote, device, registry
+        artifacts, model, corpus or "demo", bounds, text_seed, windows or 16, length, alias, promote, device, registry
     )
     rows = [
         {
-            "artifact": one.artifact,
-            "perplexity": f"{one.perplexity - 1:+.2%}",
-            "KL": one.kl,
-            "failed": "; ".join(one.failed),
-            "promoted": one.promoted,
+            "artifact": result.artifact,
+            "perplexity": f"{result.perplexity - 1:+.2%}",
+            "KL": result.kl,
+            "failed": "; ".join(result.failed),
+            "promoted": result.promoted,
         }
-        for one in checked
+        for result in checked
     ]
-    create_table_artifact(rows, key="kvq-drift", description=f"{model} on {corpus}, seed {chosen}")
-    bad = [f"{one.artifact} has drifted. {reason}" for one in checked for reason in one.failed]
-    if bad:
-        return Failed(name=DRIFTED, message="; ".join(bad))
-    return [one.artifact for one in checked]
+    create_table_artifact(rows, key="kvq-drift", description=f"{model} on {corpus}, seed {text_seed}")
+    drifted = [f"{result.artifact} has drifted. {reason}" for result in checked for reason in result.failed]
+    if drifted:
+        return Failed(name=DRIFTED, message="; ".join(drifted))
+    return [result.artifact for result in checked]

@@ -7,7 +7,7 @@ publishes nothing. One model's failure does not keep the next from its turn; the
 from prefect import flow
 from prefect.states import Failed, State
 
-from kvq_calib.flow import calibrated
+from kvq_calib.flow.flow import calibrated
 from kvq_calib.job import Job
 from pipelines import parameters as p
 
@@ -29,24 +29,12 @@ def nightly(
     timeout_hours: p.TimeoutHours = 8,
 ) -> list[dict] | State:
     """Fit, measure, publish: each model in turn."""
+    settings = {name: value for name, value in locals().items() if name not in ("models", "timeout_hours")}
     rows, reasons = [], []
     for model in models:
-        asked = Job(
-            model=model,
-            recipes=tuple(recipes),
-            corpus=corpus,
-            samples=samples,
-            seq_len=seq_len,
-            seed=seed,
-            device=device,
-            registry=registry,
-            push=push,
-            eval_windows=eval_windows,
-            max_perplexity_ratio=max_perplexity_ratio,
-            max_kl=max_kl,
-        )
         try:
-            rows += [made.row(full=True) for made in calibrated(asked, 3600 * timeout_hours)]
+            done = calibrated(Job.from_settings(model=model, **settings), 3600 * timeout_hours)
+            rows += [artifact.row(full=True) for artifact in done]
         except Exception as error:  # whatever it was, the next model gets its turn
             reasons.append(f"{model}: {error}")
     return Failed(message="; ".join(reasons)) if reasons else rows

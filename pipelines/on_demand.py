@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from kvq_calib.flow import calibrated
+from kvq_calib.flow.flow import calibrated
 from kvq_calib.job import Job
 from pipelines import parameters as p
 
@@ -29,23 +29,6 @@ def on_demand(
     timeout_hours: p.TimeoutHours = 24,
 ) -> list[dict]:
     """Fit, measure, publish. An artifact that does not keep the bounds is not published, and the run fails with why."""
-    asked = Job(
-        model=model,
-        recipes=tuple(recipes),
-        bits=tuple(bits),
-        revision=revision,
-        corpus=corpus,
-        samples=samples,
-        seq_len=seq_len,
-        seed=seed,
-        device=device,
-        registry=registry,
-        push=push,
-        name=name,
-        version=version,
-        eval_windows=eval_windows,
-        baselines=tuple(baselines),
-        max_perplexity_ratio=max_perplexity_ratio,
-        max_kl=max_kl,
-    )
-    return [made.row(full=True) for made in calibrated(asked, 3600 * timeout_hours)]
+    settings = {name: value for name, value in locals().items() if name != "timeout_hours"}
+    done = calibrated(Job.from_settings(**settings), 3600 * timeout_hours)
+    return [artifact.row(full=True) for artifact in done]

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 from filelock import FileLock
 
-from kvq_calib import flow_server
-from kvq_calib.plan import home
+from kvq_calib.flow import server as flow_server
+from kvq_runtime.registry.reference import home
 
 ROOT = Path(__file__).parents[1]
 PORT = 4200

@@ -14,13 +14,16 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
-from kvq_calib.options import count
+from kvq_calib.cli.commands import count
+from kvq_runtime.cli import exit_codes
 
-# Turns of a thread that waits for the others before it sleeps. At libgomp's own number, 300,000, a fit with two threads
-# on busy cores takes about four times as long; if they sleep at once, one on idle cores nearly twice as long.
+# GOMP_SPINCOUNT: iterations an idle OpenMP thread spins before it sleeps. At libgomp's own number, 300,000, a fit with
+# two threads on busy cores takes about four times as long; with 0, one on idle cores nearly twice as long.
 SPIN = "5000"
+INTERRUPTED = "interrupted; the same command goes on where it stopped"
 EXIT_CODES = (__doc__ or "").partition("\n\n")[2]
 EPILOG = f"""\
 examples
@@ -43,64 +46,47 @@ artifact. A run that is interrupted, or killed, goes on where it was when the sa
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    try:
-        args = parser().parse_args(argv)
-        if args.quiet or not sys.stderr.isatty():
-            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too; read at import
-        if "OMP_WAIT_POLICY" not in os.environ:
-            os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # read when torch is imported
-        return _calibrate(args)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
-    except ModuleNotFoundError as error:
-        if (error.name or "kvq").startswith("kvq"):
-            raise
-        extras = "[calib]', with --prefect '[flows]', with --workers '[scale]'"
-        return _say(f"{error.name} is not installed: pip install 'kvq-runtime{extras}", 1)
-    except KeyboardInterrupt:
-        return _say("interrupted; the same command goes on where it stopped", 130)
+    extras, interrupted = "[calib]', with --prefect '[flows]', with --workers '[scale]", INTERRUPTED
+    return exit_codes.run("kvq-calibrate", lambda: _run(parser().parse_args(argv)), extras, interrupted)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.quiet or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too; read at import
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # read when torch is imported
+    return _calibrate(args)
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from kvq_calib import checkpoint, job, models
-    from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-    from kvq_runtime.table import print_table
+    from kvq_calib import job
+    from kvq_calib.model import find as models
+    from kvq_runtime.cli.table import print_table
 
     if args.list_models:
         rows = [{"model": e.name, "hub": e.hub or "embedded", "corpus": e.corpus} for e in models.CATALOG.values()]
         print_table(rows, args.json)
         return 0
-    try:
-        asked = _job(args)
-        files, plan = asked.prepare()
-        for note in job.preflight(asked, files, plan):
-            _say(note)
-        if args.dry_run:
-            return _show_plan(asked, files, plan, args.json)
-        begun = time.perf_counter()
-        done, spent = _through_prefect(asked) if _wants_prefect(args) else _here(asked, plan, args.quiet)
-        print_table([made.row(full=args.json) for made in done], args.json)
-        if not args.json:
-            _show_choices(done)
-        if not args.json and spent:
-            _cost(time.perf_counter() - begun, spent)
-            _peak(plan, files)
-        for made in done:
-            for reason in made.failed:
-                _say(f"{made.name} was not published. {reason}; it lies in {asked.folder(plan) / made.name}")
-        return 5 if any(made.failed for made in done) else 0
-    except checkpoint.AlreadyRunning as error:
-        return _say(error, 4)
-    except NotFound as error:
-        return _say(error, 3)
-    except Conflict as error:
-        return _say(error, 4)
-    except ArtifactError as error:
-        return _say(error, 1)
-    except ValueError as error:
-        return _say(error, 2)
-    except (OSError, RuntimeError) as error:
-        return _say(error, 1)
+    asked = _job(args)
+    work = asked.prepare()
+    for note in job.preflight(asked, work):
+        exit_codes.say("kvq-calibrate", note)
+    if args.dry_run:
+        return _show_plan(asked, work, args.json)
+    begun = time.perf_counter()
+    done, spent = (_through_prefect if _wants_prefect(args) else _here)(asked, work, args.quiet)
+    print_table([made.row(full=args.json) for made in done], args.json)
+    if not args.json:
+        _show_choices(done)
+    if not args.json and spent:
+        _cost(time.perf_counter() - begun, spent)
+        _peak(work.plan, work.files)
+    for made in done:
+        for reason in made.failed:
+            exit_codes.say(
+                "kvq-calibrate", f"{made.name} was not published. {reason}; it is in {work.folder / made.name}"
+            )
+    return 5 if any(made.failed for made in done) else 0
 
 
 def _job(args: argparse.Namespace):
@@ -120,13 +106,13 @@ def _job(args: argparse.Namespace):
     return Job(recipes=tuple(args.recipe or ["aqua-2bit"]), **given)
 
 
-def _here(asked, plan, quiet: bool):
+def _here(asked, work, quiet: bool):
     from kvq_calib import job
-    from kvq_calib.progress import Bar
+    from kvq_calib.cli.progress import Bar
 
-    bar = Bar(plan, quiet)
+    bar = Bar(work.plan, quiet)
     try:
-        return job.run(asked, bar)
+        return job.complete(asked, replace(work, listener=bar))
     finally:
         bar.close()
 
@@ -135,15 +121,16 @@ def _wants_prefect(args: argparse.Namespace) -> bool:
     return args.prefect or bool(os.environ.get("PREFECT_API_URL"))
 
 
-def _through_prefect(asked):
-    from kvq_calib import flow
+def _through_prefect(asked, work, quiet: bool):
+    from kvq_calib.flow import flow
 
-    return flow.run(asked)
+    return flow.run(asked, work)
 
 
-def _show_plan(asked, files, plan, json: bool) -> int:
-    from kvq_runtime.table import print_record
+def _show_plan(asked, work, json: bool) -> int:
+    from kvq_runtime.cli.table import print_record
 
+    plan, files = work.plan, work.files
     needs = plan.needs(files)
     record = {
         "model": plan.model,
@@ -161,7 +148,7 @@ def _show_plan(asked, files, plan, json: bool) -> int:
         "device": f"{plan.device}, {plan.dtype}, {plan.threads} threads",
         "memory": f"{(needs['layer'] + needs['chunk']) / 1e6:.0f} MB: one layer and one chunk",
         "disk": f"{needs['disk'] / 1e6:.0f} MB at most",
-        "run folder": str(asked.folder(plan)),
+        "run folder": str(work.folder),
         "plan": plan.digest,
     }
     print_record(record, json)
@@ -170,7 +157,7 @@ def _show_plan(asked, files, plan, json: bool) -> int:
 
 def _show_choices(done) -> None:
     """Of recipes with a budget, the bits of each layer's keys and values."""
-    from kvq_runtime.table import print_table
+    from kvq_runtime.cli.table import print_table
 
     for made in done:
         if made.layers:
@@ -181,18 +168,18 @@ def _show_choices(done) -> None:
 
 def _rounds(plan) -> dict[str, str]:
     """What a plan's budgets make it do, if it has any."""
-    from kvq_calib import budget, measure
+    from kvq_calib.run import budget, sensitivity
 
     if not plan.budgets:
         return {}
     asked = ", ".join(f"{bits:g} bits" for bits in plan.budgets.values())
-    settings, sequences = len(budget.options(plan.geometry)), sum(len(plan.chunks[i]) for i in measure.chunks(plan))
+    settings, sequences = len(budget.options(plan.geometry)), sum(len(plan.chunks[i]) for i in sensitivity.chunks(plan))
     measured = f"{settings} settings for each layer's keys and values, measured on {sequences} sequences"
     return {"budgets": f"{asked}: {measured}, in 2 to {budget.ROUNDS} rounds, each a pass over the model"}
 
 
 def _evaluation(asked, plan) -> str:
-    from kvq_calib import held_out
+    from kvq_calib.evaluate import held_out
 
     if not asked.evaluate:
         return "none"
@@ -285,11 +272,6 @@ def parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print JSON")
     add("--quiet", action="store_true", help="no progress bar")
     return top
-
-
-def _say(message: object, code: int = 0) -> int:
-    print(f"kvq-calibrate: {message}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

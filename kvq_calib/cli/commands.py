@@ -1,11 +1,12 @@
-"""Add `eval`, `compare` and `probe` to the `kvq` command, whose exit codes they share."""
+"""Add `eval`, `compare` and `probe` to the `kvq` command, whose exit codes they share.
+
+Imports nothing that takes long: `--help` and `kvq list` must not wait for it.
+"""
 
 import argparse
 import warnings
+from importlib import import_module
 from typing import Any
-
-from kvq_calib import subcommands
-from kvq_calib.options import count
 
 EVAL_EXAMPLES = """\
 examples
@@ -29,8 +30,8 @@ Recipes that need a fit are fitted in one pass over the model, and are not publi
 over held-out text. The same command resumes what was stopped, and repeats no measurement. The table, by bits per
 element (asymptotic; of a cache that holds a window, or 4096 tokens): perplexity, KL divergence in nats, top-1
 agreement, each against the 16-bit model, and the squared error of attention's output over its energy, mean over layers,
-as the cache gives it in use. --recent 0 encodes every token but the sinks: the worst case, and the clearest ranking.
---sinks 4 gives all the same exact first tokens, of which some papers have none."""
+as the cache gives it in use. --recent 0: no recent window, only sinks and an unfinished block stay exact: the
+clearest ranking. --sinks 4 gives all the same exact first tokens, of which some papers have none."""
 
 PROBE_EXAMPLES = """\
 examples
@@ -43,9 +44,7 @@ L-2, L-3), earlier tokens of the layer (T-1, T-2, T-3), the other role (values f
 
 def add_eval(subparsers: Any) -> None:
     """Add `kvq eval`."""
-    command = _command(
-        subparsers, "eval", "perplexity and errors with compressed caches", EVAL_EXAMPLES, subcommands.evaluate
-    )
+    command = _command(subparsers, "eval", "perplexity and errors with compressed caches", EVAL_EXAMPLES, "evaluate")
     command.add_argument(
         "subjects", metavar="REF|RECIPE", nargs="+", help="a reference, a .safetensors file, or an unfitted recipe"
     )
@@ -66,7 +65,7 @@ def add_eval(subparsers: Any) -> None:
 def add_compare(subparsers: Any) -> None:
     """Add `kvq compare`."""
     command = _command(
-        subparsers, "compare", "many recipes on one model, fitted in one pass", COMPARE_EXAMPLES, subcommands.compare
+        subparsers, "compare", "many recipes on one model, fitted in one pass", COMPARE_EXAMPLES, "compare"
     )
     _source(command)
     command.add_argument(
@@ -89,9 +88,7 @@ def add_compare(subparsers: Any) -> None:
 
 def add_probe(subparsers: Any) -> None:
     """Add `kvq probe`."""
-    command = _command(
-        subparsers, "probe", "what keys and values can be predicted from", PROBE_EXAMPLES, subcommands.probe
-    )
+    command = _command(subparsers, "probe", "what keys and values can be predicted from", PROBE_EXAMPLES, "probe")
     _source(command)
     command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: as a calibration)")
     command.add_argument("--held-out", type=count, metavar="N", help="sequences to measure on (default: likewise)")
@@ -99,8 +96,8 @@ def add_probe(subparsers: Any) -> None:
     command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
 
 
-def _command(subparsers: Any, name: str, idea: str, examples: str, run: Any) -> argparse.ArgumentParser:
-    from kvq_runtime.cli import EXIT_CODES
+def _command(subparsers: Any, name: str, idea: str, examples: str, function: str) -> argparse.ArgumentParser:
+    from kvq_runtime.cli.main import EXIT_CODES
 
     command = subparsers.add_parser(
         name, help=idea, description=f"{idea[0].upper()}{idea[1:]}.", epilog=f"{examples}\n\n{EXIT_CODES}",
@@ -108,17 +105,24 @@ def _command(subparsers: Any, name: str, idea: str, examples: str, run: Any) -> 
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--quiet", action="store_true", help="no progress bar")
-    command.set_defaults(run=lambda args: _complete(run, args))
+    command.set_defaults(run=lambda args: _run(function, args))
     return command
 
 
-def _complete(run: Any, args: argparse.Namespace) -> int:
-    """Run a command; without the calibration extra, say what it is called."""
+def count(text: str) -> int:
+    """The type of an option: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 1")
+    return int(text)
+
+
+def _run(function: str, args: argparse.Namespace) -> int:
+    """Import what a command takes, and run it; without the calibration extra, name the extra that it needs."""
     warnings.filterwarnings(
         "ignore", "`torch.jit", DeprecationWarning
     )  # hqq's, which transformers imports if it is there
     try:
-        return run(args)
+        return getattr(import_module("kvq_calib.cli.subcommands"), function)(args)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("kvq"):
             raise

@@ -16,7 +16,7 @@ ABOUT = "4.1 million parameters; figures of so small a model say little about a 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; returns its exit code."""
-    top = argparse.ArgumentParser("kvq_calib.demo", description=__doc__)
+    top = argparse.ArgumentParser("kvq_calib.cli.demo", description=__doc__)
     top.add_argument("--short", action="store_true", help="less text, for a quick check")
     top.add_argument("--json", metavar="FILE", default="build/demo.json", help="where the table goes too")
     args = top.parse_args(argv)
@@ -35,9 +35,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def demonstrate(samples: int, windows: int, length: int) -> list[dict]:
     """Calibrate with `samples` sequences, and measure on `windows` held-out windows of `length` tokens."""
-    from kvq_calib import corpus, models
     from kvq_calib.job import Job
-    from kvq_runtime.table import print_table
+    from kvq_calib.model import find as models
+    from kvq_calib.text import corpus
+    from kvq_runtime.cli.table import print_table
 
     asked = Job(
         "demo",
@@ -65,12 +66,12 @@ def demonstrate(samples: int, windows: int, length: int) -> list[dict]:
 def _calibrate(asked) -> tuple[list[dict], str]:
     """The evaluation's records, and what the calibration cost."""
     from kvq_calib import job
-    from kvq_calib.progress import Bar
+    from kvq_calib.cli.progress import Bar
 
-    _, plan = asked.prepare()
-    bar = Bar(plan)
     with tempfile.TemporaryDirectory() as folder:  # not a finished run of last time: the demo shows the work
-        done, spent = job.run(replace(asked, run=folder), bar)
+        work = replace(asked, run=folder).prepare()
+        bar = Bar(work.plan)
+        done, spent = job.complete(asked, replace(work, listener=bar))
         records = json.loads((Path(folder) / "evaluation.json").read_text())
     bar.close()
     for made in done:

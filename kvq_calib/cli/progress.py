@@ -4,9 +4,9 @@ import sys
 
 from tqdm import tqdm
 
-from kvq_calib import budget, measure
-from kvq_calib.plan import Plan
-from kvq_calib.run import Progress
+from kvq_calib.run import budget, sensitivity
+from kvq_calib.run.plan import Plan
+from kvq_calib.run.run import Progress
 
 
 class Bar:
@@ -46,7 +46,7 @@ class Bar:
         """Tokens of a layer, each as often as it is worked on; in later rounds of the budgets, at most."""
         plan = self._plan
         recipes = len(plan.budgets) if round else len(plan.recipes)
-        measured = sum(len(plan.chunks[index]) for index in measure.chunks(plan)) * plan.seq_len
+        measured = sum(len(plan.chunks[index]) for index in sensitivity.chunks(plan)) * plan.seq_len
         settings = 2 * (1 + len(budget.options(plan.geometry))) * len(plan.budgets)
         return (1 + 2 * recipes) * plan.tokens + settings * measured
 

@@ -8,20 +8,23 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.tables import comparison, table
-from kvq_runtime.table import print_table
+from kvq_runtime.cli.table import print_table
 
 
 def evaluate(args: argparse.Namespace) -> int:
     """Run `kvq eval`."""
-    from kvq_calib import corpus, models, plots
     from kvq_calib.evaluate import record
     from kvq_calib.evaluate.subject import find
-    from kvq_runtime import reference
-    from kvq_runtime.registry import open_registry
+    from kvq_calib.model import find as models
+    from kvq_calib.report import plots
+    from kvq_calib.report.tables import table
+    from kvq_calib.text import corpus
+    from kvq_runtime.registry import reference
+    from kvq_runtime.registry.resolve import open_registry
 
     files = models.resolve(args.model)
     subjects = [find(given, files, args.registry) for given in args.subjects]
@@ -59,14 +62,17 @@ def compare(args: argparse.Namespace) -> int:
     """Run `kvq compare`."""
     import torch
 
-    from kvq_calib import compare as comparing
-    from kvq_calib import corpus, models, plots
+    from kvq_calib import job
+    from kvq_calib.cli.progress import Bar
+    from kvq_calib.evaluate import compare as comparing
     from kvq_calib.evaluate import record
+    from kvq_calib.evaluate.ledger import Ledger
     from kvq_calib.evaluate.subject import Subject
-    from kvq_calib.job import Job
-    from kvq_calib.ledger import Ledger
-    from kvq_calib.plan import home
-    from kvq_calib.progress import Bar
+    from kvq_calib.model import find as models
+    from kvq_calib.report import plots
+    from kvq_calib.report.tables import comparison
+    from kvq_calib.text import corpus
+    from kvq_runtime.registry.reference import home
 
     files = models.resolve(args.model)
     length = args.length or min(files.entry.seq_len, files.context)
@@ -78,14 +84,16 @@ def compare(args: argparse.Namespace) -> int:
     subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
     fitted = tuple(recipe.name for recipe in chosen if recipe.fitted) + (("auto",) if args.bits else ())
     if fitted:
-        job = Job(
+        asked = job.Job(
             args.model, fitted, tuple(args.bits), corpus=source, samples=args.samples, seq_len=length, seed=args.seed,
             device=device, dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder, publish=False,
             evaluate=False,
         )  # fmt: skip
-        bar = Bar(job.prepare()[1], args.quiet)
+        work = asked.prepare()
+        job.preflight(asked, work)
+        bar = Bar(work.plan, args.quiet)
         try:
-            subjects |= {one.name: one for one in comparing.fit(job, bar)}
+            subjects |= {subject.name: subject for subject in job.fit(replace(work, listener=bar))}
         finally:
             bar.close()
     protocol = record.Protocol(args.step, None, args.recent, args.sinks)
@@ -107,8 +115,9 @@ def compare(args: argparse.Namespace) -> int:
 
 def probe(args: argparse.Namespace) -> int:
     """Run `kvq probe`."""
-    from kvq_calib import models, plots
-    from kvq_calib import probe as probes
+    from kvq_calib.evaluate import probe as probes
+    from kvq_calib.model import find as models
+    from kvq_calib.report import plots
 
     files = models.resolve(args.model)
     settings = probes.settings(files, args.corpus, args.samples, args.held_out, args.length, args.seed)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.memory import MemoryReport
+from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.rope import Rotary
+from kvq_runtime.store.memory import MemoryReport
 
 TOKENS = 4096
 
@@ -34,11 +34,11 @@ def bits_at(
     for count in (tokens - 1, 1):  # a prompt, then a step, so that room taken for the prompt alone is given back
         if count == 0:
             continue
-        cache.timeline.announce(None, None, turning)
+        cache.positions.announce(None, None, turning)
         for layer in range(geometry.layers):
             k_BTC, v_BTC = torch.randn(2, 1, count, geometry.width, generator=noise).to(device, dtype)
             cache.take(layer, k_BTC, v_BTC)
-            cache.hear(layer, k_BTC.unflatten(-1, (geometry.kv_heads, -1)).transpose(1, 2))
+            cache.take_queries(layer, k_BTC.unflatten(-1, (geometry.kv_heads, -1)).transpose(1, 2))
             cache.finish(layer)
     return cache.memory_report()
 

@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 
-from kvq_calib import corpus, gate, models
-from kvq_calib.evaluate import record
+from kvq_calib.evaluate import gate, record
+from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.evaluate.subject import find
-from kvq_calib.gate import Bounds
-from kvq_runtime import reference, registry
-from kvq_runtime.reference import PRODUCTION, Reference, order
-from kvq_runtime.registries.changes import Registry
+from kvq_calib.model import find as models
+from kvq_calib.text import corpus
+from kvq_runtime.registry import reference
+from kvq_runtime.registry import resolve as registry
+from kvq_runtime.registry.reference import PRODUCTION, Reference, order
+from kvq_runtime.registry.registry import Registry
 
 PROTOCOL = record.Protocol(error_windows=2)
 
 
 @dataclass(frozen=True)
-class Checked:
+class DriftResult:
     """One version, measured again.
 
     perplexity   over that of the 16-bit model
@@ -52,7 +54,7 @@ def check(
     promote: bool = False,
     device: str = "cpu",
     registry_url: str | None = None,
-) -> list[Checked]:
+) -> list[DriftResult]:
     """Measure the version that `alias` points to of each name, and keep the record in the registry.
 
     promote   measure the newest version as well, and point the alias to it if it keeps the bounds
@@ -75,7 +77,7 @@ def check(
         place.add_evaluation(judged, version.name)
         failed, result = gate.passes(judged, bounds), judged["result"]
         moved = promote and not failed and _promote(place, version, alias)
-        checked.append(Checked(subject.name, 1 + result["relative"], result["kl"], failed, alias if moved else ""))
+        checked.append(DriftResult(subject.name, 1 + result["relative"], result["kl"], failed, alias if moved else ""))
     return checked
 
 

@@ -19,35 +19,23 @@ Attention is causal; its scale is 1/√D.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq_calib.capture import Captured, Stream
-from kvq_calib.evaluate import attention
 from kvq_calib.evaluate.perplexity import STEP
-from kvq_calib.statistics import Moments
-from kvq_runtime import codec as codecs
-from kvq_runtime import rope
-from kvq_runtime.codec import Codec, Context
+from kvq_calib.fit.statistics import Moments
+from kvq_calib.model import attention
+from kvq_calib.model.attention import AttentionInputs, Pair, apply_rope
+from kvq_calib.model.streamed import Stream
+from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec.block_input import block_input
+from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit import row
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import HALVES, Half, Recipe
-
-Pair = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One chunk in one layer: keys before RoPE, after RoPE, values, queries after RoPE; [N, T, C] each."""
-
-    bare: Tensor
-    k: Tensor
-    v: Tensor
-    q: Tensor
-    rope: Pair
+from kvq_runtime.ops import rope
+from kvq_runtime.recipe import ROLES, Recipe, Role
 
 
 @torch.inference_mode()
@@ -58,7 +46,7 @@ def by_layer(
     step: int = STEP,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Errors of each (recipe, tensors), by name: one dict per layer, as the module says.
+    """Errors of each (recipe, tensors), by name: one dict per layer, with the keys listed above.
 
     progress   is told how many tokens went through a layer
     """
@@ -71,7 +59,7 @@ def by_layer(
         for index, h_BTE in enumerate(hidden):
             captured = module.forward(h_BTE, queries=True)
             hidden[index] = captured.h_BTE.cpu()
-            chunk = turned(captured, tables, geometry)
+            chunk = attention.inputs(captured, tables, geometry)
             pair = (chunk.k, chunk.v)
             exact = attention.attend(chunk.q, pair, pair, attention.tiles(len(h_BTE[0])), geometry.head_size)
             for work in works.values():
@@ -99,67 +87,66 @@ class _Work:
 
     def _clear(self) -> None:
         self.sums: dict[str, float] = {}
-        self.moments = {half: Moments(self.geometry.width, device=self.device) for half in HALVES}
+        self.moments = {role: Moments(self.geometry.width, device=self.device) for role in ROLES}
 
-    def add(self, layer: int, index: int, chunk: Chunk, exact_NTC: Tensor) -> None:
+    def add(self, layer: int, index: int, chunk: AttentionInputs, exact_NTC: Tensor) -> None:
         """Encode and decode one chunk, and add its errors."""
-        pair = self.codecs[layer] if self.recipe.online is None else self._fitted(layer, chunk)
+        pair = self.codecs[layer] if not self.recipe.fits_prompt else self._fitted(layer, chunk)
         below = self.below[index]
-        keys, k_hat = self._side(pair[0], chunk, chunk.k if self.recipe.position == "post" else chunk.bare, None, below)
+        keys, k_hat = self._side(
+            pair[0], chunk, chunk.k if self.recipe.position == "post" else chunk.k_pre, None, below
+        )
         values, v_hat = self._side(pair[1], chunk, chunk.v, keys, below)
         self.below[index] = [(keys, values), *below][: self.depth]
         if self.recipe.position == "pre":
-            k_hat = turn(k_hat, chunk.rope, self.geometry.kv_heads)
+            k_hat = apply_rope(k_hat, chunk.rope, self.geometry.kv_heads)
         tokens, decoded = chunk.q.shape[1], (k_hat, v_hat)
-        in_use = attention.tiles_in_use(pair[0].side, pair[1].side, tokens, self.step)
+        in_use = attention.tiles_in_use(self.recipe.window, tokens, self.step)
         for name, tiles in {"attention": in_use, "attention_encoded": attention.tiles(tokens, tokens)}.items():
             out = attention.attend(chunk.q, (chunk.k, chunk.v), decoded, tiles, self.geometry.head_size)
             self._add(f"{name}/error", (out - exact_NTC).square())
         self._add("attention/energy", exact_NTC.square())
 
-    def _fitted(self, layer: int, chunk: Chunk) -> tuple[Codec, Codec]:
+    def _fitted(self, layer: int, chunk: AttentionInputs) -> tuple[Codec, Codec]:
         """The codecs of a recipe that is fitted online, on the tokens that the cache would take: one row a chunk."""
         recipe, geometry, tokens = self.recipe, self.geometry, chunk.q.shape[1]
-        first = min(side.recent + side.block for side in recipe.at(layer))
-        count = recipe.online.fit_tokens
+        first = recipe.window.recent + recipe.window.block
+        count = recipe.policy("online").fit_tokens
         count = min(-(-first // self.step) * self.step if count == "prompt" else count, tokens)
         stage, q_NTC = recipe.key.feedback, chunk.q
         if stage is not None and stage.queries == "before":
             q_NTC = rope.unrotate(q_NTC.unflatten(-1, (-1, geometry.head_size)), *chunk.rope).flatten(-2)
 
-        def one(half: Half, x_NTC: Tensor) -> Codec:
-            side = recipe.side(layer, half)
-            if not recipe.fits(side):
-                return self.codecs[layer][HALVES.index(half)]
-            own = slice(min(side.sinks, count - 1), count)
-            return row.fit(recipe, layer, half, geometry, x_NTC[0, own].float(), q_NTC[0, :count])
+        def codec_of(role: Role, x_NTC: Tensor) -> Codec:
+            if not recipe.fits(recipe.scheme(layer, role)):
+                return self.codecs[layer][ROLES.index(role)]
+            tokens = slice(min(recipe.window.sinks, count - 1), count)
+            return row.fit(recipe, layer, role, geometry, x_NTC[0, tokens].float(), q_NTC[0, :count])
 
-        return one("key", chunk.k if recipe.position == "post" else chunk.bare), one("value", chunk.v)
+        return codec_of("key", chunk.k if recipe.position == "post" else chunk.k_pre), codec_of("value", chunk.v)
 
-    def _side(self, codec: Codec, chunk: Chunk, x_NTC: Tensor, keys: Tensor | None, below) -> Pair:
+    def _side(self, codec: Codec, chunk: AttentionInputs, x_NTC: Tensor, keys: Tensor | None, below) -> Pair:
         """The decoded, centred blocks [N·blocks, block, C], and the whole sequence with them in it [N, T, C]."""
-        side, half = codec.side, codec.half
-        whole = x_NTC.shape[1] // side.block * side.block
+        window, role = self.recipe.window, codec.role
+        whole = x_NTC.shape[1] // window.block * window.block
         if whole == 0:
             return x_NTC[:, :0], x_NTC
-        places = torch.arange(whole, device=x_NTC.device).clamp(min=min(side.sinks, x_NTC.shape[1] - 1))
-
-        def cut(x: Tensor) -> Tensor:
-            return x[:, places].expand(len(x_NTC), -1, -1).reshape(-1, side.block, x.shape[-1])
-
-        blocks = cut(x_NTC)
-        context = Context(rope=(cut(chunk.rope[0]), cut(chunk.rope[1])), keys=keys, below=below)
+        source = torch.arange(whole, device=x_NTC.device).clamp(min=min(window.sinks, x_NTC.shape[1] - 1))
+        filled, tables = block_input(x_NTC, source[None], chunk.rope)
+        assert tables is not None, "tables were given"
+        blocks, cos, sin = (part.reshape(-1, window.block, part.shape[-1]) for part in (filled, *tables))
+        context = Context(rope=(cos, sin), keys=keys, below=below)
         centred = codec.decode(codec.encode(blocks, context), context)
         found = codec.restore(centred.float(), context).reshape(len(x_NTC), whole, -1)
-        kept = slice(min(side.sinks, whole), whole)
-        self._add(f"{half}/error", (found - x_NTC[:, :whole])[:, kept].square())
-        if whole > side.sinks:
-            self.moments[half].update((chunk.bare if half == "key" else x_NTC)[:, kept])
+        kept = slice(min(window.sinks, whole), whole)
+        self._add(f"{role}/error", (found - x_NTC[:, :whole])[:, kept].square())
+        if whole > window.sinks:
+            self.moments[role].update((chunk.k_pre if role == "key" else x_NTC)[:, kept])
         predicted = codec.predicted(context)
         if codec.predictor is not None:
             residual = blocks - codec.mean(context) - (0 if predicted is None else predicted.float())
-            self._add(f"{half}/residual", residual.reshape(len(x_NTC), whole, -1)[:, kept].square())
-        return centred, torch.cat([x_NTC[:, : side.sinks], found[:, side.sinks :], x_NTC[:, whole:]], 1)
+            self._add(f"{role}/residual", residual.reshape(len(x_NTC), whole, -1)[:, kept].square())
+        return centred, torch.cat([x_NTC[:, : window.sinks], found[:, window.sinks :], x_NTC[:, whole:]], 1)
 
     def _add(self, name: str, x: Tensor) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + float(x.sum(dtype=torch.float64))
@@ -167,27 +154,14 @@ class _Work:
     def close(self, layer: int) -> None:
         """Turn the sums of a layer into its row."""
         row: dict[str, Any] = {"layer": layer}
-        for half in HALVES:
-            moments, residual = self.moments[half], self.sums.get(f"{half}/residual")
+        for role in ROLES:
+            moments, residual = self.moments[role], self.sums.get(f"{role}/residual")
             found = moments.value() if moments.sums["count"] else None
             variance = found.count * float(found.variance_C.sum()) if found else 0.0
-            row[f"{half}_error"] = self.sums.get(f"{half}/error", 0.0) / variance if variance else 0.0
-            row[f"{half}_explained"] = 1 - residual / variance if variance and residual is not None else None
+            row[f"{role}_error"] = self.sums.get(f"{role}/error", 0.0) / variance if variance else 0.0
+            row[f"{role}_explained"] = 1 - residual / variance if variance and residual is not None else None
         for name, sums in (("attention_error", "attention"), ("attention_error_encoded", "attention_encoded")):
             error = self.sums[f"{sums}/error"] / self.sums["attention/energy"]
-            row[name] = error if self.recipe.select is None else None
+            row[name] = error if self.recipe.policy("select") is None else None
         self.rows.append(row)
         self._clear()
-
-
-def turn(x_NTC: Tensor, tables: Pair, heads: int) -> Tensor:
-    """Apply RoPE to all heads side by side."""
-    return rope.rotate(x_NTC.unflatten(-1, (heads, -1)), *tables).flatten(-2)
-
-
-def turned(captured: Captured, tables: Pair, geometry: Geometry) -> Chunk:
-    """What a layer captured, with its queries, as attention reads it."""
-    assert captured.q_NTC is not None, "captured without queries"
-    k, v, q = (x.float() for x in (captured.k_NTC, captured.v_NTC, captured.q_NTC))
-    queries = turn(q, tables, q.shape[-1] // geometry.head_size)
-    return Chunk(k, turn(k, tables, geometry.kv_heads), v, queries, tables)

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from kvq_calib import corpus
-from kvq_calib.corpus import Batch
 from kvq_calib.evaluate import record
+from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.record import Protocol
 from kvq_calib.evaluate.subject import Subject
-from kvq_calib.ledger import Ledger
-from kvq_calib.plan import Plan
-from kvq_calib.run import Run
-from kvq_runtime import artifact
-from kvq_runtime.artifact import Artifact
+from kvq_calib.run.plan import Plan
+from kvq_calib.run.run import Run
+from kvq_calib.text import corpus
+from kvq_calib.text.corpus import Batch
+from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.artifact import Artifact
 
 SHARE = 32  # of the tokens of the fit one in so many is measured on,
 TOKENS = 32768  # and no more than these
@@ -28,14 +28,14 @@ PROTOCOL = Protocol(error_windows=2)
 
 
 def windows(plan: Plan, length: int) -> int:
-    """How many windows to measure on where nobody says: a small part of the run, and two for a standard error."""
+    """How many windows to measure on by default: a small part of the run, and two for a standard error."""
     return max(2, min(plan.tokens // SHARE, TOKENS) // length)
 
 
 def choose(run: Run, asked: int | None = None) -> Batch:
     """The text to measure on, from the run folder if it was chosen before; windows as long as the fit's sequences.
 
-    asked   how many windows, or ValueError; None: as `windows` says, or as many as there are
+    asked   how many windows, or ValueError; None: `windows(...)`, or as many as there are
     """
     plan, ledger = run.plan, Ledger(run.folder / "evaluated")
     length = min(plan.seq_len, run.files.context)
@@ -78,11 +78,11 @@ def evaluate(
     subjects = [*own, *beside]
     total, done = record.work(run.files, batch, len(subjects), protocol), 0
 
-    def heard(tokens: int) -> None:
+    def progressed(tokens: int) -> None:
         nonlocal done
         done += tokens
-        run.say(-1, "evaluation", done, total, tokens)
+        run.report(-1, "evaluation", done, total, tokens)
 
     torch.use_deterministic_algorithms(False)  # of a fit; what a cache does has no such version for every operation
     ledger = Ledger(run.folder / "evaluated")
-    return record.evaluate(run.files, batch, subjects, protocol, run.plan.device, progress=heard, ledger=ledger)
+    return record.evaluate(run.files, batch, subjects, protocol, run.plan.device, progress=progressed, ledger=ledger)

@@ -14,7 +14,7 @@ from typing import Any
 
 import kvq_calib
 import kvq_runtime
-from kvq_runtime import files
+from kvq_runtime.disk import files
 
 
 @dataclass(frozen=True)

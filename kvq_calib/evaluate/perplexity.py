@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvq_calib.ledger import NOWHERE, Ledger
+from kvq_calib.evaluate.ledger import NOWHERE, Ledger
 from kvq_runtime.hf import KVQCache
 
 REFERENCE = "16 bit"
@@ -132,7 +132,7 @@ def _attention(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
 
 
 class _Group:
-    """Windows that go through the model side by side, and what the 16-bit model says of them, once it is asked for."""
+    """Windows that go through the model side by side, and their logits by the 16-bit model, once they are needed."""
 
     def __init__(self, model: PreTrainedModel, tokens_BT: Tensor, step: int):
         self.model, self.step = model, step

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib import checkpoint, corpus
-from kvq_calib.capture import Stream
 from kvq_calib.fit.predict import residual_variance, ridge_map
-from kvq_calib.plan import CHUNK_TOKENS, environment
-from kvq_calib.statistics import Centred, CrossMoments
-from kvq_calib.weights import ModelFiles
-from kvq_runtime.recipe import HALVES
+from kvq_calib.fit.statistics import Centred, CrossMoments
+from kvq_calib.model.files import ModelFiles
+from kvq_calib.model.streamed import Stream
+from kvq_calib.run import checkpoint
+from kvq_calib.run.plan import CHUNK_TOKENS, environment
+from kvq_calib.text import corpus
+from kvq_runtime.recipe import ROLES
 
 DEPTH = 3  # layers below, and tokens before
 SKIP = 4  # tokens at the start of a sequence that are not counted
@@ -114,7 +115,7 @@ class _Part:
         return self.folder / f"{kind}-{index}.safetensors"
 
     def run(self, layer: int, progress: Callable[[int], object]) -> None:
-        """Run one layer over all chunks, and sum what its targets and their candidates say."""
+        """Run one layer over all chunks, and sum the products of its targets and their candidates."""
         self.sums = {}
         module, device = self.stream.layer(layer), str(self.stream.device)
         for index, tokens in enumerate(self.chunks):
@@ -122,12 +123,12 @@ class _Part:
             checkpoint.save({"hidden": found.h_BTE.cpu()}, self._file("hidden", index))
             own = {"key": found.k_NTC, "value": found.v_NTC}
             below = [checkpoint.load(self._file(layer - d, index), device) for d in range(1, min(DEPTH, layer) + 1)]
-            same = torch.cat([level[half] for level in [own, *below] for half in HALVES], -1)
+            same = torch.cat([level[role] for level in [own, *below] for role in ROLES], -1)
             self._add("same", same[:, SKIP:])
-            for half in HALVES:
-                lagged = [own[half][:, SKIP - lag : own[half].shape[1] - lag] for lag in range(DEPTH + 1)]
-                self._add(half, torch.cat(lagged, -1))
-            checkpoint.save({half: x.cpu() for half, x in own.items()}, self._file(layer, index))
+            for role in ROLES:
+                lagged = [own[role][:, SKIP - lag : own[role].shape[1] - lag] for lag in range(DEPTH + 1)]
+                self._add(role, torch.cat(lagged, -1))
+            checkpoint.save({role: x.cpu() for role, x in own.items()}, self._file(layer, index))
             self._file(layer - DEPTH, index).unlink(missing_ok=True)
             progress(tokens.numel())
 
@@ -141,43 +142,43 @@ class _Part:
         return {name: total.value() for name, total in self.sums.items()}
 
 
-def candidates(half: str, layer: int) -> dict[str, tuple[str, list[Place]]]:
+def candidates(role: str, layer: int) -> dict[str, tuple[str, list[Place]]]:
     """The sets of inputs for one role of one layer: {name: (which Gram matrix, places)}."""
-    other = HALVES[1 - HALVES.index(half)]  # type: ignore[arg-type]
-    below = [(half, depth) for depth in range(1, min(DEPTH, layer) + 1)]
+    other = ROLES[1 - ROLES.index(role)]  # type: ignore[arg-type]
+    below = [(role, depth) for depth in range(1, min(DEPTH, layer) + 1)]
     found = {f"L-{place[1]}": ("same", [place]) for place in below}
     if layer >= DEPTH:
         found[f"L-1..{DEPTH}"] = ("same", below)
     if layer:
-        found["L-1 both"] = ("same", [(half, 1), (other, 1)])
+        found["L-1 both"] = ("same", [(role, 1), (other, 1)])
     found["role"] = ("same", [(other, 0)])
     if layer:
-        found["role + L-1"] = ("same", [(other, 0), (half, 1)])
-    earlier = [(half, lag) for lag in range(1, DEPTH + 1)]
-    found |= {f"T-{place[1]}": (half, [place]) for place in earlier}
-    return found | {f"T-1..{DEPTH}": (half, earlier)}
+        found["role + L-1"] = ("same", [(other, 0), (role, 1)])
+    earlier = [(role, lag) for lag in range(1, DEPTH + 1)]
+    found |= {f"T-{place[1]}": (role, [place]) for place in earlier}
+    return found | {f"T-1..{DEPTH}": (role, earlier)}
 
 
 def _rows(layer: int, fit: Mapping[str, Centred], held: Mapping[str, Centred], ridge: float) -> list[dict[str, Any]]:
     width = len(fit["key"].mean_x_I) // (DEPTH + 1)
     rows = []
-    for half in HALVES:
-        for name, (which, places) in candidates(half, layer).items():
+    for role in ROLES:
+        for name, (which, places) in candidates(role, layer).items():
             inputs = torch.cat([_columns(which, place, width) for place in places])
-            target = _columns(which, (half, 0), width)
+            target = _columns(which, (role, 0), width)
             share = explained(*(_joint(total[which], inputs, target) for total in (fit, held)), ridge=ridge)
-            rows.append({"layer": layer, "target": half, "source": name, "explained": share})
+            rows.append({"layer": layer, "target": role, "source": name, "explained": share})
     return rows
 
 
 def _columns(which: str, place: Place, width: int) -> Tensor:
-    half, distance = place
-    start = distance if which != "same" else len(HALVES) * distance + HALVES.index(half)  # type: ignore[arg-type]
+    role, distance = place
+    start = distance if which != "same" else len(ROLES) * distance + ROLES.index(role)  # type: ignore[arg-type]
     return torch.arange(start * width, (start + 1) * width)
 
 
 def _joint(total: Centred, inputs: Tensor, target: Tensor) -> Centred:
-    """What all candidates together say of these inputs and this target."""
+    """The moments of these inputs and this target, out of those of all candidates."""
     inputs, target = inputs.to(total.xx_II.device), target.to(total.xx_II.device)
     return Centred(
         count=total.count,
@@ -201,20 +202,20 @@ def explained(fit: Centred, held: Centred, ridge: float) -> float:
 
 def means(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Figure 2: a row per source, the mean over the layers that have it."""
-    names = {half: f"{half}s" for half in HALVES}
+    names = {role: f"{role}s" for role in ROLES}
     rows: dict[str, dict[str, Any]] = {}
     for source in candidates("key", DEPTH):
         row = rows.setdefault(source, {"source": source})
-        for half in HALVES:
-            values = [r["explained"] for r in found["rows"] if (r["target"], r["source"]) == (half, source)]
-            row[names[half]] = sum(values) / len(values) if values else None
+        for role in ROLES:
+            values = [r["explained"] for r in found["rows"] if (r["target"], r["source"]) == (role, source)]
+            row[names[role]] = sum(values) / len(values) if values else None
     return list(rows.values())
 
 
 def by_layer(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Figure 5: a row per role and layer, a column per source."""
     rows: dict[tuple, dict[str, Any]] = {}
-    order = {half: number for number, half in enumerate(HALVES)}
+    order = {role: number for number, role in enumerate(ROLES)}
     for row in sorted(found["rows"], key=lambda r: (order[r["target"]], r["layer"])):
         line = rows.setdefault((row["target"], row["layer"]), {"target": row["target"], "layer": row["layer"]})
         line |= dict.fromkeys(candidates("key", DEPTH)) if len(line) == 2 else {}

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvq_calib.capture import Stream
-from kvq_calib.corpus import Batch
 from kvq_calib.evaluate import bits, errors, perplexity
+from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code
 from kvq_calib.evaluate.perplexity import REFERENCE, Score
 from kvq_calib.evaluate.subject import Subject
-from kvq_calib.ledger import NOWHERE, Ledger, code
-from kvq_calib.plan import environment
-from kvq_calib.weights import ModelFiles
+from kvq_calib.model.files import ModelFiles
+from kvq_calib.model.streamed import Stream
+from kvq_calib.run.plan import environment
+from kvq_calib.text.corpus import Batch
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import Recipe
 
@@ -41,7 +41,7 @@ class Protocol:
 
     step           tokens per forward pass
     rows           windows side by side; None: as many as make 8192 tokens
-    sinks          exact first tokens; None: what each recipe says, as in use
+    sinks          exact first tokens; None: those of each recipe, as in use
     recent         exact newest tokens, before a dynamic window keeps more; None: likewise
     error_windows  windows on which errors by layer are measured; 0: none
     """
@@ -54,7 +54,7 @@ class Protocol:
 
 
 def load_model(files: ModelFiles, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The whole model, from safetensors only; float32 on a CPU, else as stored, unless `dtype` says otherwise."""
+    """The whole model, from safetensors only; float32 on a CPU, else as stored, unless `dtype` is given."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         files.path,
         dtype=dtype or _kind(files, device),
@@ -79,7 +79,7 @@ def evaluate(
     progress: Progress = lambda tokens: None,
     ledger: Ledger = NOWHERE,
 ) -> list[dict[str, Any]]:
-    """One record per subject, in their order. `progress` hears how many of `work(...)` tokens were done."""
+    """One record per subject, in their order. `progress` is told how many of `work(...)` tokens were done."""
     length = batch.tokens_BT.shape[1]
     if length > files.context:
         raise ValueError(f"windows of {length} tokens; {files.id} was made for at most {files.context}: use --length")

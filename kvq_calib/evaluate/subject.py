@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvq_calib.weights import ModelFiles
-from kvq_runtime import fingerprint, registry
-from kvq_runtime.artifact import Artifact, load
+from kvq_calib.model.files import ModelFiles
+from kvq_runtime.artifact import fingerprint
+from kvq_runtime.artifact.artifact import Artifact, load
 from kvq_runtime.recipe import Recipe, presets
+from kvq_runtime.registry import resolve as registry
 
 
 @dataclass(frozen=True)
@@ -47,5 +48,5 @@ def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subj
             raise
         raise ValueError(f"recipe {given} has fitted stages, and no artifact has that name: {error}") from None
     artifact = load(found.path, found.sha256, found.size)
-    fingerprint.compare(artifact.fingerprint, files.fingerprint())
+    fingerprint.check_match(artifact.fingerprint, files.fingerprint())
     return Subject.of(artifact, found.sha256, given, published=bool(found.version))

@@ -1,7 +1,6 @@
-"""Gather the second moments of a layer's queries, for SQuat's feedback; say how well a subspace holds queries.
+"""Sum the second moments of a layer's queries, for SQuat's feedback; measure how well a subspace holds queries.
 
-What the moments mean, and what becomes of them, is `kvq_runtime.fit.query`, which a cache that fits to its own prompt
-shares.
+The moments are turned into moves by `kvq_runtime.fit.feedback`, which a cache that fits to its own prompt shares.
 
 deviation   of a query from a subspace: the length of what sticks out of it, over the query's own
 
@@ -10,45 +9,21 @@ Differs: the moment is calibrated. Deviations are root mean squares over held-ou
 those of one sequence's tokens.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from kvq_calib.statistics import QueryMoments
-from kvq_runtime.fit import query
+from kvq_calib.fit.statistics import QueryMoments
+from kvq_runtime.fit.feedback import solve, statistics
+from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.stages.feedback import QueryOrthogonal
+
+__all__ = ["QuerySums", "deviations", "solve", "statistics"]
 
 Pair = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class Queries:
-    """What is known of a layer's queries.
-
-    before, after   second moments, float64 [H, D, D]
-    rope            cos and sin of the positions 0 to T - 1 of a sequence, [1, T, K]
-    sequence        queries that one KV head meets in a sequence
-    """
-
-    before: Tensor
-    after: Tensor
-    rope: Pair
-    sequence: float
-
-    def moment(self, stage: QueryOrthogonal) -> Tensor:
-        """The moment that the stage asks for."""
-        if stage.queries == "averaged":
-            return query.averaged(self.before, *self.rope)
-        return self.before if stage.queries == "before" else self.after
-
-    def fit(self, stage: QueryOrthogonal, turn_DD: Tensor | None) -> dict[str, Tensor]:
-        """The tensors of the stage, by name; `turn` is the rotation of a head's channels, if there is one."""
-        return query.fit(stage, self.moment(stage), self.sequence, turn_DD)
-
-
-class Gathered:
+class QuerySums:
     """The queries of one layer, chunk by chunk: those to fit on, and the held-out ones, each of length 1."""
 
     def __init__(self, geometry: Geometry, tables: Pair, fitted: int, device: torch.device | str = "cpu"):
@@ -57,7 +32,7 @@ class Gathered:
         self._sequence = 0.0
 
     def partial(self, index: int, q_NTC: Tensor) -> QueryMoments:
-        """What a chunk's queries, before RoPE, say."""
+        """The sums of a chunk's queries, given before RoPE."""
         q_NTGD = q_NTC.float().unflatten(-1, (-1, self._geometry.head_size))
         if index >= self._fitted:
             q_NTGD = torch.nn.functional.normalize(q_NTGD, dim=-1)
@@ -66,19 +41,15 @@ class Gathered:
         return partial
 
     def merge(self, index: int, partial: QueryMoments, sequences: int) -> None:
-        """Add what a chunk of so many sequences says; chunk 0 first, then each next one."""
+        """Add the sums of a chunk of so many sequences; chunk 0 first, then each next one."""
         held = index >= self._fitted
         self._sequence = float(partial.sums["count"]) / sequences
         self._sums[held].merge(index - held * self._fitted, partial)
 
-    def add(self, index: int, q_NTC: Tensor) -> None:
-        """Add a chunk's queries, here and now."""
-        self.merge(index, self.partial(index, q_NTC), len(q_NTC))
-
     def value(self) -> tuple[Queries, Queries | None]:
         """Those to fit on, and the held-out ones, if there are any."""
         fitted, held = (
-            Queries(*sums.value(), self._tables, self._sequence) if sums.merged else None for sums in self._sums
+            Queries(*sums.value(), self._sequence, self._tables) if sums.merged else None for sums in self._sums
         )
         assert fitted is not None, "a fit without chunks"
         return fitted, held

@@ -1,4 +1,4 @@
-"""Fit KVQuant's non-uniform codebook: the ends of channels from quantiles, the points by k-means++ of what lies inside.
+"""Fit KVQuant's non-uniform codebook: the ends of channels from quantiles, the points by k-means++ of what is inside.
 
     low, high      of scale "channel": the quantiles (1 - covered) / 2 and (1 + covered) / 2 of each channel
                    of scale "token": each token's own, without its outliers
@@ -11,25 +11,31 @@ Differs: clusters are not weighted by Fisher information.
 from torch import Tensor
 
 from kvq_calib.fit import clusters
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.stages.nuq import Nuq, ends, normalized
 
 
-def fit(quantize: Nuq, rows_NC: Tensor, rest_NC: Tensor, seed: int) -> dict[str, Tensor]:
-    """The tensors of the quantizer.
+def statistics(stage: Nuq) -> tuple[str, ...]:
+    """What a fit needs."""
+    return ("residuals",)
 
-    rows_NC   a sample of tokens, float32
-    rest_NC   the same without the outliers that `correct` sets aside, as the quantizer sees it
-    """
-    if quantize.scale == "channel":
-        middle, half = channel_ends(rest_NC, quantize.covered)
-        found = {"middle": middle, "half": half}
+
+def solve(stage: Nuq, statistics: Statistics, codec: Codec) -> tuple[Nuq, dict[str, Tensor]]:
+    """The points, and the ends of channels where the scale is theirs; without what `correct` sets aside as outliers."""
+    assert statistics.residuals is not None, "a codebook is fitted to residuals"
+    rows_NC, correct = statistics.residuals.rows_NC, codec.scheme.correct
+    rest_NC = rows_NC if correct is None else correct.rest(rows_NC[None])[0]
+    if stage.scale == "channel":
+        middle, half = channel_ends(rest_NC, stage.covered)
+        stored = {"middle": middle, "half": half}
     else:
         middle, half = (end[:, None] for end in ends(rest_NC))
-        found = {}
+        stored = {}
     u = normalized(rows_NC, middle, half)
     inside = u[u.abs() <= 1 + 1e-6]  # the ends themselves, as they are rounded
-    points = clusters.centres(inside.clamp(-1, 1), 2**quantize.bits, seed)
-    return {"points": points.float().to(rows_NC.device)} | found
+    points = clusters.centres(inside.clamp(-1, 1), 2**stage.bits, statistics.seed)
+    return stage, {"points": points.float().to(rows_NC.device)} | stored
 
 
 def channel_ends(rows_NC: Tensor, covered: float) -> tuple[Tensor, Tensor]:

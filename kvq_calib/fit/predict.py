@@ -1,4 +1,4 @@
-"""Turn statistics of (inputs z, target y) into the tensors of one side's predictor.
+"""Fit a prediction to joint statistics of its inputs z and its target y.
 
     linear     W = (C + λ·tr(C)/I · 1)⁻¹ X            C = cov(z), X = cov(z, y), λ the recipe's ridge
     low rank   W V Vᵀ, V the leading eigenvectors of Wᵀ (C + λ·…) W: the best map of that rank
@@ -16,12 +16,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq_calib.statistics import Centred
-from kvq_runtime.fit.basis import fixed_sign
+from kvq_calib.fit.mlp import fit_mlp
+from kvq_calib.fit.statistics import Centred
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit import predict
+from kvq_runtime.fit.eigen import fixed_sign
+from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.ops import pack, rtn
-from kvq_runtime.stages.predict import GPTQ_BITS, GPTQ_GROUP, Linear, LowRank
+from kvq_runtime.stages.predict import GPTQ_BITS, GPTQ_GROUP, MLP, Linear, LowRank, Mean
 
 Tensors = dict[str, Tensor]
+
+
+def statistics(stage: Mean | Linear) -> tuple[str, ...]:
+    """What a fit needs: of a mean nothing more than that."""
+    if not isinstance(stage, Linear):
+        return ()
+    return ("input_rows",) if isinstance(stage, MLP) else ("inputs",)
+
+
+def solve(stage: Mean | Linear, statistics: Statistics, codec: Codec) -> tuple[Mean | Linear, Tensors]:
+    """The tensors of the predictor, as its `specs` names them; the mean, about which it is fitted, is held already."""
+    if not isinstance(stage, Linear):
+        return predict.solve(stage, statistics, codec)  # type: ignore[return-value]
+    if isinstance(stage, MLP):
+        assert statistics.input_rows is not None, "an MLP is fitted to a sample"
+        z_NI, y_NC = statistics.input_rows.tensor_split([-codec.geometry.width], 1)
+        return stage, fit_mlp(z_NI, y_NC, statistics.seed, stage.norm)
+    if isinstance(stage, LowRank):
+        return stage, fit_low_rank(statistics.inputs, stage.rank, stage.ridge)
+    return stage, (fit_gptq if stage.storage == "gptq4" else fit_linear)(statistics.inputs, stage.ridge)
 
 
 def fit_linear(joint: Centred, ridge: float) -> Tensors:
@@ -66,7 +90,7 @@ def gptq(weight_IO: Tensor, covariance_II: Tensor, bits: int = GPTQ_BITS, group:
     found: dict[str, list[Tensor]] = {"codes": [], "step": [], "low": []}
     for start in range(0, inputs, group):
         end = min(start + group, inputs)
-        _, step, low = rtn.encode_minmax(weight[start:end].mT.float(), bits)
+        _, step, low = rtn.encode(weight[start:end].mT, bits)
         codes_OK, errors_KO = _round_group(weight[start:end], upper[start:end, start:end], step, low, bits)
         weight[end:] -= upper[start:end, end:].mT @ errors_KO
         codes_OK = functional.pad(codes_OK, (0, group - codes_OK.shape[1]))
@@ -88,24 +112,11 @@ def _round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor,
     return torch.stack(codes, 1), torch.stack(errors)
 
 
-def linear_map(predictor: Linear, tensors: Tensors, inputs: int) -> Tensor:
-    """The map that a linear or low-rank predictor's stored tensors make, float64 [I, O]."""
-    if isinstance(predictor, LowRank):
-        return tensors["down"].double() @ tensors["up"].double()
-    return predictor.weight(tensors, inputs).double()
-
-
 def residual_variance(joint: Centred, weight_IO: Tensor) -> Tensor:
     """The variance of y - z W, per channel: float64 [O]."""
     weight = weight_IO.double()
     quadratic = (weight * (joint.xx_II @ weight)).sum(0)
     return joint.yy_O - 2 * (weight * joint.xy_IO).sum(0) + quadratic
-
-
-def explained(joint: Centred, weight_IO: Tensor) -> float:
-    """The share of the targets' variance, over all channels, that z W explains: at most 1."""
-    total = float(joint.yy_O.sum())
-    return 1 - float(residual_variance(joint, weight_IO).sum()) / total if total > 0 else 0.0
 
 
 def _bias(joint: Centred, weight_IO: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Sample rows of a stream by the hash of where they stand, so that the sample does not depend on chunks or order."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -52,20 +51,6 @@ class Sample:
 
     def value(self) -> SampleRows:
         return SampleRows(self._rows_RC, self._sequence_R, self._position_R)
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything as tensors, for a checkpoint."""
-        settings = {"k": torch.tensor(self.rows), "seed": torch.tensor(self.seed), "merged": torch.tensor(self.merged)}
-        rows = {"hash": self._hash_R, "sequence": self._sequence_R, "position": self._position_R, "rows": self._rows_RC}
-        return settings | rows
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        rows = state["rows"]
-        sample = cls(int(state["k"]), rows.shape[1], int(state["seed"]), rows.dtype)
-        sample._keep(state["hash"], state["sequence"], state["position"], rows)
-        sample.merged = int(state["merged"])
-        return sample
 
     def _keep(self, hashes: Tensor, sequence: Tensor, position: Tensor, rows: Tensor) -> None:
         """Join with what is held, and keep the smallest; equal hashes by sequence, then position."""

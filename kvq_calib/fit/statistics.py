@@ -22,10 +22,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvq_calib.sample import Sample, in_order
-from kvq_runtime import rope
-from kvq_runtime.fit import query
+from kvq_calib.fit.sample import Sample, in_order
+from kvq_runtime.fit import moments
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import rope
 
 __all__ = ["Centred", "CrossMoments", "MeanVariance", "Moments", "QueryMoments", "Sample"]
 
@@ -71,15 +71,6 @@ class _Sums:
             total += partial.sums[name].to(total.device)
         self.merged += 1
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything as tensors, for a checkpoint."""
-        return {**self.settings, **self.sums, "merged": torch.tensor(self.merged)}
-
-    def _load(self, state: Mapping[str, Tensor]) -> Self:
-        self.sums = {name: state[name].clone() for name in self.sums}
-        self.merged = int(state["merged"])
-        return self
-
 
 class Moments(_Sums):
     """Sum x and x² by channel.
@@ -104,10 +95,6 @@ class Moments(_Sums):
         mean = self.sums["x"] / count
         variance = (self.sums["xx"] / count - mean.square()).clamp_min(0)
         return MeanVariance(count, mean + self.settings["shift"], variance)
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        return cls(len(state["shift"]), state["shift"].device, state["shift"])._load(state)
 
 
 class CrossMoments(_Sums):
@@ -149,10 +136,6 @@ class CrossMoments(_Sums):
             yy_O=(self.sums["yy"] / count - y.square()).clamp_min(0),
         )
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        return cls(state["shift_x"], state["shift_y"])._load(state)
-
 
 class QueryMoments(_Sums):
     """Sum q qᵀ over the tokens and query heads of each KV head, before and after RoPE; nothing is subtracted."""
@@ -166,7 +149,7 @@ class QueryMoments(_Sums):
         q_NTGD = q_NTGD.float()
         heads = len(self.sums["before"])
         for name, part in (("before", q_NTGD), ("after", rope.rotate(q_NTGD, *tables))):
-            query.add(self.sums[name], part)
+            moments.add(self.sums[name], part)
         self.sums["count"] += q_NTGD.shape[:3].numel() // heads
 
     def value(self) -> tuple[Tensor, Tensor]:

@@ -16,20 +16,21 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from kvq_calib import plots
-from kvq_calib.job import Done, Job
-from kvq_calib.run import Progress
-from kvq_runtime import reference, registry
+from kvq_calib.job import Job, Published
+from kvq_calib.report import plots
+from kvq_calib.run.run import Progress
+from kvq_runtime.registry import reference
+from kvq_runtime.registry import resolve as registry
 
 EVERY = 5.0  # seconds between two updates of one layer
 
 
-def begun(model: str) -> Any:
+def create_progress(model: str) -> Any:
     """Create the progress artifact of a flow run; its id."""
     return create_progress_artifact(0.0, key="kvq-progress", description=f"{model}: preparing")
 
 
-class Shown:
+class ProgressArtifact:
     """A progress listener that keeps a progress artifact up to date: at the start of each layer, then every 5 s.
 
     Per cent are of the layers of a round, then of the evaluation.
@@ -57,35 +58,35 @@ class Shown:
         update_progress_artifact(self._artifact, 100 * (layer + 1) / layers, f"{self._model}: {layer + 1} of {layers}")
 
 
-def made(asked: Job, done: Sequence[Done], folder: Path) -> None:
-    """Show what a run made: the table, the plots if it was measured, a link to each version."""
-    rows = [one.row() | {"not published": "; ".join(one.failed)} for one in done]
-    create_table_artifact(rows, key="kvq-artifacts", description=f"What was made of {asked.model}")
+def show_results(asked: Job, done: Sequence[Published], folder: Path) -> None:
+    """Show the results of a run: the table, the plots if it was evaluated, a link to each version."""
+    rows = [artifact.row() | {"not published": "; ".join(artifact.failed)} for artifact in done]
+    create_table_artifact(rows, key="kvq-artifacts", description=f"Artifacts of {asked.model}")
     if (folder / "evaluation.json").exists() and asked.evaluate:
         records = json.loads((folder / "evaluation.json").read_text())
         drawn = {
             "Perplexity by bits": plots.perplexity_by_bits(records),
             "Error by layer": plots.error_by_layer(records),
         }
-        shown = [
+        images = [
             f"## {name}\n\n![{name}](data:image/png;base64,{base64.b64encode(png).decode()})"
             for name, png in drawn.items()
         ]
-        create_markdown_artifact("\n\n".join(shown), key="kvq-plots", description=f"Plots of {asked.model}")
-    for one in done:
-        if one.version:
-            text = f"{one.name}@{one.version}"
-            create_link_artifact(_link(text, asked), key="kvq-version", link_text=text, description=one.sha256)
+        create_markdown_artifact("\n\n".join(images), key="kvq-plots", description=f"Plots of {asked.model}")
+    for artifact in done:
+        if artifact.version:
+            name = f"{artifact.name}@{artifact.version}"
+            create_link_artifact(_link(name, asked), key="kvq-version", link_text=name, description=artifact.sha256)
 
 
-def _link(given: str, asked: Job) -> str:
+def _link(name: str, asked: Job) -> str:
     """Where a version is: a page of the Hub, or the file."""
-    found = reference.parse(given)
-    assert isinstance(found, reference.Reference), "what was published has a reference"
-    url = reference.registry_url(found.registry or asked.registry)
+    version = reference.parse(name)
+    assert isinstance(version, reference.Reference), "a published artifact has a reference"
+    url = reference.registry_url(version.registry or asked.registry)
     org = reference.hub_org(url)
     if org is None:
-        return registry.resolve(given, url).path.as_uri()
+        return registry.resolve(name, url).path.as_uri()
     from huggingface_hub import constants
 
-    return f"{constants.ENDPOINT}/{org}/{found.name}/tree/v{found.value}"
+    return f"{constants.ENDPOINT}/{org}/{version.name}/tree/v{version.value}"

@@ -1,18 +1,18 @@
-"""The stage graph as a Prefect flow: functions of `run.py` and `job.py`, a task a layer.
+"""The stages of a calibration as a Prefect flow: functions of `run/calibrate.py` and `job.py`, one task a layer.
 
-Checkpoints in the run folder are the only truth for resuming, so Prefect's caching is off; tasks pass paths and names,
-never tensors. Where no Prefect server is configured, one is started for this process: see `flow_server`.
+Checkpoints in the run folder are the only truth for resuming, so Prefect's caching is off; tasks are given the job and
+numbers, never tensors. Where no Prefect server is configured, one is started for this process: see `server.py`.
 """
 
 import hashlib
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from uuid import UUID
 
-from kvq_calib import flow_server
+from kvq_calib.flow import server as flow_server
 
 for _name, _value in flow_server.QUIET.items():  # read by prefect when it is imported
     os.environ.setdefault(_name, _value)
@@ -24,122 +24,139 @@ from prefect.exceptions import FailedRun  # noqa: E402
 from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: E402
 from prefect.states import Failed  # noqa: E402
 
-from kvq_calib import budget, checkpoint, flow_reaper, flow_shown, job  # noqa: E402
-from kvq_calib import run as graph  # noqa: E402
-from kvq_calib.gate import Refused  # noqa: E402
+from kvq_calib import job  # noqa: E402
+from kvq_calib.evaluate.gate import Refused  # noqa: E402
+from kvq_calib.flow import display, reaper  # noqa: E402
+from kvq_calib.run import budget, checkpoint  # noqa: E402
+from kvq_calib.run import calibrate as stages  # noqa: E402
+from kvq_calib.run.run import Listener, Run, silent  # noqa: E402
 
 GATE_FAILED = "GateFailed"  # the name of the state, and so of the event prefect.flow-run.GateFailed
 
-
-def _work(asked: job.Job, listener: graph.Listener = lambda progress: None) -> graph.Run:
-    files, plan = asked.prepare()
-    return graph.Run(plan, files, asked.folder(plan), listener)
+_prepared: dict[job.Job, Run] = {}  # while a flow is run from this process: its tasks prepare nothing again
 
 
-def _round(work: graph.Run, number: int) -> graph.Run | None:
+@contextmanager
+def _sharing(asked: job.Job, work: Run) -> Iterator[None]:
+    """Give this run to every task of the job, for as long as this is entered."""
+    before = dict(_prepared)
+    _prepared[asked] = work
+    try:
+        yield
+    finally:
+        _prepared.clear()
+        _prepared.update(before)
+
+
+def _work(asked: job.Job, listener: Listener = silent) -> Run:
+    """The run of a job: the one that is shared, or a new one where a task has been started alone."""
+    return replace(_prepared.get(asked) or asked.prepare(), listener=listener)
+
+
+def _round(work: Run, number: int) -> Run | None:
     """A round of the run, when those before it are finished; None where a budget needs no such round."""
     return next(islice(budget.rounds(work), number, None), None)
 
 
-def _published(asked: job.Job) -> list[job.Done]:
-    """Publish what was fitted and measured. Neither is done a second time, nor is what was published before."""
+def _publish(asked: job.Job) -> list[job.Published]:
+    """Publish what was fitted and evaluated. Neither is done a second time, nor is what was published before."""
     work = _work(asked)
-    fitted = graph.artifacts(work)
+    fitted = stages.artifacts(work)
     return list(job.publish(asked, work, fitted, job.evaluate(asked, work, fitted)))
 
 
 @task(name="prepare", task_run_name="prepare-{number}", cache_policy=NO_CACHE, persist_result=False)
 def prepare(asked: job.Job, number: int) -> int | None:
-    """Check what would stop the round, choose the texts, and say at which layer it goes on; None: there is none."""
+    """Check what would stop the round, choose the texts; the layer to go on with. None: there is no such round."""
     work = _round(_work(asked), number)
     if work is None:
         return None
-    job.preflight(asked, work.files, work.plan)
-    job.begin(asked, work) if number == 0 else graph.start(work)
-    return graph.first_unfinished(work)
+    job.preflight(asked, work)
+    job.begin(asked, work) if number == 0 else stages.start(work)
+    return stages.first_unfinished(work)
 
 
 @task(name="layer", task_run_name="layer-{layer}-{number}", cache_policy=NO_CACHE, persist_result=False)
 def layer(asked: job.Job, layer: int, number: int, progress: UUID) -> None:
     """Capture one layer and fit every recipe of the round in it."""
-    shown = flow_shown.Shown(progress, asked.model)
-    work = _round(_work(asked, shown), number)
-    assert work is not None, "prepare has seen it"
-    graph.fit_layer(work, graph.start(work), layer)
-    shown.finished(layer, work.plan.geometry.layers)
+    listener = display.ProgressArtifact(progress, asked.model)
+    work = _round(_work(asked, listener), number)
+    assert work is not None, "prepare has found this round"
+    stages.fit_layer(work, stages.start(work), layer)
+    listener.finished(layer, work.plan.geometry.layers)
 
 
 @task(name="evaluate", cache_policy=NO_CACHE, persist_result=False)
 def evaluate(asked: job.Job, progress: UUID) -> None:
-    """Measure what was fitted on held-out text; the records are kept in the run folder."""
-    work = _work(asked, flow_shown.Shown(progress, asked.model))
-    job.evaluate(asked, work, graph.artifacts(work))
+    """Measure the artifacts on held-out text; the records are kept in the run folder."""
+    work = _work(asked, display.ProgressArtifact(progress, asked.model))
+    job.evaluate(asked, work, stages.artifacts(work))
 
 
 @task(name="publish", cache_policy=NO_CACHE, persist_result=False)
-def publish(asked: job.Job) -> list[job.Done]:
+def publish(asked: job.Job) -> list[job.Published]:
     """Put the artifacts together and publish those that keep the bounds."""
-    done = _published(asked)
-    flow_shown.made(asked, done, _work(asked).folder)
+    done = _publish(asked)
+    display.show_results(asked, done, _work(asked).folder)
     return done
 
 
 @flow(name="kvq-calibrate", flow_run_name="{asked[model]}", validate_parameters=False, persist_result=False)
-def calibrate(asked: dict) -> Sequence[job.Done] | State:
+def calibrate(asked: dict) -> Sequence[job.Published] | State:
     """Calibrate a model and publish its artifacts; `asked` holds the fields of a Job.
 
     Where an artifact does not keep its bounds the run ends in the state GateFailed, which says why.
     """
-    tuples = {name: tuple(asked.get(name, ())) for name in ("recipes", "bits", "baselines")}
-    given = job.Job(**{**asked, **tuples})
-    _, plan = given.prepare()
-    given = replace(given, corpus=plan.corpus, revision=plan.revision)
-    with checkpoint.claimed(given.folder(plan)):
-        flow_reaper.bury(_tag(given))
-        progress = flow_shown.begun(given.model)
-        for number in range(budget.ROUNDS if plan.budgets else 1):
-            first = prepare(given, number)
+    requested = job.Job.from_settings(**asked)
+    work = _work(requested)
+    pinned = replace(requested, corpus=work.plan.corpus, revision=work.plan.revision)
+    with checkpoint.claimed(work.folder), _sharing(pinned, work):
+        reaper.mark_crashed(_tag(work))
+        progress = display.create_progress(pinned.model)
+        for number in range(budget.ROUNDS if work.plan.budgets else 1):
+            first = prepare(pinned, number)
             if first is None:
                 break
-            for one in range(first, plan.geometry.layers):
-                layer(given, one, number, progress)
-        if given.evaluate:
-            evaluate(given, progress)
-        done = publish(given)
-    if any(made.failed for made in done):
+            for index in range(first, work.plan.geometry.layers):
+                layer(pinned, index, number, progress)
+        if pinned.evaluate:
+            evaluate(pinned, progress)
+        done = publish(pinned)
+    if any(artifact.failed for artifact in done):
         refused = Refused(done)
         return Failed(name=GATE_FAILED, message=str(refused), data=refused)
     return done
 
 
-def run(asked: job.Job) -> tuple[list[job.Done], dict[str, float]]:
-    """Run the flow from this process; what it made, published or not, and seconds by stage."""
+def run(asked: job.Job, work: Run | None = None) -> tuple[list[job.Published], dict[str, float]]:
+    """Run the flow from this process; its artifacts, published or not, and seconds by stage."""
+    work = work or asked.prepare()
     try:
-        done = calibrated(asked)
+        done = calibrated(asked, work=work)
     except Refused as refused:
         done = refused.done
-    return done, graph.seconds(_work(asked))
+    return done, stages.seconds(work)
 
 
-def calibrated(asked: job.Job, timeout_seconds: float | None = None) -> list[job.Done]:
-    """Run the flow from this process, or as a part of another flow; what it made. Raises Refused where a gate failed.
+def calibrated(asked: job.Job, timeout_seconds: float | None = None, work: Run | None = None) -> list[job.Published]:
+    """Run the flow from this process, or as a part of another flow; its artifacts. Raises Refused where a gate failed.
 
     timeout_seconds   after which the run fails; its retry goes on where it stopped
+    work              of the job, where it is prepared already
     """
-    given = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(asked).items()}
+    work = work or asked.prepare()
+    parameters = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(asked).items()}
     timed = calibrate if timeout_seconds is None else calibrate.with_options(timeout_seconds=timeout_seconds)
-    own = nullcontext() if PREFECT_API_URL.value() else temporary_settings({PREFECT_API_URL: flow_server.address()})
-    with own, tags(_tag(asked)):
+    server = nullcontext() if PREFECT_API_URL.value() else temporary_settings({PREFECT_API_URL: flow_server.address()})
+    with server, tags(_tag(work)), _sharing(asked, work):
         try:
-            done = timed(given)
+            done = timed(parameters)
         except FailedRun:  # the gate's state without what we put into it: the server's, after an answer was lost
-            raise Refused(_published(asked)) from None
+            raise Refused(_publish(asked)) from None
     assert not isinstance(done, State), "a failed state is raised"
     return list(done)
 
 
-def _tag(asked: job.Job) -> str:
+def _tag(work: Run) -> str:
     """What flow runs of one run folder have in common, on whichever machine shares it."""
-    _, plan = asked.prepare()
-    folder = asked.folder(plan).absolute()
-    return f"run-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    return f"run-{hashlib.sha256(str(work.folder.absolute()).encode()).hexdigest()[:16]}"

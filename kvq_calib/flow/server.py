@@ -48,7 +48,7 @@ def address() -> str:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     with (home / "server.log").open("w") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "kvq_calib.flow_server", str(home)],
+            [sys.executable, "-m", "kvq_calib.flow.server", str(home)],
             env=inherited
             | QUIET
             | {"PREFECT_HOME": str(home), "PREFECT_UI_ENABLED": "false", "PREFECT__SERVER_EPHEMERAL": "1"},

@@ -1,16 +1,50 @@
-"""Compute causal attention where some of what a query reads is decoded and the rest exact.
+"""Compute causal attention of a captured layer, where a part of what a query reads is decoded and the rest exact.
 
 A tile is a run of queries that read the same: (start, stop, keys decoded, values decoded), the last two counted from
 the first token. Tokens that are not decoded are read as they are. Attention's scale is 1/√D.
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor, arange, cat
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvq_runtime.recipe import Side
+from kvq_calib.model.streamed import Captured
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import rope
+from kvq_runtime.recipe import Window
 
+Pair = tuple[Tensor, Tensor]
 Tile = tuple[int, int, int, int]
 TILE = 512  # queries: what a tile's scores take grows with tile × tokens
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention reads in one layer of one chunk, float32 [N, T, C], all heads side by side.
+
+    k_pre   keys before RoPE; `k`, `q`: keys and queries after RoPE
+    rope    cos and sin of the positions, [1, T, K] each
+    """
+
+    k_pre: Tensor
+    k: Tensor
+    v: Tensor
+    q: Tensor
+    rope: Pair
+
+
+def inputs(captured: Captured, tables: Pair, geometry: Geometry) -> AttentionInputs:
+    """Apply RoPE to what a layer captured, queries included."""
+    assert captured.q_NTC is not None, "captured without queries"
+    k, v, q = (x.float() for x in (captured.k_NTC, captured.v_NTC, captured.q_NTC))
+    query_heads = q.shape[-1] // geometry.head_size
+    return AttentionInputs(k, apply_rope(k, tables, geometry.kv_heads), v, apply_rope(q, tables, query_heads), tables)
+
+
+def apply_rope(x_NTC: Tensor, tables: Pair, heads: int) -> Tensor:
+    """Rotate every head by its token's position."""
+    return rope.rotate(x_NTC.unflatten(-1, (heads, -1)), *tables).flatten(-2)
 
 
 def tiles(tokens: int, decoded: int = 0) -> list[Tile]:
@@ -18,25 +52,23 @@ def tiles(tokens: int, decoded: int = 0) -> list[Tile]:
     return [(start, min(start + TILE, tokens), decoded, decoded) for start in range(0, tokens, TILE)]
 
 
-def tiles_in_use(key: Side, value: Side, tokens: int, step: int) -> list[Tile]:
+def tiles_in_use(window: Window, tokens: int, step: int) -> list[Tile]:
     """What queries read from a cache in which tokens arrive in steps.
 
     A step reads the state before its own flush: whole blocks of what had arrived before it, less `recent`.
     """
-    found: list[Tile] = []
+    runs: list[Tile] = []
     for start in range(0, tokens, step):
-        keys, values = (max(0, start - side.recent) // side.block * side.block for side in (key, value))
+        decoded = max(0, start - window.recent) // window.block * window.block
         stop = min(start + step, tokens)
-        if found and found[-1][2:] == (keys, values) and stop - found[-1][0] <= TILE:
-            found[-1] = (found[-1][0], stop, keys, values)
+        if runs and runs[-1][2] == decoded and stop - runs[-1][0] <= TILE:
+            runs[-1] = (runs[-1][0], stop, decoded, decoded)
         else:
-            found.append((start, stop, keys, values))
-    return found
+            runs.append((start, stop, decoded, decoded))
+    return runs
 
 
-def attend(
-    q_NTC: Tensor, exact: tuple[Tensor, Tensor], decoded: tuple[Tensor, Tensor], runs: list[Tile], head_size: int
-) -> Tensor:
+def attend(q_NTC: Tensor, exact: Pair, decoded: Pair, runs: list[Tile], head_size: int) -> Tensor:
     """The output of attention before its projection, [N, T, C of the queries], for keys and values after RoPE."""
     out = []
     for start, stop, keys, values in runs:
@@ -45,7 +77,7 @@ def attend(
             for x, x_hat, count in zip(exact, decoded, (keys, values), strict=True)
         )
         heads = [x.unflatten(-1, (-1, head_size)).transpose(1, 2) for x in (q_NTC[:, start:stop], k, v)]
-        seen = arange(stop, device=k.device) <= arange(start, stop, device=k.device)[:, None]
-        tile = scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)
+        visible = arange(stop, device=k.device) <= arange(start, stop, device=k.device)[:, None]
+        tile = scaled_dot_product_attention(*heads, attn_mask=visible, enable_gqa=True)
         out.append(tile.transpose(1, 2).flatten(2))
     return cat(out, 1)

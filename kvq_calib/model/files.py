@@ -15,12 +15,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kvq_calib import catalog
-from kvq_runtime import fingerprint
+from kvq_calib.model import catalog
+from kvq_runtime.artifact import fingerprint
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import rope
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not change with the length
 PIECE = 2**24  # bytes read from a file at a time
 _WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -41,21 +41,12 @@ class ModelFiles:
 
     @property
     def entry(self) -> catalog.Entry:
-        """What the catalog says of it, or its defaults."""
+        """Its entry in the catalog, or the defaults."""
         return catalog.entry(self.id)
 
     @property
     def architecture(self) -> str:
         return self.config["architectures"][0]
-
-    @property
-    def head_size(self) -> int:
-        # Qwen2.5's configurations have no head_dim, Mistral's may hold null
-        return self.config.get("head_dim") or self.hidden // self.query_heads
-
-    @property
-    def query_heads(self) -> int:
-        return self.config["num_attention_heads"]
 
     @property
     def hidden(self) -> int:
@@ -77,8 +68,7 @@ class ModelFiles:
 
     @property
     def geometry(self) -> Geometry:
-        heads = self.config.get("num_key_value_heads") or self.query_heads
-        return Geometry(self.config["num_hidden_layers"], heads, self.head_size)
+        return Geometry.from_config(self.config)
 
     @property
     def qk_norm(self) -> bool:
@@ -102,7 +92,7 @@ class ModelFiles:
         return _DTYPE[found]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, as stored; it lies on the CPU in memory mapped from the file."""
+        """One tensor, as stored, on the CPU, in memory mapped from the file."""
         return _open(self._file(name)).get_tensor(name)
 
     def copied(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -170,10 +160,10 @@ def read(path: Path, id: str, revision: str | None = None) -> ModelFiles:
 
 
 def _check_rope(files: ModelFiles) -> None:
-    rope = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(ROPE_TYPES)}: types whose "
+    settings = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind not in rope.FIXED_TYPES:
+        raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(rope.FIXED_TYPES)}: types whose "
                          "frequencies change with the length have no one key before RoPE")  # fmt: skip
 
 
@@ -181,7 +171,7 @@ def _check_windows(files: ModelFiles) -> None:
     config = files.config
     kinds = config.get("layer_types")
     if files.architecture == "MistralForCausalLM":
-        # transformers' default, for configurations that do not say
+        # transformers' default, for configurations without the key
         sliding = config.get("sliding_window", 4096) is not None
     elif kinds is not None:
         sliding = any(kind != "full_attention" for kind in kinds)

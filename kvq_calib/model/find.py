@@ -5,8 +5,8 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from kvq_calib.catalog import CATALOG, Entry, entry
-from kvq_calib.weights import ModelFiles, read
+from kvq_calib.model.catalog import CATALOG, Entry, entry
+from kvq_calib.model.files import ModelFiles, read
 
 __all__ = ["CATALOG", "Entry", "ModelFiles", "entry", "resolve"]
 
@@ -59,7 +59,7 @@ def _download(hub: str, revision: str | None) -> Path:
 def _demo_folder() -> Path:
     """The embedded model: a folder of the checkout, or package data of the wheel."""
     # the checkout first: an editable install holds a copy of the model as it was on that day
-    checkout = Path(__file__).parents[1] / "artifacts" / "demo-model"
+    checkout = Path(__file__).parents[2] / "artifacts" / "demo-model"
     if checkout.is_dir():
         return checkout
     try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvq_calib.weights import ModelFiles
+from kvq_calib.model.files import ModelFiles
 
 TILE = 2048  # tokens
 
@@ -59,11 +59,6 @@ class Stream:
     def layer_bytes(self) -> int:
         """What the largest layer takes on the device."""
         return max(sum(map(_bytes, layer.parameters())) for layer in self._model.model.layers)
-
-    @property
-    def head_bytes(self) -> int:
-        """What the last norm and the output head take on the device."""
-        return _bytes(self._model.lm_head.weight) + _bytes(self._model.model.norm.weight)
 
     @torch.no_grad()
     def embed(self, tokens_BT: Tensor) -> Tensor:

@@ -11,15 +11,15 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from kvq_calib import plots as draw
-from kvq_calib import report_sections as sections
-from kvq_calib.plots import size_of
-from kvq_calib.sources import SUFFIXES
-from kvq_calib.tables import by_layer
-from kvq_runtime.artifact import Artifact
-from kvq_runtime.describe import recipe_row
+from kvq_calib.report import plots as draw
+from kvq_calib.report import sections
+from kvq_calib.report.plots import size_of
+from kvq_calib.report.tables import by_layer
+from kvq_calib.text.documents import SUFFIXES
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.recipe import OURS
-from kvq_runtime.registries.card import eval_results
+from kvq_runtime.registry.card import eval_results
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
 QUERIES = "query-deviation.png"
@@ -41,7 +41,7 @@ def files(
     drawn, name = dict(measured), name or artifact.recipe.name
     if "budget" in artifact.fit:
         drawn["bits-by-layer.png"] = draw.bits_by_layer(name, by_layer(artifact))
-    if artifact.provenance.get("held_out") and any(side.feedback for side in artifact.recipe.sides):
+    if artifact.provenance.get("held_out") and any(scheme.feedback for scheme in artifact.recipe.schemes):
         where = f"{sections.model_of(artifact)[0]}, {artifact.provenance['held_out']} held-out sequences"
         drawn[QUERIES] = draw.query_deviation(artifact.fit["layers"], where)
     return {"README.md": card(artifact, records, name, license=license, plots=list(drawn)).encode()} | drawn
@@ -108,7 +108,7 @@ def _lead(artifact: Artifact) -> str:
 def _snippet(artifact: Artifact, reference: str) -> str:
     model, revision = sections.model_of(artifact)
     if model == "demo":
-        head, where = "from kvq_calib.models import resolve\n", 'folder = resolve("demo").path'
+        head, where = "from kvq_calib.model.find import resolve\n", 'folder = resolve("demo").path'
         load = "folder"
     else:
         head, load = "", "model_id"
@@ -156,7 +156,7 @@ def _limits(artifact: Artifact, records: Sequence[Mapping[str, Any]]) -> str:
             "these say nothing about larger models, long contexts or tasks."
         )
     lines.append("Perplexity was measured on one text. Where the use is another, measure there: `kvq eval`.")
-    if artifact.recipe.chained:
+    if artifact.recipe.cross_layer:
         lines.append("Layers are predicted from layers below: all must attend to all tokens, none may be skipped.")
     return "\n".join(f"- {line}" for line in lines)
 

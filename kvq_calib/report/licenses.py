@@ -1,7 +1,7 @@
 """Say under which licence model and corpus are, where that is known; nothing is guessed from a name.
 
 A model's is in the front matter of its README.md. Of corpora, only the embedded one's is known here: a dataset of the
-Hub says its own on its own card, which ours names.
+Hub states its own on its card, which ours names.
 """
 
 from pathlib import Path

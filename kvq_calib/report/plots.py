@@ -14,6 +14,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from kvq_calib.evaluate.probe import means
+from kvq_calib.report.tables import attention_error
+from kvq_runtime.recipe import family
+
 # Okabe and Ito, 2008: told apart with any kind of colour vision; shapes tell them apart without colour
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
@@ -79,8 +83,8 @@ def bits_by_layer(name: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Bits of each layer's keys and values as bars, from rows with "layer", "keys" and "values"."""
     figure = Figure(figsize=(max(6.0, 2 + 0.28 * len(rows)), 3.4), layout="constrained")
     axis = figure.subplots()
-    for place, half in enumerate(("keys", "values")):
-        axis.bar([row["layer"] + 0.4 * (place - 0.5) for row in rows], [row[half] for row in rows], 0.38, label=half,
+    for place, role in enumerate(("keys", "values")):
+        axis.bar([row["layer"] + 0.4 * (place - 0.5) for row in rows], [row[role] for row in rows], 0.38, label=role,
                  color=COLOURS[place])  # fmt: skip
     axis.set_xlabel("layer")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -130,17 +134,9 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _labels(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
     """What each line is called: its own name or, of many, its family's."""
-    from kvq_calib.compare import family  # which draws nothing, but does what those do who draw
-
     if len(lines) <= TOLD_APART:
         return {name: name for name in lines}
     return {name: family(group[0]["result"]["recipe"]) for name, group in lines.items()}
-
-
-def attention_error(record: Mapping[str, Any]) -> float | None:
-    """The error of attention's output as the cache gives it in use: the mean over layers."""
-    found = [row["attention_error"] for row in record["result"]["layers"]]
-    return sum(found) / len(found) if found and None not in found else None
 
 
 def by_bits(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -155,31 +151,29 @@ def series(name: str) -> str:
 
 def probes(found: Mapping[str, Any]) -> bytes:
     """Explained variance: means over layers as bars (the paper's figure 2), chosen sources by layer (figure 5)."""
-    from kvq_calib.probe import means
-
     rows = means(found)
     figure = Figure(figsize=(11, 6.6), layout="constrained")
-    halves: Any = figure.subfigures(2, 1)
-    top, bottom = halves
+    roles: Any = figure.subfigures(2, 1)
+    top, bottom = roles
     axis = top.subplots()
-    for place, (half, label) in enumerate((("keys", "keys"), ("values", "values"))):
-        heights = [row[half] or 0.0 for row in rows]
+    for place, (role, label) in enumerate((("keys", "keys"), ("values", "values"))):
+        heights = [row[role] or 0.0 for row in rows]
         bars = axis.bar([x + 0.38 * (place - 0.5) for x in range(len(rows))], heights, 0.36, label=label,
                         color=COLOURS[place])  # fmt: skip
         axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7.5, padding=1)
     axis.set_xticks(range(len(rows)), [row["source"] for row in rows])
     axis.set_ylabel("explained variance")
-    axis.set_ylim(min(0.0, *(row[half] or 0.0 for row in rows for half in ("keys", "values"))), 1.09)
+    axis.set_ylim(min(0.0, *(row[role] or 0.0 for row in rows for role in ("keys", "values"))), 1.09)
     axis.set_title("Mean over layers", loc="left", fontsize=10)
     axis.legend(frameon=False, ncols=2, loc="upper right", fontsize=9)
     _tidy(axis, "y")
     panels = bottom.subplots(1, 2, sharey=True)
-    for panel, (half, title) in zip(panels, (("key", "Keys by layer"), ("value", "Values by layer")), strict=True):
+    for panel, (role, title) in zip(panels, (("key", "Keys by layer"), ("value", "Values by layer")), strict=True):
         for number, source in enumerate(("L-1", "L-2", "L-1 both", "role", "role + L-1", "T-1")):
             points = [
                 (row["layer"], row["explained"])
                 for row in found["rows"]
-                if (row["target"], row["source"]) == (half, source)
+                if (row["target"], row["source"]) == (role, source)
             ]
             if points:
                 panel.plot(*zip(*points, strict=True), label=source, **_look(number))

@@ -1,16 +1,16 @@
-"""Write the sections of a card that say what an artifact is of, and what was measured: tables in Markdown."""
+"""Write the sections of a card on the origin of an artifact and on its measurements: tables in Markdown."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvq_calib import licenses
-from kvq_calib.plots import size_of
-from kvq_calib.tables import by_layer, relative
-from kvq_runtime.artifact import Artifact
-from kvq_runtime.describe import artifact_record, recipe_row
-from kvq_runtime.recipe import HALVES
-from kvq_runtime.registries.card import UNMEASURED
-from kvq_runtime.table import cell
+from kvq_calib.report import licenses
+from kvq_calib.report.plots import size_of
+from kvq_calib.report.tables import by_layer, relative
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.artifact.describe import artifact_record, recipe_row
+from kvq_runtime.cli.table import cell
+from kvq_runtime.recipe import ROLES
+from kvq_runtime.registry.card import UNMEASURED
 
 _CHOSEN = (
     " Keys, values: bits per element of the settings that were chosen, on the same sequences, for the least sum of "
@@ -36,7 +36,7 @@ def corpus_of(artifact: Artifact) -> Mapping[str, Any]:
 def recipe(artifact: Artifact) -> str:
     """What is stored of keys and values, and at how many bits."""
     row = recipe_row(artifact.recipe, artifact.fingerprint.geometry)
-    side, shape = artifact.recipe.key, artifact.fingerprint.geometry
+    window, shape = artifact.recipe.window, artifact.fingerprint.geometry
     rows = {
         "recipe": f"`{row['name']}`",
         "keys are encoded": "before RoPE" if row["position"] == "pre" else "after RoPE",
@@ -44,8 +44,8 @@ def recipe(artifact: Artifact) -> str:
         "values": f"`{row['values']}`" if row["values"] != "as keys" else "as keys",
         "other layers": f"`{row['layers']}`" if row["layers"] else "none",
         "bits per element, asymptotic": f"{row['bits']:.4g}",
-        "exact tokens": f"{side.sinks} sinks, {side.recent} recent at least",
-        "block": f"{side.block} tokens",
+        "exact tokens": f"{window.sinks} sinks, {window.recent} recent at least",
+        "block": f"{window.block} tokens",
         "cache": f"{shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_size}",
     }
     return _pairs(rows)
@@ -75,7 +75,7 @@ def fit(artifact: Artifact) -> str:
     if not layers:
         return "Nothing was measured during the fit."
     rows = by_layer(artifact)
-    if len({row[f"{half}s"] for row in rows for half in HALVES}) == 1:
+    if len({row[f"{role}s"] for row in rows for role in ROLES}) == 1:
         rows = [{name: row[name] for name in row if name not in ("keys", "values")} for row in rows]
     chosen = artifact.fit.get("budget")
     held = artifact.provenance.get("held_out")

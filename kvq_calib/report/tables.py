@@ -3,15 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvq_runtime.artifact import Artifact
-from kvq_runtime.memory import side_bits
-from kvq_runtime.recipe import HALVES
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.recipe import ROLES
+from kvq_runtime.store.memory import scheme_bits
 
 
 def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows that `kvq compare` prints: those of `kvq eval`, with the error of attention's output."""
-    from kvq_calib.plots import attention_error
-
     first, *rows = table(records)
     return [first, *(row | {"attention": attention_error(one)} for row, one in zip(rows, records, strict=True))]
 
@@ -37,6 +35,12 @@ def table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def attention_error(record: Mapping[str, Any]) -> float | None:
+    """The error of attention's output as the cache gives it in use, mean over layers; None where it is not measured."""
+    errors = [row["attention_error"] for row in record["result"]["layers"]]
+    return sum(errors) / len(errors) if errors and None not in errors else None
+
+
 def relative(result: Mapping[str, Any]) -> str:
     """The distance of a perplexity from that of 16 bit, with its standard error where there is one."""
     spread = result["relative_se"]
@@ -49,10 +53,10 @@ def by_layer(artifact: Artifact) -> list[dict[str, Any]]:
     rows = []
     for layer, measures in enumerate(artifact.fit["layers"]):
         found: dict[str, Any] = {"layer": layer}
-        for half in HALVES:
-            found[f"{half}s"] = round(side_bits(artifact.recipe, layer, half, artifact.fingerprint.geometry), 4)
-        for half in HALVES:
-            own = measures.get(half) or {}
-            found |= {f"{half}s {short}": own[name] for name, short in names.items() if name in own}
+        for role in ROLES:
+            found[f"{role}s"] = round(scheme_bits(artifact.recipe, layer, role, artifact.fingerprint.geometry), 4)
+        for role in ROLES:
+            own = measures.get(role) or {}
+            found |= {f"{role}s {short}": own[name] for name, short in names.items() if name in own}
         rows.append(found)
     return rows

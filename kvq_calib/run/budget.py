@@ -5,7 +5,7 @@
     round 1   fit the recipe with what was chosen; measure again, now above layers as they will be
     round 2   where the sum of round 1 is more than TOLERANCE off what its choice promised: choose and fit once more
 
-Of all rounds, the one with the least measured sum is the artifact: its recipe names a Side per layer, and a runtime
+Of all rounds, the one with the least measured sum is the artifact: its recipe names a Scheme per layer, and a runtime
 sees a recipe like any other. A round is a run of its own, in a folder of its own, so it resumes like any other.
 
 Settings are AQUA-KV's prediction with what rounds the rest: SVDq's basis with water-filled bits, or a HIGGS grid.
@@ -16,25 +16,19 @@ Differs: KVTuner prunes and searches with NSGA-II on the model's accuracy; here 
 taken to add up, and the choice is exact.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvq_calib import checkpoint
 from kvq_calib.fit.allocate import choose
-from kvq_runtime import codec
+from kvq_calib.run import checkpoint
+from kvq_calib.run.run import Run
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import HALVES, Recipe, Side
+from kvq_runtime.recipe import ROLES, Recipe, Scheme, Window
 from kvq_runtime.recipes import aqua_klt, higgs
-from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear
-
-if TYPE_CHECKING:
-    from kvq_calib.run import Run
 
 WIDTHS = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6)  # bits over a basis
 GRIDS = ("1bit", "2bit", "3bit", "4bit")
@@ -43,16 +37,19 @@ TOLERANCE = 0.05
 
 
 @lru_cache(maxsize=8)
-def options(geometry: Geometry) -> list[Side]:
+def options(geometry: Geometry) -> list[Scheme]:
     """The settings that each layer's keys and values choose from, cheapest first."""
-    sides = [*map(aqua_klt.side, WIDTHS), *map(higgs.side, GRIDS)]
-    found = [replace(side, predict=Linear()) for side in sides]
-    return sorted((side for side in found if _possible(side, geometry)), key=lambda side: codec.bits(side, geometry))
+    schemes = [*map(aqua_klt.scheme, WIDTHS), *map(higgs.scheme, GRIDS)]
+    found = [replace(scheme, predict=Linear()) for scheme in schemes]
+    return sorted(
+        (scheme for scheme in found if _possible(scheme, geometry)),
+        key=lambda scheme: scheme.bits(Window().block, geometry),
+    )
 
 
-def _possible(side: Side, geometry: Geometry) -> bool:
+def _possible(scheme: Scheme, geometry: Geometry) -> bool:
     try:
-        Recipe("option", side, side, "pre").check(geometry)
+        Recipe("option", scheme, scheme, "pre").check(geometry)
     except ValueError:
         return False
     return True
@@ -60,29 +57,31 @@ def _possible(side: Side, geometry: Geometry) -> bool:
 
 def recipe(bits: float, geometry: Geometry) -> Recipe:
     """The recipe of round 0: in every layer the dearest basis within the budget. ValueError: no such budget."""
-    sides = options(geometry)
-    low, high = (codec.bits(side, geometry) for side in (sides[0], sides[-1]))
+    schemes = options(geometry)
+    low, high = (scheme.bits(Window().block, geometry) for scheme in (schemes[0], schemes[-1]))
     if not low <= bits <= high:
         raise ValueError(f"--bits {bits:g}; this model can have {math.ceil(1e3 * low) / 1e3:g} to {high:.3f}")
-    side = [side for side in sides if isinstance(side.quantize, Mixed) and codec.bits(side, geometry) <= bits][-1]
+    scheme = [
+        scheme for scheme in schemes if scheme.quantize.takes_latents and scheme.bits(Window().block, geometry) <= bits
+    ][-1]
     name = f"auto-{bits:g}bit"
-    return Recipe(name, side, side, "pre", summary=f"bits by layer, chosen by attention's error, {bits:g} in all")
+    return Recipe(name, scheme, scheme, "pre", summary=f"bits by layer, chosen by attention's error, {bits:g} in all")
 
 
 def allocated(asked: Recipe, bits: float, geometry: Geometry, notes: list[dict]) -> tuple[Recipe, float]:
     """The recipe with the best settings within the budget, and the error that they promise.
 
-    notes   of each layer, what `measure.attention_errors` found
+    notes   of each layer, what `sensitivity.attention_errors` found
     """
-    sides, block = options(geometry), asked.key.block * geometry.width
-    costs = [round(codec.bits(side, geometry) * block) for side in sides]
-    errors = [note[half][1:] for note in notes for half in HALVES]
+    schemes, block = options(geometry), asked.window.block * geometry.width
+    costs = [round(scheme.bits(Window().block, geometry) * block) for scheme in schemes]
+    errors = [note[role][1:] for note in notes for role in ROLES]
     budget = math.floor(bits * block * len(errors) + 1e-6)
     picks = choose([costs] * len(errors), errors, budget)
     promised = math.fsum(error[pick] for error, pick in zip(errors, picks, strict=True))
     for layer in range(geometry.layers):
         key, value = picks[2 * layer : 2 * layer + 2]
-        asked = asked.with_sides(layer, sides[key], sides[value])
+        asked = asked.with_schemes(layer, schemes[key], schemes[value])
     return asked, promised
 
 
@@ -118,7 +117,7 @@ def settled(run: Run, name: str) -> tuple[Run, dict[str, Any]]:
 
 def total(part: Run, name: str) -> float:
     """The error of a round's own settings, summed over layers, keys and values."""
-    return math.fsum(note[half][0] for note in _notes(part, name) for half in HALVES)
+    return math.fsum(note[role][0] for note in _notes(part, name) for role in ROLES)
 
 
 def _notes(part: Run, name: str) -> list[dict[str, list[float]]]:

@@ -1,84 +1,46 @@
-"""The stage graph as plain functions: prepare → layer 0 → layer 1 → ... → artifacts; `held_out.py` evaluates them.
+"""The stages of a calibration as plain functions: prepare → layer 0 → layer 1 → ... → artifacts.
 
 Each function reads what the one before left in the run folder, so any of them can be a task of a workflow engine, and
 a run that was killed goes on at the layer where it was. One pass over the model serves all recipes of the plan.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq_calib import budget, checkpoint, chunks, corpus, measure
-from kvq_calib.capture import Stream
-from kvq_calib.chunks import RecipeWork, Spread
-from kvq_calib.fit import metric, query
-from kvq_calib.fit.layer import SideFit, summary
-from kvq_calib.plan import Plan
-from kvq_calib.statistics import MeanVariance, Moments
-from kvq_calib.weights import ModelFiles
-from kvq_runtime import faults
-from kvq_runtime.artifact import Artifact
-from kvq_runtime.recipe import HALVES, Recipe, Side
-from kvq_runtime.stages.rotate import OutputBasis
+from kvq_calib.fit import feedback, rotate
+from kvq_calib.fit.feedback import QuerySums
+from kvq_calib.fit.scheme import SchemeFit, summary
+from kvq_calib.fit.statistics import MeanVariance, Moments
+from kvq_calib.model.streamed import Stream
+from kvq_calib.run import budget, checkpoint, passes, sensitivity
+from kvq_calib.run.passes import RecipeWork
+from kvq_calib.run.plan import set_arithmetic
+from kvq_calib.run.run import Run
+from kvq_calib.text import corpus
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.disk import faults
+from kvq_runtime.fit.statistics import Queries, Statistics
+from kvq_runtime.recipe import ROLES, Recipe, Role
 
-
-@dataclass(frozen=True)
-class Progress:
-    """What a progress callback hears: this many of a layer's units of work are done.
-
-    layer   -1: the whole model, whose units are `total` tokens; `tokens` of them since the last time
-    """
-
-    layer: int
-    layers: int
-    stage: str
-    done: int
-    total: int
-    tokens: int
-    round: int = 0
-
-
-Listener = Callable[[Progress], None]
 Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the capture says of a layer.
+class LayerStatistics:
+    """Sums over all chunks, collected while a layer was captured.
 
-    moments   of keys and of values, for each number of sinks left out
-    queries   those to fit on, where a recipe asks for queries; `held`: those held out, if any are
+    moments   of keys and of values, by the number of sinks left out
+    queries   second moments of the queries to fit on, where a recipe asks for queries; `held`: of the held-out ones
     """
 
     moments: dict[int, tuple[MeanVariance, MeanVariance]]
-    queries: query.Queries | None = None
-    held: query.Queries | None = None
-
-
-@dataclass(frozen=True)
-class Run:
-    """A plan at work: where its files are, whose weights it reads, who does its chunks and hears of its progress.
-
-    In another process it is a run that works there by itself, and that nobody hears of.
-    """
-
-    plan: Plan
-    files: ModelFiles
-    folder: Path
-    listener: Listener = lambda progress: None
-    round: int = 0
-    spread: Spread = chunks.here
-
-    def __reduce__(self):
-        return Run, (self.plan, self.files, self.folder)
-
-    def say(self, layer: int, stage: str, done: int, total: int, tokens: int = 0) -> None:
-        """Report progress."""
-        self.listener(Progress(layer, self.plan.geometry.layers, stage, done, total, tokens, self.round))
+    queries: Queries | None = None
+    held: Queries | None = None
 
 
 def calibrate(run: Run) -> dict[str, Artifact]:
@@ -99,18 +61,11 @@ def fit(run: Run) -> dict[str, Artifact]:
 def start(run: Run) -> Stream:
     """Set the numeric environment, open the run folder and the model, and prepare the text."""
     plan = run.plan
-    arithmetic(plan)
+    set_arithmetic(plan)
     checkpoint.open_run(plan, run.folder)
     stream = Stream(run.files, plan.device, getattr(torch, plan.dtype))
     prepare(run, stream)
     return stream
-
-
-def arithmetic(plan: Plan) -> None:
-    """Make this process calculate as the plan says."""
-    torch.set_num_threads(plan.threads)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.use_deterministic_algorithms(plan.device.startswith("cuda"))
 
 
 def first_unfinished(run: Run) -> int:
@@ -128,7 +83,7 @@ def first_unfinished(run: Run) -> int:
 
 
 def prepare(run: Run, stream: Stream) -> None:
-    """Choose the tokens and embed them: what lies under the first layer."""
+    """Choose the tokens and embed them: the hidden states under the first layer."""
     plan = run.plan
     if checkpoint.record(run.folder, -1) is not None:
         return
@@ -136,7 +91,7 @@ def prepare(run: Run, stream: Stream) -> None:
     with checkpoint.layer_folder(run.folder, -1, {"corpus": batch.description}) as folder:
         for index, rows in enumerate(plan.chunks):
             tokens = batch.tokens_BT[rows.start : rows.stop]
-            checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / chunks.file("hidden", index))
+            checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / passes.file("hidden", index))
 
 
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
@@ -144,79 +99,94 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     plan, started = run.plan, time.perf_counter()
     record: dict = {"layer": layer, "fit": {}, "recipes": {}, "attention": {}, "seconds": {}}
     with checkpoint.layer_folder(run.folder, layer, record) as folder:
-        said = _capture(run, stream, layer, folder, record["seconds"])
+        collected = _capture(run, stream, layer, folder, record["seconds"])
         record["seconds"]["capture"] = time.perf_counter() - started - record["seconds"]["forward"]
         tensors: dict[str, Tensor] = {}
         for recipe in plan.recipes:
             begun = time.perf_counter()
-            fitted, measures, work = _fit_recipe(run, stream, layer, recipe, said, folder)
+            fitted, measures, work = _fit_recipe(run, stream, layer, recipe, collected, folder)
             tensors |= {f"{recipe.name}/{name}": tensor for name, tensor in fitted.items()}
             record["fit"][recipe.name] = measures
-            record["recipes"][recipe.name] = recipe.with_sides(layer, *work.sides).to_json()
+            record["recipes"][recipe.name] = recipe.with_schemes(layer, *work.schemes).to_json()
             if recipe.name in plan.budgets:
-                found = measure.attention_errors(work, budget.options(plan.geometry))
-                record["attention"][recipe.name] = found
-                for half in HALVES:
-                    measures[half]["attention_error"] = found[half][0]
+                errors = sensitivity.attention_errors(work, budget.options(plan.geometry))
+                record["attention"][recipe.name] = errors
+                for role in ROLES:
+                    measures[role]["attention_error"] = errors[role][0]
             record["seconds"][recipe.name] = time.perf_counter() - begun
         checkpoint.save(tensors, folder / "fit.safetensors")
-        if not any(chunks.clean(side) for recipe in plan.recipes for side in recipe.sides):
+        if not any(passes.clean(scheme) for recipe in plan.recipes for scheme in recipe.schemes):
             for index in range(len(plan.chunks)):
-                (folder / chunks.file("capture", index)).unlink()
+                (folder / passes.file("capture", index)).unlink()
                 faults.point("capture.unlinked")
     checkpoint.thin(run.folder, layer, max(plan.depth, 1), last=layer == plan.geometry.layers - 1)
 
 
-def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) -> Said:
-    """Run the layer on every chunk, keep its keys and values, and take what statistics of it are sums."""
+def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) -> LayerStatistics:
+    """Run the layer on every chunk, keep its keys and values, and sum what fits need of them and of its queries."""
     plan, width, device = run.plan, run.plan.geometry.width, stream.device
-    sums = {sinks: (Moments(width, device), Moments(width, device)) for sinks in {_sinks(r) for r in plan.recipes}}
-    asked = any(side.feedback for recipe in plan.recipes for side in recipe.sides)
-    gathered = query.Gathered(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
-    shared = chunks.Capture(run, stream, layer, folder, frozenset(sums), gathered if asked else None)
-    caught = run.spread(chunks.capture, shared, range(len(plan.chunks)))
-    for (index, rows), found in zip(enumerate(plan.chunks), caught, strict=True):
-        seconds["forward"] = seconds.get("forward", 0.0) + found.forward
-        for sinks, pair in found.moments.items():
+    sums = {
+        sinks: (Moments(width, device), Moments(width, device))
+        for sinks in {recipe.window.sinks for recipe in plan.recipes}
+    }
+    query_sums = None
+    if any(scheme.feedback for recipe in plan.recipes for scheme in recipe.schemes):
+        query_sums = QuerySums(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
+    shared = passes.Capture(run, stream, layer, folder, frozenset(sums), query_sums)
+    captured = run.executor(passes.capture, shared, range(len(plan.chunks)))
+    for (index, rows), chunk in zip(enumerate(plan.chunks), captured, strict=True):
+        seconds["forward"] = seconds.get("forward", 0.0) + chunk.forward
+        for sinks, pair in chunk.moments.items():
             for total, partial in zip(sums[sinks], pair, strict=True):
                 total.merge(index, partial)
-        if found.queries is not None:
-            gathered.merge(index, found.queries, len(rows))
-        run.say(layer, "capture", index + 1, len(plan.chunks), len(rows) * plan.seq_len)
+        if query_sums is not None:
+            query_sums.merge(index, chunk.queries, len(rows))
+        run.report(layer, "capture", index + 1, len(plan.chunks), len(rows) * plan.seq_len)
     moments = {sinks: (keys.value(), values.value()) for sinks, (keys, values) in sums.items()}
-    return Said(moments, *(gathered.value() if asked else ()))
+    return LayerStatistics(moments, *(query_sums.value() if query_sums is not None else ()))
 
 
 def _fit_recipe(
-    run: Run, stream: Stream, layer: int, recipe: Recipe, said: Said, folder: Path
+    run: Run, stream: Stream, layer: int, recipe: Recipe, collected: LayerStatistics, folder: Path
 ) -> tuple[dict[str, Tensor], dict, RecipeWork]:
-    """Keys first, then values, each: statistics over the fitted chunks, solution, every chunk decoded.
+    """Keys first, then values, each: the stages fitted, then every chunk decoded.
 
-    Returns tensors, measures, and the work, whose sides have what the fit found for their settings.
+    Returns tensors, measures, and the work, whose schemes have the settings that the fit found.
     """
-    plan, geometry = run.plan, run.plan.geometry
-    work = RecipeWork(run, stream, layer, recipe, folder)
-    found: dict[str, Tensor] = {}
+    plan, work = run.plan, RecipeWork(run, stream, layer, recipe, folder)
+    tensors: dict[str, Tensor] = {}
     measures: dict = {}
-    for half, mean in zip(HALVES, said.moments[_sinks(recipe)], strict=True):
-        side = SideFit(recipe, layer, half, geometry, mean, _metric(run, layer, recipe.side(layer, half)))
-        shared, fitted = chunks.Pass(work, side), range(plan.fitted_chunks)
-        if side.needs_statistics:
-            side.solve(run.spread(chunks.statistics, shared, fitted), plan.seed)
-        if said.queries is not None and side.side.feedback is not None:
-            side.solve_feedback(said.queries)
-        if side.needs_residuals:
-            side.solve_residuals(run.spread(chunks.residuals, shared, fitted), plan.seed)
+    for role, moments in zip(ROLES, collected.moments[recipe.window.sinks], strict=True):
+        fit = _fit_scheme(work, role, Statistics(moments.mean_C.float(), seed=plan.seed), collected)
         sums = torch.zeros(5, dtype=torch.float64)
-        for index, errors in enumerate(run.spread(chunks.decode, shared, range(len(plan.chunks)))):
-            sums += errors
-            run.say(layer, f"{recipe.name} {half}s", index + 1, len(plan.chunks))
-        work.fits[half] = side
-        found |= {f"layers.{layer}.{half}.{name}": tensor.cpu() for name, tensor in side.tensors.items()}
-        measures[half] = summary(sums)
-        if said.queries is not None and said.held is not None and side.side.feedback is not None:
-            measures[half]["query_deviation"] = query.deviations(side.side.feedback, said.queries, said.held)
-    return found, measures, work
+        errors = run.executor(passes.decode, passes.Pass(work, fit), range(len(plan.chunks)))
+        for index, chunk_sums in enumerate(errors):
+            sums += chunk_sums
+            run.report(layer, f"{recipe.name} {role}s", index + 1, len(plan.chunks))
+        work.fits[role] = fit
+        tensors |= {f"layers.{layer}.{role}.{name}": tensor.cpu() for name, tensor in fit.tensors.items()}
+        measures[role] = summary(sums)
+        if fit.scheme.feedback is not None and collected.queries is not None and collected.held is not None:
+            deviations = feedback.deviations(fit.scheme.feedback, collected.queries, collected.held)
+            measures[role]["query_deviation"] = deviations
+    return tensors, measures, work
+
+
+def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected: LayerStatistics) -> SchemeFit:
+    """Fit the stages of keys, or of values; whatever they need is collected in passes over the fitted chunks."""
+    run, fitted = work.run, range(work.run.plan.fitted_chunks)
+    fit = SchemeFit(work.recipe, work.layer, role, run.plan.geometry, statistics)
+
+    def collect(field: str) -> Any:
+        if field == "queries":
+            return collected.queries
+        if field == "metric":
+            weight = run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
+            return rotate.metric(weight.to(run.plan.device), run.plan.geometry)
+        return fit.merged(field, run.executor(passes.collect, passes.Pass(work, fit, field), fitted))
+
+    fit.solve(collect)
+    return fit
 
 
 def artifacts(run: Run) -> dict[str, Artifact]:
@@ -245,10 +215,10 @@ def _artifact(name: str, run: Run, noted: dict) -> Artifact:
 
 
 def _resolved(recipe: Recipe, found: list[Recipe]) -> Recipe:
-    """The recipe with what the fit found for the sides of each layer, if it found anything."""
+    """The recipe with what the fit found for the schemes of each layer, if it found anything."""
     for layer, one in enumerate(found):
         if one.at(layer) != recipe.at(layer):
-            recipe = recipe.with_sides(layer, *one.at(layer))
+            recipe = recipe.with_schemes(layer, *one.at(layer))
     return recipe
 
 
@@ -260,15 +230,3 @@ def seconds(run: Run) -> dict[str, float]:
             for stage, spent in (checkpoint.record(part.folder, layer) or {})["seconds"].items():
                 totals[stage] = totals.get(stage, 0.0) + spent
     return totals
-
-
-def _metric(run: Run, layer: int, side: Side) -> Tensor | None:
-    """What an error of values costs in this layer's output, where the side's basis asks for it."""
-    if not isinstance(side.rotate, OutputBasis):
-        return None
-    weight = run.files.tensor(f"model.layers.{layer}.self_attn.o_proj.weight")
-    return metric.output(weight.to(run.plan.device), run.plan.geometry)
-
-
-def _sinks(recipe: Recipe) -> int:
-    return max(recipe.key.sinks, recipe.value.sinks)

@@ -9,9 +9,7 @@
 A layer's folder is written under its partial name, every file is fsynced, then the folder is renamed.
 """
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +21,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvq_calib.plan import Plan
-from kvq_runtime import faults, files
+from kvq_calib.run.plan import Plan
+from kvq_runtime.disk import faults, files
+from kvq_runtime.errors import Conflict
 
 
-class AlreadyRunning(RuntimeError):
+class AlreadyRunning(Conflict, RuntimeError):
     """Another process works on the same plan in the same folder."""
 
 
@@ -52,7 +51,7 @@ def open_run(plan: Plan, folder: Path) -> None:
     files.sync(folder)  # whoever finished its last layer may have died before
     path, given = folder / "plan.json", json.dumps(plan.to_json(), sort_keys=True, indent=1)
     if not path.exists():
-        _write(path, given)
+        files.save(path, given.encode())
     elif (found := path.read_text()) != given:
         theirs, ours = (json.loads(text) for text in (found, given))
         differ = sorted(key for key in ours if theirs.get(key) != ours[key])
@@ -63,7 +62,7 @@ def open_run(plan: Plan, folder: Path) -> None:
 
 
 def folder_of(run: Path, layer: int) -> Path:
-    """The folder of a finished layer; -1 is what lies under the first."""
+    """The folder of a finished layer; -1: the folder of what is under the first."""
     return run / ("layer-start" if layer < 0 else f"layer-{layer:04d}")
 
 
@@ -78,9 +77,7 @@ def layer_folder(run: Path, layer: int, noted: dict) -> Iterator[Path]:
     faults.point("layer.made")
     yield partial
     digests = _seal(sorted(path for path in partial.iterdir() if path.is_file()))
-    _write(partial / "done.json", json.dumps(noted | {"files": digests}, sort_keys=True))
-    files.sync(partial)
-    faults.point("layer.synced")
+    files.save(partial / "done.json", json.dumps(noted | {"files": digests}, sort_keys=True).encode())
     partial.rename(final)
     faults.point("layer.renamed")
     files.sync(run)
@@ -99,7 +96,7 @@ def verify(run: Path, layer: int, kinds: tuple[str, ...] | None = None) -> None:
     for name, digest in (record(run, layer) or {"files": {}})["files"].items():
         if kinds is not None and not name.startswith(kinds):
             continue
-        if not (folder / name).is_file() or _digest(folder / name) != digest:
+        if not (folder / name).is_file() or files.digest(folder / name)[0] != digest:
             raise RuntimeError(f"checkpoint {folder / name} is missing or damaged; delete {run} to start over")
 
 
@@ -126,37 +123,11 @@ def load(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     return load_file(path, device=device)
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    faults.point("note.begun")
-    partial.write_text(text)
-    faults.point("note.written")
-    _fsync(partial)
-    faults.point("note.synced")
-    partial.rename(path)
-    faults.point("note.renamed")
-    files.sync(path.parent)
-    faults.point("note.done")
-
-
 def _seal(paths: list[Path]) -> dict[str, str]:
     """Make files durable; their digests by name, which other threads find meanwhile."""
     with ThreadPoolExecutor() as pool:
-        digests = pool.map(_digest, paths)
+        digests = pool.map(files.digest, paths)
         for path in paths:
-            _fsync(path)
+            files.sync_file(path)
             faults.point("layer.sealed")
-        return dict(zip((path.name for path in paths), digests, strict=True))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return {path.name: digest for path, (digest, _) in zip(paths, digests, strict=True)}

@@ -3,20 +3,17 @@
 import hashlib
 import json
 import math
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
-from kvq_calib import corpus
-from kvq_calib.weights import ModelFiles
+from kvq_calib.model.files import ModelFiles
+from kvq_calib.text import corpus
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.stages.predict import Linear
 
 CHUNK_TOKENS = 8192
 
@@ -60,9 +57,9 @@ class Plan:
             recipe.check(self.geometry)
             if not recipe.fitted:
                 raise ValueError(f"recipe {recipe.name} has nothing to fit; use KVQCache.from_recipe({recipe.name!r})")
-            if recipe.key.block > self.seq_len or recipe.key.sinks >= self.seq_len:
+            if recipe.window.block > self.seq_len or recipe.window.sinks >= self.seq_len:
                 raise ValueError(
-                    f"seq_len={self.seq_len} is shorter than a block of {recipe.name} ({recipe.key.block})"
+                    f"seq_len={self.seq_len} is shorter than a block of {recipe.name} ({recipe.window.block})"
                 )
 
     @property
@@ -85,8 +82,10 @@ class Plan:
     @property
     def depth(self) -> int:
         """How many decoded layers underneath a layer may read."""
-        sides = [side.predict for recipe in self.recipes for side in recipe.sides]
-        return max((max(p.below, default=0) for p in sides if isinstance(p, Linear)), default=0)
+        schemes = [scheme for recipe in self.recipes for scheme in recipe.schemes]
+        return max(
+            (depth for scheme in schemes for depth in scheme.inputs(self.geometry.layers, "value")[1]), default=0
+        )
 
     def to_json(self) -> dict:
         """The plan as JSON: no clock, no host, no path."""
@@ -102,7 +101,7 @@ class Plan:
 
     def needs(self, files: ModelFiles) -> dict[str, int]:
         """Bytes of memory on the device, and of disk in the run folder, at the most."""
-        from kvq_calib.capture import TILE
+        from kvq_calib.model.streamed import TILE
 
         width, itemsize = self.geometry.width, getattr(torch, self.dtype).itemsize
         token_rows = min(self.chunk, self.samples) * self.seq_len
@@ -128,6 +127,13 @@ def environment(device: str, dtype: str, threads: int) -> dict:
     return found
 
 
+def set_arithmetic(plan: Plan) -> None:
+    """Set this process' threads and precision to those of the plan."""
+    torch.set_num_threads(plan.threads)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(plan.device.startswith("cuda"))
+
+
 def make(
     files: ModelFiles,
     recipes: Sequence[Recipe],
@@ -142,7 +148,7 @@ def make(
     budgets: dict[str, float] | None = None,
 ) -> Plan:
     """Complete a plan with the model's defaults; a Hub corpus is pinned to a revision here."""
-    from kvq_calib.capture import default_dtype
+    from kvq_calib.model.streamed import default_dtype
 
     known = files.entry
     samples = known.samples if samples is None else samples
@@ -165,8 +171,3 @@ def make(
         environment=environment(device, kind, threads),
         budgets=budgets or {},
     )
-
-
-def home() -> Path:
-    """Where kvq keeps registry and runs: $KVQ_HOME, else ~/.kvq."""
-    return Path(os.environ.get("KVQ_HOME") or Path.home() / ".kvq")

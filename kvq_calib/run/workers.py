@@ -1,7 +1,7 @@
 """Share the chunks of a pass among other processes, with Ray: of this machine, or of a cluster. Only importer of ray.
 
 Ray starts with the run and ends with it; where RAY_ADDRESS is set, the run goes to the cluster that is there. A worker
-takes one chunk at a time and calculates as the plan says; it reads and writes the run folder, which all machines must
+takes one chunk at a time, in the precision of the plan; it reads and writes the run folder, which all machines must
 see under the same path, and keeps the layer it has read until the next pass. A chunk whose worker is killed is done
 again by another one. Results come back in ascending order, no more than twice as many ahead as there are workers: the
 process that started the run adds them up, alone.
@@ -21,7 +21,7 @@ from typing import Any
 
 for _name, _value in {  # read by ray, and by what it starts, when it is imported
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what ray will do by itself, without its warning
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what will be the default of ray, without its warning
     # patience: with five processes to a core, a start takes a third of the 30 s that ray would give it
     "RAY_gcs_server_port_wait_time_s": "600",
     "RAY_raylet_start_wait_time_s": "600",
@@ -36,10 +36,9 @@ for _name, _value in {  # read by ray, and by what it starts, when it is importe
 import ray  # noqa: E402
 from ray.exceptions import RayError, RayTaskError  # noqa: E402
 
-from kvq_calib import run as graph  # noqa: E402
-from kvq_calib.chunks import Spread, Task  # noqa: E402
-from kvq_calib.plan import environment  # noqa: E402
-from kvq_runtime import files  # noqa: E402
+from kvq_calib.run.plan import environment, set_arithmetic  # noqa: E402
+from kvq_calib.run.run import Executor, Run, Task  # noqa: E402
+from kvq_runtime.disk import files  # noqa: E402
 
 MARK = "workers"  # a file in the run folder, by which workers know that they see the same one
 
@@ -48,15 +47,15 @@ MARK = "workers"  # a file in the run folder, by which workers know that they se
 class Order:
     """A pass as workers get it; `mark` is what they must find in the run folder."""
 
-    run: graph.Run
+    run: Run
     mark: str
     task: Task
     shared: Any
 
 
 @contextmanager
-def hired(run: graph.Run, count: int) -> Iterator[Spread]:
-    """Give a spread over so many workers; they are let go at the end."""
+def ray_executor(run: Run, count: int) -> Iterator[Executor]:
+    """An executor on so many workers, which Ray starts here and stops at the end."""
     mark = uuid.uuid4().hex
     files.save(run.folder / MARK, mark.encode())
     cluster = "RAY_ADDRESS" in os.environ
@@ -66,7 +65,7 @@ def hired(run: graph.Run, count: int) -> Iterator[Spread]:
     gpus = int(run.plan.device.startswith("cuda"))
     remote = ray.remote(num_cpus=run.plan.threads if cluster else 1, num_gpus=gpus)(_do)
 
-    def spread(task: Task, shared: Any, indices: Iterable[int]) -> Iterator[Any]:
+    def execute(task: Task, shared: Any, indices: Iterable[int]) -> Iterator[Any]:
         order, todo, waiting = ray.put(Order(run, mark, task, shared)), iter(indices), deque()
         while True:
             waiting.extend(remote.remote([order], index) for index in islice(todo, 2 * count - len(waiting)))
@@ -75,7 +74,7 @@ def hired(run: graph.Run, count: int) -> Iterator[Spread]:
             yield _result(waiting.popleft())
 
     try:
-        yield spread
+        yield execute
     finally:
         ray.shutdown()
         (run.folder / MARK).unlink(missing_ok=True)
@@ -98,14 +97,14 @@ def _do(order: list[ray.ObjectRef], index: int) -> Any:
     name = order[0].hex()
     if name not in _kept:
         _kept.clear()  # before the next is read: one layer at a time
-        found = ray.get(order[0])
-        arrive(found.run, found.mark)
-        _kept[name] = found
+        received = ray.get(order[0])
+        check_worker(received.run, received.mark)
+        _kept[name] = received
     return _kept[name].task(_kept[name].shared, index)
 
 
-def arrive(run: graph.Run, mark: str) -> None:
-    """Check that this process works in the run's folder and on a machine of its kind, and calculate as the plan says.
+def check_worker(run: Run, mark: str) -> None:
+    """Check that this process works in the run's folder on a machine of its kind; set its precision to the plan's.
 
     RuntimeError: it does not.
     """
@@ -116,4 +115,4 @@ def arrive(run: graph.Run, mark: str) -> None:
     differ = sorted(name for name in plan.environment if ours.get(name) != plan.environment[name])
     if differ:
         raise RuntimeError(f"a worker's {', '.join(differ)} differ from the run's; use machines of one kind")
-    graph.arithmetic(plan)
+    set_arithmetic(plan)

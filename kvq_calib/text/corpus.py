@@ -1,6 +1,6 @@
 """Choose calibration sequences from a corpus: the same ones on every machine, whatever the number of workers.
 
-Documents belong to the held-out part by a hash of what they say, so that fit and held-out text never meet, whatever
+Documents belong to the held-out part by a hash of their content, so that fit and held-out text share nothing, whatever
 the seed. Inside a part they are ranked by sha256(seed, id) and read in that order:
 
     crop    from each document of at least L tokens one run of L, at an offset from the same hash: from the middle of
@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvq_calib import sources
-from kvq_calib.parts import Split, mark, part
-from kvq_calib.sources import Documents
-from kvq_calib.tokens import Encoder
+from kvq_calib.text import documents as sources
+from kvq_calib.text.documents import Documents
+from kvq_calib.text.split import Split, mark, part
+from kvq_calib.text.tokenizer import Encoder
 
 BATCH = 32  # documents given to the tokenizer at a time
 

@@ -15,7 +15,7 @@ from io import TextIOBase
 from pathlib import Path
 from typing import Any
 
-from kvq_calib import stdlib_text
+from kvq_calib.text import stdlib as stdlib_text
 
 SEPARATOR = "<|endoftext|>"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -41,7 +41,7 @@ class Documents:
 
 
 def of(name: str, texts: Sequence[str]) -> Documents:
-    """Name the documents of a corpus by what they say."""
+    """Identify the documents of a corpus by their content."""
     return Documents(name, texts, [hashlib.sha256((text or "").encode()).hexdigest() for text in texts])
 
 

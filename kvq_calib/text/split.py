@@ -1,6 +1,6 @@
-"""Divide a corpus into a part to fit on and a held-out part that never meets it.
+"""Divide a corpus into a part to fit on and a held-out part that shares no text with it.
 
-A document is held out if a hash of what it says, the same for every seed and every corpus it stands in, is among the
+A document is held out if a hash of its content, the same for every seed and every corpus it stands in, is among the
 lowest tenth. So a text that two files share is on the same side in both.
 """
 
@@ -8,8 +8,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvq_calib import sources
-from kvq_calib.sources import Documents
+from kvq_calib.text import documents as sources
+from kvq_calib.text.documents import Documents
 
 HELD_OUT = 0.1
 PASSAGE = 32768  # characters: what a single long document is cut into
