@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test chaos check oldest-triton format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env demo test test-all chaos check oldest-triton format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -29,17 +29,24 @@ $(VENV)/.bench: $(VENV)/.installed
 demo: export GOMP_SPINCOUNT ?= 5000
 demo: env ## calibrate, publish, load, generate and measure on the embedded model; DEMO_ARGS=--short
 	@mkdir -p build
-	$(RUN) -m kvq_calib.demo --json build/demo.json $(DEMO_ARGS)
+	$(RUN) -m kvq_calib.cli.demo --json build/demo.json $(DEMO_ARGS)
 
-test: export OMP_NUM_THREADS ?= 1
-test: export TOKENIZERS_PARALLELISM ?= false
-test: env ## run the tests on 2 processes; PYTEST_ARGS="-m 'not slow'"
-	env -u TRITON_INTERPRET $(RUN) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+test test-all: export OMP_NUM_THREADS ?= 1
+test test-all: export TOKENIZERS_PARALLELISM ?= false
+# A worker that dies is not replaced: the run ends there and names its test.
+PYTEST := env -u TRITON_INTERPRET $(RUN) -m pytest -n 2 --dist loadgroup --max-worker-restart=0
+
+test: export KVQ_MUTANTS ?= 500
+test: env ## run the quick tests, one recipe of each class, on 2 processes; PYTEST_ARGS="-k window"
+	$(PYTEST) -m 'not slow and not all_recipes' $(PYTEST_ARGS)
+
+test-all: env ## run every test, on 2 processes, as CI does
+	$(PYTEST) $(PYTEST_ARGS)
 
 chaos: export OMP_NUM_THREADS ?= 1
 chaos: export KVQ_KILLS ?= 200
 chaos: env ## kill commands at every passage of every point and 200 times at random, let a Hub fail in every way
-	$(RUN) -m pytest -n 2 tests/test_faults.py
+	$(RUN) -m pytest -n 2 -o faulthandler_timeout=0 tests/registry/test_faults.py
 
 check: env ## formatting, lint, types, import arrows
 	$(VENV)/bin/ruff format --check .
@@ -50,7 +57,7 @@ check: env ## formatting, lint, types, import arrows
 # pip's --target leaves .venv as it is: there lies the newest Triton.
 oldest-triton: env ## compile and launch the kernels, for sm_90, with the oldest Triton that pyproject.toml admits
 	$(INSTALL) --no-deps --upgrade --target build/oldest-triton 'triton==$(shell sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
-	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/test_launch.py
+	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_launch.py
 	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 --check
 
 format: env ## let ruff format and fix

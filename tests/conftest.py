@@ -1,19 +1,27 @@
 """Where the tests find real models and text, and what every run needs."""
 
+import json
 import os
+import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from interpreter import spare
 
-from kvq_calib import flow_server
+from kvq_calib.flow import server as flow_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 os.environ.update(flow_server.QUIET)  # read when prefect is imported, whichever test does it first
 # Kernels run on the GPU where there is one, else in Triton's interpreter, which is chosen before triton is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What hypothesis draws is the same in every run of CI; elsewhere it looks further each time.
+hypothesis.settings.register_profile("ci", derandomize=True)
+if "CI" in os.environ:
+    hypothesis.settings.load_profile("ci")
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -50,6 +58,30 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         yield hub
 
 
+@pytest.fixture
+def kvq(capsys: pytest.CaptureFixture[str]):
+    """Run a command of `kvq`: its exit code, output and errors."""
+    from kvq_runtime.cli.main import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def as_json(kvq):
+    """Run a command of `kvq` that must succeed, with --json, and read what it printed."""
+
+    def run(*arguments: object):
+        code, out, err = kvq(*arguments, "--json")
+        assert (code, err) == (0, ""), err
+        return json.loads(out)
+
+    return run
+
+
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """One thread, no network, and a registry of the test's own."""
@@ -58,6 +90,22 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("KVQ_HOME", str(tmp_path / "kvq-home"))
     monkeypatch.delenv("KVQ_REGISTRY", raising=False)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests of one recipe among all, unless it stands for a class of recipes: see tests/support/representative.py.
+
+    A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`.
+    """
+    if "feeding" not in sys.modules:
+        return
+    from feeding import RECIPES
+    from representative import REPRESENTATIVE
+
+    others = {id(recipe) for name, recipe in RECIPES.items() if name not in REPRESENTATIVE}
+    for item in items:
+        if id(getattr(item, "callspec", None) and item.callspec.params.get("recipe")) in others:
+            item.add_marker("all_recipes")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvq_runtime import fingerprint
+from kvq_runtime.artifact import fingerprint
+from kvq_runtime.artifact.fingerprint import Fingerprint
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.fingerprint import Fingerprint
 from kvq_runtime.geometry import Geometry
 
 CONFIG = {
@@ -41,23 +41,23 @@ def test_a_fingerprint_reads_old_and_new_configurations():
 def test_the_same_weights_pass_in_every_float_format():
     for stored in (torch.float32, torch.bfloat16, torch.float16):
         for found in (torch.float32, torch.bfloat16, torch.float16):
-            fingerprint.compare(stamp(stored), stamp(found))
+            fingerprint.check_match(stamp(stored), stamp(found))
 
 
 def test_another_model_is_refused():
     with pytest.raises(ArtifactError, match=r"geometry is .*'layers': 3.* in the model, .*'layers': 2"):
         own = weights()
-        fingerprint.compare(
+        fingerprint.check_match(
             stamp(), fingerprint.from_config({**CONFIG, "num_hidden_layers": 3}, lambda i, n: own[i % 2, n])
         )
     with pytest.raises(ArtifactError, match="rope is .*500000.0.* in the model, .*1000000.0.* in the artifact"):
-        fingerprint.compare(stamp(), stamp(rope_theta=500000))
+        fingerprint.check_match(stamp(), stamp(rope_theta=500000))
     with pytest.raises(ArtifactError, match="qk_norm is True in the model, False in the artifact"):
-        fingerprint.compare(stamp(), stamp(model_type="qwen3"))
+        fingerprint.check_match(stamp(), stamp(model_type="qwen3"))
     with pytest.raises(ArtifactError, match="weights of layer . .* differ by 1.*allow_other_weights=True"):
-        fingerprint.compare(stamp(), stamp(seed=1))
+        fingerprint.check_match(stamp(), stamp(seed=1))
     with pytest.warns(UserWarning, match="weights of layer"):
-        fingerprint.compare(stamp(), stamp(seed=1), allow_other_weights=True)
+        fingerprint.check_match(stamp(), stamp(seed=1), allow_other_weights=True)
 
 
 def test_a_slight_fine_tune_is_refused_and_quantized_weights_warn():
@@ -65,21 +65,21 @@ def test_a_slight_fine_tune_is_refused_and_quantized_weights_warn():
     near = {key: w + 0.05 * w.norm() / w.numel() ** 0.5 * torch.randn_like(w) for key, w in own.items()}
     tuned = fingerprint.from_config(CONFIG, lambda i, n: near[i, n])
     with pytest.raises(ArtifactError, match="weights of layer"):
-        fingerprint.compare(stamp(), tuned)
+        fingerprint.check_match(stamp(), tuned)
     quantized = fingerprint.from_config({**CONFIG, "quantization_config": {"bits": 4}}, lambda i, n: near[i, n])
     with pytest.warns(UserWarning, match="errors may be larger"):
-        fingerprint.compare(stamp(), quantized)
+        fingerprint.check_match(stamp(), quantized)
     with pytest.raises(ArtifactError, match="weights of layer"):  # quantized, and of another model
-        fingerprint.compare(stamp(seed=1), quantized)
+        fingerprint.check_match(stamp(seed=1), quantized)
     packed = fingerprint.from_config(CONFIG, lambda i, n: torch.zeros(4, dtype=torch.uint8))
     assert not packed.probes and packed.quantized
     with pytest.warns(UserWarning, match="packed weights cannot be compared"):
-        fingerprint.compare(stamp(), packed)
+        fingerprint.check_match(stamp(), packed)
 
 
 def test_a_probe_samples_the_whole_matrix():
     rows, columns = torch.arange(24.0)[:, None], torch.arange(40.0) / 100
     found = fingerprint.probe(rows + columns)
     assert torch.equal(found, torch.arange(0, 24.0, 3)[:, None] + torch.arange(0, 40.0, 5) / 100)
-    with pytest.raises(ValueError, match="a probe needs a float matrix"):
+    with pytest.raises(ValueError, match="expected a float matrix to probe"):
         fingerprint.probe(torch.zeros(3))

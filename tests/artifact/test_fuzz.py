@@ -28,11 +28,12 @@ import tiny_artifact as tiny
 import torch
 from patience import PATIENCE
 
-from kvq_runtime import artifact, codec, fingerprint
+from kvq_runtime.artifact import artifact, fingerprint
+from kvq_runtime.codec import codec
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import presets
-from kvq_runtime.registries import events
+from kvq_runtime.registry import events
 
 MUTANTS = int(os.environ.get("KVQ_MUTANTS", "2600"))  # of each of the four kinds
 SECONDS = 2
@@ -114,7 +115,7 @@ def use(loaded: artifact.Artifact) -> None:
     """Encode and decode a block with each of its codecs, if a block is no more than LARGEST elements."""
     geometry = loaded.fingerprint.geometry
     for one in (one for pair in codec.build(loaded.recipe, geometry, loaded.tensors) for one in pair):
-        tokens, angle = one.side.block, torch.zeros(1, one.side.block, geometry.head_size // 2)
+        tokens, angle = one.block, torch.zeros(1, one.block, geometry.head_size // 2)
         if tokens * geometry.width <= LARGEST:
             x_NTC, zero_NTC = torch.randn(1, tokens, geometry.width), torch.zeros(1, tokens, geometry.width)
             context = codec.Context((angle.cos(), angle), zero_NTC, [(zero_NTC, zero_NTC)] * 3)
@@ -137,11 +138,11 @@ def same(a, b) -> bool:
 
 
 EVENT_CHECKS = {
-    "json": "event: not the JSON",
-    "schema": "event: schema 1 is meant",
+    "json": "event: invalid JSON",
+    "schema": "event: expected schema 1",
     "kind": "event: kind ",
-    "keys": "event: unknown keys|event: files: .* keys|an object is meant",
-    "place": "event: .* in the place of ",
+    "keys": "event: unknown keys|event: files: .* keys|expected an object",
+    "place": "event: expected .* number .*, got ",
     "field": "event: ",
     "history": "",
 }

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from kvq_runtime import artifact
+from kvq_runtime.artifact import artifact
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").glob("v*/*.safetensors"))
 
 

@@ -3,19 +3,21 @@
 import pytest
 import torch
 from feeding import GEOMETRY, RECIPES, error, feed_in, make, rotary, tensors, turned
+from generating import WAYS, generate, kvq, padded, stock
 from models import prompt, random_model
-from test_generate import WAYS, generate, kvq, padded, stock
+from representative import REPRESENTATIVE
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf import KVQCache
-from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.recipe import Recipe, Scheme, Window, preset
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 
 GROUP = 3  # query heads per KV head
-RECIPE = [pytest.param(recipe, id=name) for name, recipe in RECIPES.items()]
+RECIPE = [pytest.param(recipe, 1, id=f"{name}-1") for name, recipe in RECIPES.items()]
+RECIPE += [pytest.param(RECIPES[name], 7, id=f"{name}-7") for name in sorted(REPRESENTATIVE)]
 
 
 def both(recipe, sizes, new: int, real_BT=None, rows=2) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -35,7 +37,7 @@ def both(recipe, sizes, new: int, real_BT=None, rows=2) -> list[tuple[torch.Tens
     positions = torch.arange(total - new, total)[None]
     if real_BT is not None:
         positions = (real_BT.cumsum(1) - 1).clamp(min=0)[:, -new:]
-    ours.timeline.announce(None if real_BT is None else real_BT[:, -new:], positions, rotary())
+    ours.positions.announce(None if real_BT is None else real_BT[:, -new:], positions, rotary())
     for layer, pair in enumerate(read):
         keys, values = (t.unflatten(-1, (GEOMETRY.kv_heads, -1)).transpose(1, 2) for t in pair)
         expected = scaled_dot_product_attention(q[layer], keys, values, attn_mask=mask, enable_gqa=True)
@@ -43,33 +45,29 @@ def both(recipe, sizes, new: int, real_BT=None, rows=2) -> list[tuple[torch.Tens
         out = ours.attend(layer, q[layer], None if real_BT is None else mask, GEOMETRY.head_size**-0.5)
         ours.finish(layer)
         found.append((out, expected))
-    assert [stream.blocks for pair in ours.layers.values() for stream in pair] == [
-        stream.blocks for pair in decoded.layers.values() for stream in pair
-    ]
+    assert [store.blocks for store in ours.layers.values()] == [store.blocks for store in decoded.layers.values()]
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPE)
-@pytest.mark.parametrize("new", [1, 7])
+@pytest.mark.parametrize("recipe, new", RECIPE)
 def test_attention_is_that_over_the_decoded_tokens(recipe, new):
-    for out, expected in both(recipe, [recipe.key.block * 2 + recipe.key.recent + 9, 1], new):
+    for out, expected in both(recipe, [recipe.window.block * 2 + recipe.window.recent + 9, 1], new):
         assert error(out, expected) < 6e-3  # sdpa's road rounds rotated keys and values to bfloat16
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows, kind", [(1, Rtn), (2, Grid)])
 @pytest.mark.parametrize("turn", [None, "head", "all"])
 @pytest.mark.parametrize("group", [16, "head", "all"])
-@pytest.mark.parametrize("kind", [Rtn, Grid])
 def test_groups_and_rotations_may_reach_over_any_heads(kind, group, turn, rows):
-    side = Side(kind(group=group), rotate=turn and Hadamard(turn), sinks=4, recent=20, block=16)
-    for out, expected in both(Recipe("any", side, side), [100, 1, 1], 1, rows=rows):
+    scheme = Scheme(kind(group=group), rotate=turn and Hadamard(turn))
+    for out, expected in both(Recipe("any", scheme, scheme, window=Window(4, 20, 16)), [100, 1, 1], 1, rows=rows):
         assert error(out, expected) < 1e-2  # decoding rounds the rotation to bfloat16
 
 
 @pytest.mark.parametrize("blocks, sinks", [(1, 24), (3, 24), (40, 4), (40, 0)])
 def test_sinks_may_lie_in_several_blocks_and_blocks_in_several_slabs(blocks, sinks):
-    side = Side(Rtn(), sinks=sinks, recent=8, block=16)
-    for out, expected in both(Recipe("any", side, side), [16 * blocks + 12], 1, rows=1):
+    recipe = Recipe("any", Scheme(Rtn()), Scheme(Rtn()), window=Window(sinks, 8, 16))
+    for out, expected in both(recipe, [16 * blocks + 12], 1, rows=1):
         assert error(out, expected) < 1e-5
 
 
@@ -77,7 +75,7 @@ def test_sinks_may_lie_in_several_blocks_and_blocks_in_several_slabs(blocks, sin
 @pytest.mark.parametrize("short, new", [(3, 1), (30, 1), (30, 7)])
 def test_padded_rows_see_their_own_tokens_only(name, short, new):
     recipe = RECIPES[name]
-    total = recipe.key.block * 2 + recipe.key.recent + 10
+    total = recipe.window.block * 2 + recipe.window.recent + 10
     real = torch.arange(total) >= torch.tensor([total - short, 0])[:, None]
     for out, expected in both(recipe, [total - 4 - new, 4], new, real):
         assert error(out, expected) < 6e-3
@@ -87,24 +85,24 @@ def test_padded_rows_see_their_own_tokens_only(name, short, new):
 def test_plain_codes_are_never_decoded(name):
     cache = make(RECIPES[name])
     x = tensors(200)
-    cache.timeline.announce(None, torch.arange(200)[None], rotary())
+    cache.positions.announce(None, torch.arange(200)[None], rotary())
     for layer in range(GEOMETRY.layers):
         cache.take(layer, *x[layer].unbind(0))
         cache.finish(layer)
-    assert cache.layers[0][0].blocks > 0
+    assert cache.layers[0].blocks > 0
     cache.attend(0, torch.randn(2, 4, 1, GEOMETRY.head_size), None, 0.1)
     assert cache.scratch_peak == 0
-    assert all(stream.fold for stream in cache.layers[0])
+    assert all(codec.packed_reader for codec in cache.layers[0].codecs)
 
 
 def test_what_turns_or_is_predicted_is_decoded():
     for name in ("aqua-2bit", "mean-higgs-2bit", "exact"):
-        assert all(codec.fold is None for codec in make(RECIPES[name]).codecs[0])
+        assert all(codec.packed_reader is None for codec in make(RECIPES[name]).codecs[0])
 
 
 def test_many_queries_in_slices(monkeypatch):
     whole = both(RECIPES["rtn-4bit"], [150], 70)
-    monkeypatch.setattr("kvq_runtime.attention.attend.SCORES", 10_000)
+    monkeypatch.setattr("kvq_runtime.attention.reference.SCORES", 10_000)
     for (out, _), (sliced, expected) in zip(whole, both(RECIPES["rtn-4bit"], [150], 70), strict=True):
         assert error(sliced, out) < 1e-6
         assert error(sliced, expected) < 1e-5

@@ -13,12 +13,12 @@ import pytest
 import tiny_artifact as tiny
 from hub_client import TOKEN, asked
 from hub_server import Hub
+from lean import BLOCKED
 from patience import PATIENCE
-from test_lean_import import BLOCKED
 
-from kvq_runtime.registries.hub import HubRegistry
+from kvq_runtime.registry.hub.registry import HubRegistry
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAME = "demo-aqua-2bit"
 UNBLOCKED = "import sys\n"  # one section is about the extra sign
 pytestmark = pytest.mark.skipif(not all(map(shutil.which, ("git", "openssl"))), reason="the page uses git and openssl")
@@ -50,7 +50,7 @@ def team(tmp_path, monkeypatch):
             for line in block.splitlines() if language == "sh" else [block]:
                 line = line.replace("/mnt/mirror", str(tmp_path / "mirror"))
                 words = shlex.split(line) if language == "sh" else []
-                body = "from kvq_runtime.cli import main; sys.exit(main())" if language == "sh" else block
+                body = "from kvq_runtime.cli.main import main; sys.exit(main())" if language == "sh" else block
                 command = (
                     words
                     if words[0:1] in (["openssl"], ["git"])
@@ -81,7 +81,7 @@ def publisher(team, tmp_path, monkeypatch) -> HubRegistry:
 def test_the_day(team, publisher, tmp_path):
     hub, lock = team.hub, team.folder / "kvq.lock"
     pinned = lambda: json.loads(lock.read_text())["version"]  # noqa: E731
-    publisher.publish(NAME, tiny.data(0), beside={"README.md": b"# card"})
+    publisher.publish(NAME, tiny.data(0), attachments={"README.md": b"# card"})
     publisher.promote(NAME, "1.0.0")
     listed, _, shown = team("Look")
     assert NAME in listed and "tiny-model" in shown
@@ -115,7 +115,7 @@ def test_the_day_with_signatures(team, publisher):
     publisher.promote(NAME, "1.1.0")
     team("Demand a signature", blocked=UNBLOCKED)
     body = f"""
-from kvq_runtime.registry import resolve
+from kvq_runtime.registry.resolve import resolve
 print(resolve("{NAME}@production", lock="follow.lock").chosen_because)"""
     environment = {"HF_ENDPOINT": team.hub.url, "HF_HOME": str(team.folder.parent / "hf"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", UNBLOCKED + body]

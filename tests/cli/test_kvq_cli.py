@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import tiny_artifact as tiny
 
-from kvq_runtime import cli, commands, describe, recipe, registry, table
-from kvq_runtime.codec import Codec
-from kvq_runtime.registries.local import LocalRegistry
+from kvq_runtime import recipe
+from kvq_runtime.artifact import describe
+from kvq_runtime.cli import commands, table
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.registry import resolve
+from kvq_runtime.registry.local.registry import LocalRegistry
 
 NAME = "tiny-2bit"
 
@@ -18,33 +21,10 @@ NAME = "tiny-2bit"
 @pytest.fixture
 def store() -> LocalRegistry:
     """The user's own registry, with two versions."""
-    store = registry.open_registry()
-    store.publish(NAME, tiny.data(0), beside={"README.md": b"# card", "error.png": b"png"})
+    store = resolve.open_registry()
+    store.publish(NAME, tiny.data(0), attachments={"README.md": b"# card", "error.png": b"png"})
     store.publish(NAME, tiny.data(1))
     return store
-
-
-@pytest.fixture
-def kvq(capsys):
-    """Run a command: its exit code, output and errors."""
-
-    def run(*given: object) -> tuple[int, str, str]:
-        code = cli.main([str(argument) for argument in given])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def as_json(kvq):
-    """Run a command that must succeed with --json, and read what it printed."""
-
-    def run(*given: object):
-        code, out, err = kvq(*given, "--json")
-        assert (code, err) == (0, "")
-        return json.loads(out)
-
-    return run
 
 
 def test_list(store, kvq, as_json):
@@ -77,7 +57,7 @@ def test_list_goes_on_after_a_damaged_name(store, kvq):
 
 
 def test_show_has_everything_about_a_version(store, as_json, kvq):
-    found = registry.resolve(NAME)
+    found = resolve.resolve(NAME)
     result = {"perplexity": 12.5}
     store.add_evaluation(
         {"artifact": found.sha256, "corpus": "c" * 64, "protocol": {}, "environment": {}, "result": result}
@@ -118,7 +98,7 @@ def test_pull_copies_checks_and_locks(store, as_json, kvq, tmp_path):
 
 
 def test_pull_refuses_a_damaged_blob_and_writes_nothing(store, kvq, tmp_path):
-    for sha256 in (registry.resolve(NAME).sha256, store.state(NAME).versions["1.0.0"].files["README.md"]["sha256"]):
+    for sha256 in (resolve.resolve(NAME).sha256, store.state(NAME).versions["1.0.0"].files["README.md"]["sha256"]):
         path = store.blob(sha256)
         whole = path.read_bytes()
         path.chmod(0o644)
@@ -146,7 +126,7 @@ def test_aliases_move_and_move_back(store, as_json, kvq):
     assert as_json("rollback", NAME)["version"] == "1.0.0"
     assert kvq("rollback", NAME)[0] == 3
     code, _, err = kvq("promote", NAME)
-    assert code == 2 and "say which version" in err
+    assert code == 2 and "name the version" in err
     assert kvq("yank", f"{NAME}@1.0.0", "--reason", "bad")[0] == 4
     assert as_json("yank", f"{NAME}@1.0.1", "--reason", "bad")["yanked"] == "bad"
     changes = [(row["change"], row["version"]) for row in as_json("history", NAME)]
@@ -179,7 +159,7 @@ def test_gc_and_doctor(store, as_json, kvq):
     assert as_json("gc") == []
     assert as_json("gc", "--grace", "0s", "--dry-run") == [{"removed": False, "path": f"blobs/sha256/{path.name}"}]
     assert as_json("gc", "--grace", "0s")[0]["removed"] and not path.exists()
-    store.blob(registry.resolve(NAME).sha256).unlink()
+    store.blob(resolve.resolve(NAME).sha256).unlink()
     code, out, _ = kvq("doctor")
     assert code == 1 and "blob is missing" in out and "publish the same bytes again" in out
 
@@ -193,7 +173,7 @@ def test_recipes_are_listed_with_what_they_cost(as_json, kvq):
         assert recipe.Recipe.from_json(row["settings"]) == presets[name]
     size = describe.REFERENCE_MODEL
     one = presets["aqua-2bit"]
-    every = [Codec(one, i, h, size, {}).bits() for i in range(size.layers) for h in recipe.HALVES]
+    every = [Codec(one, i, h, size, {}).bits() for i in range(size.layers) for h in recipe.ROLES]
     assert rows["aqua-2bit"]["bits"] == pytest.approx(sum(every) / len(every), abs=1e-4)
     listed = [line.split()[0] for line in kvq("recipes")[1].splitlines()]
     assert listed == ["name", *presets]
@@ -257,7 +237,7 @@ def test_what_files_say_cannot_move_the_cursor(capsys):
 
 def test_a_closed_pipe_is_no_error(tmp_path):
     """`kvq recipes | head -1` ends quietly."""
-    root = Path(__file__).parents[1]
-    command = f"{sys.executable} -m kvq_runtime.cli recipes --json | head -c 1"
+    root = Path(__file__).parents[2]
+    command = f"{sys.executable} -m kvq_runtime.cli.main recipes --json | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=root)
     assert (done.stdout, done.stderr) == ("[", "")

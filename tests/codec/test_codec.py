@@ -9,12 +9,12 @@ from scipy.linalg import hadamard as walsh
 from torch import Tensor
 
 from kvq_calib.fit import predict as fits
-from kvq_calib.statistics import Centred
-from kvq_runtime import codec, rope
-from kvq_runtime.codec import Codec, Context
+from kvq_calib.fit.statistics import Centred
+from kvq_runtime.codec import codec
+from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import grid, hadamard
-from kvq_runtime.recipe import Recipe, Side, presets
+from kvq_runtime.ops import grid, rope, rotation
+from kvq_runtime.recipe import Recipe, Scheme, Window, presets
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.polar import Polar
@@ -31,8 +31,11 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def one(side: Side, geometry: Geometry, tensors: dict | None = None, layer=0, half="key", position="post") -> Codec:
-    return Codec(Recipe("test", side, side, position), layer, half, geometry, tensors or {})
+def one(
+    scheme: Scheme, geometry: Geometry, tensors: dict | None = None, layer=0, role="key", position="post", block=128
+) -> Codec:
+    recipe = Recipe("test", scheme, scheme, position, window=Window(block=block))
+    return Codec(recipe, layer, role, geometry, tensors or {})
 
 
 def there_and_back(made: Codec, x: Tensor, context: Context = NOWHERE) -> Tensor:
@@ -65,12 +68,12 @@ def slow_rtn(group: np.ndarray, bits: int, symmetric: bool) -> np.ndarray:
     return low + step * (np.clip(np.round((group - low) / step), 0, top) if step else 0 * group)
 
 
-def slow_row(row: np.ndarray, side: Side, turn: int, group: int) -> np.ndarray:
+def slow_row(row: np.ndarray, scheme: Scheme, turn: int, group: int) -> np.ndarray:
     """Rotate by groups of `turn`, round by groups of `group`, rotate back."""
     matrix = np.eye(1)
-    if side.rotate is not None:
-        matrix = hadamard.signs(turn, side.rotate.seed).double().numpy()[:, None] * walsh(turn) / math.sqrt(turn)
-    size, stage = len(matrix), side.quantize
+    if scheme.rotate is not None:
+        matrix = rotation.signs(turn, scheme.rotate.seed).double().numpy()[:, None] * walsh(turn) / math.sqrt(turn)
+    size, stage = len(matrix), scheme.quantize
     turned = (row.reshape(-1, size) @ matrix).reshape(-1, group)
     if isinstance(stage, Grid):
         points = grid.points(stage.dim, stage.size).double().numpy()
@@ -84,78 +87,77 @@ def power(width: int) -> int:
     return max(size for size in (1 << n for n in range(11)) if width % size == 0)
 
 
-def slow_sizes(side: Side, width: int, head: int | None) -> tuple[int, int]:
+def slow_sizes(scheme: Scheme, width: int, head: int | None) -> tuple[int, int]:
     """(Hadamard size, group size) in numbers, from the words."""
-    turn = side.rotate.group if side.rotate is not None else 1
+    turn = scheme.rotate.group if scheme.rotate is not None else 1
     if isinstance(turn, str):
         turn = power(head if turn == "head" and head else width)
-    group = side.quantize.group
+    group = scheme.quantize.group
     if isinstance(group, str):
         group = head if group == "head" and head else power(width)
     return turn, group
 
 
 CASES = [
-    *[Side(Grid(dim, size, "all"), rotate=Hadamard("all")) for dim, size in GRIDS],
-    *[Side(Grid(dim, size, "head"), rotate=Hadamard("head", seed=3)) for dim, size in GRIDS],
-    Side(Grid(2, 16, "head"), rotate=Hadamard("all")),
-    Side(Grid(2, 16, 16), rotate=Hadamard(32)),
-    Side(Grid(2, 16, 32), rotate=Hadamard(8)),
-    Side(Grid(4, 64, 32)),
-    Side(Grid(2, 64)),
-    Side(Grid(2, 16), axis="channel", block=96),
-    Side(Grid(2, 16, 32), rotate=Hadamard("all"), axis="channel", block=96),
-    Side(Grid(2, 256, "head"), rotate=Hadamard("head"), axis="channel", block=64),
-    *[Side(Rtn(bits, "head"), rotate=Hadamard("head")) for bits in (1, 2, 3, 4, 8)],
-    Side(Rtn(2, 8, "absmax"), rotate=Hadamard("all")),
-    Side(Rtn(3, 16), axis="channel", block=48),
+    *[Scheme(Grid(dim, size, "all"), rotate=Hadamard("all")) for dim, size in GRIDS],
+    *[Scheme(Grid(dim, size, "head"), rotate=Hadamard("head", seed=3)) for dim, size in GRIDS],
+    Scheme(Grid(2, 16, "head"), rotate=Hadamard("all")),
+    Scheme(Grid(2, 16, 16), rotate=Hadamard(32)),
+    Scheme(Grid(2, 16, 32), rotate=Hadamard(8)),
+    Scheme(Grid(4, 64, 32)),
+    Scheme(Grid(2, 64)),
+    Scheme(Grid(2, 16), axis="channel"),
+    Scheme(Grid(2, 16, 32), rotate=Hadamard("all"), axis="channel"),
+    Scheme(Grid(2, 256, "head"), rotate=Hadamard("head"), axis="channel"),
+    *[Scheme(Rtn(bits, "head"), rotate=Hadamard("head")) for bits in (1, 2, 3, 4, 8)],
+    Scheme(Rtn(2, 8, "absmax"), rotate=Hadamard("all")),
+    Scheme(Rtn(3, 16), axis="channel"),
 ]
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 96])
-@pytest.mark.parametrize("side", CASES, ids=lambda s: f"{s.quantize}{s.rotate and s.rotate.group}{s.axis}"[:60])
-def test_agrees_with_the_slow_codec(side, head_size):
+@pytest.mark.parametrize("scheme", CASES, ids=lambda s: f"{s.quantize}{s.rotate and s.rotate.group}{s.axis}"[:60])
+def test_agrees_with_the_slow_codec(scheme, head_size):
     """All but the bf16 of decoding: a relative 2^-8, far from the tens of percent that a wrong order costs."""
     geometry = Geometry(1, 2, head_size)
-    tokens = side.block if side.axis == "channel" else 3
+    tokens = 96 if scheme.axis == "channel" else 3
     x = gaussian(2, tokens, geometry.width, seed=head_size) * torch.linspace(0.5, 4, geometry.width)
     x[0, 1] += 3
-    made = one(side, geometry)
+    made = one(scheme, geometry, block=96)
     decoded = there_and_back(made, x).float()
-    rows = x if side.axis == "token" else x.mT
-    turn, group = slow_sizes(side, rows.shape[-1], head_size if side.axis == "token" else None)
-    slow = [slow_row(row, side, turn, group) for row in rows.reshape(-1, rows.shape[-1]).double().numpy()]
+    rows = x if scheme.axis == "token" else x.mT
+    turn, group = slow_sizes(scheme, rows.shape[-1], head_size if scheme.axis == "token" else None)
+    slow = [slow_row(row, scheme, turn, group) for row in rows.reshape(-1, rows.shape[-1]).double().numpy()]
     expected = torch.from_numpy(np.stack(slow)).view(rows.shape)
-    expected = expected if side.axis == "token" else expected.mT
-    assert relative(decoded - expected, expected) < 2**-16 + 1e-4 * (isinstance(side.quantize, Rtn))
+    expected = expected if scheme.axis == "token" else expected.mT
+    assert relative(decoded - expected, expected) < 2**-16 + 1e-4 * (isinstance(scheme.quantize, Rtn))
 
 
 @pytest.mark.parametrize("size", GRIDS)
 @pytest.mark.parametrize("rotate", [None, Hadamard()])
 def test_error_on_gaussian_data_is_the_grids(size, rotate):
     """With 1024 elements a scale costs nothing, and the grid's own error is all there is."""
-    made = one(Side(Grid(*size), rotate=rotate), Geometry(1, 8, 128))
+    made = one(Scheme(Grid(*size), rotate=rotate), Geometry(1, 8, 128))
     x = 5 * gaussian(4, 64, 1024)
     assert relative(x - there_and_back(made, x).float(), x) == pytest.approx(ERRORS[size], rel=0.01)
 
 
-@pytest.mark.parametrize("name", [name for name, recipe in presets().items() if not recipe.online])
+@pytest.mark.parametrize("name", [name for name, recipe in presets().items() if not recipe.fits_prompt])
 @pytest.mark.parametrize("head_size", [64, 80])
 def test_bits_are_the_bytes_that_are_held(name, head_size):
     geometry = Geometry(3, 4, head_size)
     recipe = presets()[name]
-    stages = [side.quantize for side in recipe.sides if isinstance(side.quantize, Polar)]
+    stages = [scheme.quantize for scheme in recipe.schemes if isinstance(scheme.quantize, Polar)]
     if head_size == 80 and any(stage.levels == 0 and stage.group == "head" for stage in stages):
         with pytest.raises(ValueError, match="levels=0 does not fit a vector of 80 elements"):
             recipe.check(geometry)
         return
     tensors = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in codec.all_specs(recipe, geometry).items()}
     for layer, pair in enumerate(codec.build(recipe, geometry, tensors)):
-        for half, made in zip(("key", "value"), pair, strict=True):
-            side = recipe.side(layer, half)
-            x = gaussian(1, side.block, geometry.width).bfloat16()
+        for made in pair:
+            x = gaussian(1, recipe.window.block, geometry.width).bfloat16()
             below = [(x, x)] * min(layer, 3)
-            ones = torch.ones(1, side.block, head_size // 2)
+            ones = torch.ones(1, recipe.window.block, head_size // 2)
             fields = made.encode(x, Context((ones, 0 * ones), x, below))
             assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in fields.items()} == made.fields(torch.bfloat16)
             held = sum(8 * tensor.untyped_storage().nbytes() for tensor in fields.values())
@@ -166,12 +168,12 @@ def test_bits_are_the_bytes_that_are_held(name, head_size):
 def test_bits_are_codes_and_one_scale(size):
     dim, points = size
     expected = math.log2(points) / dim + 16 / 128
-    assert one(Side(Grid(*size, "head")), Geometry(1, 4, 128)).bits() == pytest.approx(expected)
+    assert one(Scheme(Grid(*size, "head")), Geometry(1, 4, 128)).bits() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("quantize", [*[Grid(*size) for size in GRIDS], Rtn(2), Rtn(4, range="absmax")])
 def test_zero_rows_stay_zero(quantize):
-    made = one(Side(quantize, rotate=Hadamard()), Geometry(1, 2, 64))
+    made = one(Scheme(quantize, rotate=Hadamard()), Geometry(1, 2, 64))
     x = gaussian(1, 4, 128)
     x[0, 2] = 0
     decoded = there_and_back(made, x)
@@ -180,7 +182,7 @@ def test_zero_rows_stay_zero(quantize):
 
 def test_exact_is_exact():
     x = gaussian(2, 128, 128).bfloat16()
-    made = one(Side(Exact()), Geometry(1, 2, 64))
+    made = one(Scheme(Exact()), Geometry(1, 2, 64))
     assert torch.equal(made.restore(there_and_back(made, x), NOWHERE), x)
     assert made.bits() == 16
 
@@ -211,7 +213,7 @@ def test_prediction_from_context_lowers_the_error(predictor):
     """What is left to round is the noise: 0.2² of the target's variance and the error of the decoded inputs."""
     keys, values, above, target = chain()
     mean = 10 * gaussian(64, seed=7)
-    side = Side(Grid(2, 256), rotate=Hadamard(), predict=predictor)
+    scheme = Scheme(Grid(2, 256), rotate=Hadamard(), predict=predictor)
     context = Context(keys=above, below=[(keys, values)])
     z = torch.cat([above, values], -1).bfloat16()
     if isinstance(predictor, LowRank):
@@ -220,12 +222,12 @@ def test_prediction_from_context_lowers_the_error(predictor):
         fit = fits.fit_gptq if predictor.storage == "gptq4" else fits.fit_linear
         fitted = fit(moments(z, target), predictor.ridge)
     tensors = {f"predict.{name}": tensor for name, tensor in ({"mean": mean} | fitted).items()}
-    made = one(side, GEOMETRY, tensors, layer=1, half="value")
-    specs = codec.specs(Recipe("test", side, side), 1, "value", GEOMETRY)
+    made = one(scheme, GEOMETRY, tensors, layer=1, role="value")
+    specs = codec.specs(Recipe("test", scheme, scheme), 1, "value", GEOMETRY)
     assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == specs
     x = target + mean
     decoded = there_and_back(made, x, context)
-    plain = there_and_back(one(Side(Grid(2, 256), rotate=Hadamard()), GEOMETRY), target)
+    plain = there_and_back(one(Scheme(Grid(2, 256), rotate=Hadamard()), GEOMETRY), target)
     errors = [relative(target - found.float(), target) for found in (decoded, plain)]
     assert errors[0] < (0.35 if isinstance(predictor, LowRank) else 0.1) * errors[1]
     restored = made.restore(decoded.float(), context)
@@ -234,7 +236,7 @@ def test_prediction_from_context_lowers_the_error(predictor):
 
 
 def test_inputs_are_keys_then_values_below_nearest_first():
-    recipe = Recipe("test", Side(Grid(), predict=Linear()), Side(Grid(), predict=Linear(below=(1, 2))))
+    recipe = Recipe("test", Scheme(Grid(), predict=Linear()), Scheme(Grid(), predict=Linear(below=(1, 2))))
     made = Codec(recipe, 2, "value", GEOMETRY, {"predict.mean": torch.zeros(64)})
     parts = [torch.full((1, 2, 64), float(number)) for number in range(5)]
     context = Context(keys=parts[0], below=[(parts[1], parts[2]), (parts[3], parts[4])])
@@ -243,11 +245,11 @@ def test_inputs_are_keys_then_values_below_nearest_first():
     assert below.inputs(context)[0, 0].unique().tolist() == [1]
 
 
-@pytest.mark.parametrize("half", ["key", "value"])
-def test_a_mean_is_removed_and_put_back(half):
+@pytest.mark.parametrize("role", ["key", "value"])
+def test_a_mean_is_removed_and_put_back(role):
     """A mean a hundred times the signal costs nothing: the error stays the grid's share of the signal."""
     mean = 100 * gaussian(64, seed=9)
-    made = one(Side(Grid(2, 16, "head"), predict=Mean()), GEOMETRY, {"predict.mean": mean}, half=half, position="pre")
+    made = one(Scheme(Grid(2, 16, "head"), predict=Mean()), GEOMETRY, {"predict.mean": mean}, role=role, position="pre")
     signal = gaussian(2, 128, 64)
     decoded = there_and_back(made, signal + mean)
     assert relative(signal - decoded.float(), signal) < 0.12
@@ -259,14 +261,14 @@ def test_a_mean_after_rope_turns_with_the_position():
     angle = torch.arange(tokens)[:, None] * 100.0 ** (-torch.arange(16) / 16)
     tables = (1.1 * angle.cos())[None], (1.1 * angle.sin())[None]
     mean, signal = 20 * gaussian(64, seed=1), gaussian(1, tokens, 64)
-    halves = mean.view(2, 2, 16)
-    turned = torch.complex(halves[:, 0], halves[:, 1]) * torch.polar(torch.tensor(1.1), angle)[:, None]
+    roles = mean.view(2, 2, 16)
+    turned = torch.complex(roles[:, 0], roles[:, 1]) * torch.polar(torch.tensor(1.1), angle)[:, None]
     mean_TC = torch.stack([turned.real, turned.imag], 2).reshape(tokens, 64)
     x = rope.rotate((signal + mean).unflatten(-1, (2, 32)), *tables).flatten(-2)
-    made = one(Side(Grid(2, 256, "head"), predict=Mean()), geometry, {"predict.mean": mean})
+    made = one(Scheme(Grid(2, 256, "head"), predict=Mean()), geometry, {"predict.mean": mean})
     context = Context(rope=tables)
     torch.testing.assert_close(made.mean(context)[0], mean_TC, rtol=1e-4, atol=1e-4)
     decoded = made.decode(made.encode(x, context), context)
     assert relative(x - mean_TC - decoded.float(), x - mean_TC) < 0.012
-    values = one(Side(Grid(), predict=Mean()), geometry, {"predict.mean": mean}, half="value")
+    values = one(Scheme(Grid(), predict=Mean()), geometry, {"predict.mean": mean}, role="value")
     assert torch.equal(values.mean(context), mean)

@@ -3,25 +3,15 @@
 import itertools
 from pathlib import Path
 
-import fitted
 import pytest
 import torch
-from feeding import small
+from generating import NEW, WAYS, generate, kvq, padded, stock
 from models import CONFIGS, prompt, random_model
+from tiers import each_once, together
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from kvq_runtime.hf import KVQCache, geometry_of
-from kvq_runtime.recipe import preset
+from kvq_runtime.hf import KVQCache
 
-NEW = 40
-WAYS = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
-    "beams": {"num_beams": 3},
-    "lookup": {"prompt_lookup_num_tokens": 4},
-    "assisted": {"assistant": True},
-    "chunked": {"prefill_chunk_size": 13},
-}
 LOSSY = [
     "exact-pre",
     "higgs-2bit",
@@ -37,36 +27,10 @@ LOSSY = [
 ]
 
 
-def kvq(name: str, model: PreTrainedModel, whole: bool = False) -> KVQCache:
-    """A cache with a window of a few tokens, and random fitted tensors where the recipe wants some."""
-    geometry = geometry_of(model)
-    recipe = preset(name) if whole else small(preset(name), geometry)
-    return KVQCache(recipe, model, fitted.tensors(recipe, geometry) or None)
-
-
-def generate(model: PreTrainedModel, ids: torch.Tensor, cache, way: str = "greedy", **settings) -> torch.Tensor:
-    given = WAYS[way] | {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 1} | WAYS[way] | settings
-    if given.pop("assistant", False):
-        given["assistant_model"] = random_model("llama", seed=0)
-        given["assistant_model"].generation_config.num_assistant_tokens = 5
-    torch.manual_seed(7)
-    return model.generate(ids, past_key_values=cache, **given)
-
-
-def stock(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config)
-
-
-def padded(rows: torch.Tensor, *lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = torch.arange(rows.shape[1]) >= rows.shape[1] - torch.tensor(lengths)[:, None]
-    return rows.where(mask, 1), mask.long()
-
-
 # ---- exact is the stock cache ----
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way, attention", each_once([*WAYS], ["sdpa", "eager"]))
 def test_exact_generates_what_the_stock_cache_generates(way, attention):
     model = random_model("llama", attention)
     ids = prompt(1 if way in ("lookup", "assisted") else 2)
@@ -82,7 +46,7 @@ def test_exact_is_exact_for_every_architecture_and_for_padded_rows(kind, way):
     one = generate(model, ids, cache, way, attention_mask=mask)
     two = generate(model, ids, stock(model), way, attention_mask=mask)
     assert torch.equal(one, two)
-    assert cache.blocks.layers[0][0].encoded >= 48
+    assert cache.blocks.layers[0].encoded >= 48
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -133,15 +97,14 @@ def test_crop_and_selection_of_rows():
 # ---- lossy recipes ----
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name, way", together(LOSSY, [*WAYS]))
 def test_every_way_of_generating_works_with_lossy_recipes(name, way):
     model = random_model("llama")
     ids = prompt(1 if way in ("lookup", "assisted") else 2)
     cache = kvq(name, model)
     out = generate(model, ids, cache, way)
     assert out.shape == (len(ids), 40 + NEW) and torch.equal(out[:, :40], ids)
-    assert cache.blocks.layers[2][1].encoded >= 48 and cache.blocks.reencoded == 0
+    assert cache.blocks.layers[2].encoded >= 48 and cache.blocks.reencoded == 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "yarn"])
@@ -167,7 +130,7 @@ def test_models_in_bf16(name):
     ids, mask = padded(prompt(2), 40, 22)
     cache = kvq(name, model)
     out = generate(model, ids, cache, attention_mask=mask)
-    assert cache.blocks.layers[0][0].window_BTC.dtype == torch.bfloat16
+    assert cache.blocks.layers[0].window_2BTC.dtype == torch.bfloat16
     if name == "exact":
         assert torch.equal(out, generate(model, ids, stock(model), attention_mask=mask))
 
@@ -189,7 +152,7 @@ def test_sliding_layers_keep_transformers_own(way):
     assert sorted(cache.blocks.layers) == [1]
     cache = kvq("mean-higgs-2bit", model)
     generate(model, ids, cache, way)
-    assert cache.blocks.layers[1][0].encoded >= 48
+    assert cache.blocks.layers[1].encoded >= 48
 
 
 def test_recipes_that_cannot_serve_a_model_say_why():
@@ -274,6 +237,7 @@ def test_a_cos_that_is_not_the_models_is_refused():
 # ---- trained models ----
 
 
+@pytest.mark.slow
 def test_stories_are_told_as_ever(test_data: Path):
     folder = test_data / "models" / "stories260K"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -284,7 +248,7 @@ def test_stories_are_told_as_ever(test_data: Path):
         start = torch.tensor([[tokenizer.bos_token_id]])
         out = model.generate(start, past_key_values=cache, max_new_tokens=256, do_sample=False)
         assert tokenizer.decode(out[0], skip_special_tokens=True).strip() == golden.strip()
-        assert cache.blocks.layers[0][0].encoded == 128
+        assert cache.blocks.layers[0].encoded == 128
 
 
 @pytest.mark.parametrize("name, bound", [("higgs-4bit", 0.06), ("higgs-2bit", 0.3), ("rtn-2bit", 0.5)])

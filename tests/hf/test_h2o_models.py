@@ -6,17 +6,18 @@ import fitted
 import pytest
 import torch
 from feeding import make, small
+from generating import WAYS, generate, padded, stock
+from heavy import EXACT, held
 from models import prompt, random_model
-from test_generate import WAYS, generate, padded, stock
-from test_h2o import EXACT, held
+from tiers import together
 
 from kvq_runtime.hf import KVQCache, geometry_of
+from kvq_runtime.policies.heavy_hitters import HeavyHitters
 from kvq_runtime.recipe import preset
-from kvq_runtime.stages.select import Heavy
 
 
 def cached(name: str, model, share: float = 0.4) -> KVQCache:
-    recipe = replace(small(preset(name), geometry_of(model)), select=Heavy(share))
+    recipe = replace(small(preset(name), geometry_of(model)), policies=(HeavyHitters(share),))
     return KVQCache(recipe, model, fitted.tensors(recipe, geometry_of(model)) or None)
 
 
@@ -54,8 +55,7 @@ def test_a_model_reads_what_is_held_as_if_the_rest_were_masked(kind):
     assert cache.memory_report().kept < 50
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["aqua-h2o-2bit", "h2o"])
+@pytest.mark.parametrize("way, name", together([*WAYS], ["aqua-h2o-2bit", "h2o"]))
 def test_every_way_of_generating_works(name, way):
     model = random_model("llama", attention="kvq")
     ids = prompt(1 if way in ("lookup", "assisted") else 2)
@@ -73,4 +73,4 @@ def test_holding_everything_is_the_stock_cache_and_padding_does_not_count():
     assert torch.equal(generate(model, ids, cached("h2o", model, 1.0), attention_mask=mask), expected)
     cache = cached("h2o", model)
     generate(model, ids, cache, attention_mask=mask)
-    assert bool(cache.blocks.timeline.real_BT[:, -20:].all()) and cache.memory_report().kept < 70
+    assert bool(cache.blocks.positions.real_BT[:, -20:].all()) and cache.memory_report().kept < 70

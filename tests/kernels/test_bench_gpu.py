@@ -2,6 +2,8 @@
 
 import csv
 import json
+from collections import defaultdict
+from itertools import product
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ pytest.importorskip("triton")
 from transformers import LlamaConfig
 
 from benchmarks import cases, generation, gpu, lines, settings
-from kvq_runtime.kernels import launch
-from kvq_runtime.kernels.layout import layout
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.kernels.attend import launch
+from kvq_runtime.kernels.attend.host import Layout, constants, layout
 from kvq_runtime.recipe import preset
 
 
@@ -19,16 +22,16 @@ def test_every_family_has_a_kernel_for_every_model():
     for model in cases.MODELS:
         for name in cases.FAMILIES:
             recipe = preset(name)
-            assert layout(recipe.key, model.geometry, recipe.position) is not None, name
-            assert layout(recipe.value, model.geometry) is not None, name
+            assert layout(recipe.key, recipe.window.block, model.geometry, recipe.position) is not None, name
+            assert layout(recipe.value, recipe.window.block, model.geometry) is not None, name
 
 
 def test_bytes_of_a_case():
     case = cases.Case(cases.MODELS[0], "kivi-2bit-g128", 2048, 2)
     blocks = (2048 - 192) // 128
     held = 0
-    for side in (case.sides().key, case.sides().value):
-        slab = cases.random_slab(side, case.model.geometry, case.batch, blocks, torch.device("cpu"))
+    for scheme in (case.schemes().key, case.schemes().value):
+        slab = cases.random_slab(scheme, 128, case.model.geometry, case.batch, blocks, torch.device("cpu"))
         held += sum(field.numel() * field.element_size() for field in slab.values())
     assert case.packed() == held
     assert case.dense() == 2 * 2 * 2 * 2048 * 1024
@@ -72,11 +75,14 @@ def test_settings_are_stored_and_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", cases.FAMILIES)
 def test_settings_are_tried_from_the_default_on(name):
     geometry, recipe = cases.MODELS[0].geometry, preset(name)
-    keys, values = layout(recipe.key, geometry, recipe.position), layout(recipe.value, geometry)
+    keys, values = (
+        layout(recipe.key, recipe.window.block, geometry, recipe.position),
+        layout(recipe.value, recipe.window.block, geometry),
+    )
     assert keys is not None and values is not None
     hows = settings.candidates(keys, values, 4)
     assert hows[0] == launch.default(keys, values, 4) and len(hows) == len(set(hows)) >= 12
-    assert {how.tile for how in hows} == ({64} if keys.read is None else {16, 32, 64, 128})
+    assert {how.tile for how in hows} == ({64} if keys.per_channel else {16, 32, 64, 128})
 
 
 def test_the_fastest_setting_wins_until_the_deadline(monkeypatch):
@@ -91,14 +97,40 @@ def test_the_fastest_setting_wins_until_the_deadline(monkeypatch):
     assert list(settings.tried(step, hows, 1.0)) == [(hows[0], 5.0), (hows[1], "RuntimeError")]
 
 
+def layouts(name: str, size: int = 128) -> tuple[Layout, Layout]:
+    recipe, geometry = preset(name), Geometry(1, 8, size)
+    keys, values = (
+        layout(scheme, recipe.window.block, geometry, position)
+        for scheme, position in ((recipe.key, recipe.position), (recipe.value, "post"))
+    )
+    assert keys is not None and values is not None
+    return keys, values
+
+
+@pytest.mark.parametrize(
+    "name, rows, key",
+    [
+        ("rtn-4bit", 9, "sm90-d128-uniform4-uniform4-m16"),
+        ("kivi-2bit-g128", 9, "sm90-d128-channel2g128-uniform2-m64"),
+        ("squat-pre-2bit", 1, "sm90-d128-pre_rope2g32-groups2g32-m8"),
+        ("higgs-head-4bit", 4, "sm90-d128-codebook8x2-codebook8x2-m8"),
+        ("mean-higgs-head-4bit-post", 4, "sm90-d128-codebook8x2-mean-codebook8x2-m8"),
+        ("polar-paper", 4, "sm90-d128-pairs4222-pairs4222-m8"),
+    ],
+)
+def test_the_key_of_a_setting(name, rows, key):
+    assert launch.key(90, *layouts(name), rows) == key
+
+
 def test_settings_are_told_apart():
-    """By architecture, head size, how keys and values are read, and the tile of query rows."""
-    geometry, found = cases.MODELS[0].geometry, set()
-    for name in ("kivi-2bit-g128", "kivi-4bit-g128", "rtn-4bit", "lloyd-4bit", "mean-lloyd-4bit-post", "polar-3bit"):
-        keys, values = (layout(side, geometry) for side in (preset(name).key, preset(name).value))
-        assert keys is not None and values is not None
-        found |= {launch.key(arch, keys, values, rows) for arch in (80, 90) for rows in (4, 7, 8, 9, 32, 64)}
-    assert len(found) == (2 * 2 + 4 * 4) * 2
+    """By architecture, head size, how keys and values are read, and the tile of query rows; one key is one kernel."""
+    measured = defaultdict(set)
+    for name, size, rows in product(cases.FAMILIES, (64, 128), (4, 7, 8, 9, 32, 64)):
+        keys, values = layouts(name, size)
+        layer, *kernel = constants(keys, values, 1, rows, 4, 1, launch.Launch())
+        for arch in (80, 90):
+            measured[launch.key(arch, keys, values, rows)].add((arch, layer.M, keys.adds_mean, *kernel))
+    assert len(measured) > 100 and all(len(kernels) == 1 for kernels in measured.values())
 
 
 def test_every_family_has_its_instructions_counted():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 triton = pytest.importorskip("triton")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "kernels_aot.py"
 
 

@@ -5,15 +5,17 @@
 import pytest
 import torch
 from parity import DEVICE, error
+from tiers import each_once, some
 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.kernels import read_polar, slabs
-from kvq_runtime.kernels.layout import Layout, layout
-from kvq_runtime.recipe import Side
+from kvq_runtime.kernels.attend import read_polar
+from kvq_runtime.kernels.attend.host import Layout, block_table, constants, layout
+from kvq_runtime.kernels.attend.launch import Launch
+from kvq_runtime.recipe import Scheme
 from kvq_runtime.stages.polar import Polar, PolarFitted
 
 TOLERANCE = 1.5e-3  # products of float16
@@ -22,15 +24,15 @@ BITS = ((4, 2), (5, 3), (3, 2, 2, 1), (6, 4, 3, 2), (4, 4), (2, 1))  # of levels
 
 
 @triton.jit
-def _read(table, lookup, out, scale, head, N: tl.constexpr, SET: tl.constexpr, COMPILED: tl.constexpr):
-    t, d = tl.arange(0, N), tl.arange(0, SET[2])
-    here = t < SET[5]
-    tiles, own = read_polar.polar_pairs(table, lookup, 0, 1, head, t, here, SET, COMPILED)
-    for slot in tl.static_range(tl.constexpr(SET[0])):
-        to = out + t[:, None] * SET[3] + slot * SET[1] + d[None, :]
-        tl.store(to, tiles[slot].to(tl.float32), mask=here[:, None] & (d < SET[1])[None, :])
-    if len(own) > 0:
-        tl.store(scale + t, own[0], mask=here)
+def _read(p_table, p_lookup, p_out, p_scale, i_h, L: tl.constexpr, S: tl.constexpr):
+    o_t, o_c = tl.arange(0, L.N), tl.arange(0, S.P)
+    m_t = o_t < L.T
+    b_tiles, b_numbers = read_polar.polar_pairs(p_table, p_lookup, 0, 1, i_h, o_t, m_t, L, S)
+    for slot in tl.static_range(tl.constexpr(S.SLOTS)):
+        p = p_out + o_t[:, None] * L.D + slot * S.COLUMNS + o_c[None, :]
+        tl.store(p, b_tiles[slot].to(tl.float32), mask=m_t[:, None] & (o_c < S.COLUMNS)[None, :])
+    if len(b_numbers) > 0:
+        tl.store(p_scale + o_t, b_numbers[0], mask=m_t)
 
 
 def random_fields(stage: Polar, geometry: Geometry) -> dict[str, torch.Tensor]:
@@ -45,40 +47,38 @@ def random_fields(stage: Polar, geometry: Geometry) -> dict[str, torch.Tensor]:
 def read(made: Layout, fields: dict[str, torch.Tensor], geometry: Geometry) -> torch.Tensor:
     """The second of two batch rows, one block, as the kernel reads it: [T, H, D]."""
     parts = {name: x.view(2, 1, TOKENS, *x.shape[1:]).to(DEVICE) for name, x in fields.items()}
-    addresses = slabs.table([parts], made.names, 1, torch.device(DEVICE))
+    addresses = block_table([parts], made.names, 1, torch.device(DEVICE))
+    layer = constants(made, made, 1, 1, 0, 1, Launch(tile=32))[0]
     found = []
     for head in range(geometry.kv_heads):
         out = torch.full((TOKENS, geometry.head_size), float("nan"), device=DEVICE)
         scale = torch.ones(TOKENS, device=DEVICE)
-        compiled = not triton.knobs.runtime.interpret
-        assert made.lookup is not None and made.turn is not None
-        _read[(1,)](addresses, made.lookup.to(DEVICE), out, scale, head, 32, made.settings, compiled)
-        found.append(out * scale[:, None] @ made.turn.to(DEVICE).mT)
+        assert made.lookup is not None and made.rotation is not None
+        _read[(1,)](addresses, made.lookup.to(DEVICE), out, scale, head, layer, made.settings)
+        found.append(out * scale[:, None] @ made.rotation.to(DEVICE).mT)
     return torch.stack(found, 1).cpu()
 
 
 def check(stage: Polar, size: int, tensors: dict[str, torch.Tensor] | None = None) -> None:
     geometry = Geometry(layers=1, kv_heads=3, head_size=size)
-    side = Side(stage, sinks=0, recent=0, block=TOKENS)
-    made, fields = layout(side, geometry, tensors=tensors or {}), random_fields(stage, geometry)
+    scheme = Scheme(stage)
+    made, fields = layout(scheme, TOKENS, geometry, tensors=tensors or {}), random_fields(stage, geometry)
     assert made is not None
     wanted = stage.decode({name: x[TOKENS:] for name, x in fields.items()}, geometry.width, geometry, tensors or {})
     assert error(read(made, fields, geometry), wanted.view(TOKENS, 3, size)) < TOLERANCE
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("levels", [0, 4])
-@pytest.mark.parametrize("radius", ["fp16", "log8"])
+@pytest.mark.parametrize("bits, levels, radius", each_once(BITS, [0, 4], ["fp16", "log8"]))
 def test_widths(bits, levels, radius):
     check(Polar(bits, levels, radius=radius, points="mean"), 32)
 
 
-@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("size", some([16, 32, 64, 128], 64))
 def test_sizes(size):
     check(Polar(), size)
 
 
-@pytest.mark.parametrize("bits", [(4, 2), (5, 3), (3, 2, 2, 1)])
+@pytest.mark.parametrize("bits", some([(4, 2), (5, 3), (3, 2, 2, 1)], (3, 2, 2, 1)))
 def test_every_level_of_a_head(bits):
     check(Polar(bits, 0), 128)
 
@@ -88,7 +88,7 @@ def test_few_levels(levels, size):
     check(Polar((4,), levels), size)
 
 
-@pytest.mark.parametrize("bits", [(4, 2), (5, 3), (2, 4)])
+@pytest.mark.parametrize("bits", some([(4, 2), (5, 3), (2, 4)], (5, 3)))
 def test_fitted_codebooks(bits):
     stage = PolarFitted(bits, levels=4)
     geometry = Geometry(1, 3, 64)
@@ -98,6 +98,6 @@ def test_fitted_codebooks(bits):
 
 
 def test_layouts_of_fitted_codebooks_that_are_not_at_hand():
-    side, geometry = Side(PolarFitted(), sinks=0, recent=0, block=TOKENS), Geometry(1, 3, 64)
-    made = layout(side, geometry)
+    scheme, geometry = Scheme(PolarFitted()), Geometry(1, 3, 64)
+    made = layout(scheme, TOKENS, geometry)
     assert made is not None and made.lookup is None

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kvq_runtime.kernels import read_polar, unpack, words
+from kvq_runtime.kernels.attend import read_polar, unpack, words
 
 COLUMNS = 16  # bytes of a run
 
@@ -69,7 +69,7 @@ def test_halves(bits):
     for stream, wanted in enumerate(codes):
         words = followed(unpack._halves.fn(stream, bits), runs, 2)
         found = np.stack(words, 1).copy().view(np.float16).flatten()
-        assert (found == wanted.astype(np.float16) * unpack.weight.fn(stream, bits)).all()
+        assert (found == wanted.astype(np.float16) * unpack.scale_of_stream.fn(stream, bits)).all()
 
 
 @pytest.mark.parametrize("bits, paired", [*((bits, 0) for bits in range(1, 8)), *((bits, 1) for bits in range(1, 5))])
@@ -84,28 +84,29 @@ def test_indices(bits, paired):
 
 # ---- words of angles ----------------------------------------------------------------------------------------------
 
-DEVICE, COMPILED = ("cuda", True) if torch.cuda.is_available() else ("cpu", False)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNT = 1024
 
 
 @triton.jit
-def _picked(table, which, out, COMPILED: tl.constexpr):
-    i = tl.arange(0, 1024)
-    tl.store(out + i, words.picked(tl.load(table + i), tl.load(which + i).to(tl.uint32), COMPILED).to(tl.int32))
+def _lookup(p_table, p_which, p_out):
+    o = tl.arange(0, 1024)
+    b_x = words.lookup_bytes(tl.load(p_table + o), tl.load(p_which + o).to(tl.uint32))
+    tl.store(p_out + o, b_x.to(tl.int32))
 
 
 @triton.jit
-def _mixed(one, two, out, NIBBLES: tl.constexpr, COMPILED: tl.constexpr):
-    i = tl.arange(0, 1024)
-    a, b = tl.load(one + i).to(tl.uint32), tl.load(two + i).to(tl.uint32)
-    tl.store(out + i, words.mixed(a, b, NIBBLES, COMPILED).to(tl.int32))
+def _select(p_first, p_second, p_out, NIBBLES: tl.constexpr):
+    o = tl.arange(0, 1024)
+    b_first, b_second = tl.load(p_first + o).to(tl.uint32), tl.load(p_second + o).to(tl.uint32)
+    tl.store(p_out + o, words.select_bytes(b_first, b_second, NIBBLES).to(tl.int32))
 
 
 @triton.jit
-def _times(one, two, out, COMPILED: tl.constexpr):
-    i = tl.arange(0, 1024)
-    a, b = tl.load(one + i).to(tl.uint32), tl.load(two + i).to(tl.uint32)
-    tl.store(out + i, words.times(a, b, COMPILED).to(tl.int32))
+def _multiply(p_first, p_second, p_out):
+    o = tl.arange(0, 1024)
+    b_first, b_second = tl.load(p_first + o).to(tl.uint32), tl.load(p_second + o).to(tl.uint32)
+    tl.store(p_out + o, words.multiply_half2(b_first, b_second).to(tl.int32))
 
 
 def drawn(seed: int) -> torch.Tensor:
@@ -116,7 +117,7 @@ def drawn(seed: int) -> torch.Tensor:
 
 def run(kernel, *given) -> np.ndarray:
     out = torch.zeros(COUNT, dtype=torch.int32, device=DEVICE)
-    kernel[(1,)](*given[:2], out, *given[2:], COMPILED)
+    kernel[(1,)](*given[:2], out, *given[2:])
     return held(out)
 
 
@@ -127,22 +128,22 @@ def held(tensor: torch.Tensor) -> np.ndarray:
 def test_bytes_are_picked():
     low, high, which = drawn(0), drawn(1), drawn(2) & 0x7777
     table = (high.long() << 32) | (low.long() & 0xFFFFFFFF)
-    wanted = followed(words.PICK.value, [held(low), held(high), held(which)], 1)[0]
-    assert (run(_picked, table, which) == wanted).all()
+    wanted = followed(words.PRMT.value, [held(low), held(high), held(which)], 1)[0]
+    assert (run(_lookup, table, which) == wanted).all()
 
 
 @pytest.mark.parametrize("nibbles", [0x5410, 0x5140, 0x7362, 0xBA98, 0x20, 0x3210, 0xFEDC, 0x0653])
 def test_bytes_are_mixed(nibbles):
     one, two = drawn(3), drawn(4)
-    wanted = followed(words._mixing.fn(nibbles), [held(one), held(two)], 1)[0]
-    assert (run(_mixed, one, two, nibbles) == wanted).all()
+    wanted = followed(words._prmt.fn(nibbles), [held(one), held(two)], 1)[0]
+    assert (run(_select, one, two, nibbles) == wanted).all()
 
 
 def test_products_of_pairs():
     one, two = (torch.randn(2 * COUNT, generator=torch.Generator().manual_seed(seed)).half() for seed in (5, 6))
     one, two = (x.view(torch.int32).to(DEVICE) for x in (one, two))
-    wanted = followed(words.MULTIPLY.value, [held(one), held(two)], 1)[0]
-    assert (run(_times, one, two) == wanted).all()
+    wanted = followed(words.MUL_HALF2.value, [held(one), held(two)], 1)[0]
+    assert (run(_multiply, one, two) == wanted).all()
 
 
 def test_what_waits_for_a_value_does_not_change_with_it():

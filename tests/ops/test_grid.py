@@ -7,8 +7,8 @@ from scipy.spatial import cKDTree
 from scipy.special import ndtri
 from scipy.stats import qmc
 
-from kvq_calib.fit import codebook
-from kvq_runtime.ops import grid
+from kvq_runtime.ops import grid, pack
+from scripts import fit_grid
 
 # (dimension, points) → mean squared error per dimension of the grids that HIGGS ships, or of a good local minimum
 PUBLISHED = {
@@ -97,7 +97,8 @@ def test_scales_are_least_squares(size):
     """No other scale decodes closer: the error is orthogonal to what is decoded, up to the float16 of the scale."""
     x = vectors(64, 1024) * torch.logspace(-2, 2, 64)[:, None]
     codes, scale = grid.encode(x, *size)
-    decoded = grid.decode(codes, scale, grid.points(*size))
+    codes = pack.unpack(codes, size[1].bit_length() - 1, 1024 // size[0])
+    decoded = grid.points(*size)[codes.int()].mT.flatten(-2) * scale.float()[..., None]
     share = ((x - decoded) * decoded).sum(1) / decoded.square().sum(1)
     assert float(share.abs().max()) < 2**-10
     assert float(((x - decoded).square().sum(1) / x.square().sum(1)).mean() / PUBLISHED[size]) == pytest.approx(
@@ -116,10 +117,9 @@ def test_encoding_does_not_depend_on_company(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_zeros_nothing_and_nonsense(size):
-    points, dim = grid.points(*size), size[0]
-    codes, scale = grid.encode(torch.zeros(2, 3, 16), *size)
-    assert not grid.decode(codes, scale, points).any()
-    assert grid.encode(torch.zeros(0, 16), *size)[0].shape == (0, 16 // dim)
+    assert not grid.encode(torch.zeros(2, 3, 16), *size)[1].any()
+    count, bits = 16 // size[0], size[1].bit_length() - 1
+    assert grid.encode(torch.zeros(0, 16), *size)[0].shape == (0, pack.packed_size(count, bits))
     assert grid.encode(torch.tensor([[float("nan")] * 16, [1.0] * 16]), *size)[1].isfinite().tolist() == [False, True]
 
 
@@ -133,28 +133,28 @@ def test_nearest_on_a_gpu(size):
 
 def test_the_builder_finds_lloyd_and_maxs_quantizer():
     """The optimal 4 points of a scalar Gaussian, as tabulated by Max in 1960."""
-    effort = codebook.Effort(starts=3, scout=12, finalists=1, samples=15, iterations=200, tolerance=1e-7)
-    found = codebook.fit(1, 4, effort)
+    effort = fit_grid.Effort(starts=3, scout=12, finalists=1, samples=15, iterations=200, tolerance=1e-7)
+    found = fit_grid.fit(1, 4, effort)
     assert sorted(found.flatten().tolist()) == pytest.approx([-1.510, -0.4528, 0.4528, 1.510], abs=0.01)
-    assert torch.equal(found, codebook.fit(1, 4, effort))
-    assert codebook.error(codebook.gaussian(1, 15, seed=9), found) == pytest.approx(0.1175, rel=5e-3)
+    assert torch.equal(found, fit_grid.fit(1, 4, effort))
+    assert fit_grid.error(fit_grid.gaussian(1, 15, seed=9), found) == pytest.approx(0.1175, rel=5e-3)
 
 
 def test_a_point_without_samples_finds_a_place():
-    x = codebook.gaussian(2, 12, seed=0)
+    x = fit_grid.gaussian(2, 12, seed=0)
     start = torch.cat([x[:6], torch.full((2, 2), 100.0) + torch.eye(2)])
-    found, error = codebook.lloyd(x, start, 50, 1e-6)
+    found, error = fit_grid.lloyd(x, start, 50, 1e-6)
     assert found.isfinite().all() and float(found.abs().max()) < 5
-    assert len(codebook.scan(x, found).unique()) == 8
-    assert error < codebook.error(x, start)
-    first = codebook.lloyd(x, start, 1, 0.0)[0]
-    loads = codebook.scan(x, start).bincount(minlength=8)
+    assert len(fit_grid.scan(x, found).unique()) == 8
+    assert error < fit_grid.error(x, start)
+    first = fit_grid.lloyd(x, start, 1, 0.0)[0]
+    loads = fit_grid.scan(x, start).bincount(minlength=8)
     assert float((first[6] - first[loads.argmax()]).norm()) < 0.01
 
 
 @pytest.mark.parametrize("dim", [1, 2, 8])
 def test_spread_samples_are_gaussian(dim):
-    x = codebook.gaussian(dim, 14, seed=3).double()
+    x = fit_grid.gaussian(dim, 14, seed=3).double()
     assert x.isfinite().all()
     assert float(x.mean(0).abs().max()) < 2e-3
     assert float((x.mT @ x / len(x) - torch.eye(dim)).abs().max()) < 1e-2

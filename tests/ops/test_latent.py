@@ -56,7 +56,7 @@ def test_every_channel_has_its_own_bits(codebook):
     z = torch.randn(2, 24, 9, generator=torch.Generator().manual_seed(0)) * torch.arange(9, 0, -1)
     scale = torch.arange(9, 0, -1).float()
     tensors = {"gaussian": {"deviation": scale}, "uniform": {"low": -2 * scale, "high": 3 * scale}}.get(codebook, {})
-    fields = stage.encode(z, geometry, tensors)
+    fields = stage.encode(z, None, tensors, geometry)
     shapes = {name: (tuple(field.shape[1:]), field.dtype) for name, field in fields.items()}
     assert shapes == stage.fields(24, 16, geometry, torch.bfloat16)
     assert fields["codes"].shape[1] * 8 == 24 * (8 + 3 * 5 + 2 * 3 + 3)

@@ -6,38 +6,19 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from coding import HEADS, gaussian, one, relative, there_and_back
 from scipy.integrate import quad
-from torch import Tensor
 
-from kvq_runtime.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import lloyd
-from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.rotate import Hadamard, Random
 
-HEADS = Geometry(1, 8, 128)
 # the positive centroids for vectors of 128, the error of a coordinate, and the same for Gaussian numbers
 SPHERE = {1: [0.79944], 2: [0.45243, 1.5051], 3: [0.24432, 0.75306, 1.33625, 2.13114]}
 ERRORS = {1: 0.3609, 2: 0.1160, 3: 0.03397, 4: 0.00932}
 GAUSSIAN_ERRORS = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.00950}
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def one(stage: Lloyd, geometry: Geometry = HEADS, rotate=None) -> Codec:
-    side = Side(stage, rotate=rotate)
-    return Codec(Recipe("test", side, side), 0, "key", geometry, {})
-
-
-def there_and_back(made: Codec, x: Tensor) -> Tensor:
-    return made.decode(made.encode(x, Context()), Context()).float()
-
-
-def relative(error: Tensor, x: Tensor) -> float:
-    return float(error.double().square().sum() / x.double().square().sum())
 
 
 @pytest.mark.parametrize("bits", SPHERE)
@@ -45,8 +26,8 @@ def test_codebooks_are_the_published_ones(bits):
     """At 3 bits the published one had not quite converged: see the next test for the exact conditions."""
     centroids = lloyd.sphere(128, bits)[1]
     assert torch.equal(centroids, -centroids.flip(0))
-    half = torch.tensor(SPHERE[bits])
-    torch.testing.assert_close(centroids[2 ** (bits - 1) :], half, atol=1e-4 if bits < 3 else 5e-4, rtol=0)
+    role = torch.tensor(SPHERE[bits])
+    torch.testing.assert_close(centroids[2 ** (bits - 1) :], role, atol=1e-4 if bits < 3 else 5e-4, rtol=0)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -127,12 +108,12 @@ def test_a_zero_row_stays_zero():
 
 
 def test_settings():
-    side = Side(Lloyd(3, "all", "plain"), rotate=Random(64, 5))
-    recipe = Recipe("test", side, side)
+    scheme = Scheme(Lloyd(3, "all", "plain"), rotate=Random(64, 5))
+    recipe = Recipe("test", scheme, scheme)
     assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
-    assert preset("turboquant-2bit").key == Side(Lloyd(2), rotate=Random())
+    assert preset("turboquant-2bit").key == Scheme(Lloyd(2), rotate=Random())
     for make in (lambda: Lloyd(5), lambda: Lloyd(2, "row"), lambda: Lloyd(scale="rms")):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="; use"):
             make()
     with pytest.raises(ValueError, match="a vector of 2 elements; use at least 4"):
-        Recipe("test", Side(Lloyd(2, 2)), Side(Lloyd())).check(HEADS)
+        Recipe("test", Scheme(Lloyd(2, 2)), Scheme(Lloyd())).check(HEADS)

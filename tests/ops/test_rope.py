@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq_runtime import rope
+from kvq_runtime.ops import rope
 
 
 def tables(tokens: int, half: int, scaling: float, dtype: torch.dtype = torch.float32):
@@ -25,6 +25,15 @@ def test_rotate_is_complex_multiplication(rotated, scaling):
     turned = torch.complex(x[..., :half], x[..., half:rotated]) * torch.complex(cos, sin)[:, :, None]
     expected = torch.cat([turned.real, turned.imag, x[..., rotated:]], -1)
     torch.testing.assert_close(rope.rotate(x, cos, sin), expected)
+
+
+@pytest.mark.parametrize("rotated", [8, 16])
+def test_rows_are_rotated_as_heads_are(rotated):
+    """The rotation in place, of all heads side by side: of a partly rotated head, channels pair inside that part."""
+    x, (cos, sin) = keys(11, 16), tables(11, rotated // 2, 1.35)
+    rows = x.flatten(-2).clone()
+    rope.rotate_rows(rows, *rope.spread(cos, sin, 3, 16), 3, rotated // 2)
+    torch.testing.assert_close(rows.unflatten(-1, (3, 16)), rope.rotate(x, cos, sin))
 
 
 @settings(deadline=None)

@@ -1,33 +1,72 @@
-"""The random rotation: orthogonal, the same for every caller, and as random as it says."""
+"""Rotations: orthogonal, the same everywhere; a Hadamard spreads a constant, a random one is uniform."""
 
+import numpy as np
 import pytest
 import torch
+from scipy.linalg import hadamard as theirs
 from scipy.stats import kstest
 
-from kvq_runtime.codec import Codec
+from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import hadamard, orthogonal
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.ops import rotation
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.rotate import Random
 
 
+def test_the_hash_is_splitmix64():
+    """The first numbers of the published generator for these seeds."""
+    assert rotation.hash64(0) == 0xE220A8397B1DCDAF
+    assert rotation.hash64(1234567) == 6457827717110365317
+    assert rotation.hash64(1, 2) != rotation.hash64(2, 1)
+    assert rotation.hash64(-1) == rotation.hash64(2**64 - 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 256])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_it_is_a_signed_sylvester_matrix(size, seed):
+    signs = rotation.signs(size, seed).double()
+    assert set(signs.tolist()) <= {-1.0, 1.0}
+    expected = signs[:, None] * torch.from_numpy(theirs(size).astype(np.float64)) / size**0.5
+    matrix = rotation.hadamard_matrix(size, seed).double()
+    torch.testing.assert_close(matrix, expected, rtol=0, atol=1e-7)
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+def test_a_constant_is_spread():
+    """A plain H gathers a constant in one component; the signs leave none above 5 times the mean."""
+    turned = torch.ones(1024) @ rotation.hadamard_matrix(1024, 0)
+    assert float(turned.abs().max()) < 5
+    assert float(turned.square().mean()) == pytest.approx(1.0, rel=1e-5)
+    assert abs(float(rotation.signs(1024, 0).sum())) < 4 * 1024**0.5
+
+
+def test_seeds_differ():
+    assert not torch.equal(rotation.signs(64, 0), rotation.signs(64, 1))
+
+
+@pytest.mark.parametrize("size", [0, 3, 80, -4])
+def test_sizes_that_have_no_matrix(size):
+    with pytest.raises(ValueError, match="power of two"):
+        rotation.hadamard_matrix(size, 0)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 80, 128])
-def test_it_is_orthogonal(size):
-    matrix = orthogonal.matrix(size, 0).double()
+def test_a_random_matrix_is_orthogonal(size):
+    matrix = rotation.random_matrix(size, 0).double()
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(size).double(), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
 def test_its_numbers_are_the_hash(seed):
-    expected = [((hadamard.hash64(seed, place) >> 11) + 0.5) / 2**53 for place in range(500)]
-    assert orthogonal.uniform(seed, 500).tolist() == expected
+    expected = [((rotation.hash64(seed, place) >> 11) + 0.5) / 2**53 for place in range(500)]
+    assert rotation.uniform(seed, 500).tolist() == expected
 
 
 def test_it_is_uniform_over_rotations():
     """Every element of a random orthogonal matrix of 3 is uniform on [-1, 1] (Archimedes), only with the sign fix."""
-    matrices = torch.stack([orthogonal.matrix(3, seed) for seed in range(2000)])
+    matrices = torch.stack([rotation.random_matrix(3, seed) for seed in range(2000)])
     for row in range(3):
         for column in range(3):
             assert kstest(matrices[:, row, column].numpy(), "uniform", (-1, 2)).pvalue > 1e-4
@@ -35,10 +74,10 @@ def test_it_is_uniform_over_rotations():
 
 
 def test_a_seed_is_one_matrix():
-    first = orthogonal.matrix(3, 0)
-    orthogonal.matrix.cache_clear()
-    assert torch.equal(first, orthogonal.matrix(3, 0))
-    assert not torch.equal(first, orthogonal.matrix(3, 1))
+    first = rotation.random_matrix(3, 0)
+    rotation.random_matrix.cache_clear()
+    assert torch.equal(first, rotation.random_matrix(3, 0))
+    assert not torch.equal(first, rotation.random_matrix(3, 1))
     pinned = [
         [-0.55541259, 0.76116282, -0.33488518],
         [-0.39460999, 0.11323708, 0.91184449],
@@ -49,14 +88,14 @@ def test_a_seed_is_one_matrix():
 
 def test_layers_keys_and_values_share_it():
     geometry = Geometry(3, 2, 80)
-    side = Side(Lloyd(), rotate=Random())
-    recipe = Recipe("test", side, side)
-    shared = [Codec(recipe, layer, half, geometry, {}).shared for layer in range(3) for half in ("key", "value")]
+    scheme = Scheme(Lloyd(), rotate=Random())
+    recipe = Recipe("test", scheme, scheme)
+    shared = [Codec(recipe, layer, role, geometry, {}).shared for layer in range(3) for role in ("key", "value")]
     assert len({tensor.data_ptr() for tensors in shared for tensor in tensors}) == 3  # forward, back, back in float32
 
 
 @pytest.mark.parametrize("geometry", [Geometry(1, 4, 80), Geometry(1, 8, 128), Geometry(1, 1, 24)])
-def test_sizes(geometry):
+def test_sizes_of_a_random_matrix(geometry):
     width = geometry.width
     assert Random().size(width, geometry) == geometry.head_size
     assert Random("all").size(width, geometry) == width & -width
@@ -66,4 +105,4 @@ def test_sizes(geometry):
     with pytest.raises(ValueError, match="use at most 1024"):
         Random(2048).size(4096, geometry)
     with pytest.raises(ValueError, match="exact keeps tokens as they are"):
-        Recipe("test", Side(Exact(), rotate=Random()), Side(Exact())).check()
+        Recipe("test", Scheme(Exact(), rotate=Random()), Scheme(Exact())).check()

@@ -6,19 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from feeding import GEOMETRY, make, rotary, tensors, turned
+from heavy import BLOCK, EXACT, RECENT, SHARE, SINKS, held
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.codec import Codec
-from kvq_runtime.recipe import Recipe, Side, preset
-from kvq_runtime.rope import rotate
-from kvq_runtime.stages.exact import Exact
-from kvq_runtime.stages.select import Heavy
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.ops.rope import rotate
+from kvq_runtime.policies.heavy_hitters import HeavyHitters
+from kvq_runtime.recipe import Recipe, preset
 
-SINKS, RECENT, BLOCK, SHARE = 2, 6, 8, 0.4
 GROUP, SCALE = 2, GEOMETRY.head_size**-0.5
-SIDE = Side(Exact(), sinks=SINKS, recent=RECENT, block=BLOCK)
-EXACT = Recipe("h2o-small", SIDE, SIDE, select=Heavy(SHARE))
 PRE = replace(EXACT, name="h2o-small-pre", position="pre")
 
 
@@ -35,7 +32,7 @@ def drive(cache: BlockCache, x: Tensor, q: Tensor, start: int, stop: int, real: 
     if real is not None:
         positions = (real.cumsum(1) - 1).clamp(min=0)[:, start:stop]
         mask = torch.ones(stop - start, stop, dtype=torch.bool).tril(start) & real[:, None, None, :stop]
-    cache.timeline.announce(None if real is None else real[:, start:stop], positions, rotary(cache.geometry))
+    cache.positions.announce(None if real is None else real[:, start:stop], positions, rotary(cache.geometry))
     out = []
     for layer in range(len(x)):
         cache.take(layer, *x[layer, :, :, start:stop].unbind(0))
@@ -99,11 +96,6 @@ class Oracle:
         self.held[row] = held[: self.encoded] + sorted(best) + [token for token in held if token >= left]
 
 
-def held(cache: BlockCache) -> list[list[int]]:
-    tokens, rows = cache.timeline.tokens_BT, len(cache.layers[0][0].sinks_BSC)
-    return [list(range(cache.timeline.length))] * rows if tokens is None else tokens.tolist()
-
-
 @pytest.mark.parametrize("recipe", [EXACT, PRE], ids=["post", "pre"])
 @pytest.mark.parametrize("short", [0, 5, 33])
 def test_the_tokens_held_are_those_with_the_largest_mass(recipe, short):
@@ -126,10 +118,10 @@ def test_the_tokens_held_are_those_with_the_largest_mass(recipe, short):
         )
         for row, (ours, theirs) in enumerate(zip(held(cache), oracle.held, strict=True)):
             assert [t for t in ours if real[row, t]] == [t for t in theirs if real[row, t]]
-        assert cache.length == stop and cache.timeline.length == len(oracle.held[0])
-        assert cache.layers[0][0].encoded == oracle.encoded
+        assert cache.length == stop and cache.positions.length == len(oracle.held[0])
+        assert cache.layers[0].encoded == oracle.encoded
         start = stop
-    assert cache.timeline.dropped > 40 and oracle.encoded >= 2 * BLOCK
+    assert cache.positions.dropped > 40 and oracle.encoded >= 2 * BLOCK
     assert held(cache)[0] != held(cache)[1]
 
 
@@ -142,12 +134,12 @@ def test_what_is_held_is_the_budget_with_sinks_and_the_recent_window():
         left = max(0, stop - RECENT) // BLOCK * BLOCK
         newer = stop - left
         assert RECENT <= newer < RECENT + BLOCK
-        assert cache.timeline.length == max(math.ceil(SHARE * (left + RECENT)) - RECENT, SINKS) + newer
+        assert cache.positions.length == max(math.ceil(SHARE * (left + RECENT)) - RECENT, SINKS) + newer
         for row in held(cache):
             assert row[:SINKS] == [0, 1] and row[-newer:] == list(range(left, stop))
             assert row == sorted(set(row))
         if stop == left + RECENT:
-            assert cache.timeline.length == math.ceil(SHARE * stop)
+            assert cache.positions.length == math.ceil(SHARE * stop)
 
 
 def test_tokens_are_chosen_before_they_are_encoded(monkeypatch):
@@ -157,7 +149,7 @@ def test_tokens_are_chosen_before_they_are_encoded(monkeypatch):
     encode = Codec.encode
 
     def watching(self, x_NTC, context):
-        if (self.layer, self.half) == (2, "key"):
+        if (self.layer, self.role) == (2, "key"):
             seen.append(x_NTC.clone())
         return encode(self, x_NTC, context)
 
@@ -165,7 +157,7 @@ def test_tokens_are_chosen_before_they_are_encoded(monkeypatch):
     cache = make(PRE)
     for stop in (60, 61, 90, *range(91, 121)):
         drive(cache, x, q, cache.length, stop)
-    encoded = cache.layers[0][0].encoded
+    encoded = cache.layers[0].encoded
     assert len(seen) == encoded // BLOCK > 3
     for row in range(2):
         tokens = held(cache)[row][SINKS:encoded]
@@ -178,18 +170,18 @@ def test_bits_are_billed_for_tokens_seen_and_for_tokens_held():
     drive(cache, x, q, 0, 159)
     drive(cache, x, q, 159, 160)
     report = cache.memory_report()
-    assert (report.tokens, report.kept) == (160, cache.timeline.length) and report.kept < 80
+    assert (report.tokens, report.kept) == (160, cache.positions.length) and report.kept < 80
     assert report.exact_bytes == 2 * 2 * GEOMETRY.layers * 2 * 160 * GEOMETRY.width
     assert report.bits_per_kept * report.kept == pytest.approx(report.bits_per_element * 160)
     assert (
         report.parts["timeline"] == 2 * report.kept * 4
     )  # which token of the row each slot holds, once for all layers
-    width = report.kept - cache.layers[0][0].encoded
+    width = report.kept - cache.layers[0].encoded
     assert report.parts["selection"] == 2 * 2 * width * 4  # mass and queries of the window
     assert f"160 tokens, {report.kept} of them held, x 2 rows" in str(report)
-    assert report.asymptotic_bits == pytest.approx(32 * EXACT.select.share)  # float32, of the tokens that are held
+    assert report.asymptotic_bits == pytest.approx(32 * SHARE)  # float32, of the tokens that are held
     assert report.parts["codes"] == 2 * GEOMETRY.layers * 2 * GEOMETRY.width * 4 * sum(
-        slab["x"].shape[1] * BLOCK for slab in cache.layers[0][0].slabs
+        slab["x"].shape[1] * BLOCK for slab in cache.layers[0].slabs[0]
     )
 
 
@@ -208,7 +200,7 @@ def test_what_was_dropped_cannot_be_cropped_back():
     assert cache.length == 94
     cache.crop(0)
     drive(cache, x, q, 0, 94)
-    assert cache.length == 94 and cache.layers[0][0].encoded >= BLOCK
+    assert cache.length == 94 and cache.layers[0].encoded >= BLOCK
 
 
 def test_a_pass_that_stops_midway_counts_no_attention():
@@ -216,20 +208,20 @@ def test_a_pass_that_stops_midway_counts_no_attention():
     cache, other = make(EXACT), make(EXACT)
     for each in (cache, other):
         drive(each, x, q, 0, 60)
-    cache.timeline.announce(None, None, None)
+    cache.positions.announce(None, None, None)
     cache.take(0, *x[0, :, :, 60:80].unbind(0))
     cache.attend(0, q[0, :, :, 60:80], None, SCALE)
     cache.finish(0)
     for each in (cache, other):
         drive(each, x, q, 60, 80)
-    assert held(cache) == held(other) and torch.equal(cache.hitters.mass_BW, other.hitters.mass_BW)
+    assert held(cache) == held(other) and torch.equal(cache.policies[0].mass_BW, other.policies[0].mass_BW)
 
 
 def test_rows_keep_their_own_tokens_when_they_are_reordered():
     x, q, rows = tensors(100), queries(100), torch.tensor([1, 1, 0])
     cache, other = make(EXACT), make(EXACT)
     drive(cache, x, q, 0, 70)
-    cache.select(rows)
+    cache.reorder(rows)
     drive(other, x[:, :, rows], q[:, rows], 0, 70)
     for each in (cache, other):
         drive(each, x[:, :, rows], q[:, rows], 70, 85)
@@ -239,13 +231,13 @@ def test_rows_keep_their_own_tokens_when_they_are_reordered():
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
 def test_shares_that_cannot_be(share):
     with pytest.raises(ValueError, match="use a number over 0 and at most 1"):
-        Heavy(share)
+        HeavyHitters(share)
 
 
 def test_settings_survive_json_and_are_left_out_where_there_are_none():
     for recipe in (preset("aqua-h2o-2bit"), EXACT):
         assert Recipe.from_json(recipe.to_json()) == recipe
-        assert recipe.to_json()["select"] == {"kind": "heavy", "share": recipe.select.share}
+        assert recipe.to_json()["select"] == {"kind": "heavy", "share": recipe.policy("select").share}
     assert "select" not in preset("aqua-2bit").to_json()
     with pytest.raises(ValueError, match="select=.*use an object with a kind"):
         Recipe.from_json(EXACT.to_json() | {"select": {"kind": "light"}})

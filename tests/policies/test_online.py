@@ -6,23 +6,24 @@ import pytest
 import torch
 from feeding import GEOMETRY, error, feed, feed_in, make, read, rotary, same, state, tensors
 from models import prompt, random_model
+from tiers import some
 from torch import Tensor
 
-from kvq_calib.fit import clusters, query
-from kvq_calib.fit.layer import Blocks, SideFit
-from kvq_calib.statistics import Moments, QueryMoments
-from kvq_runtime import rope
+from kvq_calib.fit import clusters
+from kvq_calib.fit.scheme import Blocks, SchemeFit
+from kvq_calib.fit.statistics import Moments, QueryMoments
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.codec import Codec, Context
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.fit import row
+from kvq_runtime.fit.statistics import Queries, Statistics
 from kvq_runtime.hf import KVQCache
-from kvq_runtime.ops import lloyd
-from kvq_runtime.recipe import HALVES, Recipe, preset, presets
-from kvq_runtime.row_codec import RowCodec
-from kvq_runtime.stages.online import FirstTokens
-from kvq_runtime.stages.window import Dynamic
+from kvq_runtime.ops import lloyd, rope
+from kvq_runtime.policies.dynamic_window import DynamicWindow
+from kvq_runtime.policies.prompt_fit import PromptFit
+from kvq_runtime.recipe import ROLES, Recipe, preset, presets
 
-ONLINE = {name: recipe for name, recipe in presets().items() if recipe.online}
+ONLINE = {name: recipe for name, recipe in presets().items() if recipe.fits_prompt}
 # an online recipe, and the same one fitted offline
 PAIRS = {
     "svdq-online-2bit": "svdq-2bit",
@@ -31,17 +32,19 @@ PAIRS = {
     "squat-pre-online-2bit": "squat-pre-2bit",
 }
 FIT = 256
+QUICK = ("polar-online", "squat-online-2bit", "squat-pre-online-2bit", "svdq-online-2bit", "svdq-online-1.25bit-v4")
+every_online = pytest.mark.parametrize("name", some(ONLINE, *QUICK))
 
 
 def short(name: str, fit_tokens: int | str = "prompt") -> Recipe:
     """A window of 32, blocks of 32."""
     recipe = preset(name)
-    key, value = (replace(side, recent=32, block=32) for side in (recipe.key, recipe.value))
-    return replace(recipe, key=key, value=value, online=FirstTokens(fit_tokens)).check(GEOMETRY)
+    window = replace(recipe.window, recent=32, block=32)
+    return replace(recipe, window=window, policies=(PromptFit(fit_tokens),)).check(GEOMETRY)
 
 
 def codecs(cache: BlockCache) -> dict[tuple[int, int], RowCodec]:
-    found = {(n, half): pair[half].codec for n, pair in cache.layers.items() for half in (0, 1)}
+    found = {(n, role): store.codecs[role] for n, store in cache.layers.items() for role in (0, 1)}
     return {place: codec for place, codec in found.items() if isinstance(codec, RowCodec)}
 
 
@@ -63,20 +66,17 @@ def offline(recipe: Recipe, x_LKBTC: Tensor) -> dict[str, Tensor]:
     q_NTC = 100 * k_NTC
     if recipe.position == "pre":
         k_NTC = rope.unrotate(k_NTC.unflatten(-1, (2, -1)), *tables).flatten(-2)
-    sinks = recipe.key.sinks
+    sinks = recipe.window.sinks
     moments = Moments(GEOMETRY.width)
     moments.update(k_NTC[:, sinks:])
-    side = SideFit(recipe, 0, "key", GEOMETRY, moments.value())
-    if side.side.feedback is not None:
-        bare = rope.unrotate(q_NTC.unflatten(-1, (2, -1)), *tables)
-        total = QueryMoments(GEOMETRY)
-        total.update(bare, tables)
-        side.solve_feedback(query.Queries(*total.value(), tables, k_NTC.shape[1]))
-    if side.needs_residuals:
-        mask = (torch.arange(k_NTC.shape[1]) >= sinks)[None]
-        data = Blocks(k_NTC, mask, tables, torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
-        side.solve_residuals([side.residuals(data, Context(), 0)], 0)
-    return side.tensors
+    fit = SchemeFit(recipe, 0, "key", GEOMETRY, Statistics(moments.value().mean_C.float()))
+    total = QueryMoments(GEOMETRY)
+    total.update(rope.unrotate(q_NTC.unflatten(-1, (2, -1)), *tables), tables)
+    fit.statistics.queries = Queries(*total.value(), k_NTC.shape[1], tables)
+    mask = (torch.arange(k_NTC.shape[1]) >= sinks)[None]
+    data = Blocks(k_NTC, mask, tables, torch.zeros(1, dtype=torch.long))
+    fit.solve(lambda field: fit.merged(field, [fit.partial(field, data, Context())]))
+    return fit.tensors
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -108,20 +108,20 @@ def test_codebooks_from_the_prompt_are_as_good_as_k_means():
 # ---- once, before anything is encoded, and for all that follows ----
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@every_online
 def test_nothing_is_encoded_before_the_tokens_of_the_fit_have_arrived(name):
     x, cache = tensors(FIT + 40), make(short(name, FIT))
     for size in (100, 100, FIT - 201):
         feed_in(cache, x, [size])
-        assert not codecs(cache) and not any(s.encoded for pair in cache.layers.values() for s in pair)
+        assert not codecs(cache) and not any(store.encoded for store in cache.layers.values())
     assert torch.equal(read(cache)[2][0], x[2, 0, :, : FIT - 1])
     assert ("queries" in cache.recipe.needs) == bool(cache.memory_report().parts["queries"])
     feed_in(cache, x, [1])
-    assert len(codecs(cache)) == 3 * sum(side.fitted for side in cache.recipe.at(0))
-    assert cache.layers[2][0].encoded == FIT - 32 and not cache.memory_report().parts["queries"]
+    assert len(codecs(cache)) == 3 * sum(scheme.fitted for scheme in cache.recipe.at(0))
+    assert cache.layers[2].encoded == FIT - 32 and not cache.memory_report().parts["queries"]
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@every_online
 def test_the_prompt_is_the_first_forward_pass_or_what_has_come_when_a_block_is_due(name):
     x, whole, pieces, fixed = tensors(FIT + 70), make(short(name)), make(short(name)), make(short(name, FIT))
     feed_in(whole, x, [FIT, 35, 35])
@@ -134,10 +134,10 @@ def test_the_prompt_is_the_first_forward_pass_or_what_has_come_when_a_block_is_d
     other = make(short(name))
     feed_in(other, x, [64, FIT + 6])  # the same tokens in other calls: another fit
     assert whole.recipe.arrival_dependent and not alike(fits(other), fits(whole))
-    assert whole.layers[0][0].encoded == other.layers[0][0].encoded == FIT + 32
+    assert whole.layers[0].encoded == other.layers[0].encoded == FIT + 32
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@every_online
 def test_later_tokens_are_encoded_with_the_fit_of_the_prompt(name):
     """Each block is what the fitted codec of its row makes of its tokens, those that came one by one included."""
     x, cache = tensors(FIT + 64), make(short(name))
@@ -145,14 +145,14 @@ def test_later_tokens_are_encoded_with_the_fit_of_the_prompt(name):
     before = [tensor.clone() for tensor in fits(cache)]
     feed_in(cache, x, [1] * 64)
     assert alike(before, fits(cache))
-    for (layer, half), codec in codecs(cache).items():
-        stream = cache.layers[layer][half]
-        last = slice(stream.encoded - 32, stream.encoded)
-        block = x[layer, half, :, last]
-        if half == 0 and cache.recipe.position == "pre":
+    for (layer, role), codec in codecs(cache).items():
+        store = cache.layers[layer]
+        last = slice(store.encoded - 32, store.encoded)
+        block = x[layer, role, :, last]
+        if role == 0 and cache.recipe.position == "pre":
             tables = rotary().tables(torch.arange(FIT + 64)[None, last])
             block = rope.unrotate(block.unflatten(-1, (2, -1)), *tables).flatten(-2)
-        stored = stream.fields(stream.blocks - 1, stream.blocks)
+        stored = store.fields(role, store.blocks - 1, store.blocks)
         for index, own in enumerate(codec.rows):
             made = own.encode(block[index : index + 1], Context())
             assert all(torch.equal(made[field][0], stored[field][index, 0]) for field in made)
@@ -164,7 +164,7 @@ def test_later_tokens_are_encoded_with_the_fit_of_the_prompt(name):
 # ---- rows, padding, and what is undone ----
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@every_online
 def test_a_row_does_not_depend_on_the_others(name):
     x, cache = tensors(FIT + 40, rows=3), make(short(name))
     feed_in(cache, x, [FIT, 40])
@@ -173,7 +173,7 @@ def test_a_row_does_not_depend_on_the_others(name):
         feed_in(alone, x[:, :, index : index + 1], [FIT, 40])
         for together, own in zip(state(cache), state(alone), strict=True):
             assert all(torch.equal(together[field][index : index + 1], own[field]) for field in own)
-    cache.select(torch.tensor([2, 0, 2]))
+    cache.reorder(torch.tensor([2, 0, 2]))
     other = make(short(name))
     feed_in(other, x[:, :, [2, 0, 2]], [FIT, 40])
     assert same(state(cache), state(other)) and alike(fits(cache), fits(other))
@@ -191,7 +191,7 @@ def test_padding_and_sinks_have_no_part_in_the_fit(name):
     feed_in(other, shifted, [FIT - 100])
     for place, codec in codecs(cache).items():
         assert alike(RowCodec(codec.rows[1:]).tensors, codecs(other)[place].tensors)
-    sinks = cache.recipe.key.sinks
+    sinks = cache.recipe.window.sinks
     if sinks and "queries" not in cache.recipe.needs:
         loud = shifted.clone()
         loud[:, :, :, :sinks] = 1e4
@@ -230,7 +230,7 @@ def test_a_crop_before_the_fit_refits_and_one_after_it_does_not():
     cache.crop(20)  # inside the first block
     assert cache.reencoded == 20
     feed_in(cache, x, [100])
-    assert alike(held, fits(cache)) and cache.layers[0][0].encoded == 64
+    assert alike(held, fits(cache)) and cache.layers[0].encoded == 64
 
 
 # ---- what is billed ----
@@ -257,9 +257,9 @@ def test_a_recipe_says_what_is_fitted_online():
     assert "online" not in preset("squat-2bit").to_json()
     assert short("squat-online-2bit", 64) == Recipe.from_json(short("squat-online-2bit", 64).to_json())
     with pytest.raises(ValueError, match="fit_tokens"):
-        FirstTokens(0)
+        PromptFit(0)
     with pytest.raises(ValueError, match="fit_tokens"):
-        FirstTokens("row")  # pyright: ignore[reportArgumentType]
+        PromptFit("row")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -269,12 +269,12 @@ def test_a_recipe_says_what_is_fitted_online():
         ("aqua-2bit", {}, "linear needs calibration"),
         ("kvquant-3bit", {}, "needs calibration"),
         ("svdq-wf-2bit", {}, "differ by row"),
-        ("squat-2bit", {"window": Dynamic()}, "does not wait"),
+        ("squat-2bit", {"policies": (PromptFit(), DynamicWindow())}, "does not wait"),
     ],
 )
 def test_what_cannot_be_fitted_online_is_refused(base, changes, said):
     with pytest.raises(ValueError, match=said):
-        replace(preset(base), online=FirstTokens(), **changes).check()
+        replace(preset(base), **{"policies": (PromptFit(),)} | changes).check()
 
 
 # ---- under transformers ----
@@ -290,16 +290,16 @@ def test_a_model_hands_its_queries_to_the_fit():
     attention = model.get_decoder().layers[1].self_attn
     hook = attention.q_proj.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
     model.set_attn_implementation("kvq")
-    key, value = (replace(side, recent=32, block=32) for side in (recipe.key, recipe.value))
-    cache = KVQCache.from_recipe(replace(recipe, key=key, value=value), model)
+    window = replace(recipe.window, recent=32, block=32)
+    cache = KVQCache.from_recipe(replace(recipe, window=window), model)
     with torch.no_grad():
         out = model.generate(ids, past_key_values=cache, max_new_tokens=50, do_sample=False, pad_token_id=1)
     hook.remove()
-    assert out.shape[1] == 250 and cache.blocks.layers[0][0].encoded == 192
-    stream = cache.blocks.layers[1][0]
-    assert isinstance(stream.codec, RowCodec)
+    assert out.shape[1] == 250 and cache.blocks.layers[0].encoded == 192
+    fitted = cache.blocks.layers[1].codecs[0]
+    assert isinstance(fitted, RowCodec)
     geometry = cache.blocks.geometry
-    for index, codec in enumerate(stream.codec.rows):
+    for index, codec in enumerate(fitted.rows):
         unused = torch.ones(1, geometry.width)
         expected = row.fit(cache.blocks.recipe, 1, "key", geometry, unused, seen[0][index])
         for field, tensor in codec.tensors.items():
@@ -309,5 +309,5 @@ def test_a_model_hands_its_queries_to_the_fit():
 def test_halves_without_a_fit_keep_their_codec():
     cache = make(short("squat-online-2bit"))
     feed_in(cache, tensors(100), [100])
-    assert {half for _, half in codecs(cache)} == {HALVES.index("key")}
-    assert isinstance(cache.layers[0][1].codec, Codec)
+    assert {role for _, role in codecs(cache)} == {ROLES.index("key")}
+    assert isinstance(cache.layers[0].codecs[1], Codec)

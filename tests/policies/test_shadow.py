@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 from feeding import GEOMETRY, RECIPES, error, feed_in, make, rotary, same, small, state, tensors, turned
+from generating import WAYS, generate, kvq
 from models import prompt, random_model
-from test_generate import WAYS, generate, kvq
+from tiers import each_once, some
 from torch import Tensor
 
-from kvq_runtime.attention import shadow
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.codec import Codec
+from kvq_runtime.codec.codec import Codec
 from kvq_runtime.ops import pack
+from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import Recipe, preset
-from kvq_runtime.stages.select import Chunks
+from kvq_runtime.store.layer import EXTRA
 
 GROUP, SCALE = 2, GEOMETRY.head_size**-0.5
 HEADS, D = GEOMETRY.kv_heads, GEOMETRY.head_size
@@ -25,7 +26,7 @@ OTHERS = ("exact", "rtn-2bit", "higgs-2bit", "polar-3bit", "mean-higgs-2bit", "t
 
 
 def recipe(name: str = BASES[0], **select) -> Recipe:
-    return replace(RECIPES[name], select=Chunks(**select))
+    return replace(RECIPES[name], policies=(ShadowChunks(**select),))
 
 
 def queries(new: int, seed: int = 1, rows: int = 2) -> Tensor:
@@ -50,14 +51,14 @@ def heads(x_BTC: Tensor) -> Tensor:
 def expected(cache: BlockCache, x: Tensor, q: Tensor, layer: int, read: Tensor, exact: Tensor) -> Tensor:
     """Softmax attention written out: decoded tokens where `read` [B, H, T], with their own keys where `exact`."""
     new, total = q.shape[3], x.shape[3]
-    k, v = (heads(t.clone()) for t in cache.history.whole(layer))
+    k, v = (heads(t.clone()) for t in cache.decoder.whole(layer))
     k = torch.where(exact[..., None], heads(x[layer, 0]), k)
     seen = torch.ones(new, total, dtype=torch.bool).tril(total - new) & read[:, :, None, None]
     s = torch.einsum("bhgtd,bhnd->bhgtn", q[layer].unflatten(1, (HEADS, GROUP)), k) * SCALE
     return torch.einsum("bhgtn,bhnd->bhgtd", s.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(1, 2)
 
 
-def chunks(x: Tensor, q: Tensor, layer: int, encoded: int, select: Chunks, sinks: int, real: Tensor) -> tuple:
+def chunks(x: Tensor, q: Tensor, layer: int, encoded: int, select: ShadowChunks, sinks: int, real: Tensor) -> tuple:
     """Which chunks are outliers and which are chosen, {(row, head): {chunk}} each: loops over the paper's sentences."""
     found: tuple[dict, dict] = ({}, {})
     keys, new = heads(x[layer, 0]), q.shape[3]
@@ -97,12 +98,11 @@ def fill(recipe: Recipe, sizes: list[int], new: int, real: Tensor | None = None)
     positions = torch.arange(total - new, total)[None]
     if real is not None:
         positions = (real.cumsum(1) - 1).clamp(min=0)[:, -new:]
-    cache.timeline.announce(None if real is None else real[:, -new:], positions, rotary())
+    cache.positions.announce(None if real is None else real[:, -new:], positions, rotary())
     return cache, x
 
 
-@pytest.mark.parametrize("name", [*BASES, *OTHERS])
-@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("name, new", each_once([*BASES, *OTHERS], [1, 5]))
 def test_with_a_budget_for_all_it_is_plain_attention(name, new):
     """Over all decoded tokens; outliers, if there are any, with their own keys."""
     for outliers in (0, 3):
@@ -112,41 +112,39 @@ def test_with_a_budget_for_all_it_is_plain_attention(name, new):
         for layer in range(3):
             cache.take(layer, *x[layer, :, :, -new:].unbind(0))
             out = cache.attend(layer, q[layer], None, SCALE)
-            stream = cache.layers[layer][0]
-            assert stream.outliers is not None
+            held = cache.policies[0].outliers[layer].chunk_BHO
             exact = torch.zeros(2, HEADS, x.shape[3], dtype=torch.bool)
-            held = stream.outliers.chunk_BHO.repeat_interleave(8, 2) * 8 + torch.arange(8).repeat(outliers)
+            held = held.repeat_interleave(8, 2) * 8 + torch.arange(8).repeat(outliers)
             exact.scatter_(2, held.long(), True)
             plain = expected(cache, x, q, layer, torch.ones_like(exact), exact)
             assert error(out, plain) < 6e-3
             cache.finish(layer)
 
 
-@pytest.mark.parametrize("short", [0, 5, 43])
-@pytest.mark.parametrize("new", [1, 5])
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name, new, short", each_once(BASES, [1, 5], [0, 5, 43]))
 def test_the_chunks_read_are_those_of_the_paper(name, new, short):
     """Landmarks, outliers, scores and top k from exact keys; the output is attention over just these and the window."""
-    select = Chunks(budget=24, outliers=2)
-    chosen, total = replace(RECIPES[name], select=select), 140 + new
+    select = ShadowChunks(budget=24, outliers=2)
+    chosen, total = replace(RECIPES[name], policies=(select,)), 140 + new
     real = torch.arange(total) >= torch.tensor([0, short])[:, None]
     cache, x = fill(chosen, [100, 1, 39], new, real if short else None)
-    q, sinks = queries(new), chosen.key.sinks
+    q, sinks = queries(new), chosen.window.sinks
     mask = torch.ones(new, total, dtype=torch.bool).tril(total - new) & real[:, None, None]
     for layer in range(3):
-        encoded = cache.layers[layer][0].encoded
+        encoded = cache.layers[layer].encoded
         assert encoded >= 112
         outliers, picked = chunks(x, q, layer, encoded, select, sinks, real)
         cache.take(layer, *x[layer, :, :, -new:].unbind(0))
-        stream = cache.layers[layer][0]
+        policy = cache.policies[0]
+        held = policy.outliers[layer]
         scaled = (q[layer] * SCALE).unflatten(1, (HEADS, GROUP))
-        best, usable = shadow.choose(cache.history, stream, stream.outliers, scaled)
+        best, usable = policy.path.choose(cache.layers[layer], held, scaled)
         out = cache.attend(layer, q[layer], mask if short else None, SCALE)
         read = torch.zeros(2, HEADS, total, dtype=torch.bool)
         read[..., encoded:] = True
         exact = torch.zeros_like(read)
         for (row, head), places in outliers.items():
-            assert set(stream.outliers.chunk_BHO[row, head].tolist()) == places
+            assert set(held.chunk_BHO[row, head].tolist()) == places
             assert set(best[row, head][usable[row, head]].tolist()) == picked[row, head]
             for chunk in places | picked[row, head]:
                 read[row, head, chunk * 8 : chunk * 8 + 8] = True
@@ -178,7 +176,7 @@ def test_only_what_is_chosen_is_decoded(monkeypatch):
         cache.take(0, *x[0, :, :, -1:].unbind(0))
         cache.attend(0, queries(1)[0], None, SCALE)
         found.append(sum(counted))
-        assert cache.history.scratch_peak < 2 * 2 * HEADS * D * 4 * (32 + 8 + 4 + 40)
+        assert cache.scratch_peak < 2 * 2 * HEADS * D * 4 * (32 + 8 + 4 + 40)
     assert found == [2 * HEADS * (32 + 32 + 8)] * 2  # rows and heads; keys of chosen, values of chosen and outliers
 
 
@@ -193,7 +191,7 @@ def test_single_codes_are_found_in_packed_ones(bits):
 def test_everything_held_is_billed():
     cache, _ = fill(recipe(outliers=3), [300], 1)
     report = cache.memory_report()
-    layers, slabs = GEOMETRY.layers, cache.layers[0][0].slabs
+    layers, slabs = GEOMETRY.layers, cache.layers[0].slabs[EXTRA]
     assert report.parts["landmarks"] == layers * sum(slab["landmarks"].shape[1] for slab in slabs) * 2 * 2 * 64 * 4
     assert report.parts["chunks"] == layers * 2 * HEADS * 3 * (8 * D * 4 + 4 + 4)
     plain, held = make(RECIPES["svdq-2bit"]).memory_report(), make(RECIPES[BASES[0]]).memory_report()
@@ -201,7 +199,7 @@ def test_everything_held_is_billed():
 
 
 def state_of(cache: BlockCache) -> list[Tensor]:
-    return [part for pair in cache.layers.values() for part in pair[0].outliers.state]
+    return [part for _, held in sorted(cache.policies[0].outliers.items()) for part in held]
 
 
 def test_outliers_are_those_of_the_tokens_however_they_came():
@@ -222,28 +220,28 @@ def test_outliers_follow_rows_crops_and_passes_that_fail():
     with pytest.raises(ValueError, match="NaN"):
         feed_in(cache, broken, [100])
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(cache), strict=True))
-    cache.select(rows)
+    cache.reorder(rows)
     feed_in(other, x[:, :, rows], [100])
     for each in (cache, other):
         feed_in(each, x[:, :, rows], [70])
     assert all(torch.equal(a, b) for a, b in zip(state_of(cache), state_of(other), strict=True))
     cache.crop(40)
-    assert all(int(pair[0].outliers.chunk_BHO.max()) < 32 // 8 for pair in cache.layers.values())
+    assert all(int(held.chunk_BHO.max()) < 32 // 8 for held in cache.policies[0].outliers.values())
     report = cache.memory_report()
-    assert report.parts["chunks"] == sum(pair[0].outliers.bytes() for pair in cache.layers.values())
+    assert report.parts["chunks"] == sum(part.nbytes for part in state_of(cache))
 
 
 @pytest.mark.parametrize("settings", [{"chunk": 0}, {"budget": 4}, {"outliers": -1}])
 def test_settings_that_cannot_be(settings):
     with pytest.raises(ValueError, match="a budget of at least a chunk"):
-        Chunks(**settings)
+        ShadowChunks(**settings)
 
 
 def test_recipes_whose_tokens_cannot_be_decoded_one_by_one():
-    refused = {"aqua-2bit": "no prediction", "kivi-2bit": "sides per token", "mean-higgs-2bit": "after RoPE"}
+    refused = {"aqua-2bit": "no prediction", "kivi-2bit": "schemes per token", "mean-higgs-2bit": "after RoPE"}
     for name, why in refused.items():
         with pytest.raises(ValueError, match=why):
-            replace(preset(name), select=Chunks(), position="post").check()
+            replace(preset(name), policies=(ShadowChunks(),), position="post").check()
     with pytest.raises(ValueError, match="chunks of 24 do not divide the blocks"):
         recipe(chunk=24).check()
     assert Recipe.from_json(preset(BASES[0]).to_json()) == preset(BASES[0])
@@ -265,13 +263,14 @@ def test_other_attention_reads_all_tokens_and_says_so_once():
         assert torch.equal(one, model(ids[:, 60:], past_key_values=plain).logits)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, "beams", "assisted"))
 def test_every_way_of_generating_works(way):
     model = random_model("llama", attention="kvq")
     ids = prompt(1 if way in ("lookup", "assisted") else 2)
     cache = kvq("svdq-shadow-1.25bit-v4", model)
-    cache.blocks.recipe = replace(cache.blocks.recipe, select=Chunks(budget=16, outliers=1))
+    cache.blocks.recipe = replace(cache.blocks.recipe, policies=(ShadowChunks(budget=16, outliers=1),))
+    cache.blocks.reset()
     out = generate(model, ids, cache, way)
     assert out.shape == (len(ids), 80) and torch.equal(out[:, :40], ids)
-    assert cache.blocks.layers[2][1].encoded >= 48 and cache.blocks.reencoded == 0
-    assert small(preset("svdq-shadow-2bit")).select == Chunks()
+    assert cache.blocks.layers[2].encoded >= 48 and cache.blocks.reencoded == 0
+    assert small(preset("svdq-shadow-2bit")).policies == (ShadowChunks(),)

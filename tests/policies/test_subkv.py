@@ -3,11 +3,12 @@
 import pytest
 import torch
 from feeding import GEOMETRY, feed_in, make, oldest, read, tensors
+from generating import WAYS, generate, kvq, padded, stock
 from models import prompt, random_model
-from test_generate import WAYS, generate, kvq, padded, stock
+from tiers import together
 
-from kvq_runtime.codec import Codec, Context
-from kvq_runtime.recipe import preset
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.recipe import Window, preset
 
 NAMES = ["subkv-2bit", "subkv-3bit", "subkv-4bit"]
 
@@ -15,20 +16,20 @@ NAMES = ["subkv-2bit", "subkv-3bit", "subkv-4bit"]
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_are_the_papers(name):
     recipe, bits = preset(name), int(name[6])
-    assert recipe.key.window == recipe.value.window == (1, 32, 32)
+    assert recipe.window == Window(1, 32, 32)
     assert (recipe.key.axis, recipe.value.axis) == ("channel", "token")
-    for half in ("key", "value"):
-        assert Codec(recipe, 0, half, GEOMETRY, {}).bits() == bits + 2 * 16 / 32
-    assert recipe.key.recent + recipe.window.blocks * recipe.key.block == 128
+    for role in ("key", "value"):
+        assert Codec(recipe, 0, role, GEOMETRY, {}).bits() == bits + 2 * 16 / 32
+    assert recipe.widest.window.recent == 128
     assert not recipe.fitted and recipe.needs == {"attention"}
 
 
-@pytest.mark.parametrize("half", ["key", "value"])
+@pytest.mark.parametrize("role", ["key", "value"])
 @pytest.mark.parametrize("bits", [2, 4])
-def test_rounding_is_kivis(bits, half):
+def test_rounding_is_kivis(bits, role):
     """Groups of 32 are the same groups in blocks of 32 and of 128."""
     x = tensors(128)[0, 0]
-    kivi, subkv = (Codec(preset(f"{name}-{bits}bit"), 0, half, GEOMETRY, {}) for name in ("kivi", "subkv"))
+    kivi, subkv = (Codec(preset(f"{name}-{bits}bit"), 0, role, GEOMETRY, {}) for name in ("kivi", "subkv"))
     context = Context()
     whole = kivi.decode(kivi.encode(x, context), context)
     parts = [subkv.decode(subkv.encode(part, context), context) for part in x.split(32, 1)]
@@ -39,9 +40,9 @@ def test_the_first_token_is_exact_and_the_second_is_not():
     x, cache = tensors(200), make(preset("subkv-2bit"))
     feed_in(cache, x, [150, 50])
     for layer, pair in enumerate(read(cache)):
-        for half, out in enumerate(pair):
-            assert torch.equal(out[:, 0], x[layer, half, :, 0])
-            assert not torch.equal(out[:, 1], x[layer, half, :, 1])
+        for role, out in enumerate(pair):
+            assert torch.equal(out[:, 0], x[layer, role, :, 0])
+            assert not torch.equal(out[:, 1], x[layer, role, :, 1])
 
 
 def test_the_exact_window_is_at_most_128_and_a_block():
@@ -49,28 +50,26 @@ def test_the_exact_window_is_at_most_128_and_a_block():
     held = []
     for _ in range(400):
         feed_in(cache, x, [1], query=oldest)
-        held.append(cache.layers[0][0].window_BTC.shape[1])
+        held.append(cache.layers[0].window_2BTC.shape[2])
     assert max(held) == 128 + 31
 
 
 # ---- whole models ----
 
 
-@pytest.mark.parametrize("name", ["subkv-2bit", "subkv-aqua-2bit"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way, name", together([*WAYS], ["subkv-2bit", "subkv-aqua-2bit"]))
 def test_every_way_of_generating_works(name, way):
     model = random_model("llama", attention="kvq")
     ids = prompt(1 if way in ("lookup", "assisted") else 2)
     cache = kvq(name, model)
     out = generate(model, ids, cache, way)
     assert out.shape == (len(ids), 80) and torch.equal(out[:, :40], ids)
-    streams = [stream for pair in cache.blocks.layers.values() for stream in pair]
-    side = cache.blocks.recipe.key
-    most = side.recent + (cache.blocks.recipe.window.blocks + 1) * side.block
-    assert len({stream.blocks for stream in streams}) == 1 and cache.blocks.reencoded == 0
-    assert all(0 <= stream.window_BTC.shape[1] < most for stream in streams)
+    stores, recipe = cache.blocks.layers.values(), cache.blocks.recipe
+    most = recipe.widest.window.recent + recipe.window.block
+    assert len({store.blocks for store in stores}) == 1 and cache.blocks.reencoded == 0
+    assert all(0 <= store.window_2BTC.shape[2] < most for store in stores)
     if way != "assisted":  # which crops to what was accepted
-        assert cache.blocks.votes.tensors
+        assert cache.blocks.policies[0].gaps
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -93,8 +92,9 @@ def test_a_prompt_has_a_say():
     cache = kvq("subkv-2bit", model, whole=True)
     with torch.no_grad():
         model(prompt(2, 63), past_key_values=cache)
-        assert [gap_B.shape for gap_B in cache.blocks.votes.tensors] == [(2,)] * 3
-        assert all(bool(gap_B.isfinite().all()) for gap_B in cache.blocks.votes.tensors)
+        gaps = cache.blocks.policies[0].gaps.values()
+        assert [gap_B.shape for gap_B in gaps] == [(2,)] * 3
+        assert all(bool(gap_B.isfinite().all()) for gap_B in gaps)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -5,21 +5,21 @@ from dataclasses import replace
 import pytest
 import torch
 from feeding import RECIPES, anything, feed, feed_in, make, newest, oldest, read, same, state, tensors
-from test_memory import owned
+from owned_bytes import owned
 
-from kvq_runtime.recipe import Recipe, Side, preset
-from kvq_runtime.stages import window
+from kvq_runtime.policies import dynamic_window
+from kvq_runtime.policies.dynamic_window import DynamicWindow
+from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.window import Dynamic
 
-DYNAMIC = {name: recipe for name, recipe in RECIPES.items() if recipe.window is not None}
+DYNAMIC = {name: recipe for name, recipe in RECIPES.items() if recipe.policy("window")}
 every = pytest.mark.parametrize("recipe", DYNAMIC.values(), ids=DYNAMIC.keys())
 STEPS = [40] + [1] * 50 + [7, 1, 33, 1, 1, 64, 90, 1, 1]
 
 
 def fixed(recipe: Recipe) -> Recipe:
     """The recipe with a window that stays as it is."""
-    return replace(recipe, window=None)
+    return replace(recipe, policies=())
 
 
 def decisions(recipe: Recipe, x, query, real_BT=None) -> list[int]:
@@ -27,7 +27,7 @@ def decisions(recipe: Recipe, x, query, real_BT=None) -> list[int]:
     cache, found = make(recipe), []
     for size in STEPS:
         feed_in(cache, x, [size], real_BT=real_BT, query=query)
-        found.append(cache.layers[0][0].blocks)
+        found.append(cache.layers[0].blocks)
     return found
 
 
@@ -47,41 +47,41 @@ def test_the_window_keeps_its_edge_unless_the_newest_token_is_attended_to_more()
         ((0.1, 0.1), (0.3, 0.0), True),
         ((0.2, 0), (0, 0.2), True),
     ):
-        gap_B = window.gaps(weights(list(new), list(edge), 4), 4, 1, None)
+        gap_B = dynamic_window.gaps(weights(list(new), list(edge), 4), 4, 1, None)
         assert gap_B[0] == pytest.approx(sum(new) / 2 - sum(edge) / 2)
-        assert window.keep(gap_B[None]) == kept
+        assert dynamic_window.keep_edge(gap_B[None]) == kept
 
 
 def test_the_mean_is_over_layers_and_rows_that_have_a_say():
     nan = torch.nan
-    assert window.keep(torch.tensor([[0.3, -0.1], [-0.2, -0.1]]))
-    assert not window.keep(torch.tensor([[0.3, nan], [-0.2, nan]]))
-    assert not window.keep(torch.full((2, 2), nan))
+    assert dynamic_window.keep_edge(torch.tensor([[0.3, -0.1], [-0.2, -0.1]]))
+    assert not dynamic_window.keep_edge(torch.tensor([[0.3, nan], [-0.2, nan]]))
+    assert not dynamic_window.keep_edge(torch.full((2, 2), nan))
 
 
 def test_the_edge_is_the_first_real_token_that_is_no_sink():
     p = torch.rand(3, 2, 2, 10)
     real = torch.arange(10) >= torch.tensor([0, 5, 9])[:, None]
-    found = window.gaps(p, 4, 1, real)
+    found = dynamic_window.gaps(p, 4, 1, real)
     expected = (p[..., 9] - p[torch.arange(3), :, :, torch.tensor([4, 6, 0])]).mean((1, 2))
     assert torch.equal(found[:2], expected[:2])
     assert found[2].isnan()  # its only real token is its sink
-    assert torch.equal(window.gaps(p, 0, 2, None), (p[..., 9] - p[..., 2]).mean((1, 2)))
-    assert window.gaps(p, 9, 1, None).isnan().all()
+    assert torch.equal(dynamic_window.gaps(p, 0, 2, None), (p[..., 9] - p[..., 2]).mean((1, 2)))
+    assert dynamic_window.gaps(p, 9, 1, None).isnan().all()
 
 
 @pytest.mark.parametrize("blocks", [0, -1, 1025])
 def test_settings(blocks):
     with pytest.raises(ValueError, match="use 1 to 1024"):
-        Dynamic(blocks)
+        DynamicWindow(blocks)
 
 
 def test_what_cannot_be():
-    side = Side(Rtn(2))
-    with pytest.raises(ValueError, match="keys and values of .* a dynamic window"):
-        Recipe("r", replace(side, recent=0), side, window=Dynamic()).check()
-    with pytest.raises(ValueError, match=r"window=3; use one of \['dynamic'\]"):
-        Recipe("r", side, side, window=3).check()
+    scheme = Scheme(Rtn(2))
+    with pytest.raises(ValueError, match="two policies for one choice"):
+        Recipe("r", scheme, scheme, policies=(DynamicWindow(), DynamicWindow(2))).check()
+    with pytest.raises(ValueError, match=r"policies=\(3,\); use some of .*'dynamic'"):
+        Recipe("r", scheme, scheme, policies=(3,)).check()
     given = preset("subkv-2bit").to_json()
     for bad in ({"kind": "magic"}, {"kind": "dynamic", "blocks": "3"}, {"kind": "dynamic", "most": 3}, 3):
         with pytest.raises(ValueError, match="window"):
@@ -117,31 +117,29 @@ def test_a_rule_that_never_lets_go_is_a_fixed_window_at_the_cap(recipe):
     for size in STEPS:
         feed_in(cache, x, [size], query=oldest)
         feed_in(other, x, [size])
-        held, wide = cache.layers[0][0], other.layers[0][0]
-        assert held.blocks == max(wide.blocks, (STEPS[0] - recipe.key.recent) // recipe.key.block)
+        held, wide = cache.layers[0], other.layers[0]
+        assert held.blocks == max(wide.blocks, (STEPS[0] - recipe.window.recent) // recipe.window.block)
     assert wide.blocks > 2 and same(state(cache), state(other))
 
 
 @every
 def test_no_token_is_lost_and_the_cap_holds(recipe):
-    _, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     x, cache = tensors(sum(STEPS)), make(recipe)
-    most, seen = recipe.window.most(recent, block), set()
+    most, seen = recipe.policy("window").most(recent, block), set()
     for size in STEPS:
         start = cache.length
         for layer, pair in enumerate(feed(cache, x, start, start + size, query=anything)):
-            for half, out in enumerate(pair):
+            for role, out in enumerate(pair):
                 assert out.shape[1] == start + size
                 newest_exact = max(0, start - recent)
-                assert torch.equal(out[:, newest_exact:], x[layer, half, :, newest_exact : start + size])
-        for pair in cache.layers.values():
-            for stream in pair:
-                exact = stream.window_BTC.shape[1]
-                assert stream.length == cache.length and min(recent, cache.length) <= exact < most + block
-                given = x[stream.codec.layer, int(stream.codec.half == "value")]
-                assert torch.equal(stream.window_BTC, given[:, stream.encoded : cache.length])
-                assert stream.blocks == cache.layers[0][0].blocks
-                seen.add(stream.recent)
+                assert torch.equal(out[:, newest_exact:], x[layer, role, :, newest_exact : start + size])
+        for layer, store in cache.layers.items():
+            exact = store.window_2BTC.shape[2]
+            assert store.length == cache.length and min(recent, cache.length) <= exact < most + block
+            assert torch.equal(store.window_2BTC, x[layer, :, :, store.encoded : cache.length])
+            assert store.blocks == cache.layers[0].blocks
+            seen.add(store.recent)
     assert seen == {recent, most}  # attention decided both ways
 
 
@@ -211,13 +209,13 @@ def test_an_undone_pass_decides_as_before(recipe):
 @every
 def test_a_crop_takes_back_what_the_cropped_tokens_said(recipe):
     """With nobody left to say anything, the next pass keeps no more than the recent tokens."""
-    _, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     x, cache = tensors(recent + 4 * block), make(recipe)
     feed_in(cache, x, [recent] + [1] * (2 * block), query=oldest)
-    assert cache.layers[0][0].blocks == 0
+    assert cache.layers[0].blocks == 0
     cache.crop(recent + 2 * block - 1)
     feed_in(cache, x, [1], query=oldest)
-    assert cache.layers[0][0].blocks == 2 and cache.reencoded == 0
+    assert cache.layers[0].blocks == 2 and cache.reencoded == 0
     cache.crop(block + 3)  # into a block
     feed_in(cache, x, [recent + block], query=oldest)
     assert cache.length == recent + 2 * block + 3 and len(read(cache)) == 3
@@ -230,20 +228,19 @@ def test_reordered_rows_take_their_say_with_them(recipe):
     cache, other = make(recipe), make(recipe)
     for number, size in enumerate(STEPS):
         if number % 5 == 0:
-            cache.select(torch.tensor([1, 2, 0]))
-            cache.select(torch.tensor([2, 0, 1]))
+            cache.reorder(torch.tensor([1, 2, 0]))
+            cache.reorder(torch.tensor([2, 0, 1]))
         feed_in(cache, x, [size], real_BT=real, query=anything)
         feed_in(other, x, [size], real_BT=real, query=anything)
     assert same(state(cache), state(other))
-    cache.select(rows)
-    votes = next(iter(cache.votes._gaps.values()))
-    expected = next(iter(other.votes._gaps.values()))
-    assert all(torch.equal(votes[layer], expected[layer][rows]) for layer in range(3))
+    cache.reorder(rows)
+    found, expected = cache.policies[0].gaps, other.policies[0].gaps
+    assert all(torch.equal(found[layer], expected[layer][rows]) for layer in range(3))
 
 
-@every
+@pytest.mark.parametrize("recipe", [DYNAMIC["subkv-2bit"]], ids=["subkv-2bit"])
 def test_a_longer_window_is_billed(recipe):
-    _, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     x = tensors(recent + 8 * block)
     long, short = make(recipe), make(recipe)
     for _ in range(recent + 6 * block):
@@ -251,7 +248,9 @@ def test_a_longer_window_is_billed(recipe):
         feed_in(short, x, [1], query=newest)
         assert long.memory_report().total_bytes == sum(owned(long).values())
     more = long.memory_report().parts["window"] - short.memory_report().parts["window"]
-    assert more >= recipe.window.blocks * block * 2 * 3 * 2 * 64 * 4  # tokens, halves, layers, rows, channels, bytes
+    assert (
+        more >= recipe.policy("window").blocks * block * 2 * 3 * 2 * 64 * 4
+    )  # tokens, halves, layers, rows, channels, bytes
     feed_in(long, x, [1, 1], query=newest)  # it lets go at the second
-    assert long.layers[0][0].blocks == short.layers[0][0].blocks
+    assert long.layers[0].blocks == short.layers[0].blocks
     assert long.memory_report().parts["window"] <= short.memory_report().parts["window"] + 6 * 2 * 64 * 64 * 4

@@ -6,38 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from lean import ABSENT, BLOCKED
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").rglob("*.safetensors"))
-ABSENT = [
-    "prefect",
-    "datasets",
-    "sklearn",
-    "pandas",
-    "pydantic",
-    "kvq_calib",
-    "transformers",
-    "triton",
-    "matplotlib",
-    "pyarrow",
-    "scipy",
-    "psutil",
-    "zstandard",
-    "fastapi",
-    "model_signing",
-]
 OPTIONAL = ("kvq_runtime.hf", "kvq_runtime.kernels")  # need the extras hf and triton
-
-BLOCKED = f"""
-import importlib.abc, sys
-
-class Absent(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {ABSENT!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
-
-sys.meta_path.insert(0, Absent())
-"""
 
 
 def run(body: str, *arguments: str, home: Path) -> subprocess.CompletedProcess:
@@ -62,7 +35,7 @@ def test_the_blockade_blocks(tmp_path):
 
 def test_every_module_imports(tmp_path):
     names = modules()
-    assert "kvq_runtime.codec" in names
+    assert "kvq_runtime.codec.codec" in names
     body = "import importlib, json\nfor name in json.loads(sys.argv[1]): importlib.import_module(name)"
     done = run(body, json.dumps(names), home=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -70,7 +43,7 @@ def test_every_module_imports(tmp_path):
 
 def test_a_folder_needs_nothing_of_the_hub(tmp_path):
     body = """
-from kvq_runtime import registry
+from kvq_runtime.registry import resolve as registry
 registry.open_registry().names()
 print([name for name in sys.modules if name.startswith(("huggingface_hub", "httpx"))])
 """
@@ -87,7 +60,8 @@ def said(tmp_path_factory) -> dict[str, list]:
     """Of each golden artifact its recipe and layers, or how it failed, from one process without those modules."""
     body = """
 import json, traceback
-from kvq_runtime import artifact, codec
+from kvq_runtime.artifact import artifact
+from kvq_runtime.codec import codec
 said = {}
 for path in sys.argv[1:]:
     try:
@@ -112,5 +86,5 @@ def test_an_artifact_loads_and_builds(path, said):
 
 
 def test_the_command_runs_without_extras(tmp_path):
-    done = run("sys.argv = ['kvq', 'list']\nfrom kvq_runtime.cli import main\nsys.exit(main())", home=tmp_path)
+    done = run("sys.argv = ['kvq', 'list']\nfrom kvq_runtime.cli.main import main\nsys.exit(main())", home=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """What a stranger clones: no trace of one machine, no large files, and a README whose commands exist."""
 
+import ast
 import re
 import subprocess
 import tomllib
@@ -9,7 +10,7 @@ import pytest
 
 from kvq_runtime.recipe import presets
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LARGEST = 9_000_000  # bytes
 # Spelled in parts, so that this file does not contain what it looks for.
 TRACES = {
@@ -62,6 +63,18 @@ def test_the_traces_are_found():
 def test_no_large_files():
     large = {path.name: path.stat().st_size for path in tracked() if path.stat().st_size > LARGEST}
     assert not large
+
+
+def test_no_test_imports_another():
+    """What several tests use is a file in tests/support; that folder and the root alone are on the path."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert settings["pythonpath"] == [".", "tests/support"]
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            tests = [name for name in names if re.search(r"(^|\.)(test_\w+|conftest)$", name)]
+            assert not tests, f"{path.relative_to(ROOT)} imports {tests}; move what it needs to tests/support"
 
 
 def test_the_makefile_has_what_the_readme_names_and_the_readme_all_of_it():

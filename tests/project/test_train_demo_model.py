@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts import train_demo_model as script
 
+pytestmark = pytest.mark.slow
 SENTENCE = "the cache of a small model holds keys and values of every token that it has seen"
 WORDS = SENTENCE.split()
 TEXTS = [" ".join(WORDS[(i * k) % len(WORDS)] for i in range(600)) for k in (1, 3, 5, 7)]

@@ -8,19 +8,19 @@ import torch
 from feeding import DTYPE_IDS, DTYPES, RECIPES, dropped, error, feed, feed_in, make, paid, read, same, state, tensors
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.codec import Codec
-from kvq_runtime.recipe import HALVES, Recipe
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.stages.exact import Exact
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 
-def lossy(recipe: Recipe, layer: int, half: int) -> bool:
-    return not isinstance(recipe.at(layer)[half].quantize, Exact)
+def lossy(recipe: Recipe, layer: int, role: int) -> bool:
+    return not isinstance(recipe.at(layer)[role].quantize, Exact)
 
 
 def encoded(cache: BlockCache) -> int:
-    return cache.layers[0][0].encoded
+    return cache.layers[0].encoded
 
 
 def blocks(found: list[dict]) -> list[dict]:
@@ -36,18 +36,18 @@ def test_every_token_is_encoded_once_and_stays_as_it_was(recipe, monkeypatch):
     encode = Codec.encode
 
     def counting(self, x_NTC, context):
-        counted[self.layer, self.half] = counted.get((self.layer, self.half), 0) + x_NTC.shape[:2].numel()
-        assert x_NTC.shape[1] == self.side.block
+        counted[self.layer, self.role] = counted.get((self.layer, self.role), 0) + x_NTC.shape[:2].numel()
+        assert x_NTC.shape[1] == self.block
         return encode(self, x_NTC, context)
 
     monkeypatch.setattr(Codec, "encode", counting)
-    _, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     x, cache = tensors(recent + 3 * block + 8), make(recipe)
     feed_in(cache, x, [recent + block])
     early = blocks(state(cache))
     feed_in(cache, x, [1, 1, block - 3, 2, 1, block, 5])
     assert encoded(cache) == 3 * block
-    assert counted == {(layer, half): 2 * encoded(cache) for layer in range(3) for half in HALVES}
+    assert counted == {(layer, role): 2 * encoded(cache) for layer in range(3) for role in ROLES}
     for before, now in zip(early, state(cache), strict=True):
         assert all(torch.equal(field, now[name][:, : field.shape[1]]) for name, field in before.items())
     assert cache.reencoded == 0
@@ -55,7 +55,7 @@ def test_every_token_is_encoded_once_and_stays_as_it_was(recipe, monkeypatch):
 
 @every_recipe
 def test_a_verification_step_is_taken_back_without_a_trace(recipe):
-    _, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     x, cache, other = tensors(2 * recent + 2 * block), make(recipe), make(recipe)
     feed_in(cache, x, [recent + 2 * block - 1, recent])
     cache.crop(recent + 2 * block)
@@ -66,7 +66,7 @@ def test_a_verification_step_is_taken_back_without_a_trace(recipe):
 
 @every_recipe
 def test_a_crop_below_the_window_decodes_the_survivors_of_one_block(recipe):
-    _, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     x, cache = tensors(recent + 3 * block), make(recipe)
     feed_in(cache, x, [recent + 3 * block])
     before, first = read(cache), blocks(state(cache))
@@ -96,13 +96,13 @@ def test_a_crop_at_the_end_of_a_block_decodes_nothing():
 
 @every_recipe
 def test_blocks_do_not_depend_on_how_tokens_arrive(recipe):
-    _, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     total = recent + 3 * block + 3
     x = tensors(total)
     caches = [make(recipe) for _ in range(3)]
     sizes = torch.randint(1, 2 * block, (total,), generator=torch.Generator().manual_seed(1)).tolist()
     feed_in(caches[0], x, [total])
-    feed_in(caches[1], x, [block + recent] + [1] * (total - block - recent))
+    feed_in(caches[1], x, [2 * block + recent - 1] + [1] * (total - 2 * block - recent + 1))
     while (left := total - caches[2].length) > 0:
         feed_in(caches[2], x, [min(left, sizes.pop())])
     assert encoded(caches[0]) == 3 * block
@@ -113,12 +113,12 @@ def test_blocks_do_not_depend_on_how_tokens_arrive(recipe):
 @every_recipe
 def test_a_layer_read_alone_is_rebuilt_from_those_below(recipe):
     """What is carried from layer to layer saves work, and changes nothing."""
-    _, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     x, cache, other = tensors(recent + 3 * block), make(recipe), make(recipe)
     for start, stop in ((0, recent + 2 * block), (recent + 2 * block, recent + 3 * block)):
         expected = feed(cache, x, start, stop)
         for layer in range(3):
-            other.select(torch.arange(2))  # forgets what was carried
+            other.decoder.clear()
             found = feed(other, x, start, stop, layers=[layer])[0]
             assert all(torch.equal(a, b) for a, b in zip(expected[layer], found, strict=True))
     assert same(state(cache), state(other))
@@ -130,12 +130,12 @@ def test_more_blocks_than_a_slab_holds():
     one, two = make(recipe), make(recipe)
     feed_in(one, x, [16 * 70])
     feed_in(two, x, [500, 16 * 70 - 502, 1, 1])
-    assert len(one.layers[0][0].slabs) == 3
+    assert len(one.layers[0].slabs[0]) == 3
     assert same(state(one), state(two))
     assert all(torch.equal(a, b) for a, b in zip(read(one)[2], read(two)[2], strict=True))
     one.crop(16 * 40 + 2)
     two.crop(16 * 32)
-    assert [len(cache.layers[0][0].slabs) for cache in (one, two)] == [2, 1]
+    assert [len(cache.layers[0].slabs[0]) for cache in (one, two)] == [2, 1]
 
 
 # ---- what is stored is really rounded, and no worse than it should be (invariant 4) ----
@@ -143,19 +143,19 @@ def test_more_blocks_than_a_slab_holds():
 
 @every_recipe
 def test_tokens_that_come_one_by_one_are_rounded_like_those_of_a_prompt(recipe):
-    sinks, recent, block = recipe.key.window
+    sinks, recent, block = recipe.window.sinks, recipe.window.recent, recipe.window.block
     prompt = -(-max(sinks, 1) // block) * block + 2 * block
     x, cache = tensors(prompt + recent + 2 * block, rows=1), make(recipe)
-    feed_in(cache, x, [prompt] + [1] * (recent + 2 * block))
+    feed_in(cache, x, [prompt, recent + block - 1] + [1] * (block + 1))
     assert encoded(cache) == prompt + 2 * block
     for layer, pair in enumerate(read(cache)):
-        for half, out in enumerate(pair):
-            wrong = (out - x[layer, half])[0].norm(dim=-1)
+        for role, out in enumerate(pair):
+            wrong = (out - x[layer, role])[0].norm(dim=-1)
             early, late = wrong[sinks:prompt], wrong[prompt : prompt + 2 * block]
-            if lossy(recipe, layer, half):
+            if lossy(recipe, layer, role):
                 assert (early > 0).all() and (late > 0).all()
                 assert 0.6 < float(early.square().mean().sqrt() / late.square().mean().sqrt()) < 1.6
-            elif half == 1 or recipe.position == "post":
+            elif role == 1 or recipe.position == "post":
                 assert not wrong.any()
 
 
@@ -165,12 +165,12 @@ def test_the_error_is_of_the_size_of_the_bits(recipe):
     x, cache = tensors(200), make(recipe)
     feed_in(cache, x, [200])
     for layer, pair in enumerate(read(cache)):
-        for half, out in enumerate(pair):
-            codec, count = cache.codecs[layer][half], cache.layers[layer][half].encoded
-            if not lossy(recipe, layer, half):
+        for role, out in enumerate(pair):
+            codec, count = cache.codecs[layer][role], cache.layers[layer].encoded
+            if not lossy(recipe, layer, role):
                 continue
-            spread = x[layer, half].norm()
-            found = float((out - x[layer, half])[:, :count].norm() / spread)
+            spread = x[layer, role].norm()
+            found = float((out - x[layer, role])[:, :count].norm() / spread)
             assert found < 4.0 * 2 ** -paid(codec) + 0.02 + 1.3 * dropped(codec) ** 0.5
 
 
@@ -179,18 +179,18 @@ def test_the_error_is_of_the_size_of_the_bits(recipe):
 
 @pytest.mark.parametrize("recipe, dtype", DTYPES, ids=DTYPE_IDS)
 def test_prompt_sinks_and_recent_tokens_are_exact(recipe, dtype):
-    sinks, recent, block = recipe.key.window
+    sinks, recent, block = recipe.window.sinks, recipe.window.recent, recipe.window.block
     x, cache = tensors(recent + 3 * block).to(dtype), make(recipe)
     for layer, out in enumerate(feed(cache, x, 0, 7)):
         assert torch.equal(torch.stack(out), x[layer, :, :, :7])
     for size in (1, block, recent, 2, block + 1, 1, 1):
         start, stop = cache.length, cache.length + size
         for layer, pair in enumerate(feed(cache, x, start, stop)):
-            for half, out in enumerate(pair):
-                assert out.dtype == dtype and out.shape == x[layer, half, :, :stop].shape
-                assert torch.equal(out[:, :sinks], x[layer, half, :, : min(sinks, stop)])
+            for role, out in enumerate(pair):
+                assert out.dtype == dtype and out.shape == x[layer, role, :, :stop].shape
+                assert torch.equal(out[:, :sinks], x[layer, role, :, : min(sinks, stop)])
                 newest = max(0, start - recent)
-                assert torch.equal(out[:, newest:], x[layer, half, :, newest:stop])
+                assert torch.equal(out[:, newest:], x[layer, role, :, newest:stop])
     assert encoded(cache) >= 2 * block
 
 
@@ -204,7 +204,7 @@ def mask(tokens: int, *padding: int) -> torch.Tensor:
 @every_recipe
 def test_padded_slots_never_matter(recipe):
     """Whatever stands in a padded slot, every real token of every row is stored and read the same."""
-    _sinks, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     total = recent + 4 * block
     real = mask(total, 0, block + 3)
     x = tensors(total)
@@ -224,7 +224,7 @@ def test_padded_slots_never_matter(recipe):
 
 @every_recipe
 def test_a_row_padded_by_whole_blocks_is_the_row_without_padding(recipe):
-    _sinks, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     total, pad = recent + 4 * block, block
     x = tensors(total)
     padded, plain = make(recipe), make(recipe)
@@ -240,15 +240,15 @@ def test_a_row_padded_by_whole_blocks_is_the_row_without_padding(recipe):
 
 @every_recipe
 def test_rows_of_unequal_length_lose_no_more_than_rows_alone(recipe):
-    sinks, recent, block = recipe.key.window
+    sinks, recent, block = recipe.window.sinks, recipe.window.recent, recipe.window.block
     total = recent + 4 * block
     x, real = tensors(total), mask(total, 0, 2 * block - 3)
     cache, alone = make(recipe), make(recipe)
     feed_in(cache, x, [2 * block - 1, 1, 2, total - 2 * block - 2], real_BT=real)
     feed_in(alone, x, [total])
     for layer, pair in enumerate(read(cache)):
-        for half, (out, best) in enumerate(zip(pair, read(alone)[layer], strict=True)):
-            target = x[layer, half]
+        for role, (out, best) in enumerate(zip(pair, read(alone)[layer], strict=True)):
+            target = x[layer, role]
             row = real[1].nonzero()[:, 0]
             assert torch.equal(out[1, row[:sinks]], target[1, row[:sinks]])
             assert torch.equal(out[:, -recent:], target[:, -recent:])
@@ -257,12 +257,12 @@ def test_rows_of_unequal_length_lose_no_more_than_rows_alone(recipe):
 
 @every_recipe
 def test_reordered_rows_are_other_rows(recipe):
-    _sinks, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     x, rows = tensors(recent + 4 * block, rows=3), torch.tensor([2, 0, 0])
     real = mask(x.shape[3], 0, 3, block)
     cache, other = make(recipe), make(recipe)
     feed_in(cache, x, [recent + 2 * block, 3], real_BT=real)
-    cache.select(rows)
+    cache.reorder(rows)
     feed_in(other, x[:, :, rows], [recent + 2 * block, 3], real_BT=real[rows])
     assert same(blocks(state(cache)), blocks(state(other)))
     start = cache.length
@@ -280,7 +280,7 @@ def test_reordered_rows_are_other_rows(recipe):
 
 @every_recipe
 def test_a_reset_cache_is_a_new_one(recipe):
-    _, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     x, cache, other = tensors(recent + 2 * block), make(recipe), make(recipe)
     feed_in(cache, tensors(100, rows=3, seed=5), [80, 1, 19])
     cache.crop(20)

@@ -2,23 +2,22 @@
 
 import copy
 import json
-from dataclasses import replace
 
 import pytest
 
-from kvq_runtime import codec
+from kvq_runtime.codec import codec
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe, Side, preset, presets
+from kvq_runtime.policies.heavy_hitters import HeavyHitters
+from kvq_runtime.recipe import Recipe, Scheme, Window, preset, presets
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.select import Heavy
 
 PRESETS = presets()
 GEOMETRY = Geometry(layers=4, kv_heads=2, head_size=64)
-PLAIN = Side(Rtn(2))
+PLAIN = Scheme(Rtn(2))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -37,12 +36,12 @@ def test_every_preset_names_what_it_needs(name):
     recipe = PRESETS[name]
     specs = codec.all_specs(recipe, GEOMETRY)
     assert bool(specs) == recipe.fitted
-    assert recipe.chained == any("weight" in n or "down" in n or "codes" in n or "hidden" in n for n in specs)
+    assert recipe.cross_layer == any("weight" in n or "down" in n or "codes" in n or "hidden" in n for n in specs)
     if recipe.position == "pre":
         assert "positions" in recipe.needs
-    held = isinstance(recipe.select, Heavy)
-    assert ("attention" in recipe.needs) == (recipe.window is not None or held)
-    assert recipe.arrival_dependent == (recipe.window is not None or held or recipe.online is not None)
+    held, dynamic = isinstance(recipe.policy("select"), HeavyHitters), recipe.policy("window") is not None
+    assert ("attention" in recipe.needs) == (dynamic or held)
+    assert recipe.arrival_dependent == (dynamic or held or recipe.fits_prompt)
     assert not any(name.startswith("layers.0.") and name.endswith("bias") for name in specs if "predict" not in name)
 
 
@@ -125,31 +124,28 @@ def test_what_is_missing_is_refused(missing):
 
 @pytest.mark.parametrize("nothing", [None, [], "aqua-2bit", 3])
 def test_a_recipe_is_an_object(nothing):
-    with pytest.raises(ValueError, match="an object is meant"):
+    with pytest.raises(ValueError, match="expected an object"):
         Recipe.from_json(nothing)
 
 
 def test_defaults_may_be_left_out():
-    side = {"quantize": {"kind": "grid"}}
-    recipe = Recipe.from_json({"name": "small", "position": "post", "key": side, "value": side})
-    assert recipe == Recipe("small", Side(Grid()), Side(Grid()))
+    scheme = {"quantize": {"kind": "grid"}}
+    recipe = Recipe.from_json({"name": "small", "position": "post", "key": scheme, "value": scheme})
+    assert recipe == Recipe("small", Scheme(Grid()), Scheme(Grid()))
 
 
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
         (Recipe("r", PLAIN, PLAIN, "sideways"), 'use "pre" or "post"'),
-        (Recipe("r", replace(PLAIN, block=0), PLAIN), "whole number from 1"),
-        (Recipe("r", Side(Exact(), predict=Mean()), PLAIN), "drop predict, rotate and axis"),
-        (Recipe("r", Side(Exact(), rotate=Hadamard()), PLAIN), "drop predict, rotate and axis"),
-        (Recipe("r", Side("grid"), PLAIN), "use one of"),
-        (Recipe("r", PLAIN, PLAIN, layers={1: (replace(PLAIN, sinks=0), PLAIN)}), "belong to the whole recipe"),
-        (Recipe("r", replace(PLAIN, predict=Linear()), replace(PLAIN, recent=0)), "the same sinks, recent and block"),
+        (Recipe("r", Scheme(Exact(), predict=Mean()), PLAIN), "drop predict, rotate and axis"),
+        (Recipe("r", Scheme(Exact(), rotate=Hadamard()), PLAIN), "drop predict, rotate and axis"),
+        (Recipe("r", Scheme("grid"), PLAIN), "use one of"),
         (Recipe("r", PLAIN, PLAIN, layers={4: (PLAIN, PLAIN)}), "the model has 4"),
-        (Recipe("r", Side(Rtn(2, 48)), PLAIN), r"layer 0 key: group=48 does not divide 128; use one of"),
-        (Recipe("r", PLAIN, Side(Rtn(2, 48), axis="channel")), "layer 0 value: group=48 does not divide 128"),
-        (Recipe("r", Side(Grid(8, 256, 4)), PLAIN), "no multiple of dim=8"),
-        (Recipe("r", Side(Rtn(2), rotate=Hadamard(256)), PLAIN), "group=256 does not divide the width 128"),
+        (Recipe("r", Scheme(Rtn(2, 48)), PLAIN), r"layer 0 key: group=48 does not divide 128; use one of"),
+        (Recipe("r", PLAIN, Scheme(Rtn(2, 48), axis="channel")), "layer 0 value: group=48 does not divide 128"),
+        (Recipe("r", Scheme(Grid(8, 256, 4)), PLAIN), "no multiple of dim=8"),
+        (Recipe("r", Scheme(Rtn(2), rotate=Hadamard(256)), PLAIN), "group=256 does not divide the width 128"),
     ],
 )
 def test_check_says_what_cannot_be(recipe, message):
@@ -178,11 +174,11 @@ def test_settings_that_no_stage_has(make):
 
 def test_inputs_of_a_prediction():
     """Keys read keys below, values this layer's keys and values below; with nothing underneath, the mean."""
-    side = Side(Grid(), predict=Linear(below=(1, 2)))
-    assert side.inputs(0, "key") == (False, ()) and isinstance(side.predictor(0, "key"), Mean)
-    assert side.inputs(1, "key") == (False, (1,))
-    assert side.inputs(3, "value") == (True, (1, 2))
-    keys_only = Side(Grid(), predict=Linear(below=()))
+    scheme = Scheme(Grid(), predict=Linear(below=(1, 2)))
+    assert scheme.inputs(0, "key") == (False, ()) and isinstance(scheme.predictor(0, "key"), Mean)
+    assert scheme.inputs(1, "key") == (False, (1,))
+    assert scheme.inputs(3, "value") == (True, (1, 2))
+    keys_only = Scheme(Grid(), predict=Linear(below=()))
     assert keys_only.inputs(0, "value") == (True, ())
     assert isinstance(keys_only.predictor(2, "key"), Mean)
 
@@ -192,3 +188,29 @@ def test_a_name_that_is_none_is_answered_with_names():
         preset("aqua-5bit")
     with pytest.raises(ValueError, match=r"there are names that begin with aqua, exact, gear"):
         preset("nosuch")
+
+
+@pytest.mark.parametrize("settings", [{"block": 0}, {"sinks": -1}, {"recent": True}, {"recent": 1.0}])
+def test_a_window_is_of_whole_numbers(settings):
+    with pytest.raises(ValueError, match="use a whole number from"):
+        Window(**settings)
+
+
+@pytest.mark.parametrize("place", [("key",), ("value",), ("layers", "1", "value")])
+@pytest.mark.parametrize("setting", ["sinks", "recent", "block"])
+def test_a_file_with_two_windows_is_refused_in_a_sentence(place, setting):
+    stated = Recipe("r", PLAIN, PLAIN, layers={1: (PLAIN, PLAIN)}).to_json()
+    scheme = stated
+    for name in place:
+        scheme = scheme[name]
+    scheme[setting] += 8
+    with pytest.raises(ValueError, match="recipe r: more than one window, .* the same sinks, recent and block"):
+        Recipe.from_json(stated)
+
+
+def test_schema_1_holds_the_window_with_every_scheme():
+    window = Window(1, 64, 32)
+    stated = Recipe("r", PLAIN, PLAIN, layers={1: (PLAIN, PLAIN)}, window=window).to_json()
+    for scheme in (stated["key"], stated["value"], *stated["layers"]["1"].values()):
+        assert (scheme["sinks"], scheme["recent"], scheme["block"]) == (1, 64, 32)
+    assert Recipe.from_json(stated).window == window

@@ -20,7 +20,7 @@ import tiny_artifact
 from hub_client import TOKEN
 from hub_server import Hub
 
-from kvq_runtime import faults, files
+from kvq_runtime.disk import faults, files
 
 KILLS = int(os.environ.get("KVQ_KILLS", "20"))
 THOROUGH = KILLS > 20
@@ -35,7 +35,15 @@ def cases(tmp_path_factory) -> Iterator[Callable[[str], chaos.Case]]:
         yield cache(lambda name: chaos.Case(name, tmp_path_factory.mktemp("chaos"), hub))
 
 
-@pytest.fixture(params=chaos.COMMANDS)
+def alone(name: str, *marks: pytest.MarkDecorator):
+    """A command as a parameter; one worker makes its case for all tests."""
+    return pytest.param(name, marks=[pytest.mark.xdist_group(f"faults: {name}"), *marks])
+
+
+QUICK = ("promote", "gc")  # of which `make test` kills every point
+
+
+@pytest.fixture(params=[alone(name, *([pytest.mark.slow] if name in SLOW else [])) for name in chaos.COMMANDS])
 def case(request, cases) -> chaos.Case:
     return cases(request.param)
 
@@ -57,7 +65,9 @@ def test_written_then_synced_then_named_then_lasting(case):
     power_cut.Disk().play(case.trace)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [alone(name, *([] if name in QUICK else [pytest.mark.slow])) for name in chaos.COMMANDS], indirect=True
+)
 def test_killed_at_every_point(case, record_property):
     wanted = passages(case)
     assert [case.disturb(fault).code for fault in wanted] == [-9] * len(wanted)
@@ -80,11 +90,11 @@ def test_a_full_disk_at_every_point(case, record_property):
     wanted = passages(case)
     for fault in wanted:
         ended = case.disturb(f"{fault}:full")
-        assert "No space left on device" in ended.said if ended.code else case.name in chaos.ON_A_HUB, (
-            f"{fault}: {ended.said}"
+        assert "No space left on device" in ended.output if ended.code else case.name in chaos.ON_A_HUB, (
+            f"{fault}: {ended.output}"
         )
         assert ended.code in (0, 1)  # 0: a cache that cannot be written to forgets
-        assert "Traceback" not in ended.said
+        assert "Traceback" not in ended.output
     record_property("kvq", f"{case.name}: {len(wanted)} times a full disk")
 
 
@@ -107,20 +117,21 @@ def failures(case: chaos.Case) -> list[tuple[str, str, int, dict]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", chaos.ON_A_HUB)
+@pytest.mark.parametrize("name", [alone(name) for name in chaos.ON_A_HUB])
 def test_a_hub_that_fails(name, cases, record_property):
     case, happened, refused = cases(name), 0, 0
     wanted = failures(case)
     for request, kind, times, more in wanted:
         ended, count = case.trouble(request, kind, times, **more)
-        assert ended.code in (0, 1), f"{kind} {request}: {ended.said}"
-        assert "Traceback" not in ended.said and count, f"{kind} {request}: {ended.said}"
-        assert ended.code == 0 or times > 1, f"one {kind} at {request} was not lived through: {ended.said}"
+        assert ended.code in (0, 1), f"{kind} {request}: {ended.output}"
+        assert "Traceback" not in ended.output and count, f"{kind} {request}: {ended.output}"
+        assert ended.code == 0 or times > 1, f"one {kind} at {request} was not lived through: {ended.output}"
         happened, refused = happened + count, refused + ended.code
     told = f"{len(wanted)} ways of a Hub to fail, {happened} failures, {refused} times the command gave up and said so"
     record_property("kvq", f"{name}: {told}")
 
 
+@pytest.mark.slow
 def test_every_point_of_the_code_is_passed(cases):
     """What the tests above visit is all there is."""
     written = chaos.points_in_the_code()
@@ -136,7 +147,7 @@ def test_a_short_write_is_a_full_disk_too(cases, record_property):
     for name in ("calibrate", "publish another", "pull", "pull from a Hub"):
         for size in (0, 1, 100, 1000, 5000):
             ended = cases(name).disturb(limit=size)
-            assert ended.code in (0, 1) and "Traceback" not in ended.said, ended.said
+            assert ended.code in (0, 1) and "Traceback" not in ended.output, ended.output
             refused += ended.code
     assert refused >= 12
     record_property("kvq", f"{refused} times a write cut short")

@@ -9,15 +9,16 @@ import tiny_artifact as tiny
 from hub_client import CARD, NAME, REPO, asked, clear, tidy
 from huggingface_hub import HfApi
 
-from kvq_runtime import artifact, registry
+from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.registries import hub_upkeep
-from kvq_runtime.registries.hub import HubRegistry
+from kvq_runtime.registry import resolve
+from kvq_runtime.registry.hub import upkeep as hub_upkeep
+from kvq_runtime.registry.hub.registry import HubRegistry
 
 
 @pytest.fixture
 def store(hub) -> HubRegistry:
-    return registry.open_registry("hf://org")
+    return resolve.open_registry("hf://org")
 
 
 # ---- publish and load
@@ -25,7 +26,7 @@ def store(hub) -> HubRegistry:
 
 def test_a_published_artifact_comes_back_on_another_machine(hub, store, monkeypatch, tmp_path):
     data = tiny.data()
-    version = store.publish(NAME, data, beside=CARD)
+    version = store.publish(NAME, data, attachments=CARD)
     assert (version.version, version.sha256) == ("1.0.0", sha256(data).hexdigest())
     assert tidy(hub) == ["1.0.0"] and store.names() == [NAME]
     assert len(hub.repos[REPO].log("main")) == 2  # the Hub's own first commit, and one for all of it
@@ -34,11 +35,11 @@ def test_a_published_artifact_comes_back_on_another_machine(hub, store, monkeypa
     assert b"![e](versions/1.0.0/error.png)" in card
     clear(monkeypatch, tmp_path)
     fresh = HubRegistry("org")
-    found = registry.resolve(f"hf://org/{NAME}")
+    found = resolve.resolve(f"hf://org/{NAME}")
     assert (found.version, found.registry) == ("1.0.0", "hf://org") and found.path.read_bytes() == data
     assert found.commit == hub.repos[REPO].branches["main"]
-    assert artifact.to_bytes(registry.load_artifact(f"hf://org/{NAME}@1.0.0")) == data
-    assert fresh.beside(NAME, fresh.state(NAME).versions["1.0.0"]) == CARD
+    assert artifact.to_bytes(resolve.load_artifact(f"hf://org/{NAME}@1.0.0")) == data
+    assert fresh.attachments(NAME, fresh.state(NAME).versions["1.0.0"]) == CARD
     assert fresh.about(NAME, version) == {
         "recipe": "tiny", "model": "tiny-model", "revision": "main", "corpus": "a" * 64, "corpus_digest": None,
     }  # fmt: skip
@@ -47,7 +48,7 @@ def test_a_published_artifact_comes_back_on_another_machine(hub, store, monkeypa
 def test_identical_bytes_are_the_existing_version(hub, store):
     first = store.publish(NAME, tiny.data())
     commits = len(hub.repos[REPO].log("main"))
-    assert store.publish(NAME, tiny.data(), version="3.0.0", beside=CARD) == first
+    assert store.publish(NAME, tiny.data(), version="3.0.0", attachments=CARD) == first
     assert len(hub.repos[REPO].log("main")) == commits
 
 
@@ -56,10 +57,10 @@ def test_numbers_and_yanks_are_as_in_a_folder(hub, store):
     assert store.publish(NAME, tiny.data(1)).version == "1.0.1"
     assert store.publish(NAME, tiny.data(1, bits=3)).version == "1.1.0"
     assert store.publish(NAME, tiny.data(1, model=1)).version == "2.0.0"
-    with pytest.raises(Conflict, match=r"1\.0\.0 is there with other bytes"):
+    with pytest.raises(Conflict, match=r"1\.0\.0 is published with other bytes"):
         store.publish(NAME, tiny.data(5), version="1.0.0")
     store.yank(NAME, "2.0.0", "wrong corpus")
-    assert registry.resolve(NAME, "hf://org").version == "1.1.0"
+    assert resolve.resolve(NAME, "hf://org").version == "1.1.0"
     with pytest.raises(Conflict, match="is yanked"):
         store.promote(NAME, "2.0.0")
     assert tidy(hub) == ["1.0.0", "1.0.1", "1.1.0", "2.0.0"]
@@ -76,7 +77,7 @@ def test_only_artifacts_are_published(hub, store):
 
 def _publish(seed: int) -> tuple[str, str]:
     beside = {"README.md": b"---\ntags: [kvq]\n---\n# card %d" % seed}
-    version = HubRegistry("org").publish(NAME, tiny.data(seed), beside=beside)
+    version = HubRegistry("org").publish(NAME, tiny.data(seed), attachments=beside)
     return version.version, version.sha256
 
 
@@ -100,7 +101,7 @@ def test_a_stale_promote_loses_and_asks(hub, store):
         store.publish(NAME, tiny.data(seed))
     store.promote(NAME, "1.0.0", expect="none")
     store.promote(NAME, "1.0.1", expect="1.0.0")
-    with pytest.raises(Conflict, match=r"is 1\.0\.1, 1\.0\.0 was expected.*--expect 1\.0\.1"):
+    with pytest.raises(Conflict, match=r"points to 1\.0\.1, expected 1\.0\.0.*--expect 1\.0\.1"):
         store.promote(NAME, "1.0.2", expect="1.0.0")
     assert store.rollback(NAME).at("production") == "1.0.0"
 

@@ -9,14 +9,14 @@ from hub_client import CARD, NAME, REPO, TOKEN, clear, tidy
 from hub_server import Hub
 from huggingface_hub import constants
 
-from kvq_runtime import registry
 from kvq_runtime.errors import NotFound
-from kvq_runtime.registries.hub import HubRegistry
+from kvq_runtime.registry import resolve
+from kvq_runtime.registry.hub.registry import HubRegistry
 
 
 @pytest.fixture
 def store(hub) -> HubRegistry:
-    return registry.open_registry("hf://org")
+    return resolve.open_registry("hf://org")
 
 
 def test_private_gated_missing(hub, monkeypatch, tmp_path):
@@ -25,32 +25,32 @@ def test_private_gated_missing(hub, monkeypatch, tmp_path):
     assert hub.repos[REPO].private and store.names() == [NAME]
     clear(monkeypatch, tmp_path)
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(NotFound, match="not there, or it is private.*hf auth login"):
-        registry.resolve(f"hf://org/{NAME}")
+    with pytest.raises(NotFound, match="does not exist, or is private.*hf auth login"):
+        resolve.resolve(f"hf://org/{NAME}")
     assert store.names() == []
     with pytest.raises(PermissionError, match="does not accept the token.*hf auth login"):
         store.publish(NAME, tiny.data(1))
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
-    assert registry.resolve(f"hf://org/{NAME}").version == "1.0.0"
+    assert resolve.resolve(f"hf://org/{NAME}").version == "1.0.0"
     with pytest.raises(PermissionError, match="the token may not do this"):
         store.publish(NAME, tiny.data(1))
     with pytest.raises(NotFound, match="no artifact other at"):
-        registry.resolve("hf://org/other")
+        resolve.resolve("hf://org/other")
     clear(monkeypatch, tmp_path / "third")
     hub.repos[REPO].private, hub.repos[REPO].gated = False, True
     with pytest.raises(PermissionError, match=f"is gated: accept its terms at {hub.url}/{REPO}"):
-        registry.resolve(f"hf://org/{NAME}")
+        resolve.resolve(f"hf://org/{NAME}")
     hub.allowed.add("reader")
-    assert registry.resolve(f"hf://org/{NAME}").version == "1.0.0"
+    assert resolve.resolve(f"hf://org/{NAME}").version == "1.0.0"
     assert tidy(hub) == ["1.0.0"]
 
 
 def test_the_token_is_seen_by_the_hub_alone(hub, store, monkeypatch, tmp_path, caplog, capsys):
     """A canary: in no log, error, artifact or file, and at no other origin, even where the server says it back."""
     caplog.set_level(logging.DEBUG)
-    store.publish(NAME, tiny.data(), beside=CARD)
+    store.publish(NAME, tiny.data(), attachments=CARD)
     clear(monkeypatch, tmp_path)
-    registry.load_artifact(f"hf://org/{NAME}")
+    resolve.load_artifact(f"hf://org/{NAME}")
     assert TOKEN not in caplog.text
     del hub.users[TOKEN]  # from here on the server repeats the token in its errors
     for action in (lambda: store.publish(NAME, tiny.data(1)), lambda: store.names(), lambda: store.state(NAME)):
@@ -58,7 +58,7 @@ def test_the_token_is_seen_by_the_hub_alone(hub, store, monkeypatch, tmp_path, c
             action()
         assert TOKEN not in "".join(traceback.format_exception(error.value))
     monkeypatch.setattr(hub, "user", lambda given: (_ for _ in ()).throw(Refusal(given)))
-    with pytest.raises(RuntimeError, match="could not be asked") as error:
+    with pytest.raises(RuntimeError, match="no answer from the Hub") as error:
         store.publish(NAME, tiny.data(1))
     assert TOKEN not in "".join(traceback.format_exception(error.value))
     # the HTTP library's own trace of what a server sends is the one place that is not ours to clean
@@ -83,7 +83,7 @@ def test_the_endpoint_is_read_at_each_call(hub, store, monkeypatch, tmp_path):
         monkeypatch.setenv("HF_ENDPOINT", other.url)
         clear(monkeypatch, tmp_path)
         with pytest.raises(NotFound, match=other.url):
-            registry.resolve(f"hf://org/{NAME}")
+            resolve.resolve(f"hf://org/{NAME}")
         store.publish(NAME, tiny.data(3))
         assert set(other.repos) == {REPO}
     assert constants.ENDPOINT not in (hub.url, other.url)

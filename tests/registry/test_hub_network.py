@@ -7,15 +7,16 @@ import pytest
 import tiny_artifact as tiny
 from hub_client import CARD, NAME, REPO, asked, clear, tidy
 
-from kvq_runtime import artifact, registry
+from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registries import hub_index
-from kvq_runtime.registries.hub import HubRegistry
+from kvq_runtime.registry import resolve
+from kvq_runtime.registry.hub import index as hub_index
+from kvq_runtime.registry.hub.registry import HubRegistry
 
 
 @pytest.fixture
 def store(hub) -> HubRegistry:
-    return registry.open_registry("hf://org")
+    return resolve.open_registry("hf://org")
 
 
 # ---- faults: never half a version, and the same command again succeeds with the same digest
@@ -38,9 +39,9 @@ def test_a_publish_lives_through_one_fault(pattern, kind, more, hub, store):
     hub.faults.add(pattern, kind, **more)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a tag may be left for the next time
-        assert store.publish(NAME, tiny.data(), beside=CARD).version == "1.0.0"
+        assert store.publish(NAME, tiny.data(), attachments=CARD).version == "1.0.0"
     assert len(hub.faults.happened) == 1 and tidy(hub) == ["1.0.0"]
-    again = store.publish(NAME, tiny.data(), beside=CARD)
+    again = store.publish(NAME, tiny.data(), attachments=CARD)
     assert again.sha256 == sha256(tiny.data()).hexdigest() and len(hub.repos[REPO].log("main")) == 2
     assert list(hub.repos[REPO].tags) == ["v1.0.0"]
 
@@ -50,13 +51,13 @@ def test_a_publish_that_fails_leaves_what_was(pattern, kind, more, hub, store):
     store.publish(NAME, tiny.data(0))
     hub.faults.add(pattern, kind, times=1000, **more)
     try:
-        store.publish(NAME, tiny.data(1), beside=CARD)
+        store.publish(NAME, tiny.data(1), attachments=CARD)
         assert "lost" in kind
     except RuntimeError as error:
         assert "the Hub" in str(error)
     hub.faults = type(hub.faults)()
     assert tidy(hub) in (["1.0.0"], ["1.0.0", "1.0.1"])
-    assert store.publish(NAME, tiny.data(1), beside=CARD).sha256 == sha256(tiny.data(1)).hexdigest()
+    assert store.publish(NAME, tiny.data(1), attachments=CARD).sha256 == sha256(tiny.data(1)).hexdigest()
     assert tidy(hub) == ["1.0.0", "1.0.1"]
 
 
@@ -65,7 +66,7 @@ def test_a_load_lives_through_one_fault(kind, hub, store, monkeypatch, tmp_path)
     store.publish(NAME, tiny.data())
     clear(monkeypatch, tmp_path)
     hub.faults.add("GET /lfs", kind, status=503)
-    assert artifact.to_bytes(registry.load_artifact(f"hf://org/{NAME}")) == tiny.data()
+    assert artifact.to_bytes(resolve.load_artifact(f"hf://org/{NAME}")) == tiny.data()
     assert len(hub.faults.happened) == 1
 
 
@@ -74,10 +75,10 @@ def test_a_load_that_fails_keeps_nothing_that_is_wrong(kind, hub, store, monkeyp
     store.publish(NAME, tiny.data())
     clear(monkeypatch, tmp_path)
     hub.faults.add("GET /lfs", kind, times=100)
-    with pytest.raises((ArtifactError, RuntimeError), match="sha256: the Hub sent|could not be asked"):
-        registry.load_artifact(f"hf://org/{NAME}")
+    with pytest.raises((ArtifactError, RuntimeError), match="sha256: the Hub sent|no answer from the Hub"):
+        resolve.load_artifact(f"hf://org/{NAME}")
     hub.faults = type(hub.faults)()
-    assert artifact.to_bytes(registry.load_artifact(f"hf://org/{NAME}")) == tiny.data()
+    assert artifact.to_bytes(resolve.load_artifact(f"hf://org/{NAME}")) == tiny.data()
 
 
 def test_a_lost_answer_of_a_promote_is_looked_up(hub, store):
@@ -96,7 +97,7 @@ def test_a_lost_answer_of_a_promote_is_looked_up(hub, store):
 
 def pinned(tmp_path, version: str = "") -> str:
     """A lock file."""
-    from kvq_runtime import cli
+    from kvq_runtime.cli import main as cli
 
     lock = str(tmp_path / "kvq.lock")
     assert cli.main(["pull", f"hf://org/{NAME}{version}", "-o", str(tmp_path / "out"), "--lock", lock]) == 0
@@ -104,17 +105,17 @@ def pinned(tmp_path, version: str = "") -> str:
 
 
 def test_a_warm_load_asks_nothing_with_a_lock_and_once_for_an_alias(hub, store, tmp_path, capsys):
-    store.publish(NAME, tiny.data(), beside=CARD)
+    store.publish(NAME, tiny.data(), attachments=CARD)
     store.promote(NAME, "1.0.0")
     lock = pinned(tmp_path)
     hub.requests.clear()
-    registry.load_artifact(f"hf://org/{NAME}", lock=lock)
+    resolve.load_artifact(f"hf://org/{NAME}", lock=lock)
     assert asked(hub) == []
-    registry.load_artifact(f"hf://org/{NAME}@production")
+    resolve.load_artifact(f"hf://org/{NAME}@production")
     assert len(asked(hub)) == 1
     store.publish(NAME, tiny.data(1))
     store.promote(NAME, "1.0.1")
-    found = registry.resolve(f"hf://org/{NAME}", lock=lock)
+    found = resolve.resolve(f"hf://org/{NAME}", lock=lock)
     assert found.version == "1.0.0" and found.chosen_because == f"pinned by {lock}"
 
 
@@ -125,23 +126,23 @@ def test_offline_from_the_cache(hub, store, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.requests.clear()
     for given in (NAME, f"{NAME}@production", f"{NAME}@1.0.0"):
-        assert registry.resolve(f"hf://org/{given}").version == "1.0.0"
-    registry.load_artifact(f"hf://org/{NAME}", lock=lock)
+        assert resolve.resolve(f"hf://org/{given}").version == "1.0.0"
+    resolve.load_artifact(f"hf://org/{NAME}", lock=lock)
     clear(monkeypatch, tmp_path)
-    with pytest.raises(RuntimeError, match="offline.*kvq pull it once online"):
-        registry.load_artifact(f"hf://org/{NAME}", lock=lock)
+    with pytest.raises(RuntimeError, match="offline.*kvq pull once while online"):
+        resolve.load_artifact(f"hf://org/{NAME}", lock=lock)
     assert asked(hub) == []
 
 
 def test_a_file_that_was_damaged_in_the_cache_is_refused_and_fetched_again(hub, store, tmp_path, capsys):
     store.publish(NAME, tiny.data())
     lock = pinned(tmp_path)
-    path = registry.resolve(f"hf://org/{NAME}", lock=lock).path
+    path = resolve.resolve(f"hf://org/{NAME}", lock=lock).path
     path.write_bytes(tiny.data()[:-1] + b"?")
     with pytest.raises(ArtifactError, match="sha256: .*fetch it again"):
-        registry.load_artifact(f"hf://org/{NAME}", lock=lock)
+        resolve.load_artifact(f"hf://org/{NAME}", lock=lock)
     pinned(tmp_path)
-    registry.load_artifact(f"hf://org/{NAME}", lock=lock)
+    resolve.load_artifact(f"hf://org/{NAME}", lock=lock)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -150,21 +151,21 @@ def test_an_index_that_was_damaged_on_its_way_is_fetched_again(times, hub, store
     clear(monkeypatch, tmp_path)
     hub.faults.add(f"GET .*/{hub_index.FILE}", "flip", times)
     if times == 2:
-        with pytest.raises(ArtifactError, match="damaged, twice; nothing was kept"):
-            registry.load_artifact(f"hf://org/{NAME}")
-    assert artifact.to_bytes(registry.load_artifact(f"hf://org/{NAME}")) == tiny.data()
+        with pytest.raises(ArtifactError, match="damaged file twice; nothing was kept"):
+            resolve.load_artifact(f"hf://org/{NAME}")
+    assert artifact.to_bytes(resolve.load_artifact(f"hf://org/{NAME}")) == tiny.data()
     assert len(hub.faults.happened) == times
 
 
 def test_a_hub_that_is_gone_is_a_warning_where_the_cache_knows(hub, store, monkeypatch, tmp_path):
     store.publish(NAME, tiny.data())
     store.promote(NAME, "1.0.0")
-    registry.resolve(f"hf://org/{NAME}")
+    resolve.resolve(f"hf://org/{NAME}")
     hub.faults.add("GET /api/models", "status", times=1000, status=503)
-    with pytest.warns(UserWarning, match="as they were when it last answered"):
-        assert registry.resolve(f"hf://org/{NAME}").version == "1.0.0"
-    with pytest.raises(RuntimeError, match="could not be asked"):
+    with pytest.warns(UserWarning, match="as of its last answer"):
+        assert resolve.resolve(f"hf://org/{NAME}").version == "1.0.0"
+    with pytest.raises(RuntimeError, match="no answer from the Hub"):
         store.promote(NAME, "1.0.0", expect="none")
     clear(monkeypatch, tmp_path)
-    with pytest.raises(RuntimeError, match="could not be asked"):
-        registry.resolve(f"hf://org/{NAME}")
+    with pytest.raises(RuntimeError, match="no answer from the Hub"):
+        resolve.resolve(f"hf://org/{NAME}")

@@ -10,10 +10,13 @@ import pytest
 import tiny_artifact as tiny
 from patience import PATIENCE
 
-from kvq_runtime import artifact, cli, files, registry
+from kvq_runtime.artifact import artifact
+from kvq_runtime.cli import main as cli
+from kvq_runtime.disk import files
 from kvq_runtime.errors import Conflict
-from kvq_runtime.registries import upkeep
-from kvq_runtime.registries.local import LocalRegistry
+from kvq_runtime.registry import resolve
+from kvq_runtime.registry.local import upkeep
+from kvq_runtime.registry.local.registry import LocalRegistry
 
 NAME = "tiny-2bit"
 MANY = 8
@@ -48,7 +51,7 @@ def at_once(work: Callable, arguments: list[tuple]) -> list:
 
 
 def publish(root: Path, seed: int) -> tuple[str, str]:
-    version = LocalRegistry(root).publish(NAME, tiny.data(seed), beside={"README.md": f"card {seed}".encode()})
+    version = LocalRegistry(root).publish(NAME, tiny.data(seed), attachments={"README.md": f"card {seed}".encode()})
     return version.version, version.sha256
 
 
@@ -96,8 +99,8 @@ def test_of_eight_promotes_from_one_state_one_wins_and_the_others_ask(store, cap
     now = store.state(NAME).at("production")
     assert answers.count("done") == 1 and versions[answers.index("done")] == now
     lost = [answer for answer in answers if answer != "done"]
-    assert all(f"@production is {now}, 1.0.0 was expected: somebody moved it" in answer for answer in lost)
-    assert all(f"say it again with --expect {now}" in answer for answer in lost)
+    assert all(f"@production points to {now}, expected 1.0.0: somebody moved it" in answer for answer in lost)
+    assert all(f"retry with --expect {now}" in answer for answer in lost)
     late = next(version for version in versions if version != now)
     given = ["promote", f"{NAME}@{late}", "--registry", store.url, "--expect"]
     assert cli.main([*given, "1.0.0"]) == 4
@@ -146,5 +149,5 @@ def test_gc_takes_nothing_from_publishers(store):
     with collecting(store):
         at_once(publish, [(store.root, seed) for seed in range(MANY)])
     for version in store.state(NAME).versions:
-        registry.load_artifact(f"{NAME}@{version}", store.url)
+        resolve.load_artifact(f"{NAME}@{version}", store.url)
     assert [finding.what for finding in upkeep.examine(store) if finding.level == "fault"] == []

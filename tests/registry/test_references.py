@@ -4,9 +4,11 @@ import pytest
 import tiny_artifact as tiny
 from local_store import NAME, three
 
-from kvq_runtime import reference, registry, strict_json
+from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registries.local import LocalRegistry
+from kvq_runtime.registry import reference, resolve
+from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.lock import Lock, read_lock, write_lock
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def test_a_name_that_is_none_touches_nothing(name, store):
             action()
     if not name.endswith(".safetensors"):
         with pytest.raises(ValueError, match="name "):
-            registry.resolve(name, store.url)
+            resolve.resolve(name, store.url)
     assert not store.root.exists()
 
 
@@ -58,23 +60,23 @@ def test_a_reference_that_is_none_is_refused(given):
 @pytest.mark.parametrize("name", ["../README.md", "a/b", "", ".x", "kvq.safetensors"])
 def test_files_beside_a_version_stay_beside_it(name, store):
     with pytest.raises(ValueError, match="file name"):
-        store.publish(NAME, tiny.data(), beside={name: b""})
+        store.publish(NAME, tiny.data(), attachments={name: b""})
     assert not store.root.exists()
 
 
 def test_registry_addresses(tmp_path, monkeypatch):
-    assert registry.open_registry(None).root == tmp_path / "kvq-home" / "registry"
-    assert registry.open_registry(f"file://{tmp_path}/a%20b").root == tmp_path / "a b"
-    assert registry.open_registry(str(tmp_path)).root == tmp_path
+    assert resolve.open_registry(None).root == tmp_path / "kvq-home" / "registry"
+    assert resolve.open_registry(f"file://{tmp_path}/a%20b").root == tmp_path / "a b"
+    assert resolve.open_registry(str(tmp_path)).root == tmp_path
     monkeypatch.setenv("KVQ_REGISTRY", f"file://{tmp_path}/other")
-    assert registry.open_registry().root == tmp_path / "other"
-    assert registry.open_registry("hf://org").url == registry.open_registry("hf://org/").url == "hf://org"
+    assert resolve.open_registry().root == tmp_path / "other"
+    assert resolve.open_registry("hf://org").url == resolve.open_registry("hf://org/").url == "hf://org"
     for url in ("hf://", "hf://a/b", "hf://../x"):
         with pytest.raises(ValueError, match="organization"):
-            registry.open_registry(url)
+            resolve.open_registry(url)
     for url in ("https://example.org/x", "file://host/x"):
         with pytest.raises(ValueError, match="use file:///folder"):
-            registry.open_registry(url)
+            resolve.open_registry(url)
 
 
 # ---- locks
@@ -82,23 +84,23 @@ def test_registry_addresses(tmp_path, monkeypatch):
 
 def test_a_lock_pins_what_the_reference_meant(store, tmp_path):
     three(store)
-    found = registry.resolve(NAME, store.url)
+    found = resolve.resolve(NAME, store.url)
     lock = tmp_path / "kvq.lock"
-    reference.write_lock(lock, reference.Lock(NAME, store.url, NAME, found.version, found.sha256, found.size))
+    write_lock(lock, Lock(NAME, store.url, NAME, found.version, found.sha256, found.size))
     store.promote(NAME, "1.0.0")
-    assert registry.resolve(NAME, store.url).version == "1.0.0"
-    pinned = registry.resolve(NAME, lock=lock)  # the registry is the lock's, too
+    assert resolve.resolve(NAME, store.url).version == "1.0.0"
+    pinned = resolve.resolve(NAME, lock=lock)  # the registry is the lock's, too
     assert (pinned.version, pinned.sha256, pinned.chosen_because) == ("1.0.2", found.sha256, f"pinned by {lock}")
     with pytest.raises(ArtifactError, match=f"lock: .* pins {NAME}, not {NAME}@1.0.0"):
-        registry.resolve(f"{NAME}@1.0.0", store.url, lock)
+        resolve.resolve(f"{NAME}@1.0.0", store.url, lock)
     copy = tmp_path / "kvq.safetensors"
     copy.write_bytes(tiny.data(2))
-    registry.load_artifact(copy, lock=lock)
+    resolve.load_artifact(copy, lock=lock)
     copy.write_bytes(tiny.data(1))
     with pytest.raises(ArtifactError, match=r"lock: .*kvq\.safetensors has sha256 .* pins"):
-        registry.load_artifact(copy, lock=lock)
+        resolve.load_artifact(copy, lock=lock)
     with pytest.raises(NotFound, match=r"no such file; kvq pull REFERENCE --lock"):
-        registry.resolve(NAME, lock=tmp_path / "none.lock")
+        resolve.resolve(NAME, lock=tmp_path / "none.lock")
 
 
 LOCK = {"reference": NAME, "registry": "file:///x", "name": NAME, "version": "1.0.0", "sha256": "a" * 64, "size": 1}
@@ -118,4 +120,4 @@ def test_a_strange_lock_is_refused(change, message, tmp_path):
     path = tmp_path / "kvq.lock"
     path.write_text(strict_json.dumps(LOCK | change))
     with pytest.raises(ArtifactError, match=f"lock: {path}: .*{message}"):
-        reference.read_lock(path)
+        read_lock(path)

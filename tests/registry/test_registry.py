@@ -9,10 +9,12 @@ import pytest
 import tiny_artifact as tiny
 from local_store import NAME, event_files, three
 
-from kvq_runtime import artifact, files, registry
+from kvq_runtime.artifact import artifact
+from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registries import events, upkeep, versions
-from kvq_runtime.registries.local import LocalRegistry
+from kvq_runtime.registry import events, resolve, versions
+from kvq_runtime.registry.local import upkeep
+from kvq_runtime.registry.local.registry import LocalRegistry
 
 
 @pytest.fixture
@@ -25,29 +27,29 @@ def store(tmp_path) -> LocalRegistry:
 
 def test_a_published_file_comes_back(store):
     data = tiny.data()
-    version = store.publish(NAME, data, beside={"README.md": b"# card", "error.png": b"png"})
-    found = registry.resolve(NAME, store.url)
+    version = store.publish(NAME, data, attachments={"README.md": b"# card", "error.png": b"png"})
+    found = resolve.resolve(NAME, store.url)
     assert (found.version, found.sha256, found.size) == ("1.0.0", sha256(data).hexdigest(), len(data))
     assert found.path.read_bytes() == data
     assert stat.S_IMODE(found.path.stat().st_mode) == 0o444
     assert store.blob(version.files["README.md"]["sha256"]).read_bytes() == b"# card"
-    assert artifact.to_bytes(registry.load_artifact(NAME, store.url)) == data
+    assert artifact.to_bytes(resolve.load_artifact(NAME, store.url)) == data
     assert store.names() == [NAME]
     assert not list((store.root / "tmp").iterdir())
 
 
 def test_identical_bytes_are_the_existing_version(store):
     first = store.publish(NAME, tiny.data())
-    again = store.publish(NAME, tiny.data(), version="3.0.0", beside={"README.md": b"another card"})
+    again = store.publish(NAME, tiny.data(), version="3.0.0", attachments={"README.md": b"another card"})
     assert again == first and len(event_files(store)) == 1
 
 
 def test_a_version_never_changes_and_is_never_used_twice(store):
     store.publish(NAME, tiny.data(0), version="1.2.0")
-    with pytest.raises(Conflict, match=r"1\.2\.0 is there with other bytes"):
+    with pytest.raises(Conflict, match=r"1\.2\.0 is published with other bytes"):
         store.publish(NAME, tiny.data(1), version="1.2.0")
     store.yank(NAME, "1.2.0", "bad")
-    with pytest.raises(Conflict, match=r"1\.2\.0 is there with other bytes"):
+    with pytest.raises(Conflict, match=r"1\.2\.0 is published with other bytes"):
         store.publish(NAME, tiny.data(1), version="1.2.0")
     assert store.publish(NAME, tiny.data(1)).version == "1.2.1"
 
@@ -85,7 +87,7 @@ def test_a_file_and_its_folder_are_synced_before_anything_relies_on_them(store, 
     monkeypatch.setattr(os, "fsync", lambda fd: (steps.append(("fsync", path_of(fd))), real["fsync"](fd))[1])
     monkeypatch.setattr(os, "link", named("link"))
     monkeypatch.setattr(os, "replace", named("replace"))
-    store.publish(NAME, tiny.data(), beside={"README.md": b"card"})
+    store.publish(NAME, tiny.data(), attachments={"README.md": b"card"})
     moves = [i for i, step in enumerate(steps) if step[0] != "fsync"]
     assert [steps[i][0] for i in moves] == ["replace", "replace", "link"]
     for i in moves:
@@ -143,7 +145,7 @@ def test_a_lost_race_is_decided_again(store):
 
 
 def chosen(store: LocalRegistry, given: str = NAME) -> tuple[str, str]:
-    found = registry.resolve(given, store.url)
+    found = resolve.resolve(given, store.url)
     return found.version, found.chosen_because
 
 
@@ -158,9 +160,9 @@ def test_a_name_alone_is_production_else_the_newest(store):
     assert chosen(store, f"{NAME}@sha256:{digest}") == ("1.0.2", "asked for by digest")
     for given, message in (("@2.0.0", "has no version 2.0.0; it has 1.0.0, 1.0.1, 1.0.2"), ("@beta", "no alias beta")):
         with pytest.raises(NotFound, match=message):
-            registry.resolve(NAME + given, store.url)
+            resolve.resolve(NAME + given, store.url)
     with pytest.raises(NotFound, match=f"no artifact other in .*; there are {NAME}"):
-        registry.resolve("other", store.url)
+        resolve.resolve("other", store.url)
 
 
 def test_newest_is_by_number_and_not_by_text(store):
@@ -177,7 +179,7 @@ def test_rollback_undoes_promote(store):
         store.promote(NAME, version)
     while states[1:]:
         assert store.rollback(NAME).aliases == states.pop()
-    with pytest.raises(NotFound, match="had no earlier version to go back to"):
+    with pytest.raises(NotFound, match="has no earlier version to go back to"):
         store.rollback(NAME)
 
 
@@ -193,7 +195,7 @@ def test_a_stale_promote_loses_and_asks(store):
     three(store)
     store.promote(NAME, "1.0.0", expect="none")
     store.promote(NAME, "1.0.1", expect="1.0.0")
-    with pytest.raises(Conflict, match=r"is 1\.0\.1, 1\.0\.0 was expected.*--expect 1\.0\.1"):
+    with pytest.raises(Conflict, match=r"points to 1\.0\.1, expected 1\.0\.0.*--expect 1\.0\.1"):
         store.promote(NAME, "1.0.2", expect="1.0.0")
     assert store.promote(NAME, "1.0.1", expect="1.0.0").at("production") == "1.0.1"  # it is what was asked for
     assert len(event_files(store)) == 5
@@ -210,7 +212,7 @@ def test_a_promote_that_is_overtaken_loses(store, monkeypatch):
         return real(path, data, temporary)
 
     monkeypatch.setattr(files, "claim", claim)
-    with pytest.raises(Conflict, match=r"is 1\.0\.0, none was expected: somebody moved it"):
+    with pytest.raises(Conflict, match=r"points to 1\.0\.0, expected none: somebody moved it"):
         store.promote(NAME, "1.0.2")
     assert store.state(NAME).at("production") == "1.0.0"
 
@@ -219,13 +221,13 @@ def test_yanked_versions_are_chosen_only_by_number(store):
     three(store)
     store.yank(NAME, "1.0.2", "wrong corpus")
     assert chosen(store)[0] == "1.0.1"
-    assert registry.resolve(f"{NAME}@1.0.2", store.url).yanked == "wrong corpus"
+    assert resolve.resolve(f"{NAME}@1.0.2", store.url).yanked == "wrong corpus"
     with pytest.warns(UserWarning, match=r"1\.0\.2 is yanked: wrong corpus"):
-        registry.load_artifact(f"{NAME}@1.0.2", store.url)
+        resolve.load_artifact(f"{NAME}@1.0.2", store.url)
     with pytest.raises(Conflict, match="is yanked"):
         store.promote(NAME, "1.0.2")
     store.promote(NAME, "1.0.0")
-    with pytest.raises(Conflict, match="is production; promote another version there first"):
+    with pytest.raises(Conflict, match="is production; promote another version first"):
         store.yank(NAME, "1.0.0", "bad")
     with pytest.raises(Conflict, match="is yanked already"):
         store.yank(NAME, "1.0.2", "again")
@@ -237,7 +239,7 @@ def test_yanked_versions_are_chosen_only_by_number(store):
 
 
 def record(store: LocalRegistry, perplexity: float = 12.5) -> dict:
-    digest = registry.resolve(NAME, store.url).sha256
+    digest = resolve.resolve(NAME, store.url).sha256
     result = {"perplexity": perplexity}
     return {"artifact": digest, "corpus": "c" * 64, "protocol": {"steps": 32}, "environment": {}, "result": result}
 

@@ -10,10 +10,12 @@ import pytest
 import tiny_artifact as tiny
 from hub_client import asked, hub_for
 
-from kvq_runtime import cli, reference, registry, strict_json
+from kvq_runtime.cli import main as cli
+from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registries import signing
-from kvq_runtime.registries.local import LocalRegistry
+from kvq_runtime.registry import resolve, signing
+from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.lock import Lock, read_lock, write_lock
 
 pytest.importorskip("model_signing")
 from cryptography.hazmat.primitives import serialization
@@ -44,7 +46,7 @@ def store(request, tmp_path, monkeypatch):
         yield store
         return
     with hub_for(monkeypatch, tmp_path):
-        store = registry.open_registry("hf://org")
+        store = resolve.open_registry("hf://org")
         monkeypatch.setenv("KVQ_REGISTRY", store.url)
         for seed in range(3):
             store.publish(NAME, tiny.data(seed))
@@ -63,7 +65,7 @@ def kvq(capsys):
 def test_sign_and_verify(store, kvq, tmp_path):
     (mine, public), (_, other) = keys(tmp_path, "mine"), keys(tmp_path, "other")
     code, err = kvq("verify", f"{NAME}@1.0.0", "--key", public)
-    assert code == 1 and "has no valid one" in err and "there is none" in err
+    assert code == 1 and "has no valid signature" in err and "there is no signature" in err
     assert kvq("sign", f"{NAME}@1.0.0", "--key", mine) == (0, "")
     assert kvq("verify", f"{NAME}@1.0.0", "--key", public) == (0, "")
     code, err = kvq("verify", f"{NAME}@1.0.0", "--key", other)
@@ -96,7 +98,7 @@ def test_junk_beside_an_artifact_is_no_signature(junk, tmp_path):
     good = signing.sign(*right, private)
     if junk is None:
         junk = strict_json.dumps(signing.read(good) | {"bundle": {"mediaType": "x"}}).encode()
-    with pytest.raises(ArtifactError, match="has no valid one"):
+    with pytest.raises(ArtifactError, match="has no valid signature"):
         signing.find([junk], *right, public.read_text())
     assert signing.find([junk, good], *right, public.read_text()) == signing.read(good)
 
@@ -109,21 +111,21 @@ def test_a_lock_that_pins_holds_its_signature(store, kvq, tmp_path, monkeypatch)
     kvq("sign", f"{NAME}@1.0.1", "--key", mine)
     assert kvq("pull", *given, "--lock", lock) == (0, "")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert registry.resolve(f"{NAME}@1.0.1", lock=lock).version == "1.0.1"
-    registry.load_artifact(tmp_path / "out" / "kvq.safetensors", lock=lock)
+    assert resolve.resolve(f"{NAME}@1.0.1", lock=lock).version == "1.0.1"
+    resolve.load_artifact(tmp_path / "out" / "kvq.safetensors", lock=lock)
     assert kvq("verify", tmp_path / "out" / "kvq.safetensors", "--lock", lock, "--key", public) == (0, "")
     kept = json.loads(lock.read_text())
     for change, says in (
-        ({"policy": kept["policy"] | {"key": other.read_text()}}, "has no valid one"),
+        ({"policy": kept["policy"] | {"key": other.read_text()}}, "has no valid signature"),
         ({"policy": kept["policy"] | {"lowest": "1.0.2"}}, "older than 1.0.2"),
         ({"policy": kept["policy"] | {"lowest": "new"}}, "version 'new'"),
         ({"policy": {"key": 1}}, "missing keys"),
-        ({"signature": None}, "has no valid one"),
-        ({"version": "1.0.2"}, "has no valid one"),
+        ({"signature": None}, "has no valid signature"),
+        ({"version": "1.0.2"}, "has no valid signature"),
     ):
         lock.write_text(json.dumps(kept | change))
         with pytest.raises(ArtifactError, match=says):
-            registry.resolve(f"{NAME}@1.0.1", lock=lock)
+            resolve.resolve(f"{NAME}@1.0.1", lock=lock)
     assert kvq("pull", *given)[0] == 2 and kvq("pull", NAME, "--lowest", "1.0.0")[0] == 2
 
 
@@ -135,24 +137,24 @@ def test_a_lock_that_follows_an_alias_takes_only_what_is_signed_and_not_older(st
     store.promote(NAME, "1.0.1")
     demand = ("--key", public, "--lowest", "1.0.1", "--follow")
     assert kvq("pull", alias, "-o", tmp_path / "out", "--lock", lock, *demand) == (0, "")
-    found = registry.resolve(alias, lock=lock)
+    found = resolve.resolve(alias, lock=lock)
     assert found.version == "1.0.1" and "signed, as the lock file demands" in found.chosen_because
     store.promote(NAME, "1.0.2")
     with pytest.raises(ArtifactError, match=r"signature: tiny-2bit 1\.0\.2"):
-        registry.load_artifact(alias, lock=lock)
+        resolve.load_artifact(alias, lock=lock)
     kvq("sign", f"{NAME}@1.0.2", "--key", mine)
-    assert registry.resolve(alias, lock=lock).version == "1.0.2"
+    assert resolve.resolve(alias, lock=lock).version == "1.0.2"
     store.promote(NAME, "1.0.0")  # signed, but old: what a stolen registry could serve
     with pytest.raises(ArtifactError, match=r"policy: tiny-2bit 1\.0\.0 is older than 1\.0\.1"):
-        registry.load_artifact(alias, lock=lock)
+        resolve.load_artifact(alias, lock=lock)
     with pytest.raises(ArtifactError, match="follows a reference"):
-        registry.load_artifact(tmp_path / "out" / "kvq.safetensors", lock=lock)
+        resolve.load_artifact(tmp_path / "out" / "kvq.safetensors", lock=lock)
 
 
 def test_a_followed_alias_is_checked_offline_too(kvq, tmp_path, monkeypatch):
     mine, public = keys(tmp_path, "mine")
     with hub_for(monkeypatch, tmp_path) as hub:
-        store = registry.open_registry("hf://org")
+        store = resolve.open_registry("hf://org")
         store.publish(NAME, tiny.data())
         store.promote(NAME, "1.0.0")
         lock, alias = tmp_path / "kvq.lock", f"hf://org/{NAME}@production"
@@ -160,7 +162,7 @@ def test_a_followed_alias_is_checked_offline_too(kvq, tmp_path, monkeypatch):
         assert kvq("pull", alias, "-o", tmp_path / "out", "--lock", lock, "--key", public, "--follow") == (0, "")
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         hub.requests.clear()
-        assert registry.resolve(alias, lock=lock).version == "1.0.0" and asked(hub) == []
+        assert resolve.resolve(alias, lock=lock).version == "1.0.0" and asked(hub) == []
 
 
 def test_a_copy_keeps_its_signatures(store, kvq, tmp_path):
@@ -172,10 +174,10 @@ def test_a_copy_keeps_its_signatures(store, kvq, tmp_path):
 
 
 def test_without_the_extra_a_demand_is_an_error_and_not_a_pass(tmp_path):
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     body = """
 import sys; sys.modules["model_signing"] = None
-from kvq_runtime.registries import signing
+from kvq_runtime.registry import signing
 try:
     right = {"name": "a", "version": "1.0.0", "sha256": "a" * 64}
     signing.verify({**right, "bundle": {}}, **right, key="k")
@@ -188,8 +190,8 @@ except RuntimeError as error:
 
 
 def test_locks_without_a_policy_are_as_they_were(tmp_path):
-    lock = reference.Lock(NAME, "file:///x", NAME, "1.0.0", "a" * 64, 1)
-    reference.write_lock(tmp_path / "kvq.lock", lock)
+    lock = Lock(NAME, "file:///x", NAME, "1.0.0", "a" * 64, 1)
+    write_lock(tmp_path / "kvq.lock", lock)
     written = json.loads((tmp_path / "kvq.lock").read_text())
     assert set(written) == {"reference", "registry", "name", "version", "sha256", "size"}
-    assert reference.read_lock(tmp_path / "kvq.lock") == lock
+    assert read_lock(tmp_path / "kvq.lock") == lock

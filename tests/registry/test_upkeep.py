@@ -8,9 +8,10 @@ import pytest
 import tiny_artifact as tiny
 from local_store import NAME, event_files, three
 
-from kvq_runtime import artifact, registry
-from kvq_runtime.registries import events, upkeep
-from kvq_runtime.registries.local import LocalRegistry
+from kvq_runtime.artifact import artifact
+from kvq_runtime.registry import events, resolve
+from kvq_runtime.registry.local import upkeep
+from kvq_runtime.registry.local.registry import LocalRegistry
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def age(path: Path, hours: float = 48) -> Path:
 
 
 def test_gc_removes_only_what_is_old_and_unnamed(store):
-    store.publish(NAME, tiny.data(), beside={"README.md": b"card"})
+    store.publish(NAME, tiny.data(), attachments={"README.md": b"card"})
     named = [age(path) for path in sorted((store.root / "blobs" / "sha256").iterdir())]
     orphan, young = store.blob(store.put_blob(b"orphan")), store.blob(store.put_blob(b"young"))
     torn = store.root / "tmp" / ".1-2.tmp"
@@ -36,7 +37,7 @@ def test_gc_removes_only_what_is_old_and_unnamed(store):
     assert upkeep.collect(store) == [torn, orphan]
     assert all(path.exists() for path in [*named, young]) and not torn.exists() and not orphan.exists()
     assert upkeep.collect(store, grace=0) == [young]
-    registry.load_artifact(NAME, store.url)
+    resolve.load_artifact(NAME, store.url)
 
 
 def test_gc_gives_a_blob_back_that_was_named_meanwhile(store, monkeypatch):
@@ -55,7 +56,7 @@ def test_gc_gives_a_blob_back_that_was_named_meanwhile(store, monkeypatch):
 
     monkeypatch.setattr(upkeep, "named_blobs", named)
     assert upkeep.collect(store) == []
-    assert artifact.to_bytes(registry.load_artifact(NAME, store.url)) == data
+    assert artifact.to_bytes(resolve.load_artifact(NAME, store.url)) == data
 
 
 def test_gc_finishes_what_a_killed_gc_left(store):
@@ -93,7 +94,7 @@ def test_doctor_names_every_damage_and_says_what_to_do(store):
 
 
 def test_doctor_sees_a_wrong_digest(store):
-    path = store.blob(store.publish(NAME, tiny.data(), beside={"README.md": b"card"}).files["README.md"]["sha256"])
+    path = store.blob(store.publish(NAME, tiny.data(), attachments={"README.md": b"card"}).files["README.md"]["sha256"])
     path.chmod(0o644)
     path.write_bytes(b"CARD")
     assert [(f.level, f.path) for f in upkeep.examine(store)] == [("fault", str(path))]

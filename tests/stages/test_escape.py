@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import torch
-from test_basis import GEOMETRY, NOWHERE, WIDTH, decoded, fitted, low_rank
+from scheme_fit import GEOMETRY, NOWHERE, WIDTH, decoded, fitted, low_rank
 from torch import Tensor
 
-from kvq_runtime.codec import Codec
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.escape import Escape
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Mean
@@ -16,9 +16,9 @@ from kvq_runtime.stages.rotate import Basis
 
 def escaping(slots: int = 1) -> tuple[Codec, Codec, Tensor]:
     """A codec with the escape, the same without, and a block that was not fitted on."""
-    side = Side(Mixed(target=1.5), predict=Mean(), rotate=Basis(), correct=Escape(slots))
-    found = fitted(side, low_rank())
-    without = replace(found.side, correct=None)
+    scheme = Scheme(Mixed(target=1.5), predict=Mean(), rotate=Basis(), correct=Escape(slots))
+    found = fitted(scheme, low_rank())
+    without = replace(found.scheme, correct=None)
     tensors = {name: tensor for name, tensor in found.tensors.items() if not name.startswith("correct")}
     return found.codec, Codec(Recipe("test", without, without, "pre"), 0, "key", GEOMETRY, tensors), low_rank(1, seed=5)
 
@@ -29,7 +29,7 @@ def test_a_planted_outlier_is_caught_marked_and_billed():
     planted[0, 37] = 5 + 40 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(8))
     fields = made.encode(planted, NOWHERE)
     assert fields["escape_place"].tolist() == [[37]] and fields["escape_wanted"].tolist() == [[1]]
-    assert Escape.count(fields) == (1, 1)
+    assert Escape().count(fields) == (1, 1)
     found, clipped = decoded(made, planted), decoded(plain, planted)
     energy = float(planted[0, 37].square().sum())
     assert float((clipped - planted)[0, 37].square().sum()) > 0.5 * energy
@@ -43,7 +43,7 @@ def test_a_planted_outlier_is_caught_marked_and_billed():
 def test_ordinary_tokens_do_not_escape():
     made, plain, x = escaping(3)
     fields = made.encode(x, NOWHERE)
-    assert Escape.count(fields) == (0, 0) and fields["escape_place"].tolist() == [[-1, -1, -1]]
+    assert Escape().count(fields) == (0, 0) and fields["escape_place"].tolist() == [[-1, -1, -1]]
     assert torch.equal(decoded(made, x), decoded(plain, x))
 
 
@@ -54,7 +54,7 @@ def test_the_worst_get_the_slots_and_the_others_are_counted():
         x[0, place] = 5 + size * noise
     fields = made.encode(x, NOWHERE)
     assert fields["escape_place"].tolist() == [[50, 90]]
-    assert Escape.count(fields) == (2, 3)
+    assert Escape().count(fields) == (2, 3)
 
 
 def test_of_copies_the_last_one_is_served():

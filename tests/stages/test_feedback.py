@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import query
-from kvq_runtime.codec import Codec, Context
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.fit import feedback as fit
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
-from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.feedback import QueryOrthogonal
 from kvq_runtime.stages.grid import Grid
@@ -120,16 +120,15 @@ def test_what_queries_see_falls_with_lambda_before_anything_is_rounded():
 # ---- rounded keys ----
 
 
-def one(side: Side, metric: Tensor | None = None, geometry: Geometry = GEOMETRY) -> Codec:
+def one(scheme: Scheme, metric: Tensor | None = None, geometry: Geometry = GEOMETRY) -> Codec:
     """A codec of keys, with the moves of this metric, in float32."""
-    side = replace(side, block=128)
     tensors = {}
     if metric is not None:
-        turn = side.feedback.turn(side.axis, side.rotate, geometry)
+        turn = scheme.feedback.turn(scheme.axis, scheme.rotate, geometry)
         metric = metric if turn is None else turn.double().mT @ metric @ turn.double()
-        moves = feedback.updates(metric, side.feedback.blocks)
+        moves = feedback.updates(metric, scheme.feedback.blocks)
         tensors = {f"feedback.update_{number}": move.float() for number, move in enumerate(moves, 1)}
-    return Codec(Recipe("test", side, replace(side, feedback=None)), 0, "key", geometry, tensors)
+    return Codec(Recipe("test", scheme, replace(scheme, feedback=None)), 0, "key", geometry, tensors)
 
 
 def keys(blocks: int = 4, geometry: Geometry = GEOMETRY) -> Tensor:
@@ -146,20 +145,20 @@ def errors(made: Codec, x_NTC: Tensor) -> Tensor:
 
 STAGE = QueryOrthogonal(blocks=2)
 SIDES = {
-    "channel": Side(Rtn(2, 32), axis="channel"),
-    "token": Side(Rtn(2, 16)),
-    "hadamard": Side(Rtn(2, 16), rotate=Hadamard("head")),
-    "random": Side(Grid(2, 16, 16), rotate=Random("head")),
-    "tokens turned": Side(Grid(2, 16, 32), rotate=Hadamard("all"), axis="channel"),
-    "lloyd": Side(Lloyd(2, 32), rotate=Hadamard(16)),
+    "channel": Scheme(Rtn(2, 32), axis="channel"),
+    "token": Scheme(Rtn(2, 16)),
+    "hadamard": Scheme(Rtn(2, 16), rotate=Hadamard("head")),
+    "random": Scheme(Grid(2, 16, 16), rotate=Random("head")),
+    "tokens turned": Scheme(Grid(2, 16, 32), rotate=Hadamard("all"), axis="channel"),
+    "lloyd": Scheme(Lloyd(2, 32), rotate=Hadamard(16)),
 }
 
 
-@pytest.mark.parametrize("side", SIDES.values(), ids=SIDES.keys())
-def test_without_lambda_it_is_plain_rounding(side):
+@pytest.mark.parametrize("scheme", SIDES.values(), ids=SIDES.keys())
+def test_without_lambda_it_is_plain_rounding(scheme):
     x = keys()
-    found = one(replace(side, feedback=STAGE), feedback.metric(moment(), 0.0)).encode(x, NOWHERE)
-    plain = one(side).encode(x, NOWHERE)
+    found = one(replace(scheme, feedback=STAGE), feedback.metric(moment(), 0.0)).encode(x, NOWHERE)
+    plain = one(scheme).encode(x, NOWHERE)
     assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
 
 
@@ -175,20 +174,22 @@ def test_queries_of_twenty_directions_see_half_of_the_error(blocks, most):
     assert errors(made, x).square().sum() > errors(one(SIDES["channel"]), x).square().sum()  # at the cost of the whole
 
 
-@pytest.mark.parametrize("side", SIDES.values(), ids=SIDES.keys())
-def test_it_composes_with_rotations_and_roundings(side):
+@pytest.mark.parametrize("scheme", SIDES.values(), ids=SIDES.keys())
+def test_it_composes_with_rotations_and_roundings(scheme):
     """With B turned into P, queries see less after any rotation; with P as it was they would not."""
     x, metric = keys(), feedback.metric(moment(), 10.0)
-    found, plain = (seen(errors(made, x), moment()) for made in (one(replace(side, feedback=STAGE), metric), one(side)))
+    found, plain = (
+        seen(errors(made, x), moment()) for made in (one(replace(scheme, feedback=STAGE), metric), one(scheme))
+    )
     assert found < 0.8 * plain
 
 
-@pytest.mark.parametrize("side", [SIDES["hadamard"], SIDES["random"]], ids=["hadamard", "random"])
-def test_a_rotation_that_is_left_out_of_the_metric_loses_it(side, monkeypatch):
-    x, metric, side = keys(), feedback.metric(moment(), 10.0), replace(side, feedback=STAGE)
-    right = seen(errors(one(side, metric), x), moment())
+@pytest.mark.parametrize("scheme", [SIDES["hadamard"], SIDES["random"]], ids=["hadamard", "random"])
+def test_a_rotation_that_is_left_out_of_the_metric_loses_it(scheme, monkeypatch):
+    x, metric, scheme = keys(), feedback.metric(moment(), 10.0), replace(scheme, feedback=STAGE)
+    right = seen(errors(one(scheme, metric), x), moment())
     monkeypatch.setattr(QueryOrthogonal, "turn", lambda *_: None)
-    assert right < 0.7 * seen(errors(one(side, metric), x), moment())
+    assert right < 0.7 * seen(errors(one(scheme, metric), x), moment())
 
 
 # ---- what cannot be ----
@@ -197,20 +198,24 @@ def test_a_rotation_that_is_left_out_of_the_metric_loses_it(side, monkeypatch):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        (Side(Rtn(2, 32)), Side(Rtn(2, 32), feedback=STAGE), "give feedback to keys alone"),
-        (Side(Exact()), None, "not exact"),
-        (Side(Mixed(), rotate=Basis()), None, "not mixed"),
-        (Side(Rtn(2, 64)), None, "group=64 crosses blocks of 32 channels; use a divisor of 32"),
-        (Side(Rtn(2, "head")), None, "group=64 crosses blocks"),
-        (Side(Rtn(2, 32), rotate=Hadamard("all")), None, 'mixes heads of 64; give rotate group="head"'),
-        (Side(Rtn(2, 32), feedback=QueryOrthogonal(queries="before")), None, "meet queries after RoPE"),
-        (Side(Rtn(2, 32), feedback=QueryOrthogonal(blocks=3)), None, r"blocks=3 does not divide head size 64; .*2, 4"),
+        (Scheme(Rtn(2, 32)), Scheme(Rtn(2, 32), feedback=STAGE), "give feedback to keys alone"),
+        (Scheme(Exact()), None, "not exact"),
+        (Scheme(Mixed(), rotate=Basis()), None, "not mixed"),
+        (Scheme(Rtn(2, 64)), None, "group=64 crosses blocks of 32 channels; use a divisor of 32"),
+        (Scheme(Rtn(2, "head")), None, "group=64 crosses blocks"),
+        (Scheme(Rtn(2, 32), rotate=Hadamard("all")), None, 'mixes heads of 64; give rotate group="head"'),
+        (Scheme(Rtn(2, 32), feedback=QueryOrthogonal(queries="before")), None, "multiplied by queries after RoPE"),
+        (
+            Scheme(Rtn(2, 32), feedback=QueryOrthogonal(blocks=3)),
+            None,
+            r"blocks=3 does not divide head size 64; .*2, 4",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(key, value, message):
     key = key if value is not None or key.feedback is not None else replace(key, feedback=STAGE)
     with pytest.raises(ValueError, match=message):
-        Recipe("r", key, value or Side(Rtn(2, 32))).check(GEOMETRY)
+        Recipe("r", key, value or Scheme(Rtn(2, 32))).check(GEOMETRY)
 
 
 @pytest.mark.parametrize("given", [{"blocks": 1}, {"lam": -1.0}, {"rank": -1}, {"normalize": "no"}, {"queries": "x"}])
@@ -233,12 +238,11 @@ def test_what_is_stored_and_decoded_is_as_without_feedback():
 
 def test_bfloat16_moves_are_as_good():
     """What the artifact rounds away of the moves is far below what rounding leaves."""
-    x, side = keys(), replace(SIDES["channel"], feedback=STAGE)
-    made = one(side, feedback.metric(moment(), 3.0))
+    x, scheme = keys(), replace(SIDES["channel"], feedback=STAGE)
+    made = one(scheme, feedback.metric(moment(), 3.0))
     stage = replace(STAGE, lam=3.0 / SIZE * float(moment()[0].trace()))
-    queries = query.Queries(moment(), moment(), (x, x), 1.0)
-    stored = queries.fit(stage, None)
+    stored = {f"feedback.{name}": tensor for name, tensor in fit.moves(stage, moment(), 1.0, None).items()}
     assert all(tensor.dtype == torch.bfloat16 for tensor in stored.values())
-    coarse = Codec(Recipe("test", made.side, SIDES["channel"]), 0, "key", GEOMETRY, stored)
+    coarse = Codec(Recipe("test", made.scheme, SIDES["channel"]), 0, "key", GEOMETRY, stored)
     exact, rounded = (seen(errors(each, x), moment()) for each in (made, coarse))
     assert rounded == pytest.approx(exact, rel=0.05)

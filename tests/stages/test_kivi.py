@@ -6,17 +6,17 @@ import torch
 from feeding import GEOMETRY, error, feed_in, make, read, same, state, tensors
 from torch import Tensor
 
-from kvq_runtime.codec import Codec, Context
+from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import preset
+from kvq_runtime.recipe import Window, preset
 
 HEADS = Geometry(1, 8, 128)
 NAMES = {"kivi-2bit": (2, 32), "kivi-4bit": (4, 32), "kivi-2bit-g128": (2, 128), "kivi-4bit-g128": (4, 128)}
 every = pytest.mark.parametrize("name", NAMES)
 
 
-def there_and_back(name: str, half, x: Tensor, geometry: Geometry = HEADS) -> Tensor:
-    made = Codec(preset(name).check(geometry), 0, half, geometry, {})
+def there_and_back(name: str, role, x: Tensor, geometry: Geometry = HEADS) -> Tensor:
+    made = Codec(preset(name).check(geometry), 0, role, geometry, {})
     return made.decode(made.encode(x, Context()), Context()).float()
 
 
@@ -34,9 +34,9 @@ def rounded(rows: np.ndarray, bits: int) -> np.ndarray:
 @every
 def test_bits_are_codes_and_two_numbers_per_group(name):
     bits, group = NAMES[name]
-    for half in ("key", "value"):
-        assert Codec(preset(name), 0, half, HEADS, {}).bits() == bits + 2 * 16 / group
-    assert preset(name).key.window == preset(name).value.window == (0, 128, 128)
+    for role in ("key", "value"):
+        assert Codec(preset(name), 0, role, HEADS, {}).bits() == bits + 2 * 16 / group
+    assert preset(name).window == Window(0, 128, 128)
 
 
 @every
@@ -45,9 +45,9 @@ def test_agrees_with_the_papers_equation(name):
     x = gaussian(2, 128, 1024) * torch.linspace(0.2, 5, 1024) + 1
     keys = rounded(x.double().numpy().reshape(2, 128 // group, group, 1024).swapaxes(2, 3), bits).swapaxes(2, 3)
     values = rounded(x.double().numpy().reshape(2, 128, 1024 // group, group), bits)
-    for half, expected in (("key", keys), ("value", values)):
+    for role, expected in (("key", keys), ("value", values)):
         expected = torch.from_numpy(expected.reshape(x.shape)).float()
-        assert error(there_and_back(name, half, x), expected) < 2**-7.5
+        assert error(there_and_back(name, role, x), expected) < 2**-7.5
 
 
 @every
@@ -73,7 +73,7 @@ def test_outlier_channels_are_what_it_is_for():
     x = gaussian(10, 128, 1024)
     x[..., ::32] += 20
     others = torch.arange(1024) % 32 != 0
-    channel, token = (there_and_back("kivi-2bit", half, x)[..., others] for half in ("key", "value"))
+    channel, token = (there_and_back("kivi-2bit", role, x)[..., others] for role in ("key", "value"))
     assert error(channel, x[..., others]) < 0.5
     assert error(token, x[..., others]) > 0.9
 
@@ -87,12 +87,12 @@ def test_generated_tokens_are_really_rounded(name):
     one, all_at_once = make(recipe), make(recipe)
     feed_in(one, x, [128] + [1] * (128 * 3 + 5))
     feed_in(all_at_once, x, [x.shape[3]])
-    assert one.layers[0][0].encoded == 128 * 3
+    assert one.layers[0].encoded == 128 * 3
     assert same(state(one), state(all_at_once))
     for layer, pair in enumerate(read(one)):
-        for half, found in enumerate(pair):
+        for role, found in enumerate(pair):
             part = slice(128, 128 * 3)  # encoded while tokens came one by one
-            assert error(found[:, part], x[layer, half, :, part]) > 0.3 * 2**-bits
+            assert error(found[:, part], x[layer, role, :, part]) > 0.3 * 2**-bits
         groups = pair[0][:, part].unflatten(1, (-1, group))
         levels = groups.sort(2).values.diff(dim=2).gt(0).sum(2) + 1
         assert int(levels.min()) >= 2 and int(levels.max()) <= 2**bits

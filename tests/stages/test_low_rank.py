@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec import Codec, Context
+from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.low_rank import LowRank, LowRankSparse
 from kvq_runtime.stages.rotate import Hadamard
@@ -18,7 +18,7 @@ from kvq_runtime.stages.sparse import Sparse
 
 GEOMETRY = Geometry(1, 2, 64)
 NOWHERE = Context()
-SIDES = {"keys": kivi.keys(2, 64), "values": kivi.values(2, 64), "rotated": Side(Rtn(2, "head"), rotate=Hadamard())}
+SIDES = {"keys": kivi.keys(2, 64), "values": kivi.values(2, 64), "rotated": Scheme(Rtn(2, "head"), rotate=Hadamard())}
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -33,8 +33,8 @@ def blocks(kind: str) -> Tensor:
     return waves @ (4 * gaussian(3, 3, 128, seed=1)) + 0.3 * gaussian(3, 128, 128)
 
 
-def both_ways(side: Side, x: Tensor) -> Tensor:
-    codec = Codec(Recipe("test", side, side).check(GEOMETRY), 0, "key", GEOMETRY, {})
+def both_ways(scheme: Scheme, x: Tensor) -> Tensor:
+    codec = Codec(Recipe("test", scheme, scheme).check(GEOMETRY), 0, "key", GEOMETRY, {})
     return codec.decode(codec.encode(x, NOWHERE), NOWHERE).double()
 
 
@@ -81,23 +81,23 @@ def test_with_all_directions_nothing_is_left(name):
 @pytest.mark.parametrize("group", ["token", "channel"])
 def test_outliers_are_exact_and_the_rest_is_as_if_they_had_not_been(group):
     """The directions are of what outliers leave, found without them; where both meet, the outlier wins."""
-    side = SIDES["keys"] if group == "channel" else SIDES["values"]
+    scheme = SIDES["keys"] if group == "channel" else SIDES["values"]
     x = gaussian(2, 128, 128)
     x.diagonal(dim1=1, dim2=2).add_(60)  # one of every token, and of every channel
-    sparse, both = (both_ways(replace(side, correct=c(share=0.02, group=group)), x) for c in (Sparse, LowRankSparse))
+    sparse, both = (both_ways(replace(scheme, correct=c(share=0.02, group=group)), x) for c in (Sparse, LowRankSparse))
     assert torch.equal(both.diagonal(dim1=1, dim2=2), x.diagonal(dim1=1, dim2=2).bfloat16().double())
     left, plain = (by_head(x - out).square().sum((-1, -2)) for out in (both, sparse))
     assert (left <= least(x - sparse, 4)).all() and (left < plain).all()
-    assert float(plain.sum()) < 0.1 * float((x - both_ways(side, x)).square().sum())
+    assert float(plain.sum()) < 0.1 * float((x - both_ways(scheme, x)).square().sum())
 
 
 def test_every_part_of_gear_pays_in_error():
     """KIVI errs more than GEAR-L, GEAR-L more than GEAR, with codes of the same bits, on waves and outliers."""
     far = torch.rand(3, 128, 128, generator=torch.Generator().manual_seed(1)) > 0.99
     x = blocks("waves") + 20 * far
-    for half, name in (("key", "keys"), ("value", "values")):
-        found = [SIDES[name], preset("gear-l-2bit").side(0, half), preset("gear-2bit").side(0, half)]
-        errors = [float((both_ways(side, x) - x).square().sum()) for side in found]
+    for role, name in (("key", "keys"), ("value", "values")):
+        found = [SIDES[name], preset("gear-l-2bit").scheme(0, role), preset("gear-2bit").scheme(0, role)]
+        errors = [float((both_ways(scheme, x) - x).square().sum()) for scheme in found]
         assert errors[1] < 0.9 * errors[0] and errors[2] < 0.6 * errors[1]
 
 
@@ -109,8 +109,8 @@ def test_every_part_of_gear_pays_in_error():
 def test_the_bill(rank, head_size):
     """Two factors of 16 bits, held as they are billed."""
     geometry = Geometry(1, 4, head_size)
-    for side in (kivi.keys(2, 64), kivi.values(2, 64)):
-        recipe = Recipe("test", *[replace(side, correct=LowRank(rank))] * 2).check(geometry)
+    for scheme in (kivi.keys(2, 64), kivi.values(2, 64)):
+        recipe = Recipe("test", *[replace(scheme, correct=LowRank(rank))] * 2).check(geometry)
         codec = Codec(recipe, 0, "key", geometry, {})
         fields = codec.encode(gaussian(1, 128, geometry.width), NOWHERE)
         held = sum(field.untyped_storage().nbytes() for field in fields.values())
@@ -123,8 +123,8 @@ def test_bits_of_the_recipes():
     geometry = Geometry(28, 4, 128)
     for name, codes in (("gear-2bit", (2.5, 2.5)), ("gear-4bit", (4.25, 4 + 32 / 512)), ("gear-l-2bit", (2.5, 2.5))):
         far = (0, 0) if "-l-" in name else (3 / 128 * (16 + 7), 10 / 512 * (16 + 9))
-        for half, code, outliers in zip(("key", "value"), codes, far, strict=True):
-            assert Codec(preset(name), 0, half, geometry, {}).bits() == pytest.approx(code + 1 + outliers, abs=0.001)
+        for role, code, outliers in zip(("key", "value"), codes, far, strict=True):
+            assert Codec(preset(name), 0, role, geometry, {}).bits() == pytest.approx(code + 1 + outliers, abs=0.001)
 
 
 # ---- edges
@@ -134,8 +134,8 @@ def test_bits_of_the_recipes():
 @pytest.mark.parametrize("number", [0.0, 3.0])
 def test_constant_blocks_have_no_error_to_factor(correct, number):
     x = torch.full((1, 128, 128), number)
-    for side in SIDES["keys"], SIDES["values"]:
-        assert torch.equal(both_ways(replace(side, correct=correct), x), x.double())
+    for scheme in SIDES["keys"], SIDES["values"]:
+        assert torch.equal(both_ways(replace(scheme, correct=correct), x), x.double())
 
 
 def test_a_block_is_encoded_the_same_alone_and_among_others():
@@ -147,12 +147,12 @@ def test_a_block_is_encoded_the_same_alone_and_among_others():
 
 def test_settings():
     for correct in (LowRank(2), LowRankSparse(2, 0.01, "channel")):
-        side = replace(SIDES["keys"], correct=correct)
-        recipe = Recipe("test", side, side)
+        scheme = replace(SIDES["keys"], correct=correct)
+        recipe = Recipe("test", scheme, scheme)
         assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe and not recipe.fitted
     for wrong in (lambda: LowRank(0), lambda: LowRank(257), lambda: LowRankSparse(share=0.5)):
         with pytest.raises(ValueError, match="; use"):
             wrong()
-    side = replace(SIDES["values"], correct=LowRankSparse(65))
+    scheme = replace(SIDES["values"], correct=LowRankSparse(65))
     with pytest.raises(ValueError, match=r"rank=65 of blocks \[128, 64\]; use at most 64"):
-        Recipe("test", side, side).check(GEOMETRY)
+        Recipe("test", scheme, scheme).check(GEOMETRY)

@@ -5,17 +5,18 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from test_basis import blocks
+from scheme_fit import blocks
 from torch import Tensor
 
 from kvq_calib.fit import clusters
 from kvq_calib.fit import nuq as fits
-from kvq_calib.fit.layer import SideFit
-from kvq_calib.statistics import Moments
-from kvq_runtime.codec import Codec, Context
+from kvq_calib.fit.scheme import SchemeFit
+from kvq_calib.fit.statistics import Moments
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
-from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.stages.nuq import Nuq
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
@@ -37,15 +38,15 @@ def activations(blocks: int = 24, seed: int = 0) -> Tensor:
     return heavy * 1.06**channel + 5 * torch.cos(channel)
 
 
-def fitted(side: Side, x_NTC: Tensor, half="key") -> Codec:
+def fitted(scheme: Scheme, x_NTC: Tensor, half="key") -> Codec:
     moments = Moments(WIDTH)
     moments.update(x_NTC)
-    found = SideFit(Recipe("test", side, side, "pre").check(GEOMETRY), 0, half, GEOMETRY, moments.value())
+    recipe = Recipe("test", scheme, scheme, "pre").check(GEOMETRY)
+    fit = SchemeFit(recipe, 0, half, GEOMETRY, Statistics(moments.value().mean_C.float()))
     cut = len(x_NTC) // 2
     chunks = [blocks(x_NTC[:cut], 0), blocks(x_NTC[cut:], cut)]
-    if found.needs_residuals:
-        found.solve_residuals([found.residuals(chunk, NOWHERE, 0) for chunk in chunks], 0)
-    return found.codec
+    fit.solve(lambda field: fit.merged(field, [fit.partial(field, chunk, NOWHERE) for chunk in chunks]))
+    return fit.codec
 
 
 def error(codec: Codec, x: Tensor) -> float:
@@ -99,7 +100,7 @@ def test_ends_of_channels_enclose_the_share_they_say():
 def test_points_are_means_of_what_they_stand_for(scale, group):
     """k-means' condition, on what is no outlier: so no other codebook of the same cells has less error."""
     x = activations()
-    codec = fitted(Side(Nuq(3, scale), correct=Sparse(group=group)), x)
+    codec = fitted(Scheme(Nuq(3, scale), correct=Sparse(group=group)), x)
     points = codec.tensors["quantize.points"].double()
     assert len(points) == 8 and bool((points.diff() > 0).all()) and float(points.abs().max()) <= 1
     rows = x.flatten(0, 1)
@@ -123,8 +124,8 @@ def test_points_are_means_of_what_they_stand_for(scale, group):
 def test_nuq_beats_even_steps_between_the_same_ends():
     """Section 3.3. Even steps are a codebook too: the same codec with other points."""
     x, new = activations(), activations(seed=1)
-    codec = fitted(Side(Nuq(3, "channel"), correct=Sparse(group="block")), x)
-    even = Codec(Recipe("test", codec.side, codec.side, "pre"), 0, "key", GEOMETRY,
+    codec = fitted(Scheme(Nuq(3, "channel"), correct=Sparse(group="block")), x)
+    even = Codec(Recipe("test", codec.scheme, codec.scheme, "pre"), 0, "key", GEOMETRY,
                  codec.tensors | {"quantize.points": torch.linspace(-1, 1, 8)})  # fmt: skip
     assert error(codec, new) < 0.8 * error(even, new)
 
@@ -132,11 +133,11 @@ def test_nuq_beats_even_steps_between_the_same_ends():
 def test_one_percent_of_outliers_pays_for_itself():
     """Section 3.4: less error than one more bit for every element would bring."""
     x, new = activations(), activations(seed=1)
-    sparse = fitted(Side(Nuq(3, "token"), correct=Sparse(group="token")), x, "value")
-    dense = fitted(Side(Nuq(4, "token")), x, "value")
+    sparse = fitted(Scheme(Nuq(3, "token"), correct=Sparse(group="token")), x, "value")
+    dense = fitted(Scheme(Nuq(4, "token")), x, "value")
     assert sparse.bits() < dense.bits()
-    assert error(sparse, new) < error(fitted(Side(Nuq(3, "token")), x, "value"), new)
-    keys, bare = (fitted(Side(Nuq(3, "channel"), correct=c), x) for c in (Sparse(group="block"), None))
+    assert error(sparse, new) < error(fitted(Scheme(Nuq(3, "token")), x, "value"), new)
+    keys, bare = (fitted(Scheme(Nuq(3, "channel"), correct=c), x) for c in (Sparse(group="block"), None))
     assert error(keys, new) < 0.6 * error(bare, new)
 
 
@@ -144,8 +145,8 @@ def test_channels_of_unequal_size_want_ranges_of_their_own():
     """Section 3.1: per channel beats per token at fewer bits."""
     x, new = activations(), activations(seed=1)
     per_channel = fitted(preset("kvquant-3bit").key, x)
-    per_token = fitted(Side(Nuq(3, "token"), correct=Sparse(group="block")), x)
-    rounding = fitted(Side(Rtn(3, 64)), x)
+    per_token = fitted(Scheme(Nuq(3, "token"), correct=Sparse(group="block")), x)
+    rounding = fitted(Scheme(Rtn(3, 64)), x)
     assert per_channel.bits() < per_token.bits()
     assert error(per_channel, new) < 0.7 * error(per_token, new)
     assert error(per_channel, new) < 0.5 * error(rounding, new)
@@ -178,8 +179,8 @@ def test_a_channel_without_a_range_and_a_zero_token():
         lambda: Nuq(9),
         lambda: Nuq(scale="head"),  # type: ignore[arg-type]
         lambda: Nuq(covered=0.2),
-        lambda: Recipe("r", Side(Nuq(), rotate=Hadamard()), Side(Nuq())).check(),
-        lambda: Recipe("r", Side(Nuq(), axis="channel"), Side(Nuq())).check(),
+        lambda: Recipe("r", Scheme(Nuq(), rotate=Hadamard()), Scheme(Nuq())).check(),
+        lambda: Recipe("r", Scheme(Nuq(), axis="channel"), Scheme(Nuq())).check(),
     ],
 )
 def test_settings_that_cannot_be(make):

@@ -6,16 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from coding import gaussian, one, relative, there_and_back
 
-from kvq_runtime.codec import Codec, Context
+from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import polar
-from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.rotate import Hadamard, Random
 
-HEADS = Geometry(1, 8, 128)
 # bits of each level → relative squared error of Gaussian vectors of 128 with exact radii, and bits per element
 ERRORS = {
     (4, 2, 2, 2): (0.0321, 3.875),
@@ -27,23 +26,6 @@ ERRORS = {
     (3, 2, 2, 1, 1, 1, 1): (0.0865, 2.5),
     (2, 2, 2, 2, 2, 2, 2): (0.220, 2.125),
 }
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def one(stage: Polar, geometry: Geometry = HEADS, rotate=None) -> Codec:
-    side = Side(stage, rotate=rotate)
-    return Codec(Recipe("test", side, side), 0, "key", geometry, {})
-
-
-def there_and_back(made: Codec, x: Tensor) -> Tensor:
-    return made.decode(made.encode(x, Context()), Context()).float()
-
-
-def relative(error: Tensor, x: Tensor) -> float:
-    return float(error.double().square().sum() / x.double().square().sum())
 
 
 # --- the transform
@@ -89,7 +71,7 @@ def test_axes_origin_and_signs_of_zero():
     """Every direction that a comparison could put on the wrong side decodes to less than a sector away."""
     x = torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1], [1, -0.0], [-1, -0.0], [-0.0, 1], [1, 1], [-1, -1], [1, -1]])
     for bits in (2, 3, 4, 5, 6):
-        (codes,), radii = polar.encode(x.float(), (bits,))
+        (codes,), radii = polar.angles(x.float(), (bits,))
         decoded = polar.decode([codes], radii, [polar.points(1, bits, "unit").float()])
         cosine = torch.cosine_similarity(decoded, x.float())
         assert bool((cosine > math.cos(math.pi / 2**bits) - 0.01).all()), bits
@@ -182,8 +164,8 @@ def test_head_sizes():
 
 
 def test_settings_survive_json():
-    side = Side(Polar((5, 3, 1), 0, 32, "log8", "mean"), rotate=Random("all", 7))
-    recipe = Recipe("test", side, side)
+    scheme = Scheme(Polar((5, 3, 1), 0, 32, "log8", "mean"), rotate=Random("all", 7))
+    recipe = Recipe("test", scheme, scheme)
     assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
     given = recipe.to_json()
     for wrong in ("4", 4, [4, "2"], [4, 2.5], [True, 2], None):

@@ -6,15 +6,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from coding import HEADS, gaussian, one, relative, there_and_back
 from scipy.integrate import quad
-from test_polar import HEADS, gaussian, one, relative, there_and_back
 from torch import Tensor
 
-from kvq_calib.fit import angles
-from kvq_runtime.codec import Codec
+from kvq_calib.fit import clusters
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit import polar as polar_fit
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import polar
-from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.rotate import Random
 
@@ -39,8 +40,8 @@ def density(level: int, angle: float) -> float:
 
 @pytest.mark.parametrize("level, bits", TABLES)
 def test_codebooks_are_the_published_ones(level, bits):
-    half = torch.tensor(TABLES[level, bits], dtype=torch.float64)
-    expected = torch.cat([half, math.pi / 2 - half.flip(0)])
+    role = torch.tensor(TABLES[level, bits], dtype=torch.float64)
+    expected = torch.cat([role, math.pi / 2 - role.flip(0)])
     torch.testing.assert_close(polar.codebook(level, bits)[1], expected, atol=1e-4, rtol=0)
 
 
@@ -76,7 +77,7 @@ def test_the_first_angle_is_uniform(bits):
 def test_angles_of_gaussian_vectors_have_the_density(level):
     """Codes fall into cells as often as the density says: so the transform and the density belong together."""
     bits = (4,) * level
-    codes, _ = polar.encode(gaussian(20_000 * level, 2**level, seed=level), bits)
+    codes, _ = polar.angles(gaussian(20_000 * level, 2**level, seed=level), bits)
     ends = [0.0, *polar.codebook(level, 4)[0].tolist(), math.pi / 2]
     mass = np.array([quad(lambda t: density(level, t), *span)[0] for span in pairwise(ends)])
     found = codes[-1].flatten().bincount(minlength=16).numpy()
@@ -89,10 +90,11 @@ def test_angles_of_gaussian_vectors_have_the_density(level):
 
 def fitted(stage: PolarFitted, x: Tensor, rotate=None) -> Codec:
     """A codec with the codebooks of x, [N, T, C]; the sample is all of it."""
-    side = Side(stage, rotate=rotate)
-    bare = Codec(Recipe("test", side, side), 0, "key", HEADS, {})
-    tensors = angles.fit(stage, bare.rotated(x).flatten(0, 1), HEADS, 0)
-    return Codec(Recipe("test", side, side), 0, "key", HEADS, {f"quantize.{n}": t for n, t in tensors.items()})
+    scheme = Scheme(stage, rotate=rotate)
+    bare = Codec(Recipe("test", scheme, scheme), 0, "key", HEADS, {})
+    rows_NC = bare.rotated(x).flatten(0, 1)
+    tensors = polar_fit.codebooks(stage, rows_NC, HEADS, lambda x_N, count: clusters.centres(x_N, count, 0))
+    return Codec(Recipe("test", scheme, scheme), 0, "key", HEADS, {f"quantize.{n}": t for n, t in tensors.items()})
 
 
 def unequal(seed: int) -> Tensor:
@@ -105,18 +107,18 @@ def test_the_circle_is_cut_as_atan2_says():
     x, generator = gaussian(4000, 2), torch.Generator().manual_seed(1)
     for count in (1, 3, 15, 63):
         cuts = (2 * math.pi * torch.rand(count, generator=generator)).sort().values
-        ((codes,), _) = polar.encode_fitted(x, [cuts])
+        ((codes,), _) = polar.angles(x, [count.bit_length()], [cuts])
         expected = np.searchsorted(cuts.numpy(), np.arctan2(*x.flip(1).numpy().T) % (2 * np.pi))
         assert codes[:, 0].tolist() == expected.tolist()
     axes = torch.tensor([[1.0, 0], [0, 1], [-1, 0], [0, -1], [1, -0.0], [-1, -0.0], [0, 0]])
-    ((codes,), _) = polar.encode_fitted(axes, [torch.tensor([0.5, 2.0, 4.0])])
+    ((codes,), _) = polar.angles(axes, [2], [torch.tensor([0.5, 2.0, 4.0])])
     assert codes[:, 0].tolist() == [0, 1, 2, 3, 0, 2, 0]
 
 
 def test_given_the_exact_codebooks_the_codes_are_the_same():
     x, bits = gaussian(200, 128), (4, 2, 2, 3)
-    exact = polar.encode(x, bits)
-    given = polar.encode_fitted(x, [polar.codebook(level, wide)[0] for level, wide in enumerate(bits, start=1)])
+    exact = polar.angles(x, bits)
+    given = polar.angles(x, bits, [polar.codebook(level, wide)[0] for level, wide in enumerate(bits, start=1)])
     assert torch.equal(exact[1], given[1])
     assert all(torch.equal(one, two) for one, two in zip(exact[0], given[0], strict=True))
 

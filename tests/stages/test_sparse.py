@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec import Codec, Context
+from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.rotate import Random
 from kvq_runtime.stages.rtn import Rtn
@@ -24,12 +24,12 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def made(side: Side) -> Codec:
-    return Codec(Recipe("test", side, side).check(GEOMETRY), 0, "key", GEOMETRY, {})
+def made(scheme: Scheme) -> Codec:
+    return Codec(Recipe("test", scheme, scheme).check(GEOMETRY), 0, "key", GEOMETRY, {})
 
 
-def both_ways(side: Side, x: Tensor) -> Tensor:
-    codec = made(side)
+def both_ways(scheme: Scheme, x: Tensor) -> Tensor:
+    codec = made(scheme)
     return codec.decode(codec.encode(x, NOWHERE), NOWHERE).float()
 
 
@@ -43,32 +43,32 @@ def planted(axis: int, count: int = 1) -> tuple[Tensor, Tensor]:
 
 
 SIDES = {
-    "token": Side(Rtn(2, "all"), correct=Sparse(group="token")),
-    "channel": Side(Rtn(2, 32), axis="channel", correct=Sparse(group="channel")),
-    "rotated": Side(Rtn(2, "head"), rotate=Random(), correct=Sparse(group="token")),
+    "token": Scheme(Rtn(2, "all"), correct=Sparse(group="token")),
+    "channel": Scheme(Rtn(2, 32), axis="channel", correct=Sparse(group="channel")),
+    "rotated": Scheme(Rtn(2, "head"), rotate=Random(), correct=Sparse(group="token")),
 }
 
 
 @pytest.mark.parametrize("name", SIDES)
 def test_planted_outliers_are_exact_and_stretch_no_range(name):
     """The rest comes out as if they had never been there: as the same block with medians in their places does."""
-    side = SIDES[name]
-    axis = 1 if side.axis == "channel" else 2
+    scheme = SIDES[name]
+    axis = 1 if scheme.axis == "channel" else 2
     x, far = planted(axis)
-    out = both_ways(side, x)
+    out = both_ways(scheme, x)
     assert torch.equal(out[far], x[far].bfloat16().float())
     middle = torch.from_numpy(np.sort(x.numpy(), axis)).select(axis, 63).unsqueeze(axis)  # the lower of the two
-    tame = both_ways(replace(side, correct=None), torch.where(far, middle, x))
+    tame = both_ways(replace(scheme, correct=None), torch.where(far, middle, x))
     assert torch.equal(out[~far], tame[~far])
-    alone = both_ways(replace(side, correct=None), x)
+    alone = both_ways(replace(scheme, correct=None), x)
     assert float((out - x).square().sum()) < 0.12 * float((alone - x).square().sum())
 
 
 def test_of_a_block_the_worst_rounded_elements_are_stored():
     """What remains is the quantizer's error without its 164 largest parts of a block, to a bfloat16's rounding."""
     x = gaussian(2, 128, 128) ** 3
-    plain = both_ways(Side(Rtn(2, 32)), x)
-    out = both_ways(Side(Rtn(2, 32), correct=Sparse(0.01, "block")), x)
+    plain = both_ways(Scheme(Rtn(2, 32)), x)
+    out = both_ways(Scheme(Rtn(2, 32), correct=Sparse(0.01, "block")), x)
     wrong = np.sort((plain - x).abs().flatten(1).numpy(), 1)
     left = np.sort((out - x).abs().flatten(1).numpy(), 1)
     count = round(0.01 * 128 * 128)
@@ -81,7 +81,7 @@ def test_of_a_block_the_worst_rounded_elements_are_stored():
 @pytest.mark.parametrize("share", [0.004, 0.01, 0.05, 0.2])
 @pytest.mark.parametrize("group, size", [("token", 128), ("channel", 128), ("block", 128 * 128)])
 def test_what_is_billed_is_what_is_held(share, group, size):
-    codec = made(Side(Rtn(2, 32), correct=Sparse(share, group)))
+    codec = made(Scheme(Rtn(2, 32), correct=Sparse(share, group)))
     fields = codec.encode(gaussian(1, 128, 128), NOWHERE)
     held = {name: field.untyped_storage().nbytes() for name, field in fields.items()}
     assert codec.bits() == 8 * sum(held.values()) / 128**2
@@ -97,10 +97,10 @@ def test_kivi_with_outliers_survives_what_kivi_does_not():
     """A group of 32 tokens, or channels, with one far element has no code left for the others."""
     geometry, x, token = Geometry(1, 2, 64), gaussian(4, 128, 128), torch.arange(128)
     x[:, token, 7 * token % 128] = 300
-    for half in ("key", "value"):
+    for role in ("key", "value"):
         errors = {}
         for name in ("kivi-2bit", "kivi-2bit-outliers"):
-            codec = Codec(preset(name), 0, half, geometry, {})
+            codec = Codec(preset(name), 0, role, geometry, {})
             out = codec.decode(codec.encode(x, NOWHERE), NOWHERE).float()
             errors[name] = float((out - x).square().sum())
         assert 5 * errors["kivi-2bit-outliers"] < errors["kivi-2bit"]
@@ -113,11 +113,11 @@ def test_zeros_and_constant_blocks(name, number):
 
 
 def test_settings():
-    side = Side(Rtn(2, 32), correct=Sparse(0.02, "channel"))
-    recipe = Recipe("test", side, side)
+    scheme = Scheme(Rtn(2, 32), correct=Sparse(0.02, "channel"))
+    recipe = Recipe("test", scheme, scheme)
     assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe and not recipe.fitted
     for wrong in (lambda: Sparse(0.0), lambda: Sparse(0.3), lambda: Sparse(group="head")):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="; use"):
             wrong()
     with pytest.raises(ValueError, match="exact leaves nothing to correct"):
-        Recipe("test", Side(Exact(), correct=Sparse()), side).check()
+        Recipe("test", Scheme(Exact(), correct=Sparse()), scheme).check()

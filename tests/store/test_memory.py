@@ -3,45 +3,28 @@
 import pytest
 import torch
 from feeding import DTYPE_IDS, DTYPES, GEOMETRY, RECIPES, feed_in, make, tensors
+from owned_bytes import owned
 
-from kvq_runtime import memory
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import preset
-from kvq_runtime.rope import Rotary
-from kvq_runtime.stages.select import Chunks
-from kvq_runtime.stream import SLAB
+from kvq_runtime.store import memory
+from kvq_runtime.store.layer import SLAB
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 
-def owned(thing, seen: dict[int, object] | None = None) -> dict[int, int]:
-    """Bytes of every storage reachable from an object, by its address. The model's own rotation is not the cache's."""
-    seen = {} if seen is None else seen
-    if id(thing) in seen or isinstance(thing, (type, Rotary)):
-        return {}
-    seen[id(thing)] = thing
-    if isinstance(thing, torch.Tensor):
-        storage = thing.untyped_storage()
-        return {storage.data_ptr(): storage.nbytes()} if storage.nbytes() else {}
-    if isinstance(thing, dict):
-        parts = [*thing.keys(), *thing.values()]
-    elif isinstance(thing, (list, tuple, set, frozenset)):
-        parts = list(thing)
-    else:
-        parts = list(getattr(thing, "__dict__", {}).values())
-    return {address: size for part in parts for address, size in owned(part, seen).items()}
-
-
 def bits(cache: BlockCache, dtype: torch.dtype) -> float:
-    sides = [codec.bits(dtype) for pair in cache.codecs for codec in pair]
-    landmarks = 8 * dtype.itemsize / 8 / 2 if isinstance(cache.recipe.select, Chunks) else 0  # of 8 keys, and no values
-    return sum(sides) / len(sides) + landmarks
+    schemes = [codec.bits(dtype) for pair in cache.codecs for codec in pair]
+    chunks = isinstance(cache.recipe.policy("select"), ShadowChunks)
+    landmarks = 8 * dtype.itemsize / 8 / 2 if chunks else 0  # of 8 keys, and no values
+    return sum(schemes) / len(schemes) + landmarks
 
 
 @every_recipe
 def test_the_report_is_what_the_cache_owns(recipe):
-    _, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     x, cache = tensors(recent + 4 * block + 200), make(recipe)
     real = torch.arange(x.shape[3]) >= torch.tensor([0, 7])[:, None]
     for sizes in ([recent + block], [block, 1], [block - 1, 2], [200]):
@@ -53,7 +36,7 @@ def test_the_report_is_what_the_cache_owns(recipe):
         assert report.exact_bytes == 2 * 2 * GEOMETRY.layers * GEOMETRY.width * 2 * cache.length
     cache.crop(block + 3)
     assert cache.memory_report().total_bytes == sum(owned(cache).values())
-    cache.select(torch.tensor([1, 1, 0]))
+    cache.reorder(torch.tensor([1, 1, 0]))
     assert cache.memory_report().total_bytes == sum(owned(cache).values())
     cache.reset()
     assert cache.memory_report().total_bytes == sum(owned(cache).values()) == cache.memory_report().shared_bytes
@@ -62,7 +45,7 @@ def test_the_report_is_what_the_cache_owns(recipe):
 @pytest.mark.parametrize("recipe, dtype", DTYPES, ids=DTYPE_IDS)
 def test_asymptotic_bits_are_what_a_slab_takes(recipe, dtype):
     """Between two full slabs nothing grows but encoded blocks: their bytes, per element, are the bits promised."""
-    _, recent, block = recipe.key.window
+    recent, block = recipe.window.recent, recipe.window.block
     cache = make(recipe)
     x = tensors(recent + 2 * SLAB * block, rows=1).to(dtype)
     feed_in(cache, x, [recent + SLAB * block])
@@ -81,7 +64,7 @@ def test_asymptotic_bits_are_what_a_slab_takes(recipe, dtype):
 def test_codes_are_really_packed(width, name):
     cache = make(RECIPES[f"higgs-{name}"])
     feed_in(cache, tensors(16 * SLAB + 12), [16 * SLAB + 12])
-    codes = sum(stream.slabs[0]["codes"].nbytes for pair in cache.layers.values() for stream in pair)
+    codes = sum(slabs[0]["codes"].nbytes for store in cache.layers.values() for slabs in store.slabs[:2])
     assert codes * 8 == width * 2 * 2 * GEOMETRY.layers * GEOMETRY.width * 16 * SLAB
     assert codes == cache.memory_report().parts["codes"]
 
@@ -120,12 +103,13 @@ def test_escapes_are_counted_and_billed():
     assert (cache.memory_report().escaped, cache.memory_report().clipped) == (0, 0)
     feed_in(cache, tensors(200), [150, 50])
     report = cache.memory_report()
-    streams = [stream for pair in cache.layers.values() for stream in pair]
-    parts = [stream.fields(*run) for stream in streams for run in stream.runs()]
+    stores = cache.layers.values()
+    parts = [store.fields(role, *run) for store in stores for role in (0, 1) for run in store.runs()]
     assert report.escaped == sum(int((part["escape_place"] >= 0).sum()) for part in parts) > 0
     wanted = sum(int(part["escape_wanted"].sum()) for part in parts)
     assert report.clipped == wanted - report.escaped > 0
-    held = [slab[name] for stream in streams for slab in stream.slabs for name in slab if name.startswith("escape_")]
+    slabs = [slab for store in stores for slabs in store.slabs for slab in slabs]
+    held = [slab[name] for slab in slabs for name in slab if name.startswith("escape_")]
     assert report.parts["escapes"] == sum(tensor.untyped_storage().nbytes() for tensor in held) > 0
 
 

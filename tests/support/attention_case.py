@@ -7,11 +7,10 @@ import torch
 from parity import DEVICE, normal
 from torch import Tensor
 
-from kvq_runtime import rope
-from kvq_runtime.codec import Codec, Context
-from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import grid, pack
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.geometry import SLAB, Geometry
+from kvq_runtime.ops import grid, pack, rope
+from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.polar import Polar
@@ -20,19 +19,25 @@ from kvq_runtime.stages.rotate import Hadamard, Random
 from kvq_runtime.stages.rtn import Rtn
 
 pytest.importorskip("triton")
-from kvq_runtime.kernels import slabs
-from kvq_runtime.kernels.attention import Encoded, Exact, Turns, attend
-from kvq_runtime.kernels.layout import layout
+from kvq_runtime.kernels.attend.host import Encoded, Exact, RopeTables, attend, block_table, layout
 
 FREQUENCIES = 10000.0
+
+
+@dataclass(frozen=True)
+class Sized(Scheme):
+    """A scheme, and the window of the recipe that a case has it in."""
+
+    sinks: int = 4
+    block: int = 32
 
 
 @dataclass(frozen=True)
 class Case:
     """One layer's cache and a query."""
 
-    key: Side
-    value: Side
+    key: Sized
+    value: Sized
     size: int = 64
     heads: int = 2
     ratio: int = 2
@@ -48,47 +53,47 @@ class Case:
     slow: float = 3.0  # the means of slow channels; those of the others are around 1
 
 
-def side(quantize, rotate=None, axis="token", sinks=4, block=32) -> Side:
-    return Side(quantize, rotate=rotate, axis=axis, sinks=sinks, recent=0, block=block)
+def scheme(quantize, rotate=None, axis="token", sinks=4, block=32) -> Sized:
+    return Sized(quantize, rotate=rotate, axis=axis, sinks=sinks, block=block)
 
 
-def kivi(bits: int, block: int = 32, **settings) -> tuple[Side, Side]:
-    return side(Rtn(bits, block), axis="channel", block=block, **settings), side(
+def kivi(bits: int, block: int = 32, **settings) -> tuple[Sized, Sized]:
+    return scheme(Rtn(bits, block), axis="channel", block=block, **settings), scheme(
         Rtn(bits, "head"), block=block, **settings
     )
 
 
-def squat(bits: int, group: int = 16, block: int = 32, **settings) -> tuple[Side, Side]:
+def squat(bits: int, group: int = 16, block: int = 32, **settings) -> tuple[Sized, Sized]:
     """Several groups in a block, and in a head."""
-    key = side(Rtn(bits, group), axis="channel", block=block, **settings)
-    return key, side(Rtn(bits, 16), block=block, **settings)
+    key = scheme(Rtn(bits, group), axis="channel", block=block, **settings)
+    return key, scheme(Rtn(bits, 16), block=block, **settings)
 
 
-def centred(pair: tuple[Side, Side], key: bool = True, value: bool = True) -> tuple[Side, Side]:
+def centred(pair: tuple[Sized, Sized], key: bool = True, value: bool = True) -> tuple[Sized, Sized]:
     """The sides with a mean removed."""
     found = [replace(one, predict=Mean() if there else None) for one, there in zip(pair, (key, value), strict=True)]
     return found[0], found[1]
 
 
-def same(one: Side) -> tuple[Side, Side]:
+def same(one: Sized) -> tuple[Sized, Sized]:
     return one, one
 
 
 FAMILIES = {
     **{f"kivi-{bits}": kivi(bits) for bits in (1, 2, 3, 4, 8)},
-    **{f"rtn-{bits}": same(side(Rtn(bits, "head"))) for bits in (1, 2, 3, 4, 8)},
-    **{f"kivi-groups-{bits}": (side(Rtn(bits, 16), axis="channel"), side(Rtn(bits, 16))) for bits in (2, 3, 4)},
-    "rtn-groups": same(side(Rtn(1, 32, "absmax"))),
-    "rtn-absmax": (side(Rtn(2, 32, "absmax"), axis="channel"), side(Rtn(4, "head", "absmax"))),
-    "quarot": same(side(Rtn(4, "head"), Hadamard("head"))),
-    **{f"higgs-{dim}-{size}": same(side(Grid(dim, size, "head"), Hadamard("head"))) for dim, size in
+    **{f"rtn-{bits}": same(scheme(Rtn(bits, "head"))) for bits in (1, 2, 3, 4, 8)},
+    **{f"kivi-groups-{bits}": (scheme(Rtn(bits, 16), axis="channel"), scheme(Rtn(bits, 16))) for bits in (2, 3, 4)},
+    "rtn-groups": same(scheme(Rtn(1, 32, "absmax"))),
+    "rtn-absmax": (scheme(Rtn(2, 32, "absmax"), axis="channel"), scheme(Rtn(4, "head", "absmax"))),
+    "quarot": same(scheme(Rtn(4, "head"), Hadamard("head"))),
+    **{f"higgs-{dim}-{size}": same(scheme(Grid(dim, size, "head"), Hadamard("head"))) for dim, size in
        ((2, 16), (2, 64), (2, 256), (4, 64), (4, 256), (8, 256))},
-    **{f"lloyd-{bits}": same(side(Lloyd(bits, "head"), Random("head"))) for bits in (1, 2, 3, 4)},
-    "polar": same(side(Polar(), Random())),
-    "polar-radius8": same(side(Polar(radius="log8"), Random())),
-    "polar-full": same(side(Polar((4, 2), levels=0, points="mean"), Random())),
-    "polar-low": same(side(Polar((3, 2, 2, 1), levels=0, points="mean"), Random())),
-    "mixed": (kivi(2)[0], side(Grid(2, 256, "head"), Hadamard("head"))),
+    **{f"lloyd-{bits}": same(scheme(Lloyd(bits, "head"), Random("head"))) for bits in (1, 2, 3, 4)},
+    "polar": same(scheme(Polar(), Random())),
+    "polar-radius8": same(scheme(Polar(radius="log8"), Random())),
+    "polar-full": same(scheme(Polar((4, 2), levels=0, points="mean"), Random())),
+    "polar-low": same(scheme(Polar((3, 2, 2, 1), levels=0, points="mean"), Random())),
+    "mixed": (kivi(2)[0], scheme(Grid(2, 256, "head"), Hadamard("head"))),
 }  # fmt: skip
 
 
@@ -104,20 +109,21 @@ def turned(case: Case, x_BTHD: Tensor, first: int) -> Tensor:
     return rope.rotate(x_BTHD.double(), case.scaling * angles.cos(), case.scaling * angles.sin())
 
 
-def mean_of(case: Case, half: str) -> Tensor:
+def mean_of(case: Case, role: str) -> Tensor:
     """What a mean removed, before RoPE, [C]: large in the slower half of the frequencies."""
-    mean_HKF = normal(case.heads * case.size, seed=11 + (half == "value")).view(case.heads, 2, -1)
+    mean_HKF = normal(case.heads * case.size, seed=11 + (role == "value")).view(case.heads, 2, -1)
     mean_HKF[..., mean_HKF.shape[-1] // 2 :] = case.slow * mean_HKF[..., mean_HKF.shape[-1] // 2 :].sign()
     return mean_HKF.flatten()
 
 
-def restored(one: Side, fields: dict[str, Tensor], geometry: Geometry) -> Tensor:
+def restored(one: Sized, fields: dict[str, Tensor], geometry: Geometry) -> Tensor:
     """What a side's blocks stand for, all in float32, [N, T, C]."""
     quantize = one.quantize
     width = geometry.width if one.axis == "token" else one.block
     if isinstance(quantize, Grid):  # the stage looks up in bfloat16
         codes = pack.unpack(fields["codes"], quantize.bits, geometry.head_size // quantize.dim)
-        x = grid.decode(codes, fields["scale"], grid.points(quantize.dim, quantize.size).to(DEVICE)).flatten(-2)
+        vectors = grid.points(quantize.dim, quantize.size).to(DEVICE)[codes.int()]
+        x = (vectors.mT.flatten(-2) * fields["scale"].float()[..., None]).flatten(-2)
     else:
         stored = quantize.decode(fields, width, geometry).float()
         x = torch.empty_like(stored)
@@ -128,70 +134,70 @@ def restored(one: Side, fields: dict[str, Tensor], geometry: Geometry) -> Tensor
     return x if one.axis == "token" else x.mT
 
 
-def encoded(case: Case, half: str, x_BTC: Tensor) -> tuple[Encoded, Tensor, list]:
+def encoded(case: Case, role: str, x_BTC: Tensor) -> tuple[Encoded, Tensor, list]:
     """The blocks of one side in two slabs, the last with room to spare, and what they decode to."""
     geometry = Geometry(1, case.heads, case.size)
     bare = [replace(one, predict=None) for one in (case.key, case.value)]
-    recipe = Recipe("test", *bare, "post")
-    codec = Codec(recipe, 0, half, geometry, {}).to(torch.device(DEVICE))
-    one = case.key if half == "key" else case.value
+    recipe = Recipe("test", *bare, "post", window=Window(case.key.sinks, 0, case.key.block))
+    codec = Codec(recipe, 0, role, geometry, {}).to(torch.device(DEVICE))
+    one = case.key if role == "key" else case.value
     x_NTC = x_BTC.reshape(-1, one.block, geometry.width)
     fields = codec.encode(x_NTC, Context())
     decoded = restored(one, fields, geometry).reshape(x_BTC.shape)
     rows = {name: field.unflatten(0, (case.batch, -1)) for name, field in fields.items()}
     parts, stop = [], 0
     while stop < case.blocks or not parts:
-        first, stop = stop, min(stop + slabs.SLAB, case.blocks)
+        first, stop = stop, min(stop + SLAB, case.blocks)
         pad = 1 if stop == case.blocks else 0
         parts.append({
             name: torch.cat([field[:, first:stop], torch.full_like(field[:, :1], 77)[:, :pad]], 1).contiguous()
             if field.shape[1] else field.new_full((case.batch, 1, *field.shape[2:]), 77)
             for name, field in rows.items()
         })  # fmt: skip
-    shape = layout(one, geometry, case.position if half == "key" else "post")
+    shape = layout(one, one.block, geometry, case.position if role == "key" else "post")
     assert shape is not None
-    return Encoded.of(shape, slabs.table(parts, shape.names, len(parts) + 1, torch.device(DEVICE))), decoded, parts
+    return Encoded.of(shape, block_table(parts, shape.names, len(parts) + 1, torch.device(DEVICE))), decoded, parts
 
 
 def run(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, log-sum-exp) of the kernel and of softmax in float64."""
     sinks, block, width = case.key.sinks, case.key.block, case.heads * case.size
     coded = case.blocks * block
-    past = {half: normal(case.batch, coded, width, seed=seed) for seed, half in enumerate(("key", "value"))}
+    past = {role: normal(case.batch, coded, width, seed=seed) for seed, role in enumerate(("key", "value"))}
     windows = {
-        half: normal(case.batch, case.window, width, seed=9 + seed) for seed, half in enumerate(("key", "value"))
+        role: normal(case.batch, case.window, width, seed=9 + seed) for seed, role in enumerate(("key", "value"))
     }
     if case.key.axis == "channel":
         past["key"] += 3 * normal(width, seed=5)  # channels with means of their own, as keys have
-    kept = {half: normal(case.batch, sinks, width, seed=3 + seed) for seed, half in enumerate(("key", "value"))}
+    kept = {role: normal(case.batch, sinks, width, seed=3 + seed) for seed, role in enumerate(("key", "value"))}
     query = normal(case.batch, case.heads * case.ratio, case.tokens, case.size, seed=7).to(case.dtype)
     read, whole, alive = {}, {}, []
-    for half in ("key", "value"):
-        read[half], decoded, parts = encoded(case, half, past[half])
+    for role in ("key", "value"):
+        read[role], decoded, parts = encoded(case, role, past[role])
         alive.append(parts)
-        decoded, given = decoded.double().unflatten(2, (case.heads, -1)), torch.zeros_like(past[half])
-        if getattr(case, half).predict is not None:
-            read[half] = replace(read[half], mean=mean_of(case, half))
-            given = mean_of(case, half).expand_as(given)
+        decoded, given = decoded.double().unflatten(2, (case.heads, -1)), torch.zeros_like(past[role])
+        if getattr(case, role).predict is not None:
+            read[role] = replace(read[role], mean=mean_of(case, role))
+            given = mean_of(case, role).expand_as(given)
         given = given.unflatten(2, (case.heads, -1))
-        if half == "key" and case.position == "pre":
+        if role == "key" and case.position == "pre":
             decoded = turned(case, decoded + given, 0)
         else:
-            decoded = decoded + (turned(case, given, 0) if half == "key" else given)
-        kept[half], windows[half] = kept[half].to(case.dtype), windows[half].to(case.dtype)
+            decoded = decoded + (turned(case, given, 0) if role == "key" else given)
+        kept[role], windows[role] = kept[role].to(case.dtype), windows[role].to(case.dtype)
         for row, start in enumerate(case.starts):
             count = max(0, min(sinks, coded - start))
-            decoded[row, start : start + count] = kept[half][row, :count].double().unflatten(1, (case.heads, -1))
-        whole[half] = torch.cat([decoded, windows[half].double().unflatten(2, (case.heads, -1))], 1)
-    buffers = [torch.nn.functional.pad(windows[half], (0, 0, 3, 2), value=float("nan")) for half in ("key", "value")]
+            decoded[row, start : start + count] = kept[role][row, :count].double().unflatten(1, (case.heads, -1))
+        whole[role] = torch.cat([decoded, windows[role].double().unflatten(2, (case.heads, -1))], 1)
+    buffers = [torch.nn.functional.pad(windows[role], (0, 0, 3, 2), value=float("nan")) for role in ("key", "value")]
     lengths = torch.tensor([case.blocks, 3, case.window], dtype=torch.int32, device=DEVICE)
     starts = torch.tensor(case.starts, dtype=torch.int32, device=DEVICE)
-    turns = None
+    tables = None
     if case.position == "pre" or case.key.predict is not None:
-        turns = Turns.of(frequencies(case.size), case.scaling, block, case.blocks + 1, starts, case.position)
+        tables = RopeTables.of(frequencies(case.size), case.scaling, block, case.blocks + 1, starts, case.position)
     exact = Exact(*buffers, kept["key"], kept["value"])
     scale = case.size**-0.5
-    out, level = attend(query, read["key"], read["value"], exact, lengths, starts, scale, case.splits, turns)
+    out, level = attend(query, read["key"], read["value"], exact, lengths, starts, scale, case.splits, tables)
     return out, level, *reference(case, query, whole["key"], whole["value"], scale)
 
 

@@ -1,6 +1,6 @@
-"""Commands that change a disk or a Hub, disturbed; what they leave is whole, and the same command again finishes it.
+"""Disturb commands that change a disk or a Hub: what they leave must be consistent, and a repeat must finish the job.
 
-Another command joins by a line in `COMMANDS`; how it is run and disturbed is in traced.py.
+A command is added by a line in `COMMANDS`; traced.py runs and disturbs it.
 """
 
 import contextlib
@@ -21,28 +21,32 @@ import tiny_artifact
 from hub_faults import Faults
 from hub_server import Hub
 from power_cut import Disk
-from traced import Ended, run
+from traced import Finished, run
 
-from kvq_calib import cli as calibrate_cli
-from kvq_runtime import artifact, cli, files, reference
-from kvq_runtime.registries import hub_upkeep, upkeep
-from kvq_runtime.registries.hub import HubRegistry
-from kvq_runtime.registries.local import LocalRegistry
+from kvq_calib.cli import calibrate as calibrate_cli
+from kvq_runtime.artifact import artifact
+from kvq_runtime.cli import main as cli
+from kvq_runtime.disk import files
+from kvq_runtime.registry.hub import upkeep as hub_upkeep
+from kvq_runtime.registry.hub.registry import HubRegistry
+from kvq_runtime.registry.local import upkeep
+from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.lock import read_lock
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAME = "tiny-2bit"
 CARD = b"---\nlibrary_name: kvq\ntags: [kvq]\n---\n# card\n"
-BESIDE = {"README.md": CARD, "error.png": b"png"}
+ATTACHMENTS = {"README.md": CARD, "error.png": b"png"}
 COMMIT = "(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
 DRAFTS = ("**/.*.tmp", "**/*.incomplete")
 
 
 @dataclass(frozen=True)
 class Command:
-    """What is done to a folder, and to the Hub that HF_ENDPOINT names.
+    """A command on a folder, and on the Hub at $HF_ENDPOINT.
 
-    before   makes what is there beforehand
-    run      does it, and returns an exit code
+    before   prepares the folder and the Hub
+    run      runs the command, and returns its exit code
     """
 
     before: Callable[[Path], object]
@@ -65,15 +69,15 @@ def _calibrate(folder: Path) -> int:
 
 
 def _a_version(folder: Path) -> None:
-    made = store(folder).publish(NAME, tiny_artifact.data(0), beside=BESIDE)
-    store(folder).promote(NAME, made.version)
+    version = store(folder).publish(NAME, tiny_artifact.data(0), attachments=ATTACHMENTS)
+    store(folder).promote(NAME, version.version)
     about = {"protocol": {}, "environment": {}, "result": {"perplexity": 12.5}}
-    store(folder).add_evaluation({"artifact": made.sha256, "corpus": "c" * 64, **about})
+    store(folder).add_evaluation({"artifact": version.sha256, "corpus": "c" * 64, **about})
 
 
 def _publish(folder: Path) -> int:
     try:
-        store(folder).publish(NAME, tiny_artifact.data(1), beside=BESIDE | {"README.md": CARD + b"another\n"})
+        store(folder).publish(NAME, tiny_artifact.data(1), attachments=ATTACHMENTS | {"README.md": CARD + b"another\n"})
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
@@ -93,7 +97,7 @@ def _kvq(*arguments: str) -> Callable[[Path], int]:
 
 def _orphans(folder: Path) -> None:
     _two_versions(folder)
-    store(folder).put_blob(b"nobody names it")
+    store(folder).put_blob(b"no event names it")
     store(folder).put_blob(b"nor this")
     (store(folder).root / "tmp" / ".1-2.tmp").write_bytes(b"half")
 
@@ -108,7 +112,7 @@ def _orphans_on_the_hub(folder: Path) -> None:
     _pushed(folder)
     for path in ("versions/9.0.0/kvq.safetensors", "evaluations/" + "0" * 64 + "/x.json"):
         huggingface_hub.HfApi(endpoint=os.environ["HF_ENDPOINT"]).upload_file(
-            path_or_fileobj=b"nobody names it", path_in_repo=path, repo_id=f"org/{NAME}"
+            path_or_fileobj=b"no event names it", path_in_repo=path, repo_id=f"org/{NAME}"
         )
 
 
@@ -128,12 +132,12 @@ COMMANDS = {
 ON_A_HUB = ("push", "promote on a Hub", "pull from a Hub", "gc of a Hub")
 
 
-# ---- what there is
+# ---- the state that a command leaves
 
 
 def observe(folder: Path) -> dict:
-    """Load everything of the registry and the pulled folder; an error where a version, an event or a file is torn."""
-    registry, found = store(folder), {}
+    """Load everything in the registry and the pulled folder; raises an error if anything is damaged."""
+    registry, names = store(folder), {}
     faulty = [finding for finding in upkeep.examine(registry) if finding.level == "fault"]
     assert not faulty, faulty
     for name in registry.names():
@@ -142,28 +146,28 @@ def observe(folder: Path) -> dict:
             artifact.load(registry.fetch(name, version), version.sha256, version.size)
             for entry in version.files.values():
                 assert files.digest(registry.blob(entry["sha256"])) == (entry["sha256"], entry["size"])
-        found[name] = {v.version: (v.sha256, v.files) for v in state.versions.values()}, state.aliases
+        names[name] = {v.version: (v.sha256, v.files) for v in state.versions.values()}, state.aliases
     lock = folder / "kvq.lock"
     return {
-        "registry": found,
+        "registry": names,
         "pulled": {path.name: files.digest(path) for path in folder.glob("out/[!.]*")},
-        "lock": reference.read_lock(lock).sha256 if lock.exists() else None,
+        "lock": read_lock(lock).sha256 if lock.exists() else None,
     }
 
 
 def observe_hub(hub: Hub) -> dict:
-    """Load everything of the Hub, as another machine would; an error where a version or a tag is wrong."""
-    registry, found = HubRegistry(hub.org), {}
+    """Load everything on the Hub, as another machine would; raises an error if a version or a tag is wrong."""
+    registry, names = HubRegistry(hub.org), {}
     faulty = [finding for finding in hub_upkeep.examine(registry) if finding.level == "fault"]
     assert not faulty, faulty
     for name in registry.names():
         state = registry.state(name)
         for version in state.versions.values():
             artifact.load(registry.fetch(name, version), version.sha256, version.size)
-            registry.beside(name, version)  # which compares their digests
+            registry.attachments(name, version)  # which compares their digests
         versions = {v.version: (v.sha256, v.files) for v in state.versions.values()}
-        found[name] = versions, state.aliases, sorted(hub_client.whole(hub, name))
-    return found
+        names[name] = versions, state.aliases, sorted(hub_client.checked_versions(hub, name))
+    return names
 
 
 def names_on(hub: Hub) -> set[tuple[str, str]]:
@@ -177,7 +181,7 @@ def tree(folder: Path) -> set[str]:
 
 
 def points_in_the_code() -> list[str]:
-    """Every point of the project."""
+    """Every fault point of the project."""
     sources = [path for package in ("kvq_runtime", "kvq_calib") for path in (ROOT / package).rglob("*.py")]
     calls = re.compile(r'^\s+faults\.point\("([^"]+)"\)', re.MULTILINE)
     return [name for path in sorted(sources) for name in calls.findall(path.read_text())]
@@ -185,7 +189,7 @@ def points_in_the_code() -> list[str]:
 
 @contextlib.contextmanager
 def using(hub: Hub, cache: Path) -> Iterator[None]:
-    """Let this process' client talk to a Hub, with such a cache."""
+    """Let this process' client talk to a Hub, with this cache."""
     cache.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         hub_client.use(patch, hub.url, cache)
@@ -194,7 +198,7 @@ def using(hub: Hub, cache: Path) -> Iterator[None]:
 
 
 class Case:
-    """One command with its folder and its Hub as they are before, and what it does when nobody disturbs it."""
+    """A command with its initial folder and Hub, and the result and steps of an undisturbed run."""
 
     def __init__(self, name: str, folder: Path, hub: Hub):
         self.name, self.command, self.hub = name, COMMANDS[name], hub
@@ -209,12 +213,12 @@ class Case:
         self.kept = copy.deepcopy((hub.repos, hub.lfs))
         self.fresh()
         self.before = self.observe(self.start)
-        self.work(self.place)  # here, so that every child finds its imports done
+        self.work(self.place)  # in this process, so that its imports are done in every child
         self.fresh()
         self.undisturbed = run(self.work, self.place, hub)
-        assert self.undisturbed.code == 0, self.undisturbed.said
+        assert self.undisturbed.code == 0, self.undisturbed.output
         # patterns: a commit has another id every time
-        self.requests = list(dict.fromkeys(re.sub(COMMIT, COMMIT, re.escape(one.line)) for one in hub.requests))
+        self.requests = list(dict.fromkeys(re.sub(COMMIT, COMMIT, re.escape(request.line)) for request in hub.requests))
         self.after, self.paths, self.names = self.observe(self.place), tree(self.place), names_on(hub)
         self.trace = self.undisturbed.steps
 
@@ -230,29 +234,29 @@ class Case:
             return self.command.run(folder)
 
     def observe(self, folder: Path) -> dict:
-        """What the folder and the Hub hold."""
+        """The state of the folder and the Hub."""
         cache = self.cache.with_name("another-machine")
         shutil.rmtree(cache, ignore_errors=True)
         with using(self.hub, cache):
             return observe(folder) | {"hub": observe_hub(self.hub)}
 
     def fresh(self) -> None:
-        """Make folder and Hub as they are before the command, with an empty cache."""
+        """Restore the initial folder and Hub, with an empty cache."""
         for folder in (self.place, self.cache):
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.start, self.place)
         self.hub.repos, self.hub.lfs = copy.deepcopy(self.kept)
         self.hub.faults = Faults()
         with using(self.hub, self.cache):
-            pass  # what the client keeps for itself is there, whatever the command may write
+            pass  # creates the client's own files, which no limit on the command may prevent
 
-    def disturb(self, fault: str | None = None, kill_after: float | None = None, limit: int | None = None) -> Ended:
-        """Run it with a fault; then what is there must be whole, and the same command again must finish it."""
+    def disturb(self, fault: str | None = None, kill_after: float | None = None, limit: int | None = None) -> Finished:
+        """Run the command with a fault, then `recover`."""
         self.fresh()
         return self.recover(run(self.work, self.place, self.hub, fault, kill_after, limit))
 
-    def trouble(self, request: str, kind: str, times: int, **more) -> tuple[Ended, int]:
-        """Run it while the Hub fails at a request: how it ended, and how often the Hub did.
+    def trouble(self, request: str, kind: str, times: int, **more) -> tuple[Finished, int]:
+        """Run the command while the Hub fails at a request, then `recover`; returns how it ended, and the failures.
 
         request   a pattern: METHOD /path
         """
@@ -263,14 +267,14 @@ class Case:
         self.hub.faults = Faults()
         return self.recover(first), len(faults.happened)
 
-    def recover(self, first: Ended) -> Ended:
-        """Check what a disturbed command left, run it again, and check that it has finished."""
-        found = self.observe(self.place)
+    def recover(self, first: Finished) -> Finished:
+        """Check that a disturbed command left a consistent state, and that a repeat finishes it without garbage."""
+        state = self.observe(self.place)
         for what in ("registry", "hub"):
-            assert found[what] in (self.before[what], self.after[what]), "half a change"
-        assert found["pulled"].items() <= self.after["pulled"].items() and found["lock"] in (None, self.after["lock"])
+            assert state[what] in (self.before[what], self.after[what]), "half a change"
+        assert state["pulled"].items() <= self.after["pulled"].items() and state["lock"] in (None, self.after["lock"])
         again = run(self.work, self.place, self.hub)
-        assert again.code == 0, again.said
+        assert again.code == 0, again.output
         assert self.observe(self.place) == self.after
         differ = names_on(self.hub) ^ self.names
         assert not differ, f"on the Hub, left or lost {sorted(differ)}"

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.codec import Codec, bits
+from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import OURS, Recipe, Side, presets
-from kvq_runtime.rope import Rotary, rotate
+from kvq_runtime.ops.rope import Rotary, rotate
+from kvq_runtime.policies.heavy_hitters import HeavyHitters
+from kvq_runtime.policies.prompt_fit import PromptFit
+from kvq_runtime.recipe import OURS, Recipe, Window, presets
 from kvq_runtime.stages.low_rank import LowRank, LowRankSparse
 from kvq_runtime.stages.mixed import Mixed
-from kvq_runtime.stages.online import FirstTokens
-from kvq_runtime.stages.select import Heavy
+from kvq_runtime.store.layer import EXTRA
 
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
 Pairs = list[tuple[Tensor, Tensor]]
@@ -28,13 +29,8 @@ def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
     What is fitted online is fitted to so many tokens, not to a prompt: its blocks are those of the tokens alone.
     """
     for block in (16, 32, 64, 128, 256):
-
-        def shrink(side: Side, block: int = block) -> Side:
-            return replace(side, block=block, recent=block - 4)
-
-        layers = {layer: (shrink(pair[0]), shrink(pair[1])) for layer, pair in recipe.layers.items()}
-        online = recipe.online and FirstTokens(2 * block - 4)
-        candidate = replace(recipe, key=shrink(recipe.key), value=shrink(recipe.value), layers=layers, online=online)
+        policies = (PromptFit(2 * block - 4),) if recipe.fits_prompt else recipe.policies
+        candidate = replace(recipe, window=Window(recipe.window.sinks, block - 4, block), policies=policies)
         try:
             return candidate.check(geometry)
         except ValueError:
@@ -44,9 +40,12 @@ def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
 
 def whole(recipe: Recipe) -> Recipe:
     """The recipe without a choice among tokens, if it makes one: all that other recipes owe, it then owes too."""
-    if isinstance(recipe.select, Heavy):
-        return replace(recipe, select=Heavy(share=1.0))
-    return replace(recipe, select=replace(recipe.select, outliers=0)) if recipe.select is not None else recipe
+    select = recipe.policy("select")
+    if select is None:
+        return recipe
+    return replace(
+        recipe, policies=(HeavyHitters(share=1.0) if isinstance(select, HeavyHitters) else replace(select, outliers=0),)
+    )
 
 
 RECIPES = {name: whole(small(recipe)) for name, recipe in presets().items()}
@@ -107,11 +106,11 @@ def attended(
     """What `update` gives, by the way of recipes that want queries or attention: the newest token's attend."""
     cache.take(layer, k_BTC, v_BTC)
     q_BHTD = query(k_BTC, v_BTC).unflatten(-1, (cache.geometry.kv_heads, -1)).transpose(1, 2)
-    cache.hear(layer, q_BHTD)
+    cache.take_queries(layer, q_BHTD)
     if k_BTC.shape[1] and "attention" in cache.recipe.needs:
-        mask = None if real_BT is None else real_BT[:, None, None, : cache.timeline.length]
+        mask = None if real_BT is None else real_BT[:, None, None, : cache.positions.length]
         cache.attend(layer, q_BHTD[:, :, -1:], mask, cache.geometry.head_size**-0.5)
-    out = cache.history.whole(layer)
+    out = cache.decoder.whole(layer)
     cache.finish(layer)
     return out
 
@@ -131,7 +130,7 @@ def feed(
     if real_BT is not None:
         positions = (real_BT.cumsum(1) - 1).clamp(min=0)[:, start:stop]
         real = real_BT[:, start:stop]
-    cache.timeline.announce(real, positions, rotary(cache.geometry, scaling))
+    cache.positions.announce(real, positions, rotary(cache.geometry, scaling))
     layers = range(len(x_LKBTC)) if layers is None else layers
     out = []
     for layer in layers:  # copied: the next layer decodes into the same memory
@@ -154,15 +153,16 @@ def feed_in(cache: BlockCache, x_LKBTC: Tensor, sizes: Sequence[int], **settings
 
 
 def state(cache: BlockCache) -> list[dict[str, Tensor]]:
-    """Everything each stream holds: the fields of its blocks, its window, its sinks."""
+    """What each layer holds: fields of blocks, window and sinks of keys, and of values, and what policies add."""
     found = []
-    for layer in sorted(cache.layers):
-        for stream in cache.layers[layer]:
-            rows, sinks = stream.sinks_BSC.shape[:2]
-            arrived = cache.timeline.sink_slots(sinks, rows, stream.sinks_BSC.device)[1]
-            held = {"window": stream.window_BTC.clone(), "sinks": stream.sinks_BSC.where(arrived[..., None], 0.0)}
-            for run in stream.runs():
-                for name, field in stream.fields(*run).items():
+    for _, store in sorted(cache.layers.items()):
+        sinks_2BSC, window_2BTC = store.sinks_2BSC, store.window_2BTC
+        arrived = cache.positions.sink_slots(sinks_2BSC.shape[2], store.rows, sinks_2BSC.device)[1]
+        for role in (0, 1):
+            held = {"window": window_2BTC[role].clone(), "sinks": sinks_2BSC[role].where(arrived[..., None], 0.0)}
+            for run in store.runs():
+                fields = store.fields(role, *run) | (store.fields(EXTRA, *run) if role == 0 else {})
+                for name, field in fields.items():
                     held[name] = torch.cat([held[name], field], 1) if name in held else field.clone()
             found.append(held)
     return found
@@ -177,24 +177,23 @@ def same(one: list[dict[str, Tensor]], two: list[dict[str, Tensor]]) -> bool:
 
 def dropped(codec: Codec) -> float:
     """The share of channels that a codec stores nothing of: on this white data, the error it cannot but have."""
-    if not isinstance(codec.side.quantize, Mixed):
+    if not isinstance(codec.scheme.quantize, Mixed):
         return 0.0
-    return 1 - codec.side.quantize.stored(codec.geometry.width) / codec.geometry.width
+    return 1 - codec.scheme.quantize.stored(codec.geometry.width) / codec.geometry.width
 
 
 def paid(codec: Codec) -> float:
     """Bits per element that buy precision: of this white data, no matrix of low rank is a part worth its bits."""
-    side = codec.side
-    if isinstance(side.correct, LowRank | LowRankSparse):
-        side = replace(side, correct=side.correct.sparse if isinstance(side.correct, LowRankSparse) else None)
-    return bits(side, codec.geometry)
+    scheme = codec.scheme
+    if isinstance(scheme.correct, LowRank | LowRankSparse):
+        scheme = replace(scheme, correct=scheme.correct.sparse if isinstance(scheme.correct, LowRankSparse) else None)
+    return scheme.bits(codec.block, codec.geometry)
 
 
 def read(cache: BlockCache, scaling: float = 1.0) -> Pairs:
     """What each layer would attend to now: a forward pass over no tokens."""
-    rows = len(cache.layers[0][0].sinks_BSC)
-    dtype = cache.layers[0][0].sinks_BSC.dtype
-    empty = torch.empty(cache.geometry.layers, 2, rows, 0, cache.geometry.width, dtype=dtype)
+    like = cache.layers[0].buffer_2BTC
+    empty = like.new_empty(cache.geometry.layers, 2, cache.rows, 0, cache.geometry.width)
     return feed(cache, empty, 0, 0, scaling=scaling)
 
 

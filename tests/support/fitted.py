@@ -1,14 +1,23 @@
-"""Fitted tensors that nobody fitted: random, but of the size that a fit would give, for any recipe and geometry."""
+"""Fitted tensors without a calibration: random, but of the size that a fit would give, for any recipe and geometry.
+
+A quantizer that the runtime fits is really fitted, to random tokens, so that a new one has nothing to add here.
+"""
+
+from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvq_runtime import codec
-from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import polar
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.codec import codec
+from kvq_runtime.fit import fitting, row
+from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.mixed import Mixed
-from kvq_runtime.stages.polar import PolarFitted
+from kvq_runtime.stages.stage import Quantizer
+
+ROWS = 256  # tokens that a quantizer is fitted to
 
 
 def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tensor]:
@@ -18,18 +27,40 @@ def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tens
     specs = codec.all_specs(recipe, geometry)
     found = {name: _one(name.rsplit(".", 1)[1], *spec, generator) for name, spec in specs.items()}
     for name in found:
-        _, layer, half, stage, field = name.split(".")
-        quantize = recipe.at(int(layer))[half == "value"].quantize
+        _, layer, role, stage, field = name.split(".")
+        quantize = recipe.at(int(layer))[role == "value"].quantize
         if stage == "quantize" and field in ("low", "high"):
             found[name] *= _reach(quantize, geometry.width)
-        if stage == "quantize" and isinstance(quantize, PolarFitted):  # the exact ones will do
-            levels = list(enumerate(quantize.sizes(geometry.width, geometry)[1], start=1))
-            boundaries = torch.cat([polar.codebook(*level)[0] for level in levels])
-            points = torch.cat([polar.points(*level, quantize.points) for level in levels])
-            found[name] = {"boundaries": boundaries, "points": points}[field].float()
         if field == "dual":  # an orthogonal basis is its own
             found[name] = found[name.removesuffix("dual") + "basis"].clone()
+    for layer in range(geometry.layers if specs else 0):
+        for number, role in enumerate(ROLES):
+            scheme = recipe.scheme(layer, role)
+            if _is_fitted_here(scheme.quantize):
+                fields = _quantizer(replace(scheme, predict=None), geometry, seed + 2 * layer + number)
+                found |= {f"layers.{layer}.{role}.{name}": tensor.clone() for name, tensor in fields.items()}
     return found
+
+
+def _is_fitted_here(quantize: Quantizer) -> bool:
+    """Whether the runtime fits it to tokens alone; the bits of latent channels need a basis that fits them."""
+    if "fit" not in quantize.needs or quantize.takes_latents:
+        return False
+    try:
+        return fitting.fit_module(quantize, fitting.Fitting.packages).statistics(quantize) == ("residuals",)
+    except ValueError:  # only a calibration fits it
+        return False
+
+
+@cache
+def _quantizer(scheme: Scheme, geometry: Geometry, seed: int) -> dict[str, Tensor]:
+    """The tensors of a scheme's quantizer, fitted to tokens whose channels differ in size and in mean."""
+    generator = torch.Generator().manual_seed(seed)
+    channel = torch.rand(geometry.width, generator=generator)
+    rows_NC = torch.randn(ROWS, geometry.width, generator=generator) * (0.5 + channel) + channel
+    fit = fitting.Fitting(Recipe("random", scheme, scheme), 0, "key", geometry, Statistics(rows_NC.mean(0)))
+    fit.solve(lambda field: row.residuals(rows_NC), slots=("quantize",))
+    return fit.tensors
 
 
 def _reach(quantize: Mixed, width: int) -> Tensor:

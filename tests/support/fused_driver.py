@@ -10,11 +10,10 @@ from feeding import RECIPES, rotary, tensors, turned
 from parity import DEVICE, error
 from torch import Tensor
 
-from kvq_runtime.attention import attend
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rtn import Rtn
 
@@ -26,16 +25,17 @@ SCALE = ONE.head_size**-0.5
 
 def kivi(bits: int, position: str = "post", group: int = 16) -> Recipe:
     """KIVI in blocks of 16, keys in groups of a block or of a part of it."""
-    value = Side(Rtn(bits, "head" if group == 16 else group), sinks=2, recent=8, block=16)
+    value = Scheme(Rtn(bits, "head" if group == 16 else group))
     key = replace(value, quantize=Rtn(bits, group), axis="channel")
-    return Recipe(f"kivi-{bits}-{position}-{group}", key, value, position)  # type: ignore[arg-type]
+    name = f"kivi-{bits}-{position}-{group}"
+    return Recipe(name, key, value, position, window=Window(2, 8, 16))  # type: ignore[arg-type]
 
 
-def centred(position: str, halves: str = "key value") -> Recipe:
+def centred(position: str, roles: str = "key value") -> Recipe:
     """KIVI with the mean removed of one side or both."""
     made = kivi(2, position)
-    sides = {half: replace(getattr(made, half), predict=Mean()) for half in halves.split()}
-    return replace(made, name=f"mean-{made.name}-{halves.replace(' ', '-')}", **sides)
+    schemes = {role: replace(getattr(made, role), predict=Mean()) for role in roles.split()}
+    return replace(made, name=f"mean-{made.name}-{roles.replace(' ', '-')}", **schemes)
 
 
 # families (a) and (b) of the kernel
@@ -78,7 +78,7 @@ class Driver:
         turning = replace(turning, frequencies_K=turning.frequencies_K.to(DEVICE))
         positions = positions.to(DEVICE) if real is None else positions[:, self.at : stop]
         told = None if real is None or self.silent else real[:, self.at : stop]
-        self.cache.timeline.announce(told, positions, turning)
+        self.cache.positions.announce(told, positions, turning)
         if real is None or self.silent:
             return None
         causal = torch.ones(count, stop, dtype=torch.bool, device=DEVICE).tril(self.at)
@@ -91,7 +91,7 @@ class Driver:
         out, wanted = cache.attend(0, self.q[:, :, part], mask, SCALE), None
         if expected:
             with dispatch.forced(False):
-                wanted = attend.attend(cache.history, 0, self.q[:, :, part], mask, SCALE)
+                wanted = cache.paths[-1].attend(cache.layers[0], 0, self.q[:, :, part], mask, SCALE)[0]
         cache.finish(0)
         self.at += count
         return out, wanted

@@ -1,4 +1,4 @@
-"""Point this process at a `hub_server.Hub`, with a cache of its own and a token."""
+"""Point this process' huggingface_hub at a `hub_server.Hub`, with its own cache and a token."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,17 +13,17 @@ from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars
 from patience import PATIENCE
 
-from kvq_runtime.registries import hub_index
+from kvq_runtime.registry.hub import index as hub_index
 
 NAME = "tiny-2bit"
 REPO = f"org/{NAME}"
 CARD = {"README.md": b"---\nlibrary_name: kvq\ntags: [kvq]\n---\n# card\n![e](error.png)\n", "error.png": b"png"}
-TOKEN = "hf_" + "canary" * 5  # never to be seen outside a request to the Hub itself
+TOKEN = "hf_" + "canary" * 5  # must appear in requests to the Hub only
 
 
 @contextmanager
 def hub_for(monkeypatch: pytest.MonkeyPatch, folder: Path, token: str | None = TOKEN) -> Iterator[Hub]:
-    """A running Hub that this process' client talks to."""
+    """Start a Hub that this process' client talks to."""
     disable_progress_bars()
     with Hub() as hub:
         hub.users = {TOKEN: ("me", "write"), "hf_reader": ("reader", "read")}
@@ -33,17 +33,20 @@ def hub_for(monkeypatch: pytest.MonkeyPatch, folder: Path, token: str | None = T
 
 
 def use(monkeypatch: pytest.MonkeyPatch, url: str, folder: Path, token: str | None = TOKEN) -> None:
-    """Set what the client reads: address, token, cache, and that it may use the network."""
+    """Set the client's address, token and cache, and allow requests."""
     monkeypatch.setenv("HF_ENDPOINT", url)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hf-cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
     if not (folder / "harnesses.json").exists():
-        (folder / "harnesses.json").write_text("{}")  # else the client asks huggingface.co who calls
+        (folder / "harnesses.json").write_text("{}")  # else the client requests it from huggingface.co
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(folder / "harnesses.json"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):  # of 10 s; then it asks again, or asks its cache
+    for name in (
+        "HF_HUB_ETAG_TIMEOUT",
+        "HF_HUB_DOWNLOAD_TIMEOUT",
+    ):  # 10 s by default; then it retries, or asks the cache
         monkeypatch.setattr(constants, name, PATIENCE)
     monkeypatch.setattr("time.sleep", _shorter)  # the client waits whole seconds between tries
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
@@ -57,17 +60,17 @@ def _shorter(seconds: float, sleep: Callable[[float], None] = time.sleep) -> Non
 
 
 def clear(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Forget what was downloaded: another machine."""
+    """Use an empty cache, as on another machine."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "another-hf-cache"))
 
 
 def asked(hub: Hub) -> list[str]:
-    """What the Hub was asked."""
+    """The requests to the Hub, `METHOD /path`."""
     return [request.line for request in hub.requests]
 
 
-def whole(hub: Hub, name: str) -> list[str]:
-    """The versions of a name; every file that kvq.json names must be there, and the file it says."""
+def checked_versions(hub: Hub, name: str) -> list[str]:
+    """The versions of a name, after comparing every file that kvq.json names with its digest."""
     repo = hub.repos[f"org/{name}"]
     tree = repo.at("main").tree
     if hub_index.FILE not in tree:
@@ -83,7 +86,7 @@ def whole(hub: Hub, name: str) -> list[str]:
 
 
 def tidy(hub: Hub) -> list[str]:
-    """The versions of NAME, of which each has a folder and nothing else has."""
-    tree, found = hub.repos[REPO].at("main").tree, whole(hub, NAME)
-    assert {path.split("/")[1] for path in tree if path.startswith("versions/")} == set(found)
-    return found
+    """`checked_versions` of NAME, which must have no folders of other versions."""
+    tree, versions = hub.repos[REPO].at("main").tree, checked_versions(hub, NAME)
+    assert {path.split("/")[1] for path in tree if path.startswith("versions/")} == set(versions)
+    return versions

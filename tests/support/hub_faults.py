@@ -1,4 +1,4 @@
-"""What can go wrong between a client and a Hub, once or a few times, at a request that a pattern names."""
+"""Faults between a client and a Hub: each strikes a number of times, at requests that match a pattern."""
 
 import re
 import threading
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 # short    announce the whole body and send half of it
 # flip     send the body with one bit changed
 # drip     send the body in small pieces, slowly
-# lost     do what is asked, and cut the connection before the answer
+# lost     handle the request, and cut the connection before the answer
 KINDS = ("status", "reset", "short", "flip", "drip", "lost")
 
 
@@ -23,7 +23,7 @@ class Fault:
 
 
 class Faults:
-    """Faults that are waiting; each is used up by the requests it matches, `METHOD /path`."""
+    """Pending faults; each is used up by requests that it matches, as `METHOD /path`."""
 
     def __init__(self):
         self._waiting: list[Fault] = []

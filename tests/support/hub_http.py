@@ -1,4 +1,4 @@
-"""How a `hub_server.Hub` speaks HTTP: read a request, go wrong where a fault says so, send an answer."""
+"""The HTTP of a `hub_server.Hub`: read a request, inject a fault if one matches, send an answer."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ PAGE = 2  # entries a page: small, so that every list is paged
 
 @dataclass(frozen=True)
 class Request:
-    """One request as it came, for tests that count or look for secrets."""
+    """A request as received, for tests that count requests or search them for secrets."""
 
     origin: str
     line: str
@@ -44,15 +44,15 @@ class Server(ThreadingHTTPServer):
             self.hub.change.notify_all()
 
     def handle_error(self, request, client_address) -> None:
-        """A client that went away is not this server's affair."""
+        """Ignore clients that disconnect."""
 
 
 class Cut(Exception):
-    """The connection ends here."""
+    """Close the connection without an answer."""
 
 
 class Exchange(BaseHTTPRequestHandler):
-    """One connection: requests are read and answered here, `_route` says with what."""
+    """A connection: read requests and send the answers of `_route`."""
 
     hub: Any  # a hub_server.Hub
     origin: str
@@ -60,7 +60,7 @@ class Exchange(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # else each answer waits 40 ms for an acknowledgement
 
     def log_message(self, *_: object) -> None:
-        """Quiet: `hub.requests` is the log."""
+        """Print nothing: `hub.requests` is the log."""
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
@@ -70,7 +70,7 @@ class Exchange(BaseHTTPRequestHandler):
         try:
             if self.fault and self.fault.kind == "status":
                 self._body()
-                raise Refused(self.fault.status, "told to fail")
+                raise Refused(self.fault.status, "an injected fault")
             self.query = parse_qs(parts.query)
             self._route(parts.path, self._body())
         except Refused as refused:

@@ -1,11 +1,11 @@
-"""A Hub on loopback, as small as the real `huggingface_hub` client lets it be.
+"""A local Hub, as small as the real `huggingface_hub` client permits.
 
-It is not parity with huggingface.co. Routes, headers and error codes are what the client of this environment calls and
-reads; what the real service does beside that (quotas, scanning, Xet, caches, eventual consistency) is not here. A test
-that passes shows what our code and the real client do, not what the real service does.
+It has the routes, headers and error codes that the installed client uses, and nothing else of huggingface.co: no
+quotas, scanning, Xet, caches or eventual consistency. A test that passes shows what our code and the real client do,
+not what the real service does.
 
-Large files are served by a second server, another origin, as the real ones are by a CDN. There is no Xet: the client
-must be told so (HF_HUB_DISABLE_XET), since it does not negotiate.
+Large files are served by a second server, another origin, as the real ones are by a CDN. Without Xet the client needs
+HF_HUB_DISABLE_XET, since it does not negotiate.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ _ID = r"(?P<id>[^/]+/[^/]+)"
 
 
 class Hub(Store):
-    """The server: `with Hub() as hub: ... hub.url`. Everything it was asked is in `requests`."""
+    """The server: `with Hub() as hub: ... hub.url`. `requests` has every request it received."""
 
     def __init__(self, org: str = "org"):
         super().__init__(org)
         self.faults = Faults()
         self.requests: list[Request] = []
         self.connected, self.change = 0, threading.Condition()
-        self.redirect = True  # large files are somewhere else
+        self.redirect = True  # large files are on the other server
         handlers = [type("Handler", (Handler,), {"hub": self, "origin": name}) for name in ("hub", "cdn")]
         self._servers = [Server(("127.0.0.1", 0), handler) for handler in handlers]
         self.url, self.cdn = (f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers)
@@ -49,13 +49,13 @@ class Hub(Store):
             server.server_close()
 
     def rest(self) -> None:
-        """Wait until nobody is connected: what a client has asked for outlives the client that is killed."""
-        for server in self._servers:  # a connection is accepted after those that were there before it
+        """Wait until no client is connected: requests of a killed client are still being handled."""
+        for server in self._servers:  # connections are accepted in order
             with socket.create_connection(server.server_address[:2]) as last:
                 last.shutdown(socket.SHUT_WR)
                 last.recv(1)
         with self.change:
-            assert self.change.wait_for(lambda: not self.connected, PATIENCE), f"{self.connected} are connected yet"
+            assert self.change.wait_for(lambda: not self.connected, PATIENCE), f"{self.connected} are still connected"
 
 
 class Handler(Exchange):

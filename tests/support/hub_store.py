@@ -1,4 +1,4 @@
-"""What a Hub keeps: repositories, commits, tags and large files, in memory. The half of `hub_server` without HTTP."""
+"""The state of a `hub_server.Hub`, in memory: repositories, commits, tags and large files."""
 
 import hashlib
 import re
@@ -12,7 +12,7 @@ import yaml
 
 
 class Refused(Exception):
-    """An answer that is no success: a status, the Hub's error code, and a message."""
+    """An error answer: HTTP status, the Hub's error code, and a message."""
 
     def __init__(self, status: int, message: str, code: str | None = None):
         super().__init__(message)
@@ -43,7 +43,7 @@ class Commit:
 
 @dataclass
 class Repo:
-    """One model repository. `gated`: seen by all, read only by those in `allowed`."""
+    """A model repository. `gated`: visible to all, readable by users in `allowed` only."""
 
     id: str
     private: bool = False
@@ -88,25 +88,25 @@ class Repo:
 
 
 class Store:
-    """Every repository, and who may do what: `users` is {token: (name, role)}, role `write` or `read`."""
+    """Every repository, and the users: {token: (name, role)}, role `write` or `read`."""
 
     def __init__(self, org: str = "org"):
         self.org, self.lock = org, threading.RLock()
         self.repos: dict[str, Repo] = {}
         self.lfs: dict[str, bytes] = {}
         self.users: dict[str, tuple[str, str]] = {}
-        self.allowed: set[str] = set()  # names that were let into gated repositories
+        self.allowed: set[str] = set()  # names of users that may read gated repositories
 
     def user(self, authorization: str | None) -> tuple[str, str] | None:
         if authorization is None:
             return None
         token = authorization.removeprefix("Bearer ")
-        if token not in self.users:  # the worst a server can do with a token: say it back
+        if token not in self.users:  # the worst a server can do with a token: repeat it
             raise Refused(401, f"Invalid credentials in Authorization header: {token}", None)
         return self.users[token]
 
     def repo(self, id: str, user: tuple[str, str] | None, write: bool = False) -> Repo:
-        """A repository that this user may see, and may write to."""
+        """A repository that this user may read, or with `write` may change; else Refused."""
         found = self.repos.get(id)
         if found is None or (found.private and user is None):
             raise Refused(401 if user is None else 404, "Repository not found", "RepoNotFound")
@@ -119,7 +119,7 @@ class Store:
             raise Refused(401 if user is None else 403, f"Access to model {repo.id} is restricted", "GatedRepo")
 
     def create(self, id: str, user: tuple[str, str] | None, private: bool) -> bool:
-        """Create a repository; False if it is there."""
+        """Create a repository; False if it exists."""
         if user is None or user[1] != "write":
             raise Refused(403 if user else 401, f"You don't have the rights to create a model under {self.org}")
         with self.lock:
@@ -162,7 +162,7 @@ class Store:
         return self.lfs[entry.lfs] if entry.lfs else repo.blobs[entry.oid]
 
     def labels(self, repo: Repo) -> list[str]:
-        """What a list can be filtered by: tags and library of the card."""
+        """The labels that lists are filtered by: tags and library of the card."""
         entry = repo.at("main").tree.get("README.md")
         found = re.match(r"---\n(.*?)\n---", self.content(repo, entry).decode(), re.DOTALL) if entry else None
         front = yaml.safe_load(found[1]) if found else {}

@@ -1,10 +1,10 @@
-"""What the tests of a registry in a folder share."""
+"""Helpers for tests of a registry in a folder."""
 
 from pathlib import Path
 
 import tiny_artifact as tiny
 
-from kvq_runtime.registries.local import LocalRegistry
+from kvq_runtime.registry.local.registry import LocalRegistry
 
 NAME = "tiny-2bit"
 

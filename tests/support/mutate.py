@@ -1,4 +1,4 @@
-"""Change one thing, or a few, in a file that was all right: bytes, a JSON value, a tensor, a header."""
+"""Mutate a valid file in a few places: bytes, JSON values, tensors or its header."""
 
 import json
 import random
@@ -21,7 +21,7 @@ VALUES = (
 
 
 def some_bytes(good: bytes, other: bytes, draw: Random) -> bytes:
-    """One to three changes of bytes; `other` is a file to take a piece of."""
+    """One to three changes of bytes; `other` is another file to splice from."""
     data = bytearray(good)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         draw.choice(_BYTES)(data, other, draw)
@@ -29,7 +29,7 @@ def some_bytes(good: bytes, other: bytes, draw: Random) -> bytes:
 
 
 def _place(data: bytearray, draw: Random) -> int:
-    """Anywhere; more often at the beginning, where the header is."""
+    """A random position, more often near the beginning, where the header is."""
     return draw.randrange(draw.choice((9, min(len(data), 3000) + 1, len(data) + 1, len(data) + 1)))
 
 
@@ -78,7 +78,7 @@ def _length(data: bytearray, other: bytes, draw: Random) -> None:
 
 
 def _space(data: bytearray, other: bytes, draw: Random) -> None:
-    """Pad the header with a space, as its format allows: the file says the same."""
+    """Pad the header with a space, as its format allows: the content is the same."""
     length = int.from_bytes(data[:8], "little")
     if length < len(data):
         data[8 + length : 8 + length] = b" "
@@ -94,33 +94,33 @@ _BYTES: tuple[Callable[[bytearray, bytes, Random], None], ...] = (
 
 
 def some_json(tree: Any, vocabulary: dict[str, list], draw: Random) -> Any:
-    """One or two changes of a JSON value, in place; `vocabulary`: under each key what stands there elsewhere."""
+    """One or two changes of a JSON value, in place; `vocabulary` has values that other files have under each key."""
     for _ in range(draw.choice((1, 1, 1, 2))):
-        found = places(tree)
-        if not found:
+        targets = places(tree)
+        if not targets:
             return tree
-        holder, key = draw.choice(found)
+        holder, key = draw.choice(targets)
         draw.choice(_JSON)(holder, key, vocabulary, draw)
     return tree
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
-    """(holder, key) of everything inside a JSON value."""
+    """(container, key) of everything inside a JSON value."""
     keys = list(tree) if isinstance(tree, dict) else list(range(len(tree))) if isinstance(tree, list) else []
     return [(tree, key) for key in keys] + [place for key in keys for place in places(tree[key])]
 
 
 def vocabulary(trees: list[Any]) -> dict[str, list]:
-    """{key: every value that stands under it}, each once."""
-    found: dict[str, dict[str, Any]] = {}
+    """{key: every distinct value under it}."""
+    values: dict[str, dict[str, Any]] = {}
     for tree in trees:
         for holder, key in places(tree):
-            found.setdefault(str(key), {})[json.dumps(holder[key])] = holder[key]
-    return {key: list(values.values()) for key, values in found.items()}
+            values.setdefault(str(key), {})[json.dumps(holder[key])] = holder[key]
+    return {key: list(distinct.values()) for key, distinct in values.items()}
 
 
 def _known(holder: Any, key: Any, known: dict[str, list], draw: Random) -> None:
-    """Another value that is right elsewhere."""
+    """A value that is valid under this key in another place."""
     holder[key] = copied(draw.choice(known.get(str(key), VALUES)))
 
 
@@ -129,11 +129,11 @@ def _strange(holder: Any, key: Any, known: dict[str, list], draw: Random) -> Non
 
 
 def _number(holder: Any, key: Any, known: dict[str, list], draw: Random) -> None:
-    given = holder[key]
-    if isinstance(given, (int, float)):
-        holder[key] = draw.choice((given + 1, given - 1, -given, given * 2, float(given), given * 10**9, str(given)))
-    elif isinstance(given, str):
-        holder[key] = draw.choice((given + "x", given[1:], given.upper(), given + "\n", f"../{given}", [given]))
+    value = holder[key]
+    if isinstance(value, (int, float)):
+        holder[key] = draw.choice((value + 1, value - 1, -value, value * 2, float(value), value * 10**9, str(value)))
+    elif isinstance(value, str):
+        holder[key] = draw.choice((value + "x", value[1:], value.upper(), value + "\n", f"../{value}", [value]))
 
 
 def _drop(holder: Any, key: Any, known: dict[str, list], draw: Random) -> None:
@@ -162,11 +162,11 @@ def copied(tree: Any) -> Any:
     return json.loads(json.dumps(tree))
 
 
-# ---- an artifact, sealed again
+# ---- an artifact with a new digest
 
 
 def opened(good: bytes) -> tuple[dict, dict, bytearray]:
-    """Metadata without the seal, entries and data of a file."""
+    """Metadata without the digest `content`, entries and data of a file."""
     start = 8 + int.from_bytes(good[:8], "little")
     entries = json.loads(good[8:start])
     about = json.loads(entries.pop("__metadata__")["kvq"])
@@ -175,7 +175,7 @@ def opened(good: bytes) -> tuple[dict, dict, bytearray]:
 
 
 def sealed(about: Any, entries: Any, body: bytes) -> bytes:
-    """A file whose digest of its content is right, whatever the content."""
+    """A file with the right digest, whatever its content."""
     dumps = lambda value: json.dumps(value, sort_keys=True, separators=(",", ":"))  # noqa: E731
     content = sha256(dumps({"kvq": about, "tensors": entries}).encode() + body).hexdigest()
     about = about | {"content": content} if isinstance(about, dict) else about
@@ -184,7 +184,7 @@ def sealed(about: Any, entries: Any, body: bytes) -> bytes:
 
 
 def resealed(good: bytes, known: dict[str, list], draw: Random) -> bytes:
-    """A change of recipe, fingerprint, other metadata, entries or data, and the right digest of all that."""
+    """A change of recipe, fingerprint, other metadata, entries or data, with the right digest."""
     about, entries, body = opened(good)
     match draw.choice(
         ("recipe", "recipe", "recipe", "fingerprint", "fingerprint", "about", "entries", "tensor", "data")
@@ -205,7 +205,7 @@ def resealed(good: bytes, known: dict[str, list], draw: Random) -> bytes:
 
 
 def _tensor(entries: dict, body: bytearray, draw: Random) -> None:
-    """A tensor less, a tensor more, another name, or the same bytes in another shape."""
+    """Drop, add, rename, reshape or retype a tensor."""
     last = max(entries, key=lambda name: entries[name]["data_offsets"][1])
     name = draw.choice(list(entries))
     match draw.choice(("drop", "add", "rename", "reshape", "dtype")):
@@ -226,7 +226,7 @@ def _tensor(entries: dict, body: bytearray, draw: Random) -> None:
 
 
 def _data(body: bytearray, draw: Random) -> None:
-    """Bits of one to eight places; 0xff in a row is NaN in every float."""
+    """Overwrite one to eight places; four bytes 0xff are NaN in every float format."""
     for _ in range(draw.randrange(1, 9)):
         place = draw.randrange(len(body))
         body[place : place + 4] = draw.choice((b"\xff\xff\xff\xff", draw.randbytes(4)))[: len(body) - place]

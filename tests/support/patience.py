@@ -1,15 +1,15 @@
-"""Wait for what another process does; make it wait for the test, so that no kill is too early or too late."""
+"""Wait for another process, or make it wait for the test, so that no kill comes too early or too late."""
 
 import time
 from pathlib import Path
 
 import psutil
 
-PATIENCE = 1800  # seconds; on two quiet cores nothing takes more than sixty
+PATIENCE = 600  # seconds; on two quiet cores nothing takes more than sixty, and a test has 900
 
 
 def until(what, pause: float = 0.2):
-    """Ask until there is an answer."""
+    """Call `what` until it returns something true, and return that."""
     end = time.monotonic() + PATIENCE
     while not (found := what()):
         assert time.monotonic() < end, f"nothing after {PATIENCE} s"
@@ -18,7 +18,7 @@ def until(what, pause: float = 0.2):
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether a process is at work yet."""
+    """Whether a process is still running."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -26,9 +26,9 @@ def lives(process: psutil.Process) -> bool:
 
 
 def held(flag: Path, where: str) -> str:
-    """Code for the top of a program: it waits, as long as there is such a file, before it gives a file a name.
+    """Code for the top of a program: while the file `flag` exists, wait before renaming a file.
 
-    where   a condition, in Python: `name` is the path of that file, `beside` what is in its folder
+    where   a condition, in Python: `name` is the new path, `beside` the list of files in its folder
     """
     return f"""
 import os, sys, time

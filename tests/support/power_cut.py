@@ -1,7 +1,7 @@
-"""What a power cut would leave: the steps of a command, played on a disk that keeps only what was synced.
+"""Simulate a power cut: replay the steps of a command on a disk that keeps only what was synced.
 
-A step is [kind, path, ...] as `traced` writes it down: write, sync, make (a folder), link and name (old, new), remove,
-ask, a request that changes a Hub, and point, a fault point.
+A step is [kind, path, ...] as `traced` records it: write, sync, make (a folder), link and name (old, new), remove,
+ask (a request that changes a Hub), and point (a fault point).
 """
 
 import os
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 class Disk:
-    """Follow the steps of a command on a disk that keeps only what was synced, and check their order.
+    """A disk that keeps only what was synced; checks the order of steps.
 
-    dirty     files whose bytes may be lost
-    entries   names that may be lost: nobody synced their folder since
+    dirty     files whose content is not synced
+    entries   names whose folder is not synced
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Disk:
         self.entries: set[str] = set()
 
     def play(self, steps: list[list[str]]) -> None:
-        """Every step in turn; in the end all that is left must last."""
+        """Replay every step; at the end everything but drafts must be synced."""
         for kind, *paths in steps:
             if kind not in ("point", "ask"):
                 getattr(self, kind)(*paths)
@@ -48,27 +48,27 @@ class Disk:
         self.remove(old)
 
     def link(self, old: str, new: str) -> None:
-        """Written → synced → named → folder synced → the next name."""
+        """Check the order: write, sync, name, sync the folder, next name."""
         inside = {path for path in self.dirty | self.entries if path.startswith(f"{old}/")}
         assert old not in self.dirty and not inside, f"{old} is named before it is synced: {inside}"
         waiting = {entry for entry in self.entries if not _is_draft(entry) and not _is_draft(new)}
-        if "/events/" not in new and "/layer-" not in new:  # what refers to nothing needs only the folders above it
+        if "/events/" not in new and "/layer-" not in new:  # names without references need only the folders above them
             waiting &= {str(parent) for parent in Path(new).parents}
         assert not waiting, f"{new} is named while {waiting} may be lost"
         self.entries.add(new)
 
 
 def _is_draft(path: str) -> bool:
-    """Whether it has a temporary name, or is in a folder that has."""
+    """Whether a path, or a folder above it, has a temporary name."""
     return any(part.endswith((".tmp", ".partial")) for part in Path(path).parts)
 
 
 def gaps(steps: list[list[str]]) -> list[tuple[list[str], list[str]]]:
-    """Steps that follow each other with no point in between.
+    """Pairs of consecutive steps without a fault point between them.
 
-    A sync of what is synced already is no step; uploads of large files to a Hub, side by side, are one.
+    A sync that changes nothing is no step; parallel uploads of large files to a Hub are one.
     """
-    found, last, changed = [], None, set()
+    pairs, last, changed = [], None, set()
     for step in steps:
         kind, path = step[0], step[-1]
         if (kind == "sync" and path not in changed) or (kind == "ask" and "PUT" in path and last and last[0] == "ask"):
@@ -78,6 +78,6 @@ def gaps(steps: list[list[str]]) -> list[tuple[list[str], list[str]]]:
         elif kind not in ("point", "ask"):
             changed |= {path, os.path.dirname(path)}
         if last is not None and kind != "point" and last[0] != "point":
-            found.append((last, step))
+            pairs.append((last, step))
         last = step
-    return found
+    return pairs

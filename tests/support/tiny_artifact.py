@@ -1,4 +1,4 @@
-"""A tiny artifact that is all right, and how to make one that is all right but for one thing."""
+"""A tiny valid artifact, and files that are invalid in one respect only."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq_runtime import artifact, codec, fingerprint, header, strict_json
-from kvq_runtime.artifact import Artifact, seal, to_bytes
+from kvq_runtime.artifact import artifact, fingerprint, header
+from kvq_runtime.artifact.artifact import Artifact, seal, to_bytes
+from kvq_runtime.artifact.fingerprint import Fingerprint
+from kvq_runtime.codec import codec
+from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.fingerprint import Fingerprint
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe, Side
+from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rtn import Rtn
 
@@ -27,9 +29,9 @@ HEADER_LIMIT = header.LIMIT
 
 def recipe(bits: int = 2) -> Recipe:
     """Two layers: a mean, then a linear prediction."""
-    side = Side(quantize=Rtn(bits=bits, group=8), predict=Linear(), sinks=1, recent=4, block=8)
-    first = replace(side, predict=Mean())
-    return Recipe("tiny", side, side, "pre", {0: (first, first)}, "a recipe for tests")
+    scheme = Scheme(quantize=Rtn(bits=bits, group=8), predict=Linear())
+    first = replace(scheme, predict=Mean())
+    return Recipe("tiny", scheme, scheme, "pre", {0: (first, first)}, "a recipe for tests", Window(1, 4, 8))
 
 
 def _random(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -37,7 +39,7 @@ def _random(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def tiny(seed: int = 0, model: int = 0, bits: int = 2, corpus: str = "a" * 64, environment: str = "cpu") -> Artifact:
-    """An artifact whose tensors depend on `seed`, and whose model on `model`."""
+    """An artifact; its tensors depend on `seed`, its fingerprint on `model`."""
     tensors = {n: _random(seed, *spec) for n, spec in codec.all_specs(recipe(bits), GEOMETRY).items()}
     probes = {n: _random(1000 + model, *spec) for n, spec in fingerprint.specs(GEOMETRY).items()}
     provenance = {"model": "tiny-model", "revision": "main", "corpus": corpus, "seed": 0, "environment": environment}
@@ -59,7 +61,7 @@ def parts(good: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
 
 
 def resealed(tensors: Mapping[str, Tensor | None] | None = None, **about: Any) -> bytes:
-    """A file whose digests are all right, with other tensors (None takes one out) or other metadata."""
+    """A file with the right digest, but with other tensors (None removes one) or other metadata."""
     good = tiny()
     given, _, _ = parts(to_bytes(good))
     given.pop("content")
@@ -68,12 +70,12 @@ def resealed(tensors: Mapping[str, Tensor | None] | None = None, **about: Any) -
 
 
 def with_header(text: bytes, body: bytes = b"") -> bytes:
-    """A file of any header."""
+    """A file with any header."""
     return len(text).to_bytes(8, "little") + text + body
 
 
 def refused(given: bytes, message: str, folder: Path) -> None:
-    """The bytes are refused with this message: as they are, and from a file whose digest and size are as expected."""
+    """Assert that bytes are refused with this message, also as a file with the expected digest and size."""
     path = folder / "kvq.safetensors"
     path.write_bytes(given)
     with pytest.raises(ArtifactError, match=f"^{message}"):

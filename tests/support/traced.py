@@ -1,4 +1,4 @@
-"""A command run in a child that is killed, meets a full disk, or writes down each of its steps.
+"""Run a command in a child process that is killed, gets a full disk, or records each of its steps.
 
 A child is forked from this process, so everything is imported already.
 """
@@ -19,24 +19,24 @@ import forked
 from hub_server import Hub, Request
 from patience import PATIENCE
 
-from kvq_calib import checkpoint
-from kvq_runtime import faults
+from kvq_calib.run import checkpoint
+from kvq_runtime.disk import faults
 
-CHANGES = re.compile(r"PUT /lfs|POST .*(repos/create|/(commit|tag)/[^/]+)$")  # what a Hub is asked to do
+CHANGES = re.compile(r"PUT /lfs|POST .*(repos/create|/(commit|tag)/[^/]+)$")  # requests that change a Hub
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a child ended: its exit code (-9: killed), what it printed, its steps, its seconds."""
+class Finished:
+    """How a child ended: exit code (-9: killed), printed output, recorded steps, and seconds."""
 
     code: int
-    said: str
+    output: str
     steps: list[list[str]]
     seconds: float
 
 
-class Heard(list[Request]):
-    """The requests of a Hub; those that change it are steps of the command too."""
+class RecordedRequests(list[Request]):
+    """The requests to a Hub; those that change it are also recorded as steps of the command."""
 
     def __init__(self, steps: Path):
         super().__init__()
@@ -56,19 +56,19 @@ def run(
     fault: str | None = None,
     kill_after: float | None = None,
     limit: int | None = None,
-) -> Ended:
+) -> Finished:
     """Run a command in a child.
 
-    fault        as KVQ_FAULT has it
+    fault        value of $KVQ_FAULT
     kill_after   seconds from its first step
-    limit        bytes; no file can become longer
+    limit        largest size of a file, in bytes
     """
     notes = folder.with_name(folder.name + ".notes")
     notes.mkdir(exist_ok=True)
     for old in notes.iterdir():
         old.unlink()
     hub.rest()
-    hub.requests = Heard(notes / "steps")
+    hub.requests = RecordedRequests(notes / "steps")
     child = forked.process(_child, work, folder, notes, fault, limit)
     begun = time.perf_counter()
     child.start()
@@ -80,17 +80,17 @@ def run(
     child.join(PATIENCE)
     if child.exitcode is None:
         child.kill()
-        raise TimeoutError(f"the child went on for {PATIENCE} s, with {fault or kill_after}")
+        raise TimeoutError(f"the child still ran after {PATIENCE} s, with {fault or kill_after}")
     hub.rest()
     whole = (notes / "steps").read_text().rpartition("\n")[0].splitlines() if (notes / "steps").exists() else []
     steps = [json.loads(line) for line in whole]
-    return Ended(child.exitcode, (notes / "said").read_text(), steps, time.perf_counter() - begun)
+    return Finished(child.exitcode, (notes / "output").read_text(), steps, time.perf_counter() - begun)
 
 
 def _child(work: Callable[[Path], int], folder: Path, notes: Path, fault: str | None, limit: int | None) -> int:
-    # with a limit, notes would be cut short, too: nothing is traced, and what is said is written when it is lifted
-    said = io.StringIO() if limit is not None else (notes / "said").open("w", buffering=1)
-    sys.stdout = sys.stderr = said
+    # a limit would also truncate the notes: no steps are recorded then, and the output is written at the end
+    output = io.StringIO() if limit is not None else (notes / "output").open("w", buffering=1)
+    sys.stdout = sys.stderr = output
     if fault is not None:
         os.environ["KVQ_FAULT"] = fault
     if limit is None:
@@ -105,20 +105,20 @@ def _child(work: Callable[[Path], int], folder: Path, notes: Path, fault: str | 
     finally:
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        if isinstance(said, io.StringIO):
-            (notes / "said").write_text(said.getvalue())
-        said.close()
+        if isinstance(output, io.StringIO):
+            (notes / "output").write_text(output.getvalue())
+        output.close()
 
 
 def _trace(folder: Path, out: int) -> None:
-    """Write down every step of this process that changes `folder`, and every fault point, one line each."""
+    """Record every step of this process that changes `folder`, and every fault point it passes, one line each."""
 
     def note(kind: str, *paths: object) -> None:
-        given = [os.fspath(path) for path in paths]  # type: ignore[arg-type]
-        if Path(given[0]).name == "lock":  # holds nothing: the system's lock on it is what counts
+        names = [os.fspath(path) for path in paths]  # type: ignore[arg-type]
+        if Path(names[0]).name == "lock":  # empty: only the system's lock on it matters
             return
-        if kind == "point" or all(isinstance(path, str) and f"{path}/".startswith(f"{folder}/") for path in given):
-            os.write(out, (json.dumps([kind, *given]) + "\n").encode())
+        if kind == "point" or all(isinstance(path, str) and f"{path}/".startswith(f"{folder}/") for path in names):
+            os.write(out, (json.dumps([kind, *names]) + "\n").encode())
 
     def heard(event: str, args: tuple) -> None:
         if event == "open" and isinstance(args[0], (str, Path)) and args[2] & (os.O_WRONLY | os.O_RDWR):
@@ -136,7 +136,7 @@ def _trace(folder: Path, out: int) -> None:
         fsync(descriptor)
         note("sync", os.readlink(f"/proc/self/fd/{descriptor}"))
 
-    def saved(tensors: dict, path: Path) -> None:  # not written by Python: no audit event
+    def saved(tensors: dict, path: Path) -> None:  # written by Rust: no audit event
         note("write", path)
         save_file(tensors, path)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-from kvq_calib import cli
+from kvq_calib.cli import calibrate as cli
 from kvq_calib.job import Job
-from kvq_runtime import registry
+from kvq_runtime.registry import resolve as registry
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +23,27 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def prepared(monkeypatch) -> list[Job]:
+    """The jobs that were prepared: each is looked up, pinned and planned once a command."""
+    jobs, prepare = [], Job.prepare
+
+    def counted(self, *listener):
+        jobs.append(self)
+        return prepare(self, *listener)
+
+    monkeypatch.setattr(Job, "prepare", counted)
+    return jobs
+
+
 def arguments(model: Path, *more: str) -> list[str]:
     corpus = str(model / "corpus.txt")
     return ["--model", str(model), "--corpus", corpus, "--samples", "4", "--seq-len", "128", *more]
 
 
-def test_it_publishes_what_it_says_and_the_same_again_is_the_same_version(model, capsys):
+def test_it_publishes_what_it_says_and_the_same_again_is_the_same_version(model, prepared, capsys):
     assert cli.main(arguments(model, "--recipe", "aqua-2bit", "--recipe", "aqua-3bit", "--json")) == 0
+    assert len(prepared) == 1
     rows = json.loads(capsys.readouterr().out)
     assert [row["artifact"] for row in rows] == ["tiny-model-aqua-2bit@1.0.0", "tiny-model-aqua-3bit@1.0.0"]
     for row in rows:
@@ -39,6 +53,7 @@ def test_it_publishes_what_it_says_and_the_same_again_is_the_same_version(model,
     assert json.loads(capsys.readouterr().out) == rows
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_minor_version_and_a_number_can_be_given(model, capsys):
     for seed, version in (("0", "1.0.0"), ("1", "1.1.0")):
         assert cli.main(arguments(model, "--seed", seed, "--json")) == 0
@@ -93,7 +108,7 @@ def test_waiting_threads_turn_briefly_and_the_user_comes_first(given, turns):
     """libgomp reads this when torch is imported, so nothing that the command imports may do that."""
     body = """
 import os, sys
-from kvq_calib import cli
+from kvq_calib.cli import calibrate as cli
 cli._calibrate = lambda _: print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
 cli.main(["--list-models"])
 """
@@ -103,7 +118,7 @@ cli.main(["--list-models"])
 
 
 def test_an_interrupt_exits_with_130_and_the_same_command_goes_on(model, capsys, monkeypatch, tmp_path):
-    from kvq_calib import run as runs
+    from kvq_calib.run import calibrate as runs
 
     fit, stopped = runs.fit_layer, []
 
@@ -121,7 +136,8 @@ def test_an_interrupt_exits_with_130_and_the_same_command_goes_on(model, capsys,
     assert not (tmp_path / "run" / "layer-0001.partial").exists()
 
 
-def test_the_flow_makes_and_measures_the_same_as_the_process(model, monkeypatch, tmp_path):
+@pytest.mark.slow
+def test_the_flow_makes_and_measures_the_same_as_the_process(model, prepared, monkeypatch, tmp_path):
     from dataclasses import replace
 
     from kvq_calib import job
@@ -131,9 +147,11 @@ def test_the_flow_makes_and_measures_the_same_as_the_process(model, monkeypatch,
     )
     here, _ = job.run(replace(asked, run=str(tmp_path / "here")))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
-    from kvq_calib import flow
+    from kvq_calib.flow import flow
 
+    prepared.clear()
     there, spent = flow.run(replace(asked, run=str(tmp_path / "there")))
+    assert len(prepared) == 1
     assert [made.row(full=True) for made in there] == [made.row(full=True) for made in here]
     assert here[0].kl > 0 and list(there[0].failed) == here[0].failed != [] and not here[0].version
     written = ((tmp_path / name / "evaluation.json").read_bytes() for name in ("here", "there"))

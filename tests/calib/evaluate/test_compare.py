@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import tiny
 
-from kvq_calib import commands, compare, plots, tables
-from kvq_calib import run as graph
-from kvq_calib.evaluate import perplexity
+from kvq_calib.cli import commands
+from kvq_calib.evaluate import compare, perplexity
+from kvq_calib.job import Job
+from kvq_calib.report import plots, tables
+from kvq_calib.run import calibrate as graph
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import presets
-from kvq_runtime.registry import open_registry
+from kvq_runtime.recipe import families, family, presets
+from kvq_runtime.registry.resolve import open_registry
 from scripts import compare_page as script
 
 NAMES = ("higgs-2bit", "mean-higgs-2bit", "aqua-2bit", "exact")
@@ -54,8 +56,11 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
 
     monkeypatch.setattr(graph, "fit_layer", fitted)
     monkeypatch.setattr(perplexity, "_Group", Counted)
+    prepared, prepare = [], Job.prepare
+    monkeypatch.setattr(Job, "prepare", lambda job, *listener: prepared.append(job) or prepare(job, *listener))
     plot = tmp_path / "plot.png"
     assert run(model, tmp_path / "run", "--json", "--plot", str(plot), "--recipes", *NAMES) == 0
+    assert len(prepared) == 1
     records = json.loads(capsys.readouterr().out)
     assert layers == [(layer, ["mean-higgs-2bit", "aqua-2bit"]) for layer in range(2)] and len(references) == 1
     found = {one["result"]["recipe"]: one["result"] for one in records}
@@ -77,6 +82,7 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     assert len(references) == 2 and "rtn-4bit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_budgets_and_equal_exact_tokens(model, tmp_path, capsys):
     words = ["--bits", "2.1", "--sinks", "3", "--recipes", "kivi-2bit", "aqua-2bit", "--json"]
     assert run(model, tmp_path / "run", *words) == 0
@@ -89,8 +95,8 @@ def test_budgets_and_equal_exact_tokens(model, tmp_path, capsys):
 
 def test_every_family_is_represented_by_default():
     chosen = {recipe.name for recipe in compare.choose([], Geometry(6, 2, 64))[0]}
-    for family, recipes in compare.families().items():
-        assert family == "exact" or chosen & {recipe.name for recipe in recipes}, family
+    for name, recipes in families().items():
+        assert name == "exact" or chosen & {recipe.name for recipe in recipes}, name
     assert set(compare.CHOICE) <= set(presets())
 
 
@@ -155,12 +161,12 @@ def test_a_combination_is_held_against_the_next_dearer_recipe_of_each_paper():
     }
     assert script.rivals(results, 1.4) == {} == script.rivals(results, 2.6)
     assert set(script.rivals(results, 3.2)) == {"best combination", "AQUA-KV"}
-    known = {compare.family(name) for name in compare.CHOICE}
-    assert set(script.PAPERS) <= known and compare.family("auto-2.1bit") == "auto"
+    known = {family(name) for name in compare.CHOICE}
+    assert set(script.PAPERS) <= known and family("auto-2.1bit") == "auto"
 
 
 def test_of_many_lines_families_look_alike():
     lines = {name: [{"result": {"recipe": name}}] for name in compare.CHOICE}
     few = dict(list(lines.items())[: plots.TOLD_APART])
     assert plots._labels(few) == {name: name for name in few}
-    assert set(plots._labels(lines).values()) == {compare.family(name) for name in compare.CHOICE}
+    assert set(plots._labels(lines).values()) == {family(name) for name in compare.CHOICE}

@@ -9,18 +9,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvq_calib import commands, corpus, models, tables
-from kvq_calib.capture import Stream
-from kvq_calib.evaluate import attention, bits, errors, perplexity, record
+from kvq_calib.cli import commands
+from kvq_calib.evaluate import bits, errors, perplexity, record
 from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.evaluate.subject import Subject, find
-from kvq_runtime import artifact, codec
-from kvq_runtime.artifact import Artifact
+from kvq_calib.model import attention
+from kvq_calib.model import find as models
+from kvq_calib.model.streamed import Stream
+from kvq_calib.report import tables
+from kvq_calib.text import corpus
+from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
+from kvq_runtime.codec import codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import preset
-from kvq_runtime.registries.local import LocalRegistry
+from kvq_runtime.registry.local.registry import LocalRegistry
 
 LENGTH = 384
 
@@ -122,12 +127,12 @@ def test_errors_by_layer(demo):
 
 def test_error_of_a_mean_is_one_less_what_it_explains(demo):
     """An artifact whose rounding is exact to 8 bits leaves only what its mean misses unexplained, and no error."""
-    side = replace(preset("mean-higgs-4bit").key, quantize=preset("rtn-8bit").key.quantize)
-    recipe = replace(preset("mean-higgs-4bit"), key=side, value=side)
+    scheme = replace(preset("mean-higgs-4bit").key, quantize=preset("rtn-8bit").key.quantize)
+    recipe = replace(preset("mean-higgs-4bit"), key=scheme, value=scheme)
     stream = Stream(demo.files, dtype=torch.float32)
     found = errors.by_layer(stream, demo.tokens[:1], {"mean": (recipe, zeros(recipe, demo.files))})["mean"]
     captured = stream.layer(0).forward(stream.embed(demo.tokens[:1]))
-    keys = captured.k_NTC[0, side.sinks : LENGTH // side.block * side.block].double()
+    keys = captured.k_NTC[0, recipe.window.sinks : LENGTH // recipe.window.block * recipe.window.block].double()
     expected = 1 - float(keys.square().sum() / (keys - keys.mean(0)).square().sum())
     assert found[0]["key_explained"] == pytest.approx(expected, rel=1e-4)
     assert all(row["key_error"] < 1e-3 for row in found)
@@ -142,7 +147,7 @@ def test_attention_reads_what_the_cache_gives():
     cache, plain = BlockCache(recipe, geometry), BlockCache(recipe.with_exact(recent=0), geometry)
     plain.update(0, k, v)
     decoded = tuple(x[:, :tokens] for x in plain.update(0, k[:, :1], v[:, :1]))
-    tiles = attention.tiles_in_use(recipe.key, recipe.value, tokens, step)
+    tiles = attention.tiles_in_use(recipe.window, tokens, step)
     found = attention.attend(q, (k, v), decoded, tiles, geometry.head_size)
     for start in range(0, tokens, step):
         new = slice(start, start + step)
@@ -152,7 +157,7 @@ def test_attention_reads_what_the_cache_gives():
         late = torch.arange(keys.shape[1]) > torch.arange(start, keys.shape[1])[:, None]
         out = torch.einsum("nhgts,nshd->nthgd", scores.masked_fill(late, -torch.inf).softmax(-1), values)
         torch.testing.assert_close(found[:, new], out.flatten(2), rtol=1e-4, atol=1e-5)
-    assert plain.layers[0][0].encoded == 384 and cache.layers[0][0].encoded == 256
+    assert plain.layers[0].encoded == 384 and cache.layers[0].encoded == 256
 
 
 def test_bits_are_those_of_a_cache_that_holds_the_tokens():
@@ -165,7 +170,7 @@ def test_bits_are_those_of_a_cache_that_holds_the_tokens():
     assert two.sequence_bytes == sum(two.parts.values())
     assert bits.bits_at(preset("higgs-2bit"), geometry, 1).tokens == 1
     longest, shortest = (bits.bits_at(recipe, geometry, 4096).parts["window"]
-                         for recipe in (preset("subkv-2bit"), replace(preset("subkv-2bit"), window=None)))  # fmt: skip
+                         for recipe in (preset("subkv-2bit"), replace(preset("subkv-2bit"), policies=())))  # fmt: skip
     assert longest - shortest >= 96 * 2 * 2 * 128 * 2  # a dynamic window at its longest: 96 tokens more
 
 
@@ -213,6 +218,7 @@ def test_the_same_measurement_is_one_record(demo, fitted, tmp_path):
     assert len(registry.evaluations(subject.sha256)) == 1
 
 
+@pytest.mark.slow
 def test_exact_tokens_are_as_many_as_the_protocol_says(demo):
     """KIVI has no sinks of its own; where it is given as many as there are tokens, nothing is lost."""
     found = {}

@@ -11,13 +11,15 @@ import pytest
 import tiny
 from patience import held, until
 
-from kvq_calib import cli, gate, held_out, job
-from kvq_calib.evaluate import perplexity, record
+from kvq_calib import job
+from kvq_calib.cli import calibrate as cli
+from kvq_calib.evaluate import gate, held_out, perplexity, record
+from kvq_calib.evaluate.gate import Bounds
+from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import find
-from kvq_calib.gate import Bounds
 from kvq_calib.job import Job
-from kvq_calib.ledger import Ledger
-from kvq_runtime import artifact, registry
+from kvq_runtime.artifact import artifact
+from kvq_runtime.registry import resolve as registry
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +48,8 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     (kept,) = registry.open_registry().evaluations(found.sha256)
     written = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert written[0] == kept and [one["artifact"] for one in written] == [found.sha256, "higgs-2bit"]
-    files, plan = asked(model, tmp_path / "run").prepare()
-    batch = held_out.choose(job.Run(plan, files, tmp_path / "other"))
+    work = asked(model, tmp_path / "other").prepare()
+    files, batch = work.files, held_out.choose(work)
     again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], held_out.PROTOCOL)
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
     assert again[0]["result"]["kl"] == pytest.approx(kept["result"]["kl"], rel=1e-6)
@@ -75,8 +77,8 @@ def test_without_evaluation_nothing_is_measured(model, tmp_path, capsys):
 
 
 def test_the_default_is_a_small_part_of_a_run(model):
-    _, small = asked(model, Path("run")).prepare()
-    _, large = asked(model, Path("run"), samples=256, seq_len=8192).prepare()
+    small = asked(model, Path("run")).prepare().plan
+    large = asked(model, Path("run"), samples=256, seq_len=8192).prepare().plan
     assert held_out.windows(small, 384) == 2
     assert held_out.windows(large, 8192) * 8192 * held_out.SHARE <= large.tokens
 
@@ -137,6 +139,7 @@ def test_what_cannot_be_measured_is_refused_before_the_work(model, tmp_path, cap
     assert not (tmp_path / "run" / "layer-0000").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
     """Stopped in its second cache, an evaluation resumes there; the artifact and its record are as if undisturbed."""
     settings = {"recipes": ("mean-higgs-2bit", "mean-higgs-4bit"), "publish": False}
@@ -164,6 +167,7 @@ def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
     assert first == second
 
 
+@pytest.mark.slow
 def test_progress_reaches_its_end_exactly_with_and_without_kept_units(model, tmp_path):
     for recipes in (("mean-higgs-2bit",), ("mean-higgs-2bit",)):
         heard = []
@@ -172,10 +176,11 @@ def test_progress_reaches_its_end_exactly_with_and_without_kept_units(model, tmp
         assert sum(one.tokens for one in said) == said[-1].done == said[-1].total > 0
 
 
+@pytest.mark.slow
 def test_killed_during_the_evaluation_it_resumes(model, tmp_path):
     run = tmp_path / "run"
     words = arguments(model, run, *(f"--recipe=mean-higgs-{n}bit" for n in (1, 2, 3, 4)), "--eval-windows", "3")
-    program = f"import sys; from kvq_calib.cli import main; sys.exit(main({words!r}))"
+    program = f"import sys; from kvq_calib.cli.calibrate import main; sys.exit(main({words!r}))"
     hold = tmp_path / "hold"
     hold.touch()
     third = "'/evaluated/' in name and sum(one.endswith('.json') for one in beside) >= 3"

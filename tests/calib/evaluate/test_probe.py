@@ -8,9 +8,11 @@ import torch
 from sklearn.linear_model import Ridge
 from sklearn.metrics import r2_score
 
-from kvq_calib import commands, models, probe
+from kvq_calib.cli import commands
+from kvq_calib.evaluate import probe
 from kvq_calib.evaluate.record import load_model
-from kvq_calib.statistics import Centred, CrossMoments
+from kvq_calib.fit.statistics import Centred, CrossMoments
+from kvq_calib.model import find as models
 
 
 def centred(x, y) -> Centred:
@@ -46,18 +48,18 @@ def test_it_agrees_with_scikit_learn(found):
     for layer, name in ((2, "k_proj"), (2, "v_proj"), (3, "k_proj"), (3, "v_proj")):
         module = getattr(model.model.layers[layer].self_attn, name)
         module.register_forward_hook(lambda m, i, out, key=(layer, name[0]): taken.__setitem__(key, out.double()))
-    sides = []
+    schemes = []
     for split, count in (("fit", 12), ("held-out", 4)):
         with torch.inference_mode():
             model(probe.corpus.select("demo", files.path, count, 256, 0, split).tokens_BT.long())
-        sides.append(dict(taken))
+        schemes.append(dict(taken))
     cases = {
         ("key", "L-1"): lambda t: (t[2, "k"][:, 4:], t[3, "k"][:, 4:]),
         ("value", "role + L-1"): lambda t: (torch.cat([t[3, "k"], t[2, "v"]], -1)[:, 4:], t[3, "v"][:, 4:]),
         ("key", "T-2"): lambda t: (t[3, "k"][:, 2:-2], t[3, "k"][:, 4:]),
     }
     for (target, source), of in cases.items():
-        (x, y), (x_held, y_held) = ((part.flatten(0, 1).numpy() for part in of(side)) for side in sides)
+        (x, y), (x_held, y_held) = ((part.flatten(0, 1).numpy() for part in of(scheme)) for scheme in schemes)
         fitted = Ridge(1e-3 * len(x) * x.var(0).mean(), solver="cholesky").fit(x, y)
         expected = r2_score(y_held, fitted.predict(x_held), multioutput="variance_weighted")
         row = next(r for r in result["rows"] if (r["layer"], r["target"], r["source"]) == (3, target, source))

@@ -2,10 +2,11 @@
 
 import pytest
 
-from kvq_calib import corpus, models
 from kvq_calib.evaluate import record
 from kvq_calib.evaluate.subject import find
 from kvq_calib.job import Job, run
+from kvq_calib.model import find as models
+from kvq_calib.text import corpus
 
 
 def scores(files, batch, names) -> dict[str, dict]:
@@ -15,6 +16,7 @@ def scores(files, batch, names) -> dict[str, dict]:
     return {subject.name: one["result"] for subject, one in zip(subjects, found, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("quality")
 def test_on_stories260k_aqua_is_closer_than_higgs_at_the_same_bits(test_data):
     model, text = test_data / "models" / "stories260K", test_data / "text" / "tinystories" / "stories_2M.txt"
@@ -29,6 +31,7 @@ def test_on_stories260k_aqua_is_closer_than_higgs_at_the_same_bits(test_data):
         assert aqua["kl"] < higgs["kl"] / 5
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("quality")
 def test_on_the_demo_model_aqua_beats_the_mean_and_the_mean_beats_nothing():
     run(Job("demo", recipes=("aqua-2bit", "mean-higgs-2bit"), samples=32, seq_len=512, threads=1, evaluate=False))

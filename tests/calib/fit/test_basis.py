@@ -3,55 +3,20 @@
 import numpy as np
 import pytest
 import torch
+from scheme_fit import GEOMETRY, NOWHERE, WIDTH, decoded, fitted, low_rank
 from torch import Tensor
 
-from kvq_calib.fit import metric
-from kvq_calib.fit.layer import Blocks, SideFit
-from kvq_calib.statistics import Moments
-from kvq_runtime import codec
-from kvq_runtime.codec import Codec, Context
-from kvq_runtime.fit import basis
+from kvq_calib.fit import rotate
+from kvq_runtime.codec import codec
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit import eigen
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe, Side, preset
+from kvq_runtime.recipe import Recipe, Scheme, Window, preset
 from kvq_runtime.stages.escape import Escape
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis, OutputBasis
 from kvq_runtime.stages.rtn import Rtn
-
-GEOMETRY = Geometry(2, 2, 32)
-WIDTH = GEOMETRY.width
-NOWHERE = Context()
-
-
-def low_rank(blocks: int = 24, seed: int = 0, decay: float = 0.15) -> Tensor:
-    """Tokens [blocks, 128, C] whose variances fall exponentially along a hidden basis, about a mean far from zero."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(99))).Q
-    latents = torch.randn(blocks, 128, WIDTH, generator=generator) * torch.exp(-decay * torch.arange(WIDTH))
-    return latents @ hidden.mT + 5
-
-
-def fitted(side: Side, x_NTC: Tensor, half="key", weight_EQ: Tensor | None = None) -> SideFit:
-    """A side of layer 0 fitted on these blocks, in two chunks, under this output projection."""
-    moments = Moments(WIDTH)
-    moments.update(x_NTC)
-    weights = None if weight_EQ is None else metric.output(weight_EQ, GEOMETRY)
-    found = SideFit(Recipe("test", side, side, "pre"), 0, half, GEOMETRY, moments.value(), weights)
-    cut = len(x_NTC) // 2
-    chunks = [blocks(x_NTC[:cut], 0), blocks(x_NTC[cut:], cut)]
-    if found.needs_residuals:
-        found.solve_residuals([found.residuals(chunk, NOWHERE, 0) for chunk in chunks], 0)
-    return found
-
-
-def blocks(x_NTC: Tensor, first: int) -> Blocks:
-    mask, numbers = torch.ones(x_NTC.shape[:2], dtype=torch.bool), torch.arange(first, first + len(x_NTC))
-    return Blocks(x_NTC, mask, (mask, mask), numbers, torch.zeros_like(numbers))
-
-
-def decoded(made: Codec, x: Tensor) -> Tensor:
-    return made.restore(made.decode(made.encode(x, NOWHERE), NOWHERE).float(), NOWHERE)
 
 
 def error(made: Codec, x: Tensor) -> float:
@@ -68,7 +33,7 @@ def test_latent_variances_are_the_eigenvalues():
     """And the eigenvalues are the squared singular values of the centred tokens, by numpy's own decomposition."""
     x = low_rank()
     rows = (x - x.mean((0, 1))).flatten(0, 1).double()
-    values, vectors = basis.eigen(rows.mT @ rows / len(rows))
+    values, vectors = eigen.eigen(rows.mT @ rows / len(rows))
     singular = np.linalg.svd(rows.numpy(), compute_uv=False)
     np.testing.assert_allclose(values, singular**2 / len(rows), rtol=1e-8, atol=1e-12)
     latents = rows @ vectors
@@ -79,9 +44,9 @@ def test_latent_variances_are_the_eigenvalues():
 
 def test_a_fitted_side_stores_the_leading_eigenvectors():
     x = low_rank()
-    found = fitted(Side(Mixed((8, 4, 2, 0)), predict=Mean(), rotate=Basis()), x)
+    found = fitted(Scheme(Mixed((8, 4, 2, 0)), predict=Mean(), rotate=Basis()), x)
     rows = (x - x.mean((0, 1))).flatten(0, 1).double()
-    values, vectors = basis.eigen(rows.mT @ rows / len(rows))
+    values, vectors = eigen.eigen(rows.mT @ rows / len(rows))
     stored = found.tensors["rotate.basis"]
     assert stored.shape == (WIDTH, 48) and stored.dtype == torch.bfloat16
     assert float((stored[:, :16].double() * vectors[:, :16]).sum(0).abs().min()) > 0.999
@@ -95,7 +60,7 @@ def test_svdq_beats_rounding_by_channel_at_equal_bits(name):
     """Section 4.3: the relative error of 2-bit keys falls below a tenth of per-channel rounding's, squared below."""
     x, new = low_rank(), low_rank(seed=1)
     svdq = fitted(preset(name).key, x).codec
-    plain = fitted(Side(Rtn(2, 128), predict=Mean(), axis="channel"), x).codec
+    plain = fitted(Scheme(Rtn(2, 128), predict=Mean(), axis="channel"), x).codec
     assert svdq.bits() <= plain.bits()
     assert error(svdq, new) < 0.1 * error(plain, new)
 
@@ -111,11 +76,11 @@ def test_water_filling_beats_the_papers_schedule():
 def test_one_outlier_in_the_calibration_stretches_no_range(codebook):
     """Ranges that cover it would cost the other tokens a hundredfold."""
     x, new = low_rank(), low_rank(seed=1)
-    side = Side(Mixed(target=2.0, codebook=codebook), predict=Mean(), rotate=Basis())
-    clean = error(fitted(side, x).codec, new)
+    scheme = Scheme(Mixed(target=2.0, codebook=codebook), predict=Mean(), rotate=Basis())
+    clean = error(fitted(scheme, x).codec, new)
     broken = x.clone()
     broken[3, 7] = x[3, 7] + 30 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(3))
-    assert error(fitted(side, broken).codec, new) < 4 * clean
+    assert error(fitted(scheme, broken).codec, new) < 4 * clean
 
 
 # ---- values in the metric of the output projection
@@ -136,7 +101,7 @@ def output_weight() -> Tensor:
 def test_the_metric_is_what_an_error_costs_over_all_query_heads():
     """Σ over the query heads of ‖Wₕ e‖², for errors of each KV head alone."""
     weight, errors = output_weight(), torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(6))
-    found = metric.output(weight, GEOMETRY) - metric.RIDGE * torch.eye(WIDTH)
+    found = rotate.metric(weight, GEOMETRY) - rotate.RIDGE * torch.eye(WIDTH)
     cost = torch.einsum("nc,cd,nd->n", errors.double(), found, errors.double())
     by_hand = torch.zeros(50, dtype=torch.float64)
     for head in range(4):
@@ -150,8 +115,8 @@ def test_the_metric_is_what_an_error_costs_over_all_query_heads():
 def test_an_output_basis_and_its_dual_are_inverse_and_diagonal_in_the_metric():
     """DᵀB = 1, Bᵀ S B = Λ, Dᵀ M D = 1: latents are uncorrelated, and an error of them costs its square."""
     x = (low_rank(4) - 5).flatten(0, 1).double()
-    moment, weights = x.mT @ x / len(x), metric.output(output_weight(), GEOMETRY)
-    values, made, dual = basis.eigen_in(weights, moment)
+    moment, weights = x.mT @ x / len(x), rotate.metric(output_weight(), GEOMETRY)
+    values, made, dual = eigen.eigen_in(weights, moment)
     one = torch.eye(WIDTH, dtype=torch.float64)
     torch.testing.assert_close(dual.mT @ made, one, atol=1e-8, rtol=0)
     torch.testing.assert_close(dual.mT @ weights @ dual, one, atol=1e-8, rtol=0)
@@ -164,7 +129,7 @@ def test_an_output_basis_has_less_error_behind_the_output_projection(bits):
     x, new, weight = low_rank(decay=0.05), low_rank(decay=0.05, seed=1), output_weight()
     inside, behind = {}, {}
     for kind in (Basis(), OutputBasis()):
-        made = fitted(Side(Mixed(target=bits), predict=Mean(), rotate=kind), x, "value", weight).codec
+        made = fitted(Scheme(Mixed(target=bits), predict=Mean(), rotate=kind), x, "value", weight).codec
         wrong = decoded(made, new) - new
         inside[kind.kind] = float(wrong.square().sum())
         behind[kind.kind] = float(projected(wrong, weight).square().sum())
@@ -174,8 +139,10 @@ def test_an_output_basis_has_less_error_behind_the_output_projection(bits):
 
 
 def test_an_output_basis_is_billed_twice_a_basis():
-    found = fitted(Side(Mixed(target=2.0), predict=Mean(), rotate=OutputBasis()), low_rank(), "value", output_weight())
-    stored = found.side.quantize.stored(WIDTH)
+    found = fitted(
+        Scheme(Mixed(target=2.0), predict=Mean(), rotate=OutputBasis()), low_rank(), "value", output_weight()
+    )
+    stored = found.scheme.quantize.stored(WIDTH)
     held = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in found.codec.shared}
     assert sum(held.values()) == WIDTH * 4 + stored * 4 + 2 * (WIDTH * stored * 2)
 
@@ -185,10 +152,10 @@ def test_an_output_basis_is_billed_twice_a_basis():
 
 @pytest.mark.parametrize("target", [0.4375, 1.0, 1.25, 1.9375, 3.0])
 def test_the_total_is_met_to_the_bit(target):
-    found = fitted(Side(Mixed(target=target), predict=Mean(), rotate=Basis()), low_rank())
+    found = fitted(Scheme(Mixed(target=target), predict=Mean(), rotate=Basis()), low_rank())
     assert found.codec.bits() == target
-    assert sum(count * bits for count, bits in found.side.quantize.runs(WIDTH)) == target * WIDTH
-    recipe = Recipe("test", found.side, found.side, "pre")
+    assert sum(count * bits for count, bits in found.scheme.quantize.runs(WIDTH)) == target * WIDTH
+    recipe = Recipe("test", found.scheme, found.scheme, "pre")
     assert Recipe.from_json(recipe.to_json()) == recipe
     specs = codec.specs(recipe, 0, "key", GEOMETRY)
     assert {name: (tuple(t.shape), t.dtype) for name, t in found.tensors.items()} == specs
@@ -198,24 +165,29 @@ def test_the_total_is_met_to_the_bit(target):
 
 
 @pytest.mark.parametrize(
-    ("side", "message"),
+    ("scheme", "message"),
     [
-        (Side(Mixed()), "belong together"),
-        (Side(Rtn(2), rotate=Basis()), "belong together"),
-        (Side(Mixed(), rotate=Basis(), block=20), "multiple of 8 tokens"),
-        (Side(Mixed(), rotate=Basis(), axis="channel"), 'need axis "token"'),
-        (Side(Mixed(), rotate=OutputBasis()), "weighs values"),
-        (Side(Rtn(2, 16), axis="channel", correct=Escape()), 'escape needs axis "token"'),
+        (Scheme(Mixed()), "belong together"),
+        (Scheme(Rtn(2), rotate=Basis()), "belong together"),
+        (Scheme(Mixed(), rotate=Basis(), axis="channel"), 'need axis "token"'),
+        (Scheme(Mixed(), rotate=OutputBasis()), "weighs values"),
+        (Scheme(Rtn(2, 16), axis="channel", correct=Escape()), 'escape needs axis "token"'),
     ],
 )
-def test_sides_that_cannot_be(side, message):
+def test_sides_that_cannot_be(scheme, message):
     with pytest.raises(ValueError, match=message):
-        Recipe("r", side, side).check(GEOMETRY)
+        Recipe("r", scheme, scheme).check(GEOMETRY)
+
+
+def test_mixed_bits_fill_bytes_with_the_tokens_of_a_block():
+    scheme = Scheme(Mixed(), rotate=Basis())
+    with pytest.raises(ValueError, match="multiple of 8 tokens"):
+        Recipe("r", scheme, scheme, window=Window(block=20)).check(GEOMETRY)
 
 
 @pytest.mark.parametrize("bits", [1.0, 1.25, 1.5, 2.0])
 def test_bits_in_a_name_are_those_of_a_predicted_layer(bits):
     recipe, geometry = preset(f"aqua-klt-{bits:g}bit"), Geometry(28, 4, 128)
-    for half in ("key", "value"):
-        assert codec.bits(recipe.side(1, half), geometry) == pytest.approx(bits, abs=0.002)
-        assert codec.bits(recipe.side(0, half), geometry) == pytest.approx(4, abs=0.002)
+    for role in ("key", "value"):
+        assert recipe.scheme(1, role).bits(128, geometry) == pytest.approx(bits, abs=0.002)
+        assert recipe.scheme(0, role).bits(128, geometry) == pytest.approx(4, abs=0.002)

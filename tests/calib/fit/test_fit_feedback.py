@@ -8,15 +8,20 @@ import torch
 from feeding import rotary
 from torch import Tensor
 
-from kvq_calib import corpus, models
-from kvq_calib import plan as plans
-from kvq_calib import run as runs
-from kvq_calib.capture import Stream
-from kvq_calib.fit import query
-from kvq_calib.statistics import QueryMoments
-from kvq_runtime import artifact, rope
-from kvq_runtime.fit import query as fits
+from kvq_calib.fit.feedback import QuerySums, deviations
+from kvq_calib.fit.statistics import QueryMoments
+from kvq_calib.model import find as models
+from kvq_calib.model.streamed import Stream
+from kvq_calib.run import calibrate as runs
+from kvq_calib.run import plan as plans
+from kvq_calib.run.run import Run
+from kvq_calib.text import corpus
+from kvq_runtime.artifact import artifact
+from kvq_runtime.fit import feedback as fits
+from kvq_runtime.fit.moments import averaged
+from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset
 from kvq_runtime.stages.feedback import QueryOrthogonal
 
@@ -72,16 +77,16 @@ def test_the_average_over_distances_is_the_sum_over_all_pairs(rotated):
             turn = rope.rotate(turn, cos[:, position - key, None], sin[:, position - key, None])[0, 0].double()
             total += turn.mT @ moment @ turn
     expected = total / (TOKENS * (TOKENS + 1) / 2)
-    assert torch.allclose(fits.averaged(moment, cos, sin), expected, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(averaged(moment, cos, sin), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_deviations_fall_to_nothing_and_are_those_of_projections():
-    q, gathered = heads(), query.Gathered(GEOMETRY, tables(), fitted=2)
+    q, gathered = heads(), QuerySums(GEOMETRY, tables(), fitted=2)
     for index, part in enumerate(q.split(2)):
-        gathered.add(index, part.flatten(2))
+        gathered.merge(index, gathered.partial(index, part.flatten(2)), len(part))
     queries, held = gathered.value()
     assert held is not None and queries.sequence == TOKENS * GROUP
-    found = query.deviations(QueryOrthogonal(queries="before"), queries, held)
+    found = deviations(QueryOrthogonal(queries="before"), queries, held)
     assert len(found) == 16 and found[-1] == 0 and found == sorted(found, reverse=True) and found[0] > 0.3
     deviation = []
     for head in range(2):
@@ -93,13 +98,13 @@ def test_deviations_fall_to_nothing_and_are_those_of_projections():
     assert found[4] == pytest.approx(float(torch.stack(deviation).mean().sqrt()), abs=1e-4)
 
 
-def queries(scale: float = 1.0, tokens: int = TOKENS) -> query.Queries:
+def queries(scale: float = 1.0, tokens: int = TOKENS) -> Queries:
     total = QueryMoments(GEOMETRY)
     total.update(scale * heads(), tables())
-    return query.Queries(*total.value(), tables(), tokens * GROUP)
+    return Queries(*total.value(), tokens * GROUP, tables())
 
 
-def metric_of(stage: QueryOrthogonal, given: query.Queries) -> Tensor:
+def metric_of(stage: QueryOrthogonal, given: Queries) -> Tensor:
     return fits.metric(stage, given.moment(stage), given.sequence)
 
 
@@ -114,8 +119,8 @@ def test_lambda_without_a_length_means_the_same_at_every_length_and_size():
 
 
 def test_a_head_without_queries_is_rounded_plainly():
-    empty = query.Queries(torch.zeros(2, 16, 16).double(), torch.zeros(2, 16, 16).double(), tables(), 1.0)
-    assert not any(tensor.any() for tensor in empty.fit(QueryOrthogonal(), None).values())
+    empty = torch.zeros(2, 16, 16).double()
+    assert not any(tensor.any() for tensor in fits.moves(QueryOrthogonal(), empty, 1.0, None).values())
 
 
 # ---- in a run ----
@@ -132,17 +137,17 @@ def test_a_run_fits_the_moves_of_the_models_own_queries(tmp_path):
     chain = replace(chain, name="chain", key=replace(chain.key, feedback=preset("squat-pre-2bit").key.feedback))
     recipes = (preset("squat-2bit"), preset("squat-pre-2bit"), preset("aqua-2bit"), chain)
     made = plans.make(files, recipes, str(folder / "corpus.txt"), samples=6, seq_len=256, held_out=2)
-    artifacts = runs.calibrate(runs.Run(made, files, tmp_path / "run"))
+    artifacts = runs.calibrate(Run(made, files, tmp_path / "run"))
     stream, geometry, total = Stream(files), made.geometry, QueryMoments(made.geometry)
     tokens_BT = corpus.select(made.corpus, files.path, made.samples, made.seq_len, made.seed).tokens_BT[:4]
     q_NTC = stream.layer(0).forward(stream.embed(tokens_BT), queries=True).q_NTC
     assert q_NTC is not None and made.chunks[0] == range(4)
     total.update(q_NTC.unflatten(-1, (-1, geometry.head_size)), stream.rope(256))
-    found = query.Queries(*total.value(), stream.rope(256), 0.0)
+    found = Queries(*total.value(), 0.0, stream.rope(256))
     for recipe in recipes[:2]:
-        moves = found.fit(recipe.key.feedback, None)
-        for name, move in moves.items():
-            assert torch.equal(artifacts[recipe.name].tensors[f"layers.0.key.{name}"], move)
+        stage = recipe.key.feedback
+        for name, move in fits.moves(stage, found.moment(stage), 0.0, None).items():
+            assert torch.equal(artifacts[recipe.name].tensors[f"layers.0.key.feedback.{name}"], move)
         measured = artifacts[recipe.name].fit["layers"][1]["key"]["query_deviation"]
         assert len(measured) == geometry.head_size and 0 < measured[0] < 1 and measured[-1] == 0
     # about a mean that turns with the position, which keys after RoPE have too, rounding is what it is before
@@ -151,5 +156,5 @@ def test_a_run_fits_the_moves_of_the_models_own_queries(tmp_path):
     # the first layer of the chain has its own side, without feedback
     names = {name for name in artifacts["chain"].tensors if "feedback" in name}
     assert names == {"layers.1.key.feedback.update_1"}
-    again = runs.calibrate(runs.Run(made, files, tmp_path / "again"))
+    again = runs.calibrate(Run(made, files, tmp_path / "again"))
     assert all(artifact.to_bytes(again[name]) == artifact.to_bytes(artifacts[name]) for name in again)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvq_calib.fit import predict
 from kvq_calib.fit.mlp import fit_mlp
-from kvq_calib.statistics import Centred
-from kvq_runtime.ops import rtn
+from kvq_calib.fit.statistics import Centred
+from kvq_runtime.ops import pack, rtn
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
 
 INPUTS, WIDTH, COUNT = 24, 10, 4000
@@ -99,14 +99,14 @@ def test_low_rank_is_the_best_of_its_rank(rank):
     z, y, _ = problem(seed=3)
     moments = joint(z, y)
     values, vectors = np.linalg.eigh(moments.xx_II.numpy())
-    half, inverse_half = (vectors * values**power @ vectors.T for power in (0.5, -0.5))
+    role, inverse_half = (vectors * values**power @ vectors.T for power in (0.5, -0.5))
     left, singular, right = np.linalg.svd(inverse_half @ moments.xy_IO.numpy(), full_matrices=False)
     best = inverse_half @ (left[:, :rank] * singular[:rank]) @ right[:rank]
     found = predict.fit_low_rank(moments, rank, ridge=0.0)
     product = found["down"].double() @ found["up"].double()
     assert np.linalg.matrix_rank(product.numpy()) == rank
     full = predict.ridge_map(moments, 0.0)
-    lost = [float(np.square(half @ (full.numpy() - given)).sum()) for given in (best, product.numpy())]
+    lost = [float(np.square(role @ (full.numpy() - given)).sum()) for given in (best, product.numpy())]
     assert lost[0] == pytest.approx(np.square(singular[rank:]).sum(), rel=1e-6)
     assert lost[0] <= lost[1] <= lost[0] + 1e-4 * np.square(singular).sum()  # bf16 factors
 
@@ -153,8 +153,8 @@ def test_gptq_beats_rounding_and_fits_the_stored_layout(inputs):
     specs = predictor.specs(inputs, 12)
     assert {n: (tuple(t.shape), t.dtype) for n, t in found.items()} == {n: specs[n] for n in ("codes", "step", "low")}
     decoded = predictor.weight(found, inputs).double()
-    groups = [rtn.encode_minmax(part.mT.float().contiguous(), 4) for part in weight.split(64)]
-    plain = torch.cat([rtn.decode(*group, 4).mT for group in groups]).double()
+    groups = [rtn.encode(part.mT, 4) for part in weight.split(64)]
+    plain = torch.cat([rtn.decode(pack.unpack(codes, 4, 64), step, low, 4).mT for codes, step, low in groups]).double()
     assert loss(covariance, decoded - weight) < 0.7 * loss(covariance, plain - weight)
     assert loss(covariance, decoded - weight) < 0.01 * loss(covariance, weight)
 
@@ -180,7 +180,7 @@ def test_a_gptq_predictor_predicts_nearly_as_well():
     linear, small = predict.fit_linear(moments, 1e-3), predict.fit_gptq(moments, 1e-3)
     weights = linear["weight"], Linear(storage="gptq4").weight(small, 128)
     errors = [error(z, y, w, found["bias"]) for w, found in zip(weights, (linear, small), strict=True)]
-    explained = [predict.explained(moments, w) for w in weights]
+    explained = [1 - float(predict.residual_variance(moments, w).sum() / moments.yy_O.sum()) for w in weights]
     variance = float(y.var(0, correction=0).mean())
     assert errors[1] < errors[0] + 0.002 * variance
     for given, share in zip(errors, explained, strict=True):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvq_calib.statistics import CrossMoments, Moments, Sample
+from kvq_calib.fit.statistics import CrossMoments, Moments, Sample
 
 
 def _data(rows: int = 96, width: int = 6, seed: int = 0) -> torch.Tensor:
@@ -73,24 +73,6 @@ def test_cross_moments_keep_small_covariances_under_large_means():
     assert _relative(value.yy_O, yy) < 1e-6
 
 
-def test_a_statistic_survives_its_checkpoint():
-    x = _data()
-    whole, resumed = CrossMoments(x[0, 0], x[0, 1]), CrossMoments(x[0, 0], x[0, 1])
-    for index, part in enumerate(x.split(24)):
-        partial = CrossMoments(x[0, 0], x[0, 1])
-        partial.update(part, part.flip(-1))
-        partial = CrossMoments.from_state(partial.state())
-        whole.merge(index, partial)
-        resumed = CrossMoments.from_state(resumed.state())
-        resumed.merge(index, partial)
-    for name, tensor in whole.state().items():
-        assert torch.equal(tensor, resumed.state()[name]), name
-    moments = Moments(6, shift_C=x[0, 0])
-    moments.update(x)
-    again = Moments.from_state(moments.state())
-    assert torch.equal(moments.value().variance_C, again.value().variance_C)
-
-
 @pytest.mark.parametrize("make", [lambda: Moments(2), lambda: CrossMoments(*torch.zeros(2, 2)), lambda: Sample(3, 2)])
 def test_partials_are_added_in_order(make):
     total = make()
@@ -122,7 +104,7 @@ def _sample(x: torch.Tensor, chunk: int, order: list[int], seed: int = 0) -> Sam
         partial = Sample(40, 6, seed, torch.float64)
         partial.update(x[rows, :5], rows)
         partial.update(x[rows, 5:], rows, start=5)
-        total.merge(index, Sample.from_state(partial.state()))
+        total.merge(index, partial)
     return total
 
 

@@ -23,7 +23,7 @@ SLEEPER = "import time; from prefect import flow; flow(name='sleeper')(lambda: t
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
     """A server as `make flows-up` starts it: its address, and the environment of its clients."""
-    from kvq_calib import flow_server
+    from kvq_calib.flow import server as flow_server
     from pipelines import service
 
     folder = tmp_path_factory.mktemp("flows")
@@ -49,7 +49,7 @@ def server(started):
     """
     from prefect.events.worker import EventsWorker
 
-    from kvq_calib import flow
+    from kvq_calib.flow import flow
 
     url, environment = started
     EventsWorker.drain_all(timeout=PATIENCE)
@@ -68,7 +68,7 @@ def ends(name: str, state) -> None:
 def test_failed_gates_and_drift_are_told_and_nothing_else(server):
     from prefect.states import Failed
 
-    from kvq_calib.flow import GATE_FAILED
+    from kvq_calib.flow.flow import GATE_FAILED
     from pipelines import automations
     from pipelines.drift import DRIFTED
 

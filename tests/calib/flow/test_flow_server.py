@@ -11,7 +11,7 @@ import pytest
 from patience import lives, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
-RUN = "import sys; from kvq_calib import flow_server; print(flow_server.address(), flush=True); sys.stdin.read()"
+RUN = "import sys; from kvq_calib.flow import server; print(server.address(), flush=True); sys.stdin.read()"
 
 
 def gone(servers: list[psutil.Process], folder: Path) -> bool:
@@ -19,7 +19,7 @@ def gone(servers: list[psutil.Process], folder: Path) -> bool:
 
 
 def test_two_at_once_share_nothing_and_leave_nothing_when_killed_or_done(tmp_path):
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", RUN], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -39,7 +39,7 @@ def test_two_at_once_share_nothing_and_leave_nothing_when_killed_or_done(tmp_pat
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[3]
     (tmp_path / "uvicorn.py").write_text("raise SystemExit('no port for you')")
     code = f"import sys; sys.path.append({str(root)!r}); {RUN}"
     environment["PYTHONPATH"] += os.pathsep + str(root)

@@ -7,8 +7,9 @@ import httpx
 import pytest
 import tiny
 
-from kvq_calib import cli, drift
-from kvq_runtime import registry
+from kvq_calib.cli import calibrate as cli
+from kvq_calib.evaluate import drift
+from kvq_runtime.registry import resolve as registry
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 NAME = "tiny-model-aqua-2bit"
@@ -26,7 +27,8 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture
 def server(request):
     """The Prefect server of this process, in use. Other tests use it too: a run has its test's name as a tag."""
-    from kvq_calib import flow, flow_server
+    from kvq_calib.flow import flow
+    from kvq_calib.flow import server as flow_server
 
     assert flow.PREFECT_API_URL.value() is None
     with flow.temporary_settings({flow.PREFECT_API_URL: flow_server.address()}), flow.tags(request.node.name):

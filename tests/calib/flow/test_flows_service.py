@@ -14,10 +14,10 @@ import tiny
 from patience import held, lives, until
 from webhook import free_port, listening
 
-from kvq_runtime import registry
+from kvq_runtime.registry import resolve as registry
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_no_path_and_every_policy_in_flows_yaml():
 def test_a_scheduled_run_is_killed_resumed_completed_and_a_failed_gate_told(tmp_path, monkeypatch, hook):
     from prefect.client.orchestration import get_client
 
-    from kvq_calib import flow
+    from kvq_calib.flow import flow
     from pipelines import service
 
     address, heard = hook

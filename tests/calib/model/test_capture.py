@@ -19,9 +19,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kvq_calib import models
-from kvq_calib.capture import Stream, default_dtype
-from kvq_runtime import rope
+from kvq_calib.model import find as models
+from kvq_calib.model.streamed import Stream, default_dtype
+from kvq_runtime.ops import rope
 
 SIZE = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=128, max_position_embeddings=256)  # fmt: skip
@@ -73,7 +73,10 @@ def test_a_streamed_model_is_the_whole_model(folder: Path):
     tokens = _tokens()
     out, cache, attended = _whole(folder, tokens)
     stream = Stream(models.resolve(folder), dtype=torch.float32)
-    heads, group = stream.files.geometry.kv_heads, stream.files.query_heads // stream.files.geometry.kv_heads
+    heads, group = (
+        stream.files.geometry.kv_heads,
+        stream.files.config["num_attention_heads"] // stream.files.geometry.kv_heads,
+    )
     cos, sin = stream.rope(tokens.shape[1])
     h = stream.embed(tokens)
     for index in range(stream.layers):
@@ -111,7 +114,7 @@ def test_only_one_layer_is_held(folder: Path):
         del layer
         assert _live() == before, f"layer {index} is kept"
     head = stream.head()
-    assert _live() - before == stream.head_bytes
+    assert _live() - before == sum(p.numel() * p.element_size() for m in vars(head).values() for p in m.parameters())
     del head
 
 

@@ -12,8 +12,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from kvq_calib import models
-from kvq_runtime import fingerprint
+from kvq_calib.model import find as models
+from kvq_runtime.artifact import fingerprint
 from kvq_runtime.geometry import Geometry
 
 
@@ -46,7 +46,7 @@ def test_the_demo_model_is_read_as_transformers_reads_it(demo_model: Path):
     assert files.weight_bytes == sum(p.numel() * p.element_size() for p in own.values())
     attention = [layer.self_attn for layer in model.model.layers]
     found = fingerprint.from_config(config.to_dict(), lambda i, name: getattr(attention[i], name).weight)
-    fingerprint.compare(files.fingerprint(), found)
+    fingerprint.check_match(files.fingerprint(), found)
 
 
 def test_the_installed_demo_model_is_found(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -55,7 +55,7 @@ def test_the_installed_demo_model_is_found(demo_model: Path, tmp_path: Path, mon
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "kvq_demo_model", raising=False)
     assert models.resolve("demo").path == demo_model  # a checkout's own model is never the stale one
-    monkeypatch.setattr(models, "__file__", str(tmp_path / "site-packages" / "kvq_calib" / "models.py"))
+    monkeypatch.setattr(models, "__file__", str(tmp_path / "site-packages" / "kvq_calib" / "model" / "find.py"))
     assert models.resolve("demo").path == package
     sys.modules.pop("kvq_demo_model")
 

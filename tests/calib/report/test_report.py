@@ -9,11 +9,14 @@ import torch
 import yaml
 from PIL import Image
 
-from kvq_calib import licenses, models, plots, report
-from kvq_runtime import artifact, codec
-from kvq_runtime.artifact import Artifact
+from kvq_calib.model import find as models
+from kvq_calib.report import card as report
+from kvq_calib.report import licenses, plots
+from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.codec import codec
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry import open_registry
+from kvq_runtime.registry.resolve import open_registry
 
 
 def made(recipe: str, relative: float = 0.0123, parameters: int = 4_070_000) -> dict:
@@ -38,8 +41,8 @@ def fit(name: str) -> Artifact:
     tensors = {name: torch.zeros(*shape, dtype=kind) for name, (shape, kind) in specs}
     provenance = {"model": "demo", "revision": None, "samples": 8, "seq_len": 512, "seed": 3, "held_out": 2,
                   "corpus": {"source": "demo", "corpus_digest": "a" * 64}, "environment": {"torch": "2"}}  # fmt: skip
-    side = {"explained_variance": 0.8765, "relative_error": 0.0123, "mean_energy": 0.5}
-    layers = [{"key": side, "value": side}] * files.geometry.layers
+    scheme = {"explained_variance": 0.8765, "relative_error": 0.0123, "mean_energy": 0.5}
+    layers = [{"key": scheme, "value": scheme}] * files.geometry.layers
     return Artifact(recipe, files.fingerprint(), tensors, provenance, {"layers": layers})
 
 
@@ -129,9 +132,12 @@ def squat(artifact: Artifact) -> Artifact:
     recipe, size = preset("squat-2bit"), artifact.fingerprint.geometry.head_size
     specs = codec.all_specs(recipe, artifact.fingerprint.geometry).items()
     tensors = {name: torch.zeros(*shape, dtype=kind) for name, (shape, kind) in specs}
-    side = artifact.fit["layers"][0]["value"]
+    scheme = artifact.fit["layers"][0]["value"]
     layers = [
-        {"key": side | {"query_deviation": [(1 - rank / size) / (9 - n) for rank in range(1, size + 1)]}, "value": side}
+        {
+            "key": scheme | {"query_deviation": [(1 - rank / size) / (9 - n) for rank in range(1, size + 1)]},
+            "value": scheme,
+        }
         for n in range(artifact.fingerprint.geometry.layers)
     ]
     return replace(artifact, recipe=recipe, tensors=tensors, fit={"layers": layers})

@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 
-from kvq_calib import budget
 from kvq_calib.fit.allocate import choose
-from kvq_runtime import codec
+from kvq_calib.run import budget
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.memory import asymptotic_bits
-from kvq_runtime.recipe import HALVES, Recipe
+from kvq_runtime.recipe import ROLES, Recipe
+from kvq_runtime.store.memory import asymptotic_bits
 
 GEOMETRY = Geometry(4, 2, 64)
 
@@ -65,12 +64,12 @@ def test_a_budget_below_the_cheapest_is_refused():
 
 def curves(weights) -> list[dict[str, list[float]]]:
     """What measuring would find if every layer's error were its weight times 4^-bits: own first, as measured."""
-    left = [4.0 ** -codec.bits(side, GEOMETRY) for side in budget.options(GEOMETRY)]
-    return [{half: [0.0, *(weight * part for part in left)] for half in HALVES} for weight in weights]
+    left = [4.0 ** -scheme.bits(128, GEOMETRY) for scheme in budget.options(GEOMETRY)]
+    return [{role: [0.0, *(weight * part for part in left)] for role in ROLES} for weight in weights]
 
 
 def bits_of(recipe: Recipe, layer: int) -> float:
-    return sum(codec.bits(recipe.side(layer, half), GEOMETRY) for half in HALVES) / 2
+    return sum(recipe.scheme(layer, role).bits(128, GEOMETRY) for role in ROLES) / 2
 
 
 @pytest.mark.parametrize("asked", [0.3, 1.25, 2.1, 3.1, 5.9])
@@ -82,7 +81,6 @@ def test_the_budget_is_kept_and_used(asked):
     assert asymptotic_bits(chosen, GEOMETRY) > asked - 0.05
     assert promised > 0 and chosen.name == f"auto-{asked:g}bit" and sorted(chosen.layers) == [0, 1, 2, 3]
     assert Recipe.from_json(chosen.to_json()) == chosen
-    assert len({pair[0].window for pair in chosen.layers.values()} | {chosen.key.window}) == 1
 
 
 def test_a_layer_a_hundred_times_as_sensitive_gets_more_bits():
@@ -94,7 +92,7 @@ def test_a_layer_a_hundred_times_as_sensitive_gets_more_bits():
 
 
 def test_every_setting_shares_the_prediction_and_the_window():
-    sides = budget.options(GEOMETRY)
-    costs = [codec.bits(side, GEOMETRY) for side in sides]
-    assert costs == sorted(costs) and len({side.predict for side in sides}) == 1
-    assert {side.quantize.kind for side in sides} == {"mixed", "grid"}
+    schemes = budget.options(GEOMETRY)
+    costs = [scheme.bits(128, GEOMETRY) for scheme in schemes]
+    assert costs == sorted(costs) and len({scheme.predict for scheme in schemes}) == 1
+    assert {scheme.quantize.kind for scheme in schemes} == {"mixed", "grid"}

@@ -2,23 +2,31 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 
-from kvq_calib import budget, cli, corpus, models
-from kvq_calib import plan as plans
-from kvq_calib import run as runs
-from kvq_calib.capture import Stream
+from kvq_calib.cli import calibrate as cli
 from kvq_calib.job import Job
-from kvq_runtime import artifact, codec, registry, rope
-from kvq_runtime.codec import Context
-from kvq_runtime.memory import asymptotic_bits
-from kvq_runtime.recipe import HALVES
+from kvq_calib.model import find as models
+from kvq_calib.model.streamed import Stream
+from kvq_calib.run import budget
+from kvq_calib.run import calibrate as runs
+from kvq_calib.run import plan as plans
+from kvq_calib.run.run import Run
+from kvq_calib.text import corpus
+from kvq_runtime.artifact import artifact
+from kvq_runtime.codec import codec
+from kvq_runtime.codec.codec import Context
+from kvq_runtime.ops import rope
+from kvq_runtime.recipe import ROLES
+from kvq_runtime.registry import resolve as registry
+from kvq_runtime.store.memory import asymptotic_bits
 
-pytestmark = pytest.mark.xdist_group("budget")  # one worker calibrates for all
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("budget")]  # one worker calibrates for all
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +54,8 @@ def asked(model: Path, folder: Path, bits=(1.5,), **settings) -> Job:
     return Job(str(model), bits=bits, corpus=str(model / "corpus.txt"), run=str(folder), **given)
 
 
-def a_run(job: Job, **settings) -> runs.Run:
-    files, plan = job.prepare()
-    return runs.Run(plan, files, job.folder(plan), **settings)
+def a_run(job: Job, **settings) -> Run:
+    return replace(job.prepare(), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +73,20 @@ def test_choosing_lowers_the_error_at_no_more_bits(undisturbed):
         noted = found.fit["budget"]
         assert asymptotic_bits(found.recipe, found.fingerprint.geometry) <= bits == noted["bits"]
         assert noted["round"] > 0 and noted["rounds"][noted["round"]] == min(noted["rounds"]) < noted["rounds"][0]
-        own = sum(layer[half]["attention_error"] for layer in found.fit["layers"] for half in HALVES)
+        own = sum(layer[role]["attention_error"] for layer in found.fit["layers"] for role in ROLES)
         assert own == pytest.approx(min(noted["rounds"]))
-        unpredicted = codec.bits(found.recipe.side(0, "value"), found.fingerprint.geometry)
-        assert unpredicted >= max(codec.bits(found.recipe.side(n, "value"), found.fingerprint.geometry) for n in (1, 2))
+        unpredicted = found.recipe.scheme(0, "value").bits(128, found.fingerprint.geometry)
+        assert unpredicted >= max(found.recipe.scheme(n, "value").bits(128, found.fingerprint.geometry) for n in (1, 2))
 
 
+@pytest.mark.slow
 def test_a_budget_alone_has_the_bytes_it_has_among_others(model, undisturbed, tmp_path):
     alone = runs.calibrate(a_run(asked(model, tmp_path)))
     assert artifact.to_bytes(alone["auto-1.5bit"]) == undisturbed[1]["auto-1.5bit"]
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_what_is_measured_is_the_share_of_the_stream_that_is_error(undisturbed, half):
+@pytest.mark.parametrize("role", ROLES)
+def test_what_is_measured_is_the_share_of_the_stream_that_is_error(undisturbed, role):
     """The error of the artifact's own first layer, with a plain softmax in float64."""
     work, made = undisturbed
     found, plan = artifact.from_bytes(made["auto-1.5bit"]), work.plan
@@ -88,18 +96,18 @@ def test_what_is_measured_is_the_share_of_the_stream_that_is_error(undisturbed, 
     captured = stream.layer(0).forward(hidden, queries=True)
     heads = {"q": captured.q_NTC, "key": captured.k_NTC, "value": captured.v_NTC}
     exact = {name: x.unflatten(-1, (-1, 16)).transpose(1, 2) for name, x in heads.items()}  # type: ignore[union-attr]
-    made_codec = codec.build(found.recipe, plan.geometry, found.tensors)[0][HALVES.index(half)]
-    x = heads[half].clone()
+    made_codec = codec.build(found.recipe, plan.geometry, found.tensors)[0][ROLES.index(role)]
+    x = heads[role].clone()
     x[:, :4] = x[:, 4:5]  # in the place of sinks, which are kept exact
     blocks = x.reshape(-1, 128, x.shape[-1])
     back = made_codec.restore(made_codec.decode(made_codec.encode(blocks, Context()), Context()).float(), Context())
-    back = torch.cat([heads[half][:, :4], back.reshape(x.shape)[:, 4:]], 1)
-    decoded = exact | {half: back.unflatten(-1, (-1, 16)).transpose(1, 2)}
+    back = torch.cat([heads[role][:, :4], back.reshape(x.shape)[:, 4:]], 1)
+    decoded = exact | {role: back.unflatten(-1, (-1, 16)).transpose(1, 2)}
     outs = [attended(given, stream.rope(plan.seq_len)) for given in (decoded, exact)]
     weight = work.files.tensor("model.layers.0.self_attn.o_proj.weight").double()
     error = ((outs[0] - outs[1]) @ weight.mT).square().sum(-1)
     energy = (hidden.double() + outs[1] @ weight.mT).square().sum(-1)
-    noted = found.fit["layers"][0][half]["attention_error"]
+    noted = found.fit["layers"][0][role]["attention_error"]
     assert noted == pytest.approx(float((error / energy).mean()), rel=1e-3) and noted > 1e-6
 
 
@@ -116,6 +124,7 @@ class Killed(BaseException):
     """Stands for a process that ends at this point."""
 
 
+@pytest.mark.slow
 def test_interrupted_in_every_round_it_resumes_to_the_same_bytes(model, undisturbed, tmp_path):
     heard = []
     runs.calibrate(a_run(asked(model, tmp_path / "count", bits=(1.5, 2.5)), listener=heard.append))
@@ -137,6 +146,7 @@ def test_interrupted_in_every_round_it_resumes_to_the_same_bytes(model, undistur
         assert again == undisturbed[1]
 
 
+@pytest.mark.slow
 def test_a_budget_is_published_beside_another_recipe_with_what_was_chosen(model, capsys):
     given = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "128"]
     given += ["--recipe", "auto", "--bits", "1.5", "--recipe", "aqua-2bit", "--json"]
@@ -170,9 +180,10 @@ def test_what_cannot_be_is_refused(model, capsys, arguments, says):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_flow_makes_the_same_bytes_as_the_process(model, undisturbed, monkeypatch, tmp_path):
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
-    from kvq_calib import flow
+    from kvq_calib.flow import flow
 
     there, _ = flow.run(asked(model, tmp_path / "there"))
     assert [made.sha256 for made in there] == [hashlib.sha256(undisturbed[1]["auto-1.5bit"]).hexdigest()]

@@ -13,10 +13,12 @@ import torch
 from filelock import FileLock
 from patience import held, until
 
-from kvq_calib import checkpoint, models
-from kvq_calib import plan as plans
-from kvq_calib import run as runs
-from kvq_runtime import artifact, codec
+from kvq_calib.model import find as models
+from kvq_calib.run import calibrate as runs
+from kvq_calib.run import checkpoint
+from kvq_calib.run import plan as plans
+from kvq_calib.run.run import Run
+from kvq_runtime.artifact import artifact
 from kvq_runtime.recipe import preset
 
 RECIPES = ("aqua-2bit", "aqua-2bit-agnostic", "aqua-2bit-post", "aqua-2bit-below-1-2", "aqua-klt-1bit")
@@ -30,11 +32,11 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def a_run(model: Path, folder: Path, names=RECIPES, **settings) -> runs.Run:
+def a_run(model: Path, folder: Path, names=RECIPES, **settings) -> Run:
     files = models.resolve(str(model))
     given = {"samples": 10, "seq_len": 256, "held_out": 2} | settings
     made = plans.make(files, tuple(preset(name) for name in names), str(model / "corpus.txt"), **given)
-    return runs.Run(made, files, folder)
+    return Run(made, files, folder)
 
 
 def digests(fitted) -> dict[str, bytes]:
@@ -57,6 +59,7 @@ class Killed(BaseException):
     """Stands for a process that ends at this point: nothing that follows is run."""
 
 
+@pytest.mark.slow
 def test_interrupted_in_every_stage_of_every_layer_it_resumes_to_the_same_bytes(model, undisturbed, tmp_path):
     stages = 0
 
@@ -69,19 +72,20 @@ def test_interrupted_in_every_stage_of_every_layer_it_resumes_to_the_same_bytes(
     for limit in (0, 3, 11, 20, 33, 47):
         seen = 0
         work = a_run(model, tmp_path / str(limit))
-        broken = runs.Run(work.plan, work.files, work.folder, stop_later)
+        broken = Run(work.plan, work.files, work.folder, stop_later)
         with pytest.raises(Killed):
             runs.calibrate(broken)
         begun = []
-        again = runs.Run(work.plan, work.files, work.folder, lambda p, begun=begun: begun.append(p.layer))
+        again = Run(work.plan, work.files, work.folder, lambda p, begun=begun: begun.append(p.layer))
         assert digests(runs.calibrate(again)) == undisturbed, f"stopped after {limit} units"
         stages += begun[0] > 0
     assert stages > 0, "no run went on above the first layer"
 
 
+@pytest.mark.slow
 def test_killed_with_signal_9_it_resumes_to_the_same_bytes(model, undisturbed, tmp_path):
     program = (
-        "import sys; from kvq_calib.cli import main; "
+        "import sys; from kvq_calib.cli.calibrate import main; "
         f"sys.exit(main(['--model', {str(model)!r}, '--corpus', {str(model / 'corpus.txt')!r}, '--samples', '10', "
         f"'--seq-len', '256', '--held-out', '2', '--run', {str(tmp_path / 'run')!r}, '--json', '--no-eval', "
         + ", ".join(f"'--recipe', '{name}'" for name in RECIPES)
@@ -124,7 +128,7 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
             raise Killed
 
     with pytest.raises(Killed):
-        runs.calibrate(runs.Run(work.plan, work.files, work.folder, stop))
+        runs.calibrate(Run(work.plan, work.files, work.folder, stop))
     victim = next((tmp_path / "layer-0001").glob("hidden-*"))
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
@@ -178,13 +182,13 @@ def test_the_bits_that_the_fit_finds_are_in_the_recipe(undisturbed):
     made = artifact.from_bytes(undisturbed["aqua-klt-1bit"])
     asked, geometry = preset("aqua-klt-1bit"), made.fingerprint.geometry
     assert sorted(made.recipe.layers) == list(range(geometry.layers))
-    schedules = {side.quantize.counts for pair in made.recipe.layers.values() for side in pair}
+    schedules = {scheme.quantize.counts for pair in made.recipe.layers.values() for scheme in pair}
     assert len(schedules) > 2 and () not in schedules
     for layer in range(geometry.layers):
-        for half in ("key", "value"):
-            found, wanted = made.recipe.side(layer, half), asked.side(layer, half)
-            assert codec.bits(found, geometry) == codec.bits(wanted, geometry)
+        for role in ("key", "value"):
+            found, wanted = made.recipe.scheme(layer, role), asked.scheme(layer, role)
+            assert found.bits(128, geometry) == wanted.bits(128, geometry)
     for layer in made.fit["layers"][1:]:
-        for half in ("key", "value"):
-            left = 1 - layer[half]["explained_variance"]
-            assert layer[half]["relative_error"] < 0.36 * left, "no better than one bit for every channel"
+        for role in ("key", "value"):
+            left = 1 - layer[role]["explained_variance"]
+            assert layer[role]["relative_error"] < 0.36 * left, "no better than one bit for every channel"

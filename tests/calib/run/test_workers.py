@@ -11,9 +11,10 @@ import pytest
 import tiny
 
 from kvq_calib import job
-from kvq_calib import run as runs
 
-workers = pytest.importorskip("kvq_calib.workers", reason="the extra `scale` is not installed", exc_type=ImportError)
+workers = pytest.importorskip(
+    "kvq_calib.run.workers", reason="the extra `scale` is not installed", exc_type=ImportError
+)
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
@@ -62,8 +63,7 @@ def test_two_of_which_all_are_killed_in_every_layer_make_the_same_bytes(model, a
 
 
 def test_results_come_in_order_errors_as_they_are_and_a_dead_workers_chunk_again(model, tmp_path):
-    files, plan = a_job(model, tmp_path).prepare()
-    run = runs.Run(plan, files, tmp_path)
+    run = replace(a_job(model, tmp_path).prepare(), folder=tmp_path)
 
     def task(folder: Path, index: int) -> int:
         if index == 1 and not (folder / "died").exists():
@@ -73,23 +73,22 @@ def test_results_come_in_order_errors_as_they_are_and_a_dead_workers_chunk_again
             raise ValueError("seven is refused")
         return index
 
-    with workers.hired(run, 2) as spread:
-        assert list(spread(task, tmp_path, range(6))) == list(range(6))
+    with workers.ray_executor(run, 2) as execute:
+        assert list(execute(task, tmp_path, range(6))) == list(range(6))
         assert (tmp_path / "died").exists()
         with pytest.raises(ValueError, match="seven is refused"):
-            list(spread(task, tmp_path, range(6, 9)))
+            list(execute(task, tmp_path, range(6, 9)))
 
 
 def test_a_worker_elsewhere_is_refused(model, tmp_path):
-    files, plan = a_job(model, tmp_path).prepare()
-    run = runs.Run(plan, files, tmp_path)
+    run = replace(a_job(model, tmp_path).prepare(), folder=tmp_path)
     with pytest.raises(RuntimeError, match="does not see"):
-        workers.arrive(run, "mark")
+        workers.check_worker(run, "mark")
     (tmp_path / workers.MARK).write_text("another")
     with pytest.raises(RuntimeError, match="does not see"):
-        workers.arrive(run, "mark")
+        workers.check_worker(run, "mark")
     (tmp_path / workers.MARK).write_text("mark")
-    workers.arrive(run, "mark")
-    other = replace(plan, environment=plan.environment | {"torch": "1.0"})
+    workers.check_worker(run, "mark")
+    other = replace(run.plan, environment=run.plan.environment | {"torch": "1.0"})
     with pytest.raises(RuntimeError, match=r"torch differ"):
-        workers.arrive(replace(run, plan=other), "mark")
+        workers.check_worker(replace(run, plan=other), "mark")

@@ -18,9 +18,10 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from kvq_calib import corpus, stdlib_text
-from kvq_calib.parts import part
-from kvq_calib.sources import SEPARATOR, of
+from kvq_calib.text import corpus
+from kvq_calib.text import stdlib as stdlib_text
+from kvq_calib.text.documents import SEPARATOR, of
+from kvq_calib.text.split import part
 
 
 def _texts(count: int = 80, words: int = 120) -> list[str]:
@@ -234,7 +235,7 @@ def test_docstrings_are_those_that_python_has():
 
 
 def test_without_docstrings_or_sources_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    code = "from kvq_calib import stdlib_text; stdlib_text.documents()"
+    code = "from kvq_calib.text import stdlib; stdlib.documents()"
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "run without -OO" in done.stderr.splitlines()[-1]
     monkeypatch.setattr(stdlib_text.sysconfig, "get_path", lambda _: str(tmp_path))

@@ -1,0 +1,40 @@
+"""Every stage that is fitted has a module of its own module's name, in a package that fits it."""
+
+import pytest
+
+from kvq_calib.fit.scheme import SchemeFit
+from kvq_runtime.fit.fitting import Fitting, fit_module
+from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.recipe import ROLES, Recipe, Scheme, presets
+from kvq_runtime.stages.stage import Stage
+
+FIELDS = set(Statistics.__dataclass_fields__) - {"mean_C", "seed"}
+
+
+def stages(recipe: Recipe) -> list[Stage]:
+    """The stages with tensors of a fit, of every scheme, in a layer with others underneath and in the first."""
+    first = [scheme.predictor(0, role) for pair in recipe.pairs for role, scheme in zip(ROLES, pair, strict=True)]
+    found = [stage for scheme in recipe.schemes for _, stage in scheme.stages] + [one for one in first if one]
+    return [stage for stage in found if "fit" in stage.needs]
+
+
+@pytest.mark.parametrize("fitting, online", [(SchemeFit, False), (Fitting, True)])
+def test_every_fitted_stage_is_found_and_names_fields_that_there_are(fitting, online):
+    recipes = [recipe for recipe in presets().values() if recipe.fits_prompt == online]
+    fitted = {stage for recipe in recipes for stage in stages(recipe)}
+    assert len({stage.kind for stage in fitted}) >= (3 if online else 8)
+    for stage in fitted:
+        module = fit_module(stage, fitting.packages)
+        assert set(module.statistics(stage)) <= FIELDS and callable(module.solve), stage
+
+
+def test_a_stage_that_nobody_fits_is_named():
+    scheme: Scheme = presets()["kvquant-3bit"].key
+    with pytest.raises(ValueError, match=r"nuq cannot be fitted here: there is no kvq_runtime\.fit\.nuq"):
+        fit_module(scheme.quantize, ["kvq_runtime.fit"])
+
+
+def test_a_calibrations_own_fit_comes_before_the_runtimes():
+    kmeans, scales = presets()["polar-paper-fitted"].key.quantize, presets()["zipcache-2bit"].value.quantize
+    assert fit_module(kmeans, SchemeFit.packages).__name__ == "kvq_calib.fit.polar"
+    assert fit_module(scales, SchemeFit.packages).__name__ == "kvq_runtime.fit.separable"

@@ -1,0 +1,44 @@
+"""Settings of the attention kernel describe the scheme they are made from, for every recipe that has a kernel."""
+
+import pytest
+
+pytest.importorskip("triton")
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.kernels.attend import settings
+from kvq_runtime.kernels.attend.layout import layout
+from kvq_runtime.ops import pack
+from kvq_runtime.recipe import preset, presets
+
+READERS = (
+    settings.RtnSettings,
+    settings.GroupSettings,
+    settings.ChannelSettings,
+    settings.CodebookSettings,
+    settings.PolarSettings,
+)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_has_what_a_tile_has(reader):
+    """By the same names and in the same places: code that is not of one reader takes the settings of any."""
+    count = len(settings.TileSettings._fields)
+    assert reader._fields[:count] == settings.TileSettings._fields
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_slots_are_a_head_or_a_group(size):
+    geometry, seen = Geometry(1, 2, size), set()
+    for recipe in map(preset, presets()):
+        for scheme, position in ((recipe.key, recipe.position), (recipe.value, "post")):
+            made = layout(scheme, recipe.window.block, geometry, position)
+            if made is None:
+                continue
+            read = made.settings
+            assert (read.GROUP if made.per_channel else size) == read.SLOTS * read.COLUMNS
+            assert max(16, read.COLUMNS) <= read.P and read.P & (read.P - 1) == 0
+            seen.add(type(read))
+            if isinstance(read, settings.PolarSettings):
+                runs = {(level.RUN, level.BITS): level.COUNT for level in read.LEVELS}
+                assert sum(pack.packed_size(count, bits) for (_, bits), count in runs.items()) == read.BYTES
+                assert sum(runs.values()) == size - (size >> len(read.LEVELS))
+    assert seen == set(READERS)

@@ -1,0 +1,152 @@
+"""A policy that nobody has heard of, defined in this file, works in a cache: every hook, undo, crop, rows, memory."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from feeding import GEOMETRY, RECIPES, feed, feed_in, make, same, state, tensors
+from owned_bytes import owned
+from torch import Tensor
+
+from kvq_runtime import recipe as recipes
+from kvq_runtime.attention.fused import refusal
+from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.layer import LayerStore, Slab
+from kvq_runtime.store.step import Step
+
+
+@dataclass(frozen=True)
+class Patience(PolicySetting):
+    """Encode a block when it has been due for `passes` forward passes; store its largest key beside it."""
+
+    kind: ClassVar[str] = "patience"
+    arrival_dependent: ClassVar[bool] = True
+    passes: int = 2
+
+    def policy(self, cache: CacheParts) -> Policy:
+        return PatiencePolicy(self, cache)
+
+    def extra_bits(self, role, dtype) -> float:
+        return 8 * dtype.itemsize / (16 * GEOMETRY.width) if role == "key" else 0.0
+
+
+class PatiencePolicy(Policy):
+    def __init__(self, setting: Patience, cache: CacheParts):
+        self.setting, self.cache = setting, cache
+        self.waited = torch.zeros(0)  # passes, by row: as if rows could differ
+        self.calls: list[str] = []
+
+    def begin(self, step: Step) -> None:
+        self.calls.append(f"begin {step.before} {step.count}")
+        step.on_undo(self._restore, self.waited)
+        if not len(self.waited):
+            self.waited = torch.zeros(step.batch)
+        due = any(store.beyond(store.recent, step.count) for store in self.cache.stores.values())
+        self.waited = self.waited + 1 if due else torch.zeros_like(self.waited)
+
+    def may_encode(self, layer: int) -> bool:
+        return bool((self.waited >= self.setting.passes).all())
+
+    def extra_fields(self, layer: int, store: LayerStore) -> Slab:
+        return {"largest": store.window_2BTC[0, :, : store.window.block].amax((1, 2))[:, None]}
+
+    def end(self, step: Step) -> None:
+        self.calls.append(f"end {sorted(step.done)}")
+
+    def crop(self, length: int) -> None:
+        self.calls.append(f"crop {length}")
+        self.waited = self.waited[:0] if length == 0 else self.waited
+
+    def reorder(self, rows: Tensor) -> None:
+        self.waited = self.waited[rows]
+
+    def bytes(self) -> dict[str, int]:
+        return {"patience": self.waited.untyped_storage().nbytes()}
+
+    def _restore(self, waited: Tensor) -> None:
+        self.waited = waited
+
+
+BASE = RECIPES["higgs-2bit"]  # blocks of 16, 12 recent tokens
+PATIENT = replace(BASE, name="patient", policies=(Patience(),)).check()
+
+
+def test_blocks_wait_and_carry_what_the_policy_stores():
+    x, cache = tensors(100), make(PATIENT)
+    feed_in(cache, x, [28, 4])  # a block is due after the first pass; in the second it has waited once
+    assert cache.layers[0].blocks == 0 and cache.policies[0].calls == ["begin 0 28", "end [0, 1, 2]", "begin 28 4",
+                                                                       "end [0, 1, 2]"]  # fmt: skip
+    feed_in(cache, x, [1])
+    for layer, store in cache.layers.items():
+        assert store.blocks == 1
+        assert torch.equal(store.fields(2, 0, 1)["largest"][:, 0, 0], x[layer, 0, :, :16].amax((1, 2)))
+    report = cache.memory_report()
+    assert report.total_bytes == sum(owned(cache).values())
+    assert report.parts["patience"] == 2 * 4 and report.parts["largest"] == 3 * 2 * 4
+    assert report.asymptotic_bits == make(BASE).memory_report().asymptotic_bits + 16 / (2 * 16 * GEOMETRY.width) * 2
+
+
+def test_a_pass_that_fails_or_stops_is_undone():
+    x, cache, other = tensors(100), make(PATIENT), make(PATIENT)
+    for each in (cache, other):
+        feed_in(each, x, [28, 4])
+    broken = x.clone()
+    broken[2, 0, 1, 32] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        feed(cache, broken, 32, 33)  # two layers have encoded a block
+    assert cache.layers[0].blocks == 0 and torch.equal(cache.policies[0].waited, other.policies[0].waited)
+    feed(cache, tensors(100, seed=4), 32, 60, layers=[0, 1])
+    assert cache.length == 32
+    assert cache.memory_report().parts["undo"] > 0
+    for each in (cache, other):
+        feed_in(each, x, [3, 1, 20, 1, 1, 1])
+    assert cache.layers[0].blocks == 2 and same(state(cache), state(other))
+    assert "undo" not in cache.memory_report().parts and cache.reencoded == 0
+
+
+def test_it_follows_crops_and_rows():
+    x, rows = tensors(100), torch.tensor([1, 1, 0])
+    cache, other = make(PATIENT), make(PATIENT)
+    feed_in(cache, x, [28, 4, 1])
+    cache.reorder(rows)
+    feed_in(other, x[:, :, rows], [28, 4, 1])
+    for each in (cache, other):
+        feed_in(each, x[:, :, rows], [30, 1, 1])
+        each.crop(20)
+        assert each.policies[0].calls[-1] == "crop 20" and each.reencoded == 4
+        feed_in(each, x[:, :, rows], [30, 1])
+    assert same(state(cache), state(other)) and cache.memory_report().total_bytes == sum(owned(cache).values())
+    cache.crop(0)
+    feed_in(cache, x, [28])
+    assert cache.rows == 2
+
+
+def test_a_recipe_holds_it_under_the_key_for_policies(monkeypatch):
+    known = recipes.policy_kinds()
+    kinds = known | {"policies": known["policies"] | {"patience": Patience}}
+    monkeypatch.setattr(recipes, "policy_kinds", lambda: kinds)
+    stated = replace(PATIENT, policies=(Patience(3),)).to_json()
+    assert stated["policies"] == [{"kind": "patience", "passes": 3}]
+    assert Recipe.from_json(stated).policies == (Patience(3),)
+    with pytest.raises(ValueError, match="policies must be a list"):
+        Recipe.from_json(stated | {"policies": {"kind": "patience"}})
+    with pytest.raises(ValueError, match="use an object with a kind of"):
+        Recipe.from_json(stated | {"policies": [{"kind": "unknown"}]})
+    assert "policies" not in BASE.to_json()
+
+
+def test_the_kernel_reads_its_blocks_unless_it_says_why_not():
+    plain = replace(RECIPES["rtn-2bit"], policies=(Patience(),))
+    assert refusal(plain, GEOMETRY) is None
+
+    class Impatient(Patience):
+        unpacked: ClassVar[str | None] = "blocks wait for a bus"
+
+    assert "rtn-2bit, layer 0: blocks wait for a bus" in str(refusal(replace(plain, policies=(Impatient(),)), GEOMETRY))
+
+
+def test_every_policy_of_the_folder_is_found_by_its_kind():
+    kinds = {slot: sorted(classes) for slot, classes in recipes.policy_kinds().items()}
+    assert kinds == {"window": ["dynamic"], "select": ["chunks", "heavy"], "online": ["first_tokens"], "policies": []}

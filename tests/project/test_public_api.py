@@ -1,0 +1,46 @@
+"""The public names: all there, described, typed, and imported no earlier than they are used."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvq_runtime
+
+ROOT = Path(__file__).parents[2]
+
+
+def loaded(body: str) -> set[str]:
+    """The modules that a program of its own has imported at its end."""
+    code = f"import sys\n{body}\nprint(*sys.modules, sep='\\n', file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("name", kvq_runtime.__all__)
+def test_a_public_name_is_there_and_says_what_it_is(name):
+    value = getattr(kvq_runtime, name)
+    assert name in dir(kvq_runtime)
+    if name == "__version__":
+        assert isinstance(value, str) and value
+    else:
+        assert value.__name__ == name and inspect.getdoc(value)
+
+
+def test_nothing_else_is_public():
+    with pytest.raises(AttributeError, match="kvq_runtime has no attribute 'Codec'"):
+        kvq_runtime.Codec  # noqa: B018
+    assert (Path(kvq_runtime.__file__).parent / "py.typed").exists()
+
+
+def test_a_name_is_imported_on_first_use():
+    assert "torch" not in loaded("import kvq_runtime; kvq_runtime.__version__; kvq_runtime.NotFound")
+    assert "transformers" not in loaded("from kvq_runtime import Artifact, MemoryReport, load_artifact, preset")
+
+
+def test_help_does_not_wait_for_torch():
+    body = "from kvq_runtime.cli.main import main\nassert main(['--help']) == 0 and main(['pull', '--help']) == 0"
+    assert not {"torch", "huggingface_hub", "transformers"} & loaded(body)

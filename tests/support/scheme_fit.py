@@ -1,0 +1,53 @@
+"""Fit a scheme to blocks of tokens whose variances fall, and decode others with it."""
+
+import torch
+from torch import Tensor
+
+from kvq_calib.fit import rotate
+from kvq_calib.fit.scheme import Blocks, SchemeFit
+from kvq_calib.fit.statistics import Moments
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe, Scheme
+
+GEOMETRY = Geometry(2, 2, 32)
+WIDTH = GEOMETRY.width
+NOWHERE = Context()
+
+
+def low_rank(blocks: int = 24, seed: int = 0, decay: float = 0.15) -> Tensor:
+    """Tokens [blocks, 128, C] whose variances fall exponentially along a hidden basis, about a mean far from zero."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(99))).Q
+    latents = torch.randn(blocks, 128, WIDTH, generator=generator) * torch.exp(-decay * torch.arange(WIDTH))
+    return latents @ hidden.mT + 5
+
+
+def fitted(scheme: Scheme, x_NTC: Tensor, role="key", weight_EQ: Tensor | None = None) -> SchemeFit:
+    """A side of layer 0 fitted on these blocks, in two chunks, under this output projection."""
+    moments = Moments(WIDTH)
+    moments.update(x_NTC)
+    statistics = Statistics(moments.value().mean_C.float())
+    fit = SchemeFit(Recipe("test", scheme, scheme, "pre"), 0, role, GEOMETRY, statistics)
+    cut = len(x_NTC) // 2
+    chunks = [blocks(x_NTC[:cut], 0), blocks(x_NTC[cut:], cut)]
+
+    def collect(field: str):
+        if field == "metric":
+            return rotate.metric(weight_EQ, GEOMETRY)
+        return fit.merged(field, [fit.partial(field, chunk, NOWHERE) for chunk in chunks])
+
+    fit.solve(collect)
+    return fit
+
+
+def blocks(x_NTC: Tensor, first: int) -> Blocks:
+    """Blocks numbered from `first` on, of which every token counts."""
+    mask, numbers = torch.ones(x_NTC.shape[:2], dtype=torch.bool), torch.arange(first, first + len(x_NTC))
+    return Blocks(x_NTC, mask, (mask, mask), numbers)
+
+
+def decoded(made: Codec, x: Tensor) -> Tensor:
+    """What is decoded and restored of encoded blocks."""
+    return made.restore(made.decode(made.encode(x, NOWHERE), NOWHERE).float(), NOWHERE)
