@@ -10,10 +10,9 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
+import fit_grid
 import torch
 from safetensors.torch import load, save
-
-from kvq_calib.fit import codebook
 
 FILE = Path(__file__).parents[1] / "kvq_runtime" / "ops" / "grids.safetensors"
 # error per dimension of HIGGS's own grids, or of a good local minimum where they ship none
@@ -27,14 +26,14 @@ PUBLISHED = {
 }
 
 
-def build(names: list[str], effort: codebook.Effort) -> dict[str, torch.Tensor]:
+def build(names: list[str], effort: fit_grid.Effort) -> dict[str, torch.Tensor]:
     """Fit the grids of these names and print how they do on samples that they were not fitted on."""
     grids = {}
     for name in names:
         dim, size = (int(part[1:]) for part in name.split("_"))
         begun = time.perf_counter()
-        grid = grids[name] = codebook.fit(dim, size, effort)
-        error = codebook.error(codebook.gaussian(dim, 21, seed=1_000_003), grid)
+        grid = grids[name] = fit_grid.fit(dim, size, effort)
+        error = fit_grid.error(fit_grid.gaussian(dim, 21, seed=1_000_003), grid)
         digest = sha256(grid.numpy().tobytes()).hexdigest()
         print(
             f"{name}: {error:.5f} per dimension, published {PUBLISHED[name]:.5f} ({error / PUBLISHED[name] - 1:+.2%})"
@@ -48,7 +47,7 @@ def main() -> None:
     if unknown := [name for name in names if name not in PUBLISHED]:
         raise SystemExit(f"no grids named {unknown}; there are {sorted(PUBLISHED)}")
     kept = load(FILE.read_bytes()) if FILE.exists() else {}
-    FILE.write_bytes(save(kept | build(names, codebook.Effort())))
+    FILE.write_bytes(save(kept | build(names, fit_grid.Effort())))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq_calib import commands, compare, models
-from kvq_calib.ledger import code
+from kvq_calib.cli import commands
+from kvq_calib.evaluate import compare
+from kvq_calib.evaluate.ledger import code
+from kvq_calib.model import find as models
 from scripts.compare_page import BUDGETS, Model, page
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -1,31 +1,32 @@
-"""Say in tables what the recipes of a comparison cost, at equal bits too, and where what the papers say holds."""
+"""Write docs/compare.md: tables of what recipes cost, also at equal bits, and whether the papers' claims hold."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvq_calib import compare
-from kvq_calib.plots import size_of
-from kvq_calib.tables import comparison, relative
-from kvq_runtime.table import cell
+from kvq_calib.report.plots import size_of
+from kvq_calib.report.tables import comparison, relative
+from kvq_runtime.cli.table import cell
+from kvq_runtime.recipe import family
 
 BUDGETS = (1.25, 2.1, 3.1)
 ABOUT = """
-`make compare` measures and writes this page. Every token but the first 4 of a window is encoded, of all recipes alike
-(`--sinks 4 --recent 0`), in steps of 32 tokens. Blocks wait until they are full: of 128 tokens, of 32 in `subkv-*` and
-`kivi-2bit-r32`; SubKV's window may keep more. Bits are those of keys and values together, scales and all metadata
-included: asymptotic, of a cache that holds a window, and one of 4096 tokens; where a recipe holds a part of the tokens,
-of those seen. Predictors and bases, which an artifact holds once for all sequences, are not in them. Attention: squared
-error of its output over its energy, mean over layers; none where tokens are chosen. H2O's fifth of such short windows
-fills one block or none, so that its recipes cost what the missing tokens cost. Models this small have no massive
-outliers and short contexts: what ranks here may not rank so on a model of 7 billion parameters.
+`make compare` measures and writes this page. For all recipes alike the first 4 tokens stay exact and there is no recent
+window (`--sinks 4 --recent 0`); tokens arrive in steps of 32. A block is encoded when it is full, so that the newest 1
+to 128 tokens still stay exact (1 to 32 in `subkv-*` and `kivi-2bit-r32`, whose blocks have 32 tokens; SubKV's window
+may keep more). Bits are those of keys and values together, scales and all metadata included: asymptotic, of a cache
+that holds a window, and of one of 4096 tokens; where a recipe holds a part of the tokens, per token seen. Predictors
+and bases, which an artifact holds once for all sequences, are not included. Attention: squared error of its output over
+its energy, mean over layers; empty where tokens are evicted or selected. H2O's fifth of such short windows fills one
+block or none, so that its recipes cost what the evicted tokens cost. Models this small have no massive outliers and
+short contexts: rankings here may not hold for a model of 7 billion parameters.
 """
 EQUAL = """
 Of the recipes that combine papers, or choose bits by layer (`auto`), the one with the lowest perplexity within the
-budget, and at most a tenth below it; beside it each paper's own recipe of the fewest bits that are no fewer.
-Perplexity is against 16 bit, then KL divergence; in bold where the paper's is the better one. Perplexities within the
-standard error of 16 bit's differ by chance, and may be lower than it; divergences do not. What is ours of a paper
-(PolarQuant to the last level, water-filled SVDq) counts as the paper's.
+budget, and at most a tenth below it; beside it, of each paper, the recipe of the fewest bits that has at least as many.
+Perplexity is relative to 16 bit, then KL divergence; in bold where the paper's is better. Perplexities within the
+standard error of 16 bit's differ by chance, and may be lower than it; divergences do not. Our variants of a paper's
+method (PolarQuant to the last level, water-filled SVDq) count as the paper's.
 """
 # the five papers, by their files of kvq_runtime/recipes, and how names of recipes of several papers begin
 PAPERS = {"aqua": "AQUA-KV", "squat": "SQuat", "polar": "PolarQuant", "svdq": "SVDq", "subkv": "SubKV"}
@@ -47,9 +48,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says: the recipe `better` diverges less than `worse`."""
+    """A claim of a paper: the recipe `better` diverges less than `worse`."""
 
-    said: str
+    text: str
     better: str
     worse: str
 
@@ -66,12 +67,13 @@ CLAIMS = (
     Claim("SQuat: keys before RoPE are better still", "squat-pre-2bit", "squat-2bit"),
     Claim("SubKV: a window that attention keeps beats KIVI's, in its blocks", "subkv-2bit", "kivi-2bit-r32"),
     Claim("KVQuant: fitted points before RoPE and outliers beat KIVI", "kvquant-2bit", "kivi-2bit"),
+    Claim("ZipCache: channel scales beat groups of channels, in fewer bits", "zipcache-2bit", "rtn-2bit"),
     Claim("PolarQuant: angles beat KIVI", "polar-paper", "kivi-2bit"),
     Claim("PolarQuant: codebooks of the prompt beat those of the exact density", "polar-online", "polar-paper"),
     Claim("TurboQuant: an optimal scalar grid beats PolarQuant", "turboquant-3bit", "polar-paper"),
     Claim("SVDq: latent channels of mixed bits beat KIVI (2-bit keys, 4-bit values)", "svdq-2bit-v4", "kivi-2bit"),
     Claim("SVDq: a basis of the prompt beats KIVI too", "svdq-online-2bit-v4", "kivi-2bit"),
-    Claim("GEAR: low rank and outliers mend KIVI's rounding", "gear-2bit", "kivi-2bit"),
+    Claim("GEAR: low rank and outliers correct KIVI's rounding", "gear-2bit", "kivi-2bit"),
     Claim("here: water-filling beats SVDq's fixed schedule", "svdq-wf-2bit-v4", "svdq-2bit-v4"),
     Claim("here: the mean is worth removing", "mean-higgs-2bit", "higgs-2bit"),
     Claim("here: bases of AQUA-KV's residuals beat its grid", "aqua-klt-2bit", "aqua-2bit"),
@@ -128,9 +130,7 @@ def rivals(results: Sequence[Mapping[str, Any]], budget: float) -> dict[str, str
         own = [
             one
             for one in results
-            if one not in combined
-            and compare.family(one["recipe"]) == file
-            and bits[one["recipe"]] >= bits[best["recipe"]]
+            if one not in combined and family(one["recipe"]) == file and bits[one["recipe"]] >= bits[best["recipe"]]
         ]
         if own:
             row[paper] = _offer(min(own, key=lambda one: (bits[one["recipe"]], one["perplexity"])), best)
@@ -148,7 +148,7 @@ def _verdicts(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> str:
     """A row a claim, a column a model: whether it holds there, and what both sides cost at which bits."""
     rows = []
     for claim in CLAIMS:
-        row = {"claim": claim.said, "recipes": f"{claim.better} / {claim.worse}"}
+        row = {"claim": claim.text, "recipes": f"{claim.better} / {claim.worse}"}
         for model, records in found.items():
             results = {one["result"]["recipe"]: one["result"] for one in records}
             if claim.better in results and claim.worse in results:
@@ -158,8 +158,8 @@ def _verdicts(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> str:
         if len(row) > 2:
             rows.append(row)
     return (
-        "KL divergence from the 16-bit model, nats per token, of both sides. No difference: within 5%, at the same "
-        "bits. Undecided: the one that should be better diverges more, and holds fewer bits.\n\n" + _table(rows)
+        "KL divergence from the 16-bit model, nats per token, of both recipes. No difference: within 5%, at the same "
+        "bits. Undecided: the one that should be better diverges more, but has fewer bits.\n\n" + _table(rows)
     )
 
 

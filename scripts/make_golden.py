@@ -2,28 +2,31 @@
 
     python scripts/make_golden.py            writes what is missing in artifacts/golden/v1; never changes what is there
 
-An artifact that was published once must load and decode to the same numbers for ever: `tests/test_golden.py` reads all
-files here. The model is no model: keys and values are a fixed chain of sines, so that nothing has to be kept to
-make them again.
+An artifact that was published once must load and decode to the same numbers for ever:
+`tests/artifact/test_golden.py` reads all files here. The model is no model: keys and values are a fixed
+chain of sines, so that nothing has to be kept to make them again.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvq_calib.fit import metric
-from kvq_calib.fit.layer import SideFit, blocks
-from kvq_calib.fit.query import Gathered
-from kvq_calib.statistics import Moments
-from kvq_runtime import artifact
-from kvq_runtime.codec import Context, build
-from kvq_runtime.fingerprint import Fingerprint, probe
+from kvq_calib.fit import rotate
+from kvq_calib.fit.feedback import QuerySums
+from kvq_calib.fit.scheme import Blocks, Pair, SchemeFit, blocks
+from kvq_calib.fit.statistics import Moments
+from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.fingerprint import Fingerprint, probe
+from kvq_runtime.codec.codec import Context, build
+from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import HALVES, Recipe, Side, preset
-from kvq_runtime.rope import Rotary
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "golden" / "v1"
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
@@ -35,7 +38,7 @@ METHODS = (
     "mean-lloyd-2bit", "mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
     "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output", "kvquant-3bit",
     "polar-3bit-fitted-plain", "aqua-svdq-2bit", "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
-    "subkv-aqua-2bit", "aqua-h2o-2bit", "svdq-shadow-1.25bit-v4",
+    "subkv-aqua-2bit", "aqua-h2o-2bit", "svdq-shadow-1.25bit-v4", "zipcache-2bit", "aqua-zipcache-2bit",
 )  # fmt: skip
 
 
@@ -76,31 +79,35 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
     tables, below = rotary().tables(torch.arange(TOKENS)[None]), []
     for layer in range(GEOMETRY.layers):
         found: list[Tensor] = []
-        sides: list[Side] = []
-        for half, x_NTC in zip(HALVES, activations(layer), strict=True):
-            data = blocks(recipe, half, GEOMETRY, x_NTC, tables, range(SEQUENCES))
+        schemes: list[Scheme] = []
+        for role, x_NTC in zip(ROLES, activations(layer), strict=True):
+            data = blocks(recipe, role, GEOMETRY, x_NTC, tables, range(SEQUENCES))
             moments = Moments(GEOMETRY.width)
-            moments.update(x_NTC[:, recipe.key.sinks :])
-            side = SideFit(recipe, layer, half, GEOMETRY, moments.value(), metric.output(projection(), GEOMETRY))
+            moments.update(x_NTC[:, recipe.window.sinks :])
+            scheme = SchemeFit(recipe, layer, role, GEOMETRY, Statistics(moments.value().mean_C.float()))
             context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
-            if side.needs_statistics:
-                side.solve([side.partial(data, context)], seed=0)
-            if side.side.feedback is not None:
-                gathered = Gathered(GEOMETRY, tables, fitted=1)
-                gathered.add(0, queries(layer))
-                side.solve_feedback(gathered.value()[0])
-            if side.needs_residuals:
-                side.solve_residuals([side.residuals(data, context, 0)], seed=0)
-            sides.append(side.side)
-            fields = side.codec.encode(data.x, context)
-            found.append(side.codec.decode(fields, context))
-            tensors |= {f"layers.{layer}.{half}.{name}": tensor for name, tensor in side.tensors.items()}
-            expected |= {f"layers.{layer}.{half}.{name}": field[:1] for name, field in fields.items()}
-            expected[f"layers.{layer}.{half}.decoded"] = found[-1][:1].half().contiguous()
+            scheme.solve(partial(collected, layer, tables, scheme, data, context))
+            schemes.append(scheme.scheme)
+            fields = scheme.codec.encode(data.x, context)
+            found.append(scheme.codec.decode(fields, context))
+            tensors |= {f"layers.{layer}.{role}.{name}": tensor for name, tensor in scheme.tensors.items()}
+            expected |= {f"layers.{layer}.{role}.{name}": field[:1] for name, field in fields.items()}
+            expected[f"layers.{layer}.{role}.decoded"] = found[-1][:1].half().contiguous()
         below = [(found[0], found[1]), *below][:3]
-        if (sides[0], sides[1]) != recipe.at(layer):
-            recipe = recipe.with_sides(layer, sides[0], sides[1])
+        if (schemes[0], schemes[1]) != recipe.at(layer):
+            recipe = recipe.with_schemes(layer, schemes[0], schemes[1])
     return recipe, tensors, expected
+
+
+def collected(layer: int, tables: Pair, scheme: SchemeFit, data: Blocks, context: Context, field: str) -> Any:
+    """What a stage is fitted to: a field of Statistics, of all sequences in one chunk."""
+    if field == "queries":
+        sums = QuerySums(GEOMETRY, tables, fitted=1)
+        sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
+        return sums.value()[0]
+    if field == "metric":
+        return rotate.metric(projection(), GEOMETRY)
+    return scheme.merged(field, [scheme.partial(field, data, context)])
 
 
 def read(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -111,7 +118,7 @@ def read(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor
     for layer, codecs in enumerate(build(made.recipe, GEOMETRY, made.tensors)):
         found: list[Tensor] = []
         for codec in codecs:
-            start = f"layers.{layer}.{codec.half}."
+            start = f"layers.{layer}.{codec.role}."
             context = Context(rope=(cos, sin), keys=found[0] if found else None, below=below)
             fields = {name: stored[start + name] for name in codec.fields(torch.float32)}
             found.append(codec.decode(fields, context))
@@ -123,7 +130,7 @@ def read(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor
 def fingerprint() -> Fingerprint:
     """The fingerprint of the model that there is none of."""
     weights = {
-        f"layers.{n}.{half}.fingerprint.probe": activations(n)[i][0] for n in range(3) for i, half in enumerate(HALVES)
+        f"layers.{n}.{role}.fingerprint.probe": activations(n)[i][0] for n in range(3) for i, role in enumerate(ROLES)
     }
     probes = {name: probe(weight) for name, weight in weights.items()}
     return Fingerprint(GEOMETRY, {"rope_type": "default", "rope_theta": 10000.0}, False, probes)

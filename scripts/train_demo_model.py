@@ -3,8 +3,8 @@
     train_demo_model.py --out build/demo-model                      about 25 minutes on 2 cores
     train_demo_model.py --out build/demo-model --text a.txt b.jsonl.gz --start-from artifacts/demo-model
 
-The text is the fit part of each corpus, as `kvq_calib.corpus` splits it, so that nothing measured on held-out documents
-was seen here. Interrupted, the same command goes on where the last minute's state was saved.
+The text is the fit part of each corpus, as `kvq_calib.text.corpus` splits it, so that nothing measured on held-out
+documents was seen here. Interrupted, the same command goes on where the last minute's state was saved.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from kvq_calib import corpus
-from kvq_calib.parts import part
+from kvq_calib.text import corpus
+from kvq_calib.text.split import part
 
 END = "<|endoftext|>"
 LARGEST = 9_000_000  # bytes of the weights: they live in the repository

@@ -1,0 +1,177 @@
+"""Write docs/api.md: the public names of kvq_runtime, their signatures and docstrings.
+
+    python scripts/make_api_page.py
+
+Reads the source with `ast` and imports nothing heavy, so that a test can compare the page with what this writes.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import kvq_runtime
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "api.md"
+SECTIONS = {
+    "Serve a model": ["KVQCache", "MemoryReport"],
+    "Load an artifact": ["load_artifact", "Artifact"],
+    "Choose a recipe": ["preset", "presets", "Recipe"],
+    "Errors": ["ArtifactError", "NotFound", "Conflict"],
+    "Version": ["__version__"],
+}
+# Methods without an underscore that a public object has for other rooms of kvq, and for transformers.
+INTERNAL = {
+    "KVQCache": {"announce", "begin"},
+    "MemoryReport": {"of"},
+    "Recipe": {"at", "fits", "needs", "pairs", "policy", "schemes", "widest", "with_schemes"},
+}
+INTRODUCTION = """
+# Public API
+
+`python scripts/make_api_page.py` writes this page from docstrings.
+
+```python
+from kvq_runtime import KVQCache, load_artifact, preset
+```
+
+You may rely on these names, with the attributes and methods below, on the commands with their exit codes and `--json`
+fields, and on the [artifact format](../artifacts/README.md), of which every version loads for ever. Everything else is
+private, whatever its name: modules of `kvq_runtime` and `kvq_calib` may move or change in any version. Objects
+reached through public ones (`Scheme`, `Window`, `Fingerprint`, stages and policies of a recipe) can be read, compared
+and printed; do not construct them or import their classes.
+
+Names are imported on first use. `KVQCache` needs transformers (`pip install 'kvq-runtime[hf]'`); the others need torch,
+safetensors and huggingface-hub alone. Shapes: `B` rows, `H` KV heads, `T` tokens, `D` head size, `C` = H·D.
+"""
+
+
+def page() -> str:
+    """The text of docs/api.md."""
+    listed = [name for names in SECTIONS.values() for name in names]
+    if sorted(listed) != sorted(kvq_runtime.__all__):
+        raise ValueError(f"sections list {sorted(listed)}, kvq_runtime.__all__ is {sorted(kvq_runtime.__all__)}")
+    parts = [INTRODUCTION.strip()]
+    for title, names in SECTIONS.items():
+        parts.append(f"## {title}")
+        for name in names:
+            parts += _entry(name)
+    return "\n\n".join(parts) + "\n"
+
+
+def _entry(name: str) -> list[str]:
+    if name == "__version__":
+        return ["### `__version__`", 'Text: the installed version, such as "0.1.0"; "unknown" in a checkout.']
+    node = _definition(f"kvq_runtime.{kvq_runtime._MODULES[name]}", name)
+    if isinstance(node, ast.FunctionDef):
+        return [f"### `{name}`", *_described(name, node)]
+    if not _is_dataclass(node):
+        bases = [ast.unparse(base) for base in node.bases]
+        parts = [f"### `{name}({', '.join(bases)})`" if bases else f"### `{name}`", _markdown(node)]
+    else:
+        settings = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+        arguments = [_setting(line) for line in settings if not _class_variable(line)]
+        parts = [f"### `{name}`", _code(f"@dataclass(frozen=True)\nclass {name}", arguments, ""), _markdown(node)]
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
+            hidden = method.name in INTERNAL.get(name, set())
+            parts += [] if hidden else [f"#### `{name}.{method.name}`", *_described(name, method)]
+    return parts
+
+
+def _definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
+    """Where a name is defined: in this module, or in the one that it is imported from."""
+    path = ROOT / Path(*module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    body = ast.parse(source.read_text()).body
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
+            return _definition(str(node.module), name)
+    raise ValueError(f"{source} does not define {name}")
+
+
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def _class_variable(line: ast.AnnAssign) -> bool:
+    return "ClassVar" in ast.unparse(line.annotation)
+
+
+def _setting(line: ast.AnnAssign) -> str:
+    """A field of a dataclass as an argument, with its default."""
+    default = line.value
+    if isinstance(default, ast.Call) and ast.unparse(default.func) == "field":
+        named = {keyword.arg: ast.unparse(keyword.value) for keyword in default.keywords}
+        shown = named["default"] if "default" in named else f"{named['default_factory']}()"
+    else:
+        shown = None if default is None else ast.unparse(default)
+    return f"{ast.unparse(line.target)}: {ast.unparse(line.annotation)}" + ("" if shown is None else f" = {shown}")
+
+
+def _described(owner: str, node: ast.FunctionDef) -> list[str]:
+    kinds = [ast.unparse(decorator) for decorator in node.decorator_list]
+    annotation = "" if node.returns is None else ast.unparse(node.returns).strip("'")
+    if {"property", "cached_property"} & set(kinds):
+        return [f"Property: `{annotation}`", _markdown(node)]
+    arguments = _arguments(node)
+    if "classmethod" in kinds or (arguments and arguments[0] == "self"):
+        arguments = arguments[1:]
+    prefix = f"{owner}." if {"classmethod", "staticmethod"} & set(kinds) else ""
+    return [_code(f"{prefix}{node.name}", arguments, f" -> {annotation}"), _markdown(node)]
+
+
+def _arguments(node: ast.FunctionDef) -> list[str]:
+    """Parameters with annotations and defaults, as in the source."""
+    known = node.args
+    plain = [*known.posonlyargs, *known.args]
+    defaults = [None] * (len(plain) - len(known.defaults)) + list(known.defaults)
+    texts = [_argument(argument, default) for argument, default in zip(plain, defaults, strict=True)]
+    if known.vararg is not None:
+        texts.append(f"*{ast.unparse(known.vararg)}")
+    elif known.kwonlyargs:
+        texts.append("*")
+    texts += [_argument(*pair) for pair in zip(known.kwonlyargs, known.kw_defaults, strict=True)]
+    return texts + ([f"**{ast.unparse(known.kwarg)}"] if known.kwarg is not None else [])
+
+
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    return ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
+
+
+def _code(start: str, arguments: list[str], end: str) -> str:
+    line = f"{start}({', '.join(arguments)}){end}"
+    if len(line.splitlines()[-1]) > 100:
+        line = f"{start}(\n    " + ",\n    ".join(arguments) + f",\n){end}"
+    return f"```python\n{line}\n```"
+
+
+def _markdown(node: ast.ClassDef | ast.FunctionDef) -> str:
+    """A docstring as Markdown: columns of names and descriptions become lists, indented lines stay code."""
+    text = ast.get_docstring(node)
+    if not text:
+        raise ValueError(f"{node.name} is public and has no docstring")
+    lines: list[str] = []
+    listing = 0  # the column where descriptions begin
+    for line in text.splitlines():
+        line = line if line.startswith("    ") and not listing else line.replace("<", "\\<")
+        column = re.match(r"(\S+(?:, \S+)*)\s{2,}(?=\S)", line)
+        if column:
+            lines += [""] if not listing else []
+            names = ", ".join(f"`{name}`" for name in column[1].split(", "))
+            lines.append(f"- {names}: {line[column.end() :]}")
+            listing = column.end()
+        elif listing and line.startswith(" " * listing):
+            lines.append(f"  {line.strip()}")
+        else:
+            lines += [""] if listing and line else []
+            listing = 0
+            lines.append(line)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.relative_to(ROOT)}")
