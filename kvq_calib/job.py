@@ -29,10 +29,9 @@ from kvq_calib.report import licenses, plots, tables
 from kvq_calib.run import budget, calibrate, checkpoint
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import Executor, Listener, Run, silent
-from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
-from kvq_runtime.recipe import preset
 from kvq_runtime.registry import card
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.reference import check_name, check_version, home
@@ -45,6 +44,7 @@ class Job:
     """One calibration as asked for; None means the model's default.
 
     model      a catalog name, a folder or a Hub id; `revision` of a Hub model
+    recipes    names, files, either with settings: what `recipe_text.read` takes; or "auto"
     name       of the artifact; by default MODEL-RECIPE
     version    its number; by default the next one
     bits       of the recipe "auto": an artifact for each
@@ -107,7 +107,7 @@ class Job:
                 f"recipes {list(self.recipes)}, bits {list(self.bits)}: --bits says what --recipe auto may cost; "
                 "give both, as in --recipe auto --bits 2.1, or neither"
             )
-        recipes = [preset(name) for name in self.recipes if name != "auto"]
+        recipes = [recipe_text.read(text) for text in self.recipes if text != "auto"]
         chosen = [budget.recipe(bits, files.geometry) for bits in self.bits]
         budgets = {recipe.name: bits for recipe, bits in zip(chosen, self.bits, strict=True)}
         text = (self.corpus, self.samples, self.seq_len, self.seed, self.held_out)
@@ -170,9 +170,8 @@ def preflight(job: Job, work: Run) -> list[str]:
         check_version(job.version)
     if job.bounds.given and not job.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
-    for baseline in job.baselines:
-        find(baseline, files, job.registry)
-    if len({*job.recipes, *job.baselines}) < len(job.recipes) + len(job.baselines):
+    names = [*(recipe.name for recipe in plan.recipes), *(find(b, files, job.registry).name for b in job.baselines)]
+    if len(set(names)) < len(names):
         raise ValueError(f"recipes {job.recipes} and baselines {job.baselines}; name each once")
     if plan.device.startswith("cuda") and not torch.cuda.is_available():
         raise RuntimeError(f"device {plan.device}, but this machine has no usable CUDA device; use --device cpu")

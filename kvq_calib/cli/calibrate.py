@@ -19,6 +19,7 @@ from typing import Any
 
 from kvq_calib.cli.commands import count
 from kvq_runtime.cli import exit_codes
+from kvq_runtime.cli.settings import add_settings
 
 # GOMP_SPINCOUNT: iterations an idle OpenMP thread spins before it sleeps. At libgomp's own number, 300,000, a fit with
 # two threads on busy cores takes about four times as long; with 0, one on idle cores nearly twice as long.
@@ -31,6 +32,8 @@ examples
     kvq-calibrate --model qwen2.5-7b                            256 sequences of 8192 tokens of RedPajama
     kvq-calibrate --model ./my-model --corpus text.jsonl --recipe aqua-2bit --recipe aqua-3bit
     kvq-calibrate --model ./my-model --recipe aqua-2bit --baseline higgs-2bit --max-perplexity-ratio 1.02
+    kvq-calibrate --model demo --recipe squat-2bit --set key.feedback.rank=60       any setting of it
+    kvq-calibrate --model demo --recipe aqua-2bit+window.recent=32 --recipe my.json several recipes, a file
     kvq-calibrate --model meta-llama/Llama-3.1-8B --device cuda --dry-run
     kvq-calibrate --model demo --recipe auto --bits 2.1         bits by layer, chosen within 2.1 per element
     kvq-calibrate --model qwen2.5-7b --push hf://my-org         and publish on the Hub
@@ -93,6 +96,7 @@ def _job(args: argparse.Namespace):
     import torch
 
     from kvq_calib.job import Job
+    from kvq_runtime.artifact import recipe_text
 
     if args.workers and _wants_prefect(args):
         raise ValueError("--workers shares chunks inside this process's run; leave out --prefect and $PREFECT_API_URL")
@@ -103,7 +107,8 @@ def _job(args: argparse.Namespace):
     given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
     given["device"] = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline)}
-    return Job(recipes=tuple(args.recipe or ["aqua-2bit"]), **given)
+    recipes = recipe_text.with_settings(args.recipe or ["aqua-2bit"], args.set)
+    return Job(recipes=tuple(recipes), **given)
 
 
 def _here(asked, work, quiet: bool):
@@ -224,15 +229,17 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = top.add_argument_group("what").add_argument
+    what = top.add_argument_group("what")
+    add = what.add_argument
     add("--model", metavar="NAME|PATH|HUB-ID", help="a catalog name (--list-models), a folder, or org/name on the Hub")
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
     add(
         "--recipe",
         action="append",
-        metavar="NAME",
-        help="a recipe to fit, or auto; repeat for several (default aqua-2bit)",
+        metavar="RECIPE",
+        help="a name or FILE.json, either with +PATH=VALUE; or auto; repeat for several (default aqua-2bit)",
     )
+    add_settings(what, "of every --recipe")
     add("--bits", action="append", type=float, metavar="B",
         help="with --recipe auto: choose settings by layer within B bits per element; repeat for several")  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]")

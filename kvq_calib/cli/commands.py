@@ -11,6 +11,7 @@ from typing import Any
 EVAL_EXAMPLES = """\
 examples
     kvq eval higgs-2bit rtn-4bit --model demo                          recipes that need no calibration
+    kvq eval kivi-2bit kivi-2bit+window.recent=32 --model demo         the same with another recent window
     kvq eval demo-aqua-2bit higgs-2bit --model demo --plots out        an artifact beside a recipe, with plots
     kvq eval qwen2.5-7b-aqua-2bit@1.2.0 --model qwen2.5-7b --corpus wiki.txt --length 8192 --device cuda
     kvq eval demo-aqua-2bit --model demo --recent 0 --layers           no exact recent tokens; errors by layer
@@ -23,6 +24,7 @@ COMPARE_EXAMPLES = """\
 examples
     kvq compare --model demo --windows 8 --recent 0 --plot compare.png
     kvq compare --model ./my-model --corpus text.txt --recipes aqua-2bit higgs-2bit kivi-2bit --samples 64
+    kvq compare --model demo --recipes squat-2bit-paper squat-2bit-paper+key.feedback.rank=60 my.json --recent 0
     kvq compare --model demo --recipes aqua-2bit kivi-2bit --bits 2.1 --sinks 4 --recent 0     with bits by layer
     kvq compare --model qwen2.5-7b --recipes all --length 4096 --device cuda --output records.json
 
@@ -48,6 +50,7 @@ def add_eval(subparsers: Any) -> None:
     command.add_argument(
         "subjects", metavar="REF|RECIPE", nargs="+", help="a reference, a .safetensors file, or an unfitted recipe"
     )
+    _settings(command)
     _source(command)
     command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of text (default: 16)")
     command.add_argument("--step", type=count, default=32, metavar="N", help="tokens per forward pass (default: 32)")
@@ -69,8 +72,9 @@ def add_compare(subparsers: Any) -> None:
     )
     _source(command)
     command.add_argument(
-        "--recipes", metavar="NAME", nargs="+", default=[], help="recipes, or all (default: some of every family)"
+        "--recipes", metavar="RECIPE", nargs="+", default=[], help="recipes, or all (default: some of every family)"
     )
+    _settings(command)
     command.add_argument(
         "--bits", metavar="B", type=float, nargs="+", default=[], help="also auto: bits by layer, within B per element"
     )
@@ -127,6 +131,12 @@ def _run(function: str, args: argparse.Namespace) -> int:
         if (error.name or "").startswith("kvq"):
             raise
         raise RuntimeError(f"this needs {error.name}: pip install 'kvq-runtime[calib]'") from error
+
+
+def _settings(command: argparse.ArgumentParser) -> None:
+    from kvq_runtime.cli.settings import add_settings
+
+    add_settings(command, "of every recipe named")
 
 
 def _source(command: argparse.ArgumentParser) -> None:

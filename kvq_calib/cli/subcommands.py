@@ -23,11 +23,14 @@ def evaluate(args: argparse.Namespace) -> int:
     from kvq_calib.report import plots
     from kvq_calib.report.tables import table
     from kvq_calib.text import corpus
+    from kvq_runtime.artifact import recipe_text
     from kvq_runtime.registry import reference
     from kvq_runtime.registry.resolve import open_registry
 
     files = models.resolve(args.model)
-    subjects = [find(given, files, args.registry) for given in args.subjects]
+    given = recipe_text.with_settings(args.subjects, args.set)
+    subjects = [find(text, files, args.registry) for text in given]
+    recipe_text.distinct(subject.recipe for subject in subjects if subject.sha256 is None)
     length = args.length or min(files.entry.seq_len, files.context)
     source = args.corpus or files.entry.corpus
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
@@ -72,17 +75,21 @@ def compare(args: argparse.Namespace) -> int:
     from kvq_calib.report import plots
     from kvq_calib.report.tables import comparison
     from kvq_calib.text import corpus
+    from kvq_runtime.artifact import recipe_text
     from kvq_runtime.registry.reference import home
 
     files = models.resolve(args.model)
     length = args.length or min(files.entry.seq_len, files.context)
-    chosen, notes = comparing.choose(args.recipes, files.geometry)
+    texts = recipe_text.with_settings(args.recipes, args.set)
+    chosen, notes = comparing.choose(texts, files.geometry)
     for note in notes:
         print(f"kvq: {note}", file=sys.stderr)
     source, device = corpus.pin(args.corpus or files.entry.corpus), _device(args.device)
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
     subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
-    fitted = tuple(recipe.name for recipe in chosen if recipe.fitted) + (("auto",) if args.bits else ())
+    asked_as = {recipe_text.read(text).name: text for text in texts if recipe_text.written(text)}
+    fitted = tuple(asked_as.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted)
+    fitted += ("auto",) if args.bits else ()
     if fitted:
         asked = job.Job(
             args.model, fitted, tuple(args.bits), corpus=source, samples=args.samples, seq_len=length, seed=args.seed,

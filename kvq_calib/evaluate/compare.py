@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe, families, preset, presets
+from kvq_runtime.recipe import Recipe, families, presets
 
 # Of each family, some at equal bits, the paper's own among them; a family without one here gives its first.
 CHOICE = (
@@ -24,12 +25,11 @@ CHOICE = (
 def choose(asked: Sequence[str], geometry: Geometry) -> tuple[list[Recipe], list[str]]:
     """The recipes to compare, and why others are not among them.
 
-    asked   names, each of which must suit the model; ["all"]; or nothing for `CHOICE`
+    asked   texts as `recipe_text.read` takes them, each of which must suit the model; ["all"]; or nothing for `CHOICE`
     """
     known = presets()
     if asked and list(asked) != ["all"]:
-        found = [preset(name).check(geometry) for name in dict.fromkeys(asked)]
-        return found, []
+        return recipe_text.distinct(recipe_text.read(text).check(geometry) for text in asked), []
     names = list(known)
     if not asked:
         absent = [family for family in families().values() if not {r.name for r in family} & {*CHOICE, "exact"}]

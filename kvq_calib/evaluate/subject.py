@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvq_calib.model.files import ModelFiles
-from kvq_runtime.artifact import fingerprint
+from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact, load
-from kvq_runtime.recipe import Recipe, presets
+from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry import resolve as registry
 
 
@@ -34,19 +34,19 @@ class Subject:
 
 
 def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subject:
-    """A recipe that needs no calibration, by name; else an artifact: a reference or a path.
+    """A recipe that needs no calibration, as `recipe_text.read` takes it; else an artifact: a reference or a path.
 
     Raises ValueError for a recipe that must be fitted and is in no registry, ArtifactError for another model's.
     """
-    known = presets().get(given)
+    known = recipe_text.read(given) if recipe_text.written(given) else None
     if known is not None and not known.fitted:
-        return Subject(given, known, {})
+        return Subject(known.name, known, {})
     try:
-        found = registry.resolve(given, registry_url)
+        found = registry.resolve(given if known is None else known.name, registry_url)
     except registry.NotFound as error:
         if known is None:
             raise
-        raise ValueError(f"recipe {given} has fitted stages, and no artifact has that name: {error}") from None
+        raise ValueError(f"recipe {known.name} has fitted stages, and no artifact has that name: {error}") from None
     artifact = load(found.path, found.sha256, found.size)
     fingerprint.check_match(artifact.fingerprint, files.fingerprint())
     return Subject.of(artifact, found.sha256, given, published=bool(found.version))

@@ -5,13 +5,13 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.artifact import artifact, describe
+from kvq_runtime.artifact import artifact, describe, recipe_text
 from kvq_runtime.artifact.diff import diff as differences
 from kvq_runtime.cli import sign
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.recipe import preset, presets
+from kvq_runtime.recipe import presets
 from kvq_runtime.registry import lock, reference, search
 from kvq_runtime.registry.events import State
 from kvq_runtime.registry.hub import upkeep as hub_upkeep
@@ -66,7 +66,7 @@ def show(args: Namespace) -> int:
         record["aliases"] = [alias for alias in state.aliases if state.at(alias) == resolved.version]
         record["files"] = dict(version.files)
         record["evaluations"] = registry.evaluations(resolved.sha256, resolved.name)
-    record |= describe.artifact_record(loaded)
+    record |= describe.artifact_record(loaded) | ({"settings": loaded.recipe.to_json()} if args.json else {})
     print_record(record if args.json else describe.brief(record), args.json)
     for title, rows in ({} if args.json else describe.tables(record)).items():
         print(f"\n{title}")
@@ -226,9 +226,13 @@ def doctor(args: Namespace) -> int:
 
 
 def recipes(args: Namespace) -> int:
-    """Print every recipe that comes with kvq, a line each; or all settings of one."""
+    """Print every recipe that comes with kvq, a line each; or all settings of one, changed perhaps."""
+    if args.set and not args.name:
+        raise ValueError(
+            f"--set {args.set[0]} changes a recipe; name it, as in kvq recipes aqua-2bit --set {args.set[0]}"
+        )
     if args.name:
-        chosen = preset(args.name)
+        chosen = recipe_text.read(args.name, args.set)
         row = describe.recipe_row(chosen, describe.REFERENCE_MODEL)
         print_record(row | ({"settings": chosen.to_json()} if args.json else {}), args.json)
         return 0

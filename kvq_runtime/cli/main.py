@@ -15,6 +15,7 @@ from importlib import metadata
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
 from kvq_runtime.cli.exit_codes import EXIT_CODES
+from kvq_runtime.cli.settings import EXPLAINED, add_settings
 from kvq_runtime.registry import search
 from kvq_runtime.registry.reference import PRODUCTION
 from kvq_runtime.registry.upkeep import GRACE
@@ -28,9 +29,12 @@ references
     hf://ORG/NAME@...   each of these, in that registry
     PATH.safetensors    a file (show, verify, diff)
 
+{EXPLAINED}
+
 examples
     kvq recipes                                        recipes to calibrate or use
     kvq recipes aqua-2bit                              every setting of one
+    kvq recipes aqua-2bit --set window.recent=32       the same with another setting
     kvq list                                           artifacts in your registry
     kvq show qwen2.5-7b-aqua-2bit                      settings, provenance, errors, evaluations
     kvq promote qwen2.5-7b-aqua-2bit@1.2.0             make it production
@@ -166,7 +170,8 @@ def parser() -> argparse.ArgumentParser:
     _where(add("doctor", "check a registry, and say what to do about faults", "kvq doctor"))
     text = "every recipe that comes with kvq (bits: Qwen2.5-7B)"
     command = add("recipes", text, "kvq recipes aqua-2bit", registry=False)
-    command.add_argument("name", metavar="NAME", nargs="?", help="all settings of this one")
+    command.add_argument("name", metavar="RECIPE", nargs="?", help="all settings of this one")
+    add_settings(command, "of it")
     for command in sorted(metadata.entry_points(group="kvq.commands"), key=lambda command: command.name):
         try:
             command.load()(subparsers)

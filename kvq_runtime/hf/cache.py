@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from kvq_runtime.artifact import fingerprint
+from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf.layer import KVQLayer
 from kvq_runtime.hf.model import attention_modules, fingerprint_of, geometry_of, rotary_of
 from kvq_runtime.ops import rope
-from kvq_runtime.recipe import OURS, Recipe, preset
+from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.store.memory import MemoryReport
 
@@ -66,11 +66,13 @@ class KVQCache(Cache):
 
     @classmethod
     def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel) -> "KVQCache":
-        """Make a cache for a recipe that needs no calibration, by name or as a Recipe.
+        """Make a cache for a recipe that needs no calibration, by name, which may have settings, or as a Recipe.
+
+            cache = KVQCache.from_recipe("kivi-2bit+window.recent=32", model=model)
 
         Raises ValueError for an unknown name, a recipe that has to be fitted, or one that this model does not allow.
         """
-        return cls(preset(recipe) if isinstance(recipe, str) else recipe, model)
+        return cls(recipe_text.read(recipe) if isinstance(recipe, str) else recipe, model)
 
     @classmethod
     def from_pretrained(

@@ -179,9 +179,16 @@ def test_recipes_are_listed_with_what_they_cost(as_json, kvq):
     assert listed == ["name", *presets]
 
 
-def test_one_recipe_is_shown_with_its_settings(as_json, kvq):
+def test_one_recipe_is_shown_with_its_settings(as_json, kvq, tmp_path):
     assert recipe.Recipe.from_json(as_json("recipes", "aqua-2bit")["settings"]) == recipe.preset("aqua-2bit")
     assert "linear > hadamard > grid(dim=2 size=16 group=all)" in kvq("recipes", "aqua-2bit")[1]
+    changed = as_json("recipes", "aqua-2bit", "--set", "window.recent=32")["settings"]
+    (tmp_path / "mine.json").write_text(json.dumps({"settings": changed}))
+    assert as_json("recipes", str(tmp_path / "mine.json"))["settings"] == changed
+    assert changed["name"] == "aqua-2bit-window.recent-32" and changed["key"]["recent"] == 32
+    code, _, err = kvq("recipes", "aqua-2bit", "--set", "window.last=32")
+    assert code == 2 and "window.last: no such setting; window has sinks, recent, block" in err
+    assert kvq("recipes", "--set", "window.recent=32")[0] == 2
     code, _, err = kvq("recipes", "aqua-9bit")
     assert code == 2 and "aqua-2bit" in err
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.job import Job
+from kvq_runtime.artifact import recipe_text
 from kvq_runtime.registry import resolve as registry
 
 
@@ -53,6 +55,27 @@ def test_it_publishes_what_it_says_and_the_same_again_is_the_same_version(model,
     assert json.loads(capsys.readouterr().out) == rows
 
 
+def test_a_recipe_with_other_settings_is_published_under_a_name_of_its_own(model, tmp_path, capsys):
+    """In one command: a preset, the same with a setting, and a file; each artifact holds what was asked for."""
+    stated = recipe_text.read("aqua-2bit+key.predict.ridge=0.1").to_json() | {"name": "mine"}
+    (tmp_path / "my.json").write_text(json.dumps(stated))
+    recipes = ["aqua-2bit", "aqua-2bit+key.predict.ridge=0.1", str(tmp_path / "my.json")]
+    words = [word for text in recipes for word in ("--recipe", text)]
+    assert cli.main(arguments(model, *words, "--set", "window.recent=64", "--no-eval", "--json")) == 0
+    found = {row["recipe"]: row["artifact"] for row in json.loads(capsys.readouterr().out)}
+    changed = "aqua-2bit-window.recent-64-key.predict.ridge-0.1"
+    assert list(found) == ["aqua-2bit-window.recent-64", changed, "mine-window.recent-64"]
+    loaded = {name: registry.load_artifact(artifact) for name, artifact in found.items()}
+    assert all(one.recipe.name == name and one.recipe.window.recent == 64 for name, one in loaded.items())
+    assert [one.recipe.key.predict.ridge for one in loaded.values()] == [1e-3, 0.1, 0.1]
+    weights = [one.tensors["layers.1.key.predict.weight"] for one in loaded.values()]
+    assert torch.equal(weights[1], weights[2]) and not torch.equal(weights[0], weights[1])
+    (tmp_path / "your.json").write_text(json.dumps(stated | {"position": "post"}))
+    words = ["--recipe", str(tmp_path / "my.json"), "--recipe", str(tmp_path / "your.json")]
+    assert cli.main(arguments(model, *words)) == 2
+    assert "recipes ['mine', 'mine']; name at least one, and each once" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_another_seed_is_another_minor_version_and_a_number_can_be_given(model, capsys):
     for seed, version in (("0", "1.0.0"), ("1", "1.1.0")):
@@ -76,6 +99,10 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(model, capsys, tmp_path):
         (["--model", "qwen2.5-8b"], "qwen2.5-7b"),
         (["--recipe", "aqua-9bit"], "aqua-2bit"),
         (["--recipe", "higgs-2bit"], "from_recipe"),
+        (["--recipe", "aqua-2bit", "--set", "key.predict.rank=2"], "linear has below, keys, storage, fit, ridge"),
+        (["--recipe", "nowhere.json"], "nowhere.json: no such file"),
+        (["--recipe", "auto", "--bits", "2.1", "--set", "window.recent=32"], "name those that it changes"),
+        (["--baseline", "higgs-2bit+key.rotate.group=7"], "group=7"),
         (["--recipe", "aqua-2bit", "--recipe", "aqua-2bit"], "once"),
         (["--held-out", "4"], "held_out=4"),
         (["--seq-len", "64"], "block"),

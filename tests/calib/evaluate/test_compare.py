@@ -12,8 +12,9 @@ from kvq_calib.evaluate import compare, perplexity
 from kvq_calib.job import Job
 from kvq_calib.report import plots, tables
 from kvq_calib.run import calibrate as graph
+from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import families, family, presets
+from kvq_runtime.recipe import families, family, preset, presets
 from kvq_runtime.registry.resolve import open_registry
 from scripts import compare_page as script
 
@@ -80,6 +81,19 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     assert [one for one in again if one["result"]["recipe"] != "rtn-4bit"] == records
     assert run(model, tmp_path / "run", "--recipes", *NAMES, "rtn-4bit") == 0
     assert len(references) == 2 and "rtn-4bit" in capsys.readouterr().out
+
+
+def test_recipes_from_settings_and_files_are_compared_under_their_own_names(model, tmp_path, capsys):
+    """What is fitted, and what is not: a setting counts in what is measured, and an equal recipe costs the same."""
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(preset("rtn-4bit").to_json() | {"name": "mine"}))
+    recipes = ["rtn-2bit", "rtn-2bit+key.quantize.bits=4+value.quantize.bits=4", str(file), "mean-higgs-2bit"]
+    words = ["--json", "--recipes", *recipes, "mean-higgs-2bit", "--set", "window.sinks=2"]
+    assert run(model, tmp_path / "run", *words) == 0
+    found = {one["result"]["recipe"]: one["result"] for one in json.loads(capsys.readouterr().out)}
+    changed = recipe_text.read(recipes[1], ["window.sinks=2"]).name
+    assert set(found) == {"rtn-2bit-window.sinks-2", changed, "mine-window.sinks-2", "mean-higgs-2bit-window.sinks-2"}
+    assert found[changed]["kl"] == found["mine-window.sinks-2"]["kl"] < found["rtn-2bit-window.sinks-2"]["kl"] / 4
 
 
 @pytest.mark.slow

@@ -1,0 +1,233 @@
+"""A recipe as a tree of settings: what the path of a setting means, which values it may have, how two recipes differ.
+
+    {"position": ..., "window": {"recent": ...}, "key": {"axis": ..., "quantize": {"kind": ..., "bits": ...}, ...},
+     "value": ..., "layers": {"0": {"key": ..., "value": ...}}, "policies": {"heavy": {"kind": ..., "share": ...}}}
+
+Checked here is that a path is one, and the type of its value; what cannot be, `Recipe.from_json` refuses.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from kvq_runtime.disk import strict_json
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.geometry import ROLES, Window
+from kvq_runtime.recipe import Recipe, policy_kinds
+from kvq_runtime.stages.kinds import fits_type, kinds, setting_types, stage_json
+from kvq_runtime.stages.stage import SLOTS, Scheme
+
+WINDOW = tuple(setting.name for setting in fields(Window))
+Tree = dict[str, Any]
+
+
+def tree_of(recipe: Recipe) -> Tree:
+    """The settings of a recipe, nested as their paths are."""
+    return {
+        "position": recipe.position,
+        "window": {name: getattr(recipe.window, name) for name in WINDOW},
+        **_pair(recipe.key, recipe.value),
+        "layers": {str(layer): _pair(*pair) for layer, pair in sorted(recipe.layers.items())},
+        "policies": {policy.kind: stage_json(policy) for policy in recipe.policies},
+    }
+
+
+def _pair(key: Scheme, value: Scheme) -> Tree:
+    return {role: _scheme(scheme) for role, scheme in zip(ROLES, (key, value), strict=True)}
+
+
+def _scheme(scheme: Scheme) -> Tree:
+    stages = {slot: getattr(scheme, slot) for slot in SLOTS}
+    return {"axis": scheme.axis} | {slot: None if s is None else stage_json(s) for slot, s in stages.items()}
+
+
+def recipe_json(tree: Tree, recipe: Recipe) -> Tree:
+    """The tree as JSON of a recipe, in its schema: the window with every scheme, policies under their slots."""
+
+    def pair(stated: Tree) -> Tree:
+        return {role: stated[role] | tree["window"] for role in ROLES}
+
+    layers = {layer: pair(stated) for layer, stated in tree["layers"].items()}
+    stated = {"name": recipe.name, "position": tree["position"], **pair(tree), "layers": layers}
+    slots = {kind: slot for slot, classes in policy_kinds().items() for kind in classes}
+    for kind, settings in tree["policies"].items():
+        if slots[kind] == "policies":
+            stated.setdefault("policies", []).append(settings)
+        elif slots[kind] in stated:
+            taken = stated[slots[kind]]["kind"]
+            raise ValueError(
+                f"policies.{kind} beside policies.{taken}: a recipe has one of the two; set the other to none"
+            )
+        else:
+            stated[slots[kind]] = settings
+    return stated | {"summary": recipe.summary}
+
+
+def put(tree: Tree, path: str, text: str) -> None:
+    """Set what a path means to what a text means."""
+    match path.split("."):
+        case ["position"]:
+            tree["position"] = _value(path, text, Literal["pre", "post"])
+        case ["window", name] if name in WINDOW:
+            tree["window"][name] = _value(path, text, int)
+        case ["window", *_]:
+            raise _unknown(path, "window", WINDOW)
+        case ["policies", kind, *rest]:
+            _set_policy(tree["policies"], path, kind, rest, text)
+        case ["layers", number, role, *rest] if number.isdecimal() and role in ROLES:
+            number = str(int(number))
+            if number not in tree["layers"]:
+                tree["layers"][number] = json.loads(json.dumps({role: tree[role] for role in ROLES}))
+            _set_scheme(tree["layers"][number][role], path, rest, text)
+        case ["layers", *_]:
+            raise _unknown(path, "layers", ["N.key", "N.value"])
+        case [role, *rest] if role in ROLES:
+            _set_scheme(tree[role], path, rest, text)
+        case _:
+            raise _unknown(path, "a recipe", ["name", "position", "window", *ROLES, "layers", "policies"])
+
+
+def _set_scheme(scheme: Tree, path: str, rest: list[str], text: str) -> None:
+    known = kinds()
+    match rest:
+        case ["axis"]:
+            scheme["axis"] = _value(path, text, Literal["token", "channel"])
+        case [slot] if slot in SLOTS and text == "none" and slot != "quantize":
+            scheme[slot] = None
+        case [slot] if slot in SLOTS:
+            if text not in known[slot]:
+                others = [] if slot == "quantize" else ["none"]
+                raise ValueError(f"{path}={text}; use one of {', '.join([*sorted(known[slot]), *others])}")
+            scheme[slot] = _defaults(known[slot][text])
+        case [slot, name] if slot in SLOTS:
+            if scheme[slot] is None:
+                place, some = path.removesuffix(f".{name}"), ", ".join(sorted(known[slot]))
+                raise ValueError(f"{path}={text}; there is no {place} here: first {place}=KIND, one of {some}")
+            _set_setting(scheme[slot], known[slot][scheme[slot]["kind"]], path, name, text)
+        case _:
+            raise _unknown(path, "a scheme", ["axis", *SLOTS])
+
+
+def _set_policy(policies: Tree, path: str, kind: str, rest: list[str], text: str) -> None:
+    known = {kind: cls for classes in policy_kinds().values() for kind, cls in classes.items()}
+    if kind not in known or len(rest) > 1:
+        raise _unknown(path, "policies", sorted(known))
+    if rest:
+        if kind not in policies:
+            raise ValueError(f"{path}={text}; there is no policies.{kind} here: first policies.{kind}=on")
+        _set_setting(policies[kind], known[kind], path, rest[0], text)
+    elif text == "none":
+        policies.pop(kind, None)
+    elif text == "on":
+        policies.setdefault(kind, _defaults(known[kind]))
+    else:
+        raise ValueError(f"{path}={text}; use on or none")
+
+
+def _defaults(cls: Any) -> Tree:
+    """The settings of a stage or policy as it is without any, as JSON; they may need others beside them."""
+    return json.loads(json.dumps({"kind": cls.kind} | {setting.name: setting.default for setting in fields(cls)}))
+
+
+def _set_setting(stage: Tree, cls: type, path: str, name: str, text: str) -> None:
+    types = setting_types(cls)
+    if name not in types:
+        raise _unknown(path, stage["kind"], types)
+    stage[name] = _value(path, text, types[name])
+
+
+def _unknown(path: str, where: str, names: Iterable[str]) -> ValueError:
+    return ValueError(f"{path}: no such setting; {where} has {', '.join(names) or 'none'}")
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def _value(path: str, text: str, expected: Any) -> Any:
+    """What a text means as a value of this type; ValueError says which values there are."""
+    candidates: list[Any] = []
+    for written in (text, f"[{text}]"):  # 8,4,2 is a list without brackets
+        try:
+            candidates.append(strict_json.loads(written, path))
+        except ArtifactError:
+            continue
+    for value in [*candidates, *([None] if text == "none" else []), text]:
+        if fits_type(value, expected) and (get_origin(expected) is not Literal or value in get_args(expected)):
+            return float(value) if _wants_float(value, expected) else value
+    raise ValueError(f"{path}={text}; use {_allowed(expected)}")
+
+
+def _wants_float(value: Any, expected: Any) -> bool:
+    """Whether a whole number stands where only fractions are expected: 1 for 1.0."""
+    kinds = get_args(expected) if get_origin(expected) in (Union, UnionType) else (expected,)
+    return type(value) is int and float in kinds and int not in kinds
+
+
+def _allowed(expected: Any) -> str:
+    """The values of a type, in words."""
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin in (Union, UnionType):
+        return " or ".join(_allowed(part) for part in arguments)
+    if origin is Literal:
+        return " or ".join(map(str, arguments))
+    if origin is tuple:
+        return f"a list, each {_allowed(arguments[0])}, as in 1,2"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", NoneType: "none"}
+    return words.get(expected, str(expected))
+
+
+def _text(value: Any) -> str:
+    """A value as it is written: what `_value` reads."""
+    if isinstance(value, list):
+        return ",".join(map(_text, value))
+    if value is None or isinstance(value, bool):
+        return "none" if value is None else str(value).lower()
+    return str(value)
+
+
+# ---- how recipes differ ----------------------------------------------------------------------------------------------
+
+
+def differences(ours: Tree, theirs: Tree) -> Iterable[tuple[str, str]]:
+    """(path, value) of the settings that make the one of the other, in the order of a recipe's JSON."""
+    if ours["position"] != theirs["position"]:
+        yield "position", ours["position"]
+    for name in WINDOW:
+        if ours["window"][name] != theirs["window"][name]:
+            yield f"window.{name}", _text(ours["window"][name])
+    for role in ROLES:
+        yield from _scheme_differences(role, ours[role], theirs[role])
+    for layer in sorted({*ours["layers"], *theirs["layers"]}, key=int):
+        for role in ROLES:
+            place = f"layers.{layer}.{role}"
+            before = theirs["layers"].get(layer, ours)  # a layer that is named anew begins as the others
+            yield from _scheme_differences(place, ours["layers"].get(layer, ours)[role], before[role])
+    for kind in [*ours["policies"], *(kind for kind in theirs["policies"] if kind not in ours["policies"])]:
+        known = {kind: cls for classes in policy_kinds().values() for kind, cls in classes.items()}
+        here, there = (tree["policies"].get(kind) for tree in (ours, theirs))
+        yield from _stage_differences(f"policies.{kind}", here, there, known, "on")
+
+
+def _scheme_differences(place: str, ours: Tree, theirs: Tree) -> Iterable[tuple[str, str]]:
+    if ours["axis"] != theirs["axis"]:
+        yield f"{place}.axis", ours["axis"]
+    for slot in SLOTS:
+        yield from _stage_differences(f"{place}.{slot}", ours[slot], theirs[slot], kinds()[slot])
+
+
+def _stage_differences(
+    place: str, ours: Tree | None, theirs: Tree | None, known: dict[str, type], there: str = ""
+) -> Iterable[tuple[str, str]]:
+    """`there`: what is written for a stage that was not there, if not its kind."""
+    if ours is None:
+        if theirs is not None:
+            yield place, "none"
+        return
+    if theirs is None or theirs["kind"] != ours["kind"]:
+        yield place, there or ours["kind"]
+        theirs = _defaults(known[ours["kind"]])
+    for name, value in ours.items():
+        if value != theirs.get(name, ...):
+            yield f"{place}.{name}", _text(value)
