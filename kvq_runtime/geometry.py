@@ -47,6 +47,28 @@ class Geometry:
         return self.kv_heads * self.head_size
 
 
+def _models() -> dict[str, Geometry]:
+    """Layers, KV heads and head size of models, by kvq's name for them."""
+    shapes = {
+        "demo": {"": (6, 2, 64)},
+        "qwen2.5-": {
+            **{"0.5b": (24, 2, 64), "1.5b": (28, 2, 128), "3b": (36, 2, 128), "7b": (28, 4, 128)},
+            **{"14b": (48, 8, 128), "32b": (64, 8, 128), "72b": (80, 8, 128)},
+        },
+        "qwen3-": {
+            **{"0.6b": (28, 8, 128), "1.7b": (28, 8, 128), "4b": (36, 8, 128), "8b": (36, 8, 128)},
+            **{"14b": (40, 8, 128), "32b": (64, 8, 128)},
+        },
+        "llama-3.1-": {"8b": (32, 8, 128), "70b": (80, 8, 128)},
+        "llama-3.2-": {"1b": (16, 8, 64), "3b": (28, 8, 128)},
+        "mistral-": {"7b-v0.3": (32, 8, 128)},
+    }
+    return {f"{family}{size}": Geometry(*shape) for family, sizes in shapes.items() for size, shape in sizes.items()}
+
+
+MODELS: dict[str, Geometry] = _models()  # of the catalog of kvq_calib, as their config.json say
+
+
 @dataclass(frozen=True)
 class Window:
     """Which tokens of every row stay exact, and how many are encoded together.

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk.strict_json import flatten
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -15,7 +15,7 @@ MEASURED = {  # {column of the table of evaluations: dotted key in the record}
     **{"length": "protocol.length", "recent": "protocol.recent", "perplexity": "result.perplexity"},
     **{"relative": "result.relative", "kl": "result.kl", "top1": "result.top1"},
 }
-REFERENCE_MODEL = Geometry(layers=28, kv_heads=4, head_size=128)  # Qwen2.5-7B
+REFERENCE_MODEL = MODELS["qwen2.5-7b"]
 
 
 def artifact_record(artifact: Artifact) -> dict[str, Any]:

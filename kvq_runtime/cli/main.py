@@ -35,6 +35,7 @@ examples
     kvq recipes                                        recipes to calibrate or use
     kvq recipes aqua-2bit                              every setting of one
     kvq recipes aqua-2bit --set window.recent=32       the same with another setting
+    kvq bytes aqua-2bit --model llama-3.1-8b           what a cache of it would hold, all bytes
     kvq list                                           artifacts in your registry
     kvq show qwen2.5-7b-aqua-2bit                      settings, provenance, errors, evaluations
     kvq promote qwen2.5-7b-aqua-2bit@1.2.0             make it production
@@ -72,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:
     """{command: its function}, of the commands that `parser` itself adds."""
-    from kvq_runtime.cli import commands, sign, transfer
+    from kvq_runtime.cli import commands, sign, size, transfer
 
     return {
         "list": commands.list_names,
@@ -91,6 +92,7 @@ def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:
         "gc": commands.gc,
         "doctor": commands.doctor,
         "recipes": commands.recipes,
+        "bytes": size.held,
     }
 
 
@@ -172,6 +174,15 @@ def parser() -> argparse.ArgumentParser:
     command = add("recipes", text, "kvq recipes aqua-2bit", registry=False)
     command.add_argument("name", metavar="RECIPE", nargs="?", help="all settings of this one")
     add_settings(command, "of it")
+    text = "all bytes of a cache at 8k, 32k and 131k tokens, computed"
+    command = add("bytes", text, "kvq bytes aqua-2bit kivi-2bit --model llama-3.1-8b", registry=False)
+    command.add_argument("recipes", metavar="RECIPE", nargs="+", help="names, FILE.json, either with +PATH=VALUE")
+    add_settings(command, "of every recipe")
+    command.add_argument("--model", metavar="NAME", action="append",
+                         help="of the catalog, all, a folder with config.json, or layers x KV heads x head size as in "
+                         "28x4x128; repeat for several (default: qwen2.5-7b)")  # fmt: skip
+    command.add_argument("--tokens", metavar="T", type=count, nargs="+", help="a row (default: 8192 32768 131072)")
+    command.add_argument("--batch", metavar="B", type=count, default=1, help="rows (default: 1)")
     for command in sorted(metadata.entry_points(group="kvq.commands"), key=lambda command: command.name):
         try:
             command.load()(subparsers)
@@ -222,6 +233,13 @@ def _lock(command: argparse.ArgumentParser, text: str) -> None:
 
 def _alias(command: argparse.ArgumentParser) -> None:
     command.add_argument("--alias", default=PRODUCTION, help=f"which alias (default: {PRODUCTION})")
+
+
+def count(text: str) -> int:
+    """The type of an option: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 1")
+    return int(text)
 
 
 def seconds(text: str) -> float:

@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
@@ -45,6 +46,10 @@ class DynamicWindow(PolicySetting):
     def most(self, recent: int, block: int) -> int:
         """What `recent` is while the window keeps what it may."""
         return recent + self.blocks * block
+
+    def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
+        """A difference of weights a layer."""
+        return {"timeline": 4 * geometry.layers}
 
     def policy(self, cache: CacheParts) -> Policy:
         return DynamicWindowPolicy(self, cache)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
@@ -56,6 +56,17 @@ class HeavyHitters(PolicySetting):
 
     def held_share(self) -> float:
         return self.share
+
+    def chosen(self, tokens: int, window: Window) -> tuple[int, int]:
+        """The share of the tokens behind the window, in whole blocks; the rest of them is exact beside the newest."""
+        left = max(0, tokens - window.recent) // window.block * window.block
+        held = self.held(left, window.sinks, window.recent)
+        return held // window.block, held % window.block + tokens - left
+
+    def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
+        """Which token each slot holds, and of those that are exact the attention they got and who could see them."""
+        blocks, exact = self.chosen(tokens, window)
+        return {"timeline": 4 * (blocks * window.block + exact), "selection": 8 * exact}
 
     def policy(self, cache: CacheParts) -> Policy:
         return HeavyHittersPolicy(self, cache)

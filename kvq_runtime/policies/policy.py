@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvq_runtime.attention.path import Attended
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.geometry import Geometry, Role
+from kvq_runtime.geometry import Geometry, Role, Window
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.encode import Encoder
@@ -83,6 +83,15 @@ class PolicySetting(ABC):
     def held_share(self) -> float:
         """The share of the tokens seen that is held, of a long text: over 0, at most 1."""
         return 1.0
+
+    def chosen(self, tokens: int, window: Window) -> tuple[int, int] | None:
+        """Of `tokens` tokens that a row has seen: (blocks of them that it holds encoded, tokens that it holds exact),
+        of a policy that evicts some; None: what is behind the window is all encoded."""
+        return None
+
+    def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
+        """What it holds for each row of so many tokens, in bytes by kind, beside what `extra_bits` says."""
+        return {}
 
     def extra_bits(self, role: Role, dtype: torch.dtype) -> float:
         """What it stores beside each encoded element of keys or values, in bits; `dtype` is the model's."""

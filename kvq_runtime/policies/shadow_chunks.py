@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvq_runtime.attention.path import Attended
 from kvq_runtime.attention.selected import LANDMARKS, OutlierChunks, Selected
-from kvq_runtime.geometry import Geometry, Role
+from kvq_runtime.geometry import Geometry, Role, Window
 from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
 from kvq_runtime.store.layer import LayerStore, Slab
 from kvq_runtime.store.step import Step
@@ -68,6 +68,13 @@ class ShadowChunks(PolicySetting):
     def extra_bits(self, role: Role, dtype: torch.dtype) -> float:
         """A landmark per chunk of keys."""
         return 8 * dtype.itemsize / self.chunk if role == "key" else 0.0
+
+    def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
+        """Of the outlier chunks of each head their numbers, cosines and exact keys, once there are blocks."""
+        if tokens < window.recent + window.block:
+            return {}
+        each = 4 + 4 + self.chunk * geometry.head_size * dtype.itemsize
+        return {"chunks": geometry.layers * geometry.kv_heads * self.outliers * each}
 
     def policy(self, cache: CacheParts) -> Policy:
         return ShadowChunksPolicy(self, cache)

@@ -12,6 +12,7 @@ from kvq_runtime import recipe
 from kvq_runtime.artifact import describe
 from kvq_runtime.cli import commands, table
 from kvq_runtime.codec.codec import Codec
+from kvq_runtime.geometry import MODELS
 from kvq_runtime.registry import resolve
 from kvq_runtime.registry.local.registry import LocalRegistry
 
@@ -248,3 +249,24 @@ def test_a_closed_pipe_is_no_error(tmp_path):
     command = f"{sys.executable} -m kvq_runtime.cli.main recipes --json | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=root)
     assert (done.stdout, done.stderr) == ("[", "")
+
+
+def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
+    rows = as_json("bytes", "higgs-2bit+window.recent=32", "aqua-2bit", "--model", "llama-3.1-8b", "--tokens", "131072")
+    assert [row["recipe"] for row in rows] == ["16 bit", "higgs-2bit-window.recent-32", "aqua-2bit"]
+    assert rows[0]["GiB at 131072"] == 16 and rows[1]["under 16 bit from"] < rows[2]["under 16 bit from"]
+    held = rows[2]["bytes"][0]
+    assert held["total"] == sum(held["sequence"].values()) + sum(held["shared"].values())
+    assert rows[2]["bits at 131072"] == pytest.approx(16 * held["total"] / held["exact"], abs=1e-3)
+    both = as_json("bytes", "exact", "--model", "llama-3.1-8b", "--tokens", "131072", "--batch", "2")[0]
+    assert both["GiB at 131072"] == 32
+    config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for model in (str(tmp_path), str(tmp_path / "config.json"), "32x8x128"):
+        again = as_json("bytes", "aqua-2bit", "--model", model, "--tokens", "131072")[1]
+        assert again["bytes"] == rows[2]["bytes"]
+    assert "Computed from shapes, not measured: all bytes of 1 row" in kvq("bytes", "aqua-2bit")[1]
+    assert len(as_json("bytes", "higgs-2bit", "--model", "all")) == 2 * len(MODELS)
+    code, _, err = kvq("bytes", "aqua-2bit", "--model", "gpt-5")
+    assert code == 2 and "--model gpt-5; use all, one of demo, qwen2.5-0.5b" in err
+    assert kvq("bytes", "aqua-2bit-quanto", "--model", "2x2x24")[0] == 2

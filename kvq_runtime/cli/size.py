@@ -1,0 +1,85 @@
+"""`kvq bytes`: everything a cache holds under a recipe, computed for models that need not be there."""
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvq_runtime.artifact import recipe_text
+from kvq_runtime.cli.table import print_table
+from kvq_runtime.geometry import MODELS, Geometry
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipes import higgs
+from kvq_runtime.store.break_even import smaller_from
+from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.memory import asymptotic_bits
+
+GIB = 1 << 30
+COMPUTED = """
+Computed from shapes, not measured: all bytes of {}, with blocks, sinks and window, and shared (predictors, bases,
+codebooks, rotations). "bits" is what one more token costs, per element. Under 16 bit from, under HIGGS from: tokens a
+row from which all bytes are fewer than those of 16 bit, and of the plain HIGGS recipe of the next width."""
+
+
+def held(args: Namespace) -> int:
+    """Print what each recipe holds on each model: bits per element and GiB of all bytes, beside 16 bit."""
+    recipes = recipe_text.distinct(recipe_text.read(text) for text in recipe_text.with_settings(args.recipes, args.set))
+    models = dict(model for text in args.model or ["qwen2.5-7b"] for model in _models(text))
+    counts = args.tokens or [8192, 32768, 131072]
+    rows = [row for name, geometry in models.items() for row in _rows(name, geometry, recipes, counts, args)]
+    print_table(rows, args.json)
+    if not args.json:
+        print(COMPUTED.format("1 row" if args.batch == 1 else f"{args.batch} rows"))
+    return 0
+
+
+def _models(text: str) -> Iterator[tuple[str, Geometry]]:
+    """(name, geometry) of a known name, "all" of them, a config.json or its folder, or LAYERSxHEADSxSIZE."""
+    path = Path(text)
+    shape = re.fullmatch(r"(\d{1,4})x(\d{1,4})x(\d{1,4})", text)
+    if text == "all":
+        yield from MODELS.items()
+    elif text in MODELS:
+        yield text, MODELS[text]
+    elif shape:
+        yield text, Geometry(*map(int, shape.groups()))
+    elif path.exists():
+        config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
+            raise ValueError(f"--model {text}: no config.json of a model; it has no layers and heads")
+        yield path.name if path.is_dir() else path.parent.name, Geometry.from_config(config)
+    else:
+        raise ValueError(
+            f"--model {text}; use all, one of {', '.join(MODELS)}, a folder with config.json, or layers x KV heads x "
+            "head size, as in 28x4x128"
+        )
+
+
+def _rows(
+    model: str, geometry: Geometry, recipes: list[Recipe], counts: list[int], args: Namespace
+) -> Iterator[dict[str, Any]]:
+    token = 4 * geometry.layers * geometry.width * args.batch  # bytes of keys and values in 16 bits
+    row: dict[str, Any] = {"model": model, "recipe": "16 bit", "bits": 16.0, "shared MiB": 0.0}
+    for count in counts:
+        row |= {f"bits at {count}": 16.0, f"GiB at {count}": round(count * token / GIB, 3)}
+    yield row | {"under 16 bit from": None, "under HIGGS from": None}
+    for recipe in recipes:
+        sizes = Sizes(recipe.check(geometry), geometry)
+        found = [sizes.at(count, args.batch) for count in counts]
+        row = {"model": model, "recipe": recipe.name, "bits": round(asymptotic_bits(recipe, geometry), 4)}
+        row["shared MiB"] = round(sum(sizes.shared.values()) / (1 << 20), 1)
+        for one in found:
+            row[f"bits at {one.tokens}"] = round(one.bits, 3)
+            row[f"GiB at {one.tokens}"] = round(one.total / GIB, 3)
+        shared = sum(sizes.shared.values())
+        row["under 16 bit from"] = sizes.smaller_from(args.batch)
+        row["under HIGGS from"] = smaller_from(recipe, geometry, shared // args.batch, higgs.plain(), asymptotic_bits)
+        if args.json:
+            row["bytes"] = [
+                {"tokens": one.tokens, "batch": one.batch, "total": one.total, "exact": one.exact}
+                | {"sequence": dict(one.sequence), "shared": dict(one.shared)}
+                for one in found
+            ]
+        yield row

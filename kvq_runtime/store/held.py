@@ -1,0 +1,160 @@
+"""Compute, from shapes alone, what a cache of so many tokens holds: every byte, as the stores allocate it.
+
+    blocks    ⌊(T - recent) / block⌋ of them, in slabs of 32 of which the last grows by doubling
+    window    its room, recent + block tokens, in 16 bits, and the sinks beside it
+    policies  what choices about tokens hold beside that, each says itself
+    shared    predictors, bases, codebooks and whatever else was fitted, and rotations: once, whatever T and the batch
+
+Nothing is filled and nothing measured: a cache of 131,072 tokens of a model with 70 billion parameters takes no memory
+to count. `memory_report()` of a real cache is the same number (`kvq_calib/evaluate/bits.py` fills one), but for a
+window to which a prompt of about its length has left other room, and for the device tables of a GPU. Left out are fixed
+codebooks (at most 8 KiB a process). Bits by latent channel that a fit finds (`target`) are not known before it: all
+channels count.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.geometry import ROLES, SLAB, Geometry
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.stages.stage import Site
+from kvq_runtime.store.storage import storage_bytes
+
+NAMES = {  # what the tensors of a stage are called in a table
+    **{"predict": "predictors", "rotate": "bases", "quantize": "codebooks and ranges"},
+    **{"feedback": "feedback", "correct": "bounds"},
+}
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes of `batch` rows of `tokens` tokens each.
+
+    sequence   by kind: grow with tokens and batch      shared   by kind: do not
+    exact      what 16 bits would hold                  elements   key and value elements of the tokens seen
+    """
+
+    tokens: int
+    batch: int
+    sequence: Mapping[str, int]
+    shared: Mapping[str, int]
+    exact: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.sequence.values()) + sum(self.shared.values())
+
+    @property
+    def bits(self) -> float:
+        """All bytes, in bits per key or value element of the tokens seen."""
+        return 16 * self.total / self.exact
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A recipe on a model whose exact tokens are of `dtype`; a window that may grow is billed at its longest."""
+
+    recipe: Recipe
+    geometry: Geometry
+    dtype: torch.dtype = torch.bfloat16
+
+    @cached_property
+    def shared(self) -> dict[str, int]:
+        """Bytes that do not grow: fitted tensors by stage, and rotations."""
+        found: dict[str, int] = {}
+        for name, spec in codecs.all_specs(self.recipe, self.geometry).items():
+            _add(found, NAMES[name.split(".")[3]], _bytes(spec))
+        layers = {0, *self.recipe.layers, self._plain}
+        made = [Codec(self.recipe, layer, role, self.geometry, {}) for layer in sorted(layers) for role in ROLES]
+        _add(found, "rotations", storage_bytes(x for codec in made for x in codec.shared))
+        return found
+
+    @cached_property
+    def _plain(self) -> int:
+        """A layer with the schemes that all have but those of `layers`; the first if there is none."""
+        return next((n for n in range(self.geometry.layers) if n not in self.recipe.layers), 0)
+
+    @cached_property
+    def _block(self) -> dict[str, int]:
+        """Bytes of one block of one row in all layers, by kind, what policies store beside it included."""
+        window, found = self.recipe.window, dict[str, int]()
+        for layer in range(self.geometry.layers):
+            for role in ROLES:
+                scheme = self.recipe.scheme(layer, role)
+                kinds = scheme.memory_kinds(window.block, self.geometry)
+                for name, spec in scheme.fields(window.block, self.geometry, self.dtype).items():
+                    _add(found, kinds[name], _bytes(spec))
+                extra = sum(policy.extra_bits(role, self.dtype) for policy in self.recipe.policies)
+                _add(found, "beside blocks", round(extra * window.block * self.geometry.width / 8))
+        return found
+
+    @cached_property
+    def _fitted_by_row(self) -> int:
+        """Bytes of what a cache fits to each row."""
+        recipe, found = self.recipe, 0
+        for layer in range(self.geometry.layers):
+            for role in ROLES:
+                scheme = recipe.scheme(layer, role)
+                if recipe.fits(scheme):
+                    site = Site(scheme, role, layer, recipe.position, recipe.window, self.geometry)
+                    found += sum(map(_bytes, scheme.tensors(site, self.geometry).values()))
+        return found
+
+    def at(self, tokens: int, batch: int = 1) -> HeldBytes:
+        """What so many rows of so many tokens hold, in a step."""
+        window = self.recipe.widest.window
+        blocks, exact = max(0, tokens - window.recent) // window.block, window.recent + window.block
+        found: dict[str, int] = {}
+        for policy in self.recipe.policies:
+            chosen = policy.chosen(tokens, window)
+            if chosen is not None:
+                blocks, exact = chosen[0], max(exact, chosen[1])
+            for kind, size in policy.held_bytes(self.geometry, tokens, window, self.dtype).items():
+                _add(found, kind, batch * size)
+        token = 2 * self.geometry.layers * self.geometry.width * self.dtype.itemsize
+        _add(found, "window", batch * exact * token)
+        _add(found, "sinks", batch * window.sinks * token)
+        for kind, size in self._block.items():
+            _add(found, kind, batch * _allocated(blocks) * size)
+        _add(found, "fitted to each row", batch * self._fitted_by_row)
+        return HeldBytes(tokens, batch, found, self.shared, batch * tokens * token)
+
+    def smaller_from(self, batch: int = 1) -> int | None:
+        """From how many tokens a row on all bytes are always fewer than in 16 bits; None: never."""
+        far = 1 << 24
+        rate = (self.at(2 * far, batch).total - self.at(far, batch).total) / far
+        saved = self.at(1, batch).exact - rate
+        if saved <= 0:
+            return None
+        # what does not grow, and the room of a slab, which is the most that more than one block holds at once
+        fixed = self.at(1, batch).total + batch * SLAB * sum(self._block.values())
+        tokens = math.ceil(fixed / saved) + SLAB * self.recipe.window.block
+        while tokens > 1:
+            held = self.at(tokens - 1, batch)
+            if held.total >= held.exact:
+                break
+            tokens -= 1
+        return tokens
+
+
+def _allocated(blocks: int) -> int:
+    """Blocks that slabs have room for: all but the last are whole, which has a power of two."""
+    rest = blocks % SLAB
+    return blocks - rest + (1 << (rest - 1).bit_length() if rest else 0)
+
+
+def _bytes(spec: tuple[Iterable[int], torch.dtype]) -> int:
+    shape, dtype = spec
+    return math.prod(shape) * dtype.itemsize
+
+
+def _add(found: dict[str, int], kind: str, size: int) -> None:
+    if size:
+        found[kind] = found.get(kind, 0) + size

@@ -1,0 +1,99 @@
+"""Computed bytes: those of a cache that is really filled, and of large models those of a pencil."""
+
+from dataclasses import replace
+
+import fitted
+import pytest
+import torch
+from feeding import GEOMETRY, feed_in, make, tensors
+from representative import REPRESENTATIVE
+
+from kvq_calib.evaluate.bits import bits_at
+from kvq_calib.model import find as models
+from kvq_calib.model.catalog import CATALOG
+from kvq_runtime.artifact import recipe_text
+from kvq_runtime.geometry import MODELS, Geometry
+from kvq_runtime.recipe import preset, presets
+from kvq_runtime.store.device import SLACK
+from kvq_runtime.store.held import Sizes
+
+SMALL = Geometry(layers=2, kv_heads=2, head_size=32)
+EIGHT = MODELS["llama-3.1-8b"]
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in REPRESENTATIVE else pytest.mark.all_recipes) for n in presets()]
+)
+def test_what_is_computed_is_what_a_cache_holds(name):
+    """After a prompt of several slabs and a step; to the byte. A window that nothing attended to decides nothing."""
+    recipe = preset(name)
+    try:
+        sizes = Sizes(recipe.check(SMALL), SMALL)
+    except ValueError as refusal:
+        assert name in str(refusal)
+        return
+    found = fitted.tensors(recipe, SMALL) or None
+    for tokens in (100, 700, 5000 if name in ("higgs-2bit", "kivi-2bit-r32", "h2o-higgs-2bit") else 1501):
+        held, report = sizes.at(tokens), bits_at(recipe, SMALL, tokens, found)
+        undecided = held.sequence.get("timeline", 0) if recipe.policy("window") else 0
+        assert sum(held.shared.values()) == report.shared_bytes
+        window = recipe.widest.window  # a short prompt leaves it with less room, or a little more
+        if tokens > window.sinks + window.recent + window.block + SLACK:
+            assert sum(held.sequence.values()) - undecided == report.sequence_bytes, tokens
+            assert held.bits == pytest.approx(report.all_bits + 8 * undecided / (held.exact / 2))
+        assert held.exact == report.exact_bytes
+
+
+@pytest.mark.parametrize("name", ["kivi-2bit", "svdq-online-2bit-v4", "svdq-shadow-2bit-v4", "h2o-higgs-2bit"])
+def test_rows_hold_as_much_each_and_share_what_is_fitted(name):
+    recipe, rows = replace(preset(name), window=replace(preset(name).window, recent=64)), 3
+    cache = make(recipe)
+    feed_in(cache, tensors(900, rows=rows).to(torch.bfloat16), [899, 1])
+    report, held = cache.memory_report(), Sizes(recipe, GEOMETRY).at(900, rows)
+    assert (held.total, held.exact) == (report.total_bytes, report.exact_bytes)
+
+
+def test_large_models_by_pencil():
+    """Llama 3.1 8B: 32 layers, C = 1024. KIVI: 3 bits; AQUA-KV: 31 layers of a C x C and a 2C x C map in 16 bits."""
+    tokens, elements = 131072, 2 * 32 * 1024
+    kivi = Sizes(preset("kivi-2bit"), EIGHT).at(tokens)
+    blocks = (tokens - 128) // 128
+    assert blocks == 1023 and kivi.sequence["codes"] == 1024 * 128 * elements * 2 // 8  # 1024: a slab of 32 is whole
+    assert kivi.sequence["scales"] == 1024 * 128 * elements * 2 * 2 // 32
+    assert kivi.sequence["window"] == 256 * elements * 2 and "sinks" not in kivi.sequence
+    assert kivi.exact == 16 << 30
+
+    aqua, first = Sizes(preset("aqua-2bit"), EIGHT), 2 * 4 * 1024
+    maps = 31 * (3 * 1024 * 1024 * 2 + 2 * (4 + 4) * 1024)
+    assert aqua.shared["predictors"] == maps + first
+    assert aqua.shared["predictors"] / MIB == pytest.approx(186, abs=1)
+    klt = Sizes(preset("aqua-klt-1bit"), EIGHT)
+    bases = 32 * 2 * 1024 * 1024 * 2
+    assert klt.shared["bases"] <= bases and sum(klt.shared.values()) / MIB == pytest.approx(307, abs=16)
+    for batch in (1, 16):
+        found = aqua.at(8192, batch)
+        assert found.bits == pytest.approx(aqua.at(8192).bits - aqua.shared["predictors"] * 8 / 8192 / elements * (
+            1 - 1 / batch) - aqua.shared["rotations"] * 8 / 8192 / elements * (1 - 1 / batch))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["aqua-2bit", "higgs-2bit", "kivi-2bit-r32", "svdq-shadow-2bit-v4", "h2o-higgs-2bit"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_from_the_break_even_on_all_bytes_are_fewer(name, batch):
+    sizes = Sizes(preset(name), SMALL)
+    start = sizes.smaller_from(batch)
+    assert start is not None
+    held = [sizes.at(tokens, batch) for tokens in (start - 1, *range(start, 3 * start + 9000, 7))]
+    assert held[0].total >= held[0].exact and all(one.total < one.exact for one in held[1:])
+    assert sizes.smaller_from(10**6) <= start
+
+
+def test_sixteen_bits_and_more_never_save():
+    assert Sizes(preset("exact"), SMALL).smaller_from() is None
+    recipe = recipe_text.read("exact+policies.chunks=on")
+    assert Sizes(recipe, SMALL).smaller_from() is None
+
+
+def test_geometries_are_those_of_the_catalog():
+    assert MODELS.keys() == CATALOG.keys()
+    assert MODELS["demo"] == models.resolve("demo").geometry
