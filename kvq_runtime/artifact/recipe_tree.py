@@ -8,7 +8,7 @@ Checked here is that a path is one, and the type of its value; what cannot be, `
 
 import json
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -16,7 +16,7 @@ from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Window
 from kvq_runtime.recipe import Recipe, policy_kinds
-from kvq_runtime.stages.kinds import fits_type, kinds, setting_types, stage_json
+from kvq_runtime.stages.kinds import fits_type, kinds, setting_types
 from kvq_runtime.stages.stage import SLOTS, Scheme
 
 WINDOW = tuple(setting.name for setting in fields(Window))
@@ -30,7 +30,7 @@ def tree_of(recipe: Recipe) -> Tree:
         "window": {name: getattr(recipe.window, name) for name in WINDOW},
         **_pair(recipe.key, recipe.value),
         "layers": {str(layer): _pair(*pair) for layer, pair in sorted(recipe.layers.items())},
-        "policies": {policy.kind: stage_json(policy) for policy in recipe.policies},
+        "policies": {policy.kind: _settings(policy) for policy in recipe.policies},
     }
 
 
@@ -40,7 +40,12 @@ def _pair(key: Scheme, value: Scheme) -> Tree:
 
 def _scheme(scheme: Scheme) -> Tree:
     stages = {slot: getattr(scheme, slot) for slot in SLOTS}
-    return {"axis": scheme.axis} | {slot: None if s is None else stage_json(s) for slot, s in stages.items()}
+    return {"axis": scheme.axis} | {slot: None if s is None else _settings(s) for slot, s in stages.items()}
+
+
+def _settings(stage: Any) -> Tree:
+    """The kind and all settings of a stage or policy, those included that its JSON does not name."""
+    return json.loads(json.dumps({"kind": stage.kind} | asdict(stage)))
 
 
 def recipe_json(tree: Tree, recipe: Recipe) -> Tree:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from kvq_runtime.attention.path import Attended, Path
 from kvq_runtime.attention.reference import SCORES, by_head, causal, visible
-from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import SLAB, Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import Recipe
@@ -116,7 +115,6 @@ class Selected(Path):
         out = torch.empty(batch, heads, count, size, device=slots_BHM.device)
         row = torch.arange(batch, device=slots_BHM.device)[:, None].expand(-1, count).flatten()
         codec = store.codecs[role]
-        assert isinstance(codec, Codec), "what is read by chunks is not fitted in the cache"
         for head in range(heads):
             channels = slice(head * size, (head + 1) * size)
             slots = slots_BHM[:, head].flatten()

@@ -41,6 +41,13 @@ class RowCodec:
         ]
         return torch.cat(parts)
 
+    def tokens(self, fields: Mapping[str, Tensor], block_N: Tensor, place_N: Tensor, channels: slice) -> Tensor:
+        """As `Codec.tokens`; the fields are those of the first row's blocks, then of the second's, as many of each."""
+        room = len(next(iter(fields.values()))) // len(self.rows)
+        parts = [(block_N // room == row).nonzero()[:, 0] for row in range(len(self.rows))]
+        found = [c.tokens(fields, block_N[at], place_N[at], channels) for c, at in zip(self.rows, parts, strict=True)]
+        return torch.cat(found)[torch.cat(parts).argsort()]
+
     def one_launch(self, x_NTC: Tensor) -> bool:
         """As `Codec.one_launch`: never, since rows are encoded one by one."""
         return False

@@ -5,19 +5,22 @@ than the newest one, the block that begins with it is kept exact for another for
 
     keep  ⇔  mean of A_new ≤ mean of A_edge          A: weights of the newest query, after the softmax
 
-Means are over layers, query heads and rows: one decision for the whole cache, so that all layers and both halves hold
-the same blocks.
+    per "cache"   means over layers, query heads and rows: one decision, so that all layers hold the same blocks. It
+                  depends on the forward pass that ended where this one begins, since the first layer encodes before
+                  the last has attended
+    per "layer"   means over query heads and rows: each layer decides by the weights of this pass, after it has attended
+                  and before it encodes; its edge is the oldest token that may stay exact. Layers hold blocks of their
+                  own numbers, so that none can be predicted from another
 
-The decision of a forward pass depends on the one that ended where it begins, and on nothing else: a pass that is
-undone and made again, or cropped away, decides as it did, or has no say.
+A pass that is undone and made again, or cropped away, decides as it did, or has no say.
 
-Source: Zeng et al., 2025 (SubKV), sections 3.3 and 3.5.
+Source: Zeng et al., 2025 (SubKV), sections 3.3 and 3.5; algorithm 1 stands inside one attention layer.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,17 +34,33 @@ from kvq_runtime.store.storage import storage_bytes
 
 @dataclass(frozen=True)
 class DynamicWindow(PolicySetting):
-    """Keep up to `blocks` blocks exact beyond the recent tokens, as long as attention asks for it. 1 to 1024."""
+    """Keep blocks exact beyond the recent tokens, as long as attention asks for it.
+
+    blocks   at most, 1 to 1024
+    per      who decides: the "cache" for all layers, or each "layer"
+    """
 
     kind: ClassVar[str] = "dynamic"
     slot: ClassVar[str] = "window"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
     arrival_dependent: ClassVar[bool] = True
+    later: ClassVar[frozenset[str]] = frozenset({"per"})
     blocks: int = 3
+    per: Literal["cache", "layer"] = "cache"
 
     def __post_init__(self):
         if not 1 <= self.blocks <= 1024:
             raise ValueError(f"blocks={self.blocks}; use 1 to 1024")
+        if self.per not in ("cache", "layer"):
+            raise ValueError(f'per={self.per!r}; use "cache" or "layer"')
+
+    def check(self, recipe: Any, geometry: Geometry | None) -> None:
+        """Raise a ValueError if the recipe cannot have it."""
+        if self.per == "layer" and recipe.cross_layer:
+            raise ValueError(
+                "a layer is predicted from the same blocks of the layer below, which per=layer may keep exact there; "
+                "use per=cache, or no prediction"
+            )
 
     def most(self, recent: int, block: int) -> int:
         """What `recent` is while the window keeps what it may."""
@@ -56,7 +75,10 @@ class DynamicWindow(PolicySetting):
 
 
 class DynamicWindowPolicy(Policy):
-    """The dynamic window of one cache: A_new - A_edge of every layer in the newest pass, [B] each."""
+    """The dynamic window of one cache: A_new - A_edge of every layer in the newest pass, [B] each.
+
+    It decides at the beginning of a pass for the cache, or when a layer may encode for that layer.
+    """
 
     weighs = "newest"
 
@@ -65,6 +87,13 @@ class DynamicWindowPolicy(Policy):
         self._seen, self._gaps = 0, dict[int, Tensor]()  # tokens at the end of that pass; by layer
 
     def begin(self, step: Step) -> None:
+        if self.setting.per == "cache":
+            self._decide(step)
+        step.on_undo(self._restore, self._seen, self._gaps)
+        self._restore(step.before + step.count, {})
+
+    def _decide(self, step: Step) -> None:
+        """For all layers."""
         stores, window = self.cache.stores.values(), self.cache.recipe.window
         due = any(store.beyond(window.recent, step.count) for store in stores)
         gaps_LB = [gap_B for _, gap_B in sorted(self._gaps.items())]
@@ -72,20 +101,37 @@ class DynamicWindowPolicy(Policy):
         weighed = due and self._seen == step.before and len(gaps_LB) == len(self.cache.layers)
         keep = weighed and keep_edge(torch.stack([gap_B.to(gaps_LB[-1].device) for gap_B in gaps_LB]))
         for store in stores:
-            store.recent = self.setting.most(window.recent, window.block) if keep else window.recent
-        step.on_undo(self._restore, self._seen, self._gaps)
-        self._restore(step.before + step.count, {})
+            store.recent = self._most if keep else window.recent
+
+    def may_encode(self, layer: int) -> bool:
+        """What is due may be encoded; if layers decide, how much that is."""
+        if self.setting.per == "layer":
+            store, recent, gap_B = self.cache.stores[layer], self.cache.recipe.window.recent, self._gaps.get(layer)
+            keep = gap_B is not None and store.beyond(recent) > 0 and keep_edge(gap_B[None])
+            store.recent = self._most if keep else recent
+        return True
+
+    @property
+    def _most(self) -> int:
+        """Tokens that stay exact, at least, while the edge is kept."""
+        window = self.cache.recipe.window
+        return self.setting.most(window.recent, window.block)
+
+    def _edge(self, store: LayerStore) -> int:
+        """The first slot that stays exact; if the layer decides, that may stay so."""
+        leaving = store.due if self.setting.per == "cache" else store.beyond(self._most)
+        return (store.blocks + leaving) * store.window.block
 
     def weighed(self, layer: int, p_BHGTT: Tensor, slots: range) -> None:
         """Of the newest query, whose slice comes last; the edge is that of the window as this pass leaves it."""
         store = self.cache.stores[layer]
-        self._gaps[layer] = gaps(p_BHGTT[..., -1, :], _edge(store), store.window.sinks, self.positions.real_BT)
+        self._gaps[layer] = gaps(p_BHGTT[..., -1, :], self._edge(store), store.window.sinks, self.positions.real_BT)
 
     def attended(self, layer: int, q_BHTD: Tensor, lse_BHT: Tensor, scale: float) -> None:
         """The weights that count are of two exact tokens: the newest and the edge."""
         store, q_BHD, lse_BH = self.cache.stores[layer], q_BHTD[:, :, -1], lse_BHT[..., -1]
         heads = self.cache.geometry.kv_heads
-        first_B, heard_B = edges(_edge(store), store.window.sinks, self.positions.real_BT, q_BHD, store.length)
+        first_B, heard_B = edges(self._edge(store), store.window.sinks, self.positions.real_BT, q_BHD, store.length)
         newest_B = torch.full_like(first_B, store.length - 1)
         places_B2 = (torch.stack([newest_B, first_B], 1) - store.encoded).clamp(min=0)
         rows_B = torch.arange(len(q_BHD), device=q_BHD.device)
@@ -111,11 +157,6 @@ class DynamicWindowPolicy(Policy):
 
     def _restore(self, seen: int, gaps: dict[int, Tensor]) -> None:
         self._seen, self._gaps = seen, gaps
-
-
-def _edge(store: LayerStore) -> int:
-    """The first slot that stays exact."""
-    return (store.blocks + store.due) * store.window.block
 
 
 def edges(edge: int, sinks: int, real_BT: Tensor | None, like: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,14 @@ all tokens seen allows. One set serves all layers and heads, because a layer is 
 token. It is chosen at the end of a forward pass, so that a prompt is exact throughout its own; each row has its own
 set, of one size. What is encoded is never dropped.
 
-Source: Zhang et al., 2023 (H2O), algorithm 1; a share of 20% as in Shutova et al., 2025 (AQUA-KV), table 7.
-Differs: one set for all heads and layers, theirs is by head; mass by query, theirs is the sum, which favours tokens
-that came early; an encoded token stays, theirs may be dropped at any step; positions are the tokens' own.
+The newest tokens are those of the recipe's window, a fixed number, or, with `recent`, a share of the tokens seen if
+that is more; these stay exact until they are old enough to be chosen from, since what is encoded cannot be dropped.
+
+Source: Zhang et al., 2023 (H2O), algorithm 1, whose budget is half of heavy and half of recent tokens (`recent` half of
+`share`); a share of 20% as in Shutova et al., 2025 (AQUA-KV), table 7.
+Differs: without `recent`, all of the share beyond the window is of heavy tokens; one set for all heads and layers,
+theirs is by head; mass by query, theirs is the sum, which favours tokens that came early; an encoded token stays,
+theirs may be dropped at any step; positions are the tokens' own.
 """
 
 import math
@@ -30,7 +35,8 @@ from kvq_runtime.store.storage import storage_bytes
 class HeavyHitters(PolicySetting):
     """Hold the tokens that attention looks at most, H2O's heavy hitters.
 
-    share   of the tokens seen that are held, sinks and the recent window among them; over 0, at most 1
+    share    of the tokens seen that are held, sinks and the newest among them; over 0, at most 1
+    recent   of the tokens seen that are the newest and held as such, if more than the window's; less than `share`
     """
 
     kind: ClassVar[str] = "heavy"
@@ -38,16 +44,28 @@ class HeavyHitters(PolicySetting):
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
     arrival_dependent: ClassVar[bool] = True
     unpacked: ClassVar[str | None] = "it keeps tokens by their attention weights, which the kernel does not hand out"
+    later: ClassVar[frozenset[str]] = frozenset({"recent"})
     share: float = 0.2
+    recent: float = 0.0
 
     def __post_init__(self):
         if not 0 < self.share <= 1:
             raise ValueError(f"share={self.share}; use a number over 0 and at most 1")
+        if not 0 <= self.recent < self.share:
+            raise ValueError(f"recent={self.recent}; use at least 0 and less than share={self.share}")
 
     def check(self, recipe: Any, geometry: Geometry | None) -> None:
         """Raise a ValueError if the recipe cannot have it."""
         if recipe.policy("window") is not None:
             raise ValueError("tokens are selected behind a fixed window; drop select, or window")
+
+    def newest(self, seen: int, window: Window) -> int:
+        """How many of the tokens seen are the newest, which are always held."""
+        return max(window.recent, math.ceil(self.recent * seen - 1e-9))
+
+    def left(self, seen: int, window: Window) -> int:
+        """How many of the tokens seen are older than that, in whole blocks."""
+        return max(0, seen - self.newest(seen, window)) // window.block * window.block
 
     def held(self, left: int, sinks: int, recent: int) -> int:
         """How many are held of the first `left` tokens, with `recent` newer ones behind them: sinks at least."""
@@ -59,8 +77,8 @@ class HeavyHitters(PolicySetting):
 
     def chosen(self, tokens: int, window: Window) -> tuple[int, int]:
         """The share of the tokens behind the window, in whole blocks; the rest of them is exact beside the newest."""
-        left = max(0, tokens - window.recent) // window.block * window.block
-        held = self.held(left, window.sinks, window.recent)
+        left = self.left(tokens, window)
+        held = self.held(left, window.sinks, self.newest(tokens, window))
         return held // window.block, held % window.block + tokens - left
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
@@ -133,8 +151,8 @@ class HeavyHittersPolicy(Policy):
             self.cache.decoder.forget(layer, layer == self.cache.layers[-1])
 
     def left(self, seen: int) -> int:
-        """How many of the tokens seen have left the recent window, in whole blocks."""
-        return max(0, seen - self.window.recent) // self.window.block * self.window.block
+        """How many of the tokens seen are old enough to be chosen from, in whole blocks."""
+        return self.setting.left(seen, self.window)
 
     def choose(self) -> tuple[Tensor, int]:
         """Which tokens of the window stay, [B, K] in rising order, and how many of them have left the recent window."""
@@ -144,7 +162,7 @@ class HeavyHittersPolicy(Policy):
         rate_BW = (self.mass_BW / self.queries_BW.clamp(min=1))[:, :old]
         if self.positions.real_BT is not None:
             rate_BW = rate_BW.where(self.positions.real_BT[:, encoded : encoded + old], -1.0)
-        sinks, recent = self.window.sinks, self.window.recent
+        sinks, recent = self.window.sinks, self.setting.newest(self.positions.seen, self.window)
         slots, arrived = self.positions.sink_slots(sinks, batch, rate_BW.device)
         places = torch.arange(encoded, encoded + old, device=rate_BW.device)
         sink_BW = ((slots[:, None] == places[:, None]) & arrived[:, None]).any(-1)

@@ -46,8 +46,11 @@ class PromptFit(PolicySetting):
         """Raise a ValueError if the recipe cannot have it."""
         if not any(scheme.fitted for scheme in recipe.schemes):
             raise ValueError("nothing is fitted; drop online")
-        if len(recipe.policies) > 1:
-            raise ValueError("a choice of tokens does not wait for a fit; drop window, select, or online")
+        busy = [policy.kind for policy in recipe.policies if policy is not self and not policy.waits_for_fit]
+        if busy:
+            raise ValueError(
+                f"{', '.join(busy)} chooses what is encoded, and does not wait for a fit; drop one of them"
+            )
         for scheme in recipe.schemes:
             for _, stage in scheme.stages:
                 stage.check_prompt_fit()

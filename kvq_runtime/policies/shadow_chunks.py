@@ -37,6 +37,7 @@ class ShadowChunks(PolicySetting):
     kind: ClassVar[str] = "chunks"
     slot: ClassVar[str] = "select"
     chooses_by_query: ClassVar[bool] = True
+    waits_for_fit: ClassVar[bool] = True
     unpacked: ClassVar[str | None] = "it reads the chunks that each query asks for"
     chunk: int = 8
     budget: int = 2048

@@ -2,7 +2,11 @@
 store the residuals with HIGGS (or any other rounding). The first layer, which has nothing below, gets 4 bits.
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; the variants are the rows of its tables 1, 5 and 9.
-Differs: the first layer's mean is removed too; HIGGS as in `higgs.py`.
+`-first-16bit`: its setting for Qwen models.
+Differs: the first layer's mean is removed too; HIGGS as in `higgs.py`. `-gptq` has groups of 64 inputs with a step and
+a low end in 16 bits each, 4.5 bits a weight. KVSharer, which the paper compares with, has no recipe: it takes a layer's
+cache for that of another, at any distance, where the chain of decoded layers holds the 3 below alone, and only
+subtracts what it reads.
 """
 
 from dataclasses import replace
@@ -13,6 +17,8 @@ from kvq_runtime.recipes import higgs, polar, quarot, rtn, svdq, turboquant
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
+
+EXACT = Scheme(quantize=Exact())
 
 
 def aqua(
@@ -44,7 +50,7 @@ def _variants() -> list[Recipe]:
         of("mlp-no-norm", "two-layer MLP without normalization", key=MLP(norm="none"), value=MLP(norm="none")),
         of("gptq", "predictors in 4 bits", key=Linear(storage="gptq4"), value=Linear(storage="gptq4")),
         of("mean", "only the mean", key=Mean(), value=Mean()),
-        of("first-16bit", "first layer as it is", first=Scheme(quantize=Exact())),
+        of("first-16bit", "first layer as it is", first=EXACT),
         of("first-3bit", "first layer 3 bits", first=higgs.scheme("3bit")),
         of("first-2bit", "first layer 2 bits", first=two),
         of("slow", "the d=4 grid", scheme=higgs.scheme("2bit-slow")),
@@ -62,6 +68,15 @@ def _variants() -> list[Recipe]:
         of("quanto-post", "over Quanto, keys after RoPE", scheme=rtn.scheme(2), first=rtn.scheme(4), position="post"),
         of("quanto-1024", "over Quanto, one group per token", scheme=rtn.scheme(2, "all"), first=rtn.scheme(4, "all")),
         of("quarot", "over QuaRot", scheme=quarot.scheme(2), first=quarot.scheme(4)),
+    ]
+
+
+def _first_16bit() -> list[Recipe]:
+    """The paper's setting for Qwen at 3 and 4 bits."""
+    summary = "AQUA-KV over HIGGS, {}, first layer as it is"
+    return [
+        aqua(f"{bits}-first-16bit", higgs.scheme(bits), EXACT, summary=summary.format(bits))
+        for bits in ("3bit", "4bit")
     ]
 
 
@@ -92,4 +107,4 @@ def recipes() -> list[Recipe]:
         for bits in higgs.GRIDS
         if "slow" not in bits
     ]
-    return main + _variants() + _combined()
+    return main + _variants() + _first_16bit() + _combined()

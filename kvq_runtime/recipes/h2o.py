@@ -2,6 +2,9 @@
 
 Tokens are evicted before encoding, and fits do not depend on it: `aqua-h2o-2bit` has the tensors of `aqua-2bit`.
 
+    -50       half of the tokens instead of a fifth
+    -halves   the paper's split of that share: half of it the newest tokens, which stay exact until they are chosen from
+
 Source: Zhang et al., 2023 (H2O); Shutova et al., 2025 (AQUA-KV), tables 7 and 20: 20% and 50% of the tokens.
 Differs: see `kvq_runtime/policies/heavy_hitters.py`.
 """
@@ -13,20 +16,25 @@ from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import aqua, higgs
 from kvq_runtime.stages.exact import Exact
 
-SHARES = {"": 0.2, "-50": 0.5}
+POLICIES = {"": HeavyHitters(0.2), "-50": HeavyHitters(0.5), "-halves": HeavyHitters(0.2, 0.1)}
+BITS = {"2bit": "2 bits", "3bit": "3 bits", "4bit": "4 bits"}
 
 
 def recipes() -> list[Recipe]:
-    """AQUA-KV at 2 bits, HIGGS at 2 bits and 16 bit, over a fifth and over half of the tokens."""
-    two, four, exact = higgs.scheme("2bit"), higgs.scheme("4bit"), Scheme(Exact())
-    over = {
-        "aqua-h2o-2bit": aqua.aqua("2bit", two, four, summary="AQUA-KV, 2 bits"),
-        "h2o-higgs-2bit": Recipe("higgs-2bit", two, two, summary="HIGGS, 2 bits"),
-        "h2o": Recipe("exact", exact, exact, summary="16 bit"),
-    }
+    """AQUA-KV and HIGGS at 2 to 4 bits, and 16 bit, over a fifth and over half of the tokens."""
+    four, exact = higgs.scheme("4bit"), Scheme(Exact())
+    over: dict[str, Recipe] = {}
+    for name, bits in BITS.items():
+        scheme = higgs.scheme(name)
+        over[f"aqua-h2o-{name}"] = aqua.aqua(name, scheme, four, summary=f"AQUA-KV, {bits}")
+        over[f"h2o-higgs-{name}"] = Recipe(f"higgs-{name}", scheme, scheme, summary=f"HIGGS, {bits}")
+    over["h2o"] = Recipe("exact", exact, exact, summary="16 bit")
     found = []
     for name, recipe in over.items():
-        for suffix, share in SHARES.items():
-            summary = f"{recipe.summary}, over the {share:.0%} of tokens that H2O holds"
-            found.append(replace(recipe, name=name + suffix, policies=(HeavyHitters(share),), summary=summary))
+        for suffix, policy in POLICIES.items():
+            if suffix == "-halves" and name.endswith(("3bit", "4bit")):
+                continue
+            how = ", half of them the newest" if policy.recent else ""
+            summary = f"{recipe.summary}, over the {policy.share:.0%} of tokens that H2O holds{how}"
+            found.append(replace(recipe, name=name + suffix, policies=(policy,), summary=summary))
     return found

@@ -14,6 +14,7 @@ from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.stages.rtn import Rtn
 
 WINDOW = Window(sinks=0)  # the residual of 128 tokens
+SHORT = Window(sinks=0, recent=32, block=32)
 
 
 def keys(bits: int, group: str | int = 32) -> Scheme:
@@ -34,5 +35,5 @@ def recipes() -> list[Recipe]:
         for name, schemes, groups in (("", small, "groups of 32"), ("-g128", large, "keys in groups of 128 tokens")):
             summary = f"KIVI, {bits} bits, {groups}"
             found.append(Recipe(f"kivi-{bits}bit{name}", *schemes, summary=summary, window=WINDOW))
-    short, summary = Window(sinks=0, recent=32, block=32), "KIVI, 2 bits, groups of 32, a residual of 32"
-    return [*found, Recipe("kivi-2bit-r32", keys(2), values(2), summary=summary, window=short)]
+    summary = "KIVI, 2 bits, groups of 32, a residual of 32"
+    return [*found, Recipe("kivi-2bit-r32", keys(2), values(2), summary=summary, window=SHORT)]

@@ -3,15 +3,16 @@
     squat-*        keys after RoPE, per channel in groups of 32 tokens; values per token, in groups of 32 channels
     squat-pre-*    the same, keys before RoPE
     *-online-*     the subspace from each row's own prompt, as the paper has it; no calibration
-    *-paper        the paper's defaults; *-llama2, *-llama3, *-mistral, *-r1: what it took for long prompts, by model
+    *-paper        the paper's r, λ and blocks; *-llama2, *-llama3, *-mistral, *-r1: what it took for long prompts, by
+                   model; -r32: with its short window, too, as `kivi-2bit-r32`
 
 Source: Wang et al., 2025 (SQuat), algorithm 1; settings of appendix D.2.
 Differs: the subspace is calibrated, once, but for the online ones. A sequence of the calibration takes the place of the
 prompt in the paper's λ, which grows with the prompt; ours (`squat-2bit`) does not, and counts every direction by its
 weight instead of `rank` of them. The window is our KIVI's, at least 128 tokens, so that the two differ in the feedback
-alone; the paper gives both at most 32. Keys before RoPE are given queries before RoPE; the variants with the paper's
-settings have what the authors' code has, queries after RoPE. Blocks are a half or a quarter of a head: 64 or 32 of the
-paper's 128 channels.
+alone; the paper gives both at most 32 (`-r32`: 32 to 63). Keys before RoPE are given queries before RoPE; the variants
+with the paper's settings have what the authors' code has, queries after RoPE. Blocks are a half or a quarter of a head:
+64 or 32 of the paper's 128 channels. Any other r, λ or g is a setting, `squat-2bit-paper+key.feedback.rank=60`.
 """
 
 from dataclasses import replace
@@ -67,6 +68,11 @@ def recipes() -> list[Recipe]:
             schemes = keys(stage), kivi.values(2)
             fit = (PromptFit(),)
             found.append(Recipe(name, *schemes, position, summary=summary, window=kivi.WINDOW, policies=fit))
+    papers = [recipe for recipe in found if recipe.name.endswith("-paper")]
+    found += [
+        replace(one, name=f"{one.name}-r32", window=kivi.SHORT, summary=f"{one.summary}, a residual of 32")
+        for one in papers
+    ]
     plain = Scheme(Grid(2, 16, 16), rotate=Hadamard("head"))
     summary = "a Hadamard per head, SQuat's feedback, HIGGS in groups of 16, 2 bits"
     return [*found, Recipe("squat-hadamard-2bit", replace(plain, feedback=OURS["post"]), plain, summary=summary)]

@@ -4,6 +4,7 @@ Keys are rounded per channel in groups of tokens, values per token in groups of 
 while its oldest token gets no less attention than the newest one, the next block stays exact. No calibration.
 
     subkv-2bit        "2 bits" are 2 and two 16-bit numbers per group of 32: 3
+    -by-layer         each layer has a window of its own
     subkv-aqua-2bit   AQUA-KV's prediction and grids under SubKV's first token and window
 
 Recipes with this window need attention weights: call model.set_attn_implementation("kvq").
@@ -18,7 +19,8 @@ Differs: where text and pseudocode contradict each other or leave a gap, as foll
   bound or end, here by at most 3 blocks (N_max = 128, KIVI's residual), and back to N when attention drops.
 - Heads, layers and rows are not mentioned. One decision for all, from means over query heads, layers and rows, so that
   blocks stay the same everywhere; it is taken before a forward pass, from the weights of the one before, because its
-  first layer encodes before its last has attended.
+  first layer encodes before its last has attended. `-by-layer` is the plainer reading, algorithm 1 inside one attention
+  layer: means over query heads and rows, of the same forward pass.
 - Values have d/G groups a token (line 8 has d/N), and wait for the keys, as the text says.
 - Sinks stay in their block, masked, and are put back when it is read, so groups of 32 begin at token 0, not at F.
 """
@@ -32,11 +34,11 @@ from kvq_runtime.recipes import aqua, higgs, kivi
 WINDOW = Window(sinks=1, recent=32, block=32)  # the paper's F, N and G
 
 
-def subkv(bits: int) -> Recipe:
+def subkv(bits: int, policy: DynamicWindow | None = None) -> Recipe:
     """The paper's method at so many bits."""
     summary = f"SubKV, {bits} bits, groups of 32, N from 32 to 128"
-    schemes = kivi.keys(bits), kivi.values(bits)
-    return Recipe(f"subkv-{bits}bit", *schemes, summary=summary, window=WINDOW, policies=(DynamicWindow(),))
+    schemes, policies = (kivi.keys(bits), kivi.values(bits)), (policy or DynamicWindow(),)
+    return Recipe(f"subkv-{bits}bit", *schemes, summary=summary, window=WINDOW, policies=policies)
 
 
 def recipes() -> list[Recipe]:
@@ -44,4 +46,8 @@ def recipes() -> list[Recipe]:
     predicted = aqua.aqua("2bit", higgs.scheme("2bit"), higgs.scheme("4bit"))
     summary = "AQUA-KV over HIGGS, 2bit, in SubKV's window"
     mixed = replace(predicted, name="subkv-aqua-2bit", summary=summary, window=WINDOW, policies=(DynamicWindow(),))
-    return [*(subkv(bits) for bits in (2, 3, 4)), mixed]
+    found = [*(subkv(bits) for bits in (2, 3, 4)), mixed]
+    for bits in (2, 4):
+        one = subkv(bits, DynamicWindow(per="layer"))
+        found.append(replace(one, name=f"{one.name}-by-layer", summary=f"{one.summary}, by layer"))
+    return found

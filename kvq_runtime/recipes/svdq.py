@@ -14,8 +14,10 @@ prompt and counts the bits of neither basis nor ranges. Online ones do as the pa
 bit. Ranges leave the exact sinks out and are clipped where that lowers the error; the paper's, of all tokens, are
 stretched by one outlier.
 
-`svdq-shadow-*` reads by chunks, as ShadowKV does: the paper's "SVDq+Sparsity" (tables 3 and 5), a budget of 2048
-tokens. All tokens are held; landmarks add 2 bits per key element of a 16-bit model, which the paper does not count.
+`svdq-shadow-*` reads by chunks, as ShadowKV does: the paper's "SVDq+Sparsity" (tables 3 and 5: 2.25, 1.75 and 1.25
+bits), a budget of 2048 tokens; `svdq-shadow-online-*` with the basis of each prompt, as published. All tokens are held;
+landmarks add 2 bits per key element of a 16-bit model, which the paper does not count. Chunks alone are
+`exact+policies.chunks=on`; ShadowKV's own keys, of rank 160 in 16 bits, have no recipe: latent channels take 8 at most.
 `svdq-shadow-2bit-v4-128` reads 128 tokens and 4 outlier chunks, for models whose whole context is within that budget.
 """
 
@@ -39,6 +41,7 @@ SCHEDULES = {
     "1.25bit": (4, 4, 2, 0, 0, 0, 0, 0),
 }
 SHADOWED = ("2bit", "2bit-v4", "1.25bit", "1.25bit-v4")
+PUBLISHED = ("2.25bit", "1.75bit", "1.25bit")  # with selection
 FILLED = {"3bit": 3.0, "2bit": 2.0, "1.5bit": 1.5, "1.25bit": 1.25, "1bit": 1.0}
 
 
@@ -73,9 +76,12 @@ def recipes() -> list[Recipe]:
         for one in shadowed
         if one.name == "svdq-shadow-2bit-v4"
     ]
-    return found + shadowed + short
+    published = {f"{start}{bits}{v}" for start in ("", "online-") for bits in PUBLISHED for v in ("", "-v4")}
+    later = [one for one in found if one.name.removeprefix("svdq-") in published - {*SHADOWED}]
+    return found + shadowed + short + [_shadow(recipe) for recipe in later]
 
 
 def _shadow(recipe: Recipe) -> Recipe:
     name = recipe.name.replace("svdq", "svdq-shadow")
-    return replace(recipe, name=name, policies=(ShadowChunks(),), summary=f"{recipe.summary}; read by chunks")
+    policies = (ShadowChunks(), *recipe.policies)
+    return replace(recipe, name=name, policies=policies, summary=f"{recipe.summary}; read by chunks")

@@ -37,8 +37,12 @@ def _is_kind(cls: type) -> bool:
 
 
 def stage_json(stage: Any) -> dict:
-    """A stage as JSON: its kind and its settings."""
-    return {"kind": stage.kind} | json.loads(json.dumps(dataclasses.asdict(stage)))
+    """A stage as JSON: its kind and its settings, those of `later` only where they are not the default."""
+    absent = {
+        f.name for f in dataclasses.fields(stage) if f.name in stage.later and getattr(stage, f.name) == f.default
+    }
+    stated = {name: value for name, value in dataclasses.asdict(stage).items() if name not in absent}
+    return {"kind": stage.kind} | json.loads(json.dumps(stated))
 
 
 def stage_from(name: str, stated: Any, known: Mapping[str, type]) -> Any:

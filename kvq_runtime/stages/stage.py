@@ -38,11 +38,13 @@ class Stage(ABC):
     kind    its name in JSON, unique among the stages of its slot
     slot    the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
     needs   what it has to be given: "fit", tensors fitted to a model's keys or values; "queries", to its queries
+    later   settings younger than the file format: JSON does not name them at their defaults, which mean what was before
     """
 
     kind: ClassVar[str]
     slot: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    later: ClassVar[frozenset[str]] = frozenset()
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """What a fit gives it at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""

@@ -44,7 +44,8 @@ def drive(cache: BlockCache, x: Tensor, q: Tensor, start: int, stop: int, real: 
 class Oracle:
     """The rule in plain words, row by row: exact keys, attention over the tokens that are held, then the choice."""
 
-    def __init__(self, x: Tensor, q: Tensor, real: Tensor):
+    def __init__(self, x: Tensor, q: Tensor, real: Tensor, newest: float = 0.0):
+        self.newest = newest
         self.x, self.q, self.real, self.rows = x, q, real, x.shape[2]
         self.held: list[list[int]] = [[] for _ in range(self.rows)]
         self.mass: list[dict[int, float]] = [{} for _ in range(self.rows)]
@@ -62,9 +63,10 @@ class Oracle:
             for query in range(start, stop):
                 if self.real[row, query]:
                     out[:, row, :, query - start] = self._ask(row, query)
-        left = max(0, stop - RECENT) // BLOCK * BLOCK
+        recent = max(RECENT, math.ceil(self.newest * stop))
+        left = max(0, stop - recent) // BLOCK * BLOCK
         if left > self.decided:
-            count = min(left, max(math.ceil(SHARE * (left + RECENT)) - RECENT, SINKS)) - self.encoded
+            count = min(left, max(math.ceil(SHARE * (left + recent)) - recent, SINKS)) - self.encoded
             for row in range(self.rows):
                 self._choose(row, left, count)
             self.decided, self.encoded = left, self.encoded + count // BLOCK * BLOCK
@@ -96,7 +98,10 @@ class Oracle:
         self.held[row] = held[: self.encoded] + sorted(best) + [token for token in held if token >= left]
 
 
-@pytest.mark.parametrize("recipe", [EXACT, PRE], ids=["post", "pre"])
+HALVES = replace(EXACT, name="h2o-small-halves", policies=(HeavyHitters(SHARE, SHARE / 2),))
+
+
+@pytest.mark.parametrize("recipe", [EXACT, PRE, HALVES], ids=["post", "pre", "halves"])
 @pytest.mark.parametrize("short", [0, 5, 33])
 def test_the_tokens_held_are_those_with_the_largest_mass(recipe, short):
     """A prompt, single tokens, chunks: the sets, and attention over them at their own positions, are the oracle's."""
@@ -108,7 +113,8 @@ def test_the_tokens_held_are_those_with_the_largest_mass(recipe, short):
         x = tensors(total)
         for keys in x[:, 0]:
             keys.copy_(rotate(keys.unflatten(-1, (GEOMETRY.kv_heads, -1)), *tables).flatten(-2))
-    cache, oracle, start = make(recipe), Oracle(x, q, real), 0
+    newest = SHARE / 2 if recipe is HALVES else 0.0
+    cache, oracle, start = make(recipe), Oracle(x, q, real, newest), 0
     for stop in (47, 48, 49, 53, 54, 55, 60, 77, 78, 90, 91, 92, 93, 94, 95, 96):
         found = torch.stack(drive(cache, x, q, start, stop, real if short else None))
         expected = oracle.step(stop)
@@ -121,7 +127,7 @@ def test_the_tokens_held_are_those_with_the_largest_mass(recipe, short):
         assert cache.length == stop and cache.positions.length == len(oracle.held[0])
         assert cache.layers[0].encoded == oracle.encoded
         start = stop
-    assert cache.positions.dropped > 40 and oracle.encoded >= 2 * BLOCK
+    assert cache.positions.dropped > 40 and oracle.encoded >= (1 if newest else 2) * BLOCK
     assert held(cache)[0] != held(cache)[1]
 
 
@@ -241,3 +247,17 @@ def test_settings_survive_json_and_are_left_out_where_there_are_none():
     assert "select" not in preset("aqua-2bit").to_json()
     with pytest.raises(ValueError, match="select=.*use an object with a kind"):
         Recipe.from_json(EXACT.to_json() | {"select": {"kind": "light"}})
+
+
+def test_the_papers_halves():
+    """Of 8192 tokens a fifth: 819 heavy and 819 of the newest, to within a block; without, the newest are 128."""
+    for policy, recent in ((HeavyHitters(0.2, 0.1), 820), (HeavyHitters(0.2), 128)):
+        window = preset("h2o").window
+        left = policy.left(8192, window)
+        assert policy.newest(8192, window) == recent and 0 <= 8192 - left - recent < window.block
+        heavy = policy.held(left, window.sinks, recent)
+        assert heavy + recent == pytest.approx(0.2 * 8192, abs=0.2 * window.block + 1)
+        blocks, exact = policy.chosen(8192, window)
+        assert blocks * window.block + exact == heavy + 8192 - left
+    with pytest.raises(ValueError, match="recent=0.2; use at least 0 and less than share=0.2"):
+        HeavyHitters(0.2, 0.2)

@@ -22,11 +22,13 @@ from kvq_runtime.store.layer import EXTRA
 GROUP, SCALE = 2, GEOMETRY.head_size**-0.5
 HEADS, D = GEOMETRY.kv_heads, GEOMETRY.head_size
 BASES = ("svdq-shadow-2bit", "svdq-shadow-1.25bit-v4")
-OTHERS = ("exact", "rtn-2bit", "higgs-2bit", "polar-3bit", "mean-higgs-2bit", "turboquant-3bit")
+ONLINE = ("svdq-shadow-online-2.25bit", "svdq-shadow-online-2.25bit-v4")  # each row has a basis of its own
+OTHERS = (*ONLINE, "exact", "rtn-2bit", "higgs-2bit", "polar-3bit", "mean-higgs-2bit", "turboquant-3bit")
 
 
 def recipe(name: str = BASES[0], **select) -> Recipe:
-    return replace(RECIPES[name], policies=(ShadowChunks(**select),))
+    fit = (policy for policy in RECIPES[name].policies if policy.fits_prompt)
+    return replace(RECIPES[name], policies=(ShadowChunks(**select), *fit))
 
 
 def queries(new: int, seed: int = 1, rows: int = 2) -> Tensor:

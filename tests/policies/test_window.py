@@ -12,7 +12,8 @@ from kvq_runtime.policies.dynamic_window import DynamicWindow
 from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.stages.rtn import Rtn
 
-DYNAMIC = {name: recipe for name, recipe in RECIPES.items() if recipe.policy("window")}
+WINDOWS = {name: recipe.policy("window") for name, recipe in RECIPES.items()}
+DYNAMIC = {name: RECIPES[name] for name, window in WINDOWS.items() if window and window.per == "cache"}
 every = pytest.mark.parametrize("recipe", DYNAMIC.values(), ids=DYNAMIC.keys())
 STEPS = [40] + [1] * 50 + [7, 1, 33, 1, 1, 64, 90, 1, 1]
 

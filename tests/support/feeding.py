@@ -29,7 +29,7 @@ def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
     What is fitted online is fitted to so many tokens, not to a prompt: its blocks are those of the tokens alone.
     """
     for block in (16, 32, 64, 128, 256):
-        policies = (PromptFit(2 * block - 4),) if recipe.fits_prompt else recipe.policies
+        policies = tuple(PromptFit(2 * block - 4) if policy.fits_prompt else policy for policy in recipe.policies)
         candidate = replace(recipe, window=Window(recipe.window.sinks, block - 4, block), policies=policies)
         try:
             return candidate.check(geometry)
@@ -43,9 +43,8 @@ def whole(recipe: Recipe) -> Recipe:
     select = recipe.policy("select")
     if select is None:
         return recipe
-    return replace(
-        recipe, policies=(HeavyHitters(share=1.0) if isinstance(select, HeavyHitters) else replace(select, outliers=0),)
-    )
+    every = HeavyHitters(share=1.0) if isinstance(select, HeavyHitters) else replace(select, outliers=0)
+    return replace(recipe, policies=tuple(every if policy is select else policy for policy in recipe.policies))
 
 
 RECIPES = {name: whole(small(recipe)) for name, recipe in presets().items()}

@@ -18,6 +18,7 @@ REPRESENTATIVE = frozenset([
     "subkv-2bit", "subkv-aqua-2bit",
     "zipcache-2bit", "zipcache-tokens-2bit", "zipcache-online-2bit", "aqua-zipcache-2bit",
     "svdq-3bit-v4", "svdq-online-3bit", "svdq-shadow-2bit", "svdq-shadow-2bit-v4",
+    "svdq-shadow-online-2.25bit", "svdq-shadow-online-2.25bit-v4",
 ])  # fmt: skip
 
 
