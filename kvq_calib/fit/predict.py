@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq_calib.fit.mlp import fit_mlp
+from kvq_calib.fit.mlp import fit_mlp, fit_mlp_to_all
 from kvq_calib.fit.statistics import Centred
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import predict
@@ -32,17 +32,22 @@ def statistics(stage: Mean | Linear) -> tuple[str, ...]:
     """What a fit needs: of a mean nothing more than that."""
     if not isinstance(stage, Linear):
         return ()
-    return ("input_rows",) if isinstance(stage, MLP) else ("inputs",)
+    if isinstance(stage, MLP):
+        return ("input_rows",) if stage.tokens == "sample" else ("inputs", "input_chunks")
+    return ("inputs",)
 
 
 def solve(stage: Mean | Linear, statistics: Statistics, codec: Codec) -> tuple[Mean | Linear, Tensors]:
     """The tensors of the predictor, as its `specs` names them; the mean, about which it is fitted, is held already."""
     if not isinstance(stage, Linear):
         return predict.solve(stage, statistics, codec)  # type: ignore[return-value]
+    if isinstance(stage, MLP) and stage.tokens == "all":
+        assert statistics.input_chunks is not None, "an MLP is fitted to tokens"
+        return stage, fit_mlp_to_all(stage, statistics.inputs, statistics.input_chunks, statistics.seed)
     if isinstance(stage, MLP):
         assert statistics.input_rows is not None, "an MLP is fitted to a sample"
         z_NI, y_NC = statistics.input_rows.tensor_split([-codec.geometry.width], 1)
-        return stage, fit_mlp(z_NI, y_NC, statistics.seed, stage.norm)
+        return stage, fit_mlp(stage, z_NI, y_NC, statistics.seed)
     if isinstance(stage, LowRank):
         return stage, fit_low_rank(statistics.inputs, stage.rank, stage.ridge)
     return stage, (fit_gptq if stage.storage == "gptq4" else fit_linear)(statistics.inputs, stage.ridge)

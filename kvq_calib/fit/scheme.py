@@ -1,6 +1,7 @@
 """Fit one scheme of one layer, chunk by chunk: each pass over the chunks gives the sums that a stage is fitted to.
 
     inputs, input_rows   of a prediction's inputs and target      → predict
+    input_chunks         every token of them, a chunk at a time   → predict, by an MLP
     residuals            of what the prediction leaves            → rotate, quantize, correct
 
 The sums of a chunk are a partial; partials are added in ascending order. `Fitting` goes through the stages in the order
@@ -94,6 +95,11 @@ class SchemeFit(Fitting):
         if field == "input_rows":
             return (Sample(SAMPLE_ROWS, inputs + width),)
         return (CrossMoments(zeros(inputs), zeros(width)),)
+
+    def rows_of(self, data: Blocks, context: Context) -> Tensor:
+        """The inputs and targets of a prediction, of every token of one chunk that is ever encoded: [N, I + C]."""
+        rows_NTK = torch.cat([self.codec.inputs(context).float(), data.x - self.codec.mean(context)], -1)
+        return rows_NTK[data.mask_NT.to(rows_NTK.device)].cpu()
 
     def partial(self, field: str, data: Blocks, context: Context) -> Partial:
         """The sums of one chunk."""

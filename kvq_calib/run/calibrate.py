@@ -183,6 +183,8 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
         if field == "metric":
             weight = run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
             return rotate.metric(weight.to(run.plan.device), run.plan.geometry)
+        if field == "input_chunks":
+            return lambda: run.executor(passes.rows, passes.Pass(work, fit), fitted)
         return fit.merged(field, run.executor(passes.collect, passes.Pass(work, fit, field), fitted))
 
     fit.solve(collect)

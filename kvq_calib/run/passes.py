@@ -169,6 +169,12 @@ def collect(shared: Pass, index: int) -> Partial:
     return fit.partial(shared.field, *shared.work.data(index, fit.codec.role, exact_below))
 
 
+def rows(shared: Pass, index: int) -> Tensor:
+    """The inputs and targets of a prediction, token by token, of one chunk."""
+    fit = shared.fit
+    return fit.rows_of(*shared.work.data(index, fit.codec.role, clean(fit.scheme)))
+
+
 def decode(shared: Pass, index: int) -> Tensor:
     """Keep a chunk as it is decoded, where a prediction reads it; the sums of its errors, where they count."""
     work, role, plan = shared.work, shared.fit.codec.role, shared.work.run.plan

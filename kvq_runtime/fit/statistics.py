@@ -3,6 +3,7 @@
 A stage names the fields that it needs (`statistics` in its fit module); `Fitting.solve` asks for them one by one.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -55,17 +56,19 @@ class Queries:
 class Statistics:
     """Everything that was collected so far; None: not yet, or never for these stages.
 
-    mean_C      of the tokens that are encoded, float32; of keys before RoPE
-    inputs      joint covariances of a prediction's inputs and target
-    input_rows  a sample of inputs and target, float32 [N, I + C]
-    residuals   what the prediction leaves
-    metric      what an error of a value costs in the layer's output, float64 [C, C]
-    seed        of random choices
+    mean_C        of the tokens that are encoded, float32; of keys before RoPE
+    inputs        joint covariances of a prediction's inputs and target
+    input_rows    a sample of inputs and target, float32 [N, I + C]
+    input_chunks  () → the same of every token, chunk by chunk in ascending order; may be called again
+    residuals     what the prediction leaves
+    metric        what an error of a value costs in the layer's output, float64 [C, C]
+    seed          of random choices
     """
 
     mean_C: Tensor
     inputs: Any = None
     input_rows: Tensor | None = None
+    input_chunks: Callable[[], Iterable[Tensor]] | None = None
     queries: Queries | None = None
     metric: Tensor | None = None
     residuals: Residuals | None = None

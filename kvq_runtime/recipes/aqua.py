@@ -4,7 +4,8 @@ store the residuals with HIGGS (or any other rounding). The first layer, which h
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; the variants are the rows of its tables 1, 5 and 9.
 `-first-16bit`: its setting for Qwen models.
 Differs: the first layer's mean is removed too; HIGGS as in `higgs.py`. `-gptq` has groups of 64 inputs with a step and
-a low end in 16 bits each, 4.5 bits a weight. KVSharer, which the paper compares with, has no recipe: it takes a layer's
+a low end in 16 bits each, 4.5 bits a weight. The MLP of the paper's size is `-mlp-paper`; `-mlp` and `-mlp-no-norm` are
+wider for values, and fitted to 4096 tokens. KVSharer, which the paper compares with, has no recipe: it takes a layer's
 cache for that of another, at any distance, where the chain of decoded layers holds the 3 below alone, and only
 subtracts what it reads.
 """
@@ -18,6 +19,7 @@ from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 
+PAPER_MLP = MLP(hidden="width", tokens="all")
 EXACT = Scheme(quantize=Exact())
 
 
@@ -47,6 +49,7 @@ def _variants() -> list[Recipe]:
         of("agnostic", "fitted on exact inputs, for any rounding", key=Linear(fit="clean"), value=Linear(fit="clean")),
         of("rrr", "reduced-rank, 256", key=LowRank(), value=LowRank()),
         of("mlp", "two-layer MLP (reference)", key=MLP(), value=MLP()),
+        of("mlp-paper", "two-layer MLP of the paper's width, fitted to all tokens", key=PAPER_MLP, value=PAPER_MLP),
         of("mlp-no-norm", "two-layer MLP without normalization", key=MLP(norm="none"), value=MLP(norm="none")),
         of("gptq", "predictors in 4 bits", key=Linear(storage="gptq4"), value=Linear(storage="gptq4")),
         of("mean", "only the mean", key=Mean(), value=Mean()),

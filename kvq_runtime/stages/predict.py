@@ -148,28 +148,42 @@ class LowRank(Linear):
 
 @dataclass(frozen=True)
 class MLP(Linear):
-    """Predict by two layers with a doubled hidden width: the paper's reference point, too costly to serve.
+    """Predict by two layers: the paper's reference point, too costly to serve.
 
-    norm    "layer": the inputs are layer-normalized; "none": the paper's variant without
+    norm     "layer": the inputs are layer-normalized; "none": the paper's variant without
+    hidden   width between the two layers: "inputs", twice the inputs, so that values, with twice the inputs of keys,
+             have 4 C; "width", 2 C for keys and values both, which gives the paper's 540 MiB (Llama 3.2 3B)
+    tokens   it is fitted to: a "sample" of 4096, too few for the weights of a large model; "all", in batches
     """
 
     kind: ClassVar[str] = "mlp"
+    later: ClassVar[frozenset[str]] = frozenset({"hidden", "tokens"})
     norm: Literal["layer", "none"] = "layer"
+    hidden: Literal["inputs", "width"] = "inputs"
+    tokens: Literal["sample", "all"] = "sample"
 
     def __post_init__(self):
         super().__post_init__()
+        for name, allowed in (("hidden", ("inputs", "width")), ("tokens", ("sample", "all"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}; use one of {allowed}")
         if self.norm not in ("layer", "none") or self.storage != "bf16":
             raise ValueError(
                 f'norm={self.norm!r}, storage={self.storage!r}; use norm "layer" or "none", stored in "bf16"'
             )
 
+    def hidden_size(self, inputs: int, width: int) -> int:
+        """Channels between the two layers."""
+        return 2 * (inputs if self.hidden == "inputs" else width)
+
     def specs(self, inputs: int, width: int) -> Specs:
+        wide = self.hidden_size(inputs, width)
         return {
             "mean": ((width,), torch.float32),
             "bias": ((width,), torch.float32),
-            "hidden": ((inputs, 2 * inputs), torch.bfloat16),
-            "hidden_bias": ((2 * inputs,), torch.float32),
-            "out": ((2 * inputs, width), torch.bfloat16),
+            "hidden": ((inputs, wide), torch.bfloat16),
+            "hidden_bias": ((wide,), torch.float32),
+            "out": ((wide, width), torch.bfloat16),
         }
 
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:

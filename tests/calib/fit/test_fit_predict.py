@@ -193,7 +193,7 @@ def test_the_mlp_learns_and_repeats_itself(norm):
     z = 5 * torch.randn(2000, 12, generator=random)
     scaled = z / 5 if norm == "none" else torch.nn.functional.layer_norm(z, (12,))
     y = 30 * torch.tanh(scaled @ torch.randn(12, 6, generator=random) / 4)
-    first, second = (fit_mlp(z, y, 3, norm, steps=300, batch=256) for _ in range(2))
+    first, second = (fit_mlp(MLP(norm=norm), z, y, 3, steps=300, batch=256) for _ in range(2))
     specs = MLP(norm=norm).specs(12, 6)
     assert {n: (tuple(t.shape), t.dtype) for n, t in first.items()} == {n: s for n, s in specs.items() if n != "mean"}
     assert all(torch.equal(first[name], second[name]) for name in first)

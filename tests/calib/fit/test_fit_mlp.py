@@ -1,0 +1,151 @@
+"""An MLP fitted to all tokens: what it gains over a sample, that it repeats itself, and what it holds in memory."""
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from kvq_calib.cli import calibrate as cli
+from kvq_calib.fit import predict
+from kvq_calib.fit.mlp import fit_mlp, fit_mlp_to_all
+from kvq_calib.fit.statistics import Centred, CrossMoments
+from kvq_runtime.codec.codec import all_specs
+from kvq_runtime.geometry import MODELS
+from kvq_runtime.recipe import preset
+from kvq_runtime.registry import resolve as registry
+from kvq_runtime.stages.predict import MLP
+from kvq_runtime.store.held import Sizes
+
+PAPER = MLP(hidden="width", tokens="all")
+
+
+def problem(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs [T, 48], and targets [T, 24] that are a linear map of them but for a tenth of their variance."""
+    truth = torch.randn(48, 24, generator=torch.Generator().manual_seed(99)) / 48**0.5
+    random = torch.Generator().manual_seed(seed)
+    z = 3 * torch.randn(tokens, 48, generator=random)
+    return z, z @ truth + 3 * (1 / 9) ** 0.5 * torch.randn(tokens, 24, generator=random)
+
+
+def moments(z: Tensor, y: Tensor) -> Centred:
+    sums = CrossMoments(torch.zeros(z.shape[1]), torch.zeros(y.shape[1]))
+    sums.update(z[None], y[None])
+    return sums.value()
+
+
+def explained(predicted: Tensor, y: Tensor) -> float:
+    return 1 - float((y - predicted).square().mean() / y.square().mean())
+
+
+def test_all_tokens_predict_better_than_a_sample_and_nearly_as_a_linear_map():
+    """The truth is linear: on other tokens an MLP can at best be as good. Of few tokens it learns their noise."""
+    z, y = problem(16384, 1)
+    other_z, other_y = problem(8192, 2)
+    predictor = MLP(norm="none", hidden="width", tokens="all")
+    chunks = [torch.cat([z, y], 1)[start : start + 4096] for start in range(0, len(z), 4096)]
+    whole = fit_mlp_to_all(predictor, moments(z, y), lambda: chunks, seed=0)
+    sample = fit_mlp(predictor, z[:512], y[:512], seed=0)
+    linear = predict.fit_linear(moments(z, y), 1e-3)
+    found = [explained(predictor.apply(other_z, fit), other_y) for fit in (whole, sample)]
+    best = explained(other_z @ linear["weight"].float() + linear["bias"], other_y)
+    assert best == pytest.approx(0.9, abs=0.01)
+    assert best - 0.03 < found[0] < best + 0.002
+    assert found[1] < found[0] - 0.05
+
+
+@pytest.mark.parametrize("norm", ["layer", "none"])
+def test_it_learns_a_curve_repeats_itself_and_is_centred_on_all_tokens(norm):
+    random = torch.Generator().manual_seed(0)
+    z = 5 * torch.randn(3000, 12, generator=random)
+    scaled = z / 5 if norm == "none" else torch.nn.functional.layer_norm(z, (12,))
+    y = 30 * torch.tanh(scaled @ torch.randn(12, 6, generator=random) / 4)
+    predictor = MLP(norm=norm, hidden="width", tokens="all")
+    chunks = list(torch.cat([z, y], 1).split([1400, 100, 1500]))
+    first, second, other = (
+        fit_mlp_to_all(predictor, moments(z, y), lambda: chunks, seed, steps=400, batch=256) for seed in (3, 3, 4)
+    )
+    specs = predictor.specs(12, 6)
+    assert {n: (tuple(t.shape), t.dtype) for n, t in first.items()} == {n: s for n, s in specs.items() if n != "mean"}
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["out"], other["out"])
+    residual = y - predictor.apply(z, first)
+    assert float(residual.double().mean(0).abs().max()) < 1e-5 * float(y.std())
+    assert float(residual.var()) < 0.2 * float(y.var())
+
+
+@pytest.mark.parametrize(("tokens", "passes"), [(600, 16), (40 * 256, 1), (5 * 256, 8)])
+def test_every_token_is_seen_equally_often_and_a_chunk_or_two_are_in_memory(tokens, passes):
+    """At least as many steps as asked for; many tokens in one pass, few in 16, with a bias at the end in one more."""
+    alive: list[weakref.ref] = []
+    opened = []
+
+    def chunks() -> Iterator[Tensor]:
+        opened.append(0)
+        for start in range(0, tokens, 200):
+            assert sum(ref() is not None for ref in alive) <= 2
+            chunk = torch.cat([z[start : start + 200], y[start : start + 200]], 1)
+            alive.append(weakref.ref(chunk))
+            yield chunk
+
+    z, y = torch.randn(tokens, 4), torch.randn(tokens, 2)
+    seen: list[int] = []
+
+    class Counting(MLP):
+        def apply(self, z_NTI: Tensor, tensors) -> Tensor:
+            seen.append(len(z_NTI))
+            return super().apply(z_NTI, tensors)
+
+    joint = moments(z, y)
+    fit_mlp_to_all(Counting(hidden="width", tokens="all"), joint, chunks, 0, steps=40, batch=256)
+    assert len(opened) == passes + 1
+    last = -(-tokens // 200)
+    trained = sum(seen[:-last])
+    assert sum(seen[-last:]) == tokens and trained % (passes * tokens) == 0
+    assert 40 * 256 - passes * tokens < trained < 40 * 256 + passes * tokens
+
+
+def test_the_papers_memory():
+    """Table 9: 540 MiB on Llama 3.2 3B: 27 layers of 4 C² weights for keys and 6 C² for values, in 16 bits."""
+    llama = MODELS["llama-3.2-3b"]
+    weights = 27 * (4 + 6) * llama.width**2
+    found = sum(Sizes(preset("aqua-2bit-mlp-paper"), llama).shared.values())
+    assert weights * 2 / (1 << 20) == 540 and found == pytest.approx(weights * 2, rel=0.02)
+    before = 27 * (4 + 12) * llama.width**2
+    assert sum(Sizes(preset("aqua-2bit-mlp"), llama).shared.values()) == pytest.approx(before * 2, rel=0.02)
+
+
+def test_a_file_without_the_settings_means_what_it_meant():
+    old = preset("aqua-2bit-mlp")
+    assert {"hidden", "tokens"}.isdisjoint(old.to_json()["key"]["predict"])
+    assert (old.key.predict.hidden, old.value.predict.tokens) == ("inputs", "sample")
+    new = preset("aqua-2bit-mlp-paper").to_json()["value"]["predict"]
+    assert (new["hidden"], new["tokens"]) == ("width", "all")
+    with pytest.raises(ValueError, match="hidden='half'; use one of"):
+        MLP(hidden="half")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_calibration_fits_it_and_gives_the_same_bytes_again(tmp_path, capsys):
+    """Chunk by chunk from the run folder, keys and values; a prediction that is worth something on this text."""
+    model = tmp_path / "tiny-model"
+    model.mkdir()
+    tiny.save(model, "llama", layers=2)
+    tiny.text(model)
+    words = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "128"]
+    words += ["--recipe", "aqua-2bit-mlp-paper", "--no-eval"]
+    found = []
+    for run in ("one", "two"):
+        assert cli.main([*words, "--run", str(Path(tmp_path, run)), "--name", "mlp"]) == 0
+        capsys.readouterr()
+        found.append(registry.resolve("mlp").sha256)
+    assert found[0] == found[1] and registry.resolve("mlp").version == "1.0.0"
+    artifact = registry.load_artifact("mlp")
+    geometry = artifact.fingerprint.geometry
+    for name, (shape, dtype) in all_specs(artifact.recipe, geometry).items():
+        assert (tuple(artifact.tensors[name].shape), artifact.tensors[name].dtype) == (shape, dtype)
+    assert artifact.tensors["layers.1.value.predict.hidden"].shape == (2 * geometry.width, 2 * geometry.width)
+    assert artifact.recipe == preset("aqua-2bit-mlp-paper")
