@@ -57,7 +57,7 @@ def test_the_exact_window_is_at_most_128_and_a_block():
 # ---- whole models ----
 
 
-@pytest.mark.parametrize("way, name", together([*WAYS], ["subkv-2bit", "subkv-aqua-2bit"]))
+@pytest.mark.parametrize("way, name", together([*WAYS], ["subkv-2bit", "subkv-2bit-by-layer", "subkv-aqua-2bit"]))
 def test_every_way_of_generating_works(name, way):
     model = random_model("llama", attention="kvq")
     ids = prompt(1 if way in ("lookup", "assisted") else 2)
@@ -66,7 +66,8 @@ def test_every_way_of_generating_works(name, way):
     assert out.shape == (len(ids), 80) and torch.equal(out[:, :40], ids)
     stores, recipe = cache.blocks.layers.values(), cache.blocks.recipe
     most = recipe.widest.window.recent + recipe.window.block
-    assert len({store.blocks for store in stores}) == 1 and cache.blocks.reencoded == 0
+    alike = len({store.blocks for store in stores}) == 1  # each layer may decide for itself
+    assert (alike or name.endswith("by-layer")) and cache.blocks.reencoded == 0
     assert all(0 <= store.window_2BTC.shape[2] < most for store in stores)
     if way != "assisted":  # which crops to what was accepted
         assert cache.blocks.policies[0].gaps
