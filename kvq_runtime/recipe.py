@@ -278,9 +278,13 @@ def families() -> dict[str, list[Recipe]]:
 
 
 def family(name: str) -> str:
-    """The family of a recipe: its file's name, or "auto" where no file lists it (bits chosen by layer)."""
-    members = (file for file, recipes in families().items() if name in {recipe.name for recipe in recipes})
-    return next(members, "auto").replace("_", "-")
+    """The family of a recipe: the file that lists it or, of one with other settings, the recipe it is made of; "auto"
+    for bits chosen by layer, and the name itself where no file has anything like it."""
+    files = {recipe.name: file for file, recipes in families().items() for recipe in recipes}
+    known = [start for start in files if name == start or name.startswith(f"{start}-")]
+    if not known:
+        return "auto" if name.startswith("auto-") else name
+    return files[max(known, key=len)].replace("_", "-")
 
 
 def presets() -> dict[str, Recipe]:

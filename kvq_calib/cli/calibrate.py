@@ -19,7 +19,7 @@ from typing import Any
 
 from kvq_calib.cli.commands import count
 from kvq_runtime.cli import exit_codes
-from kvq_runtime.cli.settings import add_settings
+from kvq_runtime.cli.settings import EXPLAINED, add_settings
 
 # GOMP_SPINCOUNT: iterations an idle OpenMP thread spins before it sleeps. At libgomp's own number, 300,000, a fit with
 # two threads on busy cores takes about four times as long; with 0, one on idle cores nearly twice as long.
@@ -33,7 +33,7 @@ examples
     kvq-calibrate --model ./my-model --corpus text.jsonl --recipe aqua-2bit --recipe aqua-3bit
     kvq-calibrate --model ./my-model --recipe aqua-2bit --baseline higgs-2bit --max-perplexity-ratio 1.02
     kvq-calibrate --model demo --recipe squat-2bit --set key.feedback.rank=60       any setting of it
-    kvq-calibrate --model demo --recipe aqua-2bit+window.recent=32 --recipe my.json several recipes, a file
+    kvq-calibrate --model demo --recipe aqua-2bit+window.recent=32 --recipe my.json    of one of several; a file
     kvq-calibrate --model meta-llama/Llama-3.1-8B --device cuda --dry-run
     kvq-calibrate --model demo --recipe auto --bits 2.1         bits by layer, chosen within 2.1 per element
     kvq-calibrate --model qwen2.5-7b --push hf://my-org         and publish on the Hub
@@ -43,6 +43,8 @@ One pass over the model serves all recipes. What was fitted is measured on held-
 agreement, errors) before it is published; that takes the whole model, and card, plots and record lie beside the
 artifact. A run that is interrupted, or killed, goes on where it was when the same command is given again.
 `kvq recipes` lists the recipes; `kvq eval` measures more, `kvq compare` many recipes side by side.
+
+{EXPLAINED}
 
 {EXIT_CODES}"""
 

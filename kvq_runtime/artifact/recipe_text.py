@@ -101,6 +101,11 @@ def differences(recipe: Recipe, origin: Recipe) -> dict[str, str]:
     return dict(recipe_tree.differences(recipe_tree.tree_of(recipe), recipe_tree.tree_of(origin)))
 
 
+def settings(recipe: Recipe) -> dict[str, str]:
+    """Every setting of a recipe, as it is written: {path: value}."""
+    return dict(recipe_tree.paths(recipe_tree.tree_of(recipe)))
+
+
 # ---- files and names -------------------------------------------------------------------------------------------------
 
 

@@ -70,6 +70,23 @@ def recipe_json(tree: Tree, recipe: Recipe) -> Tree:
     return stated | {"summary": recipe.summary}
 
 
+def paths(tree: Tree) -> Iterable[tuple[str, str]]:
+    """(path, value) of every setting, as `put` takes them: a stage before its settings."""
+    yield "position", tree["position"]
+    yield from ((f"window.{name}", _text(value)) for name, value in tree["window"].items())
+    pairs = [("", tree), *((f"layers.{layer}.", pair) for layer, pair in tree["layers"].items())]
+    for place, pair in pairs:
+        for role in ROLES:
+            yield f"{place}{role}.axis", pair[role]["axis"]
+            for slot in SLOTS:
+                stage = pair[role][slot] or {"kind": "none"}
+                yield f"{place}{role}.{slot}", stage["kind"]
+                yield from ((f"{place}{role}.{slot}.{n}", _text(v)) for n, v in stage.items() if n != "kind")
+    for kind, policy in tree["policies"].items():
+        yield f"policies.{kind}", "on"
+        yield from ((f"policies.{kind}.{name}", _text(value)) for name, value in policy.items() if name != "kind")
+
+
 def put(tree: Tree, path: str, text: str) -> None:
     """Set what a path means to what a text means."""
     match path.split("."):

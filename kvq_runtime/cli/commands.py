@@ -235,6 +235,9 @@ def recipes(args: Namespace) -> int:
         chosen = recipe_text.read(args.name, args.set)
         row = describe.recipe_row(chosen, describe.REFERENCE_MODEL)
         print_record(row | ({"settings": chosen.to_json()} if args.json else {}), args.json)
+        if not args.json:
+            print("\nsettings, as --set takes them")
+            print("\n".join(f"{path}={value}" for path, value in recipe_text.settings(chosen).items()))
         return 0
     known = presets().values()
     rows = [describe.recipe_row(recipe, describe.REFERENCE_MODEL) for recipe in known]

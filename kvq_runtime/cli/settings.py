@@ -8,7 +8,7 @@ recipes
     FILE.json                  one of your own: what kvq recipes NAME --json prints, edited
     NAME+PATH=VALUE+...        either, with other settings; --set PATH=VALUE is the same for all recipes of a command
     PATH is position, window.recent, key.quantize.bits, value.predict.ridge, key.feedback (a kind, or none),
-    layers.0.key.quantize.bits, policies.heavy.share, name, ...: kvq recipes NAME --json shows them. A wrong one is
+    layers.0.key.quantize.bits, policies.heavy.share, name, ...: kvq recipes NAME prints all of them. A wrong one is
     answered with what is allowed there. A changed recipe has a name of its own: squat-2bit-key.feedback.rank-60."""
 
 

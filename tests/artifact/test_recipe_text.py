@@ -152,6 +152,18 @@ def test_differences_make_one_recipe_of_another(one, two):
     assert (found.policies, found.position) == (preset(two).policies, preset(two).position)
 
 
+@pytest.mark.parametrize(
+    "name", ["subkv-2bit", "aqua-2bit-mlp-paper", "svdq-shadow-online-2.25bit", "gear-2bit", "h2o-halves"]
+)
+def test_every_setting_is_printed_as_it_is_written(name):
+    """All of them make the recipe out of another one, and setting them again changes nothing."""
+    settings = [f"{path}={value}" for path, value in recipe_text.settings(preset(name)).items()]
+    assert read(name, settings) == preset(name)
+    found = read("exact", settings)
+    assert same(replace(found, layers=preset(name).layers), preset(name))
+    assert all(found.at(layer) == preset(name).at(layer) for layer in range(3))
+
+
 # ---- files ----
 
 

@@ -177,6 +177,11 @@ def test_a_combination_is_held_against_the_next_dearer_recipe_of_each_paper():
     assert set(script.rivals(results, 3.2)) == {"best combination", "AQUA-KV"}
     known = {family(name) for name in compare.CHOICE}
     assert set(script.PAPERS) <= known and family("auto-2.1bit") == "auto"
+    changed = (
+        recipe_text.read("aqua-klt-1bit+window.recent=32").name,
+        recipe_text.read("squat-2bit+key.axis=token").name,
+    )
+    assert [family(name) for name in changed] == ["aqua-klt", "squat"] and family("mine") == "mine"
 
 
 def test_of_many_lines_families_look_alike():
