@@ -293,8 +293,8 @@ def main() -> int:
                 wrong += worse(name, arch, taken, table, one.options.get("num_warps", 4))
             else:
                 print(*(f"{key} {value}" for key, value in zip(COLUMNS, rows[-1], strict=True)), sep="  ", flush=True)
-    if given.write:
-        kept = list(csv.reader(TABLE.open()))[1:] if given.only or given.each_kind else []  # what was not compiled now stays
+    if given.write:  # what was not compiled now stays
+        kept = list(csv.reader(TABLE.open()))[1:] if given.only or given.each_kind else []
         both = {(row[1], int(row[2])): row for row in [*kept, *rows]}
         with TABLE.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *both.values()])
