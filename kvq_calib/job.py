@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from kvq_calib.evaluate import gate, held_out
+from kvq_calib.evaluate import full, gate, held_out
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.model import find as models
@@ -176,6 +176,14 @@ def preflight(job: Job, work: Run) -> list[str]:
         check_version(job.version)
     if job.bounds.given and not job.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
+    length = min(plan.seq_len, files.context)
+    for recipe in plan.recipes if job.bounds.given else ():
+        if full.encodes(recipe, length):
+            continue
+        raise ValueError(
+            f"a bound on {recipe.name} could not be judged: in windows of {length} tokens, as long as the sequences, "
+            f"no block of {recipe.window.block} is encoded; use a longer --seq-len, or leave out the bounds"
+        )
     for baseline in job.baselines:
         find(baseline, files, job.registry)
     if len({*job.recipes, *job.baselines}) < len(job.recipes) + len(job.baselines):

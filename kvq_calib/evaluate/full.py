@@ -34,6 +34,14 @@ def refusal(recipe: Recipe) -> str | None:
     return None
 
 
+def encodes(recipe: Recipe, length: int) -> bool:
+    """Whether anything of a window can be encoded: in a full encode or, for a recipe that has none, in use."""
+    window = recipe.window
+    if refusal(recipe) is not None:
+        return length > window.recent + window.block
+    return length // window.block * window.block > window.sinks
+
+
 def fit_tokens(recipe: Recipe, length: int) -> int | None:
     """Of how many tokens of a window, its first ones, a recipe that is fitted to its prompt is fitted; else None."""
     online = recipe.policy("online")
