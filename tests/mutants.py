@@ -584,7 +584,7 @@ MUTANTS = [
         "kvq_calib/evaluate/record.py",
         "json.dumps([subject.sha256, recipe.to_json()], sort_keys=True)",
         "json.dumps([subject.sha256, recipe.name], sort_keys=True)",
-        ("calib/evaluate/test_evaluate.py", "calib/evaluate/test_compare.py"),
+        ("calib/evaluate/test_full.py", "calib/evaluate/test_compare.py"),
     ),
 ]
 

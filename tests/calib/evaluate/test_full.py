@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from kvq_calib.evaluate import full, gate, perplexity, record
 from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.gate import Bounds
+from kvq_calib.evaluate.ledger import NOWHERE, Ledger
 from kvq_calib.evaluate.reads import CountedCache, counting
 from kvq_calib.evaluate.subject import find
 from kvq_calib.model import find as models
@@ -229,10 +230,10 @@ def test_what_chooses_tokens_has_no_full_encode(small, name, word):
         full.encoding_all(recipe, LENGTH)
 
 
-def evaluated(small, names, length=256, **settings):
+def evaluated(small, names, length=256, ledger=NOWHERE, **settings):
     batch = corpus.select(str(tiny.text(small.folder)), small.folder, 2, length, 0, "held-out")
     subjects = [find(name, small.files) for name in names]
-    return record.evaluate(small.files, batch, subjects, record.Protocol(**settings))
+    return record.evaluate(small.files, batch, subjects, record.Protocol(**settings), ledger=ledger)
 
 
 def test_a_block_of_another_size_changes_nothing_in_a_full_encode(small):
@@ -247,6 +248,18 @@ def test_a_block_of_another_size_changes_nothing_in_a_full_encode(small):
     assert measured.figures(alike[0], "in-use") == measured.figures(alike[1], "in-use")
     assert alike[0]["protocol"]["block"] == 32 and "block" not in found[0]["protocol"]
     assert set(measured.parts(alike[0])) == {"in-use"}
+
+
+def test_what_was_kept_of_another_setting_or_protocol_is_not_taken(small, tmp_path):
+    settings = [{"sinks": 0}, {"sinks": 4}, {"sinks": 4, "block": 32}, {"sinks": 4, "step": 256}]
+    alone, kept = (
+        [evaluated(small, ["kivi-2bit"], recent=0, error_windows=0, ledger=ledger, **one)[0] for one in settings]
+        for ledger in (NOWHERE, Ledger(tmp_path))
+    )
+    assert alone == kept
+    ways = {json.dumps(one["result"]["protocols"]["full"]) for one in alone}
+    assert len(ways) == 2, "sinks change a full encode; block and step do not"
+    assert "a step of 256" in alone[3]["result"]["protocols"]["in-use"]["reason"]
 
 
 def test_another_block_than_the_fits_is_refused_where_the_fit_depends_on_it():
