@@ -22,19 +22,30 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     length, names = records[0]["protocol"]["length"], _protocols(records)
     first: dict[str, Any] = _bits("16 bit", {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}, length)
-    rows = [first | {name: f"{perplexity:.3f}" for name in names if (perplexity := reference(records, name))}]
+    heads = [head for name in names for head in _heads(name)]
+    known = {_heads(name)[0]: f"{one:.3f}" for name in names if (one := reference(records, name))}
+    rows = [first | {"block": None} | dict.fromkeys(heads) | known]
     for record in records:
         row = _bits(record["result"]["recipe"], record["result"]["bits"], length)
         row |= {"block": record["result"].get("window", {}).get("block")}
         for name in names:
-            found, spoken = measured.figures(record, name), name.replace("-", " ")
-            row[name] = relative(found) if found else "none"
-            row[f"{spoken} KL"] = found and found["kl"]
-            row[f"{spoken} top-1"] = found and f"{found['top1']:.1%}"
-            row[f"{spoken} decoded"] = found and found.get("decoded") and f"{found['decoded']['attention']:.0%}"
-            row[f"{spoken} attention"] = attention_error(record, name) if found else None
+            found = measured.figures(record, name)
+            shares = found.get("decoded") if found else None
+            row |= dict(zip(_heads(name), (
+                relative(found) if found else "none",
+                found["kl"] if found else None,
+                f"{found['top1']:.1%}" if found else None,
+                f"{shares['attention']:.0%}" if shares else None,
+                attention_error(record, name) if found else None,
+            ), strict=True))  # fmt: skip
         rows.append(row)
     return rows
+
+
+def _heads(protocol: str) -> list[str]:
+    """The columns of a protocol in a comparison, the distance of perplexity first."""
+    spoken = protocol.replace("-", " ")
+    return [spoken, *(f"{spoken} {name}" for name in ("KL", "top-1", "decoded", "attention"))]
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

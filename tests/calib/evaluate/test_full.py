@@ -326,4 +326,4 @@ def test_a_record_has_both_and_says_what_was_fitted_on(small):
         "subkv-2bit: full encode: it chooses how long tokens stay exact, so that no full encode is its own."
     ]
     row = tables.comparison([one, other])[2]
-    assert row["full"] == "none" and row["full KL"] is None and row["in-use"].startswith(("+", "-"))
+    assert row["full"] == "none" and row["full KL"] is None and row["in use"].startswith(("+", "-"))
