@@ -23,9 +23,9 @@ that have come when the first block is full. Bits are those of keys and values t
 included: asymptotic, of a cache that holds a window, and of one of 4096 tokens; where a recipe holds a part of the
 tokens, per token seen. Predictors and bases, which an artifact holds once for all sequences, are not included.
 Attention: squared error of its output over its energy, mean over layers, everything but the sinks encoded or as in use,
-with exact queries; empty where tokens are evicted or selected. H2O's fifth of such short windows fills one block or
-none, so that its recipes cost what the evicted tokens cost. Models this small have no massive outliers and short
-contexts: rankings here may not hold for a model of 7 billion parameters.
+with exact queries, and fitted to the prompt as in use; empty where tokens are evicted or selected. H2O's fifth of such
+short windows fills one block or none, so that its recipes cost what the evicted tokens cost. Models this small have no
+massive outliers and short contexts: rankings here may not hold for a model of 7 billion parameters.
 """
 EQUAL = """
 By full encode. Of the recipes that combine papers, or choose bits by layer (`auto`), the one with the lowest perplexity

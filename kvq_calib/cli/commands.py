@@ -18,7 +18,7 @@ examples
 The 16-bit model is always measured beside them. Protocols: full, one forward pass in which every token but the sinks
 is encoded and decoded before anything attends to it; in-use, tokens arrive in steps and stay exact for as long as the
 cache keeps them so; both by default. What is read exactly in use, up to all of it in short windows, costs nothing, so
-that only full encodes say what a recipe does to a long context. A table of: bits per element, asymptotic and of a cache
+that the full encode is nearer to a long context. A table of: bits per element, asymptotic and of a cache
 that holds a window, or 4096 tokens; perplexity, and its distance from 16 bit with the standard error over windows; KL
 divergence from the 16-bit model in nats; top-1 agreement with it; the share of attention's weight, and of what queries
 read, that was decoded. Records of published artifacts are kept in the registry."""
