@@ -105,6 +105,11 @@ def _measuring(command: argparse.ArgumentParser) -> None:
         help="every token but the sinks encoded before it is read; as the cache does it in use; or both (default)",
     )  # fmt: skip
     command.add_argument("--step", type=count, default=32, metavar="N", help="in use: tokens per pass (default: 32)")
+    command.add_argument(
+        "--prompt", type=int, default=0, metavar="N",
+        help="in use: tokens of the first pass, which reads no cache and is not scored; recipes that are fitted to "
+        "their prompt are fitted to it (default: 0, the first pass is a step)",
+    )  # fmt: skip
     command.add_argument("--sinks", type=int, metavar="N", help="exact first tokens (default: as each recipe says)")
     command.add_argument(
         "--recent", type=int, metavar="N",

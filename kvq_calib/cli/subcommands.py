@@ -143,7 +143,9 @@ def _protocol(args: argparse.Namespace, rows: int | None):
     from kvq_runtime.registry.measured import PROTOCOLS
 
     protocols = PROTOCOLS if args.protocol == "both" else (args.protocol,)
-    return record.Protocol(args.step, rows, args.recent, args.sinks, block=args.block, protocols=protocols)
+    return record.Protocol(
+        args.step, rows, args.recent, args.sinks, block=args.block, protocols=protocols, prompt=args.prompt
+    )
 
 
 def _device(given: str | None) -> str:

@@ -1,7 +1,8 @@
 """Measure what a compressed cache costs a model: held-out perplexity, divergence from the 16-bit model, agreement.
 
 Tokens arrive in steps, as in decoding: each step attends to what the cache gives back for the steps before it, with
-sinks and recent window as in use. A step as long as the windows is one forward pass, as for a full encode (`full.py`).
+sinks and recent window as in use. A prompt may come first, in one pass; its tokens are not scored, since none of them
+reads the cache. A step as long as the windows is one forward pass, as for a full encode (`full.py`).
 The 16-bit model takes the same steps once, with transformers' own DynamicCache; its logits are kept while the compared
 caches are filled after it, one at a time, each gone before the next.
 Our own attention serves the recipes that need it, the model's the others, so that no result depends on what else is
@@ -29,6 +30,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
 from kvq_calib.evaluate.reads import CountedCache, Reads, counting
+from kvq_calib.model.attention import passes
 from kvq_runtime.hf import KVQCache
 
 REFERENCE = "16 bit"
@@ -102,6 +104,7 @@ def scores(
     rows: int | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
     ledger: Ledger = NOWHERE,
+    prompt: int = 0,
 ) -> dict[str, Score]:
     """Score the 16-bit model ("16 bit") and each cache on the same windows.
 
@@ -112,16 +115,19 @@ def scores(
                no result depends on it but by rounding, and where a dynamic window decides for all rows together
     progress   is told how many tokens were done, counted once per cache
     ledger     keeps the score of each cache on each group of rows
+    prompt     tokens of the first pass, which are not scored; 0: a step, which is
     """
     windows, length = tokens_BT.shape
     if length < 2 or step < 1:
         raise ValueError(f"windows of {length} tokens in steps of {step}; use at least 2 and 1")
+    if not 0 <= prompt < length - 1:
+        raise ValueError(f"a prompt of {prompt} tokens in windows of {length}; use 0 to {length - 2}")
     found = {name: Score() for name in (REFERENCE, *caches)}
     rows = rows or max(1, min(ROW_TOKENS // length, ROW_LOGITS // (length * model.config.vocab_size)))
     for start in range(0, windows, rows):
-        group = _Group(model, tokens_BT[start : start + rows], step)
+        group = _Group(model, tokens_BT[start : start + rows], step, prompt)
         for name, score in found.items():
-            unit = {"score": name, "tokens": group.digest, "step": step}
+            unit = {"score": name, "tokens": group.digest, "step": step} | ({"prompt": prompt} if prompt else {})
             kept = ledger.read(**unit)
             if kept is None:
                 cache = None if name == REFERENCE else caches[name]()
@@ -156,8 +162,8 @@ def _attention(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
 class _Group:
     """Windows that go through the model side by side, and their logits by the 16-bit model, once they are needed."""
 
-    def __init__(self, model: PreTrainedModel, tokens_BT: Tensor, step: int):
-        self.model, self.step = model, step
+    def __init__(self, model: PreTrainedModel, tokens_BT: Tensor, step: int, prompt: int):
+        self.model, self.step, self.prompt = model, step, prompt
         self.tokens_BT = tokens_BT.to(model.device).long()
         self.digest = hashlib.sha256(tokens_BT.cpu().numpy().astype("<i4").tobytes()).hexdigest()
 
@@ -167,10 +173,13 @@ class _Group:
         return [logits.cpu() for logits in self.logits(DynamicCache(config=self.model.config))]
 
     def logits(self, cache: Cache) -> Iterator[Tensor]:
-        """The logits of each step, PART tokens at a time: [B, tokens, vocabulary]."""
-        for given in self.tokens_BT.split(self.step, 1):
+        """The logits of each pass, PART tokens at a time: [B, tokens, vocabulary]."""
+        for one in passes(self.tokens_BT.shape[1], self.step, self.prompt):
+            given = self.tokens_BT[:, one.start : one.stop]
             with _attention(self.model, cache):
                 logits = self.model(given, past_key_values=cache, use_cache=True).logits
+            if one.stop == self.prompt and isinstance(cache, CountedCache) and cache.reads is not None:
+                cache.reads = Reads()  # what is scored is counted
             yield from logits.split(PART, 1)
 
     def score(self, found: Iterable[Tensor], progress: Callable[[int], object]) -> Score:
@@ -183,6 +192,9 @@ class _Group:
             done += logits.shape[1]
             if not target.numel():  # none after a last token
                 continue
+            if done - 1 <= self.prompt and self.prompt:
+                progress(target.numel())
+                continue
             # in float32 the terms' rounding is as large as a 4-bit cache's KL
             log_p, log_q = (
                 x[:, : target.shape[1]].to(target.device).double().log_softmax(-1) for x in (expected, logits)
@@ -193,5 +205,5 @@ class _Group:
             score.tokens += target.numel()
             progress(target.numel())
         progress(batch)  # the first token of each window is given
-        score.losses = (losses / (length - 1)).tolist()
+        score.losses = (losses / (length - 1 - self.prompt)).tolist()
         return score

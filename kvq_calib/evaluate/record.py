@@ -48,6 +48,7 @@ class Protocol:
     """How perplexity and errors are measured.
 
     step           tokens per forward pass, in use
+    prompt         in use: tokens of the first pass, which are not scored; 0: a step, which is
     rows           windows side by side; None: as many as make 8192 tokens
     sinks          exact first tokens; None: those of each recipe, as in use
     recent         exact newest tokens in use, before a dynamic window keeps more; None: likewise
@@ -63,6 +64,7 @@ class Protocol:
     error_windows: int = ERROR_WINDOWS
     block: int | None = None
     protocols: tuple[str, ...] = PROTOCOLS
+    prompt: int = 0
 
     def __post_init__(self):
         if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
@@ -109,6 +111,8 @@ def evaluate(
     length = batch.tokens_BT.shape[1]
     if length > files.context:
         raise ValueError(f"windows of {length} tokens; {files.id} was made for at most {files.context}: use --length")
+    if not 0 <= protocol.prompt < length - 1:
+        raise ValueError(f"a prompt of {protocol.prompt} tokens in windows of {length}; use 0 to {length - 2}")
     if len({subject.name for subject in subjects}) < len(subjects):
         raise ValueError(f"{[subject.name for subject in subjects]}; name each once")
     used = environment(device, str(dtype or _kind(files, device)).removeprefix("torch."), torch.get_num_threads())
@@ -178,9 +182,9 @@ def _scores(files, tokens_BT: Tensor, pairs: Pairs, protocol: Protocol, device: 
             found[name] = {}
             continue
         caches = {digest: _cache(name, model, *pair, length) for digest, pair in left.items()}
-        step = protocol.step if name == IN_USE else length
+        step, prompt = (protocol.step, protocol.prompt) if name == IN_USE else (length, 0)
         kept = ledger.within(encoded=name)
-        found[name] = perplexity.scores(model, tokens_BT, caches, step, protocol.rows, progress, kept)
+        found[name] = perplexity.scores(model, tokens_BT, caches, step, protocol.rows, progress, kept, prompt)
     return found, model.num_parameters(), model.dtype
 
 
@@ -198,13 +202,13 @@ def _errors(
     some = tokens_BT[: protocol.error_windows]
     if not len(some):
         return {}
-    unit = {"tokens": some.tolist(), "step": protocol.step}
+    unit = {"tokens": some.tolist(), "step": protocol.step, "prompt": protocol.prompt}
     found: dict[str, Any] = {digest: ledger.read(errors=digest, **unit) for digest in pairs}
     left = [digest for digest, rows in found.items() if rows is None]
     progress(_error_work(stream.files, some, len(pairs)) - _error_work(stream.files, some, len(left)))
     for start in range(0, len(left), ERROR_SUBJECTS):
         group = {digest: pairs[digest] for digest in left[start : start + ERROR_SUBJECTS]}
-        for digest, rows in errors.by_layer(stream, some, group, protocol.step, progress).items():
+        for digest, rows in errors.by_layer(stream, some, group, protocol.step, progress, protocol.prompt).items():
             ledger.write(rows, errors=digest, **unit)
             found[digest] = rows
     return found
@@ -257,7 +261,7 @@ def work(files: ModelFiles, batch: Batch, subjects: int, protocol: Protocol) -> 
 
 def _protocol(files: ModelFiles, batch: Batch, protocol: Protocol) -> dict[str, Any]:
     windows, length = batch.tokens_BT.shape
-    given = {"sinks": protocol.sinks, "block": protocol.block}
+    given = {"sinks": protocol.sinks, "block": protocol.block, "prompt": protocol.prompt or None}
     given = {name: count for name, count in given.items() if count is not None}  # older records do not speak of them
     return {
         "name": "perplexity",

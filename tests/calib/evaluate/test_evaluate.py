@@ -1,6 +1,7 @@
 """Evaluation: what must be equal, what must be closer, and what a record keeps."""
 
 import argparse
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -85,6 +86,35 @@ def test_kl_by_its_definition(demo, scores):
     alone = scored(demo.model, demo.tokens[:1], recipe)
     assert alone["higgs-2bit"].kl == pytest.approx(float(expected), rel=1e-3)
     assert alone["higgs-2bit"].losses[0] == pytest.approx(scores["higgs-2bit"].losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["higgs-2bit", "polar-online"])
+def test_a_prompt_is_one_pass_and_not_scored(demo, name):
+    """By hand: a pass of 200 tokens, then passes of 32; the losses of tokens 201 to 383, from logits of steps alone."""
+    recipe, window, prompt = preset(name).with_exact(recent=0), demo.tokens[:1].long(), 200
+    cache, logits = KVQCache.from_recipe(recipe, demo.model), []
+    with torch.inference_mode():
+        for start, stop in itertools.pairwise([0, *range(prompt, LENGTH, 32), LENGTH]):
+            logits.append(demo.model(window[:, start:stop], past_key_values=cache).logits)
+    losses = torch.nn.functional.cross_entropy(torch.cat(logits[1:], 1)[0, :-1].double(), window[0, prompt + 1 :])
+    assert scored(demo.model, demo.tokens[:1], recipe, prompt=prompt)[name].losses == pytest.approx([float(losses)])
+    found = scored(demo.model, demo.tokens[:1], recipe, prompt=prompt)
+    assert found[name].tokens == found[REFERENCE].tokens == LENGTH - 1 - prompt
+    if name == "polar-online":  # fitted to another prompt it is another cache
+        assert found[name].kl != pytest.approx(
+            scored(demo.model, demo.tokens[:1], recipe, prompt=150)[name].kl, rel=1e-3
+        )
+
+
+def test_a_prompt_longer_than_the_window_is_refused(demo):
+    with pytest.raises(ValueError, match="a prompt of 383 tokens in windows of 384; use 0 to 382"):
+        scored(demo.model, demo.tokens[:1], prompt=LENGTH - 1)
+
+
+def test_tiles_in_use_begin_with_the_prompt():
+    window = preset("higgs-2bit").with_exact(sinks=0, recent=8).window
+    expected = [(0, 140, 0, 0), (140, 340, 128, 128), (340, 420, 256, 256)]
+    assert attention.tiles_in_use(window, 420, 100, 140) == expected
 
 
 def test_a_window_that_holds_everything_costs_nothing(demo):
