@@ -58,7 +58,7 @@ check: env ## formatting, lint, types, import arrows
 oldest-triton: env ## compile and launch the kernels, for sm_90, with the oldest Triton that pyproject.toml admits
 	$(INSTALL) --no-deps --upgrade --target build/oldest-triton 'triton==$(shell sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
 	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_launch.py
-	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 --check
+	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 --each-kind --check
 
 format: env ## let ruff format and fix
 	$(VENV)/bin/ruff format .

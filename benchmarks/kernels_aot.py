@@ -6,7 +6,7 @@ the instructions of the main loop are counted, per element of keys and values an
 see sass.py. A kernel gets worse if it takes more of anything than the table says, or spills, with the Triton that the
 table was made with; with any Triton it has to compile, and to fit into registers and shared memory.
 
-PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME] [--write | --check]
+PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME] [--each-kind] [--write | --check]
 """
 
 import argparse
@@ -215,6 +215,15 @@ def _same(one: Compiled, other: Compiled) -> bool:
     return one.function is other.function and next(both) == next(both)
 
 
+def of_each_kind(found: dict[str, Compiled]) -> dict[str, Compiled]:
+    """The first launch of each kind: same kernel, same readers, settings of the same types; bits and sizes differ."""
+    chosen: dict[Any, str] = {}
+    for name, one in found.items():
+        parts = [(type(part), getattr(part, "__name__", None)) for part in one.constants.values()]
+        chosen.setdefault((one.function, tuple(zip(one.constants, parts, strict=True))), name)
+    return {name: found[name] for name in chosen.values()}
+
+
 def usage(one: Compiled, arch: int) -> dict[str, Any]:
     """What a launch takes on an architecture."""
     source = ASTSource(one.function, one.signature, one.constants, one.attributes)
@@ -268,12 +277,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", default=",".join(map(str, ARCHS)), help="compute capabilities")
     parser.add_argument("--only", default="", help="kernels whose name has this")
+    parser.add_argument("--each-kind", action="store_true", help="one kernel of each kind, not every width and size")
     parser.add_argument("--write", action="store_true", help="write the table")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a kernel got worse")
     given = parser.parse_args()
     table = stored() if TABLE.exists() else {}
     rows, wrong, measured = [], [], {}
-    for name, one in launches(given.only).items():
+    found = launches(given.only)
+    for name, one in (of_each_kind(found) if given.each_kind else found).items():
         for arch in map(int, given.arch.split(",")):
             key = (one.function, repr((one.signature, one.constants, one.attributes, one.options)), arch)
             taken = measured[key] = measured.get(key) or usage(one, arch)  # some recipes launch the same kernel
@@ -282,8 +293,8 @@ def main() -> int:
                 wrong += worse(name, arch, taken, table, one.options.get("num_warps", 4))
             else:
                 print(*(f"{key} {value}" for key, value in zip(COLUMNS, rows[-1], strict=True)), sep="  ", flush=True)
-    if given.write:
-        kept = list(csv.reader(TABLE.open()))[1:] if given.only else []  # what was not compiled now stays
+    if given.write:  # what was not compiled now stays
+        kept = list(csv.reader(TABLE.open()))[1:] if given.only or given.each_kind else []
         both = {(row[1], int(row[2])): row for row in [*kept, *rows]}
         with TABLE.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *both.values()])

@@ -92,20 +92,37 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "every test of every recipe; without it a recipe that another stands for goes through every second one"
+    parser.addoption("--every-pair", action="store_true", help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests of one recipe among all, unless it stands for a class of recipes: see tests/support/representative.py.
 
-    A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`.
+    A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. Those that another stands for and
+    these tests are paired like the squares of a chessboard: the black ones run. What is asked for by its name runs.
     """
     if "feeding" not in sys.modules:
         return
     from feeding import RECIPES
     from representative import REPRESENTATIVE
 
-    others = {id(recipe) for name, recipe in RECIPES.items() if name not in REPRESENTATIVE}
+    others = {id(recipe): place for place, (name, recipe) in enumerate(RECIPES.items()) if name not in REPRESENTATIVE}
+    every = config.getoption("--every-pair") or config.getoption("keyword") or any("::" in one for one in config.args)
+    functions: dict[str, int] = {}
+    left_out = []
     for item in items:
-        if id(getattr(item, "callspec", None) and item.callspec.params.get("recipe")) in others:
+        place = others.get(id(getattr(item, "callspec", None) and item.callspec.params.get("recipe")))
+        if place is not None:
             item.add_marker("all_recipes")
+            turn = functions.setdefault(item.nodeid.partition("[")[0], len(functions))
+            if not every and (place + turn) % 2:
+                left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -59,7 +59,12 @@ class Mutant:
 
 CONTRACT, EDGES = "recipes/test_contract.py", "recipes/test_edges.py"
 KERNEL = "kernels/test_attention_kernel.py"
-RUN = ("calib/fit/test_fit_feedback.py", "calib/run/test_run.py", "calib/run/test_budget_run.py")
+FITTED_ON = (
+    "calib/run/test_fit_by_hand.py",
+    "calib/fit/test_fit_feedback.py",
+    "calib/run/test_run.py",
+    "calib/run/test_budget_run.py",
+)
 MUTANTS = [
     # ---- ops
     Mutant(
@@ -419,7 +424,12 @@ MUTANTS = [
         "kvq_runtime/registry/registry.py",
         "            _check_unmoved(state, alias, before)\n            return Rollback",
         "            return Rollback",
-        ("registry/test_registry.py", "registry/test_publishers.py", "registry/test_hub.py"),
+        (
+            "registry/test_overtaken.py",
+            "registry/test_registry.py",
+            "registry/test_publishers.py",
+            "registry/test_hub.py",
+        ),
         ("kvq_runtime/registries/changes.py",),
     ),
     Mutant(
@@ -464,8 +474,30 @@ MUTANTS = [
         "kvq_runtime/registry/local/upkeep.py",
         "if not _older(aside, before) or path.name in named_blobs(registry):",
         "if path.name in named_blobs(registry):",
-        ("registry/test_upkeep.py", "registry/test_publishers.py"),
+        ("registry/test_overtaken.py", "registry/test_upkeep.py", "registry/test_publishers.py"),
         ("kvq_runtime/registries/upkeep.py",),
+    ),
+    Mutant(
+        "publish-again",
+        "a blob that gc took before the event that names it is not written again",
+        "kvq_runtime/registry/local/registry.py",
+        "if not self.blob(hash_of(content).hexdigest()).exists():",
+        "if False:",
+        ("registry/test_overtaken.py", "registry/test_upkeep.py", "registry/test_publishers.py"),
+        ("kvq_runtime/registries/local.py",),
+    ),
+    Mutant(
+        "hub-gc-parent",
+        "gc on a Hub deletes a file that a publish has just named",
+        "kvq_runtime/registry/hub/upkeep.py",
+        'commit_message="remove unnamed files", parent_commit=head.commit)',
+        'commit_message="remove unnamed files")',
+        ("registry/test_overtaken.py", "registry/test_hub_damage.py"),
+        (
+            "kvq_runtime/registries/hub_upkeep.py",
+            'commit_message="remove unnamed files", parent_commit=seen.commit)',
+            'commit_message="remove unnamed files")',
+        ),
     ),
     Mutant(
         "hub-patience",
@@ -473,7 +505,7 @@ MUTANTS = [
         "kvq_runtime/registry/hub/client.py",
         "if delay is None or delay > MAX_WAIT or",
         "if delay is None or",
-        ("registry/test_hub_network.py",),
+        ("registry/test_overtaken.py", "registry/test_hub_network.py"),
         ("kvq_runtime/registries/hub_api.py", "if wait is None or wait > LONGEST or", "if wait is None or"),
     ),
     # ---- calibration
@@ -483,8 +515,21 @@ MUTANTS = [
         "kvq_calib/run/passes.py",
         "if index < run.plan.fitted_chunks:",
         "if True:",
-        RUN,
+        FITTED_ON,
         ("kvq_calib/chunks.py",),
+    ),
+    Mutant(
+        "held-out-fit",
+        "predictions and ranges are fitted on held-out text, too",
+        "kvq_calib/run/calibrate.py",
+        "run, fitted = work.run, range(work.run.plan.fitted_chunks)",
+        "run, fitted = work.run, range(len(work.run.plan.chunks))",
+        FITTED_ON,
+        (
+            "kvq_calib/run.py",
+            "shared, fitted = chunks.Pass(work, side), range(plan.fitted_chunks)",
+            "shared, fitted = chunks.Pass(work, side), range(len(plan.chunks))",
+        ),
     ),
     Mutant(
         "held-out-errors",
@@ -492,7 +537,7 @@ MUTANTS = [
         "kvq_calib/run/passes.py",
         "index >= plan.fitted_chunks or plan.held_out == 0",
         "True",
-        RUN,
+        FITTED_ON,
         ("kvq_calib/chunks.py",),
     ),
     Mutant(
@@ -501,8 +546,30 @@ MUTANTS = [
         "kvq_calib/fit/scheme.py",
         "mask = (torch.arange(count * size, device=x.device) >= sinks)",
         "mask = (torch.arange(count * size, device=x.device) >= 0)",
-        RUN,
+        FITTED_ON,
         ("kvq_calib/fit/layer.py",),
+    ),
+    Mutant(
+        "fill-sinks",
+        "what is encoded in a fit has exact sinks in it",
+        "kvq_calib/fit/scheme.py",
+        "clamp(min=sinks)[None]",
+        "clamp(min=0)[None]",
+        FITTED_ON,
+        ("kvq_calib/fit/layer.py", "    x[:, :sinks] = x[:, sinks : sinks + 1]\n", ""),
+    ),
+    Mutant(
+        "fit-decoded",
+        "predictions are fitted on exact layers below, where they read decoded ones",
+        "kvq_calib/run/passes.py",
+        "return scheme.predict is not None and scheme.predict.fitted_on_exact",
+        "return scheme.predict is not None",
+        FITTED_ON,
+        (
+            "kvq_calib/chunks.py",
+            'return isinstance(side.predict, Linear) and side.predict.fit == "clean"',
+            "return isinstance(side.predict, Linear)",
+        ),
     ),
     Mutant(
         "gptq",
@@ -533,10 +600,34 @@ MUTANTS = [
         "gate-nan",
         "a figure that is no number passes every bound",
         "kvq_calib/evaluate/gate.py",
-        "if not measured[name] <= bound",
-        "if measured[name] > bound",
+        "if not found[name] <= bound",
+        "if found[name] > bound",
         ("calib/evaluate/test_held_out.py",),
         ("kvq_calib/gate.py",),
+    ),
+    Mutant(
+        "gate-nothing",
+        "an evaluation that has encoded nothing keeps every bound",
+        "kvq_calib/evaluate/gate.py",
+        "        return [f\"a bound cannot be judged; {'; '.join(measured.reasons(record))}\"]",
+        "        return []",
+        ("calib/evaluate/test_full.py",),
+    ),
+    Mutant(
+        "full-late",
+        "a full encode encodes after the layer has been read",
+        "kvq_calib/evaluate/full.py",
+        "self.blocks.encoder.flush(layer)",
+        "pass",
+        ("calib/evaluate/test_full.py",),
+    ),
+    Mutant(
+        "reads-sinks",
+        "exact sinks are counted as decoded",
+        "kvq_calib/evaluate/reads.py",
+        "range(min(self.blocks.recipe.window.sinks, encoded), encoded)",
+        "range(encoded)",
+        ("calib/evaluate/test_full.py",),
     ),
     Mutant(
         "perplexity-spread",
@@ -552,7 +643,15 @@ MUTANTS = [
         "kvq_calib/job.py",
         'if free < needs["disk"]:',
         "if False:",
-        ("calib/cli/test_calibrate_cli.py", "calib/model/test_models.py"),
+        ("calib/run/test_preflight.py", "calib/cli/test_calibrate_cli.py", "calib/model/test_models.py"),
+    ),
+    Mutant(
+        "preflight-memory",
+        "a run begins that memory cannot hold a layer of",
+        "kvq_calib/job.py",
+        'if memory < needs["layer"] + needs["chunk"]:',
+        "if False:",
+        ("calib/run/test_preflight.py", "calib/cli/test_calibrate_cli.py", "calib/model/test_models.py"),
     ),
     Mutant(
         "ledger-settings",
@@ -560,7 +659,7 @@ MUTANTS = [
         "kvq_calib/evaluate/record.py",
         "json.dumps([subject.sha256, recipe.to_json()], sort_keys=True)",
         "json.dumps([subject.sha256, recipe.name], sort_keys=True)",
-        ("calib/evaluate/test_evaluate.py", "calib/evaluate/test_compare.py"),
+        ("calib/evaluate/test_full.py", "calib/evaluate/test_compare.py"),
     ),
 ]
 

@@ -45,13 +45,17 @@ def by_layer(
     subjects: Mapping[str, tuple[Recipe, Mapping[str, Tensor]]],
     step: int = STEP,
     progress: Callable[[int], object] = lambda tokens: None,
+    prompt: int = 0,
 ) -> dict[str, list[dict[str, Any]]]:
     """Errors of each (recipe, tensors), by name: one dict per layer, with the keys listed above.
 
     progress   is told how many tokens went through a layer
+    prompt     tokens of the first pass; 0: a step
     """
     geometry = stream.files.geometry
-    works = {name: _Work(*subject, geometry, len(tokens_BT), step, stream) for name, subject in subjects.items()}
+    works = {
+        name: _Work(*subject, geometry, len(tokens_BT), step, prompt, stream) for name, subject in subjects.items()
+    }
     hidden = [stream.embed(row[None]).cpu() for row in tokens_BT]
     tables = stream.rope(tokens_BT.shape[1])
     for layer in range(geometry.layers):
@@ -74,8 +78,9 @@ class _Work:
     """One recipe: its codecs, what it decoded in the layers below, and the sums of the layer at work."""
 
     def __init__(self, recipe: Recipe, tensors: Mapping[str, Tensor], geometry: Geometry, chunks: int, step: int,
-                 stream: Stream):  # fmt: skip
-        self.recipe, self.geometry, self.step, self.device = recipe, geometry, step, stream.device
+                 prompt: int, stream: Stream):  # fmt: skip
+        self.recipe, self.geometry, self.device = recipe, geometry, stream.device
+        self.step, self.prompt = step, prompt
         self.codecs = codecs.build(recipe, geometry, tensors)
         for pair in self.codecs:
             for codec in pair:
@@ -101,7 +106,7 @@ class _Work:
         if self.recipe.position == "pre":
             k_hat = apply_rope(k_hat, chunk.rope, self.geometry.kv_heads)
         tokens, decoded = chunk.q.shape[1], (k_hat, v_hat)
-        in_use = attention.tiles_in_use(self.recipe.window, tokens, self.step)
+        in_use = attention.tiles_in_use(self.recipe.window, tokens, self.step, self.prompt)
         for name, tiles in {"attention": in_use, "attention_encoded": attention.tiles(tokens, tokens)}.items():
             out = attention.attend(chunk.q, (chunk.k, chunk.v), decoded, tiles, self.geometry.head_size)
             self._add(f"{name}/error", (out - exact_NTC).square())
@@ -112,7 +117,11 @@ class _Work:
         recipe, geometry, tokens = self.recipe, self.geometry, chunk.q.shape[1]
         first = recipe.window.recent + recipe.window.block
         count = recipe.policy("online").fit_tokens
-        count = min(-(-first // self.step) * self.step if count == "prompt" else count, tokens)
+        if count == "prompt":  # the pass in which a block is due, whole
+            count = next(
+                one.stop for one in attention.passes(max(tokens, first), self.step, self.prompt) if one.stop >= first
+            )
+        count = min(count, tokens)
         stage, q_NTC = recipe.key.feedback, chunk.q
         if stage is not None and stage.queries == "before":
             q_NTC = rope.unrotate(q_NTC.unflatten(-1, (-1, geometry.head_size)), *chunk.rope).flatten(-2)

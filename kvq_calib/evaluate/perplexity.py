@@ -1,8 +1,10 @@
 """Measure what a compressed cache costs a model: held-out perplexity, divergence from the 16-bit model, agreement.
 
 Tokens arrive in steps, as in decoding: each step attends to what the cache gives back for the steps before it, with
-sinks and recent window as in use. The 16-bit model takes the same steps once, with transformers' own DynamicCache; its
-logits are kept while the compared caches are filled after it, one at a time, each gone before the next.
+sinks and recent window as in use. A prompt may come first, in one pass; its tokens are not scored, since none of them
+reads the cache. A step as long as the windows is one forward pass, as for a full encode (`full.py`).
+The 16-bit model takes the same steps once, with transformers' own DynamicCache; its logits are kept while the compared
+caches are filled after it, one at a time, each gone before the next.
 Our own attention serves the recipes that need it, the model's the others, so that no result depends on what else is
 compared.
 
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,22 +29,34 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
+from kvq_calib.evaluate.reads import CountedCache, Reads, counting
+from kvq_calib.model.attention import passes
 from kvq_runtime.hf import KVQCache
 
 REFERENCE = "16 bit"
 STEP = 32
+PART = 128  # tokens whose logits are compared at once, in float64
 ROW_TOKENS = 8192  # tokens of the windows that go through the model side by side
 ROW_LOGITS = 1 << 28  # and their logits, which are kept: with large vocabularies fewer windows, at least one
 
 
 @dataclass
 class Score:
-    """Sums over tokens; `losses` has the mean loss of each window, in nats."""
+    """Sums over tokens; `losses` has the mean loss of each window, in nats.
+
+    reads   of a cache that counts what is read from it; None: it does not
+    """
 
     tokens: int = 0
     kl_sum: float = 0.0
     agreed: int = 0
     losses: list[float] = field(default_factory=list)
+    reads: Reads | None = None
+
+    @staticmethod
+    def of(kept: Mapping[str, Any]) -> "Score":
+        """What `asdict` was made of."""
+        return Score(**{**kept, "reads": None if kept["reads"] is None else Reads(**kept["reads"])})
 
     def add(self, other: "Score") -> None:
         """Take other windows in."""
@@ -49,6 +64,9 @@ class Score:
         self.kl_sum += other.kl_sum
         self.agreed += other.agreed
         self.losses += other.losses
+        if other.reads is not None:
+            self.reads = self.reads or Reads()
+            self.reads.add(other.reads)
 
     @property
     def loss(self) -> float:
@@ -86,6 +104,7 @@ def scores(
     rows: int | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
     ledger: Ledger = NOWHERE,
+    prompt: int = 0,
 ) -> dict[str, Score]:
     """Score the 16-bit model ("16 bit") and each cache on the same windows.
 
@@ -96,30 +115,39 @@ def scores(
                no result depends on it but by rounding, and where a dynamic window decides for all rows together
     progress   is told how many tokens were done, counted once per cache
     ledger     keeps the score of each cache on each group of rows
+    prompt     tokens of the first pass, which are not scored; 0: a step, which is
     """
     windows, length = tokens_BT.shape
     if length < 2 or step < 1:
         raise ValueError(f"windows of {length} tokens in steps of {step}; use at least 2 and 1")
+    if not 0 <= prompt < length - 1:
+        raise ValueError(f"a prompt of {prompt} tokens in windows of {length}; use 0 to {length - 2}")
     found = {name: Score() for name in (REFERENCE, *caches)}
     rows = rows or max(1, min(ROW_TOKENS // length, ROW_LOGITS // (length * model.config.vocab_size)))
     for start in range(0, windows, rows):
-        group = _Group(model, tokens_BT[start : start + rows], step)
+        group = _Group(model, tokens_BT[start : start + rows], step, prompt)
         for name, score in found.items():
-            unit = {"score": name, "tokens": group.digest, "step": step}
+            unit = {"score": name, "tokens": group.digest, "step": step} | ({"prompt": prompt} if prompt else {})
             kept = ledger.read(**unit)
             if kept is None:
-                logits = group.expected if name == REFERENCE else group.logits(caches[name]())
-                kept = asdict(group.score(logits, progress))
+                cache = None if name == REFERENCE else caches[name]()
+                made = group.score(group.expected if cache is None else group.logits(cache), progress)
+                made.reads = cache.reads if isinstance(cache, CountedCache) else None
+                kept = asdict(made)
                 ledger.write(kept, **unit)
             else:
                 progress(group.tokens_BT.numel())
-            score.add(Score(**kept))
+            score.add(Score.of(kept))
     return found
 
 
 @contextmanager
 def _attention(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
-    """Give the model our attention for the length of a forward pass, if the cache's recipe needs it."""
+    """Give the model our attention for the length of a forward pass, if the cache's recipe needs it, or counts."""
+    if isinstance(cache, CountedCache):
+        with counting(model, cache):
+            yield
+        return
     if not isinstance(cache, KVQCache) or cache.attention is None:
         yield
         return
@@ -134,8 +162,8 @@ def _attention(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
 class _Group:
     """Windows that go through the model side by side, and their logits by the 16-bit model, once they are needed."""
 
-    def __init__(self, model: PreTrainedModel, tokens_BT: Tensor, step: int):
-        self.model, self.step = model, step
+    def __init__(self, model: PreTrainedModel, tokens_BT: Tensor, step: int, prompt: int):
+        self.model, self.step, self.prompt = model, step, prompt
         self.tokens_BT = tokens_BT.to(model.device).long()
         self.digest = hashlib.sha256(tokens_BT.cpu().numpy().astype("<i4").tobytes()).hexdigest()
 
@@ -145,18 +173,28 @@ class _Group:
         return [logits.cpu() for logits in self.logits(DynamicCache(config=self.model.config))]
 
     def logits(self, cache: Cache) -> Iterator[Tensor]:
-        """The logits of each step: [B, step, vocabulary]."""
-        for given in self.tokens_BT.split(self.step, 1):
+        """The logits of each pass, PART tokens at a time: [B, tokens, vocabulary]."""
+        for one in passes(self.tokens_BT.shape[1], self.step, self.prompt):
+            given = self.tokens_BT[:, one.start : one.stop]
             with _attention(self.model, cache):
                 logits = self.model(given, past_key_values=cache, use_cache=True).logits
-            yield logits
+            if one.stop == self.prompt and isinstance(cache, CountedCache) and cache.reads is not None:
+                cache.reads = Reads()  # what is scored is counted
+            yield from logits.split(PART, 1)
 
     def score(self, found: Iterable[Tensor], progress: Callable[[int], object]) -> Score:
         """Hold logits against the text and against those of the 16-bit model."""
         batch, length = self.tokens_BT.shape
         score, losses = Score(), torch.zeros(batch, dtype=torch.float64, device=self.tokens_BT.device)
-        targets = self.tokens_BT[:, 1:].split(self.step, 1)
-        for expected, logits, target in zip(self.expected, found, targets, strict=False):  # none after a last token
+        done = 1
+        for expected, logits in zip(self.expected, found, strict=False):
+            target = self.tokens_BT[:, done : done + logits.shape[1]]
+            done += logits.shape[1]
+            if not target.numel():  # none after a last token
+                continue
+            if done - 1 <= self.prompt and self.prompt:
+                progress(target.numel())
+                continue
             # in float32 the terms' rounding is as large as a 4-bit cache's KL
             log_p, log_q = (
                 x[:, : target.shape[1]].to(target.device).double().log_softmax(-1) for x in (expected, logits)
@@ -167,5 +205,5 @@ class _Group:
             score.tokens += target.numel()
             progress(target.numel())
         progress(batch)  # the first token of each window is given
-        score.losses = (losses / (length - 1)).tolist()
+        score.losses = (losses / (length - 1 - self.prompt)).tolist()
         return score

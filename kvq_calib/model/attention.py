@@ -5,6 +5,7 @@ the first token. Tokens that are not decoded are read as they are. Attention's s
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor, arange, cat
 from torch.nn.functional import scaled_dot_product_attention
@@ -52,15 +53,21 @@ def tiles(tokens: int, decoded: int = 0) -> list[Tile]:
     return [(start, min(start + TILE, tokens), decoded, decoded) for start in range(0, tokens, TILE)]
 
 
-def tiles_in_use(window: Window, tokens: int, step: int) -> list[Tile]:
-    """What queries read from a cache in which tokens arrive in steps.
+def passes(tokens: int, step: int, prompt: int = 0) -> list[range]:
+    """The forward passes in which tokens arrive: a prompt if there is one, then steps; the last may be shorter."""
+    starts = [*([0] if prompt else []), *range(prompt, tokens, step), tokens]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def tiles_in_use(window: Window, tokens: int, step: int, prompt: int = 0) -> list[Tile]:
+    """What queries read from a cache in which tokens arrive in steps, after a prompt if there is one.
 
     A step reads the state before its own flush: whole blocks of what had arrived before it, less `recent`.
     """
     runs: list[Tile] = []
-    for start in range(0, tokens, step):
+    for one in passes(tokens, step, prompt):
+        start, stop = one.start, one.stop
         decoded = max(0, start - window.recent) // window.block * window.block
-        stop = min(start + step, tokens)
         if runs and runs[-1][2] == decoded and stop - runs[-1][0] <= TILE:
             runs[-1] = (runs[-1][0], stop, decoded, decoded)
         else:

@@ -18,7 +18,7 @@ from kvq_runtime.hf.layer import KVQLayer
 from kvq_runtime.hf.model import attention_modules, fingerprint_of, geometry_of, rotary_of
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import OURS, Recipe
-from kvq_runtime.registry import resolve as registry
+from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.memory import MemoryReport
 
 _hooked: WeakSet[nn.Module] = WeakSet()
@@ -79,18 +79,18 @@ class KVQCache(Cache):
         cls,
         reference: str | Path,
         model: PreTrainedModel,
-        registry_url: str | None = None,
+        registry: str | Path | None = None,
         lock: str | Path | None = None,
         allow_other_weights: bool = False,
     ) -> "KVQCache":
         """Make a cache from a published artifact: `name`, `name@1.2.0`, `name@production`, or a path.
 
-        registry_url         where to look (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)
+        registry             a folder, "file:///folder" or "hf://org"; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
         lock                 a lock file that pins version and sha256
         allow_other_weights  load an artifact that was calibrated on other weights of the same shape
         Raises ArtifactError if the file is not what the registry or the lock says, or belongs to another model.
         """
-        artifact = registry.load_artifact(str(reference), registry_url, lock)
+        artifact = load_artifact(reference, registry, lock)
         return cls.from_artifact(artifact, model, allow_other_weights)
 
     @classmethod

@@ -49,6 +49,19 @@ def test_exact_is_exact_for_every_architecture_and_for_padded_rows(kind, way):
     assert cache.blocks.layers[0].encoded >= 48
 
 
+def test_the_models_own_factor_of_scores_is_taken():
+    """As Granite's attention_multiplier, or Gemma 2's query_pre_attn_scalar: not 1/√D."""
+    model, ids = random_model(), prompt(2, 60)
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.4
+    with torch.no_grad():
+        wanted = [model(ids[:, a:b], past_key_values=c).logits for c in [stock(model)] for a, b in ((0, 40), (40, 60))]
+        model.set_attn_implementation("kvq")
+        cache = kvq("exact", model)  # the second pass through our own attention
+        found = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 40), (40, 60))]
+    torch.testing.assert_close(torch.cat(found, 1), torch.cat(wanted, 1), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_logits_of_exact_are_equal_and_of_exact_pre_nearly(kind):
     model = random_model(kind)

@@ -165,6 +165,18 @@ def test_masks_that_are_not_left_padding():
     assert wanted is not None and torch.equal(out, wanted)
 
 
+def test_padding_that_comes_in_a_step_is_looked_at():
+    """One row's sequence has ended, the other's goes on: the third step brings padding in one row."""
+    driver = Driver(FAMILIES["rtn-2bit"])
+    driver.step(40, expected=False)
+    for _ in range(2):
+        driver.check()
+    driver.real = torch.arange(300, device=DEVICE) != torch.tensor([[42], [300]], device=DEVICE)
+    driver.step(1, expected=False)
+    out, wanted = driver.step(1)
+    assert wanted is not None and torch.equal(out, wanted)  # no kernel leaves out a slot in the middle
+
+
 @pytest.mark.parametrize(
     "starts, name", each_once([None, PADDED, torch.tensor([70, 0])], ["kivi-2-pre-16", "mean-higgs-head-2bit-post"])
 )
@@ -175,6 +187,17 @@ def test_many_queries_attend_slab_by_slab(name, starts, monkeypatch):
     driver.check(33)  # 66 rows of queries per KV head
     monkeypatch.setattr("kvq_runtime.attention.long_query.SCORES", 1000)
     driver.check(66)
+
+
+def test_slabs_are_merged_by_their_largest_score():
+    """Scores of some hundreds, whose exponentials are no float32."""
+    driver = Driver(FAMILIES["kivi-2-pre-16"])
+    driver.q *= 60
+    driver.step(90, expected=False)
+    out, wanted = driver.step(66)
+    assert wanted is not None and out.isfinite().all()
+    assert float((driver.x[0, 0, :, :90].flatten(0, 1).norm(dim=1).max() * driver.q.norm(dim=-1).max()) * SCALE) > 200
+    assert error(out, wanted) < TOLERANCE
 
 
 def test_a_long_pass_after_a_step():

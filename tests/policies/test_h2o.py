@@ -1,5 +1,6 @@
 """Heavy hitters: which tokens are held, that attention is that over the held ones, and what is billed."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -129,6 +130,22 @@ def test_the_tokens_held_are_those_with_the_largest_mass(recipe, short):
         start = stop
     assert cache.positions.dropped > 40 and oracle.encoded >= (1 if newest else 2) * BLOCK
     assert held(cache)[0] != held(cache)[1]
+
+
+def test_sinks_are_held_though_hardly_anybody_attends_to_them():
+    total = 96
+    x, q = turned(tensors(total)), queries(total)
+    q[..., 0] += 8
+    x[:, 0, :, :SINKS] = 0
+    x[:, 0, :, :SINKS, :: GEOMETRY.head_size] = -8  # every query turns away from them
+    cache, oracle = make(EXACT), Oracle(x, q, torch.ones(2, total, dtype=torch.bool))
+    for start, stop in itertools.pairwise((0, 47, 48, 96)):
+        drive(cache, x, q, start, stop)
+        oracle.step(stop)
+    assert held(cache) == oracle.held and all(tokens[:SINKS] == list(range(SINKS)) for tokens in held(cache))
+    for mass, asked, tokens in zip(oracle.mass, oracle.asked, oracle.held, strict=True):
+        gone = [mass[token] / asked[token] for token in range(SINKS, 96 - RECENT) if token not in tokens]
+        assert max(gone) > max(mass[token] / asked[token] for token in range(SINKS)), "without the rule others stay"
 
 
 def test_what_is_held_is_the_budget_with_sinks_and_the_recent_window():

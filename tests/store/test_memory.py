@@ -33,7 +33,9 @@ def test_the_report_is_what_the_cache_owns(recipe):
         assert report.total_bytes == sum(owned(cache).values())
         assert report.total_bytes == report.sequence_bytes + report.shared_bytes
         assert report.sequence_bytes == sum(report.parts.values())
-        assert report.exact_bytes == 2 * 2 * GEOMETRY.layers * GEOMETRY.width * 2 * cache.length
+        elements = 2 * 2 * GEOMETRY.layers * GEOMETRY.width * cache.length
+        assert report.exact_bytes == 2 * elements
+        assert report.all_bits == pytest.approx(8 * report.total_bytes / elements)
     cache.crop(block + 3)
     assert cache.memory_report().total_bytes == sum(owned(cache).values())
     cache.reorder(torch.tensor([1, 1, 0]))

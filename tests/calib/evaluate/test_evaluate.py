@@ -1,6 +1,7 @@
 """Evaluation: what must be equal, what must be closer, and what a record keeps."""
 
 import argparse
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -85,6 +86,35 @@ def test_kl_by_its_definition(demo, scores):
     alone = scored(demo.model, demo.tokens[:1], recipe)
     assert alone["higgs-2bit"].kl == pytest.approx(float(expected), rel=1e-3)
     assert alone["higgs-2bit"].losses[0] == pytest.approx(scores["higgs-2bit"].losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["higgs-2bit", "polar-online"])
+def test_a_prompt_is_one_pass_and_not_scored(demo, name):
+    """By hand: a pass of 200 tokens, then passes of 32; the losses of tokens 201 to 383, from logits of steps alone."""
+    recipe, window, prompt = preset(name).with_exact(recent=0), demo.tokens[:1].long(), 200
+    cache, logits = KVQCache.from_recipe(recipe, demo.model), []
+    with torch.inference_mode():
+        for start, stop in itertools.pairwise([0, *range(prompt, LENGTH, 32), LENGTH]):
+            logits.append(demo.model(window[:, start:stop], past_key_values=cache).logits)
+    losses = torch.nn.functional.cross_entropy(torch.cat(logits[1:], 1)[0, :-1].double(), window[0, prompt + 1 :])
+    assert scored(demo.model, demo.tokens[:1], recipe, prompt=prompt)[name].losses == pytest.approx([float(losses)])
+    found = scored(demo.model, demo.tokens[:1], recipe, prompt=prompt)
+    assert found[name].tokens == found[REFERENCE].tokens == LENGTH - 1 - prompt
+    if name == "polar-online":  # fitted to another prompt it is another cache
+        assert found[name].kl != pytest.approx(
+            scored(demo.model, demo.tokens[:1], recipe, prompt=150)[name].kl, rel=1e-3
+        )
+
+
+def test_a_prompt_longer_than_the_window_is_refused(demo):
+    with pytest.raises(ValueError, match="a prompt of 383 tokens in windows of 384; use 0 to 382"):
+        scored(demo.model, demo.tokens[:1], prompt=LENGTH - 1)
+
+
+def test_tiles_in_use_begin_with_the_prompt():
+    window = preset("higgs-2bit").with_exact(sinks=0, recent=8).window
+    expected = [(0, 140, 0, 0), (140, 340, 128, 128), (340, 420, 256, 256)]
+    assert attention.tiles_in_use(window, 420, 100, 140) == expected
 
 
 def test_a_window_that_holds_everything_costs_nothing(demo):
@@ -199,14 +229,18 @@ def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
     assert printed == json.loads((tmp_path / "out.json").read_text())
     assert registry.evaluations(version.sha256) == printed[:1]
     assert printed[0]["artifact"] == version.sha256 and printed[1]["artifact"] == "exact"
-    found = printed[0]["result"]
-    assert found["relative"] == pytest.approx(found["perplexity"] / found["reference_perplexity"] - 1, abs=1e-9)
-    assert found["kl"] > 0 and len(found["layers"]) == demo.files.geometry.layers
+    for found in printed[0]["result"]["protocols"].values():
+        assert found["relative"] == pytest.approx(found["perplexity"] / found["reference_perplexity"] - 1, abs=1e-9)
+        assert found["kl"] > 0 and 0 < found["decoded"]["attention"] < 1
+    assert len(printed[0]["result"]["layers"]) == demo.files.geometry.layers
     assert printed[0]["protocol"]["model"]["parameters"] == demo.model.num_parameters()
     assert not {"/", str(tmp_path)} & set(json.dumps(printed[0]["protocol"]["text"]).split('"'))
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"error-by-layer.png", "perplexity-by-bits.png"}
     rows = tables.table(printed)
-    assert [row["recipe"] for row in rows] == ["16 bit", "mean-higgs-2bit", "exact"]
+    assert [row["recipe"] for row in rows] == ["16 bit", *["mean-higgs-2bit"] * 2, *["exact"] * 2]
+    assert run(*words[:-1], "cpu", "--protocol", "full") == 0
+    (only,) = {tuple(one["result"]["protocols"]) for one in json.loads(capsys.readouterr().out)}
+    assert only == ("full",)
 
 
 def test_the_same_measurement_is_one_record(demo, fitted, tmp_path):
@@ -225,11 +259,26 @@ def test_exact_tokens_are_as_many_as_the_protocol_says(demo):
     for sinks in (None, 0, 4, LENGTH):
         protocol = record.Protocol(recent=0, sinks=sinks, error_windows=0)
         found[sinks] = record.evaluate(demo.files, demo.batch, [find("kivi-2bit", demo.files)], protocol)[0]
-    kl = {sinks: one["result"]["kl"] for sinks, one in found.items()}
-    assert kl[None] == kl[0] > 1e-3 < kl[4] != kl[0] and abs(kl[LENGTH]) < 1e-9
+    for protocol in ("full", "in-use"):
+        parts = {sinks: one["result"]["protocols"][protocol] for sinks, one in found.items()}
+        assert parts[None]["kl"] == parts[0]["kl"] > 1e-3 < parts[4]["kl"] != parts[0]["kl"]
+        assert "all sinks" in parts[LENGTH]["reason"]
     assert "sinks" not in found[None]["protocol"] and found[4]["protocol"]["sinks"] == 4
     ours = {sinks: one["result"]["bits"]["at_4096"] for sinks, one in found.items()}
     assert ours[4] - ours[0] == pytest.approx(16 * 4 / 4096)
+
+
+def test_a_recipe_is_found_as_it_is_written(demo, tmp_path):
+    """By name, with other settings, and in a file, under a name of its own; none of it asks the registry."""
+    (tmp_path / "mine.json").write_text(json.dumps(preset("kivi-2bit").to_json() | {"name": "mine"}))
+    texts = ["kivi-2bit", "kivi-2bit+window.recent=32", f"{tmp_path}/mine.json+window.recent=32"]
+    found = [find(text, demo.files, str(tmp_path / "none")) for text in texts]
+    assert [one.name for one in found] == ["kivi-2bit", "kivi-2bit-window.recent-32", "mine-window.recent-32"]
+    assert [one.recipe.window.recent for one in found] == [128, 32, 32] and not any(one.published for one in found)
+    with pytest.raises(
+        ValueError, match=r"aqua-2bit-window.recent-32 has fitted stages, and no artifact has that name"
+    ):
+        find("aqua-2bit+window.recent=32", demo.files, str(tmp_path / "none"))
 
 
 def test_what_cannot_be_evaluated(demo, fitted, tmp_path):

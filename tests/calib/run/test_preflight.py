@@ -1,0 +1,87 @@
+"""A run that the machine cannot end does not begin: what it needs is compared with what is free, to the byte."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import tiny
+
+from kvq_calib.cli import calibrate as cli
+from kvq_calib.job import Job, preflight
+
+PLENTY = 1 << 50
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny-model"
+    folder.mkdir()
+    tiny.save(folder, layers=2)
+    tiny.text(folder)
+    return folder
+
+
+@pytest.fixture
+def job(model, tmp_path) -> Job:
+    folder = str(tmp_path / "runs" / "run")
+    return Job(str(model), corpus=str(model / "corpus.txt"), samples=4, seq_len=128, run=folder, evaluate=False)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Set how many bytes of disk and of memory are free; the list has the folders whose disk was looked at."""
+    looked: list[Path] = []
+
+    def free(disk: int = PLENTY, memory: int = PLENTY) -> list[Path]:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: looked.append(path) or SimpleNamespace(free=disk))
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
+        return looked
+
+    return free
+
+
+def test_a_disk_that_is_one_byte_too_small_is_refused(job, machine, tmp_path):
+    work = job.prepare()
+    needs = work.plan.needs(work.files)["disk"]
+    looked = machine(disk=needs)
+    assert preflight(job, work) == []
+    machine(disk=needs - 1)
+    with pytest.raises(RuntimeError, match=rf"^the run needs {needs / 1e9:.1f} GB in {work.folder}, and .* are free"):
+        preflight(job, work)
+    assert looked == [tmp_path, tmp_path], "the run's folder is not there yet: the nearest one above it"
+
+
+def test_memory_that_is_one_byte_too_small_is_refused(job, machine):
+    work = job.prepare()
+    needs = work.plan.needs(work.files)
+    both = needs["layer"] + needs["chunk"]
+    machine(memory=both)
+    assert preflight(job, work) == []
+    machine(memory=both - 1)
+    with pytest.raises(RuntimeError, match=rf"^a layer and a chunk need {both / 1e9:.1f} GB on cpu, and .* are free"):
+        preflight(job, work)
+
+
+def test_what_a_run_needs_is_what_its_files_and_weights_take(job):
+    """The terms by hand, of a model of hidden width 64, an MLP of 96 and 2 KV heads of 16, in float32."""
+    work = job.prepare()
+    tokens, hidden, width, size = 4 * 128, 64, 32, 4
+    projections = hidden * (2 * hidden + 2 * width) + (hidden + 2 * width)  # q, o, k, v; biases of q, k, v
+    layer = (projections + 3 * hidden * 96 + 2 * hidden) * size
+    captured, decoded = tokens * 2 * width * size, tokens * 2 * width * 2
+    found = work.plan.needs(work.files)
+    assert found["layer"] == layer
+    assert (
+        found["disk"] == 2 * tokens * hidden * size + captured + 3 * decoded
+    )  # of this layer, of the one it reads, and one more
+
+
+@pytest.mark.parametrize("free, says", [({"disk": 1}, "the run needs"), ({"memory": 1}, "a layer and a chunk need")])
+def test_the_command_refuses_before_it_writes(free, says, job, machine, capsys):
+    machine(**free)
+    given = ["--model", job.model, "--corpus", job.corpus, "--samples", "4", "--seq-len", "128", "--run", job.run]
+    assert cli.main([*given, "--no-eval"]) == 1
+    captured = capsys.readouterr()
+    assert says in captured.err and not captured.out and not Path(job.run).parent.exists()
