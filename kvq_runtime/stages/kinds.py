@@ -37,8 +37,14 @@ def _is_kind(cls: type) -> bool:
 
 
 def stage_json(stage: Any) -> dict:
-    """A stage as JSON: its kind and its settings."""
-    return {"kind": stage.kind} | json.loads(json.dumps(dataclasses.asdict(stage)))
+    """A stage as JSON: its kind and its settings; one younger than the file format only if it is not at its default."""
+    younger = {setting.name: setting.default for setting in dataclasses.fields(stage) if "younger" in setting.metadata}
+    stated = {
+        name: value
+        for name, value in dataclasses.asdict(stage).items()
+        if name not in younger or value != younger[name]
+    }
+    return {"kind": stage.kind} | json.loads(json.dumps(stated))
 
 
 def stage_from(name: str, stated: Any, known: Mapping[str, type]) -> Any:

@@ -29,6 +29,8 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name → shape and dty
 Tensors = Mapping[str, Tensor]
 Fields = Mapping[str, Tensor]
 NOTHING: Tensors = MappingProxyType({})
+# metadata of a setting younger than the file format: at its default JSON leaves it out, as older files do
+YOUNGER: Mapping[str, bool] = MappingProxyType({"younger": True})
 Q = TypeVar("Q", bound="Stage")
 
 
