@@ -106,7 +106,7 @@ def collected(layer: int, tables: Pair, scheme: SchemeFit, data: Blocks, context
         sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
         return sums.value()[0]
     if field == "metric":
-        return rotate.metric(projection(), GEOMETRY)
+        return rotate.output_metric(projection(), GEOMETRY)
     return scheme.merged(field, [scheme.partial(field, data, context)])
 
 

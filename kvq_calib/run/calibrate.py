@@ -130,7 +130,7 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
         for sinks in {recipe.window.sinks for recipe in plan.recipes}
     }
     query_sums = None
-    if any(scheme.feedback for recipe in plan.recipes for scheme in recipe.schemes):
+    if any("queries" in scheme.needs for recipe in plan.recipes for scheme in recipe.schemes):
         query_sums = QuerySums(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
     shared = passes.Capture(run, stream, layer, folder, frozenset(sums), query_sums)
     captured = run.executor(passes.capture, shared, range(len(plan.chunks)))
@@ -180,9 +180,12 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
     def collect(field: str) -> Any:
         if field == "queries":
             return collected.queries
+        if field == "metric" and role == "key":
+            assert collected.queries is not None, "a metric of keys without queries"
+            return rotate.query_metric(collected.queries.moment(fit.scheme.rotate.queries))
         if field == "metric":
             weight = run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
-            return rotate.metric(weight.to(run.plan.device), run.plan.geometry)
+            return rotate.output_metric(weight.to(run.plan.device), run.plan.geometry)
         return fit.merged(field, run.executor(passes.collect, passes.Pass(work, fit, field), fitted))
 
     fit.solve(collect)

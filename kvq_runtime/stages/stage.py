@@ -28,6 +28,7 @@ from kvq_runtime.ops import rotation as rotations
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name → shape and dtype
 Tensors = Mapping[str, Tensor]
 Fields = Mapping[str, Tensor]
+Queries = Literal["after", "before", "averaged"]  # RoPE; or over all distances between query and key
 NOTHING: Tensors = MappingProxyType({})
 # metadata of a setting younger than the file format: at its default JSON leaves it out, as older files do
 YOUNGER: Mapping[str, bool] = MappingProxyType({"younger": True})
@@ -398,6 +399,12 @@ class Scheme:
             for slot, stage in stages.items()
             for name, spec in stage.tensors(site, geometry).items()
         }
+
+
+def check_queries(queries: Queries, site: Site) -> None:
+    """Raise a ValueError if keys of this position do not meet such queries."""
+    if site.position == "post" and queries != "after":
+        raise ValueError('keys after RoPE are multiplied by queries after RoPE; use queries="after", or "pre"')
 
 
 SLOTS = ("predict", "rotate", "quantize", "feedback", "correct")
