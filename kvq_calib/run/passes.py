@@ -49,10 +49,12 @@ class Capture:
 
 @dataclass(frozen=True)
 class ChunkStatistics:
-    """Sums over one chunk: moments of keys and values by number of sinks, of queries; seconds of the model itself."""
+    """Sums over one chunk: moments of keys and values by number of sinks, of queries; Σ‖h‖² of the stream under the
+    layer; seconds of the model itself."""
 
     moments: dict[int, tuple[Moments, Moments]]
     queries: QueryMoments | None
+    energy: float
     forward: float
 
 
@@ -77,7 +79,7 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     queries = None
     if shared.query_sums is not None and captured.q_NTC is not None:
         queries = shared.query_sums.partial(index, captured.q_NTC)
-    return ChunkStatistics(moments, queries, spent)
+    return ChunkStatistics(moments, queries, float(hidden.double().square().sum()), spent)
 
 
 class RecipeWork:

@@ -42,6 +42,8 @@ class Mixed(Quantizer):
     codebook   "gaussian": Lloyd–Max with the channel's calibrated deviation · "uniform": rounding between calibrated
                ends · "block": rounding between the ends of each block of tokens, stored in float16
     gain       bits of a token's gain, between calibrated ends, 0 to 8; 0: none
+    shared     the targets of all schemes that say so are one budget, which calibration shares out among layers, keys
+               and values; what is fitted has a target of its own
     """
 
     kind: ClassVar[str] = "mixed"
@@ -52,6 +54,7 @@ class Mixed(Quantizer):
     target: float = 0.0
     codebook: Literal["gaussian", "uniform", "block"] = "gaussian"
     gain: int = field(default=0, metadata=YOUNGER)
+    shared: bool = field(default=False, metadata=YOUNGER)
 
     def __post_init__(self):
         for name in ("bits", "counts"):
@@ -69,6 +72,8 @@ class Mixed(Quantizer):
             raise ValueError(f"gain={self.gain}; use 0 to 8 bits a token")
         if self.gain and self.codebook == "block":
             raise ValueError(f'gain={self.gain}; a block\'s own ends need none: use codebook "gaussian" or "uniform"')
+        if self.shared and not self.target:
+            raise ValueError("shared=True, but there is no target to share; give one")
         if self.target and self.bits != tuple(range(self.bits[0], -1, -1)):
             raise ValueError(f"bits={list(self.bits)}; with a target use all of {self.bits[0]}, ..., 1, 0")
 
