@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import feedback, rotate
+from kvq_calib.fit import feedback, rotate, vocabulary
 from kvq_calib.fit.feedback import QuerySums
 from kvq_calib.fit.scheme import SchemeFit, summary
 from kvq_calib.fit.statistics import MeanVariance, Moments
@@ -208,6 +208,8 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
         if field == "metric":
             weight = run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
             return rotate.output_metric(weight.to(run.plan.device), run.plan.geometry)
+        if field == "vocabulary":
+            return vocabulary.vocabulary(work.stream, role)
         return fit.merged(field, run.executor(passes.collect, passes.Pass(work, fit, field), fitted))
 
     fit.solve(collect)

@@ -59,6 +59,7 @@ class Statistics:
     inputs      joint covariances of a prediction's inputs and target
     input_rows  a sample of inputs and target, float32 [N, I + C]
     residuals   what the prediction leaves
+    vocabulary  the first layer's keys before RoPE, or values, of every token of the vocabulary, float32 [V, C]
     metric      what an error costs, of a value in the layer's output, of a key in scores, float64 [C, C]
     seed        of random choices
     """
@@ -68,6 +69,7 @@ class Statistics:
     input_rows: Tensor | None = None
     queries: Queries | None = None
     metric: Tensor | None = None
+    vocabulary: Tensor | None = None
     residuals: Residuals | None = None
     seed: int = 0
 
