@@ -39,6 +39,7 @@ METHODS = (
     "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output", "kvquant-3bit",
     "polar-3bit-fitted-plain", "aqua-svdq-2bit", "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
     "subkv-aqua-2bit", "aqua-h2o-2bit", "svdq-shadow-1.25bit-v4", "zipcache-2bit", "aqua-zipcache-2bit",
+    "aqua-metric-1bit", "aqua-metric-1bit-vocab",
 )  # fmt: skip
 
 
@@ -105,8 +106,13 @@ def collected(layer: int, tables: Pair, scheme: SchemeFit, data: Blocks, context
         sums = QuerySums(GEOMETRY, tables, fitted=1)
         sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
         return sums.value()[0]
+    if field == "metric" and scheme.codec.role == "key":
+        asked = collected(layer, tables, scheme, data, context, "queries")
+        return rotate.query_metric(asked.moment(scheme.scheme.rotate.queries))
+    if field == "vocabulary":  # of a model whose text has 200 tokens
+        return activations(layer)[ROLES.index(scheme.codec.role)].flatten(0, 1)[:200]
     if field == "metric":
-        return rotate.metric(projection(), GEOMETRY)
+        return rotate.output_metric(projection(), GEOMETRY)
     return scheme.merged(field, [scheme.partial(field, data, context)])
 
 

@@ -175,10 +175,11 @@ def _show_choices(done) -> None:
 
 def _rounds(plan) -> dict[str, str]:
     """What a plan's budgets make it do, if it has any."""
-    from kvq_calib.run import budget, sensitivity
+    from kvq_calib.run import budget, sensitivity, share
 
     if not plan.budgets:
-        return {}
+        shared = [recipe.name for recipe in plan.recipes if share.wanted(recipe)]
+        return {"shared bits": f"{', '.join(shared)}: 2 rounds, each a pass over the model"} if shared else {}
     asked = ", ".join(f"{bits:g} bits" for bits in plan.budgets.values())
     settings, sequences = len(budget.options(plan.geometry)), sum(len(plan.chunks[i]) for i in sensitivity.chunks(plan))
     measured = f"{settings} settings for each layer's keys and values, measured on {sequences} sequences"

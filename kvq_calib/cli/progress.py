@@ -4,7 +4,7 @@ import sys
 
 from tqdm import tqdm
 
-from kvq_calib.run import budget, sensitivity
+from kvq_calib.run import budget, sensitivity, share
 from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Progress
 
@@ -45,7 +45,8 @@ class Bar:
     def _work(self, round: int) -> int:
         """Tokens of a layer, each as often as it is worked on; in later rounds of the budgets, at most."""
         plan = self._plan
-        recipes = len(plan.budgets) if round else len(plan.recipes)
+        again = len(plan.budgets) + (sum(map(share.wanted, plan.recipes)) if round == 1 else 0)
+        recipes = again if round else len(plan.recipes)
         measured = sum(len(plan.chunks[index]) for index in sensitivity.chunks(plan)) * plan.seq_len
         settings = 2 * (1 + len(budget.options(plan.geometry))) * len(plan.budgets)
         return (1 + 2 * recipes) * plan.tokens + settings * measured

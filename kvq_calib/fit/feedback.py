@@ -57,8 +57,8 @@ class QuerySums:
 
 def deviations(stage: QueryOrthogonal, queries: Queries, held: Queries) -> list[float]:
     """Of the held-out queries from the 1, 2, ..., D leading directions, over all heads."""
-    vectors_HDD = torch.linalg.eigh(queries.moment(stage)).eigenvectors.flip(-1)
-    moment_HDD = held.moment(stage)
+    vectors_HDD = torch.linalg.eigh(queries.moment(stage.queries)).eigenvectors.flip(-1)
+    moment_HDD = held.moment(stage.queries)
     inside_HD = (vectors_HDD * (moment_HDD @ vectors_HDD)).sum(-2).cumsum(-1)
     share_HD = inside_HD / moment_HDD.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
     return [round(value, 4) for value in (1 - share_HD.mean(0)).clamp_min(0).sqrt().tolist()]

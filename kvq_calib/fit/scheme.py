@@ -90,8 +90,7 @@ class SchemeFit(Fitting):
         zeros = self.statistics.mean_C.new_zeros
         if field == "residuals":
             return CrossMoments(zeros(width), zeros(0)), Sample(self.rows, width, seed)
-        keys, below = self.scheme.inputs(self.codec.layer, self.codec.role)
-        inputs = width * (keys + len(below))
+        inputs = width * self.scheme.inputs(self.codec.layer, self.codec.role).tokens
         if field == "input_rows":
             return (Sample(SAMPLE_ROWS, inputs + width),)
         return (CrossMoments(zeros(inputs), zeros(width)),)

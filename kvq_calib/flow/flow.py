@@ -113,7 +113,7 @@ def calibrate(asked: dict) -> Sequence[job.Published] | State:
     with checkpoint.claimed(work.folder), _sharing(pinned, work):
         reaper.mark_crashed(_tag(work))
         progress = display.create_progress(pinned.model)
-        for number in range(budget.ROUNDS if work.plan.budgets else 1):
+        for number in range(budget.most_rounds(work.plan)):
             first = prepare(pinned, number)
             if first is None:
                 break

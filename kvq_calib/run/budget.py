@@ -23,7 +23,8 @@ from functools import lru_cache
 from typing import Any
 
 from kvq_calib.fit.allocate import choose
-from kvq_calib.run import checkpoint
+from kvq_calib.run import checkpoint, share
+from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES, Recipe, Scheme, Window
@@ -85,18 +86,31 @@ def allocated(asked: Recipe, bits: float, geometry: Geometry, notes: list[dict])
     return asked, promised
 
 
+def most_rounds(plan: Plan) -> int:
+    """How many rounds a plan takes at the most."""
+    return ROUNDS if plan.budgets else 2 if any(map(share.wanted, plan.recipes)) else 1
+
+
 def rounds(run: Run) -> Iterator[Run]:
-    """The run itself, then those its budgets need beyond it. Finish each before the next is asked for."""
+    """The run itself, then those its budgets need beyond it. Finish each before the next is asked for.
+
+    Recipes whose bits are shared out (`share.py`) need one more, which is the first of these."""
     yield run
     part, waiting = run, [recipe for recipe in run.plan.recipes if recipe.name in run.plan.budgets]
+    sharing = [recipe for recipe in run.plan.recipes if share.wanted(recipe)]
     for number in range(1, ROUNDS):
-        if not waiting:
+        if not waiting and not (number == 1 and sharing):
             return
         budgets = {recipe.name: run.plan.budgets[recipe.name] for recipe in waiting}
         chosen = [
             allocated(recipe, budgets[recipe.name], run.plan.geometry, _notes(part, recipe.name)) for recipe in waiting
         ]
-        plan = replace(run.plan, recipes=tuple(recipe for recipe, _ in chosen), budgets=budgets)
+        shared = [
+            share.shared_out(recipe, run.plan.geometry, _notes(run, recipe.name, "variances"))
+            for recipe in sharing
+            if number == 1
+        ]
+        plan = replace(run.plan, recipes=(*(recipe for recipe, _ in chosen), *shared), budgets=budgets)
         part = replace(run, plan=plan, folder=run.folder / f"round-{number}", round=number)
         yield part
         waiting = [
@@ -105,10 +119,13 @@ def rounds(run: Run) -> Iterator[Run]:
 
 
 def settled(run: Run, name: str) -> tuple[Run, dict[str, Any]]:
-    """Of a finished run's rounds the one whose artifact to take, and what to note of it: the run itself, and nothing,
-    for a recipe without a budget."""
+    """Of a finished run's rounds the one whose artifact to take, and what to note of it: without a budget nothing, and
+    the run itself, or the round for which the recipe's bits were shared out."""
     if name not in run.plan.budgets:
-        return run, {}
+        for part in rounds(run):
+            recipe = next((recipe for recipe in part.plan.recipes if recipe.name == name), None)
+            if recipe is not None and not share.wanted(recipe):
+                return part, {}
     parts = [part for part in rounds(run) if name in part.plan.budgets]
     totals = [total(part, name) for part in parts]
     best = min(range(len(parts)), key=totals.__getitem__)
@@ -120,6 +137,6 @@ def total(part: Run, name: str) -> float:
     return math.fsum(note[role][0] for note in _notes(part, name) for role in ROLES)
 
 
-def _notes(part: Run, name: str) -> list[dict[str, list[float]]]:
+def _notes(part: Run, name: str, kind: str = "attention") -> list[dict[str, list[float]]]:
     records = [checkpoint.record(part.folder, layer) for layer in range(part.plan.geometry.layers)]
-    return [(record or {})["attention"][name] for record in records]
+    return [(record or {})[kind][name] for record in records]

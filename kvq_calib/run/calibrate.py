@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import feedback, rotate
+from kvq_calib.fit import feedback, rotate, vocabulary
 from kvq_calib.fit.feedback import QuerySums
 from kvq_calib.fit.scheme import SchemeFit, summary
 from kvq_calib.fit.statistics import MeanVariance, Moments
 from kvq_calib.model.streamed import Stream
-from kvq_calib.run import budget, checkpoint, passes, sensitivity
+from kvq_calib.run import budget, checkpoint, passes, sensitivity, share
 from kvq_calib.run.passes import RecipeWork
 from kvq_calib.run.plan import set_arithmetic
 from kvq_calib.run.run import Run
@@ -35,10 +35,12 @@ class LayerStatistics:
     """Sums over all chunks, collected while a layer was captured.
 
     moments   of keys and of values, by the number of sinks left out
+    energy    mean ‖h‖² of the stream under the layer, over the tokens to fit on
     queries   second moments of the queries to fit on, where a recipe asks for queries; `held`: of the held-out ones
     """
 
     moments: dict[int, tuple[MeanVariance, MeanVariance]]
+    energy: float
     queries: Queries | None = None
     held: Queries | None = None
 
@@ -97,7 +99,7 @@ def prepare(run: Run, stream: Stream) -> None:
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     """Capture one layer, fit every recipe in it, and leave what the next layer reads."""
     plan, started = run.plan, time.perf_counter()
-    record: dict = {"layer": layer, "fit": {}, "recipes": {}, "attention": {}, "seconds": {}}
+    record: dict = {"layer": layer, "fit": {}, "recipes": {}, "attention": {}, "variances": {}, "seconds": {}}
     with checkpoint.layer_folder(run.folder, layer, record) as folder:
         collected = _capture(run, stream, layer, folder, record["seconds"])
         record["seconds"]["capture"] = time.perf_counter() - started - record["seconds"]["forward"]
@@ -108,6 +110,8 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
             tensors |= {f"{recipe.name}/{name}": tensor for name, tensor in fitted.items()}
             record["fit"][recipe.name] = measures
             record["recipes"][recipe.name] = recipe.with_schemes(layer, *work.schemes).to_json()
+            if share.wanted(recipe):
+                record["variances"][recipe.name] = _variances(work, collected)
             if recipe.name in plan.budgets:
                 errors = sensitivity.attention_errors(work, budget.options(plan.geometry))
                 record["attention"][recipe.name] = errors
@@ -130,12 +134,16 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
         for sinks in {recipe.window.sinks for recipe in plan.recipes}
     }
     query_sums = None
-    if any(scheme.feedback for recipe in plan.recipes for scheme in recipe.schemes):
+    schemes = [scheme for recipe in plan.recipes for scheme in recipe.schemes]
+    if any("queries" in scheme.needs or share.shares(scheme) for scheme in schemes):
         query_sums = QuerySums(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
+    energy, counted = 0.0, 0
     shared = passes.Capture(run, stream, layer, folder, frozenset(sums), query_sums)
     captured = run.executor(passes.capture, shared, range(len(plan.chunks)))
     for (index, rows), chunk in zip(enumerate(plan.chunks), captured, strict=True):
         seconds["forward"] = seconds.get("forward", 0.0) + chunk.forward
+        if index < plan.fitted_chunks:
+            energy, counted = energy + chunk.energy, counted + len(rows) * plan.seq_len
         for sinks, pair in chunk.moments.items():
             for total, partial in zip(sums[sinks], pair, strict=True):
                 total.merge(index, partial)
@@ -143,7 +151,7 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
             query_sums.merge(index, chunk.queries, len(rows))
         run.report(layer, "capture", index + 1, len(plan.chunks), len(rows) * plan.seq_len)
     moments = {sinks: (keys.value(), values.value()) for sinks, (keys, values) in sums.items()}
-    return LayerStatistics(moments, *(query_sums.value() if query_sums is not None else ()))
+    return LayerStatistics(moments, energy / counted, *(query_sums.value() if query_sums is not None else ()))
 
 
 def _fit_recipe(
@@ -172,6 +180,20 @@ def _fit_recipe(
     return tensors, measures, work
 
 
+def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, list[float]]:
+    """By role, the latent variances times what errors cost, of schemes whose bits are shared out."""
+    run, recipe = work.run, work.recipe
+    assert collected.queries is not None, "bits are shared out by what queries make of errors"
+    weight = run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
+    variance_C = collected.moments[recipe.window.sinks][1].variance_C
+    cost = share.costs(weight, collected.queries, variance_C, collected.energy, run.plan.geometry)
+    return {
+        role: (cost[role] * work.fits[role].statistics.directions[0]).tolist()
+        for role in ROLES
+        if share.shares(recipe.scheme(work.layer, role))
+    }
+
+
 def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected: LayerStatistics) -> SchemeFit:
     """Fit the stages of keys, or of values; whatever they need is collected in passes over the fitted chunks."""
     run, fitted = work.run, range(work.run.plan.fitted_chunks)
@@ -180,11 +202,16 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
     def collect(field: str) -> Any:
         if field == "queries":
             return collected.queries
+        if field == "metric" and role == "key":
+            assert collected.queries is not None, "a metric of keys without queries"
+            return rotate.query_metric(collected.queries.moment(fit.scheme.rotate.queries))
         if field == "metric":
             weight = run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
-            return rotate.metric(weight.to(run.plan.device), run.plan.geometry)
+            return rotate.output_metric(weight.to(run.plan.device), run.plan.geometry)
         if field == "input_chunks":
             return lambda: run.executor(passes.rows, passes.Pass(work, fit), fitted)
+        if field == "vocabulary":
+            return vocabulary.vocabulary(work.stream, role)
         return fit.merged(field, run.executor(passes.collect, passes.Pass(work, fit, field), fitted))
 
     fit.solve(collect)

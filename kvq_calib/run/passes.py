@@ -21,6 +21,7 @@ from kvq_calib.run import checkpoint
 from kvq_calib.run.run import Run
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
+from kvq_runtime.stages.stage import Inputs
 
 Pair = tuple[Tensor, Tensor]
 
@@ -48,10 +49,12 @@ class Capture:
 
 @dataclass(frozen=True)
 class ChunkStatistics:
-    """Sums over one chunk: moments of keys and values by number of sinks, of queries; seconds of the model itself."""
+    """Sums over one chunk: moments of keys and values by number of sinks, of queries; Σ‖h‖² of the stream under the
+    layer; seconds of the model itself."""
 
     moments: dict[int, tuple[Moments, Moments]]
     queries: QueryMoments | None
+    energy: float
     forward: float
 
 
@@ -76,7 +79,7 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     queries = None
     if shared.query_sums is not None and captured.q_NTC is not None:
         queries = shared.query_sums.partial(index, captured.q_NTC)
-    return ChunkStatistics(moments, queries, spent)
+    return ChunkStatistics(moments, queries, float(hidden.double().square().sum()), spent)
 
 
 class RecipeWork:
@@ -100,11 +103,11 @@ class RecipeWork:
     def data(self, index: int, role: Role, clean: bool) -> tuple[Blocks, Context]:
         """A chunk, and what it is predicted from: as decoded, or, `clean`, as it was."""
         data = self._blocks(role, index, self.folder)
-        reads_keys, depths = self._inputs(self.layer, role)
-        nearest = range(1, max(depths, default=0) + 1)
+        reads = self._inputs(self.layer, role)
+        nearest = range(1, max(reads.below, default=0) + 1)
         below = [self._clean(d, index) if clean else self._decoded(d, index) for d in nearest]
         keys = None
-        if reads_keys:
+        if reads.keys:
             keys = self._load(self.folder, index, ("key",))["key"]
             if clean:
                 keys = _centred(self.fits["key"].codec, self._blocks("key", index, self.folder))
@@ -113,10 +116,10 @@ class RecipeWork:
     def is_read(self, role: Role) -> bool:
         """Whether a prediction reads decoded keys, or values, of this layer: that of its values, or one above."""
         above = range(self.layer + 1, self.run.plan.geometry.layers)
-        below = (n - max(self._inputs(n, role)[1], default=0) <= self.layer for n in above for role in ROLES)
-        return any(below) or (role == "key" and self._inputs(self.layer, "value")[0])
+        below = (n - max(self._inputs(n, role).below, default=0) <= self.layer for n in above for role in ROLES)
+        return any(below) or (role == "key" and self._inputs(self.layer, "value").keys)
 
-    def _inputs(self, layer: int, role: Role) -> tuple[bool, tuple[int, ...]]:
+    def _inputs(self, layer: int, role: Role) -> Inputs:
         return self.recipe.scheme(layer, role).inputs(layer, role)
 
     def keep(self, index: int, role: str, decoded: Tensor) -> None:

@@ -84,7 +84,7 @@ class Plan:
         """How many decoded layers underneath a layer may read."""
         schemes = [scheme for recipe in self.recipes for scheme in recipe.schemes]
         return max(
-            (depth for scheme in schemes for depth in scheme.inputs(self.geometry.layers, "value")[1]), default=0
+            (depth for scheme in schemes for depth in scheme.inputs(self.geometry.layers, "value").below), default=0
         )
 
     def to_json(self) -> dict:

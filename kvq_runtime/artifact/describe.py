@@ -93,9 +93,12 @@ def _stages(scheme: Scheme) -> str:
     for stage in (scheme.predict, scheme.rotate, scheme.feedback, scheme.quantize, scheme.correct):
         if stage is None:
             continue
-        settings = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)}
-        if stage is not scheme.quantize:
-            settings = {f.name: settings[f.name] for f in dataclasses.fields(stage) if settings[f.name] != f.default}
+        settings = {
+            field.name: getattr(stage, field.name)
+            for field in dataclasses.fields(stage)
+            if getattr(stage, field.name) != field.default
+            or (stage is scheme.quantize and field.name not in stage.later)
+        }
         inside = " ".join(f"{name}={value}" for name, value in settings.items())
         parts.append(f"{stage.kind}({inside})" if inside else stage.kind)
     return " > ".join(parts) + (", per channel" if scheme.axis == "channel" else "")

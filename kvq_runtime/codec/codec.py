@@ -56,7 +56,7 @@ class Codec:
         self.layer, self.geometry, self.block = layer, geometry, recipe.window.block
         self.role: Role = role
         self.predictor = self.scheme.predictor(layer, role)
-        self.reads_keys, self.below = self.scheme.inputs(layer, role)
+        self.reads_keys, self.below, self.reads_both = self.scheme.inputs(layer, role)
         self.turns_keys = role == "key" and recipe.position == "pre"
         self._turn_mean = role == "key" and recipe.position == "post"
         self._width = self.scheme.width(recipe.window.block, geometry)
@@ -209,6 +209,7 @@ class Codec:
         which = ROLES.index(self.role)
         parts = [context.keys] if self.reads_keys else []
         parts += [context.below[depth - 1][which] for depth in self.below]
+        parts += [context.below[depth - 1][1 - which] for depth in self.below if self.reads_both]
         assert all(part is not None for part in parts), "a prediction without what it reads"
         return torch.cat([part.to(torch.bfloat16) for part in parts], -1)  # type: ignore[union-attr]
 

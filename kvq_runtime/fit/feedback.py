@@ -26,7 +26,7 @@ def solve(stage: QueryOrthogonal, statistics: Statistics, codec: Codec) -> tuple
     queries, scheme = statistics.queries, codec.scheme
     assert queries is not None, "feedback is fitted to queries"
     rotation_DD = stage.turn(scheme.axis, scheme.rotate, codec.geometry)
-    return stage, moves(stage, queries.moment(stage), queries.sequence, rotation_DD)
+    return stage, moves(stage, queries.moment(stage.queries), queries.sequence, rotation_DD)
 
 
 def moves(stage: QueryOrthogonal, moment_HDD: Tensor, sequence: float, rotation_DD: Tensor | None) -> dict[str, Tensor]:

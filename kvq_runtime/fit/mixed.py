@@ -9,6 +9,8 @@ channel keeps its deviation.
 Source: Hong et al., 2025 (SVDq).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from kvq_runtime.stages.mixed import Mixed
 
 DEVIATIONS = tuple(0.7 + 0.05 * step for step in range(19))  # times the deviation
 REACHES = tuple(0.5 + 0.1 * step for step in range(36))  # ends at the sample's quantiles of so many deviations
+ROOM = 2.0  # times the largest gain that the sample needs
+RESCALED = 2
 TRIMMED = 1024  # one token of so many is left out: an outlier must not stretch the ranges of all
 
 
@@ -32,7 +36,33 @@ def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, di
     assert statistics.residuals is not None, "scales are fitted to residuals"
     moment_CC, basis_CR = statistics.residuals.moment_CC, codec.tensors["rotate.basis"]
     deviation_R = (basis_CR.double() * (moment_CC.double() @ basis_CR.double())).sum(0).clamp_min(0).sqrt()
-    return stage, scales(stage, statistics.residuals.rows_NC @ basis_CR.float(), deviation_R, len(moment_CC))
+    z_NR = statistics.residuals.rows_NC @ basis_CR.float()
+    if stage.gain:
+        return stage, with_gain(stage, z_NR, deviation_R, len(moment_CC))
+    return stage, scales(stage, z_NR, deviation_R, len(moment_CC))
+
+
+def with_gain(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) -> dict[str, Tensor]:
+    """The same with a gain for every token: its ends, and the scales of channels over the gains that were chosen.
+
+    The ends are those of the tokens' sizes, the outer hundredths left out, and above them ROOM for tokens of other
+    text. A token's size is the norm of its latents over their root mean square; the gains that leave the least error
+    follow from the scales, and the scales from those: RESCALED times.
+    """
+    norm_N = z_NR.float().square().mean(1).sqrt()
+    whole = deviation_R.square().mean().sqrt().float()
+    size_N = (norm_N / whole if whole > 0 else torch.ones_like(norm_N)).clamp(2.0**-8, 2.0**8)
+    low, high = torch.quantile(size_N, size_N.new_tensor([0.01, 0.99])).log()
+    ends_2 = torch.stack([low, high + math.log(ROOM)])
+    levels = latent.gains(ends_2, quantize.gain)
+    gain_N = levels[(size_N.log()[:, None] - levels.log()).abs().argmin(1)]
+    found = {"gain_ends": ends_2}
+    for step in range(RESCALED + 1):
+        if step:
+            gain_N = levels[quantize.best_gain(z_NR.mT.float()[None], found, width)[0].long()]
+        over_NR = z_NR.float() / gain_N[:, None]
+        found |= scales(quantize, over_NR, over_NR.double().square().mean(0).sqrt(), width)
+    return found
 
 
 def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kvq_runtime.fit import eigen, moments
-from kvq_runtime.stages.feedback import QueryOrthogonal
+from kvq_runtime.stages.stage import Queries as Which
 
 Pair = tuple[Tensor, Tensor]
 
@@ -42,11 +42,11 @@ class Queries:
     sequence: float
     rope: Pair | None = None
 
-    def moment(self, stage: QueryOrthogonal) -> Tensor:
-        """The moment that the stage asks for."""
-        chosen = self.after if stage.queries == "after" else self.before
-        assert chosen is not None, f"queries {stage.queries} RoPE were not summed"
-        if stage.queries != "averaged":
+    def moment(self, which: Which) -> Tensor:
+        """The moment of the queries that a stage asks for."""
+        chosen = self.after if which == "after" else self.before
+        assert chosen is not None, f"queries {which} RoPE were not summed"
+        if which != "averaged":
             return chosen
         assert self.rope is not None, "an average over distances needs the positions of a sequence"
         return moments.averaged(chosen, *self.rope)
@@ -61,7 +61,8 @@ class Statistics:
     input_rows    a sample of inputs and target, float32 [N, I + C]
     input_chunks  () → the same of every token, chunk by chunk in ascending order; may be called again
     residuals     what the prediction leaves
-    metric        what an error of a value costs in the layer's output, float64 [C, C]
+    vocabulary    the first layer's keys before RoPE, or values, of every token of the vocabulary, float32 [V, C]
+    metric        what an error costs, of a value in the layer's output, of a key in scores, float64 [C, C]
     seed          of random choices
     """
 
@@ -71,6 +72,7 @@ class Statistics:
     input_chunks: Callable[[], Iterable[Tensor]] | None = None
     queries: Queries | None = None
     metric: Tensor | None = None
+    vocabulary: Tensor | None = None
     residuals: Residuals | None = None
     seed: int = 0
 

@@ -84,3 +84,9 @@ def decode_uniform(codes_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> T
     """Decode codes [N, R, T] of 1 to 8 bits, with ends [R] or [N, R], to float32."""
     step = (high - low) / (2**bits - 1)
     return torch.addcmul(low[..., None], codes_NRT.float(), step[..., None])
+
+
+def gains(ends_2: Tensor, bits: int) -> Tensor:
+    """The 2^bits factors of tokens, float32: evenly spaced logarithms between these ends."""
+    low, high = ends_2.double()
+    return torch.exp(low + (high - low) * torch.arange(2**bits, device=ends_2.device) / (2**bits - 1)).float()

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
-from kvq_runtime.stages.stage import Feedback, Scheme, Site, Specs, Tensors
+from kvq_runtime.stages.stage import Feedback, Queries, Scheme, Site, Specs, Tensors, check_queries
 
 Axis = Literal["token", "channel"]
-Queries = Literal["after", "before", "averaged"]
 Normalize = Literal["paper", "length-invariant"]
 
 
@@ -59,8 +58,7 @@ class QueryOrthogonal(Feedback):
     def check(self, site: Site) -> None:
         if site.role == "value":
             raise ValueError("feedback needs queries, which values have none of; give feedback to keys alone")
-        if site.position == "post" and self.queries != "after":
-            raise ValueError('keys after RoPE are multiplied by queries after RoPE; use queries="after", or "pre"')
+        check_queries(self.queries, site)
         scheme, geometry = site.scheme, site.geometry
         if scheme.quantize.keeps_dtype or scheme.quantize.takes_latents:
             raise ValueError(f"feedback needs channels that are rounded in groups, not {scheme.quantize.kind}")

@@ -4,9 +4,15 @@ Latent channels come in the order of their eigenvalues, so a schedule is a list 
 bits. Channels of 0 bits are not stored, and their columns are not in the basis. Codes are packed along the tokens of a
 block, channel by channel, so that a run may have any number of channels and no bit is lost to padding.
 
+With `gain` bits, every token has a factor of its own, on a log scale: z ≈ g ẑ, ẑ from codes of z / g. Channels keep the
+calibrated proportions of their scales; how large a token is as a whole it says itself, so that text of another kind
+than the calibration's, and outliers, are rounded in cells of their own size. A token costs `gain` bits more. All gains
+are tried, and the one with the least error in the latents is taken.
+
 Source: Hong et al., 2025 (SVDq), equations 2, 3 and 6 and algorithm 1.
 Differs: ranges are calibrated, so that tokens of the decode phase are encoded too (theirs are of the whole prompt, and
-later tokens stay in 16 bit), or taken from each block of tokens.
+later tokens stay in 16 bit), or taken from each block of tokens. Neither paper has a gain: shape-gain quantization is
+Buzo et al., 1980; Gersho and Gray, 1992, section 12.10.
 """
 
 from collections.abc import Iterator
@@ -30,20 +36,26 @@ class Mixed(Quantizer):
 
     bits       of each run, falling, 0 to 8
     counts     channels of each run, all channels of a token in all; empty: runs of one length, or as `target` says
-    target     bits per element that the fit finds `counts` for, by reverse water-filling on the eigenvalues; `bits`
-               are then k, k-1, ..., 0. Before the fit, all channels have bits as equal as whole numbers allow.
-               0: `bits` and `counts` are what they are
+    target     bits per element, the gain's among them, that the fit finds `counts` for, by reverse water-filling on the
+               eigenvalues; `bits` are then k, k-1, ..., 0. Before the fit, all channels have bits as equal as whole
+               numbers allow. 0: `bits` and `counts` are what they are
     codebook   "gaussian": Lloyd–Max with the channel's calibrated deviation · "uniform": rounding between calibrated
                ends · "block": rounding between the ends of each block of tokens, stored in float16
+    gain       bits of a token's gain, between calibrated ends, 0 to 8; 0: none
+    shared     the targets of all schemes that say so are one budget, which calibration shares out among layers, keys
+               and values; what is fitted has a target of its own
     """
 
     kind: ClassVar[str] = "mixed"
     needs: ClassVar[frozenset[str]] = frozenset({"fit"})
     takes_latents: ClassVar[bool] = True
+    later: ClassVar[frozenset[str]] = frozenset({"gain", "shared"})
     bits: tuple[int, ...] = (7, 6, 5, 4, 3, 2, 1, 0)
     counts: tuple[int, ...] = ()
     target: float = 0.0
     codebook: Literal["gaussian", "uniform", "block"] = "gaussian"
+    gain: int = 0
+    shared: bool = False
 
     def __post_init__(self):
         for name in ("bits", "counts"):
@@ -57,6 +69,12 @@ class Mixed(Quantizer):
             raise ValueError(f"counts={list(self.counts)}; give one for each of bits={list(self.bits)}, at least 0")
         if not 0 <= self.target <= self.bits[0]:
             raise ValueError(f"target={self.target}; use at least 0 and at most the {self.bits[0]} of the first run")
+        if not 0 <= self.gain <= 8:
+            raise ValueError(f"gain={self.gain}; use 0 to 8 bits a token")
+        if self.gain and self.codebook == "block":
+            raise ValueError(f'gain={self.gain}; a block\'s own ends need none: use codebook "gaussian" or "uniform"')
+        if self.shared and not self.target:
+            raise ValueError("shared=True, but there is no target to share; give one")
         if self.target and self.bits != tuple(range(self.bits[0], -1, -1)):
             raise ValueError(f"bits={list(self.bits)}; with a target use all of {self.bits[0]}, ..., 1, 0")
 
@@ -76,22 +94,22 @@ class Mixed(Quantizer):
         return (width // len(self.bits),) * len(self.bits)
 
     def _even(self, width: int) -> tuple[int, ...]:
-        low = int(self.target)
-        more = self.budget(width) - low * width
+        low, more = divmod(max(self.budget(width), 0), width)
         return tuple({low + 1: more, low: width - more}.get(bits, 0) for bits in self.bits)
 
     def budget(self, width: int) -> int:
         """Bits of one token's codes that `target` allows."""
-        return round(self.target * width)
+        return round(self.target * width) - self.gain
 
     def stored(self, width: int) -> int:
         """R: how many latent channels have any bits."""
         return sum(count for count, _ in self.runs(width))
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """What scales the stored channels."""
+        """What scales the stored channels; logarithms of the least and the largest gain."""
         names = {"gaussian": ("deviation",), "uniform": ("low", "high"), "block": ()}[self.codebook]
-        return {name: ((self.stored(geometry.width),), torch.float32) for name in names}
+        specs: Specs = {name: ((self.stored(geometry.width),), torch.float32) for name in names}
+        return specs | ({"gain_ends": ((2,), torch.float32)} if self.gain else {})
 
     def check(self, site: Site) -> None:
         if site.scheme.axis != "token" or site.window.block % 8:
@@ -106,6 +124,8 @@ class Mixed(Quantizer):
         """Names, shapes and dtypes of what one block [rows, width] is stored as."""
         size = sum(count * pack.packed_size(rows, bits) for count, bits in self.runs(width))
         fields = {"codes": ((size,), torch.uint8)}
+        if self.gain:
+            fields["gain"] = ((pack.packed_size(rows, self.gain),), torch.uint8)
         if self.codebook == "block":
             fields |= {name: ((self.stored(width),), torch.float16) for name in ("low", "high")}
         return fields
@@ -116,7 +136,11 @@ class Mixed(Quantizer):
         tensors   those of `specs`
         """
         z_NRT, stored = rotate(x_NTC, rotation).mT, {}
-        ends = dict(tensors)
+        if self.gain:
+            codes_NT = self.best_gain(z_NRT, tensors, geometry.width)
+            z_NRT = z_NRT / self._gains(codes_NT, tensors)[:, None]
+            stored["gain"] = pack.pack(codes_NT, self.gain)
+        ends = _of_channels(tensors)
         if self.codebook == "block":
             low, high = (end.half() for end in z_NRT.aminmax(dim=-1))
             stored = {"low": low, "high": high}
@@ -132,12 +156,14 @@ class Mixed(Quantizer):
         """Decode to bfloat16 [N, T, R]; blocks have a multiple of 8 tokens."""
         packed, runs = fields["codes"], self.runs(width)
         rows = 8 * packed.shape[1] // sum(count * bits for count, bits in runs)
-        ends = dict(tensors or {}) or {name: fields[name].float() for name in ("low", "high")}
+        ends = _of_channels(tensors) or {name: fields[name].float() for name in ("low", "high")}
+        gain_N1T = self._gains(pack.unpack(fields["gain"], self.gain, rows), tensors)[:, None] if self.gain else None
         found, start = [], 0
         for (count, _), (_, bits, own) in zip(runs, self._parts(width, ends), strict=True):
             stop = start + count * pack.packed_size(rows, bits)
             codes_NRT = pack.unpack(packed[:, start:stop].unflatten(1, (count, -1)), bits, rows)
-            found.append(self._values(codes_NRT, own, bits).bfloat16())
+            values_NRT = self._values(codes_NRT, own, bits)
+            found.append((values_NRT if gain_N1T is None else gain_N1T * values_NRT).bfloat16())
             start = stop
         return torch.cat(found, 1).mT
 
@@ -152,15 +178,35 @@ class Mixed(Quantizer):
     ) -> Tensor:
         """Decode single tokens to bfloat16 [N, R]; codes are stored by channel, so each is read alone."""
         packed, start, found = fields["codes"].flatten(), block_N[:, None] * fields["codes"].shape[1], []
-        ends = dict(tensors or {}) or {name: fields[name][block_N].float() for name in ("low", "high")}
+        ends = _of_channels(tensors) or {name: fields[name][block_N].float() for name in ("low", "high")}
+        gain_N1 = None
+        if self.gain:
+            gains = fields["gain"]
+            codes_N = pack.pick(gains.flatten(), block_N * gains.shape[1], token_N, self.gain, block)
+            gain_N1 = self._gains(codes_N, tensors)[:, None]
         runs = self.runs(geometry.width)
         for (count, _), (_, bits, own) in zip(runs, self._parts(geometry.width, ends), strict=True):
             size = pack.packed_size(block, bits)
             first = start + size * torch.arange(count, device=packed.device)
             codes_NR = pack.pick(packed, first, token_N[:, None], bits, block)
-            found.append(self._values(codes_NR[..., None], own, bits).bfloat16()[..., 0])
+            values_NR = self._values(codes_NR[..., None], own, bits)[..., 0]
+            found.append((values_NR if gain_N1 is None else gain_N1 * values_NR).bfloat16())
             start = start + count * size
         return torch.cat(found, 1)
+
+    def best_gain(self, z_NRT: Tensor, tensors: Tensors, width: int) -> Tensor:
+        """Each token's code of the gain that leaves its latents [N, R, T] the least error, uint8 [N, T]."""
+        errors, own_ends = [], _of_channels(tensors)
+        for gain in latent.gains(tensors["gain_ends"], self.gain):
+            error_NT = z_NRT.new_zeros(len(z_NRT), z_NRT.shape[-1])
+            for part, bits, own in self._parts(width, own_ends):
+                z = z_NRT[:, part]
+                error_NT += (gain * self._values(self._codes(z / gain, own, bits), own, bits) - z).square().sum(1)
+            errors.append(error_NT)
+        return torch.stack(errors).argmin(0).to(torch.uint8)
+
+    def _gains(self, codes: Tensor, tensors: Tensors) -> Tensor:
+        return latent.gains(tensors["gain_ends"], self.gain)[codes.long()]
 
     def _parts(self, width: int, ends: Tensors) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
         """The channels of each run, their bits, and what scales them."""
@@ -182,3 +228,8 @@ class Mixed(Quantizer):
 
     def check_tokens(self, geometry: Geometry) -> None:
         """Single tokens are decoded by `at`."""
+
+
+def _of_channels(tensors: Tensors) -> dict[str, Tensor]:
+    """What scales single channels."""
+    return {name: tensor for name, tensor in tensors.items() if name != "gain_ends"}

@@ -9,11 +9,12 @@ mean R_t μ). Decoded tensors are passed from layer to layer centred, too, so a 
     MLP        x̂ = μ + gelu(norm(z) W₁ + b₁) W₂ + b
 
 Inputs z of keys: the decoded keys of the layers `below`; of values: this layer's decoded keys (if `keys`), then the
-decoded values of the layers `below`. A layer with too few layers underneath predicts its mean.
+decoded values of the layers `below`. With `both`, the other of the two follows: for keys the decoded values of the
+layers `below`, for values their decoded keys. A layer with too few layers underneath predicts its mean.
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1 and tables 1 and 9.
 Differs: the mean is removed also where nothing is underneath; inputs are [keys, values below] in this order, as in the
-authors' code (the paper writes the reverse).
+authors' code (the paper writes the reverse). The paper reads no values for keys, and no keys below for values (`both`).
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Role
 from kvq_runtime.ops import pack, rtn
-from kvq_runtime.stages.stage import Predictor, Specs, Tensors
+from kvq_runtime.stages.stage import Inputs, Predictor, Specs, Tensors
 
 GPTQ_BITS = 4
 GPTQ_GROUP = 64
@@ -52,15 +53,18 @@ class Linear(Predictor):
     storage "bf16", or "gptq4": 4-bit codes rounded against the Gram matrix of the inputs
     fit     "decoded": on the inputs that inference will see (quantizer-specific); "clean": on exact ones (agnostic)
     ridge   added to the diagonal of the inputs' covariance, relative to its mean
+    both    of the layers below, values are inputs of keys, and keys of values, too
     """
 
     kind: ClassVar[str] = "linear"
     cross_layer: ClassVar[bool] = True
+    later: ClassVar[frozenset[str]] = frozenset({"both"})
     below: tuple[int, ...] = (1,)
     keys: bool = True
     storage: Literal["bf16", "gptq4"] = "bf16"
     fit: Literal["decoded", "clean"] = "decoded"
     ridge: float = 1e-3
+    both: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "below", tuple(self.below))
@@ -68,6 +72,8 @@ class Linear(Predictor):
             raise ValueError(f"below={list(self.below)}; inputs come from 1, 2 or 3 layers below, each once")
         if not self.below and not self.keys:
             raise ValueError("a linear prediction without inputs; use predict=mean")
+        if self.both and not self.below:
+            raise ValueError("both=True reads keys and values of layers below; name them in below, as (1,)")
         for name, allowed in (("storage", ("bf16", "gptq4")), ("fit", ("decoded", "clean"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; use one of {allowed}")
@@ -86,17 +92,17 @@ class Linear(Predictor):
             "low": (groups, torch.float16),
         }
 
-    def inputs(self, layer: int, role: Role) -> tuple[bool, tuple[int, ...]]:
+    def inputs(self, layer: int, role: Role) -> Inputs:
         below = tuple(depth for depth in self.below if depth <= layer)
-        return (role == "value" and self.keys and bool(below or not self.below)), below
+        keys = role == "value" and self.keys and bool(below or not self.below)
+        return Inputs(keys, below, self.both and bool(below))
 
     @property
     def fitted_on_exact(self) -> bool:
         return self.fit == "clean"
 
     def in_layer(self, layer: int, role: Role) -> Predictor:
-        keys, below = self.inputs(layer, role)
-        return self if keys or below else Mean()
+        return self if self.inputs(layer, role).tokens else Mean()
 
     def check_prompt_fit(self) -> None:
         raise ValueError(f"{self.kind} needs calibration; fit a mean to the prompt, or nothing")
@@ -157,7 +163,7 @@ class MLP(Linear):
     """
 
     kind: ClassVar[str] = "mlp"
-    later: ClassVar[frozenset[str]] = frozenset({"hidden", "tokens"})
+    later: ClassVar[frozenset[str]] = Linear.later | {"hidden", "tokens"}
     norm: Literal["layer", "none"] = "layer"
     hidden: Literal["inputs", "width"] = "inputs"
     tokens: Literal["sample", "all"] = "sample"

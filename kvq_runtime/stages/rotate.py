@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rotation as rotations
 from kvq_runtime.ops.rotation import SignedHadamard, hadamard_matrix, random_matrix
 from kvq_runtime.stages import groups
-from kvq_runtime.stages.stage import Rotation, Site, Specs, Tensors
+from kvq_runtime.stages.stage import Queries, Rotation, Site, Specs, Tensors, check_queries
 
 
 class Fixed(Rotation):
@@ -124,16 +124,13 @@ class Basis(Rotation):
         """A row's own tokens have a second moment."""
 
 
-@dataclass(frozen=True)
-class OutputBasis(Basis):
-    """Basis of values whose latent errors are weighted by the output projection: z = x B, x̂ = ẑ Dᵀ.
+class Weighted(Basis):
+    """Basis whose latent errors are those that count, in a metric M: z = x B, x̂ = ẑ Dᵀ.
 
-    With the metric M = Σ WₒᵀWₒ, over the query heads that read a KV head, an error e of a value costs e M eᵀ in the
-    layer's output. B = M^½ V and D = M^-½ V, V the eigenvectors of M^½ S M^½, so that the cost of an error of ẑ is its
-    square: bits are allocated by the error of the output. B is not orthogonal; both are stored, and counted in bits.
+    An error e of a token costs e M eᵀ. B = M^½ V and D = M^-½ V, V the eigenvectors of M^½ S M^½, so that the cost of
+    an error of ẑ is its square: bits are allocated by what errors cost. B is not orthogonal; both are stored, and
+    counted in bits.
     """
-
-    kind: ClassVar[str] = "output_basis"
 
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
         return (tensors["basis"], tensors["dual"].mT) if tensors else None
@@ -143,9 +140,40 @@ class OutputBasis(Basis):
         basis = super().tensors(site, geometry)["basis"]
         return {"basis": basis, "dual": basis}
 
-    def check(self, site: Site) -> None:
-        if site.role == "key":
-            raise ValueError("an output basis weighs values; give keys a plain basis")
-
     def check_prompt_fit(self) -> None:
         raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")
+
+
+@dataclass(frozen=True)
+class OutputBasis(Weighted):
+    """Basis of values in the metric of the output projection: M = Σ WₒᵀWₒ, over the query heads that read a KV head."""
+
+    kind: ClassVar[str] = "output_basis"
+
+    def check(self, site: Site) -> None:
+        if site.role == "key":
+            raise ValueError("an output basis weighs values; give keys a query basis, or a plain one")
+
+
+@dataclass(frozen=True)
+class QueryBasis(Weighted):
+    """Basis of keys in the metric of the queries: M = E[q qᵀ], over the query heads that read a KV head.
+
+    An error e of a key changes a score by q e.
+
+    queries   which queries: "before" RoPE, as they meet keys of near tokens · "averaged" over all distances alike ·
+              "after" RoPE, as for keys after RoPE
+    """
+
+    kind: ClassVar[str] = "query_basis"
+    needs: ClassVar[frozenset[str]] = frozenset({"fit", "queries"})
+    queries: Queries = "before"
+
+    def __post_init__(self):
+        if self.queries not in get_args(Queries):
+            raise ValueError(f"queries={self.queries!r}; use one of {get_args(Queries)}")
+
+    def check(self, site: Site) -> None:
+        if site.role == "value":
+            raise ValueError("a query basis weighs keys; give values an output basis, or a plain one")
+        check_queries(self.queries, site)

@@ -28,6 +28,7 @@ from kvq_runtime.ops import rotation as rotations
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name → shape and dtype
 Tensors = Mapping[str, Tensor]
 Fields = Mapping[str, Tensor]
+Queries = Literal["after", "before", "averaged"]  # RoPE; or over all distances between query and key
 NOTHING: Tensors = MappingProxyType({})
 Q = TypeVar("Q", bound="Stage")
 
@@ -59,6 +60,24 @@ class Stage(ABC):
             raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")
 
 
+class Inputs(NamedTuple):
+    """What the prediction of a layer's keys, or of its values, reads.
+
+    keys    this layer's decoded keys; for values
+    below   the depths of the layers below whose decoded keys, for keys, or values, for values, it reads
+    both    whether it reads the other of the two there, too
+    """
+
+    keys: bool = False
+    below: tuple[int, ...] = ()
+    both: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """How many tensors, of the width of a token each, lie side by side."""
+        return self.keys + len(self.below) * (1 + self.both)
+
+
 class Predictor(Stage):
     """What is subtracted from keys or values before they are rotated and rounded: a mean at least.
 
@@ -74,9 +93,9 @@ class Predictor(Stage):
         """Whether it is fitted to exact inputs rather than to decoded ones, as inference will have them."""
         return False
 
-    def inputs(self, layer: int, role: Role) -> tuple[bool, tuple[int, ...]]:
-        """What it reads in this layer: (this layer's decoded keys?, the depths of the layers below)."""
-        return False, ()
+    def inputs(self, layer: int, role: Role) -> Inputs:
+        """What it reads in this layer."""
+        return Inputs()
 
     def in_layer(self, layer: int, role: Role) -> Predictor:
         """The predictor of this layer: itself, or a simpler one where there is nothing to read."""
@@ -84,8 +103,7 @@ class Predictor(Stage):
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The mean, and what the prediction is computed with."""
-        keys, below = self.inputs(site.layer, site.role)
-        return self.specs(geometry.width * (keys + len(below)), geometry.width)
+        return self.specs(geometry.width * self.inputs(site.layer, site.role).tokens, geometry.width)
 
     @abstractmethod
     def specs(self, inputs: int, width: int) -> Specs:
@@ -339,9 +357,9 @@ class Scheme:
         """Whether it is predicted from other decoded tensors."""
         return self.predict is not None and self.predict.cross_layer
 
-    def inputs(self, layer: int, role: Role) -> tuple[bool, tuple[int, ...]]:
-        """What the prediction of this layer reads: (this layer's decoded keys?, which layers below)."""
-        return (False, ()) if self.predict is None else self.predict.inputs(layer, role)
+    def inputs(self, layer: int, role: Role) -> Inputs:
+        """What the prediction of this layer reads."""
+        return Inputs() if self.predict is None else self.predict.inputs(layer, role)
 
     def predictor(self, layer: int, role: Role) -> Predictor | None:
         """The predictor of this layer: with nothing underneath to predict from, the mean."""
@@ -381,6 +399,12 @@ class Scheme:
             for slot, stage in stages.items()
             for name, spec in stage.tensors(site, geometry).items()
         }
+
+
+def check_queries(queries: Queries, site: Site) -> None:
+    """Raise a ValueError if keys of this position do not meet such queries."""
+    if site.position == "post" and queries != "after":
+        raise ValueError('keys after RoPE are multiplied by queries after RoPE; use queries="after", or "pre"')
 
 
 SLOTS = ("predict", "rotate", "quantize", "feedback", "correct")

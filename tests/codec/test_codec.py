@@ -243,6 +243,10 @@ def test_inputs_are_keys_then_values_below_nearest_first():
     assert made.inputs(context)[0, 0, ::64].tolist() == [0, 2, 4]
     below = Codec(recipe, 2, "key", GEOMETRY, {"predict.mean": torch.zeros(64)})
     assert below.inputs(context)[0, 0].unique().tolist() == [1]
+    both = Scheme(Grid(), predict=Linear(below=(1, 2), both=True))
+    for role, order in (("key", [1, 3, 2, 4]), ("value", [0, 2, 4, 1, 3])):
+        other = Codec(Recipe("test", both, both), 2, role, GEOMETRY, {"predict.mean": torch.zeros(64)})
+        assert other.inputs(context)[0, 0, ::64].tolist() == order
 
 
 @pytest.mark.parametrize("role", ["key", "value"])

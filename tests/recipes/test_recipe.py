@@ -14,6 +14,7 @@ from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.stage import Inputs
 
 PRESETS = presets()
 GEOMETRY = Geometry(layers=4, kv_heads=2, head_size=64)
@@ -161,6 +162,7 @@ def test_check_says_what_cannot_be(recipe, message):
         lambda: Rtn(7),
         lambda: Hadamard(24),
         lambda: Linear(below=(), keys=False),
+        lambda: Linear(below=(), both=True),
         lambda: LowRank(storage="gptq4"),
         lambda: MLP(norm="most"),  # type: ignore[arg-type]
         lambda: Geometry(0, 1, 1),
@@ -175,12 +177,16 @@ def test_settings_that_no_stage_has(make):
 def test_inputs_of_a_prediction():
     """Keys read keys below, values this layer's keys and values below; with nothing underneath, the mean."""
     scheme = Scheme(Grid(), predict=Linear(below=(1, 2)))
-    assert scheme.inputs(0, "key") == (False, ()) and isinstance(scheme.predictor(0, "key"), Mean)
-    assert scheme.inputs(1, "key") == (False, (1,))
-    assert scheme.inputs(3, "value") == (True, (1, 2))
+    assert scheme.inputs(0, "key") == Inputs() and isinstance(scheme.predictor(0, "key"), Mean)
+    assert scheme.inputs(1, "key") == Inputs(below=(1,))
+    assert scheme.inputs(3, "value") == Inputs(keys=True, below=(1, 2))
     keys_only = Scheme(Grid(), predict=Linear(below=()))
-    assert keys_only.inputs(0, "value") == (True, ())
+    assert keys_only.inputs(0, "value") == Inputs(keys=True)
     assert isinstance(keys_only.predictor(2, "key"), Mean)
+    both = Scheme(Grid(), predict=Linear(below=(1, 2), both=True))
+    assert both.inputs(0, "value") == Inputs() and isinstance(both.predictor(0, "value"), Mean)
+    assert both.inputs(1, "key") == Inputs(below=(1,), both=True) and both.inputs(1, "key").tokens == 2
+    assert both.inputs(2, "value") == Inputs(True, (1, 2), True) and both.inputs(2, "value").tokens == 5
 
 
 def test_a_name_that_is_none_is_answered_with_names():

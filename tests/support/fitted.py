@@ -83,6 +83,8 @@ def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torc
         return {"deviation": 1.2, "high": 1.2, "low": -1.2}[field] * (1 + 0.05 * x)
     if field.startswith("update_"):  # of feedback: smaller than the error that it follows
         return (0.5 * x / shape[-1] ** 0.5).to(dtype)
+    if field == "gain_ends":  # of tokens half and twice as large as others
+        return torch.tensor([-0.7, 0.7])
     if field == "bound":
         return torch.full(shape, 20.0)
     if field in ("step", "low"):  # of 4-bit weights: 64 inputs to a group

@@ -24,8 +24,10 @@ def low_rank(blocks: int = 24, seed: int = 0, decay: float = 0.15) -> Tensor:
     return latents @ hidden.mT + 5
 
 
-def fitted(scheme: Scheme, x_NTC: Tensor, role="key", weight_EQ: Tensor | None = None) -> SchemeFit:
-    """A side of layer 0 fitted on these blocks, in two chunks, under this output projection."""
+def fitted(
+    scheme: Scheme, x_NTC: Tensor, role="key", weight_EQ: Tensor | None = None, moment_HDD: Tensor | None = None
+) -> SchemeFit:
+    """A side of layer 0 fitted on these blocks, in two chunks, under this output projection, or for these queries."""
     moments = Moments(WIDTH)
     moments.update(x_NTC)
     statistics = Statistics(moments.value().mean_C.float())
@@ -34,8 +36,10 @@ def fitted(scheme: Scheme, x_NTC: Tensor, role="key", weight_EQ: Tensor | None =
     chunks = [blocks(x_NTC[:cut], 0), blocks(x_NTC[cut:], cut)]
 
     def collect(field: str):
+        if field == "metric" and role == "key":
+            return rotate.query_metric(moment_HDD)
         if field == "metric":
-            return rotate.metric(weight_EQ, GEOMETRY)
+            return rotate.output_metric(weight_EQ, GEOMETRY)
         return fit.merged(field, [fit.partial(field, chunk, NOWHERE) for chunk in chunks])
 
     fit.solve(collect)

@@ -7,6 +7,7 @@ from scheme_fit import GEOMETRY, NOWHERE, WIDTH, decoded, fitted, low_rank
 from torch import Tensor
 
 from kvq_calib.fit import rotate
+from kvq_calib.fit.statistics import QueryMoments
 from kvq_runtime.codec import codec
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import eigen
@@ -15,7 +16,7 @@ from kvq_runtime.recipe import Recipe, Scheme, Window, preset
 from kvq_runtime.stages.escape import Escape
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Mean
-from kvq_runtime.stages.rotate import Basis, OutputBasis
+from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
 from kvq_runtime.stages.rtn import Rtn
 
 
@@ -101,7 +102,7 @@ def output_weight() -> Tensor:
 def test_the_metric_is_what_an_error_costs_over_all_query_heads():
     """Σ over the query heads of ‖Wₕ e‖², for errors of each KV head alone."""
     weight, errors = output_weight(), torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(6))
-    found = rotate.metric(weight, GEOMETRY) - rotate.RIDGE * torch.eye(WIDTH)
+    found = rotate.output_metric(weight, GEOMETRY) - rotate.RIDGE * torch.eye(WIDTH)
     cost = torch.einsum("nc,cd,nd->n", errors.double(), found, errors.double())
     by_hand = torch.zeros(50, dtype=torch.float64)
     for head in range(4):
@@ -115,7 +116,7 @@ def test_the_metric_is_what_an_error_costs_over_all_query_heads():
 def test_an_output_basis_and_its_dual_are_inverse_and_diagonal_in_the_metric():
     """DᵀB = 1, Bᵀ S B = Λ, Dᵀ M D = 1: latents are uncorrelated, and an error of them costs its square."""
     x = (low_rank(4) - 5).flatten(0, 1).double()
-    moment, weights = x.mT @ x / len(x), rotate.metric(output_weight(), GEOMETRY)
+    moment, weights = x.mT @ x / len(x), rotate.output_metric(output_weight(), GEOMETRY)
     values, made, dual = eigen.eigen_in(weights, moment)
     one = torch.eye(WIDTH, dtype=torch.float64)
     torch.testing.assert_close(dual.mT @ made, one, atol=1e-8, rtol=0)
@@ -147,6 +148,54 @@ def test_an_output_basis_is_billed_twice_a_basis():
     assert sum(held.values()) == WIDTH * 4 + stored * 4 + 2 * (WIDTH * stored * 2)
 
 
+# ---- keys in the metric of the queries
+
+
+def queries(tokens: int = 400) -> Tensor:
+    """Queries [tokens, 4 query heads, D] before RoPE; the first channels are loudest, and there is a mean."""
+    size = GEOMETRY.head_size
+    random = torch.Generator().manual_seed(5)
+    return (torch.randn(tokens, 4, size, generator=random) + 0.5) / (1 + torch.arange(size))
+
+
+def moment() -> Tensor:
+    sums = QueryMoments(GEOMETRY)
+    none = torch.ones(1, 400, 16), torch.zeros(1, 400, 16)
+    sums.update(queries()[None], none)
+    return sums.value()[0]
+
+
+def score_errors(wrong_NTC: Tensor) -> float:
+    """Σ over tokens, queries and query heads of (q e)², each query head against its KV head's part of the error."""
+    parts = wrong_NTC.flatten(0, 1).double().numpy().reshape(-1, 2, GEOMETRY.head_size)
+    q = queries().double().numpy()
+    return sum(float(np.square(q[:, head] @ parts[:, head // 2].T).sum()) for head in range(4))
+
+
+def test_the_metric_of_keys_is_what_an_error_costs_in_scores():
+    wrong = torch.randn(50, 1, WIDTH, generator=torch.Generator().manual_seed(6))
+    found = rotate.query_metric(moment()) - rotate.RIDGE * torch.eye(WIDTH)
+    cost = torch.einsum("ntc,cd,ntd->n", wrong.double(), found, wrong.double())
+    by_hand = torch.tensor([score_errors(one[None]) for one in wrong], dtype=torch.float64)
+    torch.testing.assert_close(cost / cost[0], by_hand / by_hand[0], rtol=1e-5, atol=0)
+    assert float(found.diagonal().mean()) == pytest.approx(1)
+    with pytest.raises(ValueError, match="say nothing about keys"):
+        rotate.query_metric(torch.zeros(2, 32, 32))
+
+
+@pytest.mark.parametrize("bits", [1.0, 2.0])
+def test_a_query_basis_has_less_error_in_scores(bits):
+    """At equal bits, and more error in the keys themselves: the one is traded for the other."""
+    x, new, inside, scores = low_rank(decay=0.05), low_rank(decay=0.05, seed=1), {}, {}
+    for kind in (Basis(), QueryBasis()):
+        made = fitted(Scheme(Mixed(target=bits), predict=Mean(), rotate=kind), x, "key", moment_HDD=moment()).codec
+        wrong = decoded(made, new) - new
+        inside[kind.kind], scores[kind.kind] = float(wrong.square().sum()), score_errors(wrong)
+        assert made.bits() == bits
+    assert scores["query_basis"] < 0.7 * scores["basis"]
+    assert inside["query_basis"] > inside["basis"]
+
+
 # ---- bits
 
 
@@ -170,13 +219,20 @@ def test_the_total_is_met_to_the_bit(target):
         (Scheme(Mixed()), "belong together"),
         (Scheme(Rtn(2), rotate=Basis()), "belong together"),
         (Scheme(Mixed(), rotate=Basis(), axis="channel"), 'need axis "token"'),
-        (Scheme(Mixed(), rotate=OutputBasis()), "weighs values"),
+        (Scheme(Mixed(), rotate=OutputBasis()), "an output basis weighs values"),
+        (Scheme(Mixed(), rotate=QueryBasis(queries="after")), "a query basis weighs keys"),
+        (Scheme(Mixed(), rotate=QueryBasis()), 'use queries="after", or "pre"'),
         (Scheme(Rtn(2, 16), axis="channel", correct=Escape()), 'escape needs axis "token"'),
     ],
 )
 def test_sides_that_cannot_be(scheme, message):
     with pytest.raises(ValueError, match=message):
         Recipe("r", scheme, scheme).check(GEOMETRY)
+
+
+def test_queries_that_are_none():
+    with pytest.raises(ValueError, match="use one of"):
+        QueryBasis(queries="during")  # type: ignore[arg-type]
 
 
 def test_mixed_bits_fill_bytes_with_the_tokens_of_a_block():

@@ -105,7 +105,7 @@ def queries(scale: float = 1.0, tokens: int = TOKENS) -> Queries:
 
 
 def metric_of(stage: QueryOrthogonal, given: Queries) -> Tensor:
-    return fits.metric(stage, given.moment(stage), given.sequence)
+    return fits.metric(stage, given.moment(stage.queries), given.sequence)
 
 
 def test_lambda_without_a_length_means_the_same_at_every_length_and_size():
@@ -146,7 +146,7 @@ def test_a_run_fits_the_moves_of_the_models_own_queries(tmp_path):
     found = Queries(*total.value(), 0.0, stream.rope(256))
     for recipe in recipes[:2]:
         stage = recipe.key.feedback
-        for name, move in fits.moves(stage, found.moment(stage), 0.0, None).items():
+        for name, move in fits.moves(stage, found.moment(stage.queries), 0.0, None).items():
             assert torch.equal(artifacts[recipe.name].tensors[f"layers.0.key.feedback.{name}"], move)
         measured = artifacts[recipe.name].fit["layers"][1]["key"]["query_deviation"]
         assert len(measured) == geometry.head_size and 0 < measured[0] < 1 and measured[-1] == 0

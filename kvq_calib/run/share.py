@@ -1,0 +1,92 @@
+"""Share the bits of a recipe out among layers, keys and values, by the variances that were measured in all of them.
+
+    round 0   fit the recipe with its target in every place; note the latent variances λ of each, by what errors cost
+    round 1   fill all latent channels of all places in one order, and fit with the targets that this gives each
+
+Water-filling wants costs in one unit. An error e of one token, read with weight a, adds to the stream h
+
+    of a value   Σ a² ‖W e‖² / ‖h‖²                        W a query head's columns of the output projection
+    of a key     Σ a² (q e)² / D · E‖W (v - μ)‖² / ‖h‖²    a score moved by q e / √D moves attention among values v
+
+summed over the query heads that read the KV head; a² is common to the two. So λ is multiplied with the mean of Σ WᵀW
+over channels, and with that of E[q qᵀ] times what values vary behind W, over the mean energy of the stream that the
+layer reads: errors relative to it compare between layers. That later layers are predicted from what an error is in,
+it does not count.
+
+Source: Cover and Thomas, 2006, section 10.3.3.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_calib.fit.allocate import water_fill
+from kvq_runtime.fit.statistics import Queries
+from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.ops import latent
+from kvq_runtime.recipe import Recipe, Role, Scheme
+from kvq_runtime.stages.mixed import Mixed
+
+
+def shares(scheme: Scheme) -> bool:
+    """Whether the scheme's bits are a part of the recipe's."""
+    return isinstance(scheme.quantize, Mixed) and scheme.quantize.shared
+
+
+def wanted(recipe: Recipe) -> bool:
+    """Whether any bits of the recipe are shared out."""
+    return any(map(shares, recipe.schemes))
+
+
+def costs(
+    weight_EQ: Tensor, queries: Queries, variance_C: Tensor, energy: float, geometry: Geometry
+) -> dict[str, float]:
+    """What a unit of error costs, by role: in the mean over channels, relative to the energy of the stream.
+
+    weight_EQ    of the output projection          variance_C   of values, by channel          energy   mean ‖h‖²
+    """
+    heads = weight_EQ.double().unflatten(1, (geometry.kv_heads, -1, geometry.head_size))
+    output_HGD = heads.square().sum(0)  # the diagonals of WᵀW
+    spread = (output_HGD * variance_C.double().unflatten(0, (geometry.kv_heads, 1, -1)).to(output_HGD)).sum(-1).mean()
+    assert queries.before is not None, "queries before RoPE were not summed"
+    loudness = queries.before.diagonal(dim1=-2, dim2=-1).mean()  # RoPE changes no length
+    query_heads = output_HGD.shape[1]
+    key = query_heads * loudness * spread.to(loudness) / geometry.head_size
+    return {"key": float(key) / energy, "value": float(output_HGD.sum(1).mean()) / energy}
+
+
+def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, Any]]) -> Recipe:
+    """The recipe with a target of its own in every place; as many bits in all as the targets it had.
+
+    notes   of each layer, by role: latent variances times what errors cost
+    """
+    places: list[tuple[int, Role]] = [
+        (n, role) for n in range(geometry.layers) for role in ROLES if shares(recipe.scheme(n, role))
+    ]
+    stages = [recipe.scheme(layer, role).quantize for layer, role in places]
+    budget = sum(stage.budget(geometry.width) for stage in stages)
+    distortions = [latent.distortion(bits) for bits in range(stages[0].bits[0] + 1)]
+    variances = torch.tensor([notes[layer][role] for layer, role in places], dtype=torch.float64)
+    bits = torch.tensor(water_fill(variances.flatten(), budget, distortions)).view(len(places), -1).sum(1).tolist()
+    for place in range(len(bits)):
+        if bits[place] == 0:  # a scheme stores something
+            bits[bits.index(max(bits))] -= 1
+            bits[place] = 1
+    found = {
+        place: replace(stage, target=(own + stage.gain) / geometry.width, shared=False)
+        for place, stage, own in zip(places, stages, bits, strict=True)
+    }
+    for layer in sorted({layer for layer, _ in places}):
+        key, value = (
+            replace(scheme, quantize=found.get((layer, role), scheme.quantize))
+            for role, scheme in zip(ROLES, recipe.at(layer), strict=True)
+        )
+        recipe = recipe.with_schemes(layer, key, value)
+    return replace(recipe, key=_alone(recipe.key), value=_alone(recipe.value))  # which every layer has its own of
+
+
+def _alone(scheme: Scheme) -> Scheme:
+    return replace(scheme, quantize=replace(scheme.quantize, shared=False)) if shares(scheme) else scheme

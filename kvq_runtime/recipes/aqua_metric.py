@@ -1,0 +1,54 @@
+"""AQUA-KV's prediction from keys and values, bases in the metric of what errors cost, and bits shared out by it.
+
+    r = x - f(keys and values below, this layer's keys) → z = r B → Lloyd–Max of z / g, bits by reverse water-filling
+
+    f   keys are predicted from the values below too, and values from the keys below
+    B   of keys in the metric of the queries before RoPE, averaged over distances; of values in that of the output
+        projection: an error of z costs its square
+    g   a token's gain of 3 bits: what the calibrated deviations lack where text is of another kind
+    bits of all predicted layers, of keys and of values, are filled in one order by what errors cost
+
+No paper has these together. Bits in a name are the mean over the predicted layers, with everything that is stored of a
+token; the first layer, from which all are predicted, has 4, as in `aqua_klt.py`. With `-all` its bits are shared out,
+too, and the name's are the mean of all layers: for fewer bits than 4 in the first layer leave over. The bases are two
+matrices each, which are counted as predictors are.
+
+`-vocab` stores which token it is in place of the first layer's keys and values, which is all that they say: they are
+exact, and cost 11 to 18 bits a token. The table is 4 bytes times vocabulary times width.
+
+Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), sections 4.1 and 4.2; Cover and Thomas,
+2006, section 10.3.3 (reverse water-filling); Gersho and Gray, 1992, section 12.10 (shape and gain).
+Differs: as `aqua_klt.py`, without its escape, which the gain replaces.
+"""
+
+from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.predict import Linear, Mean
+from kvq_runtime.stages.rotate import OutputBasis, QueryBasis
+from kvq_runtime.stages.vocabulary import Vocabulary
+
+WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+GAIN = 3
+FIRST = 4.0
+
+
+def recipe(name: str, rounding: Mixed, first: Mixed | Vocabulary, summary: str) -> Recipe:
+    """The recipe with these bits in the predicted layers, and this for the first."""
+    bases = QueryBasis(queries="averaged"), OutputBasis()
+    key, value = (Scheme(rounding, predict=Linear(both=True), rotate=basis) for basis in bases)
+    own = bases if first.takes_latents else (None, None)
+    first_key, first_value = (Scheme(first, predict=Mean(), rotate=basis) for basis in own)
+    return Recipe(f"aqua-metric-{name}", key, value, "pre", {0: (first_key, first_value)}, summary)
+
+
+def recipes() -> list[Recipe]:
+    """0.25 to 2 bits above a first layer of 4 bits, or of token numbers, and half a bit in all layers."""
+    found, how = [], "AQUA-KV from keys and values, bases in the metric of errors, bits shared out"
+    for bits in WIDTHS:
+        rounding, first = Mixed(target=bits, gain=GAIN, shared=True), Mixed(target=FIRST, gain=GAIN)
+        found.append(recipe(f"{bits:g}bit", rounding, first, f"{how}, {bits:g} bits"))
+        found.append(
+            recipe(f"{bits:g}bit-vocab", rounding, Vocabulary(), f"{how}, {bits:g} bits, first layer by token")
+        )
+    half = Mixed(target=0.5, gain=GAIN, shared=True)
+    return [*found, recipe("0.5bit-all", half, half, f"{how} in all layers, 0.5 bits")]

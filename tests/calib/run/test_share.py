@@ -1,0 +1,132 @@
+"""Bits shared out among layers, keys and values: costs by hand, the least there can be, a run that meets its sum."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from kvq_calib.model import find as models
+from kvq_calib.run import calibrate as runs
+from kvq_calib.run import plan as plans
+from kvq_calib.run import share
+from kvq_calib.run.run import Run
+from kvq_runtime.artifact import artifact
+from kvq_runtime.fit.statistics import Queries
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import latent
+from kvq_runtime.recipe import ROLES, Recipe, Scheme
+from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.predict import Linear, Mean
+from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
+from kvq_runtime.store.memory import asymptotic_bits
+
+GEOMETRY = Geometry(2, 2, 4)
+
+
+def shared(target: float, width: int = 4, gain: int = 0) -> Scheme:
+    return Scheme(Mixed(tuple(range(width, -1, -1)), target=target, gain=gain, shared=True), rotate=Basis())
+
+
+def test_a_cost_is_what_noise_adds_to_the_stream():
+    """Noise on values through W, and noise on keys through scores that move attention among values: by hand."""
+    random = np.random.default_rng(0)
+    weight, energy = random.normal(size=(24, 16)), 7.0  # two query heads to a KV head of 4 channels
+    queries = random.normal(size=(500, 4, 4)) * [1, 2, 3, 4]
+    values = random.normal(size=(4000, 8)) * np.arange(1, 9)
+    moment = np.stack([np.einsum("nhi,nhj->ij", q, q) / q.shape[0] / 2 for q in (queries[:, :2], queries[:, 2:])])
+    found = share.costs(
+        torch.tensor(weight), Queries(torch.tensor(moment), None, 0.0), torch.tensor(values.var(0)), energy, GEOMETRY
+    )
+    parts = [weight[:, 4 * head : 4 * head + 4] for head in range(4)]
+    noise = random.normal(size=(200_000, 8))  # of variance 1 in every channel
+    added = [np.square(noise[:, head // 2 * 4 :][:, :4] @ parts[head].T).sum(1).mean() for head in range(4)]
+    assert found["value"] == pytest.approx(sum(added) / 8 / energy, rel=0.02)
+    spread = [(values[:, head // 2 * 4 :][:, :4].var(0) * np.square(parts[head]).sum(0)).sum() for head in range(4)]
+    scores = [np.square(queries[:, head] @ noise[:500, head // 2 * 4 :][:, :4].T).mean() / 4 for head in range(4)]
+    assert found["key"] == pytest.approx(np.mean(spread) * sum(scores) / 8 / energy, rel=0.1)
+
+
+def test_shared_bits_cost_the_least_that_they_can():
+    """Against every way to give 4 places of 2 channels so many bits."""
+    geometry, random = Geometry(2, 1, 2), np.random.default_rng(3)
+    notes = [{role: sorted(np.exp(3 * random.normal(size=2)), reverse=True) for role in ROLES} for _ in range(2)]
+    recipe = Recipe("r", shared(2.0), shared(2.0), "pre")
+    found = share.shared_out(recipe, geometry, notes)
+    targets = [found.scheme(layer, role).quantize for layer in range(2) for role in ROLES]
+    assert not any(stage.shared for stage in targets)
+    own = [round(stage.target * 2) for stage in targets]
+    assert sum(own) == 16 and min(own) >= 1
+    d = [latent.distortion(bits) for bits in range(5)]
+    places = [notes[layer][role] for layer in range(2) for role in ROLES]
+    curves = [  # least cost of a place by its bits
+        {
+            total: min(a * d[i] + b * d[j] for i, j in product(range(5), repeat=2) if i + j == total)
+            for total in range(9)
+        }
+        for a, b in places
+    ]
+    best = min(
+        sum(curve[bits] for curve, bits in zip(curves, split, strict=True))
+        for split in product(range(9), repeat=4)
+        if sum(split) == 16
+    )
+    assert sum(curve[bits] for curve, bits in zip(curves, own, strict=True)) == pytest.approx(best)
+
+
+def test_a_place_that_is_worth_nothing_still_stores_a_bit_and_only_what_is_shared_changes():
+    geometry = Geometry(2, 1, 8)
+    alone = Scheme(Mixed(target=4.0), rotate=Basis())
+    recipe = Recipe("r", shared(1.0, gain=3), shared(1.0, gain=3), "pre", {0: (alone, shared(1.0, gain=3))})
+    notes = [{"value": [1e-30] * 8}, {"key": [9.0] * 8, "value": [4.0] * 8}]
+    found = share.shared_out(recipe, geometry, notes)
+    assert found.scheme(0, "key") == alone
+    own = [found.scheme(*place).quantize for place in ((0, "value"), (1, "key"), (1, "value"))]
+    assert own[0].budget(8) == 1 and sum(stage.budget(8) for stage in own) == 3 * (8 - 3)
+    assert sum(stage.target for stage in own) == pytest.approx(3.0)
+
+
+def test_there_must_be_a_target_to_share():
+    with pytest.raises(ValueError, match="no target to share"):
+        Mixed(shared=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.save(folder, layers=3)
+    tiny.text(folder)
+    return folder
+
+
+def everywhere(name: str, target: float) -> Recipe:
+    stage = Mixed(target=target, gain=3, shared=True)
+    predict = Linear(both=True)
+    key, value = (Scheme(stage, predict=predict, rotate=rotate) for rotate in (QueryBasis(), OutputBasis()))
+    first = tuple(replace(scheme, predict=Mean()) for scheme in (key, value))
+    return Recipe(name, key, value, "pre", {0: first}, "shared")  # type: ignore[dict-item]
+
+
+def a_run(model: Path, folder: Path, *recipes: Recipe) -> Run:
+    files = models.resolve(str(model))
+    made = plans.make(files, recipes, str(model / "corpus.txt"), samples=6, seq_len=256, held_out=2)
+    return Run(made, files, folder)
+
+
+def test_a_run_meets_the_sum_and_fits_every_place_with_its_part(model, tmp_path):
+    recipe = everywhere("shared-1bit", 1.0)
+    made = runs.calibrate(a_run(model, tmp_path / "one", recipe))["shared-1bit"]
+    geometry = made.fingerprint.geometry
+    stages = [made.recipe.scheme(layer, role).quantize for layer in range(3) for role in ROLES]
+    assert asymptotic_bits(made.recipe, geometry) == asymptotic_bits(recipe, geometry) == pytest.approx(1.0)
+    assert len({stage.target for stage in stages}) > 1 and not any(stage.shared for stage in stages)
+    assert made.tensors["layers.1.key.predict.weight"].shape[0] == 2 * geometry.width
+    assert "layers.1.key.rotate.dual" in made.tensors and "layers.2.value.quantize.gain_ends" in made.tensors
+    again = runs.calibrate(a_run(model, tmp_path / "two", recipe))["shared-1bit"]
+    assert artifact.to_bytes(again) == artifact.to_bytes(made)
+    other = everywhere("shared-2bit", 2.0)
+    among = runs.calibrate(a_run(model, tmp_path / "three", other, recipe))
+    assert artifact.from_bytes(artifact.to_bytes(among["shared-1bit"])).recipe == made.recipe

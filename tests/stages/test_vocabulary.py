@@ -1,0 +1,104 @@
+"""The first layer by token: the nearest row is found, packed and read back; a calibrated table is the model's own."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from kvq_calib.model import find as models
+from kvq_calib.model.streamed import Stream
+from kvq_calib.run import calibrate as runs
+from kvq_calib.run import plan as plans
+from kvq_calib.run.run import Run
+from kvq_calib.text import corpus
+from kvq_runtime.codec.codec import Context, build
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.stages import vocabulary
+from kvq_runtime.stages.predict import Mean
+from kvq_runtime.stages.rotate import Hadamard
+from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.vocabulary import Vocabulary
+
+GEOMETRY = Geometry(1, 2, 8)
+
+
+@pytest.mark.parametrize("size, bits", [(3, 2), (256, 8), (1000, 10), (70_000, 17)])
+def test_the_nearest_row_is_stored_in_as_few_bits_as_number_it(size, bits, monkeypatch):
+    """Against numpy's distances, over products of several parts; single tokens and whole blocks read the same rows."""
+    monkeypatch.setattr(vocabulary, "ROWS", 300)
+    stage, random = Vocabulary(size), torch.Generator().manual_seed(size)
+    table = torch.randn(size, 16, generator=random).bfloat16()
+    ids = torch.randint(size, (2, 24), generator=random)
+    x = table[ids].float() + 0.05 * torch.randn(2, 24, 16, generator=random)
+    fields = stage.encode(x, None, {"table": table}, GEOMETRY)
+    assert {name: (tuple(f.shape[1:]), f.dtype) for name, f in fields.items()} == stage.fields(
+        24, 16, GEOMETRY, torch.bfloat16
+    )
+    assert fields["ids"].shape[1] * 8 == 24 * bits
+    decoded = stage.decode(fields, 16, GEOMETRY, {"table": table})
+    rows = table.float().numpy()
+    nearest = [[np.square(rows - token).sum(1).argmin() for token in block] for block in x.numpy()]
+    assert np.array_equal(decoded.float().numpy(), rows[np.array(nearest)])
+    block, token = torch.tensor([1, 0, 1]), torch.tensor([0, 23, 13])
+    assert torch.equal(stage.at(fields, block, token, 24, GEOMETRY, {"table": table}), decoded[block, token])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "position", "message"),
+    [
+        (Scheme(Vocabulary(), predict=Mean()), "post", 'use position "pre"'),
+        (Scheme(Vocabulary(), rotate=Hadamard()), "pre", "needs no rotation"),
+        (Scheme(Vocabulary(), axis="channel"), "pre", "needs no rotation"),
+    ],
+)
+def test_where_it_cannot_be(scheme, position, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe("r", scheme, scheme, position).check(GEOMETRY)
+
+
+def test_it_is_of_the_first_layer_alone():
+    scheme = Scheme(Vocabulary(), predict=Mean())
+    with pytest.raises(ValueError, match="layer 1 key: only the first layer"):
+        Recipe("r", scheme, scheme, "pre").check(replace(GEOMETRY, layers=2))
+    with pytest.raises(ValueError, match="use 2 to 262144 tokens"):
+        Vocabulary(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.save(folder, layers=2)
+    tiny.text(folder)
+    return folder
+
+
+@pytest.mark.parametrize("predicted", [True, False])
+def test_a_calibrated_table_is_the_norm_and_projection_of_every_embedding(model, tmp_path, predicted):
+    """By hand from the weights; and the first layer of a text is decoded to what it was, by its own tokens."""
+    files = models.resolve(str(model))
+    first = Scheme(Vocabulary(), predict=Mean() if predicted else None)
+    recipe = Recipe("by-token", Scheme(Rtn(4, 16)), Scheme(Rtn(4, 16)), "pre", {0: (first, first)}, "tokens")
+    plan = plans.make(files, (recipe,), str(model / "corpus.txt"), samples=4, seq_len=256, held_out=0)
+    made = runs.calibrate(Run(plan, files, tmp_path / "run"))["by-token"]
+    weights = {n: t.double().numpy() for n, t in load_file(files.path / "model.safetensors").items()}
+    embedding = weights["model.embed_tokens.weight"]
+    assert made.recipe.scheme(0, "key").quantize.size == len(embedding)
+    start, epsilon = "model.layers.0.", Stream(files)._model.config.rms_norm_eps
+    normed = embedding / np.sqrt(np.square(embedding).mean(1, keepdims=True) + epsilon)
+    normed = normed * weights[start + "input_layernorm.weight"]
+    tokens = corpus.select(str(model / "corpus.txt"), files.path, 2, 256, seed=5).tokens_BT.numpy()
+    codecs = build(made.recipe, files.geometry, made.tensors)[0]
+    for codec, role, name in zip(codecs, ("key", "value"), ("k_proj", "v_proj"), strict=True):
+        by_hand = normed @ weights[f"{start}self_attn.{name}.weight"].T
+        by_hand = by_hand + weights.get(f"{start}self_attn.{name}.bias", 0.0)
+        mean = made.tensors[f"layers.0.{role}.predict.mean"].double().numpy() if predicted else 0.0
+        table = made.tensors[f"layers.0.{role}.quantize.table"]
+        np.testing.assert_allclose(table.double(), by_hand - mean, rtol=2**-8, atol=1e-4)
+        x = torch.tensor(by_hand[tokens]).float().view(-1, 128, files.geometry.width)
+        decoded = codec.restore(codec.decode(codec.encode(x, Context()), Context()).float(), Context())
+        assert float((decoded - x).square().sum() / x.square().sum()) < 2**-16
