@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from kvq_calib.evaluate import gate, held_out
+from kvq_calib.evaluate import full, gate, held_out
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.model import find as models
@@ -33,7 +33,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry import card
+from kvq_runtime.registry import card, measured
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.reference import check_name, check_version, home
 from kvq_runtime.registry.registry import Registry
@@ -127,6 +127,8 @@ class Published:
     """One artifact as fitted and measured, and published if it keeps the bounds.
 
     version   "" if it was not published
+    relative  perplexity over that of 16 bit, less 1, under `protocol`: a full encode where that was measured; or
+              `unmeasured`, the reason why there is no figure
     failed    the bounds that it does not keep
     layers    of a recipe with a budget: what was chosen
     """
@@ -140,6 +142,8 @@ class Published:
     value_error: float
     relative: float | None = None
     kl: float | None = None
+    protocol: str = ""
+    unmeasured: str = ""
     failed: Sequence[str] = ()
     layers: list[dict] = field(default_factory=list)
 
@@ -154,7 +158,9 @@ class Published:
             "value error": round(self.value_error, 5),
         }
         if self.relative is not None:
-            row |= {"perplexity": f"{self.relative:+.2%}", "KL": self.kl}
+            row |= {"protocol": self.protocol, "perplexity": f"{self.relative:+.2%}", "KL": self.kl}
+        elif self.unmeasured:
+            row |= {"perplexity": self.unmeasured}
         return row | ({"layers": self.layers} if full and self.layers else {})
 
 
@@ -170,6 +176,14 @@ def preflight(job: Job, work: Run) -> list[str]:
         check_version(job.version)
     if job.bounds.given and not job.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
+    length = min(plan.seq_len, files.context)
+    for recipe in plan.recipes if job.bounds.given else ():
+        if full.encodes(recipe, length):
+            continue
+        raise ValueError(
+            f"a bound on {recipe.name} could not be judged: in windows of {length} tokens, as long as the sequences, "
+            f"no block of {recipe.window.block} is encoded; use a longer --seq-len, or leave out the bounds"
+        )
     for baseline in job.baselines:
         find(baseline, files, job.registry)
     if len({*job.recipes, *job.baselines}) < len(job.recipes) + len(job.baselines):
@@ -277,9 +291,18 @@ def publish(
         measures = made.fit["layers"]
         errors = [sum(layer[role]["relative_error"] for layer in measures) / len(measures) for role in ("key", "value")]
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
-        found = (own["result"]["relative"], own["result"]["kl"]) if own else (None, None)
-        digest = hashlib.sha256(data).hexdigest()
-        yield Published(recipe, place, version, digest, bits, errors[0], errors[1], *found, failed, layers)
+        found = _figures(own) if own else {}
+        made_of = (recipe, place, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1])
+        yield Published(*made_of, failed=failed, layers=layers, **found)
+
+
+def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record says of an artifact, as fields of `Published`."""
+    protocol = measured.decisive(record)
+    found = measured.figures(record, protocol) if protocol else None
+    if found is None or protocol is None:
+        return {"unmeasured": "; ".join(measured.reasons(record))}
+    return {"relative": found["relative"], "kl": found["kl"], "protocol": measured.SPOKEN[protocol]}
 
 
 def _publish(

@@ -40,7 +40,8 @@ def drift(
     rows = [
         {
             "artifact": result.artifact,
-            "perplexity": f"{result.perplexity - 1:+.2%}",
+            "perplexity": "not measured" if result.perplexity is None else f"{result.perplexity - 1:+.2%}",
+            "protocol": result.protocol,
             "KL": result.kl,
             "failed": "; ".join(result.failed),
             "promoted": result.promoted,

@@ -30,10 +30,11 @@ Version = Annotated[str | None, _about("1.2.0; empty: the next number")]
 Windows = Annotated[int | None, _about("Windows of held-out text to measure on; empty: few", ge=1)]
 Baselines = Annotated[list[str], _about("Measured beside: unfitted recipes, or artifacts")]
 PerplexityRatio = Annotated[
-    float | None, _about("Allowed at most: perplexity over that of 16 bit; empty: no bound", gt=0)
+    float | None, _about("Allowed at most: perplexity of a full encode over that of 16 bit; empty: no bound", gt=0)
 ]
 Divergence = Annotated[
-    float | None, _about("Allowed at most: KL divergence from 16 bit, nats per token; empty: no bound", gt=0)
+    float | None,
+    _about("Allowed at most: KL divergence of a full encode from 16 bit, nats per token; empty: no bound", gt=0),
 ]
 TimeoutHours = Annotated[
     float, _about("Hours after which a model's run fails; its retry goes on where it stopped", gt=0)

@@ -5,28 +5,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq_calib.report.plots import size_of
-from kvq_calib.report.tables import comparison, relative
+from kvq_calib.report.tables import comparison, notes, relative
 from kvq_runtime.cli.table import cell
 from kvq_runtime.recipe import family
+from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN, figures
 
 BUDGETS = (1.25, 2.1, 3.1)
 ABOUT = """
-`make compare` measures and writes this page. For all recipes alike the first 4 tokens stay exact and there is no recent
-window (`--sinks 4 --recent 0`); tokens arrive in steps of 32. A block is encoded when it is full, so that the newest 1
-to 128 tokens still stay exact (1 to 32 in `subkv-*` and `kivi-2bit-r32`, whose blocks have 32 tokens; SubKV's window
-may keep more). Bits are those of keys and values together, scales and all metadata included: asymptotic, of a cache
-that holds a window, and of one of 4096 tokens; where a recipe holds a part of the tokens, per token seen. Predictors
-and bases, which an artifact holds once for all sequences, are not included. Attention: squared error of its output over
-its energy, mean over layers; empty where tokens are evicted or selected. H2O's fifth of such short windows fills one
-block or none, so that its recipes cost what the evicted tokens cost. Models this small have no massive outliers and
-short contexts: rankings here may not hold for a model of 7 billion parameters.
+`make compare` measures and writes this page, under two protocols. Full: one forward pass in which every token but the
+first 4 is encoded and decoded before anything attends to it, whatever a recipe's window and block. In use: the first 4
+tokens stay exact and there is no recent window (`--sinks 4 --recent 0`), tokens arrive in steps of 32, and a block is
+encoded when it is full, so that the newest 1 to 128 tokens stay exact, or 1 to 32 where blocks have 32 tokens (column
+block; SubKV's window may keep more): recipes of different blocks are not compared at equal exact tokens there. Decoded:
+the share of attention's weight that lay on decoded tokens. Recipes that choose among tokens have no full encode. Those
+that are fitted to their prompt are fitted to the first half of the window in a full encode, and in use to the tokens
+that have come when the first block is full. Bits are those of keys and values together, scales and all metadata
+included: asymptotic, of a cache that holds a window, and of one of 4096 tokens; where a recipe holds a part of the
+tokens, per token seen. Predictors and bases, which an artifact holds once for all sequences, are not included.
+Attention: squared error of its output over its energy, mean over layers, everything but the sinks encoded or as in use,
+with exact queries, and fitted to the prompt as in use; empty where tokens are evicted or selected. H2O's fifth of such
+short windows fills one block or none, so that its recipes cost what the evicted tokens cost. Models this small have no
+massive outliers and short contexts: rankings here may not hold for a model of 7 billion parameters.
 """
 EQUAL = """
-Of the recipes that combine papers, or choose bits by layer (`auto`), the one with the lowest perplexity within the
-budget, and at most a tenth below it; beside it, of each paper, the recipe of the fewest bits that has at least as many.
-Perplexity is relative to 16 bit, then KL divergence; in bold where the paper's is better. Perplexities within the
-standard error of 16 bit's differ by chance, and may be lower than it; divergences do not. Our variants of a paper's
-method (PolarQuant to the last level, water-filled SVDq) count as the paper's.
+By full encode. Of the recipes that combine papers, or choose bits by layer (`auto`), the one with the lowest perplexity
+within the budget, and at most a tenth below it; beside it, of each paper, the recipe of the fewest bits that has at
+least as many. Recipes without a full encode (SubKV's window) are not in it. Perplexity is relative to 16 bit, then KL
+divergence; in bold where the paper's is better. Perplexities within the standard error of 16 bit's differ by chance,
+and may be lower than it; divergences do not. Our variants of a paper's method (PolarQuant to the last level,
+water-filled SVDq) count as the paper's.
 """
 # the five papers, by their files of kvq_runtime/recipes, and how names of recipes of several papers begin
 PAPERS = {"aqua": "AQUA-KV", "squat": "SQuat", "polar": "PolarQuant", "svdq": "SVDq", "subkv": "SubKV"}
@@ -53,6 +60,7 @@ class Claim:
     text: str
     better: str
     worse: str
+    protocol: str = FULL
 
 
 CLAIMS = (
@@ -65,7 +73,7 @@ CLAIMS = (
     Claim("SQuat: feedback beats KIVI's plain rounding, keys after RoPE", "squat-2bit", "kivi-2bit"),
     Claim("SQuat: and so with the subspace of the prompt", "squat-online-2bit", "kivi-2bit"),
     Claim("SQuat: keys before RoPE are better still", "squat-pre-2bit", "squat-2bit"),
-    Claim("SubKV: a window that attention keeps beats KIVI's, in its blocks", "subkv-2bit", "kivi-2bit-r32"),
+    Claim("SubKV: a window that attention keeps beats KIVI's, in its blocks", "subkv-2bit", "kivi-2bit-r32", IN_USE),
     Claim("KVQuant: fitted points before RoPE and outliers beat KIVI", "kvquant-2bit", "kivi-2bit"),
     Claim("ZipCache: channel scales beat groups of channels, in fewer bits", "zipcache-2bit", "rtn-2bit"),
     Claim("PolarQuant: angles beat KIVI", "polar-paper", "kivi-2bit"),
@@ -89,7 +97,7 @@ def page(found: Mapping[Model, Sequence[Mapping[str, Any]]], absent: Mapping[Mod
     for model, records in found.items():
         parts += [_section(model, records), *absent[model]]
     equal = _at_equal_bits(found)
-    parts += ["## At equal bits, sinks and recent tokens", " ".join(EQUAL.split()), _table(equal)] if equal else []
+    parts += ["## At equal bits and exact tokens", " ".join(EQUAL.split()), _table(equal)] if equal else []
     parts += ["## Where the papers' rankings hold", _verdicts(found)]
     return "\n\n".join(parts) + "\n"
 
@@ -101,15 +109,22 @@ def _section(model: Model, records: Sequence[Mapping[str, Any]]) -> str:
         f"## {model.name} ({size} parameters)\n\n"
         f"Fitted on {model.samples} sequences of {model.length} tokens of {about['text']['source']}, measured on "
         f"{about['windows']} held-out windows of {about['length']}; ± is a standard error over windows.\n\n"
-        f"![{model.name}, {size} parameters](compare-{model.name}.png)\n\n{_table(comparison(records))}"
+        f"![{model.name}, {size} parameters](compare-{model.name}.png)\n\n{_table(comparison(records))}\n\n"
+        + "\n\n".join(notes(records))
     )
+
+
+def results_of(records: Sequence[Mapping[str, Any]], protocol: str) -> list[dict[str, Any]]:
+    """The results that have figures under a protocol, those figures among them."""
+    pairs = [(one["result"], figures(one, protocol)) for one in records]
+    return [{**result, **found} for result, found in pairs if found is not None]
 
 
 def _at_equal_bits(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> list[dict[str, str]]:
     """A row a model and budget: the best combination within it, and what each paper offers for as many bits or more."""
     rows = []
     for model, records in found.items():
-        results = [one["result"] for one in records if "shadow" not in one["result"]["recipe"]]
+        results = results_of(records, FULL)
         for budget in BUDGETS:
             row = rivals(results, budget)
             if row:
@@ -148,14 +163,14 @@ def _verdicts(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> str:
     """A row a claim, a column a model: whether it holds there, and what both sides cost at which bits."""
     rows = []
     for claim in CLAIMS:
-        row = {"claim": claim.text, "recipes": f"{claim.better} / {claim.worse}"}
+        row = {"claim": claim.text, "recipes": f"{claim.better} / {claim.worse}", "protocol": SPOKEN[claim.protocol]}
         for model, records in found.items():
-            results = {one["result"]["recipe"]: one["result"] for one in records}
+            results = {one["recipe"]: one for one in results_of(records, claim.protocol)}
             if claim.better in results and claim.worse in results:
                 pair = [results[name] for name in (claim.better, claim.worse)]
                 costs = " / ".join(f"{one['kl']:.2g} at {one['bits']['asymptotic']:.3g} bits" for one in pair)
                 row[model.name] = f"{verdict(*pair)}: {costs}"
-        if len(row) > 2:
+        if len(row) > 3:
             rows.append(row)
     return (
         "KL divergence from the 16-bit model, nats per token, of both recipes. No difference: within 5%, at the same "

@@ -263,8 +263,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="measure this beside: an unfitted recipe or a REF",
     )
-    add("--max-perplexity-ratio", type=float, metavar="X", help="publish only if perplexity / 16-bit perplexity <= X")
-    add("--max-kl", type=float, metavar="X", help="publish only if the KL divergence, nats per token, <= X")
+    add(
+        "--max-perplexity-ratio",
+        type=float,
+        metavar="X",
+        help="publish only if perplexity / 16-bit perplexity <= X, every token but the sinks encoded",
+    )
+    add("--max-kl", type=float, metavar="X", help="publish only if the KL divergence, nats per token, <= X, likewise")
     add = top.add_argument_group("how").add_argument
     add("--prefect", action="store_true", help="run as a Prefect flow (also when PREFECT_API_URL is set)")
     add("--dry-run", action="store_true", help="check everything, print the plan, and stop")

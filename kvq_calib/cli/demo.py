@@ -8,8 +8,13 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from kvq_calib.report import tables
+from kvq_runtime.registry import measured
+from kvq_runtime.registry.measured import FULL
 
 ABOUT = "4.1 million parameters; figures of so small a model say little about a large one"
 
@@ -102,38 +107,45 @@ def _generate(files, prompt_T) -> None:
 
 def _rows(records: list[dict]) -> list[dict]:
     """The table: 16 bit, then the records by what they cost, dearest first."""
-    records = sorted(records, key=lambda one: -one["result"]["kl"])
-    exact = records[0]["result"]["reference_perplexity"]
-    rows = [
-        {
-            "recipe": "16 bit",
-            "bits": 16.0,
-            "bits at 4096": 16.0,
-            "bytes": 1.0,
-            "perplexity": exact,
-            "against 16 bit": 0.0,
-        }
-    ]
-    for found in (one["result"] for one in records):
+    records = sorted(records, key=lambda one: -(measured.figures(one, FULL) or {"kl": 0.0})["kl"])
+    rows: list[dict[str, Any]] = [{
+        "recipe": "16 bit",
+        "bits": 16.0,
+        "bits at 4096": 16.0,
+        "bytes": 1.0,
+        "perplexity": tables.reference(records, FULL),
+    }]  # fmt: skip
+    for record in records:
+        found = record["result"]
         bits = found["bits"]
-        rows.append({
+        row = {
             "recipe": found["recipe"],
             "bits": bits["asymptotic"],
             "bits at 4096": bits["at_4096"],
             "bytes": bits["bytes_at_4096"] / bits["exact_bytes_at_4096"],
-            "perplexity": found["perplexity"],
-            "against 16 bit": found["relative"],
-            "KL": found["kl"],
-        })  # fmt: skip
+        }
+        for name, part in measured.parts(record).items():
+            spoken = measured.SPOKEN[name]
+            if "reason" in part:
+                row[spoken] = part["reason"]
+                continue
+            row |= {"perplexity": part["perplexity"]} if name == FULL else {}
+            row |= {spoken: part["relative"], f"{spoken}, KL": part["kl"]}
+            row[f"{spoken}, decoded"] = part["decoded"]["attention"]
+        rows.append(row)
     return rows
 
 
 def _shown(name: str, value) -> str:
-    if name in ("bytes", "against 16 bit"):
-        return f"{value:+.1%}" if name == "against 16 bit" else f"{value:.1%}"
-    if name == "KL":
+    if value is None or isinstance(value, str):
+        return value or ""
+    if name in measured.SPOKEN.values():
+        return f"{value:+.1%}"
+    if name == "bytes" or name.endswith("decoded"):
+        return f"{value:.1%}" if name == "bytes" else f"{value:.0%} of attention"
+    if name.endswith("KL"):
         return f"{value:.5f}"
-    return f"{value:.3f}" if name == "perplexity" else f"{value:.2f}" if isinstance(value, float) else value
+    return f"{value:.3f}" if name == "perplexity" else f"{value:.2f}"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def evaluate(args: argparse.Namespace) -> int:
     length = args.length or min(files.entry.seq_len, files.context)
     source = args.corpus or files.entry.corpus
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
-    protocol = record.Protocol(args.step, args.rows, args.recent, args.sinks)
+    protocol = _protocol(args, args.rows)
     with _bar(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
         device = _device(args.device)
         records = record.evaluate(files, batch, subjects, protocol, device, _dtype(args.dtype, device), progress)
@@ -69,8 +69,7 @@ def compare(args: argparse.Namespace) -> int:
     from kvq_calib.evaluate.ledger import Ledger
     from kvq_calib.evaluate.subject import Subject
     from kvq_calib.model import find as models
-    from kvq_calib.report import plots
-    from kvq_calib.report.tables import comparison
+    from kvq_calib.report import plots, tables
     from kvq_calib.text import corpus
     from kvq_runtime.registry.reference import home
 
@@ -96,7 +95,12 @@ def compare(args: argparse.Namespace) -> int:
             subjects |= {subject.name: subject for subject in job.fit(replace(work, listener=bar))}
         finally:
             bar.close()
-    protocol = record.Protocol(args.step, None, args.recent, args.sinks)
+    protocol = _protocol(args, None)
+    uneven = sorted({block for one in subjects.values() if length % (block := args.block or one.recipe.window.block)})
+    if uneven and args.protocol != "in-use":
+        rests = ", ".join(f"{length % block} in blocks of {block}" for block in uneven)
+        note = f"windows of {length} tokens: the last of them stay exact in a full encode, {rests}"
+        print(f"kvq: {note}; use --length with a multiple of all blocks", file=sys.stderr)
     ledger = Ledger(home() / "evaluated" if args.folder is None else Path(args.folder) / "evaluated")
     with _bar(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
         dtype = _dtype(args.dtype, device)
@@ -109,7 +113,8 @@ def compare(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(records, indent=2))
     else:
-        print_table(comparison(records), False)
+        print_table(tables.comparison(records), False)
+        print("".join(f"\n{note}" for note in tables.notes(records)))
     return 0
 
 
@@ -131,6 +136,14 @@ def probe(args: argparse.Namespace) -> int:
     else:
         print_table(probes.by_layer(found) if args.layers else probes.means(found), False)
     return 0
+
+
+def _protocol(args: argparse.Namespace, rows: int | None):
+    from kvq_calib.evaluate import record
+    from kvq_runtime.registry.measured import PROTOCOLS
+
+    protocols = PROTOCOLS if args.protocol == "both" else (args.protocol,)
+    return record.Protocol(args.step, rows, args.recent, args.sinks, block=args.block, protocols=protocols)
 
 
 def _device(given: str | None) -> str:

@@ -14,6 +14,7 @@ from kvq_calib.model import find as models
 from kvq_calib.text import corpus
 from kvq_runtime.registry import reference
 from kvq_runtime.registry import resolve as registry
+from kvq_runtime.registry.measured import decisive, figures
 from kvq_runtime.registry.reference import PRODUCTION, Reference, order
 from kvq_runtime.registry.registry import Registry
 
@@ -24,16 +25,18 @@ PROTOCOL = record.Protocol(error_windows=2)
 class DriftResult:
     """One version, measured again.
 
-    perplexity   over that of the 16-bit model
+    perplexity   over that of the 16-bit model, under the protocol that the bounds judge; None: nothing was encoded
+    protocol     that one, "full" or "in-use"
     failed       the bounds that it does not keep
     promoted     the alias that points to it since then; "" if none was moved
     """
 
     artifact: str
-    perplexity: float
-    kl: float
+    perplexity: float | None
+    kl: float | None
     failed: Sequence[str] = ()
     promoted: str = ""
+    protocol: str | None = None
 
 
 def week(today: date) -> int:
@@ -75,9 +78,11 @@ def check(
         judged = gate.judged(measured, bounds)
         place, version = _place(subject.name, registry_url)
         place.add_evaluation(judged, version.name)
-        failed, result = gate.passes(judged, bounds), judged["result"]
+        failed, protocol = gate.passes(judged, bounds), decisive(judged)
+        found = figures(judged, protocol) if protocol else None
+        costs = (1 + found["relative"], found["kl"]) if found else (None, None)
         moved = promote and not failed and _promote(place, version, alias)
-        checked.append(DriftResult(subject.name, 1 + result["relative"], result["kl"], failed, alias if moved else ""))
+        checked.append(DriftResult(subject.name, *costs, failed, alias if moved else "", protocol))
     return checked
 
 

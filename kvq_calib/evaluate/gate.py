@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvq_runtime.registry import measured
+from kvq_runtime.registry.measured import SPOKEN
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -40,15 +43,24 @@ class Refused(RuntimeError):
 def passes(record: Mapping[str, Any], bounds: Bounds) -> list[str]:
     """Hold an evaluation record against bounds: the reasons why it does not pass, none when it does.
 
-    A figure that is no number passes no bound.
+    The full encode is judged where it was measured, else what was measured in use. A figure that is no number passes no
+    bound, and neither does an evaluation in which nothing was decoded: it says nothing about what is bounded.
     """
-    result = record["result"]
-    measured = {"perplexity_ratio": 1 + result["relative"], "kl": result["kl"]}
+    if not bounds.given:
+        return []
+    protocol = measured.decisive(record)
+    if protocol is None:
+        return [f"a bound cannot be judged; {'; '.join(measured.reasons(record))}"]
+    result = measured.figures(record, protocol)
+    assert result is not None, "the decisive protocol has figures"
+    if (result.get("decoded") or {}).get("reads") == 0:
+        return [f"a bound cannot be judged; {SPOKEN[protocol]}: nothing that was read had been encoded"]
+    found = {"perplexity_ratio": 1 + result["relative"], "kl": result["kl"]}
     named = {"perplexity_ratio": "perplexity over that of 16 bit", "kl": "KL divergence, nats"}
     return [
-        f"{named[name]}: {measured[name]:.6g}, allowed {bound:.6g}"
+        f"{named[name]}, {SPOKEN[protocol]}: {found[name]:.6g}, allowed {bound:.6g}"
         for name, bound in bounds.given.items()
-        if not measured[name] <= bound
+        if not found[name] <= bound
     ]
 
 
@@ -56,5 +68,5 @@ def judged(record: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
     """The record with bounds and verdict in its result; without bounds, itself."""
     if not bounds.given:
         return dict(record)
-    verdict = {"bounds": bounds.given, "failed": passes(record, bounds)}
+    verdict = {"bounds": bounds.given, "protocol": measured.decisive(record), "failed": passes(record, bounds)}
     return {**record, "result": {**record["result"], "gate": verdict}}

@@ -1,8 +1,9 @@
 """Measure what a compressed cache costs a model: held-out perplexity, divergence from the 16-bit model, agreement.
 
 Tokens arrive in steps, as in decoding: each step attends to what the cache gives back for the steps before it, with
-sinks and recent window as in use. The 16-bit model takes the same steps once, with transformers' own DynamicCache; its
-logits are kept while the compared caches are filled after it, one at a time, each gone before the next.
+sinks and recent window as in use. A step as long as the windows is one forward pass, as for a full encode (`full.py`).
+The 16-bit model takes the same steps once, with transformers' own DynamicCache; its logits are kept while the compared
+caches are filled after it, one at a time, each gone before the next.
 Our own attention serves the recipes that need it, the model's the others, so that no result depends on what else is
 compared.
 
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,22 +28,33 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
+from kvq_calib.evaluate.reads import CountedCache, Reads, counting
 from kvq_runtime.hf import KVQCache
 
 REFERENCE = "16 bit"
 STEP = 32
+PART = 128  # tokens whose logits are compared at once, in float64
 ROW_TOKENS = 8192  # tokens of the windows that go through the model side by side
 ROW_LOGITS = 1 << 28  # and their logits, which are kept: with large vocabularies fewer windows, at least one
 
 
 @dataclass
 class Score:
-    """Sums over tokens; `losses` has the mean loss of each window, in nats."""
+    """Sums over tokens; `losses` has the mean loss of each window, in nats.
+
+    reads   of a cache that counts what is read from it; None: it does not
+    """
 
     tokens: int = 0
     kl_sum: float = 0.0
     agreed: int = 0
     losses: list[float] = field(default_factory=list)
+    reads: Reads | None = None
+
+    @staticmethod
+    def of(kept: Mapping[str, Any]) -> "Score":
+        """What `asdict` was made of."""
+        return Score(**{**kept, "reads": None if kept["reads"] is None else Reads(**kept["reads"])})
 
     def add(self, other: "Score") -> None:
         """Take other windows in."""
@@ -49,6 +62,9 @@ class Score:
         self.kl_sum += other.kl_sum
         self.agreed += other.agreed
         self.losses += other.losses
+        if other.reads is not None:
+            self.reads = self.reads or Reads()
+            self.reads.add(other.reads)
 
     @property
     def loss(self) -> float:
@@ -108,18 +124,24 @@ def scores(
             unit = {"score": name, "tokens": group.digest, "step": step}
             kept = ledger.read(**unit)
             if kept is None:
-                logits = group.expected if name == REFERENCE else group.logits(caches[name]())
-                kept = asdict(group.score(logits, progress))
+                cache = None if name == REFERENCE else caches[name]()
+                made = group.score(group.expected if cache is None else group.logits(cache), progress)
+                made.reads = cache.reads if isinstance(cache, CountedCache) else None
+                kept = asdict(made)
                 ledger.write(kept, **unit)
             else:
                 progress(group.tokens_BT.numel())
-            score.add(Score(**kept))
+            score.add(Score.of(kept))
     return found
 
 
 @contextmanager
 def _attention(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
-    """Give the model our attention for the length of a forward pass, if the cache's recipe needs it."""
+    """Give the model our attention for the length of a forward pass, if the cache's recipe needs it, or counts."""
+    if isinstance(cache, CountedCache):
+        with counting(model, cache):
+            yield
+        return
     if not isinstance(cache, KVQCache) or cache.attention is None:
         yield
         return
@@ -145,18 +167,22 @@ class _Group:
         return [logits.cpu() for logits in self.logits(DynamicCache(config=self.model.config))]
 
     def logits(self, cache: Cache) -> Iterator[Tensor]:
-        """The logits of each step: [B, step, vocabulary]."""
+        """The logits of each step, PART tokens at a time: [B, tokens, vocabulary]."""
         for given in self.tokens_BT.split(self.step, 1):
             with _attention(self.model, cache):
                 logits = self.model(given, past_key_values=cache, use_cache=True).logits
-            yield logits
+            yield from logits.split(PART, 1)
 
     def score(self, found: Iterable[Tensor], progress: Callable[[int], object]) -> Score:
         """Hold logits against the text and against those of the 16-bit model."""
         batch, length = self.tokens_BT.shape
         score, losses = Score(), torch.zeros(batch, dtype=torch.float64, device=self.tokens_BT.device)
-        targets = self.tokens_BT[:, 1:].split(self.step, 1)
-        for expected, logits, target in zip(self.expected, found, targets, strict=False):  # none after a last token
+        done = 1
+        for expected, logits in zip(self.expected, found, strict=False):
+            target = self.tokens_BT[:, done : done + logits.shape[1]]
+            done += logits.shape[1]
+            if not target.numel():  # none after a last token
+                continue
             # in float32 the terms' rounding is as large as a 4-bit cache's KL
             log_p, log_q = (
                 x[:, : target.shape[1]].to(target.device).double().log_softmax(-1) for x in (expected, logits)

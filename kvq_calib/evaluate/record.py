@@ -1,7 +1,11 @@
 """Evaluate artifacts and recipes on held-out text, and put what was found into immutable records.
 
     {"artifact": sha256 of the artifact, or the name of a recipe without one,
-     "corpus": digest of the corpus, "protocol": {...}, "environment": {...}, "result": {...}}
+     "corpus": digest of the corpus, "protocol": {...}, "environment": {...},
+     "result": {"protocols": {"full": {...}, "in-use": {...}}, "bits": {...}, "layers": [...], ...}}
+
+For each protocol there are figures with the shares of what was decoded, or {"reason": why there are none}; which is
+asked of a record by `kvq_runtime/registry/measured.py`.
 
 All subjects are evaluated in one pass over the text. A registry keeps the records of what it holds:
 `registry.add_evaluation(record)`. A ledger keeps finished units of the work, down to one cache on a few windows.
@@ -10,23 +14,27 @@ All subjects are evaluated in one pass over the text. A registry keeps the recor
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvq_calib.evaluate import bits, errors, perplexity
+from kvq_calib.evaluate import bits, errors, full, perplexity
+from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code
 from kvq_calib.evaluate.perplexity import REFERENCE, Score
+from kvq_calib.evaluate.reads import CountedCache
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run.plan import environment
 from kvq_calib.text.corpus import Batch
-from kvq_runtime.hf import KVQCache
+from kvq_runtime.codec import codec
+from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
 
 ERROR_WINDOWS = 4
 ERROR_SUBJECTS = 16  # whose errors by layer are measured in one pass: each holds what it decoded in the layer below
@@ -39,11 +47,13 @@ Pairs = Mapping[str, tuple[Recipe, Mapping[str, Tensor]]]  # what is measured, b
 class Protocol:
     """How perplexity and errors are measured.
 
-    step           tokens per forward pass
+    step           tokens per forward pass, in use
     rows           windows side by side; None: as many as make 8192 tokens
     sinks          exact first tokens; None: those of each recipe, as in use
-    recent         exact newest tokens, before a dynamic window keeps more; None: likewise
+    recent         exact newest tokens in use, before a dynamic window keeps more; None: likewise
     error_windows  windows on which errors by layer are measured; 0: none
+    block          tokens that are encoded together; None: those of each recipe
+    protocols      "full", every token but the sinks encoded before it is read; "in-use"; or both
     """
 
     step: int = perplexity.STEP
@@ -51,6 +61,22 @@ class Protocol:
     recent: int | None = None
     sinks: int | None = None
     error_windows: int = ERROR_WINDOWS
+    block: int | None = None
+    protocols: tuple[str, ...] = PROTOCOLS
+
+    def __post_init__(self):
+        if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
+            raise ValueError(f"protocols={self.protocols!r}; use some of {PROTOCOLS}")
+
+    def recipe(self, recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> Recipe:
+        """The recipe as it is measured. Raises ValueError where its fit does not allow another block."""
+        given = recipe.with_exact(self.sinks, self.recent)
+        if self.block is not None:
+            given = replace(given, window=replace(given.window, block=self.block))
+        specs = codec.all_specs(given.check(geometry), geometry) if self.block and not given.fits_prompt else {}
+        if any(tuple(tensors[name].shape) != tuple(shape) for name, (shape, _) in specs.items()):
+            raise ValueError(f"{recipe.name} was fitted for blocks of {recipe.window.block}; leave out --block")
+        return given.check()
 
 
 def load_model(files: ModelFiles, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -88,7 +114,7 @@ def evaluate(
     used = environment(device, str(dtype or _kind(files, device)).removeprefix("torch."), torch.get_num_threads())
     ledger = ledger.within(model=[files.id, files.revision, _weights(files)], environment=used, code=code())
     own = ledger.within(protocol=_protocol(files, batch, protocol))
-    recipes = [subject.recipe.with_exact(protocol.sinks, protocol.recent).check() for subject in subjects]
+    recipes = [protocol.recipe(subject.recipe, files.geometry, subject.tensors) for subject in subjects]
     digests = [_digest(subject, recipe) for subject, recipe in zip(subjects, recipes, strict=True)]
     records: dict[str, Any] = {digest: own.read(record=digest) for digest in digests}
     left = {
@@ -132,7 +158,9 @@ def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str,
     layers = _errors(Stream(files, device, kind), tokens_BT, pairs, protocol, progress, ledger)
     results = {}
     for digest, (recipe, tensors) in pairs.items():
-        result = {"recipe": recipe.name, "parameters": parameters} | _measures(found[digest], found[REFERENCE])
+        parts = {name: _part(name, recipe, protocol, tokens_BT, scores, digest) for name, scores in found.items()}
+        result = {"recipe": recipe.name, "parameters": parameters, "protocols": parts}
+        result["window"] = asdict(recipe.window)
         result["bits"] = bits.costs(recipe, files.geometry, tokens_BT.shape[1], tensors, device)
         result["layers"] = layers.get(digest, [])
         results[digest] = result
@@ -140,11 +168,27 @@ def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str,
 
 
 def _scores(files, tokens_BT: Tensor, pairs: Pairs, protocol: Protocol, device: str, dtype, progress, ledger):
-    """Scores by digest, the model's parameters and its dtype; the model itself is gone when this returns."""
-    model = load_model(files, device, dtype)
-    caches = {digest: lambda pair=pair: KVQCache(pair[0], model, pair[1]) for digest, pair in pairs.items()}
-    found = perplexity.scores(model, tokens_BT, caches, protocol.step, protocol.rows, progress, ledger)
+    """Scores by protocol and digest, the model's parameters and its dtype; the model is gone when this returns."""
+    model, length = load_model(files, device, dtype), tokens_BT.shape[1]
+    found: dict[str, dict[str, Score]] = {}
+    for name in (one for one in PROTOCOLS if one in protocol.protocols):
+        left = {digest: pair for digest, pair in pairs.items() if name == IN_USE or full.refusal(pair[0]) is None}
+        progress(tokens_BT.numel() * (len(pairs) - len(left) + (not left)))
+        if not left:
+            found[name] = {}
+            continue
+        caches = {digest: _cache(name, model, *pair, length) for digest, pair in left.items()}
+        step = protocol.step if name == IN_USE else length
+        kept = ledger.within(encoded=name)
+        found[name] = perplexity.scores(model, tokens_BT, caches, step, protocol.rows, progress, kept)
     return found, model.num_parameters(), model.dtype
+
+
+def _cache(name: str, model, recipe: Recipe, tensors: Mapping[str, Tensor], length: int) -> Callable[[], CountedCache]:
+    """Makes an empty cache for a protocol."""
+    if name == IN_USE:
+        return lambda: CountedCache(recipe, model, tensors)
+    return lambda: FullCache(recipe, model, tensors, length=length)
 
 
 def _errors(
@@ -170,17 +214,37 @@ def _error_work(files: ModelFiles, some: Tensor, subjects: int) -> int:
     return some.numel() * files.geometry.layers * -(-subjects // ERROR_SUBJECTS)
 
 
-def _measures(score: Score, reference: Score) -> dict[str, Any]:
+def _part(
+    name: str, recipe: Recipe, protocol: Protocol, tokens_BT: Tensor, scores: Mapping[str, Score], digest: str
+) -> dict[str, Any]:
+    """What a record says of one protocol: figures and shares, or the reason why there are no figures."""
+    if digest not in scores:
+        return {"reason": full.refusal(recipe)}
+    score, reference, length = scores[digest], scores[REFERENCE], tokens_BT.shape[1]
+    shares = score.reads.shares if score.reads is not None else None
+    about: dict[str, Any] = {"reference_perplexity": reference.perplexity, "tokens": score.tokens, "decoded": shares}
+    fitted = full.fit_tokens(recipe, length) if name == FULL else None
+    about |= {} if fitted is None else {"fitted_on": fitted}
+    if shares is not None and shares["reads"] == shares["unread"] == 0:
+        return about | {"reason": _nothing(name, recipe.window, protocol.step, length)}
     relative, spread = score.against(reference)
-    return {
+    return about | {
         "perplexity": score.perplexity,
-        "reference_perplexity": reference.perplexity,
         "relative": relative,
         "relative_se": spread,
         "kl": score.kl,
         "top1": score.top1,
-        "tokens": score.tokens,
     }
+
+
+def _nothing(name: str, window: Window, step: int, length: int) -> str:
+    """The sentence for an evaluation that has encoded nothing, or nothing that was read afterwards."""
+    if window.sinks >= length:
+        return f"nothing was encoded: windows of {length} tokens are all sinks"
+    needs = f"a block of {window.block} tokens"
+    if name == IN_USE:
+        needs = (f"{window.recent} recent tokens, " if window.recent else "") + f"{needs} and a step of {step} after it"
+    return f"nothing was encoded: windows of {length} tokens are shorter than {needs}"
 
 
 def work(files: ModelFiles, batch: Batch, subjects: int, protocol: Protocol) -> int:
@@ -188,15 +252,17 @@ def work(files: ModelFiles, batch: Batch, subjects: int, protocol: Protocol) -> 
     if not subjects:
         return 0
     some = batch.tokens_BT[: protocol.error_windows]
-    return batch.tokens_BT.numel() * (subjects + 1) + _error_work(files, some, subjects)
+    return batch.tokens_BT.numel() * (subjects + 1) * len(set(protocol.protocols)) + _error_work(files, some, subjects)
 
 
 def _protocol(files: ModelFiles, batch: Batch, protocol: Protocol) -> dict[str, Any]:
     windows, length = batch.tokens_BT.shape
-    sinks = {} if protocol.sinks is None else {"sinks": protocol.sinks}  # older records do not speak of it
+    given = {"sinks": protocol.sinks, "block": protocol.block}
+    given = {name: count for name, count in given.items() if count is not None}  # older records do not speak of them
     return {
         "name": "perplexity",
-        "version": 1,
+        "version": 2,
+        "protocols": [name for name in PROTOCOLS if name in protocol.protocols],
         "model": {"id": files.id, "revision": files.revision},
         "step": protocol.step,
         "windows": windows,
@@ -204,4 +270,4 @@ def _protocol(files: ModelFiles, batch: Batch, protocol: Protocol) -> dict[str, 
         "recent": protocol.recent,
         "error_windows": min(protocol.error_windows, windows),
         "text": batch.description,
-    } | sinks
+    } | given

@@ -5,6 +5,7 @@ Each function returns the bytes of a PNG; the same numbers give the same picture
 """
 
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from kvq_calib.evaluate.probe import means
-from kvq_calib.report.tables import attention_error
+from kvq_calib.report.tables import attention_error, reference
 from kvq_runtime.recipe import family
+from kvq_runtime.registry.measured import IN_USE, PROTOCOLS, SPOKEN, decisive, figures
 
 # Okabe and Ito, 2008: told apart with any kind of colour vision; shapes tell them apart without colour
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -53,30 +55,38 @@ def error_by_layer(records: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def perplexity_by_bits(records: Sequence[Mapping[str, Any]], tokens: int = 4096) -> bytes:
-    """How much perplexity a recipe costs, against the bits it holds; whiskers are a standard error over windows."""
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-    axis = figure.subplots()
+    """How much perplexity a recipe costs, against the bits it holds, a panel a protocol; whiskers are a standard error
+    over windows."""
+    names = [name for name in PROTOCOLS if any(figures(record, name) for record in records)]
+    figure = Figure(figsize=(7.2 if len(names) < 2 else 11.5, 4.4), layout="constrained")
+    panels = figure.subplots(1, max(1, len(names)), squeeze=False)[0]
+    for axis, name in zip(panels, names, strict=False):
+        _costs(axis, [(number, record) for number, record in enumerate(records) if figures(record, name)], name, tokens)
+    panels[0].set_ylabel("perplexity against 16 bit" if names else "nothing was measured")
+    exact = ", ".join(f"{one:.4g}" for name in names[:1] if (one := reference(records, name)))
+    figure.suptitle(f"{_where(records)}; 16 bit: {exact or 'not measured'}", fontsize=9, color="0.35")
+    return _png(figure)
+
+
+def _costs(axis: Axes, numbered: Sequence[tuple[int, Mapping[str, Any]]], name: str, tokens: int) -> None:
+    """One panel: what each record measured under one protocol."""
     axis.axhline(0, color="0.35", linewidth=1, linestyle="--")
     axis.annotate("16 bit", (1, 0), xycoords=("axes fraction", "data"), xytext=(-4, -4), textcoords="offset points",
                   ha="right", va="top", fontsize=9, color="0.35")  # fmt: skip
-    for number, record in enumerate(records):
-        result = record["result"]
-        bits, cost = result["bits"], 100 * result["relative"]
-        look = _look(number)
+    for number, record in numbered:
+        found, bits, look = figures(record, name), record["result"]["bits"], _look(number)
+        assert found is not None, "records without figures are left out"
+        cost = 100 * found["relative"]
         axis.plot([bits["asymptotic"], bits[f"at_{tokens}"]], [cost, cost], color=look["color"], linewidth=1, alpha=0.5)
-        axis.errorbar(
-            bits["asymptotic"], cost, 100 * (result["relative_se"] or 0), capsize=3, label=result["recipe"], **look
-        )
+        axis.errorbar(bits["asymptotic"], cost, 100 * (found["relative_se"] or 0), capsize=3,
+                      label=record["result"]["recipe"], **look)  # fmt: skip
         axis.plot(bits[f"at_{tokens}"], cost, look["marker"], color=look["color"], markerfacecolor="white")
-    axis.set_xlabel(f"bits per key or value element: filled, asymptotic; open, a cache of {tokens} tokens")
-    axis.set_ylabel("perplexity against 16 bit")
+    axis.set_title(SPOKEN[name], loc="left", fontsize=10)
+    axis.set_xlabel(f"bits per element: filled, asymptotic; open, a cache of {tokens} tokens")
     axis.yaxis.set_major_formatter(PercentFormatter(decimals=None))
     axis.margins(x=0.08, y=0.12)
     _tidy(axis)
     axis.legend(frameon=False, fontsize=9)
-    reference = records[0]["result"]["reference_perplexity"]
-    axis.set_title(f"{_where(records)}; 16 bit: {reference:.4g}", fontsize=9, color="0.35")
-    return _png(figure)
 
 
 def bits_by_layer(name: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -97,39 +107,52 @@ def bits_by_layer(name: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def comparison(records: Sequence[Mapping[str, Any]]) -> bytes:
-    """Perplexity, divergence and the error of attention's output against asymptotic bits: a panel each, a line per
+    """Perplexity, divergence and the error of attention's output against asymptotic bits: a row a protocol, a line per
     recipe over its bits. Of many lines, those of a family look alike."""
-    panels = {
-        "perplexity against 16 bit, %": lambda one: 100 * one["result"]["relative"],
-        "KL divergence, nats": lambda one: one["result"]["kl"],
-        "attention output, relative squared error": attention_error,
-    }
+    names = [name for name in PROTOCOLS if any(figures(record, name) for record in records)] or [IN_USE]
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for record in by_bits(records):
         lines.setdefault(series(record["result"]["recipe"]), []).append(record)
     labels = _labels(lines)
     numbers = {label: number for number, label in enumerate(sorted(set(labels.values())))}
-    figure = Figure(figsize=(13, 5.2), layout="constrained")
-    axes = figure.subplots(1, len(panels))
-    for axis, (title, value) in zip(axes, panels.items(), strict=True):
-        for name, group in sorted(lines.items(), key=lambda line: labels[line[0]]):
-            points = [(one["result"]["bits"]["asymptotic"], cost) for one in group if (cost := value(one)) is not None]
-            number = numbers[labels[name]]
-            look = _look(number) | {"marker": MARKS[(number + number // len(COLOURS)) % len(MARKS)], "linewidth": 1}
-            axis.plot([x for x, _ in points], [y for _, y in points], label=labels[name], alpha=0.85, **look)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("bits per key or value element, asymptotic")
-        if axis is axes[0]:
-            axis.set_yscale("symlog", linthresh=0.1)  # a cost within the noise may be below zero
-        elif any((value(one) or 0) > 0 for one in records):
-            axis.set_yscale("log")
-        _tidy(axis)
-    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    handles, names = axes[0].get_legend_handles_labels()
-    shown = dict(zip(names, handles, strict=True))
-    figure.legend(shown.values(), shown.keys(), loc="outside right center", frameon=False, fontsize=9)
+    figure = Figure(figsize=(13, 0.4 + 4.8 * len(names)), layout="constrained")
+    panels = figure.subplots(len(names), 3, squeeze=False)
+    for name, axes in zip(names, panels, strict=True):
+        measures = {
+            f"perplexity against 16 bit, %, {SPOKEN[name]}": lambda one, p=name: _of(one, p, "relative", 100),
+            "KL divergence, nats": lambda one, p=name: _of(one, p, "kl"),
+            "attention output, relative squared error": lambda one, p=name: attention_error(one, p),
+        }
+        for axis, (title, value) in zip(axes, measures.items(), strict=True):
+            for line, group in sorted(lines.items(), key=lambda line: labels[line[0]]):
+                points = [(bits_of(one), cost) for one in group if (cost := value(one)) is not None]
+                number = numbers[labels[line]]
+                look = _look(number) | {"marker": MARKS[(number + number // len(COLOURS)) % len(MARKS)], "linewidth": 1}
+                axis.plot([x for x, _ in points], [y for _, y in points], label=labels[line], alpha=0.85, **look)
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel("bits per key or value element, asymptotic")
+            if axis is axes[0]:
+                axis.set_yscale("symlog", linthresh=0.1)  # a cost within the noise may be below zero
+            elif any((value(one) or 0) > 0 for one in records):
+                axis.set_yscale("log")
+            _tidy(axis)
+        axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    handles, shown = panels[0][0].get_legend_handles_labels()
+    unique = dict(zip(shown, handles, strict=True))
+    figure.legend(unique.values(), unique.keys(), loc="outside right center", frameon=False, fontsize=9)
     figure.suptitle(_where(records), fontsize=9, color="0.35")
     return _png(figure)
+
+
+def bits_of(record: Mapping[str, Any]) -> float:
+    """Asymptotic bits per element."""
+    return record["result"]["bits"]["asymptotic"]
+
+
+def _of(record: Mapping[str, Any], protocol: str, name: str, times: float = 1.0) -> float | None:
+    """One figure of a protocol, if there is one."""
+    found = figures(record, protocol)
+    return None if found is None else times * found[name]
 
 
 def _labels(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
@@ -140,8 +163,13 @@ def _labels(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
 
 
 def by_bits(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Records in the order of their asymptotic bits, then of their divergence."""
-    return sorted(records, key=lambda one: (one["result"]["bits"]["asymptotic"], one["result"]["kl"]))
+    """Records in the order of their asymptotic bits, then of their divergence; those without one last."""
+
+    def order(one: Mapping[str, Any]) -> tuple[float, float]:
+        name = decisive(one)
+        return bits_of(one), math.inf if name is None else _of(one, name, "kl") or 0.0
+
+    return sorted(records, key=order)
 
 
 def series(name: str) -> str:

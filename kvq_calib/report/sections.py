@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvq_calib.report import licenses
+from kvq_calib.report import licenses, tables
 from kvq_calib.report.plots import size_of
-from kvq_calib.report.tables import by_layer, relative
+from kvq_calib.report.tables import by_layer
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import artifact_record, recipe_row
 from kvq_runtime.cli.table import cell
 from kvq_runtime.recipe import ROLES
+from kvq_runtime.registry import measured
 from kvq_runtime.registry.card import UNMEASURED
 
 _CHOSEN = (
@@ -17,6 +18,10 @@ _CHOSEN = (
     "errors within {bits:g} bits in all. Attention: the squared error that they put into the model's stream, over its "
     "energy."
 )
+
+_SPOKEN = "Full encode: one forward pass in which every token but the sinks is encoded before it is read. "
+_DECODED = "Decoded: the share of attention's weight, and of what queries read, that came out of encoded blocks. "
+_HEADS = {"vs 16 bit": "against 16 bit", "KL": "KL, nats", "top-1": "top-1 agreement"}
 
 
 def model_of(artifact: Artifact) -> tuple[str, str | None]:
@@ -92,33 +97,37 @@ def evaluation(records: Sequence[Mapping[str, Any]]) -> str:
         return UNMEASURED
     blocks = []
     for group in _groups(records):
-        given, first = group[0]["protocol"], group[0]["result"]
-        rows = [{"cache": "16 bit", "bits": 16.0, "bits at 4096 tokens": 16.0,
-                 "perplexity": f"{first['reference_perplexity']:.4g}"}]  # fmt: skip
+        given = group[0]["protocol"]
+        known = (tables.reference(group, name) for name in measured.PROTOCOLS)
+        rows: list[dict[str, Any]] = [
+            {"cache": "16 bit", "bits": 16.0, "bits at 4096 tokens": 16.0, "protocol": None,
+             "perplexity": next((f"{one:.3f}" for one in known if one), None)}
+        ]  # fmt: skip
         for record in group:
             result, bits = record["result"], record["result"]["bits"]
-            rows.append({
-                "cache": result["recipe"],
-                "bits": bits["asymptotic"],
-                "bits at 4096 tokens": bits["at_4096"],
-                "perplexity": f"{result['perplexity']:.4g}",
-                "against 16 bit": relative(result),
-                "KL, nats": result["kl"],
-                "top-1 agreement": f"{result['top1']:.2%}",
-            })  # fmt: skip
+            for name, part in measured.parts(record).items():
+                rows.append({
+                    "cache": result["recipe"],
+                    "bits": bits["asymptotic"],
+                    "bits at 4096 tokens": bits["at_4096"],
+                    "protocol": measured.SPOKEN[name],
+                    **{_HEADS.get(head, head): cell for head, cell in tables.measures(part).items()},
+                })  # fmt: skip
         model, text = given["model"], given["text"]
         recent = "as in use" if given["recent"] is None else f"of {given['recent']} tokens"
         recent += f", {given['sinks']} exact first tokens" if "sinks" in given else ""
         blocks.append(
             f"`{model['id']}`, **{size_of(model['parameters'])} parameters**; {given['windows']} windows of "
-            f"{given['length']} tokens of {text['source']}, {text['split']} part; in steps of {given['step']} tokens "
-            f"with the compressed cache, recent window {recent}. ± is a standard error over windows.\n\n{_table(rows)}"
+            f"{given['length']} tokens of {text['source']}, {text['split']} part. {_SPOKEN}"
+            f"In use: in steps of {given['step']} tokens with the compressed cache, recent window {recent}. {_DECODED}"
+            f"± is a standard error over windows.\n\n{_table(rows)}"
         )
     verdict = records[0]["result"].get("gate")
     if verdict:
         bounds = ", ".join(f"{name} {bound:g}" for name, bound in verdict["bounds"].items())
         kept = "; ".join(verdict["failed"]) or "kept"
-        blocks.append(f"Bounds for publication: {bounds}. {kept[0].upper()}{kept[1:]}.")
+        where = measured.SPOKEN.get(verdict.get("protocol"), "")
+        blocks.append(f"Bounds for publication{where and f', {where}'}: {bounds}. {kept[0].upper()}{kept[1:]}.")
     return "\n\n".join(blocks)
 
 

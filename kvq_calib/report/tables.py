@@ -1,44 +1,124 @@
-"""Lay out as rows what was measured: of recipes, for `kvq eval` and `kvq compare`, and of an artifact's layers."""
+"""Lay out as rows what was measured: of recipes, for `kvq eval` and `kvq compare`, and of an artifact's layers.
+
+Where a protocol has no figures, its reason stands in their place, never a zero.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.recipe import ROLES
+from kvq_runtime.registry import measured
+from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN
 from kvq_runtime.store.memory import scheme_bits
+
+ERRORS = {FULL: "attention_error_encoded", IN_USE: "attention_error"}  # of a layer, by protocol
 
 
 def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that `kvq compare` prints: those of `kvq eval`, with the error of attention's output."""
-    first, *rows = table(records)
-    return [first, *(row | {"attention": attention_error(one)} for row, one in zip(rows, records, strict=True))]
+    """The rows that `kvq compare` prints: one a recipe, the protocols side by side; the 16-bit model first.
 
-
-def table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that `kvq eval` prints: the 16-bit model first."""
-    first = records[0]
-    length = first["protocol"]["length"]
-    rows = [{"recipe": "16 bit", "bits": 16.0, f"at {length}": 16.0, "at 4096": 16.0,
-             "perplexity": f"{first['result']['reference_perplexity']:.3f}"}]  # fmt: skip
-    for found in records:
-        result, bits = found["result"], found["result"]["bits"]
-        rows.append({
-            "recipe": result["recipe"],
-            "bits": bits["asymptotic"],
-            f"at {length}": bits["at_length"],
-            "at 4096": bits["at_4096"],
-            "perplexity": f"{result['perplexity']:.3f}",
-            "vs 16 bit": relative(result),
-            "KL": result["kl"],
-            "top-1": f"{result['top1']:.2%}",
-        })  # fmt: skip
+    "decoded" is the share of attention's weight that lay on decoded tokens, "attention" the error of its output.
+    """
+    length, names = records[0]["protocol"]["length"], _protocols(records)
+    first: dict[str, Any] = _bits("16 bit", {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}, length)
+    heads = [head for name in names for head in _heads(name)]
+    known = {_heads(name)[0]: f"{one:.3f}" for name in names if (one := reference(records, name))}
+    rows = [first | {"block": None} | dict.fromkeys(heads) | known]
+    for record in records:
+        row = _bits(record["result"]["recipe"], record["result"]["bits"], length)
+        row |= {"block": record["result"].get("window", {}).get("block")}
+        for name in names:
+            found = measured.figures(record, name)
+            shares = found.get("decoded") if found else None
+            row |= dict(zip(_heads(name), (
+                relative(found) if found else "none",
+                found["kl"] if found else None,
+                f"{found['top1']:.1%}" if found else None,
+                f"{shares['attention']:.0%}" if shares else None,
+                attention_error(record, name) if found else None,
+            ), strict=True))  # fmt: skip
+        rows.append(row)
     return rows
 
 
-def attention_error(record: Mapping[str, Any]) -> float | None:
-    """The error of attention's output as the cache gives it in use, mean over layers; None where it is not measured."""
-    errors = [row["attention_error"] for row in record["result"]["layers"]]
+def _heads(protocol: str) -> list[str]:
+    """The columns of a protocol in a comparison, the distance of perplexity first."""
+    spoken = protocol.replace("-", " ")
+    return [spoken, *(f"{spoken} {name}" for name in ("KL", "top-1", "decoded", "attention"))]
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that `kvq eval` prints: one a recipe and protocol, the 16-bit model first."""
+    length, names = records[0]["protocol"]["length"], _protocols(records)
+    first: dict[str, Any] = _bits("16 bit", {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}, length)
+    known = next((perplexity for name in names if (perplexity := reference(records, name))), None)
+    rows = [first | {"protocol": None, "perplexity": known and f"{known:.3f}"}]
+    for record in records:
+        bits = _bits(record["result"]["recipe"], record["result"]["bits"], length)
+        rows += [bits | {"protocol": SPOKEN[name]} | measures(part) for name, part in measured.parts(record).items()]
+    return rows
+
+
+def measures(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The cells of one protocol's figures, or of the reason why there are none."""
+    if "reason" in part:
+        return dict.fromkeys(("perplexity", "vs 16 bit", "KL", "top-1")) | {"decoded": part["reason"]}
+    return {
+        "perplexity": f"{part['perplexity']:.3f}",
+        "vs 16 bit": relative(part),
+        "KL": part["kl"],
+        "top-1": f"{part['top1']:.2%}",
+        "decoded": decoded(part),
+    }
+
+
+def decoded(part: Mapping[str, Any]) -> str:
+    """Which share of what queries read was decoded."""
+    if "decoded" not in part:
+        return "not counted"
+    shares = part["decoded"]
+    if shares is None:
+        return "not counted: queries choose what they read"
+    gone = f", {shares['unread']:.0%} not held" if shares["unread"] else ""
+    about = f", fitted to the first {part['fitted_on']} tokens" if "fitted_on" in part else ""
+    return f"{shares['attention']:.0%} of attention, {shares['reads']:.0%} of reads{gone}{about}"
+
+
+def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why figures are missing: a sentence for each reason, with the recipes that it holds for."""
+    said: dict[str, list[str]] = {}
+    for record in records:
+        for reason in measured.reasons(record):
+            said.setdefault(reason, []).append(record["result"]["recipe"])
+    return [f"{', '.join(names)}: {reason}." for reason, names in said.items()]
+
+
+def reference(records: Sequence[Mapping[str, Any]], protocol: str) -> float | None:
+    """The perplexity of the 16-bit model under a protocol; None where it was not measured."""
+    parts = (measured.parts(record).get(protocol, {}) for record in records)
+    return next((part["reference_perplexity"] for part in parts if "reference_perplexity" in part), None)
+
+
+def attention_error(record: Mapping[str, Any], protocol: str = IN_USE) -> float | None:
+    """The error of attention's output, mean over layers, as the cache gives it in use or with all tokens but the sinks
+    encoded; None where it is not measured."""
+    errors = [row[ERRORS[protocol]] for row in record["result"]["layers"]]
     return sum(errors) / len(errors) if errors and None not in errors else None
+
+
+def _protocols(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Those that any of the records has."""
+    return [name for name in measured.PROTOCOLS if any(name in measured.parts(record) for record in records)]
+
+
+def _bits(name: str, bits: Mapping[str, float], length: int) -> dict[str, Any]:
+    return {
+        "recipe": name,
+        "bits": bits["asymptotic"],
+        f"at {length}": bits["at_length"],
+        "at 4096": bits["at_4096"],
+    }
 
 
 def relative(result: Mapping[str, Any]) -> str:

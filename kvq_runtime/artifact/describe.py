@@ -13,7 +13,12 @@ from kvq_runtime.store.memory import asymptotic_bits
 MEASURED = {  # {column of the table of evaluations: dotted key in the record}
     **{"model": "protocol.model.id", "text": "protocol.text.source", "windows": "protocol.windows"},
     **{"length": "protocol.length", "recent": "protocol.recent", "perplexity": "result.perplexity"},
-    **{"relative": "result.relative", "kl": "result.kl", "top1": "result.top1"},
+    **{"relative": "result.relative", "kl": "result.kl", "top1": "result.top1"},  # of version 1, in use
+    **{
+        f"{protocol}: {name}": f"result.protocols.{protocol}.{key}"
+        for protocol in ("full", "in-use")
+        for name, key in {"relative": "relative", "kl": "kl", "decoded": "decoded.attention", "none": "reason"}.items()
+    },
 }
 REFERENCE_MODEL = Geometry(layers=28, kv_heads=4, head_size=128)  # Qwen2.5-7B
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvq_runtime.registry import measured
+
 UNMEASURED = "Not evaluated yet: `kvq eval` does that."  # what a card says until there are results
 _METRICS = {  # {field of an evaluation's result: (the Hub's identifier, title)}
     "perplexity": ("perplexity", "perplexity with the compressed cache"),
@@ -58,12 +60,14 @@ def eval_results(records: Sequence[Mapping[str, Any]]) -> list[Any]:
         text, model = record["protocol"].get("text") or {}, record["protocol"].get("model") or {}
         source = str(text.get("source", "unnamed text"))[:200]
         args = {"corpus": record["corpus"], "model": model.get("id"), "length": record["protocol"].get("length")}
-        for field, (kind, title) in _METRICS.items():
-            value = record["result"].get(field)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": source, "dataset_name": source}
-                about |= {"dataset_split": text.get("split"), "metric_args": args, "metric_name": title}
-                results.append(EvalResult(**about, metric_type=kind, metric_value=value))
+        for protocol, part in measured.parts(record).items():
+            about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": source, "dataset_name": source}
+            about |= {"dataset_split": text.get("split"), "metric_args": args | {"protocol": protocol}}
+            for field, (kind, title) in _METRICS.items():
+                value = part.get(field) if "reason" not in part else None
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    name = f"{title}, {measured.SPOKEN[protocol]}"
+                    results.append(EvalResult(**about, metric_name=name, metric_type=kind, metric_value=value))
     return results
 
 

@@ -14,6 +14,7 @@ from kvq_calib.report import plots, tables
 from kvq_calib.run import calibrate as graph
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import families, family, presets
+from kvq_runtime.registry import measured
 from kvq_runtime.registry.resolve import open_registry
 from scripts import compare_page as script
 
@@ -62,24 +63,31 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     assert run(model, tmp_path / "run", "--json", "--plot", str(plot), "--recipes", *NAMES) == 0
     assert len(prepared) == 1
     records = json.loads(capsys.readouterr().out)
-    assert layers == [(layer, ["mean-higgs-2bit", "aqua-2bit"]) for layer in range(2)] and len(references) == 1
-    found = {one["result"]["recipe"]: one["result"] for one in records}
-    assert set(found) == set(NAMES) and abs(found["exact"]["kl"]) < 1e-9 < found["higgs-2bit"]["kl"]
+    assert layers == [(layer, ["mean-higgs-2bit", "aqua-2bit"]) for layer in range(2)]
+    assert len(references) == 2, "one a protocol"
+    assert {one["result"]["recipe"] for one in records} == set(NAMES)
+    for protocol in measured.PROTOCOLS:
+        kl = {one["result"]["recipe"]: one["result"]["protocols"][protocol]["kl"] for one in records}
+        assert abs(kl["exact"]) < 1e-9 < kl["higgs-2bit"]
     bits = [one["result"]["bits"]["asymptotic"] for one in records]
     assert bits == sorted(bits) and bits[-1] == 16
     assert plot.read_bytes() == plots.comparison(records) != plots.comparison(records[:1])
     assert plots.comparison(records[-1:]), "a cost of nothing has no logarithm"
     rows = tables.comparison(records)
-    assert rows[0]["recipe"] == "16 bit" and len(rows) == 5 and rows[-1]["attention"] < 1e-9 < rows[1]["attention"]
+    assert rows[0]["recipe"] == "16 bit" and len(rows) == 5
+    for protocol in ("full", "in use"):
+        assert rows[-1][f"{protocol} attention"] < 1e-9 < rows[1][f"{protocol} attention"]
     assert not open_registry().names(), "nothing is published"
 
     # stopped and resumed, or with a recipe more: only what is new is measured
     assert run(model, tmp_path / "run", "--json", "--recipes", *NAMES, "rtn-4bit") == 0
     again = json.loads(capsys.readouterr().out)
-    assert len(layers) == 2 and len(references) == 2
+    assert len(layers) == 2 and len(references) == 4
     assert [one for one in again if one["result"]["recipe"] != "rtn-4bit"] == records
     assert run(model, tmp_path / "run", "--recipes", *NAMES, "rtn-4bit") == 0
-    assert len(references) == 2 and "rtn-4bit" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert len(references) == 4 and "rtn-4bit" in said.out
+    assert "the last of them stay exact in a full encode, 72 in blocks of 128" in said.err
 
 
 @pytest.mark.slow

@@ -199,14 +199,18 @@ def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
     assert printed == json.loads((tmp_path / "out.json").read_text())
     assert registry.evaluations(version.sha256) == printed[:1]
     assert printed[0]["artifact"] == version.sha256 and printed[1]["artifact"] == "exact"
-    found = printed[0]["result"]
-    assert found["relative"] == pytest.approx(found["perplexity"] / found["reference_perplexity"] - 1, abs=1e-9)
-    assert found["kl"] > 0 and len(found["layers"]) == demo.files.geometry.layers
+    for found in printed[0]["result"]["protocols"].values():
+        assert found["relative"] == pytest.approx(found["perplexity"] / found["reference_perplexity"] - 1, abs=1e-9)
+        assert found["kl"] > 0 and 0 < found["decoded"]["attention"] < 1
+    assert len(printed[0]["result"]["layers"]) == demo.files.geometry.layers
     assert printed[0]["protocol"]["model"]["parameters"] == demo.model.num_parameters()
     assert not {"/", str(tmp_path)} & set(json.dumps(printed[0]["protocol"]["text"]).split('"'))
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"error-by-layer.png", "perplexity-by-bits.png"}
     rows = tables.table(printed)
-    assert [row["recipe"] for row in rows] == ["16 bit", "mean-higgs-2bit", "exact"]
+    assert [row["recipe"] for row in rows] == ["16 bit", *["mean-higgs-2bit"] * 2, *["exact"] * 2]
+    assert run(*words[:-1], "cpu", "--protocol", "full") == 0
+    (only,) = {tuple(one["result"]["protocols"]) for one in json.loads(capsys.readouterr().out)}
+    assert only == ("full",)
 
 
 def test_the_same_measurement_is_one_record(demo, fitted, tmp_path):
@@ -225,8 +229,10 @@ def test_exact_tokens_are_as_many_as_the_protocol_says(demo):
     for sinks in (None, 0, 4, LENGTH):
         protocol = record.Protocol(recent=0, sinks=sinks, error_windows=0)
         found[sinks] = record.evaluate(demo.files, demo.batch, [find("kivi-2bit", demo.files)], protocol)[0]
-    kl = {sinks: one["result"]["kl"] for sinks, one in found.items()}
-    assert kl[None] == kl[0] > 1e-3 < kl[4] != kl[0] and abs(kl[LENGTH]) < 1e-9
+    for protocol in ("full", "in-use"):
+        parts = {sinks: one["result"]["protocols"][protocol] for sinks, one in found.items()}
+        assert parts[None]["kl"] == parts[0]["kl"] > 1e-3 < parts[4]["kl"] != parts[0]["kl"]
+        assert "all sinks" in parts[LENGTH]["reason"]
     assert "sinks" not in found[None]["protocol"] and found[4]["protocol"]["sinks"] == 4
     ours = {sinks: one["result"]["bits"]["at_4096"] for sinks, one in found.items()}
     assert ours[4] - ours[0] == pytest.approx(16 * 4 / 4096)

@@ -19,6 +19,7 @@ from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import find
 from kvq_calib.job import Job
 from kvq_runtime.artifact import artifact
+from kvq_runtime.registry import measured
 from kvq_runtime.registry import resolve as registry
 
 
@@ -52,9 +53,10 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     files, batch = work.files, held_out.choose(work)
     again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], held_out.PROTOCOL)
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
-    assert again[0]["result"]["kl"] == pytest.approx(kept["result"]["kl"], rel=1e-6)
+    first, second = (measured.figures(one, "full") for one in (kept, again[0]))
+    assert second["kl"] == pytest.approx(first["kl"], rel=1e-6)
     assert kept["protocol"]["text"]["split"] == "held-out" and kept["protocol"]["windows"] == 2
-    assert done[0].kl == kept["result"]["kl"] > 0 and spent["evaluation"] > 0
+    assert done[0].kl == first["kl"] > 0 and done[0].protocol == "full encode" and spent["evaluation"] > 0
 
 
 def test_card_and_plots_carry_the_results(model, tmp_path):
@@ -65,7 +67,9 @@ def test_card_and_plots_carry_the_results(model, tmp_path):
     assert set(beside) == {"README.md", "error-by-layer.png", "perplexity-by-bits.png"}
     card = registry.open_registry().blob(beside["README.md"]["sha256"]).read_text()
     result = registry.open_registry().evaluations(found.sha256)[0]["result"]
-    assert f"{result['perplexity']:.4g}" in card and f"{result['kl']:.4g}" in card and "| higgs-2bit |" in card
+    for found in result["protocols"].values():
+        assert f"{found['perplexity']:.3f}" in card and f"{found['kl']:.4g}" in card
+    assert "| higgs-2bit |" in card and "| full encode |" in card and "| in use |" in card
     assert "![error by layer](error-by-layer.png)" in card and "Not evaluated" not in card
 
 
@@ -88,7 +92,7 @@ def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
     words = arguments(model, run, "--recipe", "mean-higgs-4bit", "--recipe", "mean-higgs-1bit")
     assert cli.main([*words, "--no-publish"]) == 0
     capsys.readouterr()
-    four, one = (found["result"]["kl"] for found in json.loads((run / "evaluation.json").read_text()))
+    four, one = (measured.figures(made, "full")["kl"] for made in json.loads((run / "evaluation.json").read_text()))
     assert four < one
     assert cli.main([*words, "--max-kl", f"{(four + one) / 2:.6g}", "--max-perplexity-ratio", "100"]) == 5
     captured = capsys.readouterr()
@@ -96,7 +100,7 @@ def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
         "tiny-model-mean-higgs-4bit@1.0.0",
         "tiny-model-mean-higgs-1bit",
     ]
-    assert "tiny-model-mean-higgs-1bit was not published. KL divergence" in captured.err
+    assert "tiny-model-mean-higgs-1bit was not published. KL divergence, nats, full encode" in captured.err
     assert registry.open_registry().names() == ["tiny-model-mean-higgs-4bit"]
     left = run / "tiny-model-mean-higgs-1bit"
     assert artifact.load(left / "kvq.safetensors").recipe.name == "mean-higgs-1bit"
@@ -127,6 +131,7 @@ def test_gate(bounds, failed):
     [
         (["--no-eval", "--max-kl", "0.1"], "--no-eval"),
         (["--max-kl", "-1"], "above 0"),
+        (["--max-kl", "1", "--seq-len", "64", "--recipe", "subkv-aqua-2bit"], "no block of 32 is encoded"),
         (["--eval-windows", "5000"], "held-out part"),
         (["--baseline", "nothing-2bit"], "nothing-2bit"),
         (["--recipe", "mean-higgs-2bit", "--baseline", "mean-higgs-2bit"], "mean-higgs-2bit"),
@@ -159,9 +164,9 @@ def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
         job.run(asked(model, tmp_path / "run", **settings))
     assert len(scored) == 2
     job.run(asked(model, tmp_path / "run", **settings))
-    assert len(scored) == 3, "the 16-bit model's and the first cache's score were kept"
+    assert len(scored) == 6, "three a protocol: the 16-bit model's and the first cache's full encode were kept"
     job.run(asked(model, tmp_path / "run", **settings))
-    assert len(scored) == 3
+    assert len(scored) == 6
     names = ("undisturbed", "run")
     first, second = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in names)
     assert first == second

@@ -1,4 +1,6 @@
-"""What the methods promise, on real models: perplexity on held-out text with every token but the sinks encoded."""
+"""What the methods promise, on real models: perplexity on held-out text in a full encode: every token but the sinks."""
+
+from typing import Any
 
 import pytest
 
@@ -7,13 +9,14 @@ from kvq_calib.evaluate.subject import find
 from kvq_calib.job import Job, run
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
+from kvq_runtime.registry import measured
 
 
-def scores(files, batch, names) -> dict[str, dict]:
+def scores(files, batch, names) -> dict[str, Any]:
     subjects = [find(name, files) for name in names]
-    protocol = record.Protocol(recent=0, error_windows=0)
+    protocol = record.Protocol(error_windows=0, protocols=("full",))
     found = record.evaluate(files, batch, subjects, protocol)
-    return {subject.name: one["result"] for subject, one in zip(subjects, found, strict=True)}
+    return {subject.name: measured.figures(one, "full") for subject, one in zip(subjects, found, strict=True)}
 
 
 @pytest.mark.slow

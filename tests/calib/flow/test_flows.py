@@ -90,7 +90,7 @@ def test_a_failed_gate_is_in_the_state_the_record_and_the_exit_code(model, serve
 
     monkeypatch.setenv("PREFECT_API_URL", server)
     state = on_demand(model, **small(model, seed=1, max_kl=1e-12), return_state=True)
-    assert state.is_failed() and f"{NAME} was not published. KL divergence, nats: " in state.message
+    assert state.is_failed() and f"{NAME} was not published. KL divergence, nats, full encode: " in state.message
     inner = [run.state for run in mine("flow_runs") if run.state_name == "GateFailed"]
     assert len(inner) == 1 and inner[0].type.value == "FAILED" and inner[0].message in state.message
     (run,) = (tmp_path / "kvq-home" / "runs").iterdir()

@@ -9,18 +9,21 @@ import torch
 import yaml
 from PIL import Image
 
+from kvq_calib.evaluate import gate
+from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.model import find as models
 from kvq_calib.report import card as report
-from kvq_calib.report import licenses, plots
-from kvq_runtime.artifact import artifact
+from kvq_calib.report import licenses, plots, tables
+from kvq_runtime.artifact import artifact, describe
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec
 from kvq_runtime.recipe import preset
+from kvq_runtime.registry import measured
 from kvq_runtime.registry.resolve import open_registry
 
 
 def made(recipe: str, relative: float = 0.0123, parameters: int = 4_070_000) -> dict:
-    """An evaluation record."""
+    """An evaluation record of version 1, whose figures were measured in use."""
     layers = [
         {"layer": n, "key_error": 0.1 + n / 50, "value_error": 0.2, "key_explained": None, "value_explained": None,
          "attention_error": 0.01, "attention_error_encoded": 0.3} for n in range(4)
@@ -33,6 +36,19 @@ def made(recipe: str, relative: float = 0.0123, parameters: int = 4_070_000) -> 
                 "step": 32, "windows": 16, "length": 1024, "recent": None, "error_windows": 4,
                 "text": {"source": "demo", "split": "held-out"}}  # fmt: skip
     return {"artifact": "0" * 64, "corpus": "1" * 64, "protocol": protocol, "environment": {}, "result": result}
+
+
+def of_both(recipe: str, full: float | str = 0.1) -> dict:
+    """The same in version 2; `full` is what a full encode costs, or why there is none."""
+    record = made(recipe)
+    names = ("perplexity", "reference_perplexity", "relative", "relative_se", "kl", "top1", "tokens")
+    in_use: dict = {name: record["result"].pop(name) for name in names}
+    in_use["decoded"] = {"attention": 0.31, "reads": 0.87, "unread": 0.0}
+    dear = {"perplexity": 20.0, "decoded": {"attention": 0.98, "reads": 0.99, "unread": 0.0}}
+    other = {"reason": full} if isinstance(full, str) else in_use | dear | {"relative": full, "kl": full}
+    record["result"] |= {"protocols": {"full": other, "in-use": in_use}}
+    record["protocol"] |= {"version": 2, "protocols": ["full", "in-use"]}
+    return record
 
 
 def fit(name: str) -> Artifact:
@@ -96,6 +112,37 @@ def test_the_licence_is_what_the_model_says(tmp_path):
     assert licenses.of_model(tmp_path) == {}
     (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n# x\n")
     assert licenses.of_model(tmp_path) == {"license": "other", "license_name": "qwen-research"}
+
+
+def test_the_card_has_both_protocols_and_what_was_decoded(fitted):
+    record = of_both("aqua-2bit")
+    record["result"]["gate"] = {"bounds": {"kl": 0.05}, "protocol": "full", "failed": ["KL divergence, nats, full ..."]}
+    text = report.card(fitted, [record, of_both("subkv-2bit", "it chooses")], "demo-aqua", "1.0.0")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    cells = {(row[0], row[3]): row[4:] for row in rows if row[0] in ("aqua-2bit", "subkv-2bit") and len(row) == 9}
+    assert cells["aqua-2bit", "full encode"][1:3] == ["+10.00% ± 0.20%", "0.1"]
+    assert cells["aqua-2bit", "full encode"][4] == "98% of attention, 99% of reads"
+    assert cells["aqua-2bit", "in use"][1:3] == ["+1.23% ± 0.20%", "0.00345"]
+    assert cells["subkv-2bit", "full encode"] == ["", "", "", "", "it chooses"]
+    assert "Bounds for publication, full encode: kl 0.05. KL divergence, nats, full" in text
+    (index,) = yaml.safe_load(text.split("---")[1])["model-index"]
+    named = {
+        (one["type"], one["name"].rsplit(", ")[-1]): one["value"] for r in index["results"] for one in r["metrics"]
+    }
+    assert named["kl_divergence", "full encode"] == 0.1 and named["kl_divergence", "in use"] == 0.00345
+
+
+def test_records_of_either_version_are_read():
+    old, new = made("aqua-2bit"), of_both("aqua-2bit")
+    assert measured.figures(old, "in-use") is old["result"] and measured.figures(old, "full") is None
+    assert (measured.decisive(old), measured.decisive(new)) == ("in-use", "full")
+    rows = tables.table([old])
+    assert [row["protocol"] for row in rows] == [None, "in use"] and rows[1]["decoded"] == "not counted"
+    assert rows[1]["vs 16 bit"] == "+1.23% ± 0.20%" and rows[0]["perplexity"] == "20.000"
+    assert plots.by_bits([new, old])[0] is old and plots.comparison([old]) != plots.comparison([old, new])
+    shown = describe.tables({"fit": {}, "evaluations": [old, new]})["evaluations (--json has all of each)"]
+    assert shown[0]["relative"] == 0.0123 == shown[1]["in-use: relative"] and shown[1]["full: relative"] == 0.1
+    assert gate.passes(old, Bounds(kl=0.01)) == [] != gate.passes(new, Bounds(kl=0.01))
 
 
 def test_records_of_other_protocols_are_not_compared(fitted):

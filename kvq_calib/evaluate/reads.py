@@ -1,0 +1,158 @@
+"""Count what attention reads from a cache: which share of it came out of encoded blocks.
+
+    reads       of all pairs of a query and a token up to it, the share whose token was decoded
+    unread      the share whose token had been evicted
+    attention   the share of attention's weight, softmax(q kᵀ · scale), that lay on decoded tokens: mean over layers,
+                heads and queries, with the very keys that the queries read
+
+S = tokens that are read · G = query heads that share a KV head.
+"""
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvq_runtime.hf import KVQCache
+from kvq_runtime.hf import attention as packed
+
+NAME = "kvq_counted"  # of the attention that counts
+SCORES = 1 << 24  # that are in memory at once
+
+
+@dataclass
+class Reads:
+    """Sums over layers, rows and queries; `weight` counts a head of a query as 1."""
+
+    pairs: int = 0
+    decoded_pairs: int = 0
+    unread_pairs: int = 0
+    weight: float = 0.0
+    decoded_weight: float = 0.0
+
+    def add(self, other: "Reads") -> None:
+        """Take other sums in."""
+        for name, more in asdict(other).items():
+            setattr(self, name, getattr(self, name) + more)
+
+    def count(
+        self, q_BHTD: Tensor, k_BHSD: Tensor | None, read: int, decoded: range, mask: Tensor | None, scale: float,
+        evicted: int = 0,
+    ) -> None:  # fmt: skip
+        """Count the queries of one layer.
+
+        k         the keys that they read, needed where any is decoded
+        read      tokens, the queries' own among them, which are the newest
+        decoded   which of them came out of encoded blocks
+        mask      bool [B or 1, 1, T, S], True where a query sees a token; None: causal
+        evicted   older tokens of every row that are gone
+        """
+        batch, heads, queries, _ = q_BHTD.shape
+        if mask is None:
+            places = torch.arange(read, device=q_BHTD.device)
+            mask = (places <= places[read - queries :, None])[None, None]
+        visible = mask.expand(batch, 1, queries, read)
+        self.pairs += int(visible.sum()) + batch * queries * evicted
+        self.unread_pairs += batch * queries * evicted
+        self.weight += batch * heads * queries
+        if not decoded:
+            return
+        assert k_BHSD is not None, "decoded tokens without their keys"
+        part = slice(decoded.start, decoded.stop)
+        self.decoded_pairs += int(visible[..., part].sum())
+        groups = heads // k_BHSD.shape[1]
+        keys = k_BHSD.float()[:, :, None].mT
+        tile = max(1, SCORES // (batch * heads * read))
+        for some_BHTD, seen in zip(q_BHTD.split(tile, 2), visible.split(tile, 2), strict=True):
+            scores = some_BHTD.float().unflatten(1, (-1, groups)) @ keys * scale
+            weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
+            self.decoded_weight += float(weights[..., part].sum(dtype=torch.float64))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What the file's head lists, 0 to 1."""
+        return {
+            "attention": self.decoded_weight / self.weight,
+            "reads": self.decoded_pairs / self.pairs,
+            "unread": self.unread_pairs / self.pairs,
+        }
+
+
+class CountedCache(KVQCache):
+    """A cache for evaluation, in use: what it holds and gives back is a KVQCache's, and what is read is counted.
+
+    reads   None for a recipe whose queries choose what they read, which this does not see
+    """
+
+    inner = "sdpa"  # the attention that answers
+
+    def __init__(self, recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None):
+        super().__init__(recipe, model, tensors)
+        self.inner = self.attention or self.inner
+        chosen = any(policy.chooses_by_query for policy in recipe.policies)
+        self.reads: Reads | None = None if chosen else Reads()
+        self._encoded: dict[int, int] = {}
+        self._evicted = 0
+
+    def begin(self, attention_mask: Tensor | None) -> None:
+        """Note what is encoded before the pass: a pass encodes after it has read."""
+        super().begin(attention_mask)
+        self._encoded = {layer: store.encoded for layer, store in self.blocks.layers.items()}
+        self._evicted = self.blocks.positions.dropped
+
+    def announce(self, positions_BT, cos_sin, rotary, attention: str | None) -> None:
+        super().announce(positions_BT, cos_sin, rotary, self.inner if attention == NAME else attention)
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
+               **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
+        """Count what the queries of a layer read, and have its attention answer them."""
+        layer = module.layer_idx
+        decoded = self.decoded(self._encoded.get(layer, 0)) if layer in self.blocks.held else range(0)
+        if self.inner == "sdpa" or layer not in self.blocks.held:
+            self._count(query, key, key.shape[2], decoded, mask, scale)
+            return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, **kwargs)[0], None
+        if self.reads is not None:
+            read, whole = self.blocks.layers[layer].length, None
+            if decoded:
+                whole = self.blocks.decoder.whole(layer)[0].unflatten(-1, (key.shape[1], -1)).transpose(1, 2)
+            self._count(query, whole, read, decoded, None, scale, self._evicted)
+        return packed.attention(module, query, key, value, mask, scale, **kwargs)
+
+    def decoded(self, encoded: int) -> range:
+        """The tokens that are read decoded where so many of the first are in blocks: all of them but the sinks."""
+        return range(min(self.blocks.recipe.window.sinks, encoded), encoded)
+
+    def _count(self, *counted: Any) -> None:
+        if self.reads is not None:
+            self.reads.count(*counted)
+
+
+_at_work: ContextVar[CountedCache] = ContextVar("the cache of the forward pass")
+
+
+@contextmanager
+def counting(model: PreTrainedModel, cache: CountedCache):
+    """Have a cache's own `attend` answer the model's queries for the length of a forward pass."""
+    before, token = model.config._attn_implementation or "eager", _at_work.set(cache)
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        _at_work.reset(token)
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _at_work.get().attend(module, query, key, value, attention_mask, scale, **kwargs)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
