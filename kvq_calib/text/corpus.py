@@ -1,7 +1,8 @@
 """Choose calibration sequences from a corpus: the same ones on every machine, whatever the number of workers.
 
-Documents belong to the held-out part by a hash of their content, so that fit and held-out text share nothing, whatever
-the seed. Inside a part they are ranked by sha256(seed, id) and read in that order:
+Documents belong to the held-out part by a hash of their content, whatever the seed; of those, the ones that repeat runs
+of the fit part are passed over (`overlap.py`), and what the chosen sequences still share with it is measured. Inside a
+part documents are ranked by sha256(seed, id) and read in that order:
 
     crop    from each document of at least L tokens one run of L, at an offset from the same hash: from the middle of
             a text, without BOS (AQUA-KV's rule)
@@ -15,7 +16,8 @@ needs every document.
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,7 +28,9 @@ import torch
 from torch import Tensor
 
 from kvq_calib.text import documents as sources
+from kvq_calib.text import overlap
 from kvq_calib.text.documents import Documents
+from kvq_calib.text.overlap import Unseen
 from kvq_calib.text.split import Split, mark, part
 from kvq_calib.text.tokenizer import Encoder
 
@@ -62,31 +66,39 @@ class Batch:
 def select(
     source: str,
     tokenizer: str | Path,
-    samples: int,
+    samples: int | None,
     seq_len: int,
     seed: int = 0,
     split: Split = "fit",
     mode: Mode = "auto",
+    beside: Sequence[str] = (),
 ) -> Batch:
     """Choose `samples` sequences of `seq_len` tokens from one part of a corpus.
 
     tokenizer   the folder of the model
+    samples     None: all there are
+    beside      of held-out text: other corpora whose fit parts it must not repeat either
 
     Raises TooLittle, a ValueError, with the number there is, if the part has too little text.
     """
-    if samples < 1 or seq_len < 2:
+    wanted = sys.maxsize if samples is None else samples
+    if wanted < 1 or seq_len < 2:
         raise ValueError(f"samples={samples}, seq_len={seq_len}; use at least 1 sequence of at least 2 tokens")
     corpus = load(source)
     chosen = part(corpus, split)
     encoder = Encoder(Path(tokenizer))
-    rows = _crop(chosen, encoder, samples, seq_len, seed) if mode != "pack" else []
+    others = [load(name) for name in beside if name != source] if split == "held-out" else []
+    fits = [part(one, "fit") for one in (corpus, *others)] if split == "held-out" else []
+    unseen = Unseen(chosen.texts, fits)
+    rows = _crop(chosen, unseen, encoder, wanted, seq_len, seed) if mode != "pack" else []
     used = "crop"
-    if len(rows) < samples and mode != "crop":
-        rows, used = _pack(chosen, encoder, samples, seq_len, seed), "pack"
-    if len(rows) < samples:
+    if len(rows) < wanted and mode != "crop":
+        rows, used = _pack(chosen, unseen, encoder, wanted, seq_len, seed), "pack"
+    if len(rows) < (samples or 1):
         where = corpus.name if split == "all" else f"the {split} part of {corpus.name}"
-        raise TooLittle(f"{where} gives {len(rows)} sequences of {seq_len} tokens (mode {used}), not {samples}; ask "
-                        "for fewer or shorter ones, or give more text", len(rows))  # fmt: skip
+        less = f", {len(unseen.dropped)} documents that repeat the fit part left out," if unseen.dropped else ""
+        raise TooLittle(f"{where}{less} gives {len(rows)} sequences of {seq_len} tokens (mode {used}), not {samples}; "
+                        "ask for fewer or shorter ones, or give more text", len(rows))  # fmt: skip
     tokens = np.asarray(rows, dtype="<i4")
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()
     description = {
@@ -95,13 +107,15 @@ def select(
         "documents": len(chosen.ids),
         "split": split,
         "mode": used,
-        "samples": samples,
+        "samples": len(rows),
         "seq_len": seq_len,
         "seed": seed,
         "boundary": "none" if used == "crop" else encoder.boundary,
         "tokenizer_sha256": encoder.digest,
         "token_digest": digest,
     }
+    if fits:
+        description["overlap"] = _overlap(unseen, encoder, rows)
     return Batch(torch.from_numpy(tokens.astype(np.int32)), digest, description)
 
 
@@ -152,15 +166,35 @@ def _dataset(source: str, found: dict[str, Any]) -> Documents:
     return sources.of(source, rows["text"])
 
 
+def _overlap(unseen: Unseen, encoder: Encoder, rows: list[list[int]]) -> dict[str, Any]:
+    """What a description says of held-out text: what was left out, and what the sequences still share with fit parts.
+
+    against             the corpora whose fit parts were looked through
+    run_bytes, limit    how long a run is, and the share of runs above which a document is left out
+    dropped_documents   of those that were reached in rank order; dropped_tokens: how long they are
+    left                of the runs of the sequences, the share that is in the fit parts
+    """
+    return {
+        "against": [fit.name for fit in unseen.fits],
+        "run_bytes": overlap.RUN,
+        "limit": overlap.LIMIT,
+        "dropped_documents": len(unseen.dropped),
+        "dropped_tokens": sum(map(len, encoder.plain([unseen.texts[place] for place in unseen.dropped]))),
+        "left": unseen.left(encoder.text(rows)),
+    }
+
+
 def _ranked(chosen: Documents, seed: int) -> list[int]:
     return sorted(range(len(chosen.ids)), key=lambda place: mark(str(seed), chosen.ids[place]))
 
 
-def _crop(chosen: Documents, encoder: Encoder, samples: int, seq_len: int, seed: int) -> list[list[int]]:
+def _crop(
+    chosen: Documents, unseen: Unseen, encoder: Encoder, samples: int, seq_len: int, seed: int
+) -> list[list[int]]:
     rows: list[list[int]] = []
     # a token is at least a byte, but for one that a normalizer may put in front
     long = (place for place in _ranked(chosen, seed) if len(chosen.texts[place].encode()) + 1 >= seq_len)
-    for places in _batches(long):
+    for places in _batches(unseen.among(long)):
         for place, ids in zip(places, encoder.plain([chosen.texts[p] for p in places]), strict=True):
             if len(ids) >= seq_len and len(rows) < samples:
                 start = mark(str(seed), chosen.ids[place], "offset") % (len(ids) - seq_len + 1)
@@ -170,9 +204,11 @@ def _crop(chosen: Documents, encoder: Encoder, samples: int, seq_len: int, seed:
     return rows
 
 
-def _pack(chosen: Documents, encoder: Encoder, samples: int, seq_len: int, seed: int) -> list[list[int]]:
+def _pack(
+    chosen: Documents, unseen: Unseen, encoder: Encoder, samples: int, seq_len: int, seed: int
+) -> list[list[int]]:
     stream: list[int] = []
-    for places in _batches(_ranked(chosen, seed)):
+    for places in _batches(unseen.among(_ranked(chosen, seed))):
         for ids in encoder.bounded([chosen.texts[p] for p in places]):
             stream += ids
         if len(stream) >= samples * seq_len:
