@@ -14,6 +14,7 @@ examples
     kvq eval demo-aqua-2bit higgs-2bit --model demo --plots out        an artifact beside a recipe, with plots
     kvq eval qwen2.5-7b-aqua-2bit@1.2.0 --model qwen2.5-7b --corpus wiki.txt --length 8192 --device cuda
     kvq eval demo-aqua-2bit --model demo --protocol full --layers      every token encoded; errors by layer too
+    kvq eval demo-aqua-2bit --model demo --also demo-code c4=c4.jsonl  on texts of other kinds, too
 
 The 16-bit model is always measured beside them. Protocols: full, one forward pass in which every token but the sinks
 is encoded and decoded before anything attends to it; in-use, tokens arrive in steps and stay exact for as long as the
@@ -21,7 +22,12 @@ cache keeps them so; both by default. What is read exactly in use, up to all of 
 that the full encode is nearer to a long context. A table of: bits per element, asymptotic and of a cache
 that holds a window, or 4096 tokens; perplexity, and its distance from 16 bit with the standard error over windows; KL
 divergence from the 16-bit model in nats; top-1 agreement with it; the share of attention's weight, and of what queries
-read, that was decoded. Records of published artifacts are kept in the registry."""
+read, that was decoded. Records of published artifacts are kept in the registry.
+
+Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
+part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
+on, each with windows, overlap with the fit part of --corpus, and standard errors of its own: their held-out parts, so
+that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus."""
 
 COMPARE_EXAMPLES = """\
 examples
@@ -29,6 +35,7 @@ examples
     kvq compare --model ./my-model --corpus text.txt --recipes aqua-2bit higgs-2bit kivi-2bit --samples 64
     kvq compare --model demo --recipes aqua-2bit kivi-2bit --bits 2.1 --sinks 4 --recent 0     with bits by layer
     kvq compare --model qwen2.5-7b --recipes all --length 4096 --device cuda --output records.json
+    kvq compare --model demo --recipes aqua-2bit aqua-klt-1bit --also demo-code prose=book.txt --protocol full
 
 Recipes that need a fit are fitted in one pass over the model, and are not published; then all are measured in one pass
 over held-out text. The same command resumes what was stopped, and repeats no measurement. The table, by bits per
@@ -37,7 +44,12 @@ are): perplexity, KL divergence in nats, top-1 agreement, each against the 16-bi
 that was decoded, and the squared error of attention's output over its energy, mean over layers. --sinks 4 gives all the
 same exact first tokens, of which some papers have none. In use, recipes are compared at equal exact tokens only with
 equal blocks, too: --recent 0 leaves sinks and an unfinished block exact, and --block 32 makes blocks equal where the
-recipes allow it. A full encode needs neither."""
+recipes allow it. A full encode needs neither.
+
+Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
+part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
+on, each with windows, overlap with the fit part of --corpus, and standard errors of its own: their held-out parts, so
+that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus."""
 
 PROBE_EXAMPLES = """\
 examples
@@ -55,7 +67,6 @@ def add_eval(subparsers: Any) -> None:
         "subjects", metavar="REF|RECIPE", nargs="+", help="a reference, a .safetensors file, or an unfitted recipe"
     )
     _source(command)
-    command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of text (default: 16)")
     command.add_argument("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
     _measuring(command)
     command.add_argument("--layers", action="store_true", help="print errors by layer too")
@@ -79,7 +90,6 @@ def add_compare(subparsers: Any) -> None:
         "--bits", metavar="B", type=float, nargs="+", default=[], help="also auto: bits by layer, within B per element"
     )
     command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
-    command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of text (default: 16)")
     _measuring(command)
     command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
     command.add_argument("--output", metavar="FILE", help="write the records as JSON")
@@ -99,7 +109,12 @@ def add_probe(subparsers: Any) -> None:
 
 
 def _measuring(command: argparse.ArgumentParser) -> None:
-    """Add what both measuring commands ask: under which protocols, and what stays exact."""
+    """Add what both measuring commands ask: on which texts, under which protocols, and what stays exact."""
+    command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of each text (default: 16)")
+    command.add_argument(
+        "--also", metavar="NAME=SOURCE", nargs="+", default=[],
+        help="texts of other kinds to measure on beside the corpus: FILE, HUB-ID, or demo-code (Python's library)",
+    )  # fmt: skip
     command.add_argument(
         "--protocol", choices=["full", "in-use", "both"], default="both",
         help="every token but the sinks encoded before it is read; as the cache does it in use; or both (default)",

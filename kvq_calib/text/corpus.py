@@ -137,8 +137,8 @@ def pin(source: str) -> str:
 
 def load(source: str) -> Documents:
     """All documents of a corpus."""
-    if source == "demo":
-        return sources.demo()
+    if source in sources.EMBEDDED:
+        return sources.embedded(source)
     source = pin(source)
     found = _hub(source)
     return sources.local(Path(source)) if found is None else _dataset(source, found)

@@ -1,6 +1,7 @@
 """Read the documents of a corpus: the embedded text, a local file, or a dataset of the Hub handed in by corpus.py.
 
 demo              the standard library's documentation
+demo-code         its code, without docstrings
 FILE.txt          documents separated by <|endoftext|>, else the whole file as one document
 FILE.jsonl        one JSON object a line, key `text`; also .jsonl.gz and .jsonl.zst
 FILE.parquet      column `text`
@@ -18,6 +19,7 @@ from typing import Any
 from kvq_calib.text import stdlib as stdlib_text
 
 SEPARATOR = "<|endoftext|>"
+EMBEDDED = {"demo": stdlib_text.documents, "demo-code": stdlib_text.code}
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
@@ -45,9 +47,9 @@ def of(name: str, texts: Sequence[str]) -> Documents:
     return Documents(name, texts, [hashlib.sha256((text or "").encode()).hexdigest() for text in texts])
 
 
-def demo() -> Documents:
-    """The embedded corpus."""
-    return of("demo", [text for _, text in stdlib_text.documents()])
+def embedded(name: str) -> Documents:
+    """An embedded corpus."""
+    return of(name, [text for _, text in EMBEDDED[name]()])
 
 
 def local(path: Path) -> Documents:
