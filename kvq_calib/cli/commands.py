@@ -14,6 +14,7 @@ examples
     kvq eval demo-aqua-2bit higgs-2bit --model demo --plots out        an artifact beside a recipe, with plots
     kvq eval qwen2.5-7b-aqua-2bit@1.2.0 --model qwen2.5-7b --corpus wiki.txt --length 8192 --device cuda
     kvq eval demo-aqua-2bit --model demo --protocol full --layers      every token encoded; errors by layer too
+    kvq eval higgs-2bit --model llama-3.1-8b --corpus wikitext-2 --length 8192 --windows all --protocol full
     kvq eval demo-aqua-2bit --model demo --also demo-code c4=c4.jsonl  on texts of other kinds, too
 
 The 16-bit model is always measured beside them. Protocols: full, one forward pass in which every token but the sinks
@@ -27,7 +28,10 @@ read, that was decoded. Records of published artifacts are kept in the registry.
 Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
 part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
 on, each with windows, overlap with the fit part of --corpus, and standard errors of its own: their held-out parts, so
-that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus."""
+that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus. wikitext-2 is the test
+set as papers measure on it: its lines joined by two line ends, tokenized whole with the tokenizer's own BOS, cut into
+windows of --length in order, of which --windows takes the first, or all; from the Hub, or wikitext-2:FILE, a .parquet
+of it or a .txt of its lines."""
 
 COMPARE_EXAMPLES = """\
 examples
@@ -49,7 +53,10 @@ recipes allow it. A full encode needs neither.
 Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
 part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
 on, each with windows, overlap with the fit part of --corpus, and standard errors of its own: their held-out parts, so
-that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus."""
+that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus. wikitext-2 is the test
+set as papers measure on it: its lines joined by two line ends, tokenized whole with the tokenizer's own BOS, cut into
+windows of --length in order, of which --windows takes the first, or all; from the Hub, or wikitext-2:FILE, a .parquet
+of it or a .txt of its lines."""
 
 PROBE_EXAMPLES = """\
 examples
@@ -110,10 +117,12 @@ def add_probe(subparsers: Any) -> None:
 
 def _measuring(command: argparse.ArgumentParser) -> None:
     """Add what both measuring commands ask: on which texts, under which protocols, and what stays exact."""
-    command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of each text (default: 16)")
+    command.add_argument(
+        "--windows", type=windows, default=16, metavar="N", help="windows of each text, or all (default: 16)"
+    )
     command.add_argument(
         "--also", metavar="NAME=SOURCE", nargs="+", default=[],
-        help="texts of other kinds to measure on beside the corpus: FILE, HUB-ID, or demo-code (Python's library)",
+        help="texts of other kinds to measure on too: FILE, HUB-ID, demo-code (Python's library), wikitext-2",
     )  # fmt: skip
     command.add_argument(
         "--protocol", choices=["full", "in-use", "both"], default="both",
@@ -148,6 +157,11 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 1")
     return int(text)
+
+
+def windows(text: str) -> int | None:
+    """The type of --windows: a count, or None for all."""
+    return None if text == "all" else count(text)
 
 
 def _run(function: str, args: argparse.Namespace) -> int:

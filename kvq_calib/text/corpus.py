@@ -9,6 +9,8 @@ part documents are ranked by sha256(seed, id) and read in that order:
     pack    documents after each other, each with the tokenizer's BOS or else followed by EOS, cut every L tokens
     auto    crop if the part has enough long documents, else pack
 
+The test set of WikiText-2, `wikitext-2` (`wikitext.py`), is read whole and in order instead, and never fitted on.
+
 Besides what `sources` reads, a corpus may be a dataset of the Hub, `org/name[:config][@revision]`, split `train`,
 column `text`. Its revision is pinned to a commit before it is read; the dataset is downloaded in full, since a rank
 needs every document.
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kvq_calib.text import documents as sources
-from kvq_calib.text import overlap
+from kvq_calib.text import overlap, wikitext
 from kvq_calib.text.documents import Documents
 from kvq_calib.text.overlap import Unseen
 from kvq_calib.text.split import Split, mark, part
@@ -84,33 +86,36 @@ def select(
     wanted = sys.maxsize if samples is None else samples
     if wanted < 1 or seq_len < 2:
         raise ValueError(f"samples={samples}, seq_len={seq_len}; use at least 1 sequence of at least 2 tokens")
-    corpus = load(source)
-    chosen = part(corpus, split)
+    corpus, whole = load(source), wikitext.is_named(source)
+    if whole and split == "fit":
+        raise ValueError(f"{source} is a test set; fit on another corpus, and measure on it with --also {source}")
+    chosen = part(corpus, "all" if whole else split)
     encoder = Encoder(Path(tokenizer))
-    others = [load(name) for name in beside if name != source] if split == "held-out" else []
-    fits = [part(one, "fit") for one in (corpus, *others)] if split == "held-out" else []
-    unseen = Unseen(chosen.texts, fits)
-    rows = _crop(chosen, unseen, encoder, wanted, seq_len, seed) if mode != "pack" else []
-    used = "crop"
-    if len(rows) < wanted and mode != "crop":
+    fits = _fits(source, beside) if split == "held-out" else []
+    unseen, used = Unseen(chosen.texts, fits), "contiguous" if whole else "crop"
+    if whole:
+        rows = _contiguous(corpus, encoder, wanted, seq_len)
+    else:
+        rows = _crop(chosen, unseen, encoder, wanted, seq_len, seed) if mode != "pack" else []
+    if len(rows) < wanted and mode != "crop" and not whole:
         rows, used = _pack(chosen, unseen, encoder, wanted, seq_len, seed), "pack"
     if len(rows) < (samples or 1):
-        where = corpus.name if split == "all" else f"the {split} part of {corpus.name}"
+        where = corpus.name if split == "all" or whole else f"the {split} part of {corpus.name}"
         less = f", {len(unseen.dropped)} documents that repeat the fit part left out," if unseen.dropped else ""
-        raise TooLittle(f"{where}{less} gives {len(rows)} sequences of {seq_len} tokens (mode {used}), not {samples}; "
-                        "ask for fewer or shorter ones, or give more text", len(rows))  # fmt: skip
+        made = f"{where}{less} gives {len(rows)} sequences of {seq_len} tokens (mode {used}), not {samples or 1}"
+        raise TooLittle(f"{made}; ask for fewer or shorter ones, or give more text", len(rows))
     tokens = np.asarray(rows, dtype="<i4")
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()
     description = {
         "source": corpus.name,
         "corpus_digest": corpus.digest,
-        "documents": len(chosen.ids),
-        "split": split,
+        "documents": 1 if whole else len(chosen.ids),
+        "split": "whole" if whole else split,
         "mode": used,
         "samples": len(rows),
         "seq_len": seq_len,
         "seed": seed,
-        "boundary": "none" if used == "crop" else encoder.boundary,
+        "boundary": encoder.boundary if used == "pack" else "none",
         "tokenizer_sha256": encoder.digest,
         "token_digest": digest,
     }
@@ -139,9 +144,26 @@ def load(source: str) -> Documents:
     """All documents of a corpus."""
     if source in sources.EMBEDDED:
         return sources.embedded(source)
+    if wikitext.is_named(source):
+        return _wikitext(source)
     source = pin(source)
     found = _hub(source)
-    return sources.local(Path(source)) if found is None else _dataset(source, found)
+    return sources.local(Path(source)) if found is None else sources.of(source, _dataset(source, found))
+
+
+def _wikitext(source: str) -> Documents:
+    """The test set as one document."""
+    path = wikitext.file_of(source)
+    if path is not None:
+        return sources.of(f"{wikitext.NAME}:{path.name}", [wikitext.joined(wikitext.local(path))])
+    pinned = pin(wikitext.DATASET)
+    return sources.of(pinned, [wikitext.joined(list(_dataset(pinned, _hub(pinned) or {}, "test")))])
+
+
+def _fits(source: str, beside: Sequence[str]) -> list[Documents]:
+    """The parts that are fitted on, of a corpus and of others beside it; of a test set there is none."""
+    names = [name for name in dict.fromkeys([source, *beside]) if not wikitext.is_named(name)]
+    return [part(load(name), "fit") for name in names]
 
 
 def _hub(source: str) -> dict[str, Any] | None:
@@ -152,18 +174,19 @@ def _hub(source: str) -> dict[str, Any] | None:
     return found.groupdict()
 
 
-def _dataset(source: str, found: dict[str, Any]) -> Documents:
+def _dataset(source: str, found: dict[str, Any], split: str = "train") -> Sequence[str]:
+    """The texts of a dataset of the Hub."""
     import datasets
 
     try:
-        rows = datasets.load_dataset(found["repo"], found["config"], revision=found["revision"], split="train")
+        rows = datasets.load_dataset(found["repo"], found["config"], revision=found["revision"], split=split)
     except Exception as error:  # a missing config, a script, no network: datasets says which
         raise RuntimeError(
             f"could not load the dataset {source}: {error}. Give another corpus, or a local file"
         ) from error
     if "text" not in rows.column_names:
         raise ValueError(f"{source} has columns {', '.join(rows.column_names)}; documents are in a column 'text'")
-    return sources.of(source, rows["text"])
+    return rows["text"]
 
 
 def _overlap(unseen: Unseen, encoder: Encoder, rows: list[list[int]]) -> dict[str, Any]:
@@ -215,6 +238,11 @@ def _pack(
             break
     count = min(samples, len(stream) // seq_len)
     return [stream[i * seq_len : (i + 1) * seq_len] for i in range(count)]
+
+
+def _contiguous(corpus: Documents, encoder: Encoder, samples: int, seq_len: int) -> list[list[int]]:
+    ids = encoder.whole(corpus.texts[0])
+    return [ids[start : start + seq_len] for start in range(0, len(ids) - seq_len + 1, seq_len)][:samples]
 
 
 def _batches(places: Iterable[int]) -> Iterator[list[int]]:

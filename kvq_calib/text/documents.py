@@ -58,11 +58,11 @@ def local(path: Path) -> Documents:
     if not path.is_file():
         raise ValueError(f"corpus {path} is not a file; give one of {', '.join(SUFFIXES)}")
     if name.endswith(".txt"):
-        texts = _text(path)
+        texts = utf8(path).split(SEPARATOR)
     elif name.endswith(SUFFIXES[1:4]):
         texts = list(_lines(path))
     elif name.endswith(".parquet"):
-        texts = _parquet(path)
+        texts = parquet(path)
     else:
         raise ValueError(f"corpus {path.name} has no known suffix; use {', '.join(SUFFIXES)}")
     texts = [text for text in texts if text.strip()]
@@ -71,9 +71,10 @@ def local(path: Path) -> Documents:
     return of(path.name, texts)
 
 
-def _text(path: Path) -> list[str]:
+def utf8(path: Path) -> str:
+    """A text file. Raises ValueError for one in another encoding."""
     try:
-        return path.read_text(encoding="utf-8").split(SEPARATOR)
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"corpus {path.name} is not UTF-8 at byte {error.start}; convert it") from error
 
@@ -107,8 +108,9 @@ def _unpacked(path: Path) -> TextIOBase:
     return path.open(encoding="utf-8")
 
 
-def _parquet(path: Path) -> list[str]:
-    import pyarrow.parquet as parquet
+def parquet(path: Path) -> list[str]:
+    """The column `text` of a file. Raises ValueError for one without."""
+    from pyarrow import parquet
 
     columns = parquet.read_schema(path).names
     if "text" not in columns:

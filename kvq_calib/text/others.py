@@ -1,7 +1,7 @@
 """Choose texts of other kinds to measure on beside the corpus: what a fit is worth where it was not made.
 
     NAME=SOURCE      NAME is what tables call it; SOURCE a corpus, as `corpus.py` takes it
-    demo-code        an embedded corpus, or the test set, by its own name alone
+    demo-code        an embedded corpus by its own name alone, and so the test set: wikitext-2, or wikitext-2:FILE
 
 Of each the held-out part is read, as of the corpus itself: the same windows, whichever of the two was fitted on, and
 none that a model has seen which was trained on fit parts. Documents that repeat the fit part of either are passed over.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvq_calib.text import corpus, documents
+from kvq_calib.text import corpus, documents, wikitext
 from kvq_calib.text.corpus import Batch
 
 LEAST = 2  # windows: fewer give no standard error
@@ -24,8 +24,10 @@ def parse(given: Sequence[str]) -> dict[str, str]:
     for one in given:
         named = _NAMED.fullmatch(one)
         name, source = named.groups() if named else (one, one)
-        if not named and one not in documents.EMBEDDED:
-            raise ValueError(f"text {one!r} has no name; give NAME=SOURCE, or one of {', '.join(documents.EMBEDDED)}")
+        if not named and one not in documents.EMBEDDED and not wikitext.is_named(one):
+            known = ", ".join((*documents.EMBEDDED, wikitext.NAME))
+            raise ValueError(f"text {one!r} has no name; give NAME=SOURCE, or one of {known}")
+        name = wikitext.NAME if not named and wikitext.is_named(one) else name
         if name in found:
             raise ValueError(f"text {name} is given twice; use another name for one of them")
         found[name] = source
