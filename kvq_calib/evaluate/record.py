@@ -245,6 +245,7 @@ def _part(
         "relative_se": spread,
         "kl": score.kl,
         "top1": score.top1,
+        "windows": {"loss": score.losses, "reference_loss": reference.losses, "kl": score.kls},
     }
 
 
