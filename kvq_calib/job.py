@@ -29,6 +29,7 @@ from kvq_calib.report import licenses, plots, tables
 from kvq_calib.run import budget, calibrate, checkpoint
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import Executor, Listener, Run, silent
+from kvq_calib.text import others
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
@@ -54,6 +55,7 @@ class Job:
     push       another registry, hf://org, that they go to as well; it gives them numbers of its own
     evaluate   whether they are measured on held-out text before that; `eval_windows` of it (default: a small part of
                the run), beside `baselines`: recipes that need no fit, or artifacts
+    also       texts of other kinds that they are measured on too (`text/others.py`); bounds are not judged on them
     max_...    what an artifact may cost at the most, else it is not published
     """
 
@@ -79,6 +81,7 @@ class Job:
     evaluate: bool = True
     eval_windows: int | None = None
     baselines: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
     max_perplexity_ratio: float | None = None
     max_kl: float | None = None
 
@@ -174,6 +177,7 @@ def preflight(job: Job, work: Run) -> list[str]:
         job.artifact_name(files, recipe.name)
     if job.version is not None:
         check_version(job.version)
+    others.parse(job.also)
     if job.bounds.given and not job.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
     length = min(plan.seq_len, files.context)
@@ -253,6 +257,7 @@ def begin(job: Job, work: Run) -> None:
     calibrate.start(work)
     if job.evaluate:
         held_out.choose(work, job.eval_windows)
+        held_out.choose_others(work, job.also, job.eval_windows)
 
 
 def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[str, Any]]:
@@ -260,7 +265,7 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
     if not job.evaluate:
         return []
     beside = [find(given, work.files, job.registry) for given in job.baselines]
-    records = held_out.evaluate(work, fitted, beside, job.eval_windows)
+    records = held_out.evaluate(work, fitted, beside, job.eval_windows, also=job.also)
     records = [gate.judged(one, job.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
     text = json.dumps(records, indent=1) + "\n"
     disk.save(work.folder / "evaluation.json", text.encode())

@@ -28,7 +28,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 HOME = Path("build/compare").absolute() / code()[:16]
 
 MODELS = (
-    Model("demo", "demo", None, samples=48, length=1024, windows=8),
+    Model("demo", "demo", None, samples=48, length=1024, windows=12),
     Model("stories260K", "models/stories260K", "text/tinystories/stories_2M.txt", samples=64, length=512, windows=12),
     Model("babyllama105", "models/babyllama105", "text/tinystories/stories_2M.txt", samples=64, length=256, windows=24),
 )

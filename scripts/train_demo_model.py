@@ -3,8 +3,10 @@
     train_demo_model.py --out build/demo-model                      about 25 minutes on 2 cores
     train_demo_model.py --out build/demo-model --text a.txt b.jsonl.gz --start-from artifacts/demo-model
 
-The text is the fit part of each corpus, as `kvq_calib.text.corpus` splits it, so that nothing measured on held-out
-documents was seen here. Interrupted, the same command goes on where the last minute's state was saved.
+The text is the fit part of each corpus, as `kvq_calib.text.split` divides it; the perplexity at the end is on held-
+out documents that repeat next to nothing of it (`kvq_calib.text.overlap`), which are those that evaluations use. The
+model in artifacts/ was trained on these fit parts, before such documents were left out: on those its perplexity is
+too good. Interrupted, the same command goes on where the last minute's state was saved.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from kvq_calib.text import corpus
+from kvq_calib.text.overlap import Unseen
 from kvq_calib.text.split import part
 
 END = "<|endoftext|>"
@@ -50,12 +53,16 @@ class Settings:
 
 
 def read(sources: list[str], split: str) -> list[str]:
-    """The documents of one part of every corpus, without repetitions, in a fixed order."""
+    """The documents of one part of every corpus, without repetitions, in a fixed order; of held-out ones, those that
+    repeat no more of the fit parts than evaluations allow."""
     found: dict[str, str] = {}
-    for source in sources:
-        documents = part(corpus.load(source), split)  # type: ignore[arg-type]
+    loaded = [corpus.load(source) for source in sources]
+    for one in loaded:
+        documents = part(one, split)  # type: ignore[arg-type]
         found |= {documents.ids[i]: documents.texts[i] for i in range(len(documents.ids))}
-    return [found[name] for name in sorted(found)]
+    texts = [found[name] for name in sorted(found)]
+    unseen = Unseen(texts, [part(one, "fit") for one in loaded] if split == "held-out" else [])
+    return [texts[place] for place in unseen.among(range(len(texts)))]
 
 
 def make_tokenizer(texts: list[str], vocabulary: int = 2048) -> PreTrainedTokenizerFast:

@@ -109,6 +109,7 @@ def _job(args: argparse.Namespace):
     given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
     given["device"] = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline)}
+    given["also"] = tuple(args.also)
     recipes = recipe_text.with_settings(args.recipe or ["aqua-2bit"], args.set)
     return Job(recipes=tuple(recipes), **given)
 
@@ -193,7 +194,8 @@ def _evaluation(asked, plan) -> str:
         return "none"
     count = asked.eval_windows or f"up to {held_out.windows(plan, plan.seq_len)}"
     bounds = "".join(f", {name} at most {bound:g}" for name, bound in asked.bounds.given.items())
-    return f"{count} held-out windows{bounds}"
+    also = "".join(f", and of {text}" for text in asked.also)
+    return f"{count} held-out windows{also}{bounds}"
 
 
 def _cost(wall: float, spent: dict[str, float]) -> None:
@@ -266,6 +268,8 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument_group("evaluation").add_argument
     add("--no-eval", action="store_true", help="publish without measuring on held-out text")
     add("--eval-windows", type=count, metavar="N", help="windows of it, as long as the sequences (default: few)")
+    add("--also", metavar="NAME=SOURCE", nargs="+", default=[],
+        help="texts of other kinds to measure on too: demo-code (Python's library), a corpus as above")  # fmt: skip
     add(
         "--baseline",
         action="append",

@@ -15,6 +15,8 @@ examples
     kvq eval demo-aqua-2bit higgs-2bit --model demo --plots out        an artifact beside a recipe, with plots
     kvq eval qwen2.5-7b-aqua-2bit@1.2.0 --model qwen2.5-7b --corpus wiki.txt --length 8192 --device cuda
     kvq eval demo-aqua-2bit --model demo --protocol full --layers      every token encoded; errors by layer too
+    kvq eval higgs-2bit --model llama-3.1-8b --corpus wikitext-2 --length 8192 --windows all --protocol full
+    kvq eval demo-aqua-2bit --model demo --also demo-code c4=c4.jsonl  on texts of other kinds, too
 
 The 16-bit model is always measured beside them. Protocols: full, one forward pass in which every token but the sinks
 is encoded and decoded before anything attends to it; in-use, tokens arrive in steps and stay exact for as long as the
@@ -22,7 +24,15 @@ cache keeps them so; both by default. What is read exactly in use, up to all of 
 that the full encode is nearer to a long context. A table of: bits per element, asymptotic and of a cache
 that holds a window, or 4096 tokens; perplexity, and its distance from 16 bit with the standard error over windows; KL
 divergence from the 16-bit model in nats; top-1 agreement with it; the share of attention's weight, and of what queries
-read, that was decoded. Records of published artifacts are kept in the registry."""
+read, that was decoded. Records of published artifacts are kept in the registry.
+
+Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
+part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
+on, each with windows, overlap with the fit part of --corpus, and standard errors of its own: their held-out parts, so
+that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus. wikitext-2 is the test
+set as papers measure on it: its lines joined by two line ends, tokenized whole with the tokenizer's own BOS, cut into
+windows of --length in order, of which --windows takes the first, or all; from the Hub, or wikitext-2:FILE, a .parquet
+of it or a .txt of its lines."""
 
 COMPARE_EXAMPLES = """\
 examples
@@ -31,6 +41,7 @@ examples
     kvq compare --model demo --recipes squat-2bit-paper squat-2bit-paper+key.feedback.rank=60 my.json --recent 0
     kvq compare --model demo --recipes aqua-2bit kivi-2bit --bits 2.1 --sinks 4 --recent 0     with bits by layer
     kvq compare --model qwen2.5-7b --recipes all --length 4096 --device cuda --output records.json
+    kvq compare --model demo --recipes aqua-2bit aqua-klt-1bit --also demo-code prose=book.txt --protocol full
 
 Recipes that need a fit are fitted in one pass over the model, and are not published; then all are measured in one pass
 over held-out text. The same command resumes what was stopped, and repeats no measurement. The table, by bits per
@@ -39,7 +50,15 @@ are): perplexity, KL divergence in nats, top-1 agreement, each against the 16-bi
 that was decoded, and the squared error of attention's output over its energy, mean over layers. --sinks 4 gives all the
 same exact first tokens, of which some papers have none. In use, recipes are compared at equal exact tokens only with
 equal blocks, too: --recent 0 leaves sinks and an unfinished block exact, and --block 32 makes blocks equal where the
-recipes allow it. A full encode needs neither."""
+recipes allow it. A full encode needs neither.
+
+Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
+part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
+on, each with windows, overlap with the fit part of --corpus, and standard errors of its own: their held-out parts, so
+that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus. wikitext-2 is the test
+set as papers measure on it: its lines joined by two line ends, tokenized whole with the tokenizer's own BOS, cut into
+windows of --length in order, of which --windows takes the first, or all; from the Hub, or wikitext-2:FILE, a .parquet
+of it or a .txt of its lines."""
 
 PROBE_EXAMPLES = """\
 examples
@@ -58,7 +77,6 @@ def add_eval(subparsers: Any) -> None:
     )
     _settings(command)
     _source(command)
-    command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of text (default: 16)")
     command.add_argument("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
     _measuring(command)
     command.add_argument("--layers", action="store_true", help="print errors by layer too")
@@ -83,7 +101,6 @@ def add_compare(subparsers: Any) -> None:
         "--bits", metavar="B", type=float, nargs="+", default=[], help="also auto: bits by layer, within B per element"
     )
     command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
-    command.add_argument("--windows", type=count, default=16, metavar="N", help="windows of text (default: 16)")
     _measuring(command)
     command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
     command.add_argument("--output", metavar="FILE", help="write the records as JSON")
@@ -103,7 +120,14 @@ def add_probe(subparsers: Any) -> None:
 
 
 def _measuring(command: argparse.ArgumentParser) -> None:
-    """Add what both measuring commands ask: under which protocols, and what stays exact."""
+    """Add what both measuring commands ask: on which texts, under which protocols, and what stays exact."""
+    command.add_argument(
+        "--windows", type=windows, default=16, metavar="N", help="windows of each text, or all (default: 16)"
+    )
+    command.add_argument(
+        "--also", metavar="NAME=SOURCE", nargs="+", default=[],
+        help="texts of other kinds to measure on too: FILE, HUB-ID, demo-code (Python's library), wikitext-2",
+    )  # fmt: skip
     command.add_argument(
         "--protocol", choices=["full", "in-use", "both"], default="both",
         help="every token but the sinks encoded before it is read; as the cache does it in use; or both (default)",
@@ -142,6 +166,11 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 1")
     return int(text)
+
+
+def windows(text: str) -> int | None:
+    """The type of --windows: a count, or None for all."""
+    return None if text == "all" else count(text)
 
 
 def _run(function: str, args: argparse.Namespace) -> int:

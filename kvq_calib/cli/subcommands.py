@@ -21,8 +21,8 @@ def evaluate(args: argparse.Namespace) -> int:
     from kvq_calib.evaluate.subject import find
     from kvq_calib.model import find as models
     from kvq_calib.report import plots
-    from kvq_calib.report.tables import table
-    from kvq_calib.text import corpus
+    from kvq_calib.report.tables import about_texts, table
+    from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
     from kvq_runtime.registry import reference
     from kvq_runtime.registry.resolve import open_registry
@@ -34,10 +34,12 @@ def evaluate(args: argparse.Namespace) -> int:
     length = args.length or min(files.entry.seq_len, files.context)
     source = args.corpus or files.entry.corpus
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
+    beside = others.choose(args.also, source, files.path, args.windows, length, args.seed)
     protocol = _protocol(args, args.rows)
-    with _bar(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
+    with _bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
         device = _device(args.device)
-        records = record.evaluate(files, batch, subjects, protocol, device, _dtype(args.dtype, device), progress)
+        used = (device, _dtype(args.dtype, device))
+        records = record.evaluate(files, batch, subjects, protocol, *used, progress, others=beside)
     for subject, found in zip(subjects, records, strict=True):
         if subject.published:
             kept = reference.parse(subject.name)
@@ -54,6 +56,7 @@ def evaluate(args: argparse.Namespace) -> int:
         print(json.dumps(records, indent=2))
         return 0
     print_table(table(records), False)
+    print("".join(f"\n{note}" for note in about_texts(records)))
     if args.layers:
         rows = [{"recipe": found["result"]["recipe"], **row} for found in records for row in found["result"]["layers"]]
         print()
@@ -73,7 +76,7 @@ def compare(args: argparse.Namespace) -> int:
     from kvq_calib.evaluate.subject import Subject
     from kvq_calib.model import find as models
     from kvq_calib.report import plots, tables
-    from kvq_calib.text import corpus
+    from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
     from kvq_runtime.registry.reference import home
 
@@ -85,6 +88,7 @@ def compare(args: argparse.Namespace) -> int:
         print(f"kvq: {note}", file=sys.stderr)
     source, device = corpus.pin(args.corpus or files.entry.corpus), _device(args.device)
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
+    beside = others.choose(args.also, source, files.path, args.windows, length, args.seed)
     subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
     asked_as = {recipe_text.read(text).name: text for text in texts if recipe_text.written(text)}
     fitted = tuple(asked_as.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted)
@@ -109,9 +113,11 @@ def compare(args: argparse.Namespace) -> int:
         note = f"windows of {length} tokens: the last of them stay exact in a full encode, {rests}"
         print(f"kvq: {note}; use --length with a multiple of all blocks", file=sys.stderr)
     ledger = Ledger(home() / "evaluated" if args.folder is None else Path(args.folder) / "evaluated")
-    with _bar(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
-        dtype = _dtype(args.dtype, device)
-        records = record.evaluate(files, batch, list(subjects.values()), protocol, device, dtype, progress, ledger)
+    with _bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
+        used = (device, _dtype(args.dtype, device))
+        records = record.evaluate(
+            files, batch, list(subjects.values()), protocol, *used, progress, ledger, others=beside
+        )
     records = plots.by_bits(records)
     if args.output:
         Path(args.output).write_text(json.dumps(records, indent=1) + "\n")

@@ -17,7 +17,7 @@ from kvq_calib.evaluate.record import Protocol
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
-from kvq_calib.text import corpus
+from kvq_calib.text import corpus, others
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
@@ -43,9 +43,30 @@ def choose(run: Run, asked: int | None = None) -> Batch:
     unit = {"text": [plan.corpus, run.files.id, asked, count, length, plan.seed]}
     kept = ledger.read(**unit)
     if kept is None:
-        batch = _select(plan, run.files.path, count, length, at_least=asked or 1)
-        kept = {"tokens": batch.tokens_BT.tolist(), "digest": batch.digest, "description": batch.description}
+        kept = _kept(_select(plan, run.files.path, count, length, at_least=asked or 1))
         ledger.write(kept, **unit)
+    return _batch(kept)
+
+
+def choose_others(run: Run, also: Sequence[str], asked: int | None = None) -> dict[str, Batch]:
+    """The texts of other kinds to measure on, by name, kept likewise; `also` as `others.parse` takes it."""
+    plan, ledger = run.plan, Ledger(run.folder / "evaluated")
+    length = min(plan.seq_len, run.files.context)
+    count = asked or windows(plan, length)
+    unit = {"texts": [list(also), plan.corpus, run.files.id, count, length, plan.seed]}
+    kept = ledger.read(**unit) if also else {}
+    if kept is None:
+        found = others.choose(also, plan.corpus, run.files.path, count, length, plan.seed)
+        kept = {name: _kept(batch) for name, batch in found.items()}
+        ledger.write(kept, **unit)
+    return {name: _batch(one) for name, one in kept.items()}
+
+
+def _kept(batch: Batch) -> dict[str, Any]:
+    return {"tokens": batch.tokens_BT.tolist(), "digest": batch.digest, "description": batch.description}
+
+
+def _batch(kept: Mapping[str, Any]) -> Batch:
     return Batch(torch.tensor(kept["tokens"], dtype=torch.int32), kept["digest"], kept["description"])
 
 
@@ -65,18 +86,19 @@ def evaluate(
     beside: Sequence[Subject] = (),
     asked: int | None = None,
     protocol: Protocol = PROTOCOL,
+    also: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """One record per artifact, in their order, then one per subject `beside` them.
 
     The whole model is on the device for this, in the precision of `kvq eval`: float32 on a CPU, else as stored.
     """
-    batch = choose(run, asked)
+    batch, texts = choose(run, asked), choose_others(run, also, asked)
     own = [
         Subject.of(made, hashlib.sha256(artifact.to_bytes(made)).hexdigest(), name, published=False)
         for name, made in fitted.items()
     ]
     subjects = [*own, *beside]
-    total, done = record.work(run.files, batch, len(subjects), protocol), 0
+    total, done = record.work(run.files, batch, len(subjects), protocol, texts), 0
 
     def progressed(tokens: int) -> None:
         nonlocal done
@@ -85,4 +107,5 @@ def evaluate(
 
     torch.use_deterministic_algorithms(False)  # of a fit; what a cache does has no such version for every operation
     ledger = Ledger(run.folder / "evaluated")
-    return record.evaluate(run.files, batch, subjects, protocol, run.plan.device, progress=progressed, ledger=ledger)
+    told = {"progress": progressed, "ledger": ledger, "others": texts}
+    return record.evaluate(run.files, batch, subjects, protocol, run.plan.device, **told)

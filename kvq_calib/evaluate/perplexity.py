@@ -42,15 +42,15 @@ ROW_LOGITS = 1 << 28  # and their logits, which are kept: with large vocabularie
 
 @dataclass
 class Score:
-    """Sums over tokens; `losses` has the mean loss of each window, in nats.
+    """Sums over tokens; `losses` and `kls` have the means of each window, in nats.
 
     reads   of a cache that counts what is read from it; None: it does not
     """
 
     tokens: int = 0
-    kl_sum: float = 0.0
     agreed: int = 0
     losses: list[float] = field(default_factory=list)
+    kls: list[float] = field(default_factory=list)
     reads: Reads | None = None
 
     @staticmethod
@@ -61,9 +61,9 @@ class Score:
     def add(self, other: "Score") -> None:
         """Take other windows in."""
         self.tokens += other.tokens
-        self.kl_sum += other.kl_sum
         self.agreed += other.agreed
         self.losses += other.losses
+        self.kls += other.kls
         if other.reads is not None:
             self.reads = self.reads or Reads()
             self.reads.add(other.reads)
@@ -79,7 +79,7 @@ class Score:
 
     @property
     def kl(self) -> float:
-        return self.kl_sum / self.tokens
+        return sum(self.kls) / len(self.kls)
 
     @property
     def top1(self) -> float:
@@ -186,6 +186,7 @@ class _Group:
         """Hold logits against the text and against those of the 16-bit model."""
         batch, length = self.tokens_BT.shape
         score, losses = Score(), torch.zeros(batch, dtype=torch.float64, device=self.tokens_BT.device)
+        kls = torch.zeros_like(losses)
         done = 1
         for expected, logits in zip(self.expected, found, strict=False):
             target = self.tokens_BT[:, done : done + logits.shape[1]]
@@ -200,10 +201,10 @@ class _Group:
                 x[:, : target.shape[1]].to(target.device).double().log_softmax(-1) for x in (expected, logits)
             )
             losses -= log_q.gather(-1, target[..., None]).sum((1, 2))
-            score.kl_sum += float((log_p.exp() * (log_p - log_q)).sum())
+            kls += (log_p.exp() * (log_p - log_q)).sum((1, 2))
             score.agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
             score.tokens += target.numel()
             progress(target.numel())
         progress(batch)  # the first token of each window is given
-        score.losses = (losses / (length - 1 - self.prompt)).tolist()
+        score.losses, score.kls = ((sums / (length - 1 - self.prompt)).tolist() for sums in (losses, kls))
         return score

@@ -5,7 +5,8 @@
      "result": {"protocols": {"full": {...}, "in-use": {...}}, "bits": {...}, "layers": [...], ...}}
 
 For each protocol there are figures with the shares of what was decoded, or {"reason": why there are none}; which is
-asked of a record by `kvq_runtime/registry/measured.py`.
+asked of a record by `kvq_runtime/registry/measured.py`. Texts of other kinds have figures of their own, in `texts` of
+protocol and result, by name.
 
 All subjects are evaluated in one pass over the text. A registry keeps the records of what it holds:
 `registry.add_evaluation(record)`. A ledger keeps finished units of the work, down to one cache on a few windows.
@@ -15,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -106,9 +108,13 @@ def evaluate(
     dtype: torch.dtype | None = None,
     progress: Progress = lambda tokens: None,
     ledger: Ledger = NOWHERE,
+    others: Mapping[str, Batch] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """One record per subject, in their order. `progress` is told how many of `work(...)` tokens were done."""
-    length = batch.tokens_BT.shape[1]
+    """One record per subject, in their order. `progress` is told how many of `work(...)` tokens were done.
+
+    others   texts of other kinds, by name, on which figures are measured too
+    """
+    length = max(one.tokens_BT.shape[1] for one in (batch, *others.values()))
     if length > files.context:
         raise ValueError(f"windows of {length} tokens; {files.id} was made for at most {files.context}: use --length")
     if not 0 <= protocol.prompt < length - 1:
@@ -117,7 +123,7 @@ def evaluate(
         raise ValueError(f"{[subject.name for subject in subjects]}; name each once")
     used = environment(device, str(dtype or _kind(files, device)).removeprefix("torch."), torch.get_num_threads())
     ledger = ledger.within(model=[files.id, files.revision, _weights(files)], environment=used, code=code())
-    own = ledger.within(protocol=_protocol(files, batch, protocol))
+    own = ledger.within(protocol=_protocol(files, batch, protocol, others))
     recipes = [protocol.recipe(subject.recipe, files.geometry, subject.tensors) for subject in subjects]
     digests = [_digest(subject, recipe) for subject, recipe in zip(subjects, recipes, strict=True)]
     records: dict[str, Any] = {digest: own.read(record=digest) for digest in digests}
@@ -126,10 +132,10 @@ def evaluate(
         for digest, recipe, subject in zip(digests, recipes, subjects, strict=True)
         if records[digest] is None
     }
-    progress(work(files, batch, len(subjects), protocol) - work(files, batch, len(left), protocol))
-    for digest, result in _results(files, batch, left, protocol, device, dtype, progress, ledger).items():
+    progress(work(files, batch, len(subjects), protocol, others) - work(files, batch, len(left), protocol, others))
+    for digest, result in _results(files, batch, left, protocol, device, dtype, progress, ledger, others).items():
         subject = subjects[digests.index(digest)]
-        about = _protocol(files, batch, protocol)
+        about = _protocol(files, batch, protocol, others)
         about["model"]["parameters"] = result.pop("parameters")
         records[digest] = {
             "artifact": subject.sha256 or result["recipe"],
@@ -153,7 +159,7 @@ def _digest(subject: Subject, recipe: Recipe) -> str:
 
 
 def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str, dtype, progress: Progress,
-             ledger: Ledger) -> dict[str, dict[str, Any]]:  # fmt: skip
+             ledger: Ledger, others: Mapping[str, Batch]) -> dict[str, dict[str, Any]]:  # fmt: skip
     """What was measured of each (recipe, tensors)."""
     if not pairs:
         return {}
@@ -168,6 +174,11 @@ def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str,
         result["bits"] = bits.costs(recipe, files.geometry, tokens_BT.shape[1], tensors, device)
         result["layers"] = layers.get(digest, [])
         results[digest] = result
+    for text, other in others.items():
+        found, *_ = _scores(files, other.tokens_BT, pairs, protocol, device, dtype, progress, ledger)
+        for digest, (recipe, _) in pairs.items():
+            parts = {name: _part(name, recipe, protocol, other.tokens_BT, one, digest) for name, one in found.items()}
+            results[digest].setdefault("texts", {})[text] = {"protocols": parts}
     return results
 
 
@@ -238,6 +249,7 @@ def _part(
         "relative_se": spread,
         "kl": score.kl,
         "top1": score.top1,
+        "windows": {"loss": score.losses, "reference_loss": reference.losses, "kl": score.kls},
     }
 
 
@@ -251,27 +263,39 @@ def _nothing(name: str, window: Window, step: int, length: int) -> str:
     return f"nothing was encoded: windows of {length} tokens are shorter than {needs}"
 
 
-def work(files: ModelFiles, batch: Batch, subjects: int, protocol: Protocol) -> int:
+def work(
+    files: ModelFiles,
+    batch: Batch,
+    subjects: int,
+    protocol: Protocol,
+    others: Mapping[str, Batch] = MappingProxyType({}),
+) -> int:
     """How many tokens `evaluate` reports to `progress`, in all."""
     if not subjects:
         return 0
     some = batch.tokens_BT[: protocol.error_windows]
-    return batch.tokens_BT.numel() * (subjects + 1) * len(set(protocol.protocols)) + _error_work(files, some, subjects)
+    tokens = sum(one.tokens_BT.numel() for one in (batch, *others.values()))
+    return tokens * (subjects + 1) * len(set(protocol.protocols)) + _error_work(files, some, subjects)
 
 
-def _protocol(files: ModelFiles, batch: Batch, protocol: Protocol) -> dict[str, Any]:
-    windows, length = batch.tokens_BT.shape
+def _protocol(files: ModelFiles, batch: Batch, protocol: Protocol, others: Mapping[str, Batch]) -> dict[str, Any]:
+    windows = len(batch.tokens_BT)
     given = {"sinks": protocol.sinks, "block": protocol.block, "prompt": protocol.prompt or None}
     given = {name: count for name, count in given.items() if count is not None}  # older records do not speak of them
+    given |= {"texts": {name: _windows(one) for name, one in others.items()}} if others else {}
     return {
         "name": "perplexity",
         "version": 2,
         "protocols": [name for name in PROTOCOLS if name in protocol.protocols],
         "model": {"id": files.id, "revision": files.revision},
         "step": protocol.step,
-        "windows": windows,
-        "length": length,
         "recent": protocol.recent,
         "error_windows": min(protocol.error_windows, windows),
-        "text": batch.description,
-    } | given
+        **_windows(batch),
+        **given,
+    }
+
+
+def _windows(batch: Batch) -> dict[str, Any]:
+    windows, length = batch.tokens_BT.shape
+    return {"windows": windows, "length": length, "text": batch.description}

@@ -20,6 +20,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.recipe import OURS
 from kvq_runtime.registry.card import eval_results
+from kvq_runtime.registry.measured import texts
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
 QUERIES = "query-deviation.png"
@@ -155,7 +156,9 @@ def _limits(artifact: Artifact, records: Sequence[Mapping[str, Any]]) -> str:
             f"Every figure above is of a small model ({small} parameters). Such models have no massive outliers, and "
             "these say nothing about larger models, long contexts or tasks."
         )
-    lines.append("Perplexity was measured on one text. Where the use is another, measure there: `kvq eval`.")
+    names = [str(record["protocol"]["text"]["source"]) for record in records] + texts(records)
+    where = "one text" if len(set(names)) < 2 else ", ".join(dict.fromkeys(names))
+    lines.append(f"Perplexity was measured on {where}. Where the use is another, measure there: `kvq eval --also`.")
     if artifact.recipe.cross_layer:
         lines.append("Layers are predicted from layers below: all must attend to all tokens, none may be skipped.")
     return "\n".join(f"- {line}" for line in lines)

@@ -1,7 +1,7 @@
 """Say under which licence model and corpus are, where that is known; nothing is guessed from a name.
 
-A model's is in the front matter of its README.md. Of corpora, only the embedded one's is known here: a dataset of the
-Hub states its own on its card, which ours names.
+A model's is in the front matter of its README.md. Of corpora, only those of embedded ones are known here: a dataset of
+the Hub states its own on its card, which ours names.
 """
 
 from pathlib import Path
@@ -20,4 +20,5 @@ def of_model(folder: Path) -> dict[str, str]:
 
 def of_corpus(source: str) -> str:
     """The licence of a corpus, for people."""
-    return "PSF-2.0 (the documentation of Python)" if source == "demo" else "not known here; see the corpus"
+    known = {"demo": "PSF-2.0 (the documentation of Python)", "demo-code": "PSF-2.0 (the library of Python)"}
+    return known.get(source, "not known here; see the corpus")

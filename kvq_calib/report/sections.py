@@ -96,7 +96,8 @@ def evaluation(records: Sequence[Mapping[str, Any]]) -> str:
     if not records:
         return UNMEASURED
     blocks = []
-    for group in _groups(records):
+    elsewhere = [one for record in records for one in measured.elsewhere(record).values()]
+    for group in _groups([*records, *elsewhere]):
         given = group[0]["protocol"]
         known = (tables.reference(group, name) for name in measured.PROTOCOLS)
         rows: list[dict[str, Any]] = [
@@ -113,12 +114,11 @@ def evaluation(records: Sequence[Mapping[str, Any]]) -> str:
                     "protocol": measured.SPOKEN[name],
                     **{_HEADS.get(head, head): cell for head, cell in tables.measures(part).items()},
                 })  # fmt: skip
-        model, text = given["model"], given["text"]
+        model = given["model"]
         recent = "as in use" if given["recent"] is None else f"of {given['recent']} tokens"
         recent += f", {given['sinks']} exact first tokens" if "sinks" in given else ""
         blocks.append(
-            f"`{model['id']}`, **{size_of(model['parameters'])} parameters**; {given['windows']} windows of "
-            f"{given['length']} tokens of {text['source']}, {text['split']} part. {_SPOKEN}"
+            f"`{model['id']}`, **{size_of(model['parameters'])} parameters**; {tables.about_text(group[0])} {_SPOKEN}"
             f"In use: in steps of {given['step']} tokens with the compressed cache, recent window {recent}. {_DECODED}"
             f"± is a standard error over windows.\n\n{_table(rows)}"
         )

@@ -24,6 +24,11 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     first: dict[str, Any] = _bits("16 bit", {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}, length)
     heads = [head for name in names for head in _heads(name)]
     known = {_heads(name)[0]: f"{one:.3f}" for name in names if (one := reference(records, name))}
+    others = measured.texts(records)
+    for text in others:
+        elsewhere = _elsewhere(records, text)
+        known |= {_head(text, name): f"{one:.3f}" for name in names if (one := reference(elsewhere, name))}
+    heads += [head for text in others for name in names for head in (_head(text, name), f"{_head(text, name)} KL")]
     rows = [first | {"block": None} | dict.fromkeys(heads) | known]
     for record in records:
         row = _bits(record["result"]["recipe"], record["result"]["bits"], length)
@@ -38,8 +43,21 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 f"{shares['attention']:.0%}" if shares else None,
                 attention_error(record, name) if found else None,
             ), strict=True))  # fmt: skip
+        for text, other in measured.elsewhere(record).items():
+            for name in names:
+                found, head = measured.figures(other, name), _head(text, name)
+                row |= {head: relative(found) if found else "none", f"{head} KL": found["kl"] if found else None}
         rows.append(row)
     return rows
+
+
+def _elsewhere(records: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The records of a text of another kind."""
+    return [measured.elsewhere(one)[text] for one in records if text in (one["result"].get("texts") or {})]
+
+
+def _head(text: str, protocol: str) -> str:
+    return f"{text} {protocol.replace('-', ' ')}"
 
 
 def _heads(protocol: str) -> list[str]:
@@ -49,7 +67,20 @@ def _heads(protocol: str) -> list[str]:
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that `kvq eval` prints: one a recipe and protocol, the 16-bit model first."""
+    """The rows that `kvq eval` prints: one a recipe and protocol, the 16-bit model first, and so for each text."""
+    others = measured.texts(records)
+    if others:
+        main = [{"text": text_name(records[0]), **row} for row in _table(records)]
+        return main + [{"text": text, **row} for text in others for row in _table(_elsewhere(records, text))]
+    return _table(records)
+
+
+def text_name(record: Mapping[str, Any]) -> str:
+    """What the text of a record is called."""
+    return str(record["protocol"]["text"]["source"])
+
+
+def _table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     length, names = records[0]["protocol"]["length"], _protocols(records)
     first: dict[str, Any] = _bits("16 bit", {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}, length)
     known = next((perplexity for name in names if (perplexity := reference(records, name))), None)
@@ -86,12 +117,38 @@ def decoded(part: Mapping[str, Any]) -> str:
 
 
 def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why figures are missing: a sentence for each reason, with the recipes that it holds for."""
-    said: dict[str, list[str]] = {}
-    for record in records:
-        for reason in measured.reasons(record):
-            said.setdefault(reason, []).append(record["result"]["recipe"])
-    return [f"{', '.join(names)}: {reason}." for reason, names in said.items()]
+    """What was measured on, a sentence a text, and why figures are missing: one for each reason, with its recipes."""
+    said: dict[str, dict[str, None]] = {}  # the recipes in their order, each once
+    for group in _by_text(records).values():
+        for record in group:
+            for reason in measured.reasons(record):
+                said.setdefault(reason, {})[record["result"]["recipe"]] = None
+    return [*about_texts(records), *(f"{', '.join(names)}: {reason}." for reason, names in said.items())]
+
+
+def about_texts(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was measured on: a sentence for each text."""
+    return [about_text(group[0], name) for name, group in _by_text(records).items()]
+
+
+def _by_text(records: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """The records of each text, that of the corpus under ""."""
+    return {"": records} | {text: _elsewhere(records, text) for text in measured.texts(records)}
+
+
+def about_text(record: Mapping[str, Any], name: str = "") -> str:
+    """Which windows a record is of, and what they share with what was fitted on."""
+    given = record["protocol"]
+    text, found = given["text"], given["text"].get("overlap")
+    known = "" if name in ("", text["source"]) else f"{name}: "
+    said = f"{known}{given['windows']} windows of {given['length']} tokens of {text['source']}, {text['split']} part"
+    if found is None:
+        return f"{said}; what they share with the fit part was not measured."
+    less = f" {found['dropped_documents']} documents ({found['dropped_tokens']} tokens) that repeat it are left out."
+    return (
+        f"{said}; {found['left']:.1%} of their runs of {found['run_bytes']} bytes are in the fit part of "
+        f"{' or '.join(found['against'])}.{less if found['dropped_documents'] else ''}"
+    )
 
 
 def reference(records: Sequence[Mapping[str, Any]], protocol: str) -> float | None:

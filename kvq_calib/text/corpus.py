@@ -1,12 +1,15 @@
 """Choose calibration sequences from a corpus: the same ones on every machine, whatever the number of workers.
 
-Documents belong to the held-out part by a hash of their content, so that fit and held-out text share nothing, whatever
-the seed. Inside a part they are ranked by sha256(seed, id) and read in that order:
+Documents belong to the held-out part by a hash of their content, whatever the seed; of those, the ones that repeat runs
+of the fit part are passed over (`overlap.py`), and what the chosen sequences still share with it is measured. Inside a
+part documents are ranked by sha256(seed, id) and read in that order:
 
     crop    from each document of at least L tokens one run of L, at an offset from the same hash: from the middle of
             a text, without BOS (AQUA-KV's rule)
     pack    documents after each other, each with the tokenizer's BOS or else followed by EOS, cut every L tokens
     auto    crop if the part has enough long documents, else pack
+
+The test set of WikiText-2, `wikitext-2` (`wikitext.py`), is read whole and in order instead, and never fitted on.
 
 Besides what `sources` reads, a corpus may be a dataset of the Hub, `org/name[:config][@revision]`, split `train`,
 column `text`. Its revision is pinned to a commit before it is read; the dataset is downloaded in full, since a rank
@@ -15,7 +18,8 @@ needs every document.
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,7 +30,9 @@ import torch
 from torch import Tensor
 
 from kvq_calib.text import documents as sources
+from kvq_calib.text import overlap, wikitext
 from kvq_calib.text.documents import Documents
+from kvq_calib.text.overlap import Unseen
 from kvq_calib.text.split import Split, mark, part
 from kvq_calib.text.tokenizer import Encoder
 
@@ -62,46 +68,59 @@ class Batch:
 def select(
     source: str,
     tokenizer: str | Path,
-    samples: int,
+    samples: int | None,
     seq_len: int,
     seed: int = 0,
     split: Split = "fit",
     mode: Mode = "auto",
+    beside: Sequence[str] = (),
 ) -> Batch:
     """Choose `samples` sequences of `seq_len` tokens from one part of a corpus.
 
     tokenizer   the folder of the model
+    samples     None: all there are
+    beside      of held-out text: other corpora whose fit parts it must not repeat either
 
     Raises TooLittle, a ValueError, with the number there is, if the part has too little text.
     """
-    if samples < 1 or seq_len < 2:
+    wanted = sys.maxsize if samples is None else samples
+    if wanted < 1 or seq_len < 2:
         raise ValueError(f"samples={samples}, seq_len={seq_len}; use at least 1 sequence of at least 2 tokens")
-    corpus = load(source)
-    chosen = part(corpus, split)
+    corpus, whole = load(source), wikitext.is_named(source)
+    if whole and split == "fit":
+        raise ValueError(f"{source} is a test set; fit on another corpus, and measure on it with --also {source}")
+    chosen = part(corpus, "all" if whole else split)
     encoder = Encoder(Path(tokenizer))
-    rows = _crop(chosen, encoder, samples, seq_len, seed) if mode != "pack" else []
-    used = "crop"
-    if len(rows) < samples and mode != "crop":
-        rows, used = _pack(chosen, encoder, samples, seq_len, seed), "pack"
-    if len(rows) < samples:
-        where = corpus.name if split == "all" else f"the {split} part of {corpus.name}"
-        raise TooLittle(f"{where} gives {len(rows)} sequences of {seq_len} tokens (mode {used}), not {samples}; ask "
-                        "for fewer or shorter ones, or give more text", len(rows))  # fmt: skip
+    fits = _fits(source, beside) if split == "held-out" else []
+    unseen, used = Unseen(chosen.texts, fits), "contiguous" if whole else "crop"
+    if whole:
+        rows = _contiguous(corpus, encoder, wanted, seq_len)
+    else:
+        rows = _crop(chosen, unseen, encoder, wanted, seq_len, seed) if mode != "pack" else []
+    if len(rows) < wanted and mode != "crop" and not whole:
+        rows, used = _pack(chosen, unseen, encoder, wanted, seq_len, seed), "pack"
+    if len(rows) < (samples or 1):
+        where = corpus.name if split == "all" or whole else f"the {split} part of {corpus.name}"
+        less = f", {len(unseen.dropped)} documents that repeat the fit part left out," if unseen.dropped else ""
+        made = f"{where}{less} gives {len(rows)} sequences of {seq_len} tokens (mode {used}), not {samples or 1}"
+        raise TooLittle(f"{made}; ask for fewer or shorter ones, or give more text", len(rows))
     tokens = np.asarray(rows, dtype="<i4")
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()
     description = {
         "source": corpus.name,
         "corpus_digest": corpus.digest,
-        "documents": len(chosen.ids),
-        "split": split,
+        "documents": 1 if whole else len(chosen.ids),
+        "split": "whole" if whole else split,
         "mode": used,
-        "samples": samples,
+        "samples": len(rows),
         "seq_len": seq_len,
         "seed": seed,
-        "boundary": "none" if used == "crop" else encoder.boundary,
+        "boundary": encoder.boundary if used == "pack" else "none",
         "tokenizer_sha256": encoder.digest,
         "token_digest": digest,
     }
+    if fits:
+        description["overlap"] = _overlap(unseen, encoder, rows)
     return Batch(torch.from_numpy(tokens.astype(np.int32)), digest, description)
 
 
@@ -123,11 +142,28 @@ def pin(source: str) -> str:
 
 def load(source: str) -> Documents:
     """All documents of a corpus."""
-    if source == "demo":
-        return sources.demo()
+    if source in sources.EMBEDDED:
+        return sources.embedded(source)
+    if wikitext.is_named(source):
+        return _wikitext(source)
     source = pin(source)
     found = _hub(source)
-    return sources.local(Path(source)) if found is None else _dataset(source, found)
+    return sources.local(Path(source)) if found is None else sources.of(source, _dataset(source, found))
+
+
+def _wikitext(source: str) -> Documents:
+    """The test set as one document."""
+    path = wikitext.file_of(source)
+    if path is not None:
+        return sources.of(f"{wikitext.NAME}:{path.name}", [wikitext.joined(wikitext.local(path))])
+    pinned = pin(wikitext.DATASET)
+    return sources.of(pinned, [wikitext.joined(list(_dataset(pinned, _hub(pinned) or {}, "test")))])
+
+
+def _fits(source: str, beside: Sequence[str]) -> list[Documents]:
+    """The parts that are fitted on, of a corpus and of others beside it; of a test set there is none."""
+    names = [name for name in dict.fromkeys([source, *beside]) if not wikitext.is_named(name)]
+    return [part(load(name), "fit") for name in names]
 
 
 def _hub(source: str) -> dict[str, Any] | None:
@@ -138,29 +174,50 @@ def _hub(source: str) -> dict[str, Any] | None:
     return found.groupdict()
 
 
-def _dataset(source: str, found: dict[str, Any]) -> Documents:
+def _dataset(source: str, found: dict[str, Any], split: str = "train") -> Sequence[str]:
+    """The texts of a dataset of the Hub."""
     import datasets
 
     try:
-        rows = datasets.load_dataset(found["repo"], found["config"], revision=found["revision"], split="train")
+        rows = datasets.load_dataset(found["repo"], found["config"], revision=found["revision"], split=split)
     except Exception as error:  # a missing config, a script, no network: datasets says which
         raise RuntimeError(
             f"could not load the dataset {source}: {error}. Give another corpus, or a local file"
         ) from error
     if "text" not in rows.column_names:
         raise ValueError(f"{source} has columns {', '.join(rows.column_names)}; documents are in a column 'text'")
-    return sources.of(source, rows["text"])
+    return rows["text"]
+
+
+def _overlap(unseen: Unseen, encoder: Encoder, rows: list[list[int]]) -> dict[str, Any]:
+    """What a description says of held-out text: what was left out, and what the sequences still share with fit parts.
+
+    against             the corpora whose fit parts were looked through
+    run_bytes, limit    how long a run is, and the share of runs above which a document is left out
+    dropped_documents   of those that were reached in rank order; dropped_tokens: how long they are
+    left                of the runs of the sequences, the share that is in the fit parts
+    """
+    return {
+        "against": [fit.name for fit in unseen.fits],
+        "run_bytes": overlap.RUN,
+        "limit": overlap.LIMIT,
+        "dropped_documents": len(unseen.dropped),
+        "dropped_tokens": sum(map(len, encoder.plain([unseen.texts[place] for place in unseen.dropped]))),
+        "left": unseen.left(encoder.text(rows)),
+    }
 
 
 def _ranked(chosen: Documents, seed: int) -> list[int]:
     return sorted(range(len(chosen.ids)), key=lambda place: mark(str(seed), chosen.ids[place]))
 
 
-def _crop(chosen: Documents, encoder: Encoder, samples: int, seq_len: int, seed: int) -> list[list[int]]:
+def _crop(
+    chosen: Documents, unseen: Unseen, encoder: Encoder, samples: int, seq_len: int, seed: int
+) -> list[list[int]]:
     rows: list[list[int]] = []
     # a token is at least a byte, but for one that a normalizer may put in front
     long = (place for place in _ranked(chosen, seed) if len(chosen.texts[place].encode()) + 1 >= seq_len)
-    for places in _batches(long):
+    for places in _batches(unseen.among(long)):
         for place, ids in zip(places, encoder.plain([chosen.texts[p] for p in places]), strict=True):
             if len(ids) >= seq_len and len(rows) < samples:
                 start = mark(str(seed), chosen.ids[place], "offset") % (len(ids) - seq_len + 1)
@@ -170,15 +227,22 @@ def _crop(chosen: Documents, encoder: Encoder, samples: int, seq_len: int, seed:
     return rows
 
 
-def _pack(chosen: Documents, encoder: Encoder, samples: int, seq_len: int, seed: int) -> list[list[int]]:
+def _pack(
+    chosen: Documents, unseen: Unseen, encoder: Encoder, samples: int, seq_len: int, seed: int
+) -> list[list[int]]:
     stream: list[int] = []
-    for places in _batches(_ranked(chosen, seed)):
+    for places in _batches(unseen.among(_ranked(chosen, seed))):
         for ids in encoder.bounded([chosen.texts[p] for p in places]):
             stream += ids
         if len(stream) >= samples * seq_len:
             break
     count = min(samples, len(stream) // seq_len)
     return [stream[i * seq_len : (i + 1) * seq_len] for i in range(count)]
+
+
+def _contiguous(corpus: Documents, encoder: Encoder, samples: int, seq_len: int) -> list[list[int]]:
+    ids = encoder.whole(corpus.texts[0])
+    return [ids[start : start + seq_len] for start in range(0, len(ids) - seq_len + 1, seq_len)][:samples]
 
 
 def _batches(places: Iterable[int]) -> Iterator[list[int]]:

@@ -1,6 +1,7 @@
 """Read the documents of a corpus: the embedded text, a local file, or a dataset of the Hub handed in by corpus.py.
 
 demo              the standard library's documentation
+demo-code         its code, without docstrings
 FILE.txt          documents separated by <|endoftext|>, else the whole file as one document
 FILE.jsonl        one JSON object a line, key `text`; also .jsonl.gz and .jsonl.zst
 FILE.parquet      column `text`
@@ -18,6 +19,7 @@ from typing import Any
 from kvq_calib.text import stdlib as stdlib_text
 
 SEPARATOR = "<|endoftext|>"
+EMBEDDED = {"demo": stdlib_text.documents, "demo-code": stdlib_text.code}
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
@@ -45,9 +47,9 @@ def of(name: str, texts: Sequence[str]) -> Documents:
     return Documents(name, texts, [hashlib.sha256((text or "").encode()).hexdigest() for text in texts])
 
 
-def demo() -> Documents:
-    """The embedded corpus."""
-    return of("demo", [text for _, text in stdlib_text.documents()])
+def embedded(name: str) -> Documents:
+    """An embedded corpus."""
+    return of(name, [text for _, text in EMBEDDED[name]()])
 
 
 def local(path: Path) -> Documents:
@@ -56,11 +58,11 @@ def local(path: Path) -> Documents:
     if not path.is_file():
         raise ValueError(f"corpus {path} is not a file; give one of {', '.join(SUFFIXES)}")
     if name.endswith(".txt"):
-        texts = _text(path)
+        texts = utf8(path).split(SEPARATOR)
     elif name.endswith(SUFFIXES[1:4]):
         texts = list(_lines(path))
     elif name.endswith(".parquet"):
-        texts = _parquet(path)
+        texts = parquet(path)
     else:
         raise ValueError(f"corpus {path.name} has no known suffix; use {', '.join(SUFFIXES)}")
     texts = [text for text in texts if text.strip()]
@@ -69,9 +71,10 @@ def local(path: Path) -> Documents:
     return of(path.name, texts)
 
 
-def _text(path: Path) -> list[str]:
+def utf8(path: Path) -> str:
+    """A text file. Raises ValueError for one in another encoding."""
     try:
-        return path.read_text(encoding="utf-8").split(SEPARATOR)
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"corpus {path.name} is not UTF-8 at byte {error.start}; convert it") from error
 
@@ -105,8 +108,9 @@ def _unpacked(path: Path) -> TextIOBase:
     return path.open(encoding="utf-8")
 
 
-def _parquet(path: Path) -> list[str]:
-    import pyarrow.parquet as parquet
+def parquet(path: Path) -> list[str]:
+    """The column `text` of a file. Raises ValueError for one without."""
+    from pyarrow import parquet
 
     columns = parquet.read_schema(path).names
     if "text" not in columns:

@@ -1,7 +1,8 @@
-"""Divide a corpus into a part to fit on and a held-out part that shares no text with it.
+"""Divide a corpus into a part to fit on and a held-out part that shares no document with it.
 
 A document is held out if a hash of its content, the same for every seed and every corpus it stands in, is among the
-lowest tenth. So a text that two files share is on the same side in both.
+lowest tenth. So a text that two files share is on the same side in both. Documents may still repeat passages of each
+other: which held-out ones are measured on is decided by `overlap.py`, and the fit part is the same with and without it.
 """
 
 import hashlib

@@ -1,7 +1,9 @@
-"""Collect the text that every machine with Python has: the language reference and the standard library's docstrings.
+"""Collect the text that every machine with Python has: documentation, and code, of the language and its library.
 
-A document is one topic of `pydoc_data.topics`, or all docstrings of one module in source order, read by parsing the
-source: no module is imported. The text depends on the Python version; a batch's digest records what it was.
+    documents   one topic of the reference (`pydoc_data.topics`), or all docstrings of one module in source order
+    code        the source of one module without its docstrings: the other kind of text, and none of the first
+
+Sources are parsed, no module is imported. The text depends on the Python version; a batch's digest records what it was.
 """
 
 import ast
@@ -33,6 +35,30 @@ def documents() -> list[tuple[str, str]]:
     found = [(f"topics/{name}", text) for name, text in sorted(topics.items())]
     found += [(name, _docstrings(path)) for name, path in _modules()]
     return [(name, text) for name, text in found if len(text) >= SHORTEST]
+
+
+@lru_cache(maxsize=1)
+def code() -> list[tuple[str, str]]:
+    """The library's modules as (name, source without docstrings), in a fixed order; comments stay."""
+    found = [(name, _without_docstrings(path)) for name, path in _modules()]
+    return [(name, text) for name, text in found if len(text) >= SHORTEST]
+
+
+def _without_docstrings(path: Path) -> str:
+    """A module's source less the lines of its docstrings; "" for what is no module of Python in UTF-8."""
+    try:
+        source = path.read_bytes().decode("utf-8")
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(tree):
+        if not isinstance(node, _Documented) or ast.get_docstring(node, clean=False) is None:
+            continue
+        first = node.body[0]
+        assert first.end_lineno is not None, "what was parsed has places"
+        lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
+    return "".join(lines)
 
 
 def _modules() -> list[tuple[str, Path]]:

@@ -31,6 +31,14 @@ class Encoder:
         """The tokens of each text, with the token that parts it from its neighbour."""
         return [found.ids + self._end for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=True)]
 
+    def whole(self, text: str) -> list[int]:
+        """The tokens of a text as the tokenizer itself begins and ends one."""
+        return self._tokenizer.encode(text, add_special_tokens=True).ids
+
+    def text(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """What token ids say, without special tokens."""
+        return self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True)
+
 
 def _load(folder: Path) -> tuple[Tokenizer, str]:
     file = folder / "tokenizer.json"

@@ -7,7 +7,7 @@ A record holds `result.protocols`, {protocol: figures or {"reason": why there ar
 set of figures in `result` itself, which were measured in use.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 FULL, IN_USE = "full", "in-use"
@@ -37,3 +37,20 @@ def decisive(record: Mapping[str, Any]) -> str | None:
 def reasons(record: Mapping[str, Any]) -> list[str]:
     """Why figures are missing, a sentence for each protocol that has none."""
     return [f"{SPOKEN[name]}: {part['reason']}" for name, part in parts(record).items() if "reason" in part]
+
+
+def elsewhere(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What was measured on texts of other kinds: for each, by name, the record as one of that text alone."""
+    about, result = record["protocol"], record["result"]
+    found = {}
+    for name, measured in (result.get("texts") or {}).items():
+        protocol = {**about, **about["texts"][name]}
+        del protocol["texts"]
+        found[name] = {**record, "protocol": protocol, "result": {**result, **measured, "layers": [], "texts": {}}}
+        found[name]["corpus"] = protocol["text"].get("corpus_digest", record["corpus"])
+    return found
+
+
+def texts(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names of the texts of other kinds that any of the records has."""
+    return list(dict.fromkeys(name for record in records for name in record["result"].get("texts") or {}))

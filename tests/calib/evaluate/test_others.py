@@ -1,0 +1,111 @@
+"""Texts of other kinds beside the corpus: the same windows whatever is fitted on, and figures of their own."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from kvq_calib import job
+from kvq_calib.cli import commands
+from kvq_calib.evaluate import record
+from kvq_calib.evaluate.record import Protocol
+from kvq_calib.evaluate.subject import find
+from kvq_calib.job import Job
+from kvq_calib.model import find as models
+from kvq_calib.report import tables
+from kvq_calib.text import corpus, others, stdlib
+from kvq_calib.text.documents import EMBEDDED
+from kvq_runtime.registry import measured
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny-model"
+    folder.mkdir()
+    tiny.save(folder, "llama", layers=2)
+    text = tiny.text(folder).read_text(encoding="utf-8")
+    (folder / "other.txt").write_text(text[9000::-1], encoding="utf-8")
+    return folder
+
+
+def test_names_and_sources():
+    assert others.parse(["a=b.txt", "demo-code", "c=x=y.jsonl"]) == {
+        "a": "b.txt",
+        "demo-code": "demo-code",
+        "c": "x=y.jsonl",
+    }
+    with pytest.raises(ValueError, match="has no name; give NAME=SOURCE, or one of demo, demo-code"):
+        others.parse(["book.txt"])
+    with pytest.raises(ValueError, match="text a is given twice"):
+        others.parse(["a=b.txt", "a=c.txt"])
+
+
+def test_windows_do_not_depend_on_what_is_fitted_on(model: Path):
+    one, two = str(model / "corpus.txt"), str(model / "other.txt")
+    own = corpus.select(one, model, 3, 200, split="held-out")
+    beside = others.choose([f"x={one}"], two, model, 3, 200)["x"]
+    assert beside.digest == own.digest
+    assert beside.description["overlap"]["against"] == ["corpus.txt", "other.txt"]
+    few = others.choose([f"x={two}"], one, model, 50, 200)["x"]
+    assert 2 <= len(few.tokens_BT) < 50
+    with pytest.raises(ValueError, match="text x: the held-out part of other.txt gives 0 sequences"):
+        others.choose([f"x={two}"], one, model, 2, 5000)
+
+
+def test_figures_of_a_text_beside_are_those_it_has_alone(model: Path):
+    files = models.resolve(model)
+    subjects = [find(name, files) for name in ("higgs-2bit", "rtn-4bit")]
+    one, two = (corpus.select(str(model / f"{n}.txt"), model, 3, 200, split="held-out") for n in ("corpus", "other"))
+    settings, heard = Protocol(error_windows=1), []
+    together = record.evaluate(files, one, subjects, settings, progress=heard.append, others={"else": two})
+    assert sum(heard) == record.work(files, one, 2, settings, {"else": two})
+    apart = [record.evaluate(files, text, subjects, settings) for text in (one, two)]
+    for both, first, second in zip(together, *apart, strict=True):
+        assert both["result"]["protocols"] == first["result"]["protocols"]
+        assert both["result"]["texts"]["else"]["protocols"] == second["result"]["protocols"]
+        assert both["result"]["protocols"] != second["result"]["protocols"]
+        view = measured.elsewhere(both)["else"]
+        assert view["protocol"] == second["protocol"] and view["corpus"] == second["corpus"]
+    rows = tables.table(together)
+    assert [row["text"] for row in rows] == ["corpus.txt"] * 5 + ["else"] * 5
+    assert rows[6]["vs 16 bit"] == tables.relative(apart[1][0]["result"]["protocols"]["full"])
+    wide = tables.comparison(together)
+    assert wide[1]["else full"] == rows[6]["vs 16 bit"] and wide[0]["else full"] == rows[5]["perplexity"]
+    said = tables.notes(together)
+    assert said[0].startswith(
+        "3 windows of 200 tokens of corpus.txt, held-out part; 0.0% of their runs of 64 bytes are"
+    )
+    assert said[1].startswith("else: 3 windows of 200 tokens of other.txt")
+
+
+def test_eval_prints_each_text(model: Path, capsys):
+    top = argparse.ArgumentParser()
+    commands.add_eval(top.add_subparsers())
+    words = ["eval", "rtn-4bit", "--model", str(model), "--corpus", str(model / "corpus.txt"), "--length", "200"]
+    args = top.parse_args([*words, "--windows", "2", "--device", "cpu", "--also", f"back={model / 'other.txt'}"])
+    assert args.run(args) == 0
+    said = capsys.readouterr().out
+    assert said.count("rtn-4bit") == 4 and "back: 2 windows of 200 tokens of other.txt" in said
+
+
+def test_a_calibration_measures_on_other_texts_and_its_card_says_so(model: Path, tmp_path: Path):
+    given = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "run": str(tmp_path / "run")}
+    asked = Job(str(model), ("mean-higgs-2bit",), **given, also=(f"back={model / 'other.txt'}",), publish=False)
+    job.run(asked)
+    (kept,) = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    alone = measured.figures(measured.elsewhere(kept)["back"], "full")
+    assert alone and alone["tokens"] == 2 * 383
+    (card,) = (tmp_path / "run").glob("*/README.md")
+    text = card.read_text()
+    assert f"{alone['perplexity']:.3f}" in text and "2 windows of 384 tokens of other.txt, held-out part" in text
+    assert "measured on corpus.txt, back." in text
+
+
+def test_the_library_s_code_is_no_documentation():
+    code, documents = dict(stdlib.code()), dict(stdlib.documents())
+    assert set(EMBEDDED) == {"demo", "demo-code"} and len(code) > 300
+    assert "class ArgumentParser(" in code["argparse.py"] and "Command-line parsing library" not in code["argparse.py"]
+    for name in ("argparse.py", "difflib.py", "json/decoder.py"):
+        assert not [line for line in documents[name].splitlines() if len(line) > 60 and line in code[name]], name
