@@ -39,6 +39,7 @@ METHODS = (
     "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output", "kvquant-3bit",
     "polar-3bit-fitted-plain", "aqua-svdq-2bit", "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
     "subkv-aqua-2bit", "aqua-h2o-2bit", "svdq-shadow-1.25bit-v4", "zipcache-2bit", "aqua-zipcache-2bit",
+    "oscar-2bit", "oscar-output-3bit", "wush-2bit", "wush-higgs-2bit",
 )  # fmt: skip
 
 
@@ -107,6 +108,9 @@ def collected(layer: int, tables: Pair, scheme: SchemeFit, data: Blocks, context
         return sums.value()[0]
     if field == "metric":
         return rotate.metric(projection(), GEOMETRY)
+    if field == "attended":
+        keys = blocks(preset("oscar-2bit"), "key", GEOMETRY, activations(layer)[0], tables, range(SEQUENCES))
+        return scheme.merged(field, [scheme.attended(data, context, keys.x)])
     return scheme.merged(field, [scheme.partial(field, data, context)])
 
 

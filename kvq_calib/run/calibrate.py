@@ -130,7 +130,7 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
         for sinks in {recipe.window.sinks for recipe in plan.recipes}
     }
     query_sums = None
-    if any(scheme.feedback for recipe in plan.recipes for scheme in recipe.schemes):
+    if any("queries" in scheme.needs for recipe in plan.recipes for scheme in recipe.schemes):
         query_sums = QuerySums(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
     shared = passes.Capture(run, stream, layer, folder, frozenset(sums), query_sums)
     captured = run.executor(passes.capture, shared, range(len(plan.chunks)))

@@ -59,6 +59,7 @@ class Statistics:
     inputs      joint covariances of a prediction's inputs and target
     input_rows  a sample of inputs and target, float32 [N, I + C]
     residuals   what the prediction leaves
+    attended    second moment of what is left of values, weighed by what queries see in their keys, float64 [H, D, D]
     metric      what an error of a value costs in the layer's output, float64 [C, C]
     seed        of random choices
     """
@@ -68,6 +69,7 @@ class Statistics:
     input_rows: Tensor | None = None
     queries: Queries | None = None
     metric: Tensor | None = None
+    attended: Tensor | None = None
     residuals: Residuals | None = None
     seed: int = 0
 
