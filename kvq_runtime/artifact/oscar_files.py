@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.fingerprint import Fingerprint
+from kvq_runtime.codec import codec
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.stages.metric_rotation import Oscar
 
 LIMIT = 1 << 33  # bytes of a file
 ZIP = b"PK\x03\x04"
@@ -108,13 +108,11 @@ def from_artifact(made: Artifact) -> dict[str, bytes]:
 
 
 def _check(recipe: Recipe, geometry: Geometry) -> None:
-    """ValueError unless every scheme is rotated as OSCAR's are, and has no other tensors."""
+    """ValueError unless all that is fitted for every scheme is a rotation of each head."""
     recipe.check(geometry)
     for layer in range(geometry.layers):
         for role in ROLES:
-            scheme = recipe.scheme(layer, role)
-            fitted = [slot for slot, stage in scheme.stages if "fit" in stage.needs]
-            if not isinstance(scheme.rotate, Oscar) or fitted != ["rotate"]:
+            if codec.specs(recipe, layer, role, geometry).keys() != {"rotate.rotation"}:
                 raise ValueError(
                     f"{recipe.name}, layer {layer} {role}: rotation files hold a rotation and nothing else; use a "
                     "recipe of oscar, as oscar-2bit"
