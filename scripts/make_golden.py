@@ -40,6 +40,7 @@ METHODS = (
     "polar-3bit-fitted-plain", "aqua-svdq-2bit", "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
     "subkv-aqua-2bit", "aqua-h2o-2bit", "svdq-shadow-1.25bit-v4", "zipcache-2bit", "aqua-zipcache-2bit",
     "aqua-metric-1bit", "aqua-metric-1bit-vocab",
+    "oscar-2bit", "oscar-output-3bit", "wush-2bit", "wush-higgs-2bit",
 )  # fmt: skip
 
 
@@ -113,6 +114,9 @@ def collected(layer: int, tables: Pair, scheme: SchemeFit, data: Blocks, context
         return activations(layer)[ROLES.index(scheme.codec.role)].flatten(0, 1)[:200]
     if field == "metric":
         return rotate.output_metric(projection(), GEOMETRY)
+    if field == "attended":
+        keys = blocks(preset("oscar-2bit"), "key", GEOMETRY, activations(layer)[0], tables, range(SEQUENCES))
+        return scheme.merged(field, [scheme.attended(data, context, keys.x)])
     return scheme.merged(field, [scheme.partial(field, data, context)])
 
 

@@ -1,4 +1,4 @@
-"""Add `eval`, `compare` and `probe` to the `kvq` command, whose exit codes they share.
+"""Add `eval`, `compare`, `probe` and `import` to the `kvq` command, whose exit codes they share.
 
 Imports nothing that takes long: `--help` and `kvq list` must not wait for it.
 """
@@ -67,6 +67,34 @@ examples
 
 Explained variance of keys and values (before RoPE) on held-out sequences, by ridge regression from: layers below (L-1,
 L-2, L-3), earlier tokens of the layer (T-1, T-2, T-3), the other role (values for keys, keys for values), and sets."""
+
+
+IMPORT_EXAMPLES = """\
+examples
+    kvq import oscar --keys k_rotation_qqt_r_h_pbr.pt --values v_rotation_sst_r_h_pbr.pt --model qwen3-8b
+    kvq eval qwen3-8b-oscar-2bit --model qwen3-8b            measures it, and keeps the record beside the version
+
+Files are read as tensors and plain containers alone, and checked: every layer of the model, [D, D] or [H, D, D],
+orthogonal. The artifact is published under --name and not measured: kvq eval does that. kvq export writes it back."""
+
+
+def add_import(subparsers: Any) -> None:
+    """Add `kvq import`."""
+    text = "publish the rotation files of OSCAR as an artifact"
+    command = _command(subparsers, "import", text, IMPORT_EXAMPLES, "import_files")
+    command.add_argument("form", choices=["oscar"], help="OSCAR's rotation files")
+    command.add_argument("--keys", required=True, metavar="FILE", help="k_rotation_*.pt")
+    command.add_argument("--values", required=True, metavar="FILE", help="v_rotation_*.pt")
+    command.add_argument(
+        "--model", required=True, help="a name of the catalog, folder, or Hub id: what they were made for"
+    )
+    command.add_argument(
+        "--recipe", default="oscar-2bit", metavar="NAME", help="a recipe of oscar (default: oscar-2bit)"
+    )
+    command.add_argument("--name", help="of the artifact (default: MODEL-RECIPE)")
+    command.add_argument(
+        "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
+    )
 
 
 def add_eval(subparsers: Any) -> None:

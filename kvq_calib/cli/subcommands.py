@@ -1,4 +1,4 @@
-"""What `kvq eval`, `kvq compare` and `kvq probe` do: each takes parsed arguments, prints, and returns an exit code.
+"""What `kvq eval`, `compare`, `probe` and `import` do: each takes parsed arguments, prints, and returns an exit code.
 
 What they need is imported when they run: `kvq list` must not wait for it.
 """
@@ -148,6 +148,25 @@ def probe(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
     else:
         print_table(probes.by_layer(found) if args.layers else probes.means(found), False)
+    return 0
+
+
+def import_files(args: argparse.Namespace) -> int:
+    """Run `kvq import`."""
+    from kvq_calib.job import Job
+    from kvq_calib.model import find as models
+    from kvq_runtime.artifact import artifact, oscar_files
+    from kvq_runtime.cli.table import print_record
+    from kvq_runtime.recipe import preset
+    from kvq_runtime.registry.resolve import open_registry
+
+    files = models.resolve(args.model)
+    paths = Path(args.keys), Path(args.values)
+    made = oscar_files.to_artifact(paths, preset(args.recipe), files.fingerprint(), files.id)
+    registry = open_registry(args.registry)
+    name = args.name or Job(args.model, (args.recipe,)).artifact_name(files, args.recipe)
+    version = registry.publish(name, artifact.to_bytes(made))
+    print_record({"artifact": f"{name}@{version.version}", "sha256": version.sha256, "recipe": args.recipe}, args.json)
     return 0
 
 

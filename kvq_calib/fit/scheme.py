@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.statistics import CrossMoments, Sample
+from kvq_calib.fit.statistics import Attended, CrossMoments, Sample
 from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.fit.fitting import Fitting
@@ -35,7 +35,7 @@ from kvq_runtime.stages.stage import SLOTS
 SAMPLE_ROWS = 4096  # tokens that an iterative fit sees
 
 Pair = tuple[Tensor, Tensor]
-Partial = tuple[CrossMoments | Sample, ...]
+Partial = tuple[Attended | CrossMoments | Sample, ...]
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,9 @@ class SchemeFit(Fitting):
     rows = SAMPLE_ROWS
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker needs: the codec and the mean, not what was collected."""
-        return self.__dict__ | {"statistics": Statistics(self.statistics.mean_C, seed=self.statistics.seed)}
+        """What a worker needs: the codec, the mean and the queries' moments, not what else was collected."""
+        kept = Statistics(self.statistics.mean_C, queries=self.statistics.queries, seed=self.statistics.seed)
+        return self.__dict__ | {"statistics": kept}
 
     def empty(self, field: str) -> Partial:
         """The sums of a field of `Statistics` before any chunk: moments of what is centred, or a sample of tokens."""
@@ -90,6 +91,10 @@ class SchemeFit(Fitting):
         zeros = self.statistics.mean_C.new_zeros
         if field == "residuals":
             return CrossMoments(zeros(width), zeros(0)), Sample(self.rows, width, seed)
+        if field == "attended":
+            queries = self.statistics.queries
+            assert queries is not None and queries.after is not None, "values are weighed by queries"
+            return (Attended(queries.after),)
         inputs = width * self.scheme.inputs(self.codec.layer, self.codec.role).tokens
         if field == "input_rows":
             return (Sample(SAMPLE_ROWS, inputs + width),)
@@ -118,6 +123,13 @@ class SchemeFit(Fitting):
                 sums.update(whole, numbers, mask_NT=data.mask_NT.reshape(len(numbers), -1))
         return partial
 
+    def attended(self, data: Blocks, context: Context, k_NTC: Tensor) -> Partial:
+        """The sums of one chunk of values that need its keys, after RoPE."""
+        (partial,) = self.empty("attended")
+        assert isinstance(partial, Attended)
+        partial.update(k_NTC, self.codec.residual(data.x, context), data.mask_NT)
+        return (partial,)
+
     def merged(self, field: str, partials: Iterable[Partial]) -> Any:
         """A field of `Statistics`, from the partials of all chunks in ascending order."""
         totals = self.empty(field)
@@ -125,7 +137,7 @@ class SchemeFit(Fitting):
             for total, part in zip(totals, partial, strict=True):
                 total.merge(index, part)  # type: ignore[arg-type]
         values: list[Any] = [total.value() for total in totals]
-        if field == "inputs":
+        if field in ("inputs", "attended"):
             return values[0]
         if field == "input_rows":
             return values[0].rows_RC

@@ -7,6 +7,7 @@ the number of workers, and the same bytes.
     Moments       n, Σx, Σx² by channel                        → mean, variance
     CrossMoments  n, Σx, Σy, XᵀX, XᵀY, Σ‖y‖² of shifted data   → covariances, exactly centred
     QueryMoments  n, Σq qᵀ by KV head, before and after RoPE   → second moments about zero
+    Attended      n, Σ w, Σ w v vᵀ by KV head            → second moments of values, weighed by their keys
     Sample        the rows with the k smallest hashes of (seed, sequence, position)
 
 Everything shifts by a vector near the mean before it is squared: a mean a thousand deviations away, as keys with biases
@@ -27,7 +28,7 @@ from kvq_runtime.fit import moments
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 
-__all__ = ["Centred", "CrossMoments", "MeanVariance", "Moments", "QueryMoments", "Sample"]
+__all__ = ["Attended", "Centred", "CrossMoments", "MeanVariance", "Moments", "QueryMoments", "Sample"]
 
 TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
 PANEL = 128  # columns that one product takes: of a symmetric matrix about half need not be calculated
@@ -156,6 +157,31 @@ class QueryMoments(_Sums):
         """E[q qᵀ] before and after RoPE, float64 [H, D, D] each."""
         count = _count(self.sums)
         return self.sums["before"] / count, self.sums["after"] / count
+
+
+class Attended(_Sums):
+    """Sum w v vᵀ by KV head, w = k M kᵀ: what queries of the second moment M see in the value's key, after RoPE."""
+
+    def __init__(self, metric_HDD: Tensor):
+        heads = len(metric_HDD)
+        sums = _zeros(metric_HDD.device, count=(), weight=(heads,), products=tuple(metric_HDD.shape))
+        super().__init__({"metric": metric_HDD.double()}, sums)
+
+    def update(self, k_NTC: Tensor, v_NTC: Tensor, mask_NT: Tensor | None = None) -> None:
+        """Add the tokens where the mask is true."""
+        metric_HDD = self.settings["metric"]
+        for k_RC, v_RC in _tiles(mask_NT, k_NTC, v_NTC):
+            k_HRD, v_HRD = (x.double().unflatten(-1, (len(metric_HDD), -1)).transpose(0, 1) for x in (k_RC, v_RC))
+            weight_HR = ((k_HRD @ metric_HDD) * k_HRD).sum(-1)
+            self.sums["count"] += len(k_RC)
+            self.sums["weight"] += weight_HR.sum(1)
+            self.sums["products"] += (v_HRD * weight_HR[..., None]).mT @ v_HRD
+
+    def value(self) -> Tensor:
+        """Σ w v vᵀ / Σ w, float64 [H, D, D]; zero where no query sees anything."""
+        _count(self.sums)
+        weight_H = self.sums["weight"]
+        return self.sums["products"] / torch.where(weight_H > 0, weight_H, 1.0)[:, None, None]
 
 
 def _tiles(mask_NT: Tensor | None, *parts: Tensor):

@@ -149,6 +149,10 @@ class RecipeWork:
             pair.append(_centred(codec, self._blocks(role, index, folder)))
         return pair[0], pair[1]
 
+    def keys(self, index: int) -> Tensor:
+        """The layer's keys of a chunk in the recipe's position, [N, block, C]."""
+        return self._blocks("key", index, self.folder).x
+
     def _blocks(self, role: Role, index: int, folder: Path) -> Blocks:
         captured = checkpoint.load(folder / file("capture", index), str(self.stream.device))[role]
         return blocks(self.recipe, role, self.run.plan.geometry, captured, self._tables, self.run.plan.chunks[index])
@@ -168,7 +172,10 @@ class Pass:
 
 def collect(shared: Pass, index: int) -> Partial:
     """The sums of one chunk that a stage is fitted to; residuals are always those that inference will see."""
-    fit, exact_below = shared.fit, shared.field != "residuals" and clean(shared.fit.scheme)
+    fit, exact_below = shared.fit, shared.field not in ("residuals", "attended") and clean(shared.fit.scheme)
+    if shared.field == "attended":
+        data, context = shared.work.data(index, fit.codec.role, exact_below)
+        return fit.attended(data, context, shared.work.keys(index))
     return fit.partial(shared.field, *shared.work.data(index, fit.codec.role, exact_below))
 
 

@@ -47,7 +47,9 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
             return policy.unpacked
     for role, scheme, position in (("keys", key, recipe.position), ("values", value, "post")):
         if _kernels().layout(scheme, recipe.window.block, geometry, position) is None:
-            return f"there is no kernel for its {role}"
+            turned = scheme.rotate is not None and "fit" in scheme.rotate.needs
+            why = "; kernels take one rotation for all heads, known without a fit" if turned else ""
+            return f"there is no kernel for its {role}{why}"
     if key.predict is not None and recipe.position == "post" and geometry.head_size > MOST:
         return f"heads of more than {MOST} channels leave no registers for the mean of keys after RoPE"
     return None

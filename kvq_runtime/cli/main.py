@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:
     """{command: its function}, of the commands that `parser` itself adds."""
-    from kvq_runtime.cli import commands, sign, size, transfer
+    from kvq_runtime.cli import commands, exchange, sign, size, transfer
 
     return {
         "list": commands.list_names,
@@ -84,6 +84,7 @@ def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:
         "sign": sign.sign,
         "push": transfer.push,
         "copy": transfer.copy,
+        "export": exchange.export,
         "promote": commands.promote,
         "rollback": commands.rollback,
         "yank": commands.yank,
@@ -145,6 +146,11 @@ def parser() -> argparse.ArgumentParser:
     _reference(command, "a version, as in hf://ORG/NAME@1.2.0; with --all a NAME, hf://ORG/NAME or a registry")
     command.add_argument("--all", action="store_true", help="every version, alias and yank of it")
     _to(command)
+    text = "write the rotation files that OSCAR's servers load"
+    command = add("export", text, "kvq export oscar NAME@1.2.0 -o out")
+    command.add_argument("form", choices=["oscar"], help="k_rotation_*.pt and v_rotation_*.pt, of a recipe of oscar")
+    _reference(command, "NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX or a .safetensors file")
+    command.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write to")
     command = add("promote", "point an alias to a version", "kvq promote NAME@1.2.0 --expect 1.1.0")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     _alias(command)

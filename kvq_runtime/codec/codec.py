@@ -19,7 +19,7 @@ from torch import Tensor
 from kvq_runtime.codec.packed import packed_reader
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch, rope
-from kvq_runtime.ops.rotation import Rotation, SignedHadamard, rotate
+from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_run, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages import groups
 from kvq_runtime.stages import stage as contract
@@ -65,7 +65,7 @@ class Codec:
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
         size = self.scheme.quantize.group_size(self._width, geometry)
         if self.back is not None and size is not None and self.scheme.quantize.scaled_lookup:
-            self._scale_last = self.scheme.axis == "token" and size % len(self.back) == 0
+            self._scale_last = self.scheme.axis == "token" and size % self.back.shape[-2] == 0
 
     def to(self, device: torch.device) -> "Codec":
         """Move every tensor to the device."""
@@ -135,7 +135,7 @@ class Codec:
             x = self._unround({name: field[block_N, place_N][None] for name, field in fields.items()})[0, :, channels]
             return x if self.predictor is None else x + self._own["predict"]["mean"][channels]
         x = quantize.at(fields, block_N, place_N, self.block, self.geometry, own)
-        if self.back is not None and len(self.back) == x.shape[1]:
+        if self.back is not None and self.back.ndim == 2 and len(self.back) == x.shape[1]:
             x = (x.to(torch.bfloat16) @ self.back[:, channels]).float()
         elif self.back is not None:
             x = _grouped(x.to(torch.bfloat16), self.back)[:, channels].float()
@@ -258,7 +258,9 @@ def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> 
 
 
 def _grouped(x_NRW: Tensor, matrix_WV: Tensor) -> Tensor:
-    """Each run of W elements times the matrix: V elements in its place."""
+    """Each run of W elements times the matrix, or its own of [H, W, V]: V elements in its place."""
+    if matrix_WV.ndim == 3:
+        return by_run(x_NRW, matrix_WV)
     taken, given = matrix_WV.shape
     return (x_NRW.reshape(-1, taken) @ matrix_WV).view(*x_NRW.shape[:-1], x_NRW.shape[-1] // taken * given)
 
@@ -278,11 +280,25 @@ def matrices(
     device: torch.device,
     tensors: Mapping[str, Tensor],
 ) -> tuple[Rotation, Tensor | None]:
-    """The rotation before rounding; and the rotation back (bfloat16), its rows in stored order. None: there is none."""
+    """The rotation before rounding; and the rotation back (bfloat16), its rows in stored order. None: there is none.
+
+    Of a matrix for each head both are [H, D, D].
+    """
     if rotate is None or "fit" not in rotate.needs:
         return _fixed_matrices(rotate, quantize, width, geometry, device)
     pair = rotate.pair(width, geometry, tensors)
-    return (None, None) if pair is None else pair
+    if pair is None:
+        return None, None
+    forward, back = pair
+    return forward, back if back.ndim == 2 else _stored_rows(back, quantize.order(width, geometry))
+
+
+def _stored_rows(back_HDD: Tensor, order_W: Tensor) -> Tensor:
+    """The rows of each head's matrix in stored order, which stays inside heads."""
+    heads, size, _ = back_HDD.shape
+    inside_D = order_W[:size].to(back_HDD.device)
+    assert torch.equal(order_W.view(heads, size), order_W[:size] + torch.arange(0, heads * size, size)[:, None])
+    return back_HDD[:, inside_D].contiguous()
 
 
 @lru_cache(maxsize=64)

@@ -44,7 +44,8 @@ class PackedBlocks:
 
 @dataclass(frozen=True)
 class PackedReader:
-    """How one codec's blocks are attended to without decoding. `turn` is Rᵀ, [D, D], or [heads of a span, D, E]."""
+    """How one codec's blocks are attended to without decoding. `turn` is Rᵀ: [D, D], [heads of a span, D, E], or each
+    head's own, [H, D, D]."""
 
     geometry: Geometry
     packed: PackedCodes
@@ -136,12 +137,25 @@ def packed_reader(scheme: Scheme, geometry: Geometry, back: Tensor | None, devic
     codes = scheme.quantize.packed(geometry.width, geometry, device)
     if codes is None:
         return None
+    if back is not None and back.ndim == 3:
+        return _by_head(codes, geometry, back, device)
     group, back = codes.group, _rotation(codes.order, back)
     sizes = (group, geometry.head_size, 1 if back is None else len(back))
     span = max(sizes)
     if geometry.width % span or any(span % size for size in sizes):
         return None
     return PackedReader(geometry, codes._replace(order=None), span, _turn(back, span, geometry.head_size, device))
+
+
+def _by_head(codes: PackedCodes, geometry: Geometry, back_HDD: Tensor, device: torch.device) -> PackedReader | None:
+    """The reader where every head has a matrix of its own; groups lie inside heads."""
+    size = geometry.head_size
+    if size % codes.group:
+        return None
+    if codes.order is not None:
+        period = len(codes.order)
+        back_HDD = back_HDD[:, (torch.arange(0, size, period)[:, None] + codes.order).flatten().to(back_HDD.device)]
+    return PackedReader(geometry, codes._replace(order=None), size, back_HDD.float().mT.contiguous().to(device))
 
 
 @lru_cache(maxsize=64)

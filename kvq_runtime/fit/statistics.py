@@ -62,6 +62,7 @@ class Statistics:
     input_chunks  () → the same of every token, chunk by chunk in ascending order; may be called again
     residuals     what the prediction leaves
     vocabulary    the first layer's keys before RoPE, or values, of every token of the vocabulary, float32 [V, C]
+    attended      second moment of what is left of values, weighed by what queries see in their keys, float64 [H, D, D]
     metric        what an error costs, of a value in the layer's output, of a key in scores, float64 [C, C]
     seed          of random choices
     """
@@ -73,6 +74,7 @@ class Statistics:
     queries: Queries | None = None
     metric: Tensor | None = None
     vocabulary: Tensor | None = None
+    attended: Tensor | None = None
     residuals: Residuals | None = None
     seed: int = 0
 

@@ -43,7 +43,8 @@ class SignedHadamard(NamedTuple):
         return hadamard_matrix(self.size, self.seed)
 
 
-# A matrix is float [S, V]: a run of S elements becomes V; square and orthogonal, but for a fitted basis. None: nothing.
+# A matrix is float [S, V]: a run of S elements becomes V; square and orthogonal, but for a fitted basis. [H, S, V]:
+# each of a token's H runs has its own. None: nothing.
 Rotation = SignedHadamard | Tensor | None
 
 
@@ -57,18 +58,29 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         return x.float()
     if isinstance(rotation, SignedHadamard):
         return hadamard(x, rotation.size, rotation.seed)
+    if rotation.ndim == 3:
+        return by_run(x.float(), rotation.float())
     run, out = rotation.shape
     return (x.float().reshape(-1, run) @ rotation.float()).view(*x.shape[:-1], x.shape[-1] * out // run)
+
+
+def by_run(x: Tensor, matrices_HSV: Tensor) -> Tensor:
+    """Multiply run h of each H in a row with its own matrix; x is [..., H · S], or [..., groups, K] of as many."""
+    heads, run, out = matrices_HSV.shape
+    rows_HNS = x.reshape(-1, heads, run).transpose(0, 1)
+    return (rows_HNS @ matrices_HSV).transpose(0, 1).reshape(*x.shape[:-1], x.shape[-1] * out // run)
 
 
 def in_tile(rotation: Rotation, size: int) -> bool:
     """Whether a kernel rotates groups of `size` elements in registers, in the launch that encodes them.
 
-    Its runs have to be inside a group, and a matrix one operand of a tile's product. Any other rotation is a launch
-    before it: of `hadamard`, or a matrix product, which may round a row otherwise in other company.
+    Its runs have to be inside a group, and a matrix one operand of a tile's product, the same for all heads. Any other
+    rotation is a launch before it: of `hadamard`, or a product, which may round a row otherwise in other company.
     """
     if rotation is None:
         return True
+    if isinstance(rotation, Tensor) and rotation.ndim == 3:
+        return False
     run = rotation.size if isinstance(rotation, SignedHadamard) else len(rotation)
     square = isinstance(rotation, SignedHadamard) or (rotation.shape[1] == run and run in TILE_MATRICES)
     return square and size % run == 0

@@ -104,7 +104,8 @@ def test_blocks_are_the_same_however_many_are_due(name):
     "name, says",
     [
         ("aqua-2bit", "no kernel for its keys"),
-        ("svdq-2bit", "no kernel for its keys"),
+        ("svdq-2bit", "no kernel for its keys; kernels take one rotation for all heads"),
+        ("oscar-2bit", "no kernel for its keys; kernels take one rotation for all heads"),
         ("aqua-klt-1bit", "no kernel for its keys"),
         ("h2o-higgs-2bit", "keeps tokens by their attention weights"),
         ("svdq-shadow-2bit", "chunks that each query asks for"),

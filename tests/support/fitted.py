@@ -74,6 +74,8 @@ def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torc
     if field == "points":  # as of a Gaussian whose ends are its deviations times two
         return torch.special.ndtri((torch.arange(shape[0]) + 0.5) / shape[0]) / 2
     x = torch.randn(shape, generator=generator)
+    if field in ("basis", "rotation") and len(shape) == 3:  # of each head
+        return torch.linalg.qr(x).Q.to(dtype).contiguous()
     if field == "basis":
         square = torch.randn(shape[0], shape[0], generator=generator)
         return torch.linalg.qr(square).Q[:, : shape[1]].to(dtype).contiguous()

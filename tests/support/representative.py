@@ -18,6 +18,7 @@ REPRESENTATIVE = frozenset([
     "squat-2bit", "squat-pre-2bit", "squat-hadamard-2bit", "squat-online-2bit", "squat-pre-online-2bit",
     "subkv-2bit", "subkv-aqua-2bit",
     "zipcache-2bit", "zipcache-tokens-2bit", "zipcache-online-2bit", "aqua-zipcache-2bit",
+    "oscar-2bit", "oscar-3bit", "wush-2bit", "wush-higgs-2bit",
     "svdq-3bit-v4", "svdq-online-3bit", "svdq-shadow-2bit", "svdq-shadow-2bit-v4",
     "svdq-shadow-online-2.25bit", "svdq-shadow-online-2.25bit-v4",
 ])  # fmt: skip

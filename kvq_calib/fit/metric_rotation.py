@@ -1,0 +1,102 @@
+"""Fit the matrix of every head in the metric of what reads it.
+
+    queries    M = E[q qᵀ] over tokens and query heads that read the KV head, after RoPE
+    output     M = Σ WₒᵀWₒ over the query heads that read the KV head (`kvq_calib/fit/rotate.py`)
+    attended   M = Σ_t w_t v_t v_tᵀ / Σ w_t,  w_t = k_tᵀ E[q qᵀ] k_t: what queries see of token t, after RoPE
+
+Source: Zhou et al., 2026 (OSCAR); WUSH-KV, 2026. See `kvq_runtime/stages/metric_rotation.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit import eigen
+from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.stages.metric_rotation import MetricRotation, Wush
+
+RIDGE = 1e-3
+FLOOR = 1e-8  # of the largest eigenvalue: a direction without variance or weight is not divided by 0
+
+
+def statistics(stage: MetricRotation) -> tuple[str, ...]:
+    """What a fit needs."""
+    weigh = {"queries": ("queries",), "output": ("metric",), "attended": ("queries", "attended")}[stage.metric]
+    return (*weigh, "residuals") if isinstance(stage, Wush) else weigh
+
+
+def solve(stage: MetricRotation, statistics: Statistics, codec: Codec) -> tuple[MetricRotation, dict[str, Tensor]]:
+    """The tensors of the stage, float32 [H, D, D] each."""
+    metric_HDD = metric(stage, statistics, codec.geometry)
+    if not isinstance(stage, Wush):
+        return stage, {"rotation": torch.stack([spectral(one_DD) for one_DD in metric_HDD]).float()}
+    assert statistics.residuals is not None, "a transform without second moments"
+    moment_HDD = heads(statistics.residuals.moment_CC, codec.geometry)
+    pairs = [transform(ridged(m_DD), ridged(s_DD)) for m_DD, s_DD in zip(metric_HDD, moment_HDD, strict=True)]
+    basis, dual = (torch.stack(parts).float() for parts in zip(*pairs, strict=True))
+    return stage, {"basis": basis, "dual": dual}
+
+
+def metric(stage: MetricRotation, statistics: Statistics, geometry: Geometry) -> Tensor:
+    """M of every head, float64 [H, D, D]."""
+    if stage.metric == "queries":
+        assert statistics.queries is not None and statistics.queries.after is not None, "queries were not summed"
+        return statistics.queries.after.double()
+    if stage.metric == "output":
+        assert statistics.metric is not None, "the output projection was not read"
+        return heads(statistics.metric, geometry)
+    assert statistics.attended is not None, "values were not weighed"
+    return statistics.attended
+
+
+def heads(matrix_CC: Tensor, geometry: Geometry) -> Tensor:
+    """The blocks on the diagonal, one for each head, float64 [H, D, D]."""
+    size = geometry.head_size
+    return torch.stack([matrix_CC[at : at + size, at : at + size] for at in range(0, len(matrix_CC), size)]).double()
+
+
+def spectral(metric_DD: Tensor) -> Tensor:
+    """U H P: eigenvectors, mixed, in the bit-reversal order of their eigenvalues; float64, orthogonal."""
+    values_D, vectors_DD = eigen.eigen(metric_DD)
+    values_D, vectors_DD = values_D.flip(0), vectors_DD.flip(1)  # ascending, as the authors' H meets them
+    return (vectors_DD @ mixing(len(metric_DD)).to(vectors_DD))[:, bit_reversal(values_D)]
+
+
+def transform(metric_DD: Tensor, moment_DD: Tensor) -> tuple[Tensor, Tensor]:
+    """(Tᵀ, T⁻¹) of T = c H Λ^-¼ Uᵀ Lᵀ, float64; L U is the same for every root L of the metric."""
+    values_D, basis_DD, dual_DD = eigen.eigen_in(metric_DD, moment_DD)
+    quarter_D = values_D.clamp_min(FLOOR * values_D.max()).pow(0.25)
+    mixing_DD = mixing(len(values_D)).to(basis_DD)
+    scale = (moment_DD.diagonal().sum() / (values_D / quarter_D.square()).sum()).sqrt()
+    return (basis_DD / quarter_D) @ mixing_DD.mT * scale, (dual_DD * quarter_D) @ mixing_DD.mT / scale
+
+
+def ridged(matrix_DD: Tensor) -> Tensor:
+    """A thousandth of the mean on the diagonal; the identity for a matrix of zeros."""
+    mean = matrix_DD.diagonal().mean()
+    eye = torch.eye(len(matrix_DD), dtype=torch.float64, device=matrix_DD.device)
+    return matrix_DD / mean + RIDGE * eye if mean > 0 else eye
+
+
+def mixing(size: int) -> Tensor:
+    """A Hadamard matrix without signs, float64 [size, size]; where size is s · r, s the largest power of two, over s
+    directions that are r apart."""
+    power = size & -size
+    sylvester = torch.ones(1, 1, dtype=torch.float64)
+    while len(sylvester) < power:
+        sylvester = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), sylvester)
+    return torch.kron(sylvester, torch.eye(size // power, dtype=torch.float64)) / power**0.5
+
+
+def bit_reversal(values_D: Tensor) -> Tensor:
+    """Which column comes where: the i-th largest eigenvalue's at i with its bits reversed; as they are where the size
+    is no power of two."""
+    size = len(values_D)
+    order = torch.arange(size, device=values_D.device)
+    if size & (size - 1) or size == 1:
+        return order
+    bits = size.bit_length() - 1
+    places = sum(((order >> bit) & 1) << (bits - 1 - bit) for bit in range(bits))
+    order[places] = values_D.argsort(descending=True, stable=True)
+    return order

@@ -1,0 +1,117 @@
+"""Change the basis of each head in the metric of what reads it: OSCAR's rotation and WUSH-KV's transform.
+
+An error e of a key costs e M eᵀ in its scores, M = E[q qᵀ] over the queries after RoPE; of a value, in the output of
+the layer, M = Σ WₒᵀWₒ. Both transforms are linear and a head's own: that of values could be folded into the projections
+on both sides, that of keys works after RoPE, on keys as they are stored and on queries once a step.
+
+H = heads that are cached.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.stages.stage import Rotation, Site, Specs, Tensors
+
+Metric = Literal["queries", "output", "attended"]
+
+
+@dataclass(frozen=True)
+class MetricRotation(Rotation):
+    """A matrix for each head, fitted in a metric.
+
+    metric   "queries": second moment of the queries after RoPE, for keys; "output": of the output projection's columns;
+             "attended": second moment of the values, each weighed by what queries see in its key
+    """
+
+    needs = frozenset({"fit", "queries"})
+    metric: Metric = "queries"
+
+    def __post_init__(self):
+        if self.metric not in get_args(Metric):
+            raise ValueError(f"metric={self.metric!r}; use one of {get_args(Metric)}")
+
+    def size(self, width: int, geometry: Geometry) -> int:
+        if width != geometry.width:
+            raise ValueError(f'rotate: rows of {width} elements are no tokens; use axis "token"')
+        return geometry.head_size
+
+    @abstractmethod
+    def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
+        """(forward, back), [H, D, D] each: every head has its own."""
+
+    def check(self, site: Site) -> None:
+        scheme, own = site.scheme, {"key": ("queries",), "value": ("output", "attended")}[site.role]
+        if self.metric not in own:
+            raise ValueError(f"{self.kind}: metric={self.metric!r} does not weigh a {site.role}; use one of {own}")
+        if self.metric in ("queries", "attended") and site.position != "post":
+            raise ValueError(f'{self.kind}: queries weigh keys after RoPE; encode keys there, position "post"')
+        if scheme.axis != "token":
+            raise ValueError(f'{self.kind} rotates the channels of a head; use axis "token"')
+        if scheme.feedback is not None:
+            raise ValueError(f"{self.kind} and feedback both weigh errors by queries; drop one of them")
+        if site.geometry is not None:
+            head, group = site.geometry.head_size, scheme.quantize.group_size(site.geometry.width, site.geometry)
+            if group is None or head % group:
+                raise ValueError(
+                    f'{self.kind}: {scheme.quantize.kind} with group={group} mixes heads of {head}; use group="head"'
+                )
+
+
+@dataclass(frozen=True)
+class Oscar(MetricRotation):
+    """Rotate by the eigenvectors of the metric, then by a Hadamard: x ↦ x U H P, orthogonal.
+
+    After it the metric is the same on every channel's own: (UHP)ᵀ M (UHP) has a constant diagonal, so that no channel
+    of the codes weighs more than another. P is the bit-reversal order of the eigenvalues; with one scale for a head it
+    changes nothing.
+
+    Source: Zhou et al., 2026 (OSCAR), section 3, and the authors' code, compositions `qqt_r_h_pbr` of keys and
+    `sst_r_h_pbr` of values.
+    Differs: one rotation for each cached head, as in version 2 of the authors' files; the paper has one for a layer.
+    The exact sinks are left out of the fit. Heads that are no power of two, which the authors refuse, are mixed by a
+    Hadamard over strided directions, without P.
+    """
+
+    kind: ClassVar[str] = "oscar"
+
+    def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
+        rotation_HDD = tensors.get("rotation")
+        return None if rotation_HDD is None else (rotation_HDD, rotation_HDD.mT.to(torch.bfloat16))
+
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """The rotation of each head, float32, as OSCAR's files have it."""
+        return {"rotation": ((geometry.kv_heads, geometry.head_size, geometry.head_size), torch.float32)}
+
+
+@dataclass(frozen=True)
+class Wush(MetricRotation):
+    """Transform by T = c H Λ^-¼ Uᵀ Lᵀ: of all linear maps the one whose rounding error costs least.
+
+    With M = L Lᵀ, the second moment S of what is rounded, and Lᵀ S L = U Λ Uᵀ. A rounding error of T x has a variance
+    in proportion to the mean square of T x; it costs that times tr(T⁻ᵀ M T⁻¹). The product tr(T S Tᵀ) · tr(T⁻ᵀ M T⁻¹)
+    is at least (tr Λ^½)², and T has that; H makes all channels alike. c keeps the mean square; the dual is stored.
+
+    Source: WUSH-KV, 2026 (arXiv 2609.38121), the formula of T; Chen et al., 2025 (WUSH), for weights and activations.
+    Differs: the paper itself was not at hand. M and S get a thousandth of their mean on the diagonal, S is that of
+    what a prediction leaves, and H, for heads that are no power of two, is a Hadamard over strided directions.
+    """
+
+    kind: ClassVar[str] = "wush"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.metric == "attended":
+            raise ValueError('wush: metric="attended" is no cost of an error; use "queries" or "output"')
+
+    def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
+        return (tensors["basis"], tensors["dual"].mT.to(torch.bfloat16)) if tensors else None
+
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """The basis Tᵀ of each head, and its dual T⁻¹: x Tᵀ is rounded, ẑ T⁻ᵀ is read."""
+        shape = (geometry.kv_heads, geometry.head_size, geometry.head_size)
+        return {"basis": (shape, torch.float32), "dual": (shape, torch.float32)}

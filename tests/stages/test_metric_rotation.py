@@ -1,0 +1,270 @@
+"""OSCAR's rotations and WUSH-KV's transforms: what they minimise, computed another way; and heads of their own."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kvq_calib.fit import metric_rotation as fit
+from kvq_calib.fit.statistics import Attended
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.fit.statistics import Queries, Residuals, Statistics
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import pack
+from kvq_runtime.recipe import Recipe, Scheme, Window, preset
+from kvq_runtime.stages.clipped import Clipped
+from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.metric_rotation import Oscar, Wush
+from kvq_runtime.stages.rtn import Rtn
+
+GEOMETRY = Geometry(layers=1, kv_heads=3, head_size=16)
+
+
+def moment(size: int, seed: int, spread: float = 4.0) -> torch.Tensor:
+    """A second moment, float64, whose eigenvalues differ by e^spread."""
+    generator = torch.Generator().manual_seed(seed)
+    turn = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+    return turn @ torch.diag(torch.linspace(0, spread, size, dtype=torch.float64).exp()) @ turn.mT
+
+
+def cost(transform: torch.Tensor, metric: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+    """tr(T S Tᵀ) · tr(T⁻ᵀ M T⁻¹): what rounding T x with a step in proportion to its size costs."""
+    back = torch.linalg.inv(transform)
+    return (transform @ moments @ transform.mT).trace() * (back.mT @ metric @ back).trace()
+
+
+# ---- WUSH-KV: the cheapest linear transform ----
+
+
+@pytest.mark.parametrize("size", [8, 12, 16])
+def test_the_transform_costs_what_no_other_undercuts(size):
+    """The bound is (tr (M S)^½)², here from the eigenvalues of the plain product, by numpy."""
+    metric, moments = moment(size, 1), moment(size, 2)
+    basis, dual = fit.transform(metric, moments)
+    bound = np.sqrt(np.linalg.eigvals(metric.numpy() @ moments.numpy()).real).sum() ** 2
+    assert float(cost(basis.mT, metric, moments)) == pytest.approx(bound, rel=1e-9)
+    assert torch.allclose(dual.mT @ basis, torch.eye(size, dtype=torch.float64), atol=1e-9)
+    rounded = basis.mT @ moments @ basis
+    assert float(rounded.trace()) == pytest.approx(float(moments.trace()))
+    if size & (size - 1) == 0:  # all channels are alike
+        assert torch.allclose(rounded.diagonal(), rounded.trace() / size + torch.zeros(size).double())
+
+
+def test_a_generic_optimiser_finds_the_same_cost():
+    metric, moments = moment(6, 3), moment(6, 4)
+    bound = float(cost(fit.transform(metric, moments)[0].mT, metric, moments))
+    free = torch.eye(6, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.LBFGS([free], lr=0.5, max_iter=500, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimiser.zero_grad()
+        loss = cost(free, metric, moments).log()
+        loss.backward()
+        return loss
+
+    start = float(cost(free, metric, moments).detach())
+    optimiser.step(closure)
+    found = float(cost(free, metric, moments).detach())
+    assert found < 0.8 * start and found == pytest.approx(bound, rel=1e-4) and found >= bound * (1 - 1e-9)
+
+
+def test_the_transform_is_the_formula_with_any_root_of_the_metric():
+    """c H Λ^-¼ Uᵀ Lᵀ by numpy, with the Cholesky factor L; up to the signs of eigenvectors."""
+    metric, moments = moment(8, 5), moment(8, 6)
+    lower = np.linalg.cholesky(metric.numpy())
+    values, vectors = np.linalg.eigh(lower.T @ moments.numpy() @ lower)
+    inner = np.diag(values[::-1] ** -0.25) @ vectors[:, ::-1].T @ lower.T
+    found = (fit.mixing(8).mT @ fit.transform(metric, moments)[0].mT).numpy()
+    found = found * np.sign((inner * found).sum(1, keepdims=True))
+    ratio = (inner * found).sum() / (inner**2).sum()
+    assert np.allclose(found, ratio * inner, atol=1e-9 * abs(found).max())
+
+
+def test_rounding_after_the_transform_changes_scores_less():
+    """The claim where it is used: scores of Gaussian keys in 2 bits, against a Hadamard of each head."""
+    generator = torch.Generator().manual_seed(7)
+    metric, moments = moment(64, 8, 6.0), moment(64, 9, 6.0)
+    x_NC = torch.randn(4096, 64, generator=generator) @ torch.linalg.cholesky(moments).mT.float()
+    geometry = Geometry(1, 1, 64)
+    stats = Statistics(x_NC.mean(0), queries=Queries(None, metric[None], 1.0), residuals=Residuals(moments, x_NC))
+
+    def lost(rotate, tensors) -> float:
+        scheme = Scheme(Rtn(2, "head"), rotate=rotate)
+        codec = Codec(Recipe("r", scheme, scheme), 0, "key", geometry, tensors)
+        error = (codec.rounded(x_NC[None])[0] - x_NC).double()
+        return float(((error @ metric) * error).sum())
+
+    errors = {}
+    for stage in (Wush("queries"), Oscar("queries")):
+        _, found = fit.solve(stage, stats, Codec(Recipe("r", Scheme(Rtn()), Scheme(Rtn())), 0, "key", geometry, {}))
+        errors[stage.kind] = lost(stage, {f"rotate.{name}": tensor for name, tensor in found.items()})
+    hadamard = lost(preset("quarot-head-2bit").key.rotate, {})
+    expected = np.sqrt(np.linalg.eigvals(metric.numpy() @ moments.numpy()).real).sum() ** 2
+    plain = float(moments.trace() * metric.trace())
+    assert errors["wush"] / hadamard == pytest.approx(expected / plain, rel=0.1)
+    assert errors["wush"] < 0.7 * min(hadamard, errors["oscar"])
+
+
+# ---- OSCAR: the metric alike on all channels ----
+
+
+def test_the_rotation_is_orthogonal_and_no_channel_weighs_more():
+    """Of all orthogonal rotations the largest diagonal of RᵀMR is at least tr M / D; this one has it."""
+    metric = moment(16, 10)
+    rotation = fit.spectral(metric)
+    assert torch.allclose(rotation.mT @ rotation, torch.eye(16, dtype=torch.float64), atol=1e-12)
+    weight = (rotation.mT @ metric @ rotation).diagonal()
+    assert torch.allclose(weight, metric.trace() / 16 + torch.zeros(16).double())
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(50):
+        other = torch.linalg.qr(torch.randn(16, 16, generator=generator, dtype=torch.float64)).Q
+        assert (other.mT @ metric @ other).diagonal().max() > weight.max()
+
+
+def test_the_rotation_is_the_authors_composition():
+    """U H P by numpy, column by column: U ascending, H Sylvester's, ranks at their bits reversed."""
+    metric = moment(8, 12)
+    values, vectors = np.linalg.eigh(metric.numpy())
+    vectors = vectors * np.sign(vectors[abs(vectors).argmax(0), range(8)])
+    hadamard = np.array([[(-1) ** bin(i & j).count("1") for j in range(8)] for i in range(8)]) / math.sqrt(8)
+    reversed_bits = [0, 4, 2, 6, 1, 5, 3, 7]
+    falling = np.argsort(-values)
+    mixed = vectors @ hadamard
+    expected = np.empty((8, 8))
+    for rank, place in enumerate(reversed_bits):
+        expected[:, place] = mixed[:, falling[rank]]
+    assert np.allclose(fit.spectral(metric).numpy(), expected, atol=1e-12)
+
+
+def test_heads_of_other_sizes_are_mixed_in_strides():
+    mixing = fit.mixing(12)
+    assert torch.allclose(mixing.mT @ mixing, torch.eye(12, dtype=torch.float64))
+    assert [int(row.nonzero()[:, 0].max() - row.nonzero()[:, 0].min()) for row in mixing] == [9] * 12
+    assert (mixing != 0).sum(1).tolist() == [4] * 12
+
+
+def test_values_are_weighed_by_what_queries_see_in_their_keys():
+    """Σ w v vᵀ / Σ w token by token, in numpy; masked tokens left out; chunks add up."""
+    generator = torch.Generator().manual_seed(13)
+    k_NTC, v_NTC = torch.randn(2, 2, 5, 48, generator=generator)
+    metric = torch.stack([moment(16, seed, 2.0) for seed in (14, 15, 16)])
+    mask = torch.tensor([[False, True, True, True, True], [True] * 5])
+    whole, parts = Attended(metric), Attended(metric)
+    whole.update(k_NTC, v_NTC, mask)
+    for row in range(2):
+        part = Attended(metric)
+        part.update(k_NTC[row : row + 1], v_NTC[row : row + 1], mask[row : row + 1])
+        parts.merge(row, part)
+    for head in range(3):
+        total, weights = np.zeros((16, 16)), 0.0
+        for row, token in mask.nonzero().tolist():
+            k, v = (x[row, token, 16 * head : 16 * head + 16].double().numpy() for x in (k_NTC, v_NTC))
+            weight = k @ metric[head].numpy() @ k
+            total, weights = total + weight * np.outer(v, v), weights + weight
+        for sums in (whole, parts):
+            assert np.allclose(sums.value()[head].numpy(), total / weights)
+
+
+# ---- the codec: each head its own, read packed ----
+
+
+def fitted(stage, scheme: Scheme, seed: int = 17) -> Codec:
+    """A codec of keys with really fitted matrices, another for each head."""
+    heads = [moment(16, seed + head) for head in range(3)]
+    stats = Statistics(
+        torch.zeros(48),
+        queries=Queries(None, torch.stack(heads), 1.0),
+        residuals=Residuals(torch.block_diag(*(moment(16, seed + 9 + head) for head in range(3))), torch.zeros(1, 48)),
+    )
+    recipe = Recipe("r", scheme, scheme, window=Window(block=8))
+    _, tensors = fit.solve(stage, stats, Codec(recipe, 0, "key", GEOMETRY, {}))
+    return Codec(recipe, 0, "key", GEOMETRY, {f"rotate.{name}": tensor for name, tensor in tensors.items()})
+
+
+SCHEMES = [
+    Scheme(Rtn(4, "head"), rotate=Oscar()),
+    Scheme(Rtn(3, 8), rotate=Oscar()),
+    Scheme(Clipped(2, "head"), rotate=Oscar()),
+    Scheme(Rtn(2, "head"), rotate=Wush()),
+    Scheme(Grid(2, 16, "head"), rotate=Wush()),
+    Scheme(Grid(2, 256, 8), rotate=Wush()),
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: f"{scheme.rotate.kind}-{scheme.quantize}")
+def test_every_head_is_rotated_by_its_own_and_back(scheme):
+    """Head by head in numpy: rotate, let a codec without rotation round, rotate back with the inverse."""
+    codec = fitted(scheme.rotate, scheme)
+    x = torch.randn(2, 8, 48, generator=torch.Generator().manual_seed(18))
+    forward = codec.tensors["rotate.rotation" if scheme.rotate.kind == "oscar" else "rotate.basis"].double().numpy()
+    turned = np.einsum("nthd,hde->nthe", x.double().numpy().reshape(2, 8, 3, 16), forward)
+    plain = Scheme(scheme.quantize)
+    bare = Codec(Recipe("b", plain, plain, window=Window(block=8)), 0, "key", GEOMETRY, {})
+    rounded = bare.rounded(torch.from_numpy(turned).float().reshape(2, 8, 48)).double().numpy().reshape(2, 8, 3, 16)
+    expected = np.einsum("nthe,hed->nthd", rounded, np.linalg.inv(forward)).reshape(2, 8, 48)
+    found = codec.rounded(x).double().numpy()
+    assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)  # bfloat16 on the way back
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: f"{scheme.rotate.kind}-{scheme.quantize}")
+def test_packed_codes_give_the_scores_and_the_mix_of_decoded_ones(scheme):
+    codec = fitted(scheme.rotate, scheme)
+    generator = torch.Generator().manual_seed(19)
+    x, q, p = (
+        torch.randn(2, 8, 48, generator=generator),
+        torch.randn(6, 4, 16, generator=generator),
+        torch.rand(6, 4, 8),
+    )
+    fields = codec.encode(x, Context())
+    assert codec.packed_reader is not None and codec.packed_reader.span == 16
+    packed = codec.packed_reader.view_blocks({name: field[:, None] for name, field in fields.items()}, 0)
+    decoded = codec.decode(fields, Context()).float().unflatten(-1, (3, 16)).transpose(1, 2).flatten(0, 1)
+    for found, expected in (
+        (codec.packed_reader.scores(q, packed), q @ decoded.mT),
+        (codec.packed_reader.mix(p, packed), p @ decoded),
+    ):
+        assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_a_clip_cuts_the_largest_and_nothing_else():
+    """By hand: magnitudes 1 to 16; with keep 0.75 the 13th smallest, 13, is the most that is left."""
+    x = torch.tensor([i * (-1.0) ** i for i in range(1, 17)])[None, None]
+    stage, geometry = Clipped(8, "head", keep=0.75), Geometry(1, 1, 16)
+    fields = stage.encode(x, None, {}, geometry)
+    decoded = stage.decode(fields, 16, geometry)[0, 0]
+    assert torch.allclose(decoded, x[0, 0].clamp(-13, 13), atol=26 / 255)
+    step, low = float(fields["step"]), float(fields["low"])
+    assert low == -13 and step == pytest.approx(26 / 255, rel=1e-3)
+    assert pack.unpack(fields["codes"], 8, 16).flatten()[[12, 13, 14, 15]].tolist() == [0, 255, 0, 255]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "role", "position", "message"),
+    [
+        (Scheme(Rtn(2, "head"), rotate=Oscar("output")), "key", "post", "does not weigh a key"),
+        (Scheme(Rtn(2, "head"), rotate=Wush("queries")), "value", "post", "does not weigh a value"),
+        (Scheme(Rtn(2, "head"), rotate=Oscar()), "key", "pre", "queries weigh keys after RoPE"),
+        (Scheme(Rtn(2, "all"), rotate=Oscar()), "key", "post", 'mixes heads of 16; use group="head"'),
+        (Scheme(Rtn(2, 8), rotate=Oscar(), axis="channel"), "key", "post", 'use axis "token"'),
+        (Scheme(Rtn(2, 8), rotate=Oscar(), feedback=preset("squat-2bit").key.feedback), "key", "post", "drop one"),
+    ],
+)
+def test_what_cannot_be_is_refused(scheme, role, position, message):
+    plain = Scheme(Rtn(2, 8))
+    pair = (scheme, plain) if role == "key" else (plain, scheme)
+    with pytest.raises(ValueError, match=message):
+        Recipe("r", *pair, position).check(Geometry(1, 2, 16))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Oscar("keys"), "metric='keys'; use one of"),  # type: ignore[arg-type]
+        (lambda: Wush("attended"), "no cost of an error"),
+        (lambda: Clipped(2, keep=1.0), "keep=1.0; use at least 0.5"),
+    ],
+)
+def test_settings_that_never_work_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
