@@ -3,11 +3,11 @@
     python scripts/build_trellises.py [k2_l8 ...]      only these; the others stay
 
     encode  Gaussian sequences by the best path through the trellis
-    move    every state's value to the mean of the numbers that were encoded by it, in the end those of the last rounds too
+    move    every state's value to the mean of the numbers that were encoded by it, in the end of several rounds
 
-The values start as the middles of 2^L equal shares of a Gaussian, in a random order: neighbouring states, which one code
-tells apart, then decode to numbers far from each other. Seeds are fixed and sums are float64, so that one machine makes
-the same table each time; the tables kvq uses are pinned. Takes some minutes; put the digests into `DIGESTS` of
+The values start as the middles of 2^L equal shares of a Gaussian, in a random order: neighbouring states, which one
+code tells apart, then decode to numbers far from each other. Seeds are fixed and sums are float64, so that one machine
+makes the same table each time; the tables kvq uses are pinned. Takes some minutes. Put the digests into `DIGESTS` of
 `kvq_runtime/ops/trellis.py`.
 
 Source: Lloyd, 1982, as Stewart, Gray and Linde, 1982, have it for trellis waveform coders.

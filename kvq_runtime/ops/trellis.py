@@ -41,7 +41,7 @@ DIGESTS: dict[tuple[int, int], str] = {
 }
 BITS = (1, 2, 3, 4)
 
-_STEP, _PATHS = 1 << 17, 1 << 25  # numbers that one step of the search works on, and that all steps of it keep
+_STEP, _PATHS = 1 << 17, 1 << 26  # numbers that one step of the search works on, and bytes that all steps of it keep
 _FAINTEST = 2.0**-10  # of the loudest group's size: the least that a group is weighed with
 
 
@@ -72,7 +72,7 @@ def best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Tens
     count, states = x_NGK[0].numel() if len(x_NGK) else 0, len(table_S)
     if not count:
         return torch.zeros(len(x_NGK), x_NGK.shape[1] * x_NGK.shape[2], dtype=torch.int64, device=x_NGK.device)
-    room = max(1, min(_STEP // states, _PATHS // (states * count)))
+    room = max(1, min(_STEP // states, _PATHS // ((states >> bits) * count)))
     strips = zip(x_NGK.split(room), rms_NG.split(room), strict=True)
     return torch.cat([_best_path(x_ngk, rms_ng, table_S, bits) for x_ngk, rms_ng in strips])
 
@@ -83,30 +83,39 @@ def _best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Ten
     x_GKN = x_NGK.permute(1, 2, 0).contiguous()
     share_NG = (rms_NG / rms_NG.amax(1, keepdim=True)).nan_to_num(1.0).clamp_min(_FAINTEST).square()
     slope_S1, bias_S1 = -table_S[:, None], table_S.square()[:, None] / 2
-    cost_TSN = x_NGK.new_empty(groups * size, states, rows)
+    oldest_TPN = torch.empty(groups * size, states // codes, rows, dtype=torch.uint8, device=x_NGK.device)
+    cost_SN = x_NGK.new_empty(states, rows)
     best_PN = x_NGK.new_full((states // codes, rows), math.inf)
     best_PN[0] = 0.0
-    for step, (cost_SN, x_N) in enumerate(zip(cost_TSN, x_GKN.flatten(0, 1), strict=True)):
+    for step, x_N in enumerate(x_GKN.flatten(0, 1)):
         if step and step % size == 0:
             best_PN *= share_NG[:, step // size - 1] / share_NG[:, step // size]
         torch.mul(slope_S1, x_N, out=cost_SN).add_(bias_S1)  # (x - c)² / 2 without x² / 2, which all paths share
         cost_SN.view(-1, codes, rows).add_(best_PN[:, None])
-        torch.amin(cost_SN.view(codes, -1, rows), 0, out=best_PN)
-    return _traced(cost_TSN, bits)
+        best_PN, oldest_TPN[step] = _cheapest(cost_SN.view(codes, -1, rows))
+    return _traced(cost_SN.argmin(0), oldest_TPN, bits)
 
 
-def _traced(cost_TSN: Tensor, bits: int) -> Tensor:
-    """The states [N, T] of the best path: its end, and before each state the cheapest that leads to it."""
-    steps, states, rows = cost_TSN.shape
-    found_TN = torch.empty(steps, rows, dtype=torch.int64, device=cost_TSN.device)
-    oldest_J1 = torch.arange(0, states, states >> bits, device=cost_TSN.device)[:, None]
-    for step in range(steps - 1, -1, -1):
-        if step == steps - 1:
-            state_N = cost_TSN[step].argmin(0)
-        else:
-            before_JN = oldest_J1 + (found_TN[step + 1] >> bits)
-            state_N = before_JN.gather(0, cost_TSN[step].gather(0, before_JN).argmin(0)[None])[0]
-        found_TN[step] = state_N
+def _cheapest(cost_JPN: Tensor) -> tuple[Tensor, Tensor]:
+    """The least cost over the oldest code, and which code has it: [P, N], uint8 [P, N]."""
+    code = None
+    while (half := len(cost_JPN) // 2) > 0:
+        later = cost_JPN[half:] < cost_JPN[:half]
+        cost_JPN = torch.minimum(cost_JPN[:half], cost_JPN[half:])
+        bit = later.view(torch.uint8) * half
+        code = bit if code is None else bit.add_(torch.where(later, code[half:], code[:half]))
+    assert code is not None
+    return cost_JPN[0], code[0]
+
+
+def _traced(last_N: Tensor, oldest_TPN: Tensor, bits: int) -> Tensor:
+    """The states [N, T] of the path to the last one: before each stands what it dropped, and all it has but its code."""
+    steps, newer, _ = oldest_TPN.shape
+    found_TN = last_N.new_empty(steps, len(last_N))
+    found_TN[-1] = last_N
+    for step in range(steps - 1, 0, -1):
+        kept_N = found_TN[step] >> bits
+        found_TN[step - 1] = kept_N + newer * oldest_TPN[step - 1].gather(0, kept_N[None])[0].long()
     return found_TN.T
 
 

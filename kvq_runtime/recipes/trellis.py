@@ -17,16 +17,17 @@ BITS = (1, 2, 3, 4)
 
 
 def scheme(bits: int, group: str = "head") -> Scheme:
-    """A scheme of trellis codes at these bits, with one scale, and one path, per head or per 1024 elements."""
+    """A scheme of trellis codes at these bits, with one scale per head or per 1024 elements."""
     return Scheme(quantize=Trellis(bits, group=group), rotate=Hadamard(group))
 
 
 def recipes() -> list[Recipe]:
-    """Per head, 1 to 4 bits; and AQUA-KV's prediction over them."""
+    """Per head, 1 to 4 bits; and AQUA-KV's prediction over them at 2."""
     found = []
     for bits in BITS:
         head, summary = scheme(bits), f"trellis codes, {bits} bits, a scale per head"
         found.append(Recipe(f"trellis-head-{bits}bit", head, head, summary=summary))
-    four = higgs.scheme("4bit")
-    over = [aqua.aqua(f"trellis-{bits}bit", scheme(bits, "all"), four) for bits in (1, 2)]
-    return [*found, *over]
+    over = aqua.aqua(
+        "trellis-2bit", scheme(2, "all"), higgs.scheme("4bit"), summary="AQUA-KV over trellis codes, 2 bits"
+    )
+    return [*found, over]
