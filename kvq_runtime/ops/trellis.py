@@ -109,7 +109,7 @@ def _cheapest(cost_JPN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _traced(last_N: Tensor, oldest_TPN: Tensor, bits: int) -> Tensor:
-    """The states [N, T] of the path to the last one: before each stands what it dropped, and all it has but its code."""
+    """The states [N, T] of the path to the last one: before each stands what was dropped, then all but its code."""
     steps, newer, _ = oldest_TPN.shape
     found_TN = last_N.new_empty(steps, len(last_N))
     found_TN[-1] = last_N
