@@ -15,6 +15,7 @@ REPRESENTATIVE = frozenset([
     "kivi-2bit", "kivi-2bit-outliers", "gear-2bit", "gear-l-2bit", "kvquant-3bit",
     "polar-radius8", "polar-hadamard", "polar-3bit-fitted", "polar-3bit-fitted-plain", "polar-online",
     "polar-online-plain",
+    "trellis-head-1bit", "aqua-trellis-2bit",
     "squat-2bit", "squat-pre-2bit", "squat-hadamard-2bit", "squat-online-2bit", "squat-pre-online-2bit",
     "subkv-2bit", "subkv-aqua-2bit",
     "zipcache-2bit", "zipcache-tokens-2bit", "zipcache-online-2bit", "aqua-zipcache-2bit",
