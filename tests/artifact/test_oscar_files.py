@@ -115,7 +115,11 @@ def changed(**changes) -> dict:
         (saved(changed(rotation=torch.ones(8, 8))), "not orthogonal"),
         (saved(changed(rotation=torch.full((8, 8), float("nan")))), "not orthogonal"),
     ],
-)
+    ids=(
+        "empty", "cut", "pickle", "harmful-pickle", "harmful", "list", "missing", "extra", "size", "heads", "integers",
+        "sparse", "ones", "nan",
+    ),
+)  # fmt: skip
 def test_what_is_no_rotation_file_is_refused(data, message, capsys):
     with pytest.raises(ArtifactError, match=message) as refused:
         oscar_files.read(data, GEOMETRY, "k.pt")
