@@ -93,15 +93,15 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "every test of every recipe; without it a recipe that another stands for goes through every second one"
+    text = "every test of every recipe; without it a recipe that another stands for goes through every third one"
     parser.addoption("--every-pair", action="store_true", help=text)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests of one recipe among all, unless it stands for a class of recipes: see tests/support/representative.py.
 
-    A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. Those that another stands for and
-    these tests are paired like the squares of a chessboard: the black ones run. What is asked for by its name runs.
+    A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. A recipe that another stands for goes
+    through every third of these tests, its neighbour through the next third. What is asked for by its name runs.
     """
     if "feeding" not in sys.modules:
         return
@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if place is not None:
             item.add_marker("all_recipes")
             turn = functions.setdefault(item.nodeid.partition("[")[0], len(functions))
-            if not every and (place + turn) % 2:
+            if not every and (place + turn) % 3:
                 left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
