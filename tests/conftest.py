@@ -100,8 +100,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests of one recipe among all, unless it stands for a class of recipes: see tests/support/representative.py.
 
-    A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. A recipe that another stands for goes
-    through every third of these tests, its neighbour through the next third. What is asked for by its name runs.
+    A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. A recipe that another stands for
+    goes through every third of these tests, its neighbour through the next third. What is asked for by its name runs.
     """
     if "feeding" not in sys.modules:
         return

@@ -28,12 +28,11 @@ from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import Recipe, Role, Scheme
-from kvq_runtime.stages.mixed import Mixed
 
 
 def shares(scheme: Scheme) -> bool:
     """Whether the scheme's bits are a part of the recipe's."""
-    return isinstance(scheme.quantize, Mixed) and scheme.quantize.shared
+    return scheme.quantize.shares_budget
 
 
 def wanted(recipe: Recipe) -> bool:

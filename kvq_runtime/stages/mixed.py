@@ -101,6 +101,10 @@ class Mixed(Quantizer):
         """Bits of one token's codes that `target` allows."""
         return round(self.target * width) - self.gain
 
+    @property
+    def shares_budget(self) -> bool:
+        return self.shared
+
     def stored(self, width: int) -> int:
         """R: how many latent channels have any bits."""
         return sum(count for count, _ in self.runs(width))

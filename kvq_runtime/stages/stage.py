@@ -216,6 +216,11 @@ class Quantizer(Stage):
         """Elements of a row that are rounded together, with one scale; None: it has no groups."""
         return None
 
+    @property
+    def shares_budget(self) -> bool:
+        """Whether its bits are a part of those of the whole recipe, shared out by calibration."""
+        return False
+
     def memory_kind(self, field: str) -> str:
         """What a field is counted as in a memory report: "codes" or "scales"."""
         return "codes" if field in ("codes", "x") else "scales"

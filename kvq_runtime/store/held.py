@@ -13,15 +13,16 @@ channels count.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.geometry import ROLES, SLAB, Geometry
+from kvq_runtime.geometry import ROLES, SLAB, Geometry, Role
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.stage import Site
 from kvq_runtime.store.storage import storage_bytes
@@ -72,9 +73,34 @@ class Sizes:
         for name, spec in codecs.all_specs(self.recipe, self.geometry).items():
             _add(found, NAMES[name.split(".")[3]], _bytes(spec))
         layers = {0, *self.recipe.layers, self._plain}
-        made = [Codec(self.recipe, layer, role, self.geometry, {}) for layer in sorted(layers) for role in ROLES]
+        made = [
+            Codec(self.recipe, layer, role, self.geometry, {})
+            for layer in sorted(layers)
+            for role in ROLES
+            if not self._rotation(layer, role)
+        ]
         _add(found, "rotations", storage_bytes(x for codec in made for x in codec.shared))
+        _add(found, "rotations", sum(self._of_fitted_rotation))
         return found
+
+    def _rotation(self, layer: int, role: Role) -> dict[str, Tensor]:
+        """Tensors of the rotation's shapes, if calibration fits one there."""
+        scheme = self.recipe.scheme(layer, role)
+        if scheme.rotate is None or "fit" not in scheme.rotate.needs or self.recipe.fits(scheme):
+            return {}
+        site = Site(scheme, role, layer, self.recipe.position, self.recipe.window, self.geometry)
+        specs = scheme.rotate.tensors(site, self.geometry)
+        return {f"rotate.{name}": torch.zeros(*shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
+
+    @property
+    def _of_fitted_rotation(self) -> Iterator[int]:
+        """Bytes of what a codec makes of each fitted rotation, as the way back, and holds beside it."""
+        for layer in range(self.geometry.layers):
+            for role in ROLES:
+                tensors = self._rotation(layer, role)
+                if tensors:
+                    held = Codec(self.recipe, layer, role, self.geometry, tensors).shared
+                    yield storage_bytes(held) - storage_bytes(tensors.values())
 
     @cached_property
     def _plain(self) -> int:
