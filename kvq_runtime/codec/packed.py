@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class PackedReader:
     span: int
     turn: Tensor | None
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Elements that share a scale."""
         return self.packed.group

@@ -16,10 +16,7 @@ matrices each, which are counted as predictors are.
 `-vocab` stores which token it is in place of the first layer's keys and values, which is all that they say: they are
 exact, and cost 11 to 18 bits a token. The table is 4 bytes times vocabulary times width.
 
-Measured on the embedded model of 4.1 million parameters, fitted on 28 sequences of 1024 tokens of the embedded corpus,
-on 12 held-out windows of 1024 in one forward pass each, every token but 4 sinks encoded: 1 bit (1.50 in all) has a
-divergence of 0.0012 nats where `aqua-klt-1bit` has 0.0054; `-vocab` has 0.0067 at 0.43 bits in all, 0.0011 at 0.85,
-0.0003 at 1.26. So small a model flatters predictions and bases.
+What was measured is in docs/results.md; models as small as that one flatter predictions and bases.
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), sections 4.1 and 4.2; Cover and Thomas,
 2006, section 10.3.3 (reverse water-filling); Gersho and Gray, 1992, section 12.10 (shape and gain).

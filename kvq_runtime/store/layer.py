@@ -243,7 +243,7 @@ class LayerStore:
             stop = min(sinks, start + out_BTC.shape[1])
             out_BTC[:, : stop - start] = self.sinks_2BSC[role, :, start:stop]
             return
-        slots, arrived = self.positions.sink_slots(sinks, len(out_BTC), out_BTC.device)
+        slots, arrived = self.positions.sink_slots(sinks, out_BTC.shape[0], out_BTC.device)
         rows, ranks = (arrived & (slots >= start) & (slots < start + out_BTC.shape[1])).nonzero(as_tuple=True)
         out_BTC[rows, slots[rows, ranks] - start] = self.sinks_2BSC[role, rows, ranks]
 
@@ -252,7 +252,7 @@ class LayerStore:
         sinks, first = self.window.sinks, self.length - k_BTC.shape[1]
         if sinks == 0 or first >= self.positions.complete(sinks, first):
             return
-        slots, arrived = self.positions.sink_slots(sinks, len(k_BTC), k_BTC.device)
+        slots, arrived = self.positions.sink_slots(sinks, k_BTC.shape[0], k_BTC.device)
         here = arrived & (slots >= first) & (slots < self.length)
         if bool(here.any()):
             rows, ranks = here.nonzero(as_tuple=True)
