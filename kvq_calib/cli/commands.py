@@ -8,7 +8,17 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-EVAL_EXAMPLES = """\
+_TEXT = """\
+Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
+part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
+on, each with windows, overlap with the fit part of --corpus, and standard errors of its own: their held-out parts, so
+that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus. wikitext-2 is the test
+set as papers measure on it: its lines joined by two line ends, tokenized whole with the tokenizer's own BOS, cut into
+windows of --length in order, of which --windows takes the first, or all; from the Hub, or wikitext-2:FILE, a .parquet
+of it or a .txt of its lines."""
+
+EVAL_EXAMPLES = (
+    """\
 examples
     kvq eval higgs-2bit rtn-4bit --model demo                          recipes that need no calibration
     kvq eval kivi-2bit kivi-2bit+window.recent=32 --model demo         the same with another recent window
@@ -26,15 +36,12 @@ that holds a window, or 4096 tokens; perplexity, and its distance from 16 bit wi
 divergence from the 16-bit model in nats; top-1 agreement with it; the share of attention's weight, and of what queries
 read, that was decoded. Records of published artifacts are kept in the registry.
 
-Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
-part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
-on, each with windows, overlap with the fit part of --corpus, and standard errors of its own: their held-out parts, so
-that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus. wikitext-2 is the test
-set as papers measure on it: its lines joined by two line ends, tokenized whole with the tokenizer's own BOS, cut into
-windows of --length in order, of which --windows takes the first, or all; from the Hub, or wikitext-2:FILE, a .parquet
-of it or a .txt of its lines."""
+"""
+    + _TEXT
+)
 
-COMPARE_EXAMPLES = """\
+COMPARE_EXAMPLES = (
+    """\
 examples
     kvq compare --model demo --windows 8 --sinks 4 --recent 0 --plot compare.png
     kvq compare --model ./my-model --corpus text.txt --recipes aqua-2bit higgs-2bit kivi-2bit --samples 64
@@ -52,13 +59,9 @@ same exact first tokens, of which some papers have none. In use, recipes are com
 equal blocks, too: --recent 0 leaves sinks and an unfinished block exact, and --block 32 makes blocks equal where the
 recipes allow it. A full encode needs neither.
 
-Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
-part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
-on, each with windows, overlap with the fit part of --corpus, and standard errors of its own: their held-out parts, so
-that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus. wikitext-2 is the test
-set as papers measure on it: its lines joined by two line ends, tokenized whole with the tokenizer's own BOS, cut into
-windows of --length in order, of which --windows takes the first, or all; from the Hub, or wikitext-2:FILE, a .parquet
-of it or a .txt of its lines."""
+"""
+    + _TEXT
+)
 
 PROBE_EXAMPLES = """\
 examples
