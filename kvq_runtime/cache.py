@@ -134,6 +134,11 @@ class BlockCache:
             attended = path.attend(store, layer, q_BHTD, mask, scale)
             if attended is None:
                 continue
+            if self.positions.recorded and path is not self.fused:
+                raise RuntimeError(
+                    f"a step of {q_BHTD.shape[1]} query heads and {q_BHTD.shape[2]} tokens cannot be recorded: "
+                    "it is not the kernel that attends, and what torch does is fixed to the tokens of this moment"
+                )
             if attended.lse_BHT is not None:
                 for policy in self.policies:
                     policy.attended(layer, q_BHTD, attended.lse_BHT, scale)

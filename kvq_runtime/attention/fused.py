@@ -123,15 +123,14 @@ class Fused(Path):
         """As `Path.attend`.
 
         A mask is taken to be that of the padding announced with this pass; one that was not announced is not for the
-        kernel. Nor are padded slots after a row's first real one, or, before RoPE or with a mean, keys that RoPE
-        rotates in part, or not by their place after the padding; nor more rows of queries than a tile has.
+        kernel, except in a step that is recorded: its token sees all that is real. Nor are padded slots after a row's
+        first real one, or, before RoPE or with a mean, keys that RoPE rotates in part, or not by their place after the
+        padding; nor more rows of queries than a tile has.
         """
         index = self._found(store, q_BHTD, mask)
         if index is None:
             return None
         if not self.fits(layer, q_BHTD):
-            if self.positions.recorded:
-                raise RuntimeError("a step of so many query heads per KV head is no graph: it decodes slab by slab")
             return None
         if not self.regular:
             return None
@@ -203,9 +202,11 @@ class Fused(Path):
         return {"tables": tables} if tables else {}
 
     def _found(self, store: LayerStore, q_BHTD: Tensor, mask: Tensor | None) -> DeviceIndex | None:
-        batch, count = len(q_BHTD), q_BHTD.shape[2]
-        if store.index is None or not batch * count or (mask is not None and not self.positions.told):
+        if store.index is None or not q_BHTD.numel():
             return None
+        if mask is not None and not (self.positions.told or self.positions.recorded):
+            return None
+        batch, _, count, _ = q_BHTD.shape
         self.look(batch, count, q_BHTD.device)
         return store.index if self.padding.real else None
 

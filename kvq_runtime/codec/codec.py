@@ -45,10 +45,10 @@ class Context:
 class Codec:
     """Encode and decode one layer's keys or values, as `recipe` says, with the tensors fitted for it.
 
-    tensors     {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
-    back        what turns a run of decoded elements, in stored order, back; or None
-    fold        how its packed blocks are attended to without decoding; or None
-    turns_keys  whether what is decoded has to be turned by its position to be a key
+    tensors        {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
+    back           what rotates a run of decoded elements, in stored order, back; or None
+    packed_reader  attends to its packed blocks without decoding them; None where they have to be decoded
+    before_rope    whether it encodes keys before RoPE, so that what is decoded has yet to be rotated to its position
     """
 
     def __init__(self, recipe: Recipe, layer: int, role: Role, geometry: Geometry, tensors: Mapping[str, Tensor]):
@@ -57,7 +57,7 @@ class Codec:
         self.role: Role = role
         self.predictor = self.scheme.predictor(layer, role)
         self.reads_keys, self.below, self.reads_both = self.scheme.inputs(layer, role)
-        self.turns_keys = role == "key" and recipe.position == "pre"
+        self.before_rope = role == "key" and recipe.position == "pre"
         self._turn_mean = role == "key" and recipe.position == "post"
         self._width = self.scheme.width(recipe.window.block, geometry)
         self.tensors: dict[str, Tensor] = {}
@@ -83,7 +83,7 @@ class Codec:
         )
         # all codecs share a Hadamard's matrix, which is made once a process
         self._forward = self._rotation.matrix if isinstance(self._rotation, SignedHadamard) else self._rotation
-        self.packed_reader = None if self.turns_keys else packed_reader(self.scheme, self.geometry, self.back, device)
+        self.packed_reader = None if self.before_rope else packed_reader(self.scheme, self.geometry, self.back, device)
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:

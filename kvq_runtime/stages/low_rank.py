@@ -112,8 +112,8 @@ class LowRankSparse(Correction):
     def encode(self, x_NTC: Tensor, rounded_NTC: Tensor, geometry: Geometry, tensors: Tensors) -> dict[str, Tensor]:
         """Choose outliers of blocks, then factor what they and `rounded`, which is overwritten, leave of `x`."""
         found = self.sparse.encode(x_NTC, rounded_NTC, geometry, tensors)
-        mended_NTC = self.sparse.apply(rounded_NTC, found)
-        return found | self.low_rank.encode(x_NTC, mended_NTC, geometry, tensors)
+        corrected_NTC = self.sparse.apply(rounded_NTC, found)
+        return found | self.low_rank.encode(x_NTC, corrected_NTC, geometry, tensors)
 
     def apply(self, rounded_NTC: Tensor, fields: Fields) -> Tensor:
         """Add the product of the factors, then put the exact elements in place."""

@@ -1,6 +1,7 @@
 """A decode step recorded as one graph gives what steps taken one by one do, and asks the device nothing."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -58,8 +59,11 @@ class Silent:
         self.patch.undo()
 
 
-def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 4) -> None:
-    """A recorded step gives, token after token and over a flush, what steps taken one by one do, bit for bit."""
+def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 4, masked: bool = False) -> None:
+    """A recorded step gives, token after token and over a flush, what steps taken one by one do, bit for bit.
+
+    masked   it is given a mask as long as the cache at that moment, as by transformers before 5.18 while it records
+    """
     one, two = Driver(FAMILIES[name], starts), Driver(FAMILIES[name], starts)
     recent, block = FAMILIES[name].window.recent, FAMILIES[name].window.block
     for driver in (one, two):
@@ -73,7 +77,8 @@ def replayed(name: str, starts: Tensor | None, record: Callable | None, count: i
     def step() -> Tensor:
         one.announce(1)
         one.cache.take(0, k_BTC, v_BTC)
-        out = one.cache.attend(0, q_BHTD, None, SCALE)
+        mask = torch.ones(1, 1, 1, one.cache.layers[0].length, dtype=torch.bool) if masked else None
+        out = one.cache.attend(0, q_BHTD, mask, SCALE)
         one.cache.finish(0)
         return out
 
@@ -98,6 +103,20 @@ def replayed(name: str, starts: Tensor | None, record: Callable | None, count: i
 )
 def test_a_step_depends_on_nothing_that_the_host_counts(name, starts):
     replayed(name, starts, frozen)
+
+
+@pytest.mark.slow
+def test_a_recorded_step_takes_no_mask_of_the_moment():
+    replayed("rtn-2bit", None, frozen, 3, masked=True)
+
+
+def test_what_is_not_the_kernels_is_not_recorded():
+    driver = Driver(FAMILIES["rtn-2bit"])
+    driver.step(58, expected=False)
+    step = partial(driver.step, 1, expected=False)
+    driver.cache.fused.fits = lambda *given: False
+    with pytest.raises(RuntimeError, match="cannot be recorded"):
+        captured(driver.cache, step)
 
 
 @pytest.mark.gpu
