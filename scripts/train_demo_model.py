@@ -2,6 +2,7 @@
 
     train_demo_model.py --out build/demo-model                      about 25 minutes on 2 cores
     train_demo_model.py --out build/demo-model --text a.txt b.jsonl.gz --start-from artifacts/demo-model
+    train_demo_model.py --out build/narrow-model --heads 8 --head-size 32 --start-from artifacts/demo-model
 
 The text is the fit part of each corpus, as `kvq_calib.text.split` divides it; the perplexity at the end is on held-
 out documents that repeat next to nothing of it (`kvq_calib.text.overlap`), which are those that evaluations use. The
@@ -81,16 +82,22 @@ def make_tokenizer(texts: list[str], vocabulary: int = 2048) -> PreTrainedTokeni
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END)
 
 
-def make_model(vocabulary: int, seed: int) -> Qwen2ForCausalLM:
-    """The architecture with fresh weights, the same for the same seed."""
+def make_model(vocabulary: int, seed: int, heads: int = 4, head_size: int = 64) -> Qwen2ForCausalLM:
+    """The architecture with fresh weights, the same for the same seed; it has two KV heads."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=vocabulary, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=heads,
         num_key_value_heads=2, max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )  # fmt: skip
-    config.head_dim = 64
+    config.head_dim = head_size
     return Qwen2ForCausalLM(config)
+
+
+def take_over(model: Qwen2ForCausalLM, folder: Path) -> None:
+    """Give the model the weights of another one that have the same names and shapes; the rest stay fresh."""
+    given, own = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict(), model.state_dict()
+    model.load_state_dict(own | {name: x for name, x in given.items() if x.shape == own[name].shape})
 
 
 def stream(texts: list[str], tokenizer) -> Tensor:
@@ -204,7 +211,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--text", nargs="+", default=[], metavar="FILE", help="more corpora: .txt, .jsonl(.gz/.zst), .parquet"
     )
-    parser.add_argument("--start-from", type=Path, metavar="DIR", help="go on from this model and its tokenizer")
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        metavar="DIR",
+        help="go on from this model, as far as its shapes are the same, with its tokenizer",
+    )
+    parser.add_argument("--heads", type=int, default=4, help="query heads of a fresh model (%(default)s)")
+    parser.add_argument("--head-size", type=int, default=64, help="channels of each head (%(default)s)")
     parser.add_argument(
         "--state", type=Path, default=Path("build/train-demo-model.pt"), help="where to resume (%(default)s)"
     )
@@ -228,10 +242,9 @@ def main(arguments: list[str] | None = None) -> float:
     sources = ["demo", *given.text]
     texts = read(sources, "fit")
     tokenizer = AutoTokenizer.from_pretrained(given.start_from) if given.start_from else make_tokenizer(texts)
+    model = make_model(len(tokenizer), settings.seed, given.heads, given.head_size)
     if given.start_from:
-        model = Qwen2ForCausalLM.from_pretrained(given.start_from, dtype=torch.float32)
-    else:
-        model = make_model(len(tokenizer), settings.seed)
+        take_over(model, given.start_from)
     tokens, held_out = stream(texts, tokenizer), stream(read(sources, "held-out"), tokenizer)
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()

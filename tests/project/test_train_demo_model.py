@@ -99,3 +99,14 @@ def test_a_seed_fixes_the_weights():
 def test_held_out_perplexity_needs_a_window():
     with pytest.raises(ValueError, match="give more text"):
         script.perplexity(None, torch.zeros(64, dtype=torch.long), length=64)
+
+
+def test_a_model_of_other_heads_takes_over_what_fits(tmp_path):
+    run(tmp_path / "one")
+    given = ["--start-from", str(tmp_path / "one" / "model"), "--heads", "8", "--head-size", "32", "--steps", "0"]
+    run(tmp_path / "two", *given)
+    wide, narrow = weights(tmp_path / "one"), weights(tmp_path / "two")
+    keys, queries = "model.layers.3.self_attn.k_proj.weight", "model.layers.3.self_attn.q_proj.weight"
+    assert narrow[keys].shape == (64, 256) and wide[keys].shape == (128, 256)
+    assert torch.equal(narrow[queries], wide[queries])
+    assert torch.equal(narrow["model.embed_tokens.weight"], wide["model.embed_tokens.weight"])
