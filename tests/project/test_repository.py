@@ -77,12 +77,12 @@ def test_no_test_imports_another():
             assert not tests, f"{path.relative_to(ROOT)} imports {tests}; move what it needs to tests/support"
 
 
-def test_the_makefile_has_what_the_readme_names_and_the_readme_all_of_it():
+def test_the_makefile_has_what_the_pages_name_and_contributing_all_of_it():
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for name in ("README.md", "CONTRIBUTING.md"):
         named = set(re.findall(r"(?:`|^)make ([a-z-]+)", (ROOT / name).read_text(), re.MULTILINE))
         assert named and named <= targets, f"{name} names {named - targets}"
-    listed = set(re.findall(r"^\| `make ([a-z-]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"^\| `make ([a-z-]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
     assert listed == targets - {"help"}
     assert {"env", "demo", "test", "check", "bench", "flows-up"} <= targets
 
@@ -93,9 +93,9 @@ def test_files_that_the_readme_names_exist():
         assert name.startswith("build/") or (ROOT / name).exists(), name
 
 
-def test_the_readme_has_every_recipe_once_and_says_whether_it_is_fitted():
+def test_the_page_of_recipes_has_each_once_and_says_whether_it_is_fitted():
     """A recipe belongs to the row with the longest beginning of its name."""
-    part = (ROOT / "README.md").read_text().split("\n## Recipes\n")[1].split("\n## ")[0]
+    part = (ROOT / "docs" / "recipes.md").read_text().split("\n## Names\n")[1].split("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| `")
     ]

@@ -1,0 +1,106 @@
+"""The README as a newcomer reads it: its blocks run as they stand, and its figures are what they print."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import fitted
+import pytest
+
+from kvq_runtime.artifact.artifact import Artifact, to_bytes
+from kvq_runtime.hf.model import fingerprint_of, geometry_of
+from kvq_runtime.recipe import preset
+from kvq_runtime.registry.resolve import open_registry
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_first_block_runs_without_an_artifact_and_its_figures_are_the_readmes(monkeypatch, capsys):
+    """Then the block that loads an artifact, with one of random tensors in the registry."""
+    monkeypatch.chdir(ROOT)
+    first, serve = blocks("python")
+    names: dict = {}
+    exec(compile(first, "README.md", "exec"), names)
+    report = names["cache"].memory_report()
+    assert str(report) in capsys.readouterr().out
+    assert report.total_bytes < report.exact_bytes
+    said = re.search(
+        r"prints that ([\d,]+) tokens take (\S+) MiB, where 16 bit would take (\S+) MiB: (\S+) times", TEXT
+    )
+    assert said is not None
+    held, exact = report.total_bytes / 2**20, report.exact_bytes / 2**20
+    assert said.groups() == (f"{report.tokens:,}", f"{held:.1f}", f"{exact:.1f}", f"{exact / held:.1f}")
+
+    model, recipe = names["model"], preset("aqua-2bit")
+    tensors = fitted.tensors(recipe, geometry_of(model))
+    made = Artifact(recipe, fingerprint_of(model), tensors, {"model": "demo"}, {"layers": [{}] * 6})
+    open_registry().publish("demo-aqua-2bit", to_bytes(made))
+    exec(compile(serve, "README.md", "exec"), names)
+    assert model.config._attn_implementation == "kvq" and names["out"].shape == (1, 4064)
+    assert names["cache"].memory_report().recipe == "aqua-2bit"
+
+
+def test_the_length_from_which_it_is_smaller_is_what_the_command_says(as_json):
+    (line,) = [line for block in blocks("sh") for line in block.splitlines() if ".venv/bin/kvq bytes" in line]
+    command, said = line.split("#")
+    program, *arguments = shlex.split(command)
+    assert program == ".venv/bin/kvq"
+    found = as_json(*[ROOT / one if one.startswith("artifacts/") else one for one in arguments])
+    (row,) = [row for row in found if row["recipe"] == "higgs-4bit"]
+    assert re.findall(r"under 16 bit from (\d+) tokens on", said) == [str(row["under 16 bit from"])]
+
+
+def test_its_first_python_block_imports_nothing_that_make_env_does_not_install():
+    imported = {line.split()[1].split(".")[0] for line in blocks("python")[0].splitlines() if line.startswith("from ")}
+    assert imported - set(sys.stdlib_module_names) == {"transformers", "kvq_runtime"}
+
+
+def test_the_versions_are_those_of_the_project():
+    needs = " ".join([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["hf"]])
+    needs += " " + " ".join(PROJECT["optional-dependencies"]["triton"])
+    row = {cells[1].strip(): cells[2] for cells in (line.split("|") for line in TEXT.splitlines()) if len(cells) == 5}
+    assert f"{PROJECT['requires-python'].removeprefix('>=')} or newer" in row["Python"]
+    low, high = re.search(r"transformers>=([\d.]+),<5\.(\d+)", needs).groups()
+    assert f"{low} to 5.{int(high) - 1}" in row["transformers"]
+    low, high = re.search(r"torch>=([\d.]+),<(\d+)", needs).groups()
+    assert f"{low} to {int(high) - 1}.x" in row["torch"]
+    assert f"{re.search(r'triton>=([0-9.]+)', needs)[1]} or newer" in row["triton"]
+    pins = dict(re.findall(r"^(torch|transformers)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    tested = {
+        cells[1].strip(): cells[3] for cells in (line.split("|") for line in TEXT.splitlines()) if len(cells) == 5
+    }
+    assert pins["torch"] in tested["torch"] and pins["transformers"] in tested["transformers"]
+
+
+def test_every_extra_has_a_row_or_is_for_contributors():
+    rows = set(re.findall(r"`([a-z]+)`", "".join(re.findall(r"^\|((?: `[a-z]+`,?)+) \|", TEXT, re.MULTILINE))))
+    contributors = set(
+        re.findall(r"Extras for this work: `(\w+)`.*?`(\w+)`", (ROOT / "CONTRIBUTING.md").read_text())[0]
+    )
+    assert rows | contributors == set(PROJECT["optional-dependencies"]) and not rows & contributors
+
+
+def test_it_stays_short_and_begins_with_a_sentence_and_a_block():
+    assert len(TEXT.splitlines()) <= 200
+    assert TEXT.index("```python") < TEXT.index("\n## ")
+
+
+@pytest.mark.slow
+def test_the_first_block_needs_no_network_and_no_registry(tmp_path):
+    """In a process of its own, without a home: nothing is downloaded, nothing is read from a registry."""
+    environment = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    short = blocks("python")[0].replace("4000", "600")
+    done = subprocess.run([sys.executable, "-c", short], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "higgs-4bit: 663 tokens" in done.stdout, done.stderr
+    assert not (tmp_path / ".kvq").exists()
