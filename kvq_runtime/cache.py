@@ -19,7 +19,7 @@ from kvq_runtime.attention.fused import Fused, refusal
 from kvq_runtime.attention.long_query import LongQuery
 from kvq_runtime.attention.path import Path
 from kvq_runtime.attention.reference import Reference
-from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec import shared
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.recipe import OURS, Recipe
@@ -63,7 +63,7 @@ class BlockCache:
             )
         self.geometry = geometry
         self.held = frozenset(range(geometry.layers) if held is None else held)
-        self.codecs = codecs.build(recipe, geometry, tensors or {})
+        self.codecs = shared.build(recipe, geometry, tensors or {})
         self._last, self._max_tokens = max(self.held), max_tokens
         self.reset()
 
@@ -242,10 +242,10 @@ class BlockCache:
         return step
 
     def _store(self, layer: int, k_BTC: Tensor) -> LayerStore:
-        for codec in self.codecs[layer]:
-            codec.to(k_BTC.device)
-        index = self.fused.index(layer, self.codecs[layer], k_BTC)
-        return LayerStore(self.codecs[layer], self.recipe.window, self.positions, k_BTC, index)
+        keys, values = self.codecs[layer]
+        pair = self.codecs[layer] = shared.moved(keys, k_BTC.device), shared.moved(values, k_BTC.device)
+        index = self.fused.index(layer, pair, k_BTC)
+        return LayerStore(pair, self.recipe.window, self.positions, k_BTC, index)
 
     def _extra_fields(self, layer: int, store: LayerStore) -> Slab:
         fields: Slab = {}
