@@ -27,6 +27,9 @@ class Fitted(dict[str, Tensor]):
         super().__init__(tensors)
         self._built: list[tuple[Recipe, Geometry, list[tuple[Codec, Codec]]]] = []
 
+    def __reduce__(self):  # in another process codecs are made again
+        return Fitted, (dict(self),)
+
 
 def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> list[tuple[Codec, Codec]]:
     """`codec.build`, in a list of its own; the codecs are the same for everyone who asks with the same `Fitted`."""
