@@ -149,7 +149,10 @@ class KVQCache(Cache):
         return self.blocks.refusal
 
     def memory_report(self) -> MemoryReport:
-        """Bytes held, by kind, and what 16 bits would hold; `print` it, or read its fields."""
+        """Bytes held, by kind, and what 16 bits would hold; `print` it, or read its fields.
+
+        Layers that transformers' own classes hold (sliding windows) are not among them.
+        """
         return self.blocks.memory_report()
 
     def _begin(self, attention_mask: Tensor | None) -> None:

@@ -47,7 +47,10 @@ def test_a_name_is_one_of_the_registry_that_is_given_or_pinned(store, tmp_path):
     assert digest(resolve.load_artifact(f"{NAME}@1.0.0")) == ZERO
     assert main(["pull", NAME, "-o", "out", "--lock", "kvq.lock"]) == 0
     assert digest(resolve.load_artifact(NAME, lock="kvq.lock")) == ZERO
-    assert digest(resolve.load_artifact("out", lock="kvq.lock")) == ZERO
+    pinned = resolve.load_artifact(NAME, lock="kvq.lock")
+    assert (
+        resolve.load_artifact("out", lock="kvq.lock") is pinned and main(["verify", "out", "--lock", "kvq.lock"]) == 0
+    )
     with pytest.raises(ArtifactError, match=r"lock: .*kvq\.safetensors has sha256"):
         resolve.load_artifact(f"./{NAME}", lock="kvq.lock")
 
