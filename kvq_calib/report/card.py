@@ -84,7 +84,7 @@ def card(
 
 def _front(artifact: Artifact, name: str, records: Sequence[Mapping[str, Any]], license: Mapping[str, str]) -> str:
     model, _ = sections.model_of(artifact)
-    given: dict[str, Any] = folder.metadata(artifact) | license
+    given: dict[str, Any] = folder.metadata(artifact) | dict(license)
     if _HUB.fullmatch(model):
         given |= {"base_model": model, "base_model_relation": "quantized"}
     corpus = _HUB.match(str(sections.corpus_of(artifact).get("source")))

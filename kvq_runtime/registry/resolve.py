@@ -117,8 +117,9 @@ def resolve(
     Raises ValueError for text that is no reference, NotFound, or ArtifactError if the registry or lock is damaged, if
     the file is not the pinned one, or if the policy does not accept it.
     """
-    pinned = registry is None and lock is not None and read_lock(lock).reference == str(reference)
-    if registry is None and not pinned:
+    pinned = lock is not None and read_lock(lock).reference == reference
+    named = registry is not None and isinstance(reference, str) and "/" not in reference
+    if not pinned and not named:
         reference = _in_folder(reference) or reference
     return resolve_name(reference, registry, lock, revision)
 

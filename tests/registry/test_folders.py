@@ -39,7 +39,9 @@ ZERO, ONE = (sha256(tiny.data(seed)).hexdigest() for seed in (0, 1))
 @pytest.mark.parametrize("where", [NAME, f"./{NAME}", f"{NAME}/", f"../{{}}/{NAME}"])
 def test_a_folder_that_pull_wrote_is_loaded(where, store, tmp_path):
     assert digest(resolve.load_artifact(where.format(tmp_path.name))) == ONE
-    assert digest(resolve.load_artifact(tmp_path / NAME)) == ONE
+    for registry in (None, store.url):
+        assert digest(resolve.load_artifact(tmp_path / NAME, registry)) == ONE
+        assert digest(resolve.load_artifact(f"./{NAME}", registry)) == ONE
 
 
 def test_a_name_is_one_of_the_registry_that_is_given_or_pinned(store, tmp_path):
