@@ -6,8 +6,12 @@
     output = model.generate(**inputs, past_key_values=cache)
     print(cache.memory_report())
 
-The names of `__all__` are the public interface; modules may move between versions. A name is imported on first use:
-KVQCache needs transformers (extra `hf`), the others torch, safetensors and huggingface-hub.
+    artifact = load_artifact("my-org/qwen2.5-7b-aqua-2bit", revision="v1.2.0")    # without transformers
+    preset("higgs-2bit")                                                          # a recipe that needs no artifact
+
+Importing KVQCache registers the attention "kvq" with transformers; `import kvq_runtime` alone imports neither torch nor
+transformers. The names of `__all__` are the public interface; modules may move between versions. A name is imported on
+first use: KVQCache needs transformers (extra `hf`), the others torch, safetensors and huggingface-hub.
 """
 
 from importlib import import_module, metadata
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from kvq_runtime.errors import ArtifactError, Conflict, NotFound
     from kvq_runtime.hf import KVQCache
     from kvq_runtime.recipe import Recipe, preset, presets
+    from kvq_runtime.registry.push import push_to_hub
     from kvq_runtime.registry.resolve import load_artifact
     from kvq_runtime.store.memory import MemoryReport
 
@@ -35,6 +40,7 @@ __all__ = [
     "load_artifact",
     "preset",
     "presets",
+    "push_to_hub",
 ]
 
 _MODULES = {
@@ -48,6 +54,7 @@ _MODULES = {
     "load_artifact": "registry.resolve",
     "preset": "recipe",
     "presets": "recipe",
+    "push_to_hub": "registry.push",
 }
 
 

@@ -8,6 +8,7 @@ if it had never been. What a recipe chooses among tokens is up to its policies (
 Knows nothing of transformers: see `hf/`. Tensors are [B, T, C], all heads side by side.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,23 +16,25 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvq_runtime.attention.fused import Fused, refusal
+from kvq_runtime.attention.fused import Explanation, Fused, refusal
 from kvq_runtime.attention.long_query import LongQuery
 from kvq_runtime.attention.path import Path
 from kvq_runtime.attention.reference import Reference
-from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec import shared
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.recipes import higgs
-from kvq_runtime.store.break_even import smaller_from
+from kvq_runtime.store.break_even import BreakEven, smaller_from
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
 from kvq_runtime.store.layer import LayerStore, Slab
-from kvq_runtime.store.memory import MemoryReport, asymptotic_bits, shared_bytes
+from kvq_runtime.store.memory import MemoryReport, asymptotic_bits, report, shared_bytes
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
+
+_log = logging.getLogger(__name__)
 
 
 class BlockCache:
@@ -63,8 +66,9 @@ class BlockCache:
             )
         self.geometry = geometry
         self.held = frozenset(range(geometry.layers) if held is None else held)
-        self.codecs = codecs.build(recipe, geometry, tensors or {})
+        self.codecs = shared.build(recipe, geometry, tensors or {})
         self._last, self._max_tokens = max(self.held), max_tokens
+        self._break_even = BreakEven(recipe, geometry, tuple(sorted(self.held)))
         self.reset()
 
     def reset(self) -> None:
@@ -82,6 +86,7 @@ class BlockCache:
         weigh = self._weighed if self.policies else None
         reference = Reference(self.decoder, self.positions, weigh)
         self.paths: list[Path] = [self.fused, LongQuery(self.decoder, self.fused), reference]
+        self._told: set[int] = set()  # layers whose path the log has
         self.reencoded = 0
         self.step: Step | None = None  # the forward pass under way
         self._tried = False  # whether it is undone when it has ended
@@ -139,6 +144,9 @@ class BlockCache:
                     f"a step of {q_BHTD.shape[1]} query heads and {q_BHTD.shape[2]} tokens cannot be recorded: "
                     "it is not the kernel that attends, and what torch does is fixed to the tokens of this moment"
                 )
+            if layer not in self._told:
+                self._told.add(layer)
+                _log.debug("layer %d: %s", layer, Explanation(path, self.fused, layer, q_BHTD))
             if attended.lse_BHT is not None:
                 for policy in self.policies:
                     policy.attended(layer, q_BHTD, attended.lse_BHT, scale)
@@ -247,10 +255,10 @@ class BlockCache:
         return step
 
     def _store(self, layer: int, k_BTC: Tensor) -> LayerStore:
-        for codec in self.codecs[layer]:
-            codec.to(k_BTC.device)
-        index = self.fused.index(layer, self.codecs[layer], k_BTC)
-        return LayerStore(self.codecs[layer], self.recipe.window, self.positions, k_BTC, index)
+        keys, values = self.codecs[layer]
+        pair = self.codecs[layer] = shared.moved(keys, k_BTC.device), shared.moved(values, k_BTC.device)
+        index = self.fused.index(layer, pair, k_BTC)
+        return LayerStore(pair, self.recipe.window, self.positions, k_BTC, index)
 
     def _extra_fields(self, layer: int, store: LayerStore) -> Slab:
         fields: Slab = {}
@@ -330,17 +338,10 @@ class BlockCache:
         if self.step is not None:
             others.append({"undo": storage_bytes(self.step.tensors)})
         shared = shared_bytes([codec for pair in self.codecs for codec in pair], self.fused.shared)
-        return MemoryReport.of(
-            self.recipe,
-            self.geometry,
-            self.layers.values(),
-            self.positions,
-            self.length,
-            others,
-            shared,
-            self.scratch_peak,
-            smaller_from(self.recipe, self.geometry, shared, higgs.plain(), asymptotic_bits),
-        )
+        over_higgs = smaller_from(self.recipe, self.geometry, shared, higgs.plain(), asymptotic_bits)
+        stores, over_16bit = self.layers.values(), self._break_even.of(self.layers.values())
+        counted = self.recipe, self.geometry, stores, self.positions, self.length, others, shared
+        return report(*counted, self.scratch_peak, over_16bit, over_higgs)
 
 
 def _finite(k_BTC: Tensor, v_BTC: Tensor) -> bool:

@@ -15,15 +15,13 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
 SECTIONS = {
     "Serve a model": ["KVQCache", "MemoryReport"],
-    "Load an artifact": ["load_artifact", "Artifact"],
+    "Load an artifact": ["load_artifact", "Artifact", "push_to_hub"],
     "Choose a recipe": ["preset", "presets", "Recipe"],
     "Errors": ["ArtifactError", "NotFound", "Conflict"],
     "Version": ["__version__"],
 }
 # Methods without an underscore that a public object has for other rooms of kvq, and for transformers.
 INTERNAL = {
-    "KVQCache": {"announce", "begin"},
-    "MemoryReport": {"of"},
     "Recipe": {"at", "fits", "needs", "pairs", "policy", "schemes", "widest", "with_schemes"},
 }
 INTRODUCTION = """

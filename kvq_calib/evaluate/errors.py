@@ -81,10 +81,8 @@ class _Work:
                  prompt: int, stream: Stream):  # fmt: skip
         self.recipe, self.geometry, self.device = recipe, geometry, stream.device
         self.step, self.prompt = step, prompt
-        self.codecs = codecs.build(recipe, geometry, tensors)
-        for pair in self.codecs:
-            for codec in pair:
-                codec.to(stream.device)
+        pairs = codecs.build(recipe, geometry, tensors)
+        self.codecs = [(keys.to(stream.device), values.to(stream.device)) for keys, values in pairs]
         self.depth = max((max(codec.below, default=0) for pair in self.codecs for codec in pair), default=0)
         self.below: list[list[Pair]] = [[] for _ in range(chunks)]  # nearest layer first
         self.rows: list[dict[str, Any]] = []

@@ -42,7 +42,7 @@ def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subj
     if known is not None and not known.fitted:
         return Subject(known.name, known, {})
     try:
-        found = registry.resolve(given if known is None else known.name, registry_url)
+        found = registry.resolve_name(given if known is None else known.name, registry_url)
     except registry.NotFound as error:
         if known is None:
             raise

@@ -86,7 +86,7 @@ def _link(name: str, asked: Job) -> str:
     url = reference.registry_url(version.registry or asked.registry)
     org = reference.hub_org(url)
     if org is None:
-        return registry.resolve(name, url).path.as_uri()
+        return registry.resolve_name(name, url).path.as_uri()
     from huggingface_hub import constants
 
     return f"{constants.ENDPOINT}/{org}/{version.name}/tree/v{version.value}"

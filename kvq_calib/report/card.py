@@ -16,6 +16,7 @@ from kvq_calib.report import sections
 from kvq_calib.report.plots import size_of
 from kvq_calib.report.tables import by_layer
 from kvq_calib.text.documents import SUFFIXES
+from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.recipe import OURS
@@ -83,8 +84,7 @@ def card(
 
 def _front(artifact: Artifact, name: str, records: Sequence[Mapping[str, Any]], license: Mapping[str, str]) -> str:
     model, _ = sections.model_of(artifact)
-    given: dict[str, Any] = {"library_name": "kvq", "tags": ["kvq", "kv-cache", "quantization", artifact.recipe.name]}
-    given |= license
+    given: dict[str, Any] = folder.metadata(artifact) | dict(license)
     if _HUB.fullmatch(model):
         given |= {"base_model": model, "base_model_relation": "quantized"}
     corpus = _HUB.match(str(sections.corpus_of(artifact).get("source")))

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvq_runtime.artifact import fingerprint, header
 from kvq_runtime.artifact.fingerprint import Fingerprint
 from kvq_runtime.codec import codec
+from kvq_runtime.codec.shared import Fitted
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.recipe import Recipe
@@ -32,11 +33,11 @@ MAX_WIDTH = 1 << 20  # KV heads × head size; a header that states more is refus
 
 @dataclass(frozen=True)
 class Artifact:
-    """A recipe fitted to a model.
+    """A recipe fitted to a model. It does not change: caches share its tensors, so do not write into them.
 
     recipe        the settings of every stage
     fingerprint   of the model it was fitted to
-    tensors       {"layers.0.key.predict.mean": ...}: exactly those of `codec.all_specs(recipe, fingerprint.geometry)`
+    tensors       {"layers.0.key.predict.mean": ...}: exactly those that the recipe has on this geometry
     provenance    JSON: model, revision, corpus, seed, environment, ...; no time, host or path, so equal fits are equal
     fit           JSON: what the fit measured
     schema        version of the file format
@@ -48,6 +49,23 @@ class Artifact:
     provenance: Mapping[str, Any]
     fit: Mapping[str, Any]
     schema: int = SCHEMA
+
+    def __post_init__(self):
+        if not isinstance(self.tensors, Fitted):
+            object.__setattr__(self, "tensors", Fitted(self.tensors))
+
+    def __deepcopy__(self, memo: Any) -> "Artifact":
+        return self
+
+    def save_pretrained(self, save_directory: Path | str) -> str:
+        """Write a folder with kvq.safetensors, a card README.md and kvq_config.json; returns the artifact's sha256.
+
+        `load_artifact` and `KVQCache.from_pretrained` take the folder, and give this artifact again. Files of these
+        names are replaced.
+        """
+        from kvq_runtime.artifact import folder  # which imports this module
+
+        return folder.save(self, Path(save_directory))
 
 
 def to_bytes(artifact: Artifact) -> bytes:

@@ -8,7 +8,7 @@ Imports the kernels, and with them triton, when the first layer is kept so: see 
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -78,6 +78,26 @@ def _made(
 ) -> Any:
     layout = _kernels().layout(scheme, block, geometry, position, fitted)
     return _kernels().Encoded.of(layout, torch.empty(0, device=device))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which path attends to a layer, and why the kernel does not: text, made where it is printed."""
+
+    path: Any
+    fused: "Fused"
+    layer: int
+    q_BHTD: Tensor
+
+    def __str__(self) -> str:
+        name, fused, device = type(self.path).__name__, self.fused, self.q_BHTD.device.type
+        if self.path is fused:
+            return f"{name} attends"
+        why = refusal(fused.recipe, fused.geometry, self.layer)
+        if why is None:
+            cuda = dispatch.runs_kernel(self.q_BHTD)
+            why = "these queries or their padding are not for it" if cuda else f"tensors are on {device}, not on CUDA"
+        return f"{name} attends; Fused refuses: {why}"
 
 
 class Fused(Path):

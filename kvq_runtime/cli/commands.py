@@ -21,7 +21,7 @@ from kvq_runtime.registry.local.registry import LocalRegistry
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import Reference
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.resolve import Resolved, choose, load_artifact, open_registry, resolve
+from kvq_runtime.registry.resolve import Resolved, choose, load_artifact, open_registry, resolve, resolve_name
 
 
 def list_names(args: Namespace) -> int:
@@ -77,7 +77,7 @@ def show(args: Namespace) -> int:
 def pull(args: Namespace) -> int:
     """Copy a version and its attachments into a folder, checked; --lock pins it, --locked copies the pinned version."""
     policy = sign.policy(args)
-    resolved = resolve(args.reference, args.registry, args.locked)
+    resolved = resolve_name(args.reference, args.registry, args.locked)
     if not resolved.registry:
         raise ValueError(f"{args.reference} is a file already; pull copies a name from a registry")
     registry = open_registry(resolved.registry)
@@ -87,7 +87,7 @@ def pull(args: Namespace) -> int:
     data = files.read(registry.fetch_verified(resolved.name, version), resolved.size)
     artifact.from_bytes(data, resolved.sha256)
     folder = Path(args.output or resolved.name)
-    contents = {"kvq.safetensors": data} | attachments
+    contents = {reference.ARTIFACT_FILE: data} | attachments
     files.make_folder(folder)
     for name, content in contents.items():
         files.save(folder / name, content)

@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     for field in search.FIELDS:
         command.add_argument(f"--{field}", metavar="PATTERN", help=f"a part of the {field}, or all of it with * and ?")
     command = add("show", "settings, provenance, errors and evaluations of a version", "kvq show NAME@1.2.0")
-    _reference(command, "NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX or a .safetensors file")
+    _reference(command, "NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX, a .safetensors file or a folder with one")
     _lock(command, "the reference must be the one that this lock file pins")
     command = add("pull", "copy a version and its files, checked", "kvq pull NAME@1.2.0 -o out --lock kvq.lock")
     _reference(command, "NAME, NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
         "--follow", action="store_true", help="with --key: the lock file pins no version, and the alias may move"
     )
     command = add("verify", "load an artifact with every check", "kvq verify out/kvq.safetensors --lock kvq.lock")
-    _reference(command, "a reference or a .safetensors file")
+    _reference(command, "a reference, a .safetensors file or a folder that kvq pull wrote")
     _lock(command, "check digest and size against this lock file too")
     command.add_argument("--key", metavar="FILE", help="public key: check its signature of name, version and sha256")
     text = "sign a version with an elliptic-curve key (extra `sign`; $KVQ_KEY_PASSWORD)"

@@ -4,9 +4,11 @@ Everything here has shape [N, T, C]: N blocks, T tokens, C channels of all heads
 *centred*: without the mean, which `restore` puts back. Encoding works in float32; decoding in bfloat16, with float32
 sums inside matrix products: its rounding is far below the quantizer's, and it is several times faster.
 
-What is stored, and what it costs, is the Scheme's own answer.
+What is stored, and what it costs, is the Scheme's own answer. A codec never changes: caches of one fit share it, see
+`shared.py`.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,11 +70,18 @@ class Codec:
             self._scale_last = self.scheme.axis == "token" and size % self.back.shape[-2] == 0
 
     def to(self, device: torch.device) -> "Codec":
-        """Move every tensor to the device."""
-        self._hold(self.tensors, device)
+        """The codec with every tensor on the device: itself if they are there."""
+        if device == self.device:
+            return self
+        moved = copy.copy(self)
+        moved._hold(self.tensors, device)
+        return moved
+
+    def __deepcopy__(self, memo: Any) -> "Codec":
         return self
 
     def _hold(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self.device = device
         self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         self._own: dict[str, dict[str, Tensor]] = {slot: {} for slot in SLOTS}
         for name, tensor in self.tensors.items():

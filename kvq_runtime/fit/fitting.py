@@ -62,8 +62,8 @@ class Fitting:
         recipe, layer, role, geometry = self._place
         pair = dict(zip(ROLES, recipe.at(layer), strict=True)) | {role: self.scheme}
         self.tensors |= tensors
-        self.codec = Codec(recipe.with_schemes(layer, **pair), layer, role, geometry, self.tensors)
-        self.codec.to(self.statistics.mean_C.device)
+        codec = Codec(recipe.with_schemes(layer, **pair), layer, role, geometry, self.tensors)
+        self.codec = codec.to(self.statistics.mean_C.device)
 
     def solve(self, collect: Callable[[str], Any], slots: Sequence[str] = SLOTS) -> None:
         """Fit the stages of these slots that have anything to fit.

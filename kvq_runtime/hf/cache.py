@@ -19,7 +19,7 @@ from kvq_runtime.hf.model import attention_modules, fingerprint_of, geometry_of,
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.registry.resolve import load_artifact
-from kvq_runtime.store.memory import MemoryReport
+from kvq_runtime.store.memory import MemoryReport, human
 
 _hooked: WeakSet[nn.Module] = WeakSet()
 
@@ -31,12 +31,20 @@ class KVQCache(Cache):
         out = model.generate(**inputs, past_key_values=cache)
         print(cache.memory_report())
 
-    Make one with `from_pretrained`, `from_recipe` or `from_artifact`. Layers that do not attend to all tokens (sliding
-    windows) are held by transformers' own 16-bit layers. Raises ValueError for a recipe that the model's shape or RoPE
-    does not allow, and RuntimeError if a forward pass lacks what the recipe needs; a pass that fails is undone.
+    Make one with `from_pretrained`, `from_recipe` or `from_artifact`; `reset` it for the next request, or make another.
+    Importing the class registers "kvq" for `attn_implementation` and `model.set_attn_implementation`. Layers that do
+    not attend to all tokens (sliding windows) are held by transformers' own 16-bit layers. Raises ValueError for a
+    recipe that the model's shape or RoPE does not allow, and RuntimeError if a forward pass lacks what the recipe
+    needs; a pass that fails is undone.
     """
 
     def __init__(self, recipe: Recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None):
+        """Make an empty cache; `from_pretrained`, `from_recipe` and `from_artifact` are what one usually calls.
+
+        recipe    a Recipe, such as `preset("higgs-2bit")`
+        model     the loaded model that the cache is for
+        tensors   of an artifact, by name, if the recipe is fitted
+        """
         config = model.config.get_text_config(decoder=True)
         geometry = geometry_of(model)
         stock = DynamicCache(config=config).layers
@@ -59,6 +67,7 @@ class KVQCache(Cache):
         super().__init__(layers=layers)  # type: ignore[arg-type]
         self._stock = [layer for layer in layers if isinstance(layer, DynamicLayer)]
         self._ours = [layer for layer in layers if isinstance(layer, KVQLayer)]
+        self.artifact: Artifact | None = None  # which the cache was made of
         self._mask: Tensor | None = None
         self._announced = True
         self._warned = False
@@ -82,15 +91,29 @@ class KVQCache(Cache):
         registry: str | Path | None = None,
         lock: str | Path | None = None,
         allow_other_weights: bool = False,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
     ) -> "KVQCache":
-        """Make a cache from a published artifact: `name`, `name@1.2.0`, `name@production`, or a path.
+        """Make a cache from an artifact: a folder, "org/name" of a Hub, or "name", "name@1.2.0", "name@production".
 
         registry             a folder, "file:///folder" or "hf://org"; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
         lock                 a lock file that pins version and sha256
         allow_other_weights  load an artifact that was calibrated on other weights of the same shape
+        revision             a version, its tag, an alias, or a commit of a Hub: what may stand after @
+        cache_dir            where files of a Hub are kept; None: where huggingface_hub keeps them
+        token                of a Hub; None: that of huggingface_hub
+        local_files_only     make no request: use what the cache has
+        All but the third are as for `load_artifact`, which says what each may be. Caches of one artifact share its
+        tensors, however many there are: keep one, or what `load_artifact` returns, and the next reads no file.
         Raises ArtifactError if the file is not what the registry or the lock says, or belongs to another model.
         """
-        artifact = load_artifact(reference, registry, lock)
+        artifact = load_artifact(
+            reference, registry, lock, revision=revision, cache_dir=cache_dir, token=token,
+            local_files_only=local_files_only,
+        )  # fmt: skip
         return cls.from_artifact(artifact, model, allow_other_weights)
 
     @classmethod
@@ -100,7 +123,16 @@ class KVQCache(Cache):
         allow_other_weights  accept another model's weights, of the same shape and RoPE
         """
         fingerprint.check_match(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
-        return cls(artifact.recipe, model, artifact.tensors)
+        cache = cls(artifact.recipe, model, artifact.tensors)
+        cache.artifact = artifact
+        return cache
+
+    def __repr__(self) -> str:
+        report = self.memory_report()
+        if not report.tokens:
+            return f"KVQCache({report.recipe}, empty)"
+        held = f"{report.batch} x {report.tokens:,} tokens, {human(report.total_bytes)}"
+        return f"KVQCache({report.recipe}, {held}; 16 bit: {human(report.exact_bytes)})"
 
     @property
     def attention(self) -> str | None:
@@ -117,11 +149,14 @@ class KVQCache(Cache):
         return self.blocks.refusal
 
     def memory_report(self) -> MemoryReport:
-        """Bytes held, by kind, and what 16 bits would hold."""
+        """Bytes held, by kind, and what 16 bits would hold; `print` it, or read its fields.
+
+        Layers that transformers' own classes hold (sliding windows) are not among them.
+        """
         return self.blocks.memory_report()
 
-    def begin(self, attention_mask: Tensor | None) -> None:
-        """Start a forward pass: undo one that stopped midway, and keep the padding mask for `announce`."""
+    def _begin(self, attention_mask: Tensor | None) -> None:
+        """Start a forward pass: undo one that stopped midway, and keep the padding mask for `_announce`."""
         self.blocks.settle()
         if self._stock:
             shortest = min([self.blocks.length, *(layer.get_seq_length() for layer in self._stock)])
@@ -132,7 +167,7 @@ class KVQCache(Cache):
                     layer.crop(shortest - layer.get_seq_length()) if shortest else layer.reset()
         self._mask, self._announced = attention_mask, False
 
-    def announce(
+    def _announce(
         self,
         positions_BT: Tensor | None,
         cos_sin: tuple[Tensor, Tensor] | None,
@@ -215,13 +250,13 @@ def _hook(model: PreTrainedModel, first: int) -> None:
 
     def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if isinstance(kwargs.get("past_key_values"), KVQCache):
-            kwargs["past_key_values"].begin(kwargs.get("attention_mask"))
+            kwargs["past_key_values"]._begin(kwargs.get("attention_mask"))
 
     def announce(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, KVQCache):
             rotary, used = getattr(decoder, "rotary_emb", None), getattr(module, "config", decoder.config)
-            cache.announce(
+            cache._announce(
                 kwargs.get("position_ids"), kwargs.get("position_embeddings"), rotary, used._attn_implementation
             )
 

@@ -9,9 +9,9 @@
 A direction costs 16 (1/D + 1/128) bits per element: four are 1 bit of a head of 128 channels, 1.5 of one of 64.
 Outliers cost 0.5 bits.
 
-Source: Kang et al., 2024 (GEAR), section 4: rank 4, 2% outliers; for 2 bits over KIVI in groups of 64, for 4 over its
-variant without groups (KCVT). These settings are quoted from memory: the paper's text was not at hand, and the authors'
-published code, which the method was compared with, takes them from its command line.
+Source: Kang et al., 2024 (GEAR, arXiv 2403.05527), section 4: rank 4, 2% outliers; for 2 bits over KIVI in groups of
+64, for 4 over its variant without groups (KCVT). These settings are quoted from memory: the paper's text was not at
+hand, and the authors' published code, which the method was compared with, takes them from its command line.
 Differs: prompt and generated text are both blocks of 128 tokens, each with its own four directions, and the 128
 newest tokens are exact (theirs: factors of the whole prompt, others of each buffer of generated tokens), so that
 directions cost more bits, and a block once stored stays. Outliers are those of a block's channel or of a token that

@@ -5,7 +5,8 @@ biased key projections that is most of AQUA-KV's gain, and it costs nothing at d
 scale per head, and subtract the mean at position t, R_t μ, from keys after RoPE, so that the decode kernel can read
 packed keys.
 
-Source: Malinovskii et al., 2024 (HIGGS), as used on caches by Shutova et al., 2025 (AQUA-KV), section 4.1.
+Source: Malinovskii et al., 2024 (HIGGS, arXiv 2411.17525), as used on caches by Shutova et al., 2025 (AQUA-KV), section
+4.1.
 Differs: signs, least-squares scales, and at least `recent` exact tokens at any time (their buffer empties at a flush).
 """
 

@@ -4,7 +4,8 @@ A few channels of the keys are large in every token; with a range per channel th
 Values have no such channels. "2 bits" are 2 and two 16-bit numbers per group: 3 in groups of 32, 2.25 in groups of 128.
 `-r32` has a residual of 32, as SQuat (appendix D.2) compares with it, and SubKV's blocks.
 
-Source: Liu et al., 2024 (KIVI), algorithm 1; groups of 32 and a residual of 128 as in its section 4.1.
+Source: Liu et al., 2024 (KIVI, arXiv 2402.02750), algorithm 1; groups of 32 and a residual of 128 as in its section
+4.1.
 Differs: keys leave the window 128 at a time, as there, but the 128 newest stay exact (theirs: between 0 and 127, as
 their buffer empties at a flush); values leave it together with the keys, not one by one. Groups of `g128` values are a
 head's channels. A key group never has fewer than `group` tokens, so that generated tokens are really rounded.

@@ -6,7 +6,7 @@ values have no such channels. "3 bits" are 3.3 with the outliers, and 32 more bi
 
 `kivi-2bit-outliers` is KIVI with the same outliers: the stage goes with any rounding.
 
-Source: Hooper et al., 2024 (KVQuant), sections 3.1 to 3.5, table 1.
+Source: Hooper et al., 2024 (KVQuant, arXiv 2401.18079), sections 3.1 to 3.5, table 1.
 Differs: the number of outliers is fixed; those of keys are chosen by their rounding errors, so that the largest
 errors of a block are stored, not those beyond the threshold of their channel; the 128 newest tokens stay exact and are
 encoded 128 at a time (theirs: at once); k-means is not weighted by Fisher information.

@@ -7,7 +7,7 @@ But that radius is a quarter of the bits, and scalar rounding reaches the same e
 `polar-radius8` keeps four levels and stores 8-bit radii: 3.5 bits. The rotation has to be a random one: a Hadamard
 makes neighbours equal where every other channel is nearly silent, and equal neighbours lie on a boundary of sectors.
 
-Source: Han et al., 2025 (PolarQuant), section 4.1; the rotation as in its footnote.
+Source: Han et al., 2025 (PolarQuant, arXiv 2502.02617), section 4.1; the rotation as in its footnote.
 Differs: the paper encodes the prompt alone and keeps generated tokens in 16 bits; here every token that leaves the
 recent window is encoded. Codebooks come from the exact density, which its k-means of sampled angles approximates;
 `-fitted` have the paper's offline k-means, and `-fitted-plain` have it without the rotation, where the density of

@@ -1,6 +1,7 @@
 """QuaRot's cache: a signed Hadamard, then plain rounding per token.
 
-Source: Ashkboos et al., 2024 (QuaRot), section 4; group size 1024 as in Shutova et al., 2025 (AQUA-KV), table 1.
+Source: Ashkboos et al., 2024 (QuaRot, arXiv 2404.00456), section 4; group size 1024 as in Shutova et al., 2025
+(AQUA-KV), table 1.
 Differs: a range is that of the group's own ends, without a clipping ratio.
 """
 

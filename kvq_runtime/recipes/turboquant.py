@@ -8,7 +8,8 @@ sphere, whatever the data: a scalar codebook and one norm per head suffice. It i
     lloyd-*              after a signed Hadamard, with the least-squares scale: least squared error
     mean-lloyd-*         the same before RoPE, with the mean removed; *-post: after RoPE, as `mean-higgs-head-*-post`
 
-Source: Zandieh et al., 2025 (TurboQuant), algorithm 1; the correction as in vLLM's `turboquant_*_nc` cache types.
+Source: Zandieh et al., 2025 (TurboQuant, arXiv 2504.19874), algorithm 1; the correction as in vLLM's `turboquant_*_nc`
+cache types.
 Differs: no residual sketch (see the stage), no extra bits for outlier channels: removing the mean gains more.
 """
 

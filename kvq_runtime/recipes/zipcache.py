@@ -9,8 +9,8 @@
 Values store a step and a low end per token, so that "2 bits" are 2 and 32 bits per token: 2.25 of 128 channels, 2.03 of
 1024. Keys store them per channel of a block of 128 tokens: 2.25.
 
-Source: He et al., 2024 (ZipCache); the settings called theirs below are those of published summaries and of the
-authors' demonstration, not checked against the paper's text.
+Source: He et al., 2024 (ZipCache, arXiv 2405.14256); the settings called theirs below are those of published summaries
+and of the authors' demonstration, not checked against the paper's text.
 Differs: the bits of a token do not depend on its salience (theirs has 4 bits for salient tokens and 2 for
 the others), so that this is the paper's baseline and not all of its method; scales are calibrated (theirs are of each
 prompt); keys have a range per block of 128 tokens (theirs: of the prompt, then of every 100 generated tokens); 4 first

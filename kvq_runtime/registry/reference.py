@@ -1,7 +1,8 @@
 """Parse and check what users write: names, versions, aliases, references and registry addresses.
 
     reference   name · name@1.2.0 · name@production · name@sha256:<64 hex digits> · path/to/file.safetensors
-                hf://org/name@...: the same, in the registry hf://org
+                hf://org/name@..., or org/name@...: the same, in the registry hf://org
+    revision    1.2.0 · v1.2.0 · production · main · a commit of a Hub: what stands after @, said apart
     registry    file:///path, a folder, or hf://org: an organization or user of a Hugging Face Hub
 
 Every name is checked here before it becomes part of a path.
@@ -15,6 +16,7 @@ from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 SUFFIX = ".safetensors"
+ARTIFACT_FILE = "kvq.safetensors"  # in a folder, and in a repository of a Hub
 PRODUCTION = "production"
 HUB = "hf://"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
@@ -22,6 +24,7 @@ _VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{
 _ALIAS = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _ORG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -83,13 +86,14 @@ def order(version: str) -> tuple[int, ...]:
 class Reference:
     """A name and how to choose among its versions.
 
-    by         "default": production, else the newest version; else by version, alias or sha256
-    value      the version, alias or digest; "" by default
+    by         "default": production, else the newest version; else by version, alias or sha256; "commit": default as
+               the registry was at a commit of its Hub
+    value      the version, alias, digest or commit; "" by default
     registry   hf://org if the reference begins with it, else ""
     """
 
     name: str
-    by: Literal["default", "version", "alias", "sha256"] = "default"
+    by: Literal["default", "version", "alias", "sha256", "commit"] = "default"
     value: str = ""
     registry: str = ""
 
@@ -99,13 +103,24 @@ def parse(text: str | Path) -> Reference | Path:
     if isinstance(text, str) and text.startswith(HUB):
         org, _, rest = text.removeprefix(HUB).partition("/")
         inner = parse(rest) if rest else None
-        if not isinstance(inner, Reference) or rest.startswith(HUB):
+        if not isinstance(inner, Reference) or inner.registry:
             raise ValueError(f"reference {text!r:.160}; use hf://org/name, hf://org/name@1.2.0 or hf://org/name@alias")
         return replace(inner, registry=f"{HUB}{check_org(org)}")
     if isinstance(text, Path) or text.endswith(SUFFIX):
         return Path(text)
     name, at, value = text.partition("@")
-    check_name(name)
+    org, slash, rest = name.partition("/")
+    if slash:
+        if not _ORG.fullmatch(org) or not is_name(rest):
+            raise ValueError(
+                f"name {name!r:.120}: there is no such folder; use the path of a folder that holds {ARTIFACT_FILE}, of "
+                f"a {SUFFIX} file, or ORG/NAME of a Hub"
+            )
+        return replace(_among_versions(rest, at, value), registry=f"{HUB}{org}")
+    return _among_versions(check_name(name), at, value)
+
+
+def _among_versions(name: str, at: str, value: str) -> Reference:
     if not at:
         return Reference(name)
     if value.startswith("sha256:"):
@@ -113,6 +128,24 @@ def parse(text: str | Path) -> Reference | Path:
     if value[:1].isdigit():
         return Reference(name, "version", check_version(value))
     return Reference(name, "alias", check_alias(value))
+
+
+def at_revision(reference: Reference, revision: str | None) -> Reference:
+    """The reference with what stands after @ given apart, as Hugging Face libraries do.
+
+    revision   None or "main": unchanged; a version, also as its tag v1.2.0; an alias; 40 hex digits: a commit of a Hub
+    Raises ValueError if the reference has an @ of its own, or for text that is none of these.
+    """
+    if revision is None or revision == "main":
+        return reference
+    if reference.by != "default":
+        raise ValueError(f"revision={revision!r:.80}, but {reference.name}@{reference.value} has one: drop one of them")
+    if _COMMIT.fullmatch(revision):
+        return replace(reference, by="commit", value=revision)
+    number = revision.removeprefix("v")
+    if _VERSION.fullmatch(number):
+        return replace(reference, by="version", value=number)
+    return replace(reference, by="alias", value=check_alias(revision))
 
 
 def home() -> Path:

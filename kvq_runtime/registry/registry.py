@@ -40,6 +40,10 @@ class Registry(ABC):
     def state(self, name: str) -> State:
         """Versions, aliases and history of a name; empty if nothing was published under it."""
 
+    def state_at(self, name: str, commit: str) -> State:
+        """`state` as of a commit; ValueError for a registry without commits, NotFound if there is nothing."""
+        raise ValueError(f"{self.url} has no commits, and {commit} is one; use a version, as in {name}@1.2.0")
+
     def current_state(self, name: str) -> State:
         """`state`, never from a cache; empty if it is not visible."""
         return self.state(name)

@@ -1,9 +1,33 @@
-"""Find from how many tokens on a fitted recipe saves memory, its fitted tensors included."""
+"""Find from how many tokens on a recipe saves memory, its fitted tensors included: beside 16 bit, beside HIGGS."""
 
 from collections.abc import Callable, Iterable
 
+import torch
+
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.layer import LayerStore
+
+
+class BreakEven:
+    """Tokens a row from which on a cache always holds fewer bytes than one of 16 bit.
+
+    held   the layers that the cache holds
+    """
+
+    def __init__(self, recipe: Recipe, geometry: Geometry, held: tuple[int, ...]):
+        self.recipe, self.geometry, self.held = recipe, geometry, held
+        self._known: dict[tuple[int, torch.dtype], int | None] = {}  # by rows and dtype
+
+    def of(self, stores: Iterable[LayerStore]) -> int | None:
+        """For as many rows, and of the dtype, that the layers have; of an empty cache 1 and bfloat16. None: never."""
+        store = next(iter(stores), None)
+        case = (1, torch.bfloat16) if store is None else (max(1, store.rows), store.buffer_2BTC.dtype)
+        if case not in self._known:
+            rows, dtype = case
+            self._known[case] = Sizes(self.recipe, self.geometry, dtype, self.held).smaller_from(rows)
+        return self._known[case]
 
 
 def smaller_from(

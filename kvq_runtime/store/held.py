@@ -14,7 +14,7 @@ channels count.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -60,11 +60,15 @@ class HeldBytes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A recipe on a model whose exact tokens are of `dtype`; a window that may grow is billed at its longest."""
+    """A recipe on a model whose exact tokens are of `dtype`; a window that may grow is billed at its longest.
+
+    held   the layers that the cache holds, if not all
+    """
 
     recipe: Recipe
     geometry: Geometry
     dtype: torch.dtype = torch.bfloat16
+    held: tuple[int, ...] | None = None
 
     @cached_property
     def shared(self) -> dict[str, int]:
@@ -107,11 +111,15 @@ class Sizes:
         """A layer with the schemes that all have but those of `layers`; the first if there is none."""
         return next((n for n in range(self.geometry.layers) if n not in self.recipe.layers), 0)
 
+    @property
+    def _layers(self) -> Iterable[int]:
+        return range(self.geometry.layers) if self.held is None else self.held
+
     @cached_property
     def _block(self) -> dict[str, int]:
         """Bytes of one block of one row in all layers, by kind, what policies store beside it included."""
         window, found = self.recipe.window, dict[str, int]()
-        for layer in range(self.geometry.layers):
+        for layer in self._layers:
             for role in ROLES:
                 scheme = self.recipe.scheme(layer, role)
                 kinds = scheme.memory_kinds(window.block, self.geometry)
@@ -125,7 +133,7 @@ class Sizes:
     def _fitted_by_row(self) -> int:
         """Bytes of what a cache fits to each row."""
         recipe, found = self.recipe, 0
-        for layer in range(self.geometry.layers):
+        for layer in self._layers:
             for role in ROLES:
                 scheme = recipe.scheme(layer, role)
                 if recipe.fits(scheme):
@@ -138,19 +146,21 @@ class Sizes:
         window = self.recipe.widest.window
         blocks, exact = max(0, tokens - window.recent) // window.block, window.recent + window.block
         found: dict[str, int] = {}
+        geometry = replace(self.geometry, layers=len([*self._layers]))
         for policy in self.recipe.policies:
             chosen = policy.chosen(tokens, window)
             if chosen is not None:
                 blocks, exact = chosen[0], max(exact, chosen[1])
-            for kind, size in policy.held_bytes(self.geometry, tokens, window, self.dtype).items():
+            for kind, size in policy.held_bytes(geometry, tokens, window, self.dtype).items():
                 _add(found, kind, batch * size)
-        token = 2 * self.geometry.layers * self.geometry.width * self.dtype.itemsize
+        elements = 2 * geometry.layers * geometry.width
+        token = elements * self.dtype.itemsize
         _add(found, "window", batch * exact * token)
         _add(found, "sinks", batch * window.sinks * token)
         for kind, size in self._block.items():
             _add(found, kind, batch * _allocated(blocks) * size)
         _add(found, "fitted to each row", batch * self._fitted_by_row)
-        return HeldBytes(tokens, batch, found, self.shared, batch * tokens * token)
+        return HeldBytes(tokens, batch, found, self.shared, batch * tokens * elements * 2)
 
     def smaller_from(self, batch: int = 1) -> int | None:
         """From how many tokens a row on all bytes are always fewer than in 16 bits; None: never."""
@@ -161,7 +171,10 @@ class Sizes:
             return None
         # what does not grow, and the room of a slab, which is the most that more than one block holds at once
         fixed = self.at(1, batch).total + batch * SLAB * sum(self._block.values())
-        tokens = math.ceil(fixed / saved) + SLAB * self.recipe.window.block
+        block = self.recipe.window.block
+        tokens = math.ceil(fixed / saved) + SLAB * block
+        while tokens > block and self.at(tokens - 1, batch).total < self.at(tokens - block, batch).exact:
+            tokens -= block  # a cache never shrinks: what is less than the block's first tokens is less all through it
         while tokens > 1:
             held = self.at(tokens - 1, batch)
             if held.total >= held.exact:

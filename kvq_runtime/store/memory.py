@@ -21,22 +21,26 @@ from kvq_runtime.store.storage import storage_bytes
 class MemoryReport:
     """What a cache holds: bytes as allocated, bits per element of keys and values, tokens per row.
 
-    recipe, batch      name of the recipe; rows
-    total_bytes        sequence_bytes + shared_bytes
-    exact_bytes        what a 16-bit cache of all tokens seen holds
-    tokens, kept       tokens of a row that the model has seen, and those that are held: all, unless the recipe selects
-    bits_per_element   sequence_bytes, in bits per key or value element of the tokens seen
-    bits_per_kept      sequence_bytes, in bits per key or value element of the tokens held
-    all_bits           total_bytes, in bits per key or value element of the tokens seen
-    asymptotic_bits    what one more element seen costs once it is encoded, in a cache of the model's dtype: of a recipe
-                       that holds a share of the tokens, that share
-    sequence_bytes     grow with tokens and batch; `parts` has them by kind
-    shared_bytes       the artifact's tensors and rotations, once per process
-    scratch_peak       most bytes of decoded tensors alive at once so far
-    escaped, clipped   tokens of keys or values, over all layers, that are stored by the 8-bit escape; and that were to
-                       be, but found no slot left in their block
-    smaller_from       tokens (batch 1) from which all bytes are fewer than those of the plain HIGGS recipe of the next
-                       width at or above the recipe's asymptotic bits; None if never
+    recipe, batch             name of the recipe; rows
+    total_bytes               sequence_bytes + shared_bytes
+    exact_bytes               what a 16-bit cache of all tokens seen holds
+    tokens, kept              tokens of a row that the model has seen, and those that are held: all, unless the recipe
+                              selects
+    bits_per_element          sequence_bytes, in bits per key or value element of the tokens seen
+    bits_per_kept             sequence_bytes, in bits per key or value element of the tokens held
+    all_bits                  total_bytes, in bits per key or value element of the tokens seen
+    asymptotic_bits           what one more element seen costs once it is encoded, in a cache of the model's dtype: of a
+                              recipe that holds a share of the tokens, that share
+    sequence_bytes            grow with tokens and batch; `parts` has them by kind
+    shared_bytes              the artifact's tensors and rotations: held once by all caches of the artifact in a
+                              process, on a GPU beside the artifact in main memory
+    scratch_peak              most bytes of decoded tensors alive at once so far
+    escaped, clipped          tokens of keys or values, over all layers, that are stored by the 8-bit escape; and that
+                              were to be, but found no slot left in their block
+    smaller_than_16bit_from   tokens a row, of as many rows, from which on all bytes are fewer than `exact_bytes`,
+                              computed from shapes; None if never
+    smaller_than_higgs_from   tokens (batch 1) from which all bytes are fewer than those of the plain HIGGS recipe of
+                              the next width at or above the recipe's asymptotic bits; None if never
     """
 
     recipe: str
@@ -50,81 +54,100 @@ class MemoryReport:
     sequence_bytes: int
     shared_bytes: int
     scratch_peak: int
-    smaller_from: int | None
+    smaller_than_16bit_from: int | None
+    smaller_than_higgs_from: int | None
     parts: dict[str, int] = field(default_factory=dict)
     escaped: int = 0
     clipped: int = 0
     kept: int = 0
     bits_per_kept: float = 0.0
 
-    @staticmethod
-    def of(
-        recipe: Recipe,
-        geometry: Geometry,
-        stores: Collection[LayerStore],
-        positions: Positions,
-        tokens: int,
-        others: Iterable[Mapping[str, int]],
-        shared: int,
-        scratch_peak: int,
-        smaller_from: int | None,
-    ) -> MemoryReport:
-        """Count a cache.
-
-        tokens   of a row that it has seen
-        others   bytes by kind of what it holds beside its layers and their positions
-        shared   bytes that do not grow with tokens
-        The others are as in the report.
-        """
-        batch, dtype = max((store.rows for store in stores), default=0), torch.bfloat16
-        parts: dict[str, int] = {}
-        for store in stores:
-            dtype = store.buffer_2BTC.dtype
-        for held in (*(store.bytes() for store in stores), {"timeline": positions.bytes()}, *others):
-            for kind, size in held.items():
-                parts[kind] = parts.get(kind, 0) + size
-        escapes = [store.escapes() for store in stores]
-        escaped, wanted = (sum(counts) for counts in zip(*escapes, strict=True)) if escapes else (0, 0)
-        each = 2 * batch * geometry.width
-        kept_elements = each * sum(store.length for store in stores)
-        elements = kept_elements + each * positions.dropped * len(stores)
-        sequence = sum(parts.values())
-        return MemoryReport(
-            recipe=recipe.name,
-            tokens=tokens,
-            batch=batch,
-            total_bytes=sequence + shared,
-            exact_bytes=2 * elements,
-            bits_per_element=8 * sequence / max(1, elements),
-            all_bits=8 * (sequence + shared) / max(1, elements),
-            asymptotic_bits=asymptotic_bits(recipe, geometry, dtype),
-            sequence_bytes=sequence,
-            shared_bytes=shared,
-            scratch_peak=scratch_peak,
-            smaller_from=smaller_from,
-            parts=parts,
-            escaped=escaped,
-            clipped=wanted - escaped,
-            kept=positions.length,
-            bits_per_kept=8 * sequence / max(1, kept_elements),
-        )
-
     def as_dict(self) -> dict:
         """All fields as plain numbers, text and one dict, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        ratio = self.exact_bytes / max(1, self.total_bytes)
-        held = "" if self.kept == self.tokens else f", {self.kept} of them held,"
-        kinds = ", ".join(f"{kind} {_human(size)}" for kind, size in self.parts.items() if size)
+        shared = f"{human(self.shared_bytes)} shared by all caches of the recipe"
+        if not self.tokens:
+            start = self.smaller_than_16bit_from
+            when = "never smaller than 16 bit" if start is None else f"smaller than 16 bit from {start:,} tokens on"
+            return f"{self.recipe}: empty, {shared}; {when}"
+        held = "" if self.kept == self.tokens else f", {self.kept:,} of them held,"
+        kinds = ", ".join(f"{kind} {human(size)}" for kind, size in self.parts.items() if size)
         return (
-            f"{self.recipe}: {self.tokens} tokens{held} x {self.batch} rows hold {_human(self.total_bytes)}; "
-            f"16 bit would hold {_human(self.exact_bytes)} ({ratio:.1f} times as much)\n"
-            f"  sequence {_human(self.sequence_bytes)} ({kinds}) · shared {_human(self.shared_bytes)} · "
-            f"scratch at most {_human(self.scratch_peak)}\n"
-            f"  bits per element: {self.asymptotic_bits:.3f} asymptotic · {self.bits_per_element:.3f} sequence now · "
-            f"{self.all_bits:.3f} all now"
+            f"{self.recipe}: {self.tokens:,} tokens{held} x {self.batch} {'row' if self.batch == 1 else 'rows'} hold "
+            f"{human(self.total_bytes)}, {self._beside_16bit()}\n"
+            f"  of these {human(self.sequence_bytes)} grow with tokens and rows ({kinds}) · {shared} · "
+            f"scratch at most {human(self.scratch_peak)}\n"
+            f"  bits per element: {self.asymptotic_bits:.3f} of one more token · {self.bits_per_element:.3f} without "
+            f"what is shared · {self.all_bits:.3f} with it"
         )
+
+    def _beside_16bit(self) -> str:
+        """The size beside that of a 16-bit cache of the same tokens, in words."""
+        total, exact, start = self.total_bytes, self.exact_bytes, self.smaller_than_16bit_from
+        ratio = max(total, exact) / max(1, min(total, exact))
+        if ratio < 1.05:
+            return f"about as much as 16 bit ({human(exact)})"
+        if total < exact:
+            return f"{ratio:.1f} times smaller than 16 bit ({human(exact)})"
+        when = "" if start is None or start <= self.tokens else f": smaller from {start:,} tokens on"
+        never = ": never smaller" if start is None else ""
+        return f"{ratio:.1f} times LARGER than 16 bit ({human(exact)}){when}{never}"
+
+
+def report(
+    recipe: Recipe,
+    geometry: Geometry,
+    stores: Collection[LayerStore],
+    positions: Positions,
+    tokens: int,
+    others: Iterable[Mapping[str, int]],
+    shared: int,
+    scratch_peak: int,
+    smaller_than_16bit_from: int | None,
+    smaller_than_higgs_from: int | None,
+) -> MemoryReport:
+    """Count a cache.
+
+    tokens   of a row that it has seen
+    others   bytes by kind of what it holds beside its layers and their positions
+    shared   bytes that do not grow with tokens
+    The others are as in the report.
+    """
+    batch, dtype = max((store.rows for store in stores), default=0), torch.bfloat16
+    parts: dict[str, int] = {}
+    for store in stores:
+        dtype = store.buffer_2BTC.dtype
+    for held in (*(store.bytes() for store in stores), {"timeline": positions.bytes()}, *others):
+        for kind, size in held.items():
+            parts[kind] = parts.get(kind, 0) + size
+    escapes = [store.escapes() for store in stores]
+    escaped, wanted = (sum(counts) for counts in zip(*escapes, strict=True)) if escapes else (0, 0)
+    each = 2 * batch * geometry.width
+    kept_elements = each * sum(store.length for store in stores)
+    elements = kept_elements + each * positions.dropped * len(stores)
+    sequence = sum(parts.values())
+    return MemoryReport(
+        recipe=recipe.name,
+        tokens=tokens,
+        batch=batch,
+        total_bytes=sequence + shared,
+        exact_bytes=2 * elements,
+        bits_per_element=8 * sequence / max(1, elements),
+        all_bits=8 * (sequence + shared) / max(1, elements),
+        asymptotic_bits=asymptotic_bits(recipe, geometry, dtype),
+        sequence_bytes=sequence,
+        shared_bytes=shared,
+        scratch_peak=scratch_peak,
+        smaller_than_16bit_from=smaller_than_16bit_from,
+        smaller_than_higgs_from=smaller_than_higgs_from,
+        parts=parts,
+        escaped=escaped,
+        clipped=wanted - escaped,
+        kept=positions.length,
+        bits_per_kept=8 * sequence / max(1, kept_elements),
+    )
 
 
 def shared_bytes(codecs: list[Codec], others: Sequence[Tensor] = ()) -> int:
@@ -147,9 +170,11 @@ def scheme_bits(recipe: Recipe, layer: int, role, geometry: Geometry, dtype: tor
     return extra + recipe.scheme(layer, role).bits(recipe.window.block, geometry, dtype)
 
 
-def _human(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
+def human(size: float) -> str:
+    """Bytes for people, to three digits, as in 213 KiB."""
+    if size < 1024:
+        return f"{size:.0f} B"
+    unit = next((unit for unit in ("KiB", "MiB") if (size := size / 1024) < 1024), None)
+    if unit is None:
+        size, unit = size / 1024, "GiB"
+    return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"

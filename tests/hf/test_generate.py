@@ -242,7 +242,7 @@ def test_a_cos_that_is_not_the_models_is_refused():
     turned = model.model.rotary_emb(torch.zeros(1), positions + 5)
     with torch.no_grad(), pytest.raises(RuntimeError, match="not that of the model's inv_freq"):
         attention = model.model.layers[0].self_attn
-        cache.begin(None)
+        cache._begin(None)
         attention(torch.zeros(1, 10, 64), position_embeddings=turned, position_ids=positions,
                   attention_mask=None, past_key_values=cache)  # fmt: skip
 

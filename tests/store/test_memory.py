@@ -84,7 +84,9 @@ def test_a_two_bit_cache_of_a_real_shape():
     window = report.parts["window"] + report.parts["sinks"]
     assert report.sequence_bytes == window + 2.015625 / 8 * 4 * SLAB * 128 * 1024
     assert report.bits_per_element < 3.1 and report.sequence_bytes < report.exact_bytes / 5
-    assert "8 tokens" not in str(report) and "4096 tokens x 1 rows" in str(report)
+    ratio = report.exact_bytes / report.total_bytes
+    assert str(report).startswith(f"higgs-2bit: 4,096 tokens x 1 row hold {memory.human(report.total_bytes)}, ")
+    assert f"{ratio:.1f} times smaller than 16 bit (32 MiB)" in str(report)
 
 
 def test_what_is_shared_is_counted_once_and_when_it_pays():
@@ -94,8 +96,10 @@ def test_what_is_shared_is_counted_once_and_when_it_pays():
     fitted = {t.data_ptr(): t.nbytes for pair in cache.codecs for codec in pair for t in codec.tensors.values()}
     assert report.shared_bytes > sum(fitted.values())
     saved = memory.asymptotic_bits(preset("higgs-3bit"), GEOMETRY) - report.asymptotic_bits
-    assert report.smaller_from == -int(-report.shared_bytes * 8 // (saved * 2 * GEOMETRY.layers * GEOMETRY.width))
-    assert make(RECIPES["higgs-2bit"]).memory_report().smaller_from is None
+    assert report.smaller_than_higgs_from == -int(
+        -report.shared_bytes * 8 // (saved * 2 * GEOMETRY.layers * GEOMETRY.width)
+    )
+    assert make(RECIPES["higgs-2bit"]).memory_report().smaller_than_higgs_from is None
     assert report.as_dict()["recipe"] == "aqua-2bit"
 
 
@@ -120,3 +124,53 @@ def test_scratch_is_no_more_than_two_decoded_layers():
     feed_in(cache, x, [299, 1])
     one_layer = 2 * 300 * GEOMETRY.width * 4
     assert one_layer <= cache.memory_report().scratch_peak <= 2 * one_layer
+
+
+@pytest.mark.parametrize("name, rows", [("higgs-2bit", 1), ("aqua-2bit", 1), ("kivi-2bit", 2), ("aqua-klt-1bit", 3)])
+def test_a_cache_is_smaller_than_16_bit_from_where_the_report_says(name, rows):
+    """Filled around the length that the report names: larger just before it, smaller from there on."""
+    recipe = preset(name)
+    cache = make(recipe)
+    x = tensors(2048, rows=rows).to(torch.bfloat16)
+    feed_in(cache, x, [270])
+    start = cache.memory_report().smaller_than_16bit_from
+    assert start is not None and 272 < start < 1500
+    feed_in(cache, x, [start - 271])
+    before = cache.memory_report()
+    assert before.tokens == start - 1 and before.total_bytes >= before.exact_bytes
+    assert "LARGER than 16 bit" in str(before) or "about as much as 16 bit" in str(before)
+    feed_in(cache, x, [1])
+    for more in (0, 1, recipe.window.block - 1, 1, 40):
+        if more:
+            feed_in(cache, x, [more])
+        report = cache.memory_report()
+        assert report.total_bytes < report.exact_bytes and report.smaller_than_16bit_from == start
+        assert "LARGER" not in str(report)
+
+
+def test_reports_are_read_one_way():
+    cache = make(RECIPES["aqua-2bit"])
+    empty = cache.memory_report()
+    start = empty.smaller_than_16bit_from
+    assert str(empty) == (
+        f"aqua-2bit: empty, {memory.human(empty.shared_bytes)} shared by all caches of the recipe; smaller than 16 bit "
+        f"from {start:,} tokens on"
+    )
+    feed_in(cache, tensors(100, rows=1).to(torch.bfloat16), [100])
+    report = cache.memory_report()
+    ratio = report.total_bytes / report.exact_bytes
+    said = (
+        f"{ratio:.1f} times LARGER than 16 bit ({memory.human(report.exact_bytes)}): smaller from {start:,} tokens on"
+    )
+    assert ratio > 1.5 and str(report).splitlines()[0].endswith(said)
+    exact = make(RECIPES["exact"]).memory_report()
+    assert exact.smaller_than_16bit_from is None and str(exact).endswith("; never smaller than 16 bit")
+
+
+SIZES = [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (218_000, "213 KiB"), (1_040_000, "1016 KiB"),
+         (5 << 20, "5 MiB"), (3 << 30, "3 GiB"), (2 << 40, "2048 GiB")]  # fmt: skip
+
+
+@pytest.mark.parametrize("size, text", SIZES)
+def test_bytes_for_people(size, text):
+    assert memory.human(size) == text

@@ -9,13 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvq_runtime.disk import files
+from kvq_runtime.registry.hub import client
 from kvq_runtime.registry.hub.index import ARTIFACT, folder
 
 
 def _store(repo: str) -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE) / "--".join(["models", *repo.split("/")])
+    return client.cache_folder() / "--".join(["models", *repo.split("/")])
 
 
 def artifact(repo: str, version: str, sha256: str, size: int) -> Path | None:

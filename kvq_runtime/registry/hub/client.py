@@ -1,8 +1,9 @@
 """Talk to a Hub through `huggingface_hub`: retry transient faults, and turn its errors into ours.
 
 The address is $HF_ENDPOINT, read at every call (the library reads it once, at import). The token is the Hub's usual one
-(`hf auth login`, $HF_TOKEN); the library sends it to the Hub and to no other origin. A server may repeat what it was
-sent, so the token is removed from every message before it is raised, and the library's error is not chained to ours.
+(`hf auth login`, $HF_TOKEN) unless `using` gives another; the library sends it to the Hub and to no other origin. A
+server may repeat what it was sent, so the token is removed from every message before it is raised, and the library's
+error is not chained to ours.
 """
 
 import hashlib
@@ -11,6 +12,8 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -27,6 +30,41 @@ _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses after which th
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Access:
+    """How requests are made, in the words of huggingface_hub.
+
+    token              None or True: the usual one; False: none
+    cache_dir          where downloads are kept; None: $HF_HUB_CACHE
+    local_files_only   make no request
+    """
+
+    token: str | bool | None = None
+    cache_dir: str | Path | None = None
+    local_files_only: bool = False
+
+
+_USUAL = Access()
+_access: ContextVar[Access] = ContextVar("kvq_hub_access", default=_USUAL)
+
+
+@contextmanager
+def using(access: Access) -> Iterator[None]:
+    """Make the requests of this thread so, until the block ends."""
+    before = _access.set(access)
+    try:
+        yield
+    finally:
+        _access.reset(before)
+
+
+def cache_folder() -> Path:
+    """Where huggingface_hub keeps downloads."""
+    from huggingface_hub import constants
+
+    return Path(_access.get().cache_dir or constants.HF_HUB_CACHE).expanduser()
+
+
 def endpoint() -> str:
     """The Hub's address."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
@@ -38,13 +76,15 @@ def api() -> "HfApi":
 
     if urlsplit(endpoint()).hostname not in ("huggingface.co", "hub-ci.huggingface.co"):
         constants.HF_HUB_DISABLE_XET = True
-    return HfApi(endpoint=endpoint(), library_name="kvq")
+    return HfApi(endpoint=endpoint(), library_name="kvq", token=_access.get().token)
 
 
 def is_offline() -> bool:
-    """Whether $HF_HUB_OFFLINE forbids requests: now, or when the library was imported."""
+    """Whether requests are forbidden: by `using`, or by $HF_HUB_OFFLINE now or when the library was imported."""
     from huggingface_hub import is_offline_mode
 
+    if _access.get().local_files_only:
+        return True
     return is_offline_mode() or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -65,7 +105,7 @@ def download(repo: str, path: str, commit: str, force: bool = False) -> Path:
     from huggingface_hub import hf_hub_download
 
     options: dict[str, Any] = {"revision": commit, "endpoint": endpoint(), "library_name": "kvq"}
-    options |= {"local_files_only": is_offline()}
+    options |= {"local_files_only": is_offline(), "token": _access.get().token, "cache_dir": cache_folder()}
     for again in (force, True):
         cached = Path(retry(lambda again=again: hf_hub_download(repo, path, force_download=again, **options)))
         if not _is_damaged(cached.resolve()):
@@ -188,7 +228,8 @@ def _translated(error: Exception, repo: str) -> Exception | None:
         text = "it does not exist, or is private: check the name, then `hf auth login` or set HF_TOKEN"
         return NotFound(f"no artifact {repo.rpartition('/')[2]} at {endpoint()}/{repo}; {text}")
     if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in chain):
-        return RuntimeError(f"{repo}: offline (HF_HUB_OFFLINE) and not in the cache; run kvq pull once while online")
+        why = "local_files_only" if _access.get().local_files_only else "HF_HUB_OFFLINE"
+        return RuntimeError(f"{repo}: offline ({why}) and not in the cache; run kvq pull once while online")
     if code == 401:
         return PermissionError(f"{repo}: the Hub does not accept the token: `hf auth login`, or set another HF_TOKEN")
     if code == 403:
@@ -206,5 +247,8 @@ def redacted(error: object) -> str:
     """The first 300 characters of a message, on one line, without the token."""
     from huggingface_hub import get_token
 
-    text, token = " ".join(str(error).split()), get_token()
-    return (text.replace(token, "<token>") if token else text)[:300]
+    text, given = " ".join(str(error).split()), _access.get().token
+    for token in (given, get_token()):
+        if isinstance(token, str) and token:
+            text = text.replace(token, "<token>")
+    return text[:300]

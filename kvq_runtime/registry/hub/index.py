@@ -15,11 +15,11 @@ from typing import Any
 
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import events
+from kvq_runtime.registry import events, reference
 from kvq_runtime.registry.events import State
 
 FILE = "kvq.json"
-ARTIFACT = "kvq.safetensors"
+ARTIFACT = reference.ARTIFACT_FILE
 SCHEMA = 1
 LIMIT = 16 << 20
 ABOUT = {"recipe", "model", "revision", "corpus", "corpus_digest"}

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvq_runtime.artifact import describe
 from kvq_runtime.disk import faults, files
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.events import Change, State, Version
 from kvq_runtime.registry.hub import cache, client, records, snapshot, tags
@@ -71,6 +71,13 @@ class HubRegistry(Registry):
     def state(self, name: str) -> State:
         """The state according to kvq.json on main; offline, according to the commit that was last read."""
         return self._read(name).state
+
+    def state_at(self, name: str, commit: str) -> State:
+        """The state according to kvq.json at a commit; NotFound if the commit has none."""
+        state = self._read(name, commit).state
+        if not state.events:
+            raise NotFound(f"{self.repo(name)} has no kvq.json at commit {commit}; kvq history {name} lists versions")
+        return state
 
     def current_state(self, name: str) -> State:
         """The state according to kvq.json on main, never from the cache alone; empty without a repository."""

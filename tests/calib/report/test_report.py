@@ -20,6 +20,8 @@ from kvq_runtime.codec import codec
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.resolve import open_registry
+from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.memory import asymptotic_bits
 
 
 def made(recipe: str, relative: float = 0.0123, parameters: int = 4_070_000) -> dict:
@@ -94,6 +96,16 @@ def test_the_card_says_what_is_known(fitted):
         if line.startswith("| layer") or line.startswith("| 0 |")
     ]
     assert len(set(widths)) == 1  # a bar inside a cell would make another column
+
+
+def test_the_front_matter_has_what_the_hub_lists_and_the_sizes(fitted):
+    front = yaml.safe_load(report.card(fitted, [made("aqua-2bit")]).split("---")[1])
+    sizes = Sizes(fitted.recipe, fitted.fingerprint.geometry)
+    assert front["pipeline_tag"] == "text-generation"
+    assert {"kvq", "aqua-2bit", "arxiv:2411.17525", "arxiv:2501.19392"} <= set(front["tags"])
+    assert front["kvq"]["bits"] == round(asymptotic_bits(fitted.recipe, fitted.fingerprint.geometry), 4)
+    assert front["kvq"]["bytes"] == {str(n): sizes.at(n).total for n in (4096, 32768, 131072)}
+    assert front["kvq"]["smaller_than_16bit_from"] == sizes.smaller_from()
 
 
 def test_a_model_of_the_hub_is_named(fitted):

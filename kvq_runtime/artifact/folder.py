@@ -1,0 +1,112 @@
+"""Write an artifact as a folder: kvq.safetensors, a card for people, and kvq_config.json for programs and people.
+
+kvq.safetensors is all that a load reads. The other two repeat what is in it, and add what follows from it: bits, bytes
+at some lengths, and from how many tokens on a cache is smaller than one of 16 bit.
+"""
+
+import json
+from hashlib import sha256 as hash_of
+from pathlib import Path
+from typing import Any
+
+from kvq_runtime.artifact import artifact, describe
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.artifact.papers import papers
+from kvq_runtime.disk import files
+from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.memory import asymptotic_bits, human
+
+ARTIFACT, CONFIG, CARD = "kvq.safetensors", "kvq_config.json", "README.md"
+LENGTHS = (4096, 32768, 131072)  # tokens of the one row whose bytes are told
+
+
+def save(made: Artifact, folder: Path) -> str:
+    """Write the folder, each file whole or not at all, the artifact last; returns its sha256."""
+    data = artifact.to_bytes(made)
+    files.make_folder(folder)
+    for name, content in (beside(made, data, str(folder)) | {ARTIFACT: data}).items():
+        files.save(folder / name, content)
+    return hash_of(data).hexdigest()
+
+
+def beside(made: Artifact, data: bytes, place: str) -> dict[str, bytes]:
+    """The files that stand beside an artifact's own, whose bytes are `data`; `place` is what loads it."""
+    return {CARD: card(made, place).encode(), CONFIG: config(made, data).encode()}
+
+
+def config(made: Artifact, data: bytes) -> str:
+    """The text of kvq_config.json."""
+    geometry = made.fingerprint.to_json()["geometry"]
+    stated = {
+        "library": "kvq",
+        "schema": made.schema,
+        "sha256": hash_of(data).hexdigest(),
+        "size": len(data),
+        "geometry": geometry,
+        **sizes(made),
+        "papers": [f"arXiv:{number}" for number in papers(made.recipe)],
+        "recipe": made.recipe.to_json(),
+        "fingerprint": made.fingerprint.to_json(),
+        "provenance": dict(made.provenance),
+    }
+    return json.dumps(stated, indent=2, ensure_ascii=False) + "\n"
+
+
+def sizes(made: Artifact) -> dict[str, Any]:
+    """Bits per element; bytes of one row of some lengths, beside 16 bit's; from how many tokens on they are fewer."""
+    counted = Sizes(made.recipe, made.fingerprint.geometry)
+    held = [counted.at(tokens) for tokens in LENGTHS]
+    return {
+        "bits": round(asymptotic_bits(made.recipe, made.fingerprint.geometry), 4),
+        "bytes": {str(one.tokens): one.total for one in held},
+        "bytes_of_16bit": {str(one.tokens): one.exact for one in held},
+        "smaller_than_16bit_from": counted.smaller_from(),
+    }
+
+
+def metadata(made: Artifact) -> dict[str, Any]:
+    """What a card's front matter says of any artifact, in the words of the Hugging Face Hub; sizes under `kvq`."""
+    tags = ["kvq", "kv-cache", "quantization", made.recipe.name, *(f"arxiv:{number}" for number in papers(made.recipe))]
+    return {"library_name": "kvq", "pipeline_tag": "text-generation", "tags": tags, "kvq": sizes(made)}
+
+
+def card(made: Artifact, place: str) -> str:
+    """The text of README.md: what the file says itself; results of evaluations are on cards of a registry."""
+    from huggingface_hub import ModelCardData
+
+    about = describe.summary({"recipe": {"name": made.recipe.name}, "provenance": made.provenance})
+    counted, recipe = sizes(made), made.recipe
+    start = counted["smaller_than_16bit_from"]
+    rows = {
+        "recipe": f"`{recipe.name}`{f': {recipe.summary}' if recipe.summary else ''}",
+        "model": f"`{about['model']}`" + (f" at `{about['revision']}`" if about["revision"] else ""),
+        "text it was fitted to": about["corpus"] or "not stated",
+        "bits per element": f"{counted['bits']:.4g}",
+        **{
+            f"all bytes at {int(tokens):,} tokens": f"{human(size)}; 16 bit: {human(counted['bytes_of_16bit'][tokens])}"
+            for tokens, size in counted["bytes"].items()
+        },
+        "smaller than 16 bit": "never" if start is None else f"from {start:,} tokens on",
+        "papers": ", ".join(f"[arXiv:{number}](https://arxiv.org/abs/{number})" for number in papers(recipe)) or "none",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""\
+---
+{ModelCardData(**metadata(made)).to_yaml()}
+---
+
+# {recipe.name} for {about["model"]}
+
+A fitted key/value-cache quantizer. It holds no model weights: load it beside the model that it was fitted to.
+
+```python
+from kvq_runtime import KVQCache
+
+cache = KVQCache.from_pretrained("{place}", model=model)
+output = model.generate(**inputs, past_key_values=cache)
+```
+
+| | |
+|---|---|
+{table}
+"""

@@ -1,0 +1,56 @@
+"""Share the codecs of a fit among all caches of a process: made once for each device, and dropped with their last user.
+
+An artifact's tensors are `Fitted`; whoever builds codecs of the same `Fitted` gets the same ones, and from `moved` the
+same copies on another device. Nothing else of a fit is held twice, whatever the number of caches or threads.
+"""
+
+import threading
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe
+
+_lock = threading.RLock()
+_moved: WeakKeyDictionary[Codec, WeakValueDictionary[torch.device, Codec]] = WeakKeyDictionary()
+
+
+class Fitted(dict[str, Tensor]):
+    """The tensors of a fit by name. They must not be changed: caches share them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        super().__init__(tensors)
+        self._built: list[tuple[Recipe, Geometry, list[tuple[Codec, Codec]]]] = []
+
+    def __reduce__(self):  # in another process codecs are made again
+        return Fitted, (dict(self),)
+
+
+def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> list[tuple[Codec, Codec]]:
+    """`codec.build`, in a list of its own; the codecs are the same for everyone who asks with the same `Fitted`."""
+    if not isinstance(tensors, Fitted):
+        return codecs.build(recipe, geometry, tensors)
+    with _lock:
+        for known, size, pairs in tensors._built:
+            if known == recipe and size == geometry:
+                return list(pairs)
+        pairs = codecs.build(recipe, geometry, tensors)
+        tensors._built.append((recipe, geometry, pairs))
+        return list(pairs)
+
+
+def moved(codec: Codec, device: torch.device) -> Codec:
+    """`codec.to(device)`, the same for everyone who asks while somebody holds it."""
+    if device == codec.device:
+        return codec
+    with _lock:
+        known = _moved.setdefault(codec, WeakValueDictionary())
+        found = known.get(device)
+        if found is None:
+            found = known[device] = codec.to(device)
+        return found

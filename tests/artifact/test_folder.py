@@ -1,0 +1,104 @@
+"""An artifact as a folder and as a repository: it loads again with its digest, and what stands beside it is true."""
+
+import json
+import re
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import tiny_artifact as tiny
+import yaml
+from hub_client import REPO, clear
+
+from kvq_runtime import load_artifact, push_to_hub
+from kvq_runtime.artifact import artifact, folder
+from kvq_runtime.artifact.papers import PAPERS, papers
+from kvq_runtime.errors import Conflict
+from kvq_runtime.policies.policy import PolicySetting
+from kvq_runtime.recipe import Recipe, families, policy_kinds, preset
+from kvq_runtime.stages.kinds import kinds
+from kvq_runtime.store.held import Sizes
+
+RECIPES = Path(folder.__file__).parents[1] / "recipes"
+
+
+def front(text: str) -> dict:
+    return yaml.safe_load(text.split("---")[1])
+
+
+def test_what_is_saved_loads_again_with_the_same_digest(tmp_path):
+    made = tiny.tiny(3)
+    digest = made.save_pretrained(tmp_path / "new" / "folder")
+    assert digest == sha256(tiny.data(3)).hexdigest()
+    again = load_artifact(tmp_path / "new" / "folder")
+    assert artifact.to_bytes(again) == tiny.data(3) and again.save_pretrained(tmp_path / "twice") == digest
+    names = {"kvq.safetensors", "kvq_config.json", "README.md"}
+    for place in ("new/folder", "twice"):
+        assert {path.name for path in (tmp_path / place).iterdir()} == names
+    tiny.tiny(4).save_pretrained(str(tmp_path / "twice"))
+    assert artifact.to_bytes(load_artifact(tmp_path / "twice")) == tiny.data(4)
+
+
+def test_the_config_says_what_is_in_the_file(tmp_path):
+    made = tiny.tiny()
+    digest = made.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "kvq_config.json").read_text())
+    assert (config["library"], config["schema"]) == ("kvq", 1)
+    assert (config["sha256"], config["size"]) == (digest, (tmp_path / "kvq.safetensors").stat().st_size)
+    assert config["geometry"] == {"layers": 2, "kv_heads": 2, "head_size": 8}
+    assert Recipe.from_json(config["recipe"]) == made.recipe and config["fingerprint"] == made.fingerprint.to_json()
+    sizes = Sizes(made.recipe, made.fingerprint.geometry)
+    for tokens in (4096, 32768, 131072):
+        assert config["bytes"][str(tokens)] == sizes.at(tokens).total
+        assert config["bytes_of_16bit"][str(tokens)] == 2 * 2 * 2 * 16 * tokens  # layers, roles, bytes, width
+    assert config["smaller_than_16bit_from"] == sizes.smaller_from() and 2 < config["bits"] < 7
+    assert config["papers"] == ["arXiv:2501.19392"]
+
+
+def test_the_card_says_it_to_people_and_to_the_hub(tmp_path):
+    made = tiny.tiny()
+    made.save_pretrained(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    given, counted = front(text), folder.sizes(made)
+    assert (given["library_name"], given["pipeline_tag"], given["kvq"]) == ("kvq", "text-generation", counted)
+    assert {"kvq", "tiny", "arxiv:2501.19392"} <= set(given["tags"])
+    assert f"| smaller than 16 bit | from {counted['smaller_than_16bit_from']:,} tokens on |" in text
+    assert "all bytes at 131,072 tokens" in text and f'from_pretrained("{tmp_path}"' in text
+
+
+def test_a_push_is_a_version_that_loads_from_everywhere(hub, monkeypatch, tmp_path):
+    made = tiny.tiny()
+    assert push_to_hub(made, REPO) == f"{REPO}@1.0.0" == push_to_hub(made, f"hf://{REPO}")
+    assert push_to_hub(tiny.tiny(1), REPO) == f"{REPO}@1.0.1"
+    clear(monkeypatch, tmp_path)
+    assert artifact.to_bytes(load_artifact(REPO, revision="v1.0.0")) == tiny.data()
+    tree = hub.repos[REPO].at("main").tree
+    text = hub.content(hub.repos[REPO], tree["README.md"]).decode()
+    assert front(text)["kvq"]["bits"] > 2 and f'from_pretrained("hf://{REPO}"' in text
+    config = json.loads(hub.content(hub.repos[REPO], tree["versions/1.0.1/kvq_config.json"]))
+    assert config["sha256"] == sha256(tiny.data(1)).hexdigest()
+    with pytest.raises(Conflict, match=r"1\.0\.0 is published with other bytes"):
+        push_to_hub(tiny.tiny(2), REPO, version="1.0.0")
+    for given in ("name", f"{REPO}@1.0.0", "./folder", "kvq.safetensors"):
+        with pytest.raises(ValueError):
+            push_to_hub(made, given)
+
+
+# ---- papers
+
+
+def test_papers_are_those_of_stages_and_policies_that_there_are():
+    known = {(slot, kind) for slot, found in (kinds() | policy_kinds()).items() for kind in found}
+    assert PAPERS.keys() <= known and issubclass(policy_kinds()["select"]["heavy"], PolicySetting)
+    assert papers(preset("exact")) == [] and papers(preset("kivi-2bit")) == ["2402.02750"]
+    assert papers(preset("aqua-2bit")) == ["2411.17525", "2501.19392"]
+    assert papers(preset("svdq-shadow-2bit")) == ["2410.21465", "2502.15304"]
+
+
+@pytest.mark.parametrize("family", families())
+def test_numbers_that_a_recipe_states_are_those_of_its_stages(family):
+    text = (RECIPES / f"{family}.py").read_text()
+    stated = set(re.findall(r"arXiv (\d{4}\.\d{5})", text))
+    assert stated or family not in ("kivi", "kvquant", "gear", "quarot", "zipcache", "higgs", "polar", "turboquant")
+    found = {number for recipe in families()[family] for number in papers(recipe)}
+    assert stated <= found, f"{family}: {stated - found} is stated, and no stage has it"

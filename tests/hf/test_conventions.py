@@ -1,0 +1,116 @@
+"""What a cache shows and shares: its text, its name in transformers, its log, and one copy of a fit for all caches."""
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+
+import fitted
+import pytest
+import torch
+from feeding import small
+from generating import generate, kvq
+from models import prompt, random_model
+from transformers import AttentionInterface
+
+from kvq_runtime import KVQCache
+from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.codec import shared
+from kvq_runtime.hf import fingerprint_of, geometry_of
+from kvq_runtime.recipe import preset
+from kvq_runtime.store.memory import human
+from kvq_runtime.store.storage import storage_bytes
+
+
+@pytest.fixture
+def model():
+    return random_model()
+
+
+def fit(name: str, model) -> Artifact:
+    """An artifact with random tensors that belongs to the model."""
+    recipe = small(preset(name), geometry_of(model))
+    return Artifact(recipe, fingerprint_of(model), fitted.tensors(recipe, geometry_of(model)), {}, {})
+
+
+def held(*caches: KVQCache) -> int:
+    """Bytes of what does not grow with tokens, in all of these caches together, each storage once."""
+    codecs = [codec for cache in caches for pair in cache.blocks.codecs for codec in pair]
+    return storage_bytes(tensor for codec in codecs for tensor in codec.shared)
+
+
+@pytest.mark.parametrize("name", ["aqua-2bit", "aqua-klt-1bit", "oscar-2bit"])
+def test_caches_of_one_file_hold_its_tensors_once(name, model, tmp_path):
+    """Also what codecs derive from them, such as a rotation back; from any path to the same bytes."""
+    made = fit(name, model)
+    (tmp_path / "again").mkdir()
+    for folder in (tmp_path, tmp_path / "again"):
+        artifact.save(made, folder / "kvq.safetensors")
+    caches = [KVQCache.from_pretrained(folder, model) for folder in (tmp_path, tmp_path / "again", tmp_path)]
+    caches.append(copy.deepcopy(caches[0]))
+    one = caches[0].memory_report().shared_bytes
+    assert held(*caches) == held(caches[0]) == one > 0
+    for cache in caches:
+        assert cache.memory_report().shared_bytes == one
+        generate(model, prompt(1, 60), cache)
+    assert held(*caches) == one and len({str(cache.artifact.recipe.to_json()) for cache in caches}) == 1
+    gone = weakref.ref(caches[0].artifact)
+    del caches, cache
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_artifact_in_use_can_be_sent_to_another_process(model):
+    made = fit("aqua-2bit", model)
+    cache = KVQCache.from_artifact(made, model)
+    sent = pickle.loads(pickle.dumps(made))
+    assert cache.artifact is made and artifact.to_bytes(sent) == artifact.to_bytes(made)
+
+
+def test_codecs_on_another_device_are_shared_too(model):
+    """A meta device stands for a GPU: tensors there have no storage, but are tensors of their own."""
+    made, meta = fit("aqua-2bit", model), torch.device("meta")
+    pairs = [shared.build(made.recipe, geometry_of(model), made.tensors) for _ in range(2)]
+    (key, _), (again, _) = pairs[0][1], pairs[1][1]
+    assert key is again and key.device.type == "cpu"
+    moved = shared.moved(key, meta)
+    assert moved is shared.moved(again, meta) and moved is not key and key.device.type == "cpu"
+    assert all(tensor.device == meta for tensor in moved.tensors.values())
+    assert not any(tensor.is_meta for tensor in key.tensors.values())
+
+
+def test_the_text_of_a_cache_says_recipe_tokens_and_bytes(model):
+    cache = kvq("higgs-2bit", model)
+    assert repr(cache) == "KVQCache(higgs-2bit, empty)"
+    generate(model, prompt(2, 60), cache)
+    report = cache.memory_report()
+    sizes = f"{human(report.total_bytes)}; 16 bit: {human(report.exact_bytes)}"
+    assert repr(cache) == f"KVQCache(higgs-2bit, 2 x {cache.get_seq_length()} tokens, {sizes})"
+
+
+def test_importing_the_cache_registers_its_attention():
+    assert "kvq" in AttentionInterface().valid_keys()
+    assert random_model(attention="kvq").config._attn_implementation == "kvq"
+
+
+def test_the_log_says_once_a_layer_what_attends_and_why(model, caplog):
+    caplog.set_level(logging.DEBUG, "kvq_runtime")
+    model.set_attn_implementation("kvq")
+    generate(model, prompt(1, 60), kvq("higgs-2bit", model))
+    said = [record for record in caplog.records if record.name == "kvq_runtime.cache"]
+    assert [record.levelname for record in said] == ["DEBUG"] * 3
+    for layer, record in enumerate(said):
+        text = record.getMessage()
+        assert text.startswith(f"layer {layer}: Reference attends; Fused refuses: ") and text.count(":") >= 2
+
+
+def test_what_is_internal_is_named_so(model):
+    """Beside what transformers asks of a cache, a KVQCache has only what docs/api.md describes."""
+    own = {name for name in vars(KVQCache) if not name.startswith("_")}
+    assert own == {
+        "attention", "batch_repeat_interleave", "batch_select_indices", "crop", "from_artifact", "from_pretrained",
+        "from_recipe", "memory_report", "refusal", "reorder_cache", "reset",
+    }  # fmt: skip
+    assert KVQCache.__init__.__doc__ and kvq("higgs-2bit", model).artifact is None
