@@ -75,7 +75,7 @@ def compare(args: argparse.Namespace) -> int:
     from kvq_calib.evaluate.ledger import Ledger
     from kvq_calib.evaluate.subject import Subject
     from kvq_calib.model import find as models
-    from kvq_calib.report import plots, tables
+    from kvq_calib.report import plots, points, tables
     from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
     from kvq_runtime.registry.reference import home
@@ -118,7 +118,7 @@ def compare(args: argparse.Namespace) -> int:
         records = record.evaluate(
             files, batch, list(subjects.values()), protocol, *used, progress, ledger, others=beside
         )
-    records = plots.by_bits(records)
+    records = points.by_bits(records)
     if args.output:
         Path(args.output).write_text(json.dumps(records, indent=1) + "\n")
     if args.plot:
@@ -135,7 +135,7 @@ def probe(args: argparse.Namespace) -> int:
     """Run `kvq probe`."""
     from kvq_calib.evaluate import probe as probes
     from kvq_calib.model import find as models
-    from kvq_calib.report import plots
+    from kvq_calib.report import fit_plots
 
     files = models.resolve(args.model)
     settings = probes.settings(files, args.corpus, args.samples, args.held_out, args.length, args.seed)
@@ -143,7 +143,7 @@ def probe(args: argparse.Namespace) -> int:
         device = _device(args.device)
         found = probes.probe(files, settings, device, _dtype(args.dtype, device), progress)
     if args.plot:
-        Path(args.plot).write_bytes(plots.probes(found))
+        Path(args.plot).write_bytes(fit_plots.probes(found))
     if args.json:
         print(json.dumps(found, indent=2))
     else:

@@ -138,14 +138,6 @@ def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name
             compare.choose([note.split()[0]], small)
 
 
-@pytest.mark.parametrize(
-    "name, line",
-    [("aqua-klt-1.5bit", "aqua-klt"), ("svdq-2bit-v4", "svdq-v4"), ("polar-paper", "polar-paper"), ("rtn-4bit", "rtn")],
-)
-def test_lines_of_the_plot(name, line):
-    assert plots.series(name) == line
-
-
 def result(kl: float, bits: float) -> dict:
     return {"kl": kl, "bits": {"asymptotic": bits}}
 
@@ -203,10 +195,3 @@ def test_a_combination_is_held_against_the_best_near_recipe_of_each_paper():
         recipe_text.read("squat-2bit+key.axis=token").name,
     )
     assert [family(name) for name in changed] == ["aqua-klt", "squat"] and family("mine") == "mine"
-
-
-def test_of_many_lines_families_look_alike():
-    lines = {name: [{"result": {"recipe": name}}] for name in compare.CHOICE}
-    few = dict(list(lines.items())[: plots.TOLD_APART])
-    assert plots._labels(few) == {name: name for name in few}
-    assert set(plots._labels(lines).values()) == {family(name) for name in compare.CHOICE}

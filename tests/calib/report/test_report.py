@@ -12,8 +12,8 @@ from PIL import Image
 from kvq_calib.evaluate import gate
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.model import find as models
+from kvq_calib.report import captions, licenses, plots, points, tables
 from kvq_calib.report import card as report
-from kvq_calib.report import licenses, plots, tables
 from kvq_runtime.artifact import artifact, describe
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec
@@ -139,7 +139,7 @@ def test_records_of_either_version_are_read():
     rows = tables.table([old])
     assert [row["protocol"] for row in rows] == [None, "in use"] and rows[1]["decoded"] == "not counted"
     assert rows[1]["vs 16 bit"] == "+1.23% ± 0.20%" and rows[0]["perplexity"] == "20.000"
-    assert plots.by_bits([new, old])[0] is old and plots.comparison([old]) != plots.comparison([old, new])
+    assert points.by_bits([new, old])[0] is old and plots.comparison([old]) != plots.comparison([old, new])
     shown = describe.tables({"fit": {}, "evaluations": [old, new]})["evaluations (--json has all of each)"]
     assert shown[0]["relative"] == 0.0123 == shown[1]["in-use: relative"] and shown[1]["full: relative"] == 0.1
     assert gate.passes(old, Bounds(kl=0.01)) == [] != gate.passes(new, Bounds(kl=0.01))
@@ -212,4 +212,4 @@ def test_only_a_recipe_with_feedback_shows_queries(fitted, tmp_path):
     "count, said", [(494_000_000, "494M"), (7_615_616_512, "7.62B"), (260_032, "260K"), (12, "12")]
 )
 def test_sizes(count, said):
-    assert plots.size_of(count) == said
+    assert captions.size_of(count) == said
