@@ -25,7 +25,7 @@ from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import card as report
-from kvq_calib.report import licenses, plots, tables
+from kvq_calib.report import licenses, names, plots, tables
 from kvq_calib.run import budget, calibrate, checkpoint
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import Executor, Listener, Run, silent
@@ -276,15 +276,16 @@ def publish(
     job: Job, work: Run, fitted: Mapping[str, Artifact], records: Sequence[Mapping[str, Any]] = ()
 ) -> Iterable[Published]:
     """Publish artifacts that keep the bounds, with their records, cards and plots; leave others in the run folder."""
-    targets, license, drawn = job.targets, licenses.of_model(work.files.path), {}
+    targets, license, drawn, named = job.targets, licenses.of_model(work.files.path), {}, []
     if records:
-        drawn = {"error-by-layer.png": plots.error_by_layer(records)}
-        drawn["perplexity-by-bits.png"] = plots.perplexity_by_bits(records)
+        named = names.named(records, [*fitted, *job.baselines])
+        drawn = {"error-by-layer.png": plots.error_by_layer(named)}
+        drawn["perplexity-by-bits.png"] = plots.perplexity_by_bits(named)
     for number, (recipe, made) in enumerate(fitted.items()):
         name, data = job.artifact_name(work.files, recipe), artifact.to_bytes(made)
         own = records[number] if records else None
         failed = gate.passes(own, job.bounds) if own else []
-        shown = [own, *(one for one in records if one is not own)] if own else []
+        shown = [named[number], *named[:number], *named[number + 1 :]] if own else []
         layers = tables.by_layer(made) if "budget" in made.fit else []
         place, version, beside = name, "", report.files(made, shown, name, drawn, license)
         if targets and not failed:

@@ -70,18 +70,17 @@ def main() -> int:
         else:
             continue
         absent[model] = [] if args.recipes else left_out(model, Path(data or "."))
+        (args.docs / f"compare-{model.name}.png").write_bytes(plots.comparison(found[model]))
         write(found, absent, args.docs)
     return 0
 
 
 def write(found: Found, absent: Mapping[Model, Sequence[str]], docs: Path) -> None:
-    """Write page and pictures of what was measured so far."""
-    for model, records in found.items():
-        (docs / f"compare-{model.name}.png").write_bytes(plots.comparison(records))
+    """Write the page and the pictures of all models that were measured so far."""
     measured = [records for records in found.values() if any(figures(one, FULL) for one in records)]
     if measured:
         (docs / PICTURE).write_bytes(plots.frontier(measured, width=13))
-        (docs / "frontier.png").write_bytes(plots.frontier(measured[:1], elsewhere=False, width=8, height=4.6))
+        (docs / "frontier.png").write_bytes(plots.frontier(measured[:1], elsewhere=False, width=8, height=5))
     (docs / "compare.md").write_text(page(found, absent))
 
 

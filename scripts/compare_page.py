@@ -165,7 +165,7 @@ def best_at(records: Sequence[Mapping[str, Any]], budgets: Sequence[float] = ABO
     By full encode. Chosen by the even windows of the first text, from 0, and reported on its odd ones and on all of
     other texts, so that no figure is low for having been chosen. `ROUND` more bits than the budget count as within it.
     """
-    results = results_of(records, FULL)
+    results = [one for one in results_of(records, FULL) if len(one["windows"]["kl"]) > 1]
     rows = []
     for budget in budgets:
         within = [
@@ -252,7 +252,14 @@ def on_windows(one: Mapping[str, Any], some: slice) -> dict[str, Any]:
     found = {name: values[some] for name, values in one["windows"].items()}
     own, reference = Score(losses=found["loss"], kls=found["kl"]), Score(losses=found["reference_loss"])
     relative, spread = own.against(reference)
-    return {**one, "perplexity": own.perplexity, "relative": relative, "relative_se": spread, "kl": own.kl}
+    return {
+        **one,
+        "perplexity": own.perplexity,
+        "relative": relative,
+        "relative_se": spread,
+        "kl": own.kl,
+        "windows": found,
+    }
 
 
 def _offer(one: Mapping[str, Any], best: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from kvq_calib.evaluate.subject import find
     from kvq_calib.model import find as models
     from kvq_calib.report import plots
+    from kvq_calib.report.names import named
     from kvq_calib.report.tables import about_texts, table
     from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
@@ -47,18 +48,19 @@ def evaluate(args: argparse.Namespace) -> int:
             open_registry(kept.registry or args.registry).add_evaluation(found, kept.name)
     if args.output:
         Path(args.output).write_text(json.dumps(records, indent=2) + "\n")
+    shown = named(records, [subject.name for subject in subjects])
     if args.plots:
         folder = Path(args.plots)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "error-by-layer.png").write_bytes(plots.error_by_layer(records))
-        (folder / "perplexity-by-bits.png").write_bytes(plots.perplexity_by_bits(records))
+        (folder / "error-by-layer.png").write_bytes(plots.error_by_layer(shown))
+        (folder / "perplexity-by-bits.png").write_bytes(plots.perplexity_by_bits(shown))
     if args.json:
         print(json.dumps(records, indent=2))
         return 0
-    print_table(table(records), False)
-    print("".join(f"\n{note}" for note in about_texts(records)))
+    print_table(table(shown), False)
+    print("".join(f"\n{note}" for note in about_texts(shown)))
     if args.layers:
-        rows = [{"recipe": found["result"]["recipe"], **row} for found in records for row in found["result"]["layers"]]
+        rows = [{"recipe": found["name"], **row} for found in shown for row in found["result"]["layers"]]
         print()
         print_table(rows, False)
     return 0

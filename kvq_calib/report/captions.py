@@ -59,5 +59,5 @@ def _marks(panels: Sequence[Panel]) -> list[str]:
         said.append("Ringed: recommended.")
     exact = list(dict.fromkeys(name for panel in panels for name in panel.left_out))
     if exact:
-        said.append(f"Not drawn, for a cost of 0 has no logarithm: {', '.join(exact)}.")
+        said.append(f"Not drawn, for it is exact: {', '.join(exact)}.")
     return said

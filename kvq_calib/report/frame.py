@@ -84,8 +84,10 @@ def _ticked(line, places: list[float], words) -> None:
 
 def caption(figure: FigureBase, text: str, inches: float | None = None) -> None:
     """Say below the picture what was measured, in lines as wide as it: so many inches, of a part of a picture."""
-    assert inches or isinstance(figure, Figure), "a part of a picture does not know its width"
-    width = int((inches or figure.get_figwidth()) * 72 / (0.57 * _WORDS))
+    if inches is None:
+        assert isinstance(figure, Figure), "a part of a picture does not know its width"
+        inches = figure.get_figwidth()
+    width = int(inches * 72 / (0.57 * _WORDS))
     lines = "\n".join(textwrap.fill(line, width) for line in text.splitlines())
     figure.supxlabel(lines, x=0.01, ha="left", fontsize=_WORDS, color=INK)
 

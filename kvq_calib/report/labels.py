@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 
 from kvq_calib.report.frame import canvas
@@ -18,17 +19,22 @@ MARKER = 5.0  # points: half of a marker's width, and what is left free around i
 DISTANCES = (6.5, 9.0, 13.0, 18.0, 25.0, 34.0, 45.0, 60.0, 80.0, 105.0, 135.0, 170.0)  # points, marker to name
 LINE_FROM = 12.0  # points: from here on a name needs a line
 DIRECTIONS = [(math.cos(angle), math.sin(angle)) for angle in np.arange(16) * math.tau / 16]
+HALO = withStroke(linewidth=1.8, foreground="white")  # where a name lies over a line, it can be read
 
 
 @dataclass(frozen=True)
 class Label:
-    """A name at a point in data coordinates."""
+    """A name at a point in data coordinates.
+
+    near   left out unless it can stand right beside its point
+    """
 
     x: float
     y: float
     text: str
     colour: str = "black"
     bold: bool = False
+    near: bool = False
 
 
 def place(
@@ -59,7 +65,8 @@ def place(
         probe = axis.text(0, 0, label.text, fontsize=size, fontweight=weight)
         extent = probe.get_window_extent(renderer)
         probe.remove()
-        found = _best(centre, extent.width, extent.height, unit, bounds, markers, soft, boxes, tails)
+        reach = LINE_FROM if label.near else math.inf
+        found = _best(reach, centre, extent.width, extent.height, unit, bounds, markers, soft, boxes, tails)
         if found is None:
             continue
         box, tail = found
@@ -72,7 +79,7 @@ def place(
             })  # fmt: skip
         written.append(axis.annotate(
             label.text, (label.x, label.y), (at[0] / unit, at[1] / unit), textcoords="offset points", ha="center",
-            va="center", fontsize=size, fontweight=weight, color=label.colour, zorder=4,
+            va="center", fontsize=size, fontweight=weight, color=label.colour, zorder=4, path_effects=[HALO],
         ))  # fmt: skip
     return written
 
@@ -81,11 +88,11 @@ def _pixels(axis: Axes, places: Sequence[tuple[float, float]]) -> np.ndarray:
     return axis.transData.transform(np.array(places, dtype=float).reshape(-1, 2))
 
 
-def _best(centre, width, height, unit, bounds, markers, soft, boxes, tails):
+def _best(reach, centre, width, height, unit, bounds, markers, soft, boxes, tails):
     """The nearest free box [x0, y0, x1, y1] and the places of its line, in pixels; None where there is none."""
     best, least = None, math.inf
     for distance in DISTANCES:
-        if distance > least:
+        if distance > min(least, reach):
             break
         for across, up in DIRECTIONS:
             middle = centre + np.array([across, up]) * distance * unit
@@ -98,6 +105,7 @@ def _best(centre, width, height, unit, bounds, markers, soft, boxes, tails):
             if not _free(box, tail, bounds, markers, boxes, tails, MARKER * unit):
                 continue
             crossed = _inside(box, soft, 1.0).sum() * 3.0 + _near(tail, markers, 3 * unit) * 4
+            crossed += 15 * _nearer(box, centre, markers)
             cost = distance + crossed - 0.5 * abs(across) - (0.3 if up > 0 else 0)
             if cost < least:
                 best, least = (box, tail), cost
@@ -123,6 +131,14 @@ def _free(box, tail, bounds, markers, boxes, tails, room) -> bool:
 
 def _inside(box, places, room):
     return ((places > box[:2] - room) & (places < box[2:] + room)).all(axis=1)
+
+
+def _nearer(box, centre, markers) -> bool:
+    """Whether another marker is nearer to a box than its own point is: a reader would take the name for its."""
+    gaps = np.hypot(*(np.clip(markers, box[:2], box[2:]) - markers).T)
+    others = np.hypot(*(markers - centre).T) > 1
+    own = np.hypot(*(np.clip(centre, box[:2], box[2:]) - centre))
+    return bool((gaps[others] < 1.1 * own).any())
 
 
 def _near(tail, markers, room) -> int:

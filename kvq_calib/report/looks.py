@@ -74,7 +74,8 @@ class Look:
     @property
     def ink(self) -> str:
         """The colour of its name: darkened, so that it can be read on white."""
-        return to_hex([0.62 * part for part in to_rgb(self.colour)])
+        red, green, blue = to_rgb(self.colour)
+        return to_hex((0.62 * red, 0.62 * green, 0.62 * blue))
 
 
 def looks(recipes: Sequence[str]) -> list[Look]:

@@ -11,14 +11,16 @@ from itertools import zip_longest
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 
 from kvq_calib.report import points as reading
-from kvq_calib.report.frame import INK, log_scale, symlog_scale, tidy
+from kvq_calib.report.frame import INK, log_scale, plain, symlog_scale, tidy
 from kvq_calib.report.labels import Label, place
 from kvq_calib.report.looks import Look, family, looks
 from kvq_calib.report.points import PERPLEXITY, Point
 
 LINEAR = 0.1  # percent of perplexity, below which differences are chance and the axis is linear
+EXACT = 16.0  # bits of a cache that is not quantized, which is the line at 0
 LEAST = 1e-9  # a cost below is that of an exact cache: rounding of sums
 TITLES = {
     reading.KL: "KL divergence from the 16-bit model, nats per token",
@@ -31,7 +33,7 @@ TITLES = {
 class Panel:
     """Axes with their points drawn.
 
-    left_out   names of exact caches, whose cost of nothing has no logarithm
+    left_out   names of exact caches, which are no points: they cost nothing
     zero       whether 16 bit is a line at 0
     """
 
@@ -46,12 +48,18 @@ class Panel:
         return self.looks[id(point)]
 
 
-def scatter(axis: Axes, given: Sequence[Point], measure: str, title: str = "", front: bool = True) -> Panel:
-    """Draw points of one measure, set scales and limits, and the frontier if it is asked for."""
+def scatter(
+    axis: Axes, given: Sequence[Point], measure: str, title: str = "", front: bool = True, beside: Sequence[Point] = ()
+) -> Panel:
+    """Draw points of one measure, set scales and limits, and the frontier if it is asked for.
+
+    beside   points of other panels, for which there is room too: panels with the same of these have the same axes
+    """
     log = measure != PERPLEXITY
-    drawn = [one for one in given if not log or one.cost > LEAST]
+    drawn = [one for one in given if one.bits < EXACT and (not log or one.cost > LEAST)]
+    beside = [one for one in beside if one.bits < EXACT and (not log or one.cost > LEAST)]
     chosen = {id(one): look for one, look in zip(drawn, looks([one.recipe for one in drawn]), strict=True)}
-    _limits(axis, drawn, log)
+    _limits(axis, [*drawn, *beside], log)
     if not log:
         axis.axhline(0, color="0.35", linewidth=1, linestyle="--", zorder=1)
     best = reading.frontier(drawn) if front and len(drawn) > 1 else []
@@ -75,6 +83,7 @@ def scatter(axis: Axes, given: Sequence[Point], measure: str, title: str = "", f
         axis.plot(marked.bits, marked.cost, "o", markersize=15, color="none", markeredgecolor="black",
                   markeredgewidth=1.4, zorder=2.8)  # fmt: skip
     axis.set_title(title, loc="left", fontsize=10)
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     axis.set_xlabel("bits per key or value element, asymptotic", fontsize=9)
     tidy(axis)
     return Panel(axis, drawn, best, chosen, [one.name for one in given if one not in drawn], bool(drawn) and not log)
@@ -83,7 +92,7 @@ def scatter(axis: Axes, given: Sequence[Point], measure: str, title: str = "", f
 def _limits(axis: Axes, drawn: Sequence[Point], log: bool) -> None:
     """Room for all points, their whiskers and some names."""
     if not drawn:
-        axis.annotate("nothing was measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
+        axis.annotate("nothing to draw", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
         axis.set(xticks=[], yticks=[])
         return
     right = max(one.tail or one.bits for one in drawn)
@@ -102,17 +111,20 @@ def _limits(axis: Axes, drawn: Sequence[Point], log: bool) -> None:
 
 
 def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0) -> list[Point]:
-    """Write the names of the points, of `which` first and alone if it is given; returns those that found no place.
+    """Write the names of the points; returns those that found no place.
+
+    which   points that must be named; the others are where there is room right beside them. None: all must
 
     The figure's layout must be final.
     """
     marked = reading.recommended(panel.points)
     first = [one for one in [marked, *panel.front] if one is not None]
     order = {id(one): one for one in [*first, *panel.points]}
-    wanted = [one for one in order.values() if which is None or any(one is given for given in which)]
+    must = {id(one) for one in (panel.points if which is None else which)}
+    wanted = sorted(order.values(), key=lambda one: id(one) not in must)
     labels = [
         Label(one.bits, one.cost, f"{one.name} (recommended)" if one is marked else one.name, panel.look(one).ink,
-              one is marked or any(one is given for given in panel.front))
+              one is marked or any(one is given for given in panel.front), id(one) not in must)
         for one in wanted
     ]  # fmt: skip
     if panel.zero:

@@ -4,6 +4,7 @@ Each function returns the bytes of a PNG; the same numbers give the same picture
 (`looks.py`), every point its name beside it (`labels.py`), every picture a caption that says what was measured.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -122,21 +123,24 @@ def frontier(models: Sequence[Records], elsewhere: bool = True, width: float = 9
 
 def _frontier(models: Sequence[Records], elsewhere: bool, width: float, height: float) -> Figure:
     named_records = [by_bits(_with_names(records)) for records in models]
-    texts = measured.texts(one for records in named_records for one in records) if elsewhere else []
     figure = Figure(figsize=(width, height * len(models) + 0.5), layout="constrained")
-    grid = figure.subplots(len(models), 1 + len(texts), squeeze=False, sharex="row", sharey="row")
-    drawn: list[Panel] = []
-    for axes, records in zip(grid, named_records, strict=True):
+    rows = []
+    for records in named_records:
         groups = {"": records}
-        for text in texts:
+        for text in measured.texts(records) if elsewhere else []:
             groups[text] = [found[text] for one in records if text in (found := measured.elsewhere(one))]
-        for axis, (text, some) in zip(axes, groups.items(), strict=True):
-            if not some:
-                axis.set_axis_off()
-                continue
-            title = f"{where(some[0])}" + (f", {text}" if text else (", in domain" if texts else ""))
-            drawn.append(panels.scatter(axis, points(some, KL, FULL), KL, title))
-        axes[0].set_ylabel(TITLES[KL], fontsize=9)
+        rows.append(groups)
+    grid = figure.add_gridspec(len(rows), math.lcm(*map(len, rows)))
+    drawn: list[Panel] = []
+    for number, groups in enumerate(rows):
+        wide = grid.ncols // len(groups)
+        found = {text: points(some, KL, FULL) for text, some in groups.items()}
+        for place, (text, given) in enumerate(found.items()):
+            axis = figure.add_subplot(grid[number, place * wide : (place + 1) * wide])
+            axis.set_ylabel("" if place else TITLES[KL], fontsize=9)
+            title = ", ".join([where(groups[""][0]), *([text or "in domain"] if len(groups) > 1 else [])])
+            every = [one for some in found.values() for one in some]
+            drawn.append(panels.scatter(axis, given, KL, title, beside=every))
     frame.caption(
         figure, "\n".join(about(records, drawn if number == 0 else ()) for number, records in enumerate(models))
     )

@@ -47,7 +47,7 @@ def recipe(artifact: Artifact) -> str:
     row = recipe_row(artifact.recipe, artifact.fingerprint.geometry)
     window, shape = artifact.recipe.window, artifact.fingerprint.geometry
     exceptions = _exceptions(artifact.recipe)
-    folded = sum(map(len, exceptions)) > LONG
+    folded = sum(len(part) for one in exceptions for part in one) > LONG
     rows = {
         "recipe": f"`{row['name']}`",
         "keys are encoded": "before RoPE" if row["position"] == "pre" else "after RoPE",

@@ -161,8 +161,8 @@ def test_a_claim_is_judged_with_its_bits(better, worse, says):
 
 def offered(recipe: str, bits: float, reported: float, chosen: float | None = None) -> dict:
     """Perplexities on the windows that are reported, and that are chosen by, against 10; a divergence of the former."""
-    pair = [chosen or reported, reported] * 2
-    windows = {"loss": [math.log(one) for one in pair], "reference_loss": [math.log(10)] * 4}
+    pair = [chosen or reported, reported] * 3
+    windows = {"loss": [math.log(one) for one in pair], "reference_loss": [math.log(10)] * 6}
     windows["kl"] = [one - 9.9 for one in pair]
     return {"recipe": recipe, "windows": windows, "perplexity": math.nan, "relative": math.nan, "relative_se": math.nan,
             **result(math.nan, bits)}  # fmt: skip
@@ -195,3 +195,37 @@ def test_a_combination_is_held_against_the_best_near_recipe_of_each_paper():
         recipe_text.read("squat-2bit+key.axis=token").name,
     )
     assert [family(name) for name in changed] == ["aqua-klt", "squat"] and family("mine") == "mine"
+
+
+def test_the_page_opens_with_the_best_at_some_budgets_chosen_by_other_windows():
+    def record(recipe: str, bits: float, reported: float, chosen: float, other: float) -> dict:
+        kls = [chosen, reported] * 3
+        part = {"windows": {"loss": kls, "reference_loss": [0.0] * 6, "kl": kls}, "relative": 0.5, "relative_se": None,
+                "kl": math.nan, "reference_perplexity": 9.0, "top1": 0.5}  # fmt: skip
+        web = {"protocols": {"full": {**part, "kl": other}}}
+        result = {"recipe": recipe, "protocols": {"full": part}, "texts": {"web": web}, "layers": []}
+        result["bits"] = {"asymptotic": bits, "at_length": bits, "at_4096": bits}
+        text = {"source": "stories", "split": "held-out"}
+        protocol = {"model": {"id": "m", "parameters": 4_000_000}, "windows": 6, "length": 64, "text": text}
+        protocol["texts"] = {"web": {"windows": 3, "length": 64, "text": text}}
+        return {"artifact": recipe, "corpus": "1", "protocol": protocol, "environment": {}, "result": result}
+
+    records = [
+        record("aqua-klt-1bit", 1.5, reported=0.3, chosen=0.2, other=0.00004), record("aqua-2bit", 2.1, 0.01, 0.4, 0.2),
+        record("higgs-2bit", 2.1, 0.5, 0.6, 0.7), record("mean-higgs-2bit", 2.12, 0.02, 0.1, 0.9),
+    ]  # fmt: skip
+    low, high = script.best_at(records, (1.5, 2))
+    assert low["best here"] == "`aqua-klt-1bit` (1.50)" and low["best of a paper's"] == "none"
+    assert low["best here: in domain"] == "+34.99% ± 0.00%, 0.3" and low["best here: web"] == "+50.00%, 0.00004"
+    assert high["best here"] == "`mean-higgs-2bit` (2.12)", "best where it was chosen, not where it is reported"
+    assert high["best of a paper's"] == "`aqua-2bit` (2.10)" and high["best of a paper's: in domain"].endswith(", 0.01")
+    model = script.Model("m", "m", None, samples=4, length=64, windows=6)
+    text = script.page({model: records}, {model: ["higgs-9bit is left out: why"]})
+    opening, *folded = text.split("<details>")
+    assert (
+        opening.count("![") == 1
+        and "m (4M parameters)" in opening
+        and opening.count("\n| ") == 2 + len(script.best_at(records))
+    )
+    assert "higgs-9bit is left out: why" in folded[0] and "| recipe |" in folded[0] and "web full KL" in folded[0]
+    assert text.count("<details>") == text.count("</details>") >= 3

@@ -164,8 +164,23 @@ def test_captions_say_what_was_measured():
         box = figure._supxlabel.get_window_extent()
         assert box.x1 <= figure.bbox.x1 and box.y0 >= 0
         assert all(axis.get_legend() is None for axis in figure.axes), "no legend lies over data"
-    panels = [axis for axis in figures[-1].axes if axis.axison]
-    assert [axis.get_title(loc="left").rpartition(", ")[2] for axis in panels] == ["in domain", "in domain", "web"]
+    titles = [axis.get_title(loc="left") for axis in figures[-1].axes]
+    model = "tiny (4.07M parameters)"
+    assert titles == [model, f"{model}, in domain", f"{model}, web"]
+
+
+def test_texts_stand_side_by_side_on_the_same_axes():
+    records = some()
+    for number, one in enumerate(records):
+        one["protocol"]["texts"] = {"web": {"windows": 6, "length": 512, "text": {"source": "web.txt"}}}
+        full = one["result"]["protocols"]["full"]
+        one["result"]["texts"] = {"web": {"protocols": {"full": full | {"kl": full["kl"] / 10**number}}}}
+    left, right = plots._frontier([records], True, 12, 5).axes
+    assert left.get_ylim() == right.get_ylim() and left.get_xlim() == right.get_xlim()
+    for axis in (left, right):
+        (low, high), names = axis.get_ylim(), written(axis)
+        assert set(GOOD) <= set(names) and all(low < text.xy[1] < high for text in names.values())
+    assert left.get_position().y0 == right.get_position().y0 and left.get_position().x1 < right.get_position().x0
 
 
 def test_two_windows_give_no_standard_error():
@@ -216,10 +231,10 @@ def test_of_many_recipes_the_frontier_and_one_of_each_family_are_named():
     assert {text.get_text() for text in figure.legends[0].get_texts()} == {family(name) for name in given}
 
 
-def test_an_exact_cache_is_named_below_a_logarithmic_picture():
+def test_an_exact_cache_is_named_below_the_picture():
     figure = drawn([*some(), record("exact", 16.0, 0.0)])
-    assert "exact" not in written(figure.axes[0]) and "exact" in written(figure.axes[1])
-    assert "cost of 0 has no logarithm: exact." in " ".join(figure._supxlabel.get_text().split())
+    assert not any("exact" in written(axis) or axis.get_xlim()[1] > 4 for axis in figure.axes)
+    assert "Not drawn, for it is exact: exact." in " ".join(figure._supxlabel.get_text().split())
 
 
 def test_pictures_of_a_fit_say_the_model_and_its_size(monkeypatch):

@@ -12,7 +12,7 @@ from PIL import Image
 from kvq_calib.evaluate import gate
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.model import find as models
-from kvq_calib.report import captions, licenses, plots, points, tables
+from kvq_calib.report import captions, licenses, plots, points, sections, tables
 from kvq_calib.report import card as report
 from kvq_runtime.artifact import artifact, describe
 from kvq_runtime.artifact.artifact import Artifact
@@ -20,6 +20,7 @@ from kvq_runtime.codec import codec
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.resolve import open_registry
+from kvq_runtime.store.held import Sizes
 
 
 def made(recipe: str, relative: float = 0.0123, parameters: int = 4_070_000) -> dict:
@@ -150,6 +151,31 @@ def test_records_of_other_protocols_are_not_compared(fitted):
     other["protocol"]["length"] = 256
     text = report.card(fitted, [made("aqua-2bit"), made("mean-higgs-2bit"), other])
     assert text.count("| cache | bits |") == 2
+
+
+def test_stages_by_layer_are_folded_away(fitted):
+    others = ["kivi-2bit", "aqua-klt-1bit", "svdq-2bit-v4", "aqua-klt-1bit", "higgs-2bit", "polar-3bit"]
+    pairs = [(recipe.key, recipe.value) for recipe in map(preset, others)]
+    mixed = replace(fitted, recipe=replace(fitted.recipe, name="auto-2bit", layers=dict(enumerate(pairs))))
+    text = sections.recipe(mixed)
+    head, folded = text.split("<details>")
+    assert "| other layers | 6 of 6, below |" in head and folded.rstrip().endswith("</details>")
+    rows = [line for line in folded.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) - 1 == 5 and any(row.startswith("| 1, 3 |") for row in rows), "equal layers are one row"
+    assert max(len(cell) for line in text.splitlines() for cell in line.split(" | ")) < 200
+    assert "<details>" not in sections.recipe(fitted) and "0: `" in sections.recipe(fitted)
+
+
+def test_the_card_says_sizes_and_the_machine_in_words(fitted):
+    sizes = Sizes(fitted.recipe, fitted.fingerprint.geometry)
+    text = sections.size(fitted)
+    assert f"smaller than 16 bit from {sizes.smaller_from():,} tokens on" in text
+    assert f"| {sizes.at(32768).total / sizes.at(32768).exact:.0%} |" in text and "| 131,072 |" in text
+    about = {"torch": "2.13", "machine": "x86_64", "dtype": "bfloat16", "threads": 1, "device": "cpu", "cpu": "AVX512"}
+    made = replace(fitted, provenance={**fitted.provenance, "environment": about})
+    assert "| environment | torch 2.13, CPU (x86_64 AVX512), bfloat16, 1 thread |" in sections.provenance(made, {})
+    gpu = replace(made, provenance={**made.provenance, "environment": about | {"device": "NVIDIA H100", "threads": 8}})
+    assert "torch 2.13, NVIDIA H100 (x86_64 AVX512), bfloat16, 8 threads" in sections.provenance(gpu, {})
 
 
 @pytest.mark.parametrize("name", ["aqua-2bit", "subkv-aqua-2bit"])
