@@ -57,6 +57,8 @@ def _marks(panels: Sequence[Panel]) -> list[str]:
         said.append("Whiskers: a standard error over windows.")
     if any(recommended(panel.points) for panel in panels):
         said.append("Ringed: recommended.")
+    if all(len(panel.points) < 2 for panel in panels):
+        said.append("No other recipe was measured beside it; kvq-calibrate --baseline NAME and kvq eval do that.")
     exact = list(dict.fromkeys(name for panel in panels for name in panel.left_out))
     if exact:
         said.append(f"Not drawn, for it is exact: {', '.join(exact)}.")

@@ -21,6 +21,7 @@ from kvq_calib.report.points import PERPLEXITY, Point
 
 LINEAR = 0.1  # percent of perplexity, below which differences are chance and the axis is linear
 EXACT = 16.0  # bits of a cache that is not quantized, which is the line at 0
+DECADE = 20.0  # the least span of a logarithmic axis, so that small differences look small
 LEAST = 1e-9  # a cost below is that of an exact cache: rounding of sums
 TITLES = {
     reading.KL: "KL divergence from the 16-bit model, nats per token",
@@ -103,7 +104,8 @@ def _limits(axis: Axes, drawn: Sequence[Point], log: bool) -> None:
     feet = [one.cost - (one.spread or 0) for one in drawn]
     if log:
         feet = [max(foot, 0.5 * one.cost) for foot, one in zip(feet, drawn, strict=True)]
-        reach = max(1.6, (max(tops) / min(feet)) ** 0.08)
+        span = max(tops) / min(feet)
+        reach = max(1.6, span**0.08, (DECADE / span) ** 0.5)
         log_scale(axis, min(feet) / reach, max(tops) * reach)
         return
     low, high = min(0.0, *feet), max(LINEAR / 2, *tops)

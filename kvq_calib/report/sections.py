@@ -63,7 +63,9 @@ def recipe(artifact: Artifact) -> str:
     }
     if not folded:
         return _pairs(rows)
-    table = _table([dict(zip(("layers", "keys", "values"), one, strict=True)) for one in exceptions])
+    table = _table([
+        {"layers": layers, "keys": f"`{keys}`", "values": f"`{values}`"} for layers, keys, values in exceptions
+    ])  # fmt: skip
     return f"{_pairs(rows)}\n\n<details>\n<summary>Stages by layer</summary>\n\n{table}\n\n</details>"
 
 

@@ -231,6 +231,16 @@ def test_of_many_recipes_the_frontier_and_one_of_each_family_are_named():
     assert {text.get_text() for text in figure.legends[0].get_texts()} == {family(name) for name in given}
 
 
+def test_one_recipe_alone_has_a_scale_the_16_bit_model_and_a_hint():
+    figure = drawn(some({"aqua-2bit": (2.4, 0.01)}))
+    left, right = figure.axes[:2]
+    assert left.get_ylim()[1] > 10 * left.get_ylim()[0] and len(left.get_yticks()) >= 3
+    assert {"aqua-2bit", "16 bit"} <= set(written(right)) and right.get_ylim()[0] < 0 < right.get_ylim()[1]
+    hint = "No other recipe was measured beside it"
+    assert hint in " ".join(figure._supxlabel.get_text().split())
+    assert hint not in " ".join(drawn(some())._supxlabel.get_text().split())
+
+
 def test_an_exact_cache_is_named_below_the_picture():
     figure = drawn([*some(), record("exact", 16.0, 0.0)])
     assert not any("exact" in written(axis) or axis.get_xlim()[1] > 4 for axis in figure.axes)
