@@ -39,6 +39,8 @@ from kvq_runtime.registry.reference import check_name, check_version, home
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.memory import asymptotic_bits
 
+PLAIN = "higgs-2bit"  # it needs no fit, and suits every model
+
 
 @dataclass(frozen=True)
 class Job:
@@ -165,6 +167,13 @@ class Published:
         elif self.unmeasured:
             row |= {"perplexity": self.unmeasured}
         return row | ({"layers": self.layers} if full and self.layers else {})
+
+
+def not_alone(job: Job, work: Run) -> Job:
+    """The job with plain HIGGS of 2 bits beside one recipe: a figure says little without another one."""
+    if not job.evaluate or job.baselines or len(work.plan.recipes) > 1:
+        return job
+    return replace(job, baselines=(PLAIN,))
 
 
 def preflight(job: Job, work: Run) -> list[str]:
