@@ -24,11 +24,11 @@ def where(record: Mapping[str, Any]) -> str:
     return f"{model['id'].rstrip('/').rpartition('/')[2]} ({size_of(model['parameters'])} parameters)"
 
 
-def about(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel] = ()) -> str:
-    """What was measured, and how the panels' marks are read."""
+def about(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel] = (), texts: bool = True) -> str:
+    """What was measured, on texts of other kinds too if `texts`, and how the panels' marks are read."""
     given = records[0]["protocol"]
     said = [f"{where(records[0])}, {_windows(given)}."]
-    for text, other in (given.get("texts") or {}).items():
+    for text, other in (given.get("texts") or {}).items() if texts else ():
         said.append(f"{text}: {_windows(other)}.")
     said += [_PROTOCOL[name] for name in PROTOCOLS if any(measured.figures(one, name) for one in records)]
     exact = [f"{one:.4g}" for name in PROTOCOLS if (one := reference(records, name))][:1]

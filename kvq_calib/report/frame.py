@@ -88,7 +88,7 @@ def caption(figure: FigureBase, text: str, inches: float | None = None) -> None:
         assert isinstance(figure, Figure), "a part of a picture does not know its width"
         inches = figure.get_figwidth()
     width = int(inches * 72 / (0.57 * _WORDS))
-    lines = "\n".join(textwrap.fill(line, width) for line in text.splitlines())
+    lines = "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
     figure.supxlabel(lines, x=0.01, ha="left", fontsize=_WORDS, color=INK)
 
 

@@ -112,12 +112,10 @@ def _limits(axis: Axes, drawn: Sequence[Point], log: bool) -> None:
     symlog_scale(axis, low - max(0.06 * min(high - low, 1.0), -0.4 * low, LINEAR / 2), high * 1.6, LINEAR)
 
 
-def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0) -> list[Point]:
-    """Write the names of the points; returns those that found no place.
+def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0) -> None:
+    """Write the names of the points. The figure's layout must be final.
 
-    which   points that must be named; the others are where there is room right beside them. None: all must
-
-    The figure's layout must be final.
+    which   points that are named if there is a place at all; others only right beside them. None: all are
     """
     marked = reading.recommended(panel.points)
     first = [one for one in [marked, *panel.front] if one is not None]
@@ -131,10 +129,8 @@ def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0) 
     ]  # fmt: skip
     if panel.zero:
         labels.insert(0, Label(panel.axis.get_xlim()[1], 0.0, "16 bit", INK))
-    lines = [*_dense(panel), *(place for one in panel.points for place in _whiskers(one))]
-    written = place(panel.axis, labels, [(one.bits, one.cost) for one in panel.points], lines, size)
-    texts = {text.get_text() for text in written}
-    return [one for one, label in zip(wanted, labels[-len(wanted) :], strict=True) if label.text not in texts]
+    lines = [*_dense(panel), *(at for one in panel.points for at in _whiskers(one))]
+    place(panel.axis, labels, [(one.bits, one.cost) for one in panel.points], lines, size)
 
 
 def speakers(panel: Panel) -> list[Point]:

@@ -68,8 +68,8 @@ def _error_by_layer(records: Records) -> Figure:
     frame.caption(
         figure,
         f"Squared error of keys and values over their variance, of attention's output over its energy, on {windows} of "
-        f"the windows. {about(records)} Attention that reads decoded tokens alone errs more than in use, where the "
-        "newest tokens, which it reads most, are exact.",
+        f"the windows. {about(records, texts=False)} Attention that reads decoded tokens alone errs more than in use, "
+        "where the newest tokens, which it reads most, are exact.",
     )
     return figure
 
@@ -142,7 +142,8 @@ def _frontier(models: Sequence[Records], elsewhere: bool, width: float, height: 
             every = [one for some in found.values() for one in some]
             drawn.append(panels.scatter(axis, given, KL, title, beside=every))
     frame.caption(
-        figure, "\n".join(about(records, drawn if number == 0 else ()) for number, records in enumerate(models))
+        figure,
+        "\n".join(about(records, drawn if number == 0 else (), elsewhere) for number, records in enumerate(models)),
     )
     return _finish(figure, drawn, NAMED)
 

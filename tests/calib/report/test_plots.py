@@ -164,6 +164,8 @@ def test_captions_say_what_was_measured():
         box = figure._supxlabel.get_window_extent()
         assert box.x1 <= figure.bbox.x1 and box.y0 >= 0
         assert all(axis.get_legend() is None for axis in figure.axes), "no legend lies over data"
+    for alone in (plots._frontier([other], False, 9, 5), plots._error_by_layer(other)):
+        assert "web" not in alone._supxlabel.get_text(), "it is not in the picture"
     titles = [axis.get_title(loc="left") for axis in figures[-1].axes]
     model = "tiny (4.07M parameters)"
     assert titles == [model, f"{model}, in domain", f"{model}, web"]
