@@ -73,7 +73,7 @@ def test_every_family_has_its_own_look_in_every_picture():
 
 
 def test_no_two_lines_of_a_picture_are_alike():
-    given = [*compare.CHOICE, "mine", "yours", "aqua-2bit", "aqua-2bit"]
+    given = [*compare.CHOICE, "mine", "yours", *["aqua-klt-1bit"] * 20]
     lines = [look.line for look in looks(given)]
     keys = ("color", "marker", "linestyle", "fillstyle")
     assert len({tuple(line[key] for key in keys) for line in lines}) == len(given)
