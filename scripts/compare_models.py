@@ -64,6 +64,7 @@ def main() -> int:
         kept = HOME / f"{model.name}.json" if args.records is None else args.records / f"{model.name}.json"
         if args.records is None:
             found[model] = measure(model, Path(data or "."), args.recipes)
+            kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(found[model]) + "\n")
         elif kept.is_file():
             found[model] = json.loads(kept.read_text())
