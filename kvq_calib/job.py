@@ -25,7 +25,7 @@ from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import card as report
-from kvq_calib.report import licenses, plots, tables
+from kvq_calib.report import licenses, names, plots, tables
 from kvq_calib.run import budget, calibrate, checkpoint
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import Executor, Listener, Run, silent
@@ -38,6 +38,8 @@ from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.reference import check_name, check_version, home
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.memory import asymptotic_bits
+
+PLAIN = "higgs-2bit"  # it needs no fit, and suits every model
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,13 @@ class Published:
         return row | ({"layers": self.layers} if full and self.layers else {})
 
 
+def not_alone(job: Job, work: Run) -> Job:
+    """The job with plain HIGGS of 2 bits beside one recipe: a figure says little without another one."""
+    if not job.evaluate or job.baselines or len(work.plan.recipes) > 1:
+        return job
+    return replace(job, baselines=(PLAIN,))
+
+
 def preflight(job: Job, work: Run) -> list[str]:
     """Check before hours of work what would stop them at their end; returns notes.
 
@@ -276,15 +285,16 @@ def publish(
     job: Job, work: Run, fitted: Mapping[str, Artifact], records: Sequence[Mapping[str, Any]] = ()
 ) -> Iterable[Published]:
     """Publish artifacts that keep the bounds, with their records, cards and plots; leave others in the run folder."""
-    targets, license, drawn = job.targets, licenses.of_model(work.files.path), {}
+    targets, license, drawn, named = job.targets, licenses.of_model(work.files.path), {}, []
     if records:
-        drawn = {"error-by-layer.png": plots.error_by_layer(records)}
-        drawn["perplexity-by-bits.png"] = plots.perplexity_by_bits(records)
+        named = names.named(records, [*fitted, *job.baselines])
+        drawn = {"error-by-layer.png": plots.error_by_layer(named)}
+        drawn["perplexity-by-bits.png"] = plots.perplexity_by_bits(named)
     for number, (recipe, made) in enumerate(fitted.items()):
         name, data = job.artifact_name(work.files, recipe), artifact.to_bytes(made)
         own = records[number] if records else None
         failed = gate.passes(own, job.bounds) if own else []
-        shown = [own, *(one for one in records if one is not own)] if own else []
+        shown = [named[number], *named[:number], *named[number + 1 :]] if own else []
         layers = tables.by_layer(made) if "budget" in made.fit else []
         place, version, beside = name, "", report.files(made, shown, name, drawn, license)
         if targets and not failed:

@@ -2,9 +2,11 @@
 
     make compare                         all, with the models and texts under KVQ_TEST_DATA
     python -m scripts.compare_models --model demo --recipes aqua-2bit higgs-2bit
+    python -m scripts.compare_models --records build/compare/...      page and pictures of what was measured before
 
-A model takes minutes; one that was stopped goes on where it was. Prose and figures are both made from the records, so
-that neither can be newer than the other.
+Beside the page there are compare.png (the frontier of each model), compare-MODEL.png (all recipes of one) and
+frontier.png (the first model's, for README). A model takes minutes; one that was stopped goes on where it was. Prose
+and figures are both made from the records, so that neither can be newer than the other.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from kvq_calib.cli import commands
 from kvq_calib.evaluate import compare
 from kvq_calib.evaluate.ledger import code
 from kvq_calib.model import find as models
-from scripts.compare_page import BUDGETS, Model, page
+from kvq_calib.report import plots
+from kvq_runtime.registry.measured import FULL, figures
+from scripts.compare_page import BUDGETS, PICTURE, Model, page
 
 DOCS = Path(__file__).parents[1] / "docs"
 # of runs and of what was measured: a second call goes on where the first was, unless the code was changed since
@@ -32,6 +36,7 @@ MODELS = (
     Model("stories260K", "models/stories260K", "text/tinystories/stories_2M.txt", samples=64, length=512, windows=12),
     Model("babyllama105", "models/babyllama105", "text/tinystories/stories_2M.txt", samples=64, length=256, windows=24),
 )
+Found = dict[Model, Sequence[Mapping[str, Any]]]  # the records of each model
 SINKS = 4  # exact first tokens of all recipes
 
 
@@ -41,21 +46,44 @@ def main() -> int:
     top.add_argument("--model", action="append", choices=[one.name for one in MODELS], help="only this one; repeat")
     top.add_argument("--recipes", nargs="+", default=[], metavar="NAME", help="default: some of every family")
     top.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="where page and plots go")
+    top.add_argument(
+        "--records", type=Path, metavar="DIR", help="draw and write from MODEL.json there; measure nothing"
+    )
     args = top.parse_args()
     os.environ.setdefault("KVQ_HOME", str(HOME))
     data = os.environ.get("KVQ_TEST_DATA")
-    found, absent = {}, {}
+    found: Found = {}
+    absent: dict[Model, list[str]] = {}
     for model in MODELS:
         if args.model and model.name not in args.model:
             continue
-        if model.text and not data:
+        if model.text and not data and args.records is None:
             print(f"{model.name} is left out: KVQ_TEST_DATA names no folder", file=sys.stderr)
             continue
         print(f"{model.name} ...", file=sys.stderr, flush=True)
-        found[model] = measure(model, Path(data or "."), args.recipes, args.docs)
-        absent[model] = [] if args.recipes else left_out(model, Path(data or "."))
-        (args.docs / "compare.md").write_text(page(found, absent))
+        kept = HOME / f"{model.name}.json" if args.records is None else args.records / f"{model.name}.json"
+        if args.records is None:
+            found[model] = measure(model, Path(data or "."), args.recipes)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(found[model]) + "\n")
+        elif kept.is_file():
+            found[model] = json.loads(kept.read_text())
+        else:
+            continue
+        missing = args.recipes or (model.text and not data)
+        absent[model] = [] if missing else left_out(model, Path(data or "."))
+        (args.docs / f"compare-{model.name}.png").write_bytes(plots.comparison(found[model]))
+        write(found, absent, args.docs)
     return 0
+
+
+def write(found: Found, absent: Mapping[Model, Sequence[str]], docs: Path) -> None:
+    """Write the page and the pictures of all models that were measured so far."""
+    measured = [records for records in found.values() if any(figures(one, FULL) for one in records)]
+    if measured:
+        (docs / PICTURE).write_bytes(plots.frontier(measured, width=13))
+        (docs / "frontier.png").write_bytes(plots.frontier(measured[:1], elsewhere=False, width=8, height=5))
+    (docs / "compare.md").write_text(page(found, absent))
 
 
 def left_out(model: Model, data: Path) -> list[str]:
@@ -64,14 +92,14 @@ def left_out(model: Model, data: Path) -> list[str]:
     return compare.choose([], files.geometry)[1]
 
 
-def measure(model: Model, data: Path, recipes: Sequence[str], docs: Path) -> list[dict[str, Any]]:
-    """The records of `kvq compare` on one model; its plot goes to `docs`."""
+def measure(model: Model, data: Path, recipes: Sequence[str]) -> list[dict[str, Any]]:
+    """The records of `kvq compare` on one model."""
     top = argparse.ArgumentParser()
     commands.add_compare(top.add_subparsers())
     given = ["--samples", model.samples, "--length", model.length, "--windows", model.windows]
     given += ["--sinks", SINKS, "--recent", 0]
     given += ["--model", data / model.folder if model.text else model.folder]
-    given += ["--device", "cpu", "--dtype", "float32", "--plot", docs / f"compare-{model.name}.png", "--json"]
+    given += ["--device", "cpu", "--dtype", "float32", "--json"]
     if model.text:
         given += ["--corpus", _one_line(model, data / model.text)]
     given += ["--recipes", *recipes] if recipes else ["--bits", *BUDGETS]

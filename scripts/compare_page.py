@@ -5,13 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq_calib.evaluate.perplexity import Score
-from kvq_calib.report.plots import size_of
+from kvq_calib.report.captions import size_of
+from kvq_calib.report.frame import short
 from kvq_calib.report.tables import comparison, notes, relative
 from kvq_runtime.cli.table import cell
 from kvq_runtime.recipe import family
-from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN, figures
+from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN, elsewhere, figures, texts
 
 BUDGETS = (1.25, 2.1, 3.1)
+ABOUT_BITS = (0.5, 1, 1.5, 2, 2.5, 3, 4)  # of the table that the page opens with
+ROUND = 0.15  # bits more that still are about as many: scales
+EVEN, ODD = slice(0, None, 2), slice(1, None, 2)  # windows that recipes are chosen by, and that are reported
+PICTURE = "compare.png"
 NEAR = 0.5  # bits more than the best combination that a paper's recipe may have
 ABOUT = """
 `make compare` measures and writes this page, under two protocols. Full: one forward pass in which every token but the
@@ -29,6 +34,12 @@ with exact queries, and fitted to the prompt as in use; empty where tokens are e
 short windows fills one block or none, so that its recipes cost what the evicted tokens cost. Models this small have no
 massive outliers and short contexts: rankings here may not hold for a model of 7 billion parameters.
 """
+SUMMARY = """
+The least divergence within about {bits} bits per element by full encode, {model} ({size} parameters), and beside it the
+least that a paper's own recipe has there. Of each: perplexity against 16 bit, KL divergence in nats. Chosen by half of
+the {windows} held-out windows and reported on the other half; on other texts, all windows. ± is a standard error over
+windows. All other figures are folded away below.
+"""
 EQUAL = """
 By full encode. Chosen on every other held-out window, the first among them, and reported on the rest, so that no figure
 is lower for having been chosen. Of the recipes that combine papers, or choose bits by layer (`auto`), the one with the
@@ -41,8 +52,10 @@ water-filled SVDq) count as the paper's.
 """
 # the five papers, by their files of kvq_runtime/recipes, and how names of recipes of several papers begin
 PAPERS = {"aqua": "AQUA-KV", "squat": "SQuat", "polar": "PolarQuant", "svdq": "SVDq", "subkv": "SubKV"}
-COMBINED = ("auto", "aqua-klt", "aqua-polar", "aqua-lloyd", "aqua-svdq", "aqua-2bit-quarot", "squat-hadamard",
-            "subkv-aqua")  # fmt: skip
+COMBINED = ("auto", "aqua-klt", "aqua-metric", "aqua-polar", "aqua-lloyd", "aqua-svdq", "aqua-trellis",
+            "aqua-zipcache", "aqua-h2o", "aqua-2bit-quarot", "squat-hadamard", "subkv-aqua", "wush-higgs")  # fmt: skip
+
+OURS = (*COMBINED, "mean-")  # recipes that no paper has
 
 
 @dataclass(frozen=True)
@@ -97,25 +110,94 @@ def page(found: Mapping[Model, Sequence[Mapping[str, Any]]], absent: Mapping[Mod
 
     absent   of each model, why recipes are not among the measured ones
     """
-    parts = ["# Recipes compared", " ".join(ABOUT.split())]
+    names = ", ".join(f"{model.name} ({_size(records)} parameters)" for model, records in found.items())
+    parts = ["# Recipes compared", f"![KL divergence by bits, by full encode: {names}]({PICTURE})", *_summary(found)]
     for model, records in found.items():
-        parts += [_section(model, records), *absent[model]]
+        parts += [_section(model, records, absent[model])]
     equal = _at_equal_bits(found)
-    parts += ["## At equal bits and exact tokens", " ".join(EQUAL.split()), _table(equal)] if equal else []
-    parts += ["## Where the papers' rankings hold", _verdicts(found)]
+    parts += [_folded("At equal bits and exact tokens", " ".join(EQUAL.split()), _table(equal))] if equal else []
+    parts += [_folded("Where the papers' rankings hold", _verdicts(found))]
+    parts += [_folded("How this was measured, and what it does not say", " ".join(ABOUT.split()))]
     return "\n\n".join(parts) + "\n"
 
 
-def _section(model: Model, records: Sequence[Mapping[str, Any]]) -> str:
+def _folded(title: str, *parts: str) -> str:
+    """Text that a reader unfolds."""
+    return "\n\n".join([f"<details>\n<summary>{title}</summary>", *parts, "</details>"])
+
+
+def _size(records: Sequence[Mapping[str, Any]]) -> str:
+    return size_of(records[0]["protocol"]["model"]["parameters"])
+
+
+def _summary(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """What the page comes to: the best at some budgets of the first model that was measured by full encode."""
+    for model, records in found.items():
+        rows = best_at(records)
+        if rows:
+            held = records[0]["protocol"]["windows"]
+            said = SUMMARY.format(model=model.name, size=_size(records), windows=held, bits=_bits(ABOUT_BITS))
+            return [" ".join(said.split()), _table(rows)]
+    return []
+
+
+def _bits(budgets: Sequence[float]) -> str:
+    return ", ".join(f"{one:g}" for one in budgets[:-1]) + f" and {budgets[-1]:g}"
+
+
+def _section(model: Model, records: Sequence[Mapping[str, Any]], absent: Sequence[str]) -> str:
     about = records[0]["protocol"]
-    size = size_of(about["model"]["parameters"])
-    return (
-        f"## {model.name} ({size} parameters)\n\n"
+    title = f"{model.name} ({_size(records)} parameters): all {len(records)} recipes"
+    return _folded(
+        title,
         f"Fitted on {model.samples} sequences of {model.length} tokens of {about['text']['source']}, measured on "
-        f"{about['windows']} held-out windows of {about['length']}; ± is a standard error over windows.\n\n"
-        f"![{model.name}, {size} parameters](compare-{model.name}.png)\n\n{_table(comparison(records))}\n\n"
-        + "\n\n".join(notes(records))
+        f"{about['windows']} held-out windows of {about['length']}; ± is a standard error over windows.",
+        f"![{model.name}, {_size(records)} parameters](compare-{model.name}.png)",
+        _table(comparison(records)),
+        *notes(records),
+        *absent,
     )
+
+
+def best_at(records: Sequence[Mapping[str, Any]], budgets: Sequence[float] = ABOUT_BITS) -> list[dict[str, Any]]:
+    """A row a budget: the recipe of least divergence within it, and the papers' recipe of least divergence beside it.
+
+    By full encode. Chosen by the even windows of the first text, from 0, and reported on its odd ones and on all of
+    other texts, so that no figure is low for having been chosen. `ROUND` more bits than the budget count as within it.
+    """
+    results = [one for one in results_of(records, FULL) if len(one["windows"]["kl"]) > 1]
+    rows = []
+    for budget in budgets:
+        within = [
+            one for one in results if one["bits"]["asymptotic"] <= budget + ROUND and on_windows(one, EVEN)["kl"] > 0
+        ]
+        papers = [one for one in within if not one["recipe"].startswith(OURS)]
+        if within:
+            row: dict[str, Any] = {"bits, about": f"{budget:g}"}
+            for head, some in (("best here", within), ("best of a paper's", papers)):
+                row |= _cells(head, min(some, key=_divergence_chosen_by) if some else None, records)
+            rows.append(row)
+    return rows
+
+
+def _cells(head: str, one: Mapping[str, Any] | None, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The cells of one recipe: its name and bits, and on each text perplexity against 16 bit, and divergence."""
+    names = texts(records)
+    if one is None:
+        return {head: "none"} | {f"{head}: {text or 'in domain'}": "" for text in ("", *names)}
+    row = {head: f"`{one['recipe']}` ({one['bits']['asymptotic']:.2f})"}
+    reported = {"": on_windows(one, ODD)}
+    own = next(record for record in records if record["result"]["recipe"] == one["recipe"])
+    reported |= {name: figures(other, FULL) for name, other in elsewhere(own).items()}
+    for text in ("", *names):
+        part = reported.get(text)
+        said = f"{relative(part)}, {short(part['kl'])}" if part else "none"
+        row[f"{head}: {text or 'in domain'}"] = said
+    return row
+
+
+def _divergence_chosen_by(one: Mapping[str, Any]) -> float:
+    return on_windows(one, EVEN)["kl"]
 
 
 def results_of(records: Sequence[Mapping[str, Any]], protocol: str) -> list[dict[str, Any]]:
@@ -162,7 +244,7 @@ def rivals(results: Sequence[Mapping[str, Any]], budget: float) -> dict[str, str
 
 def _chosen_by(one: Mapping[str, Any]) -> float:
     """The perplexity on the windows that recipes are chosen by: the even ones, from 0."""
-    return on_windows(one, slice(0, None, 2))["perplexity"]
+    return on_windows(one, EVEN)["perplexity"]
 
 
 def on_windows(one: Mapping[str, Any], some: slice) -> dict[str, Any]:
@@ -170,12 +252,19 @@ def on_windows(one: Mapping[str, Any], some: slice) -> dict[str, Any]:
     found = {name: values[some] for name, values in one["windows"].items()}
     own, reference = Score(losses=found["loss"], kls=found["kl"]), Score(losses=found["reference_loss"])
     relative, spread = own.against(reference)
-    return {**one, "perplexity": own.perplexity, "relative": relative, "relative_se": spread, "kl": own.kl}
+    return {
+        **one,
+        "perplexity": own.perplexity,
+        "relative": relative,
+        "relative_se": spread,
+        "kl": own.kl,
+        "windows": found,
+    }
 
 
 def _offer(one: Mapping[str, Any], best: Mapping[str, Any]) -> str:
     """What a recipe costs on the windows it was not chosen by, the odd ones."""
-    one, best = (on_windows(given, slice(1, None, 2)) for given in (one, best))
+    one, best = (on_windows(given, ODD) for given in (one, best))
     cost, kl = relative(one), f"{one['kl']:.2g}"
     cost = f"**{cost}**" if one["perplexity"] < best["perplexity"] else cost
     kl = f"**{kl}**" if one["kl"] < best["kl"] else kl

@@ -74,6 +74,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         return 0
     asked = _job(args)
     work = asked.prepare()
+    if args.baseline is None:
+        asked = job.not_alone(asked, work)
     for note in job.preflight(asked, work):
         exit_codes.say("kvq-calibrate", note)
     if args.dry_run:
@@ -108,7 +110,7 @@ def _job(args: argparse.Namespace):
     names += ("workers", "registry", "push", "name", "version", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
     given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
     given["device"] = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline)}
+    given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline or ())}
     given["also"] = tuple(args.also)
     recipes = recipe_text.with_settings(args.recipe or ["aqua-2bit"], args.set)
     return Job(recipes=tuple(recipes), **given)
@@ -273,9 +275,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--baseline",
         action="append",
-        default=[],
         metavar="NAME",
-        help="measure this beside: an unfitted recipe or a REF",
+        help="measure this beside: an unfitted recipe or a REF (default: higgs-2bit beside a recipe that is alone)",
     )
     add(
         "--max-perplexity-ratio",

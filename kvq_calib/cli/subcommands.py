@@ -21,6 +21,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from kvq_calib.evaluate.subject import find
     from kvq_calib.model import find as models
     from kvq_calib.report import plots
+    from kvq_calib.report.names import named
     from kvq_calib.report.tables import about_texts, table
     from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
@@ -47,18 +48,19 @@ def evaluate(args: argparse.Namespace) -> int:
             open_registry(kept.registry or args.registry).add_evaluation(found, kept.name)
     if args.output:
         Path(args.output).write_text(json.dumps(records, indent=2) + "\n")
+    shown = named(records, [subject.name for subject in subjects])
     if args.plots:
         folder = Path(args.plots)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "error-by-layer.png").write_bytes(plots.error_by_layer(records))
-        (folder / "perplexity-by-bits.png").write_bytes(plots.perplexity_by_bits(records))
+        (folder / "error-by-layer.png").write_bytes(plots.error_by_layer(shown))
+        (folder / "perplexity-by-bits.png").write_bytes(plots.perplexity_by_bits(shown))
     if args.json:
         print(json.dumps(records, indent=2))
         return 0
-    print_table(table(records), False)
-    print("".join(f"\n{note}" for note in about_texts(records)))
+    print_table(table(shown), False)
+    print("".join(f"\n{note}" for note in about_texts(shown)))
     if args.layers:
-        rows = [{"recipe": found["result"]["recipe"], **row} for found in records for row in found["result"]["layers"]]
+        rows = [{"recipe": found["name"], **row} for found in shown for row in found["result"]["layers"]]
         print()
         print_table(rows, False)
     return 0
@@ -75,7 +77,7 @@ def compare(args: argparse.Namespace) -> int:
     from kvq_calib.evaluate.ledger import Ledger
     from kvq_calib.evaluate.subject import Subject
     from kvq_calib.model import find as models
-    from kvq_calib.report import plots, tables
+    from kvq_calib.report import plots, points, tables
     from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
     from kvq_runtime.registry.reference import home
@@ -118,7 +120,7 @@ def compare(args: argparse.Namespace) -> int:
         records = record.evaluate(
             files, batch, list(subjects.values()), protocol, *used, progress, ledger, others=beside
         )
-    records = plots.by_bits(records)
+    records = points.by_bits(records)
     if args.output:
         Path(args.output).write_text(json.dumps(records, indent=1) + "\n")
     if args.plot:
@@ -135,7 +137,7 @@ def probe(args: argparse.Namespace) -> int:
     """Run `kvq probe`."""
     from kvq_calib.evaluate import probe as probes
     from kvq_calib.model import find as models
-    from kvq_calib.report import plots
+    from kvq_calib.report import fit_plots
 
     files = models.resolve(args.model)
     settings = probes.settings(files, args.corpus, args.samples, args.held_out, args.length, args.seed)
@@ -143,7 +145,7 @@ def probe(args: argparse.Namespace) -> int:
         device = _device(args.device)
         found = probes.probe(files, settings, device, _dtype(args.dtype, device), progress)
     if args.plot:
-        Path(args.plot).write_bytes(plots.probes(found))
+        Path(args.plot).write_bytes(fit_plots.probes(found))
     if args.json:
         print(json.dumps(found, indent=2))
     else:

@@ -121,6 +121,12 @@ class ModelFiles:
         """The bytes of all tensors, as stored."""
         return sum(map(self._bytes, self.names))
 
+    @property
+    def parameters(self) -> int:
+        """The numbers in all tensors: embeddings that also are the output layer are stored, and counted, once."""
+        shapes = (_slice(self._file(name), name).get_shape() for name in self.names if not name.endswith("inv_freq"))
+        return sum(map(math.prod, shapes))
+
     def fingerprint(self) -> fingerprint.Fingerprint:
         """What an artifact remembers of the model it was fitted to."""
         return fingerprint.from_config(

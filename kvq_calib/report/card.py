@@ -11,9 +11,9 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from kvq_calib.report import plots as draw
+from kvq_calib.report import fit_plots as draw
 from kvq_calib.report import sections
-from kvq_calib.report.plots import size_of
+from kvq_calib.report.captions import size_of
 from kvq_calib.report.tables import by_layer
 from kvq_calib.text.documents import SUFFIXES
 from kvq_runtime.artifact import folder
@@ -42,11 +42,18 @@ def files(
     """
     drawn, name = dict(measured), name or artifact.recipe.name
     if "budget" in artifact.fit:
-        drawn["bits-by-layer.png"] = draw.bits_by_layer(name, by_layer(artifact))
+        where = f"{_model(artifact, records)}, {artifact.provenance.get('samples')} sequences of the fit"
+        drawn["bits-by-layer.png"] = draw.bits_by_layer(name, by_layer(artifact), where)
     if artifact.provenance.get("held_out") and any(scheme.feedback for scheme in artifact.recipe.schemes):
-        where = f"{sections.model_of(artifact)[0]}, {artifact.provenance['held_out']} held-out sequences"
+        where = f"{_model(artifact, records)}, {artifact.provenance['held_out']} held-out sequences"
         drawn[QUERIES] = draw.query_deviation(artifact.fit["layers"], where)
     return {"README.md": card(artifact, records, name, license=license, plots=list(drawn)).encode()} | drawn
+
+
+def _model(artifact: Artifact, records: Sequence[Mapping[str, Any]]) -> str:
+    """The model's name, and its size where a record has it."""
+    sizes = [size_of(record["protocol"]["model"]["parameters"]) for record in records[:1]]
+    return sections.model_of(artifact)[0] + (f" ({sizes[0]} parameters)" if sizes else "")
 
 
 def card(
@@ -72,6 +79,7 @@ def card(
         _lead(artifact),
         "## Use\n\n" + _snippet(artifact, reference),
         "## Recipe\n\n" + sections.recipe(artifact),
+        "## Size\n\n" + sections.size(artifact),
         "## Where it comes from\n\n" + sections.provenance(artifact, license or {}),
         "## Fit\n\n" + sections.fit(artifact),
         *(["## Queries\n\n" + _queries(artifact)] if QUERIES in plots else []),
@@ -101,8 +109,8 @@ def _lead(artifact: Artifact) -> str:
     at = f" at revision `{revision}`" if revision else ""
     return (
         f"A fitted key/value-cache quantizer for `{model}`{at}: {artifact.recipe.summary or artifact.recipe.name}. It "
-        f"stores a key or value element in {row['bits']:.3g} bits, sinks and recent window apart, and holds no model "
-        "weights: load it beside the model."
+        f"stores a key or value element in {row['bits']:.3g} bits, not counting sinks and recent window, and holds no "
+        "model weights: load it beside the model."
     )
 
 

@@ -1,287 +1,171 @@
-"""Draw what was measured: error by layer, perplexity against bits, what keys and values can be predicted from, and how
-well a subspace holds queries.
+"""Draw what was measured of recipes: errors by layer, what they cost against bits, and the frontier of several models.
 
-Each function returns the bytes of a PNG; the same numbers give the same picture.
+Each function returns the bytes of a PNG; the same numbers give the same picture. Every family has its own look
+(`looks.py`), every point its name beside it (`labels.py`), every picture a caption that says what was measured.
 """
 
-import io
 import math
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
-from kvq_calib.evaluate.probe import means
-from kvq_calib.report.tables import attention_error, reference
-from kvq_runtime.recipe import family
-from kvq_runtime.registry.measured import IN_USE, PROTOCOLS, SPOKEN, decisive, figures
+from kvq_calib.report import frame, panels
+from kvq_calib.report.captions import about, where
+from kvq_calib.report.looks import Look, family, looks
+from kvq_calib.report.names import name_of, named
+from kvq_calib.report.panels import TITLES, Panel
+from kvq_calib.report.points import ATTENTION, KL, PERPLEXITY, by_bits, points
+from kvq_runtime.registry import measured
+from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, figures
 
-# Okabe and Ito, 2008: told apart with any kind of colour vision; shapes tell them apart without colour
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKS = ("o", "s", "^", "D", "v", "P", "X")
-STYLE = {"linewidth": 1.6, "markersize": 4.5}
-TOLD_APART = 20  # lines of a comparison
+Records = Sequence[Mapping[str, Any]]
+NAMED = 16  # points of a panel; of more, those of the frontier and one of each family have their names
+ERRORS = {
+    "key_error": "keys",
+    "value_error": "values",
+    "attention_error": "attention output, in use: newest tokens exact",
+    "attention_error_encoded": "attention output, every token but the sinks encoded",
+}
 
 
-def error_by_layer(records: Sequence[Mapping[str, Any]]) -> bytes:
-    """The error of keys and values over their variance, and of attention's output over its energy: a panel each, a line
-    per recipe."""
-    panels = {
-        "key_error": "Keys",
-        "value_error": "Values",
-        "attention_error_encoded": "Attention output, all encoded",
-    }
-    figure = Figure(figsize=(11, 3.7), layout="constrained")
-    axes = figure.subplots(1, 3, sharey=True)
-    for axis, (name, title) in zip(axes, panels.items(), strict=True):
-        for number, record in enumerate(records):
-            points = [(row["layer"], row[name]) for row in record["result"]["layers"] if row[name]]
-            if points:
-                axis.plot(*zip(*points, strict=True), label=record["result"]["recipe"], **_look(number))
-        axis.set_title(title)
-        axis.set_xlabel("layer")
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+def error_by_layer(records: Records) -> bytes:
+    """The error of keys and values over their variance, and of attention's output over its energy, in use and with all
+    tokens encoded: a panel each, a line per recipe."""
+    return frame.png(_error_by_layer(records))
+
+
+def _error_by_layer(records: Records) -> Figure:
+    records = _with_names(records)
+    figure = Figure(figsize=(10.5, 7.2), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True)
+    chosen = looks([one["result"]["recipe"] for one in records])
+    for axis, (key, title) in zip(axes.flat, ERRORS.items(), strict=True):
+        heights = []
+        for record, look in zip(records, chosen, strict=True):
+            rows = [(row["layer"], row[key]) for row in record["result"]["layers"] if row[key]]
+            if rows:
+                axis.plot(*zip(*rows, strict=True), label=name_of(record), **look.line)
+                heights += [height for _, height in rows]
+        axis.set_title(title, loc="left", fontsize=10)
+        if heights:
+            frame.log_scale(axis, min(heights) / 1.3, max(heights) * 1.3)
+        else:
+            axis.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _tidy(axis)
-    axes[0].set_ylabel("relative squared error")
-    _legend(figure, axes, records)
-    figure.suptitle(_where(records), fontsize=9, color="0.35")
-    return _png(figure)
-
-
-def perplexity_by_bits(records: Sequence[Mapping[str, Any]], tokens: int = 4096) -> bytes:
-    """How much perplexity a recipe costs, against the bits it holds, a panel a protocol; whiskers are a standard error
-    over windows."""
-    names = [name for name in PROTOCOLS if any(figures(record, name) for record in records)]
-    figure = Figure(figsize=(7.2 if len(names) < 2 else 11.5, 4.4), layout="constrained")
-    panels = figure.subplots(1, max(1, len(names)), squeeze=False)[0]
-    for axis, name in zip(panels, names, strict=False):
-        _costs(axis, [(number, record) for number, record in enumerate(records) if figures(record, name)], name, tokens)
-    panels[0].set_ylabel("perplexity against 16 bit" if names else "nothing was measured")
-    exact = ", ".join(f"{one:.4g}" for name in names[:1] if (one := reference(records, name)))
-    figure.suptitle(f"{_where(records)}; 16 bit: {exact or 'not measured'}", fontsize=9, color="0.35")
-    return _png(figure)
-
-
-def _costs(axis: Axes, numbered: Sequence[tuple[int, Mapping[str, Any]]], name: str, tokens: int) -> None:
-    """One panel: what each record measured under one protocol."""
-    axis.axhline(0, color="0.35", linewidth=1, linestyle="--")
-    axis.annotate("16 bit", (1, 0), xycoords=("axes fraction", "data"), xytext=(-4, -4), textcoords="offset points",
-                  ha="right", va="top", fontsize=9, color="0.35")  # fmt: skip
-    for number, record in numbered:
-        found, bits, look = figures(record, name), record["result"]["bits"], _look(number)
-        assert found is not None, "records without figures are left out"
-        cost = 100 * found["relative"]
-        axis.plot([bits["asymptotic"], bits[f"at_{tokens}"]], [cost, cost], color=look["color"], linewidth=1, alpha=0.5)
-        axis.errorbar(bits["asymptotic"], cost, 100 * (found["relative_se"] or 0), capsize=3,
-                      label=record["result"]["recipe"], **look)  # fmt: skip
-        axis.plot(bits[f"at_{tokens}"], cost, look["marker"], color=look["color"], markerfacecolor="white")
-    axis.set_title(SPOKEN[name], loc="left", fontsize=10)
-    axis.set_xlabel(f"bits per element: filled, asymptotic; open, a cache of {tokens} tokens")
-    axis.yaxis.set_major_formatter(PercentFormatter(decimals=None))
-    axis.margins(x=0.08, y=0.12)
-    _tidy(axis)
-    axis.legend(frameon=False, fontsize=9)
-
-
-def bits_by_layer(name: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Bits of each layer's keys and values as bars, from rows with "layer", "keys" and "values"."""
-    figure = Figure(figsize=(max(6.0, 2 + 0.28 * len(rows)), 3.4), layout="constrained")
-    axis = figure.subplots()
-    for place, role in enumerate(("keys", "values")):
-        axis.bar([row["layer"] + 0.4 * (place - 0.5) for row in rows], [row[role] for row in rows], 0.38, label=role,
-                 color=COLOURS[place])  # fmt: skip
-    axis.set_xlabel("layer")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_ylabel("bits per element")
-    axis.legend(frameon=False, ncols=2, fontsize=9)
-    mean = sum(row["keys"] + row["values"] for row in rows) / (2 * len(rows))
-    axis.set_title(f"{name}: {mean:.3g} bits in all", fontsize=9, color="0.35")
-    _tidy(axis, "y")
-    return _png(figure)
-
-
-def comparison(records: Sequence[Mapping[str, Any]]) -> bytes:
-    """Perplexity, divergence and the error of attention's output against asymptotic bits: a row a protocol, a line per
-    recipe over its bits. Of many lines, those of a family look alike."""
-    names = [name for name in PROTOCOLS if any(figures(record, name) for record in records)] or [IN_USE]
-    lines: dict[str, list[Mapping[str, Any]]] = {}
-    for record in by_bits(records):
-        lines.setdefault(series(record["result"]["recipe"]), []).append(record)
-    labels = _labels(lines)
-    numbers = {label: number for number, label in enumerate(sorted(set(labels.values())))}
-    figure = Figure(figsize=(13, 0.4 + 4.8 * len(names)), layout="constrained")
-    panels = figure.subplots(len(names), 3, squeeze=False)
-    for name, axes in zip(names, panels, strict=True):
-        measures = {
-            f"perplexity against 16 bit, %, {SPOKEN[name]}": lambda one, p=name: _of(one, p, "relative", 100),
-            "KL divergence, nats": lambda one, p=name: _of(one, p, "kl"),
-            "attention output, relative squared error": lambda one, p=name: attention_error(one, p),
-        }
-        for axis, (title, value) in zip(axes, measures.items(), strict=True):
-            for line, group in sorted(lines.items(), key=lambda line: labels[line[0]]):
-                points = [(bits_of(one), cost) for one in group if (cost := value(one)) is not None]
-                number = numbers[labels[line]]
-                look = _look(number) | {"marker": MARKS[(number + number // len(COLOURS)) % len(MARKS)], "linewidth": 1}
-                axis.plot([x for x, _ in points], [y for _, y in points], label=labels[line], alpha=0.85, **look)
-            axis.set_title(title, fontsize=10)
-            axis.set_xlabel("bits per key or value element, asymptotic")
-            if axis is axes[0]:
-                axis.set_yscale("symlog", linthresh=0.1)  # a cost within the noise may be below zero
-            elif any((value(one) or 0) > 0 for one in records):
-                axis.set_yscale("log")
-            _tidy(axis)
-        axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    handles, shown = panels[0][0].get_legend_handles_labels()
-    unique = dict(zip(shown, handles, strict=True))
-    figure.legend(unique.values(), unique.keys(), loc="outside right center", frameon=False, fontsize=9)
-    figure.suptitle(_where(records), fontsize=9, color="0.35")
-    return _png(figure)
-
-
-def bits_of(record: Mapping[str, Any]) -> float:
-    """Asymptotic bits per element."""
-    return record["result"]["bits"]["asymptotic"]
-
-
-def _of(record: Mapping[str, Any], protocol: str, name: str, times: float = 1.0) -> float | None:
-    """One figure of a protocol, if there is one."""
-    found = figures(record, protocol)
-    return None if found is None else times * found[name]
-
-
-def _labels(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
-    """What each line is called: its own name or, of many, its family's."""
-    if len(lines) <= TOLD_APART:
-        return {name: name for name in lines}
-    return {name: family(group[0]["result"]["recipe"]) for name, group in lines.items()}
-
-
-def by_bits(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Records in the order of their asymptotic bits, then of their divergence; those without one last."""
-
-    def order(one: Mapping[str, Any]) -> tuple[float, float]:
-        name = decisive(one)
-        return bits_of(one), math.inf if name is None else _of(one, name, "kl") or 0.0
-
-    return sorted(records, key=order)
-
-
-def series(name: str) -> str:
-    """A recipe's name without its bits: what is one line of a plot."""
-    return re.sub(r"-?\d+(\.\d+)?bit", "", name)
-
-
-def probes(found: Mapping[str, Any]) -> bytes:
-    """Explained variance: means over layers as bars (the paper's figure 2), chosen sources by layer (figure 5)."""
-    rows = means(found)
-    figure = Figure(figsize=(11, 6.6), layout="constrained")
-    roles: Any = figure.subfigures(2, 1)
-    top, bottom = roles
-    axis = top.subplots()
-    for place, (role, label) in enumerate((("keys", "keys"), ("values", "values"))):
-        heights = [row[role] or 0.0 for row in rows]
-        bars = axis.bar([x + 0.38 * (place - 0.5) for x in range(len(rows))], heights, 0.36, label=label,
-                        color=COLOURS[place])  # fmt: skip
-        axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7.5, padding=1)
-    axis.set_xticks(range(len(rows)), [row["source"] for row in rows])
-    axis.set_ylabel("explained variance")
-    axis.set_ylim(min(0.0, *(row[role] or 0.0 for row in rows for role in ("keys", "values"))), 1.09)
-    axis.set_title("Mean over layers", loc="left", fontsize=10)
-    axis.legend(frameon=False, ncols=2, loc="upper right", fontsize=9)
-    _tidy(axis, "y")
-    panels = bottom.subplots(1, 2, sharey=True)
-    for panel, (role, title) in zip(panels, (("key", "Keys by layer"), ("value", "Values by layer")), strict=True):
-        for number, source in enumerate(("L-1", "L-2", "L-1 both", "role", "role + L-1", "T-1")):
-            points = [
-                (row["layer"], row["explained"])
-                for row in found["rows"]
-                if (row["target"], row["source"]) == (role, source)
-            ]
-            if points:
-                panel.plot(*zip(*points, strict=True), label=source, **_look(number))
-        panel.set_title(title, loc="left", fontsize=10)
-        panel.set_xlabel("layer")
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _tidy(panel)
-    panels[0].set_ylabel("explained variance")
-    panels[1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), title="predicted from")
-    length, held = found["settings"]["length"], found["settings"]["held_out"]
-    figure.suptitle(f"{found['model']['id']}, {held} held-out sequences of {length} tokens", fontsize=9, color="0.35")
-    return _png(figure)
-
-
-def query_deviation(layers: Sequence[Mapping[str, Any]], where: str) -> bytes:
-    """How far held-out queries stick out of their calibrated subspace: by its rank (the paper's figure 2), for some
-    layers, and by layer, for some ranks.
-
-    layers   of an artifact's fit
-    """
-    curves = {n: row["key"]["query_deviation"] for n, row in enumerate(layers) if "query_deviation" in row["key"]}
-    size = len(next(iter(curves.values())))
-    figure = Figure(figsize=(9.5, 3.9), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    steps = max(1, min(5, len(curves) - 1))
-    for number, place in enumerate(sorted({round(step * (len(curves) - 1) / steps) for step in range(steps + 1)})):
-        layer = list(curves)[place]
-        left.plot(range(size + 1), [1.0, *curves[layer]], label=f"layer {layer}", color=COLOURS[number], linewidth=1.6)
-    for number, rank in enumerate(sorted({max(1, size * share // 16) for share in (1, 2, 4, 8)})):
-        points = [(layer, curve[rank - 1]) for layer, curve in curves.items()]
-        right.plot(*zip(*points, strict=True), label=f"rank {rank}", **_look(number))
-    left.set_xlabel(f"rank of the subspace, of {size}")
-    left.set_ylabel("deviation, over the query's length")
-    right.set_xlabel("layer")
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axis in (left, right):
-        axis.set_ylim(0, 1.03)
-        axis.legend(frameon=False, fontsize=9)
-        _tidy(axis)
-    figure.suptitle(where, fontsize=9, color="0.35")
-    return _png(figure)
-
-
-def _look(number: int) -> dict[str, Any]:
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], **STYLE}
-
-
-def _tidy(axis: Axes, grid: str = "both") -> None:
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis=grid, color="0.9", linewidth=0.8)  # type: ignore[arg-type]
-    axis.set_axisbelow(True)
-
-
-def _legend(figure: Figure, axes: Sequence[Axes], records: Sequence[Mapping[str, Any]]) -> None:
-    handles, labels = axes[1].get_legend_handles_labels()
-    if handles:
-        columns = min(4, len(records))
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-
-
-def _where(records: Sequence[Mapping[str, Any]]) -> str:
-    """Model and its size, text and windows, in a line."""
-    given = records[0]["protocol"]
-    model, text = given["model"], given["text"]
-    return (
-        f"{model['id']} ({size_of(model['parameters'])} parameters), {given['windows']} held-out windows of "
-        f"{given['length']} tokens, text: {text['source']}"
+        frame.tidy(axis)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("relative squared error")
+    for axis in axes[1]:
+        axis.set_xlabel("layer")
+    shown = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    if shown:
+        figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False, fontsize=8.5)
+    windows = records[0]["protocol"].get("error_windows")
+    frame.caption(
+        figure,
+        f"Squared error of keys and values over their variance, of attention's output over its energy, on {windows} of "
+        f"the windows. {about(records, texts=False)} Attention that reads decoded tokens alone errs more than in use, "
+        "where the newest tokens, which it reads most, are exact.",
     )
+    return figure
 
 
-def size_of(parameters: int) -> str:
-    """4.1M, 7.6B: a number of parameters as people say it."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if parameters >= scale:
-            return f"{parameters / scale:.3g}{unit}"
-    return str(parameters)
+def perplexity_by_bits(records: Records, tokens: int = 4096) -> bytes:
+    """What recipes cost against the bits they hold: KL divergence and perplexity, a row a protocol. Lines to the right
+    end at the bits of a cache of 4096 tokens, whiskers are a standard error over windows."""
+    return frame.png(_costs(records, (KL, PERPLEXITY), tokens))
 
 
-def _png(figure: Figure) -> bytes:
-    FigureCanvasAgg(figure)
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=130, metadata={"Software": None})
-    return stream.getvalue()
+def comparison(records: Records) -> bytes:
+    """KL divergence, perplexity and the error of attention's output against asymptotic bits: a row a protocol and a row
+    a text of another kind, by full encode where it was measured."""
+    return frame.png(_costs(records, (KL, PERPLEXITY, ATTENTION)))
+
+
+def _costs(records: Records, measures: Sequence[str], tokens: int | None = None) -> Figure:
+    records = by_bits(_with_names(records))
+    rows = [("", name, records) for name in PROTOCOLS if any(figures(one, name) for one in records)]
+    for text in measured.texts(records):
+        other = [found[text] for one in records if text in (found := measured.elsewhere(one))]
+        rows += [(text, name, other) for name in PROTOCOLS if any(figures(one, name) for one in other)][:1]
+    rows = rows or [("", IN_USE, records)]
+    figure = Figure(figsize=(5.6 * len(measures) + 1.2, 0.9 + 4.3 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), len(measures), squeeze=False)
+    drawn: list[Panel] = []
+    for axes, (text, protocol, some) in zip(grid, rows, strict=True):
+        for axis, measure in zip(axes, measures, strict=True):
+            given = points(some, measure, protocol)
+            if tokens is not None:
+                given = [replace(one, tail=one.record["result"]["bits"][f"at_{tokens}"]) for one in given]
+            if text and measure == ATTENTION:
+                axis.set_axis_off()  # measured on the first text alone
+                continue
+            title = f"{TITLES[measure]}\n{', '.join(filter(None, (text, SPOKEN[protocol])))}"
+            drawn.append(panels.scatter(axis, given, measure, title, front=measure == KL))
+    said = [f"Line to the right: bits of a cache of {tokens} tokens, exact ones included."] if tokens else []
+    frame.caption(figure, " ".join([about(records, drawn), *said]))
+    return _finish(figure, drawn, NAMED)
+
+
+def frontier(models: Sequence[Records], elsewhere: bool = True, width: float = 9.0, height: float = 5.4) -> bytes:
+    """KL divergence by bits by full encode: a row a model, a column a text.
+
+    elsewhere   also the texts of other kinds that records hold
+    width       of the picture in inches
+    height      of a model's row
+    """
+    return frame.png(_frontier(models, elsewhere, width, height))
+
+
+def _frontier(models: Sequence[Records], elsewhere: bool, width: float, height: float) -> Figure:
+    named_records = [by_bits(_with_names(records)) for records in models]
+    figure = Figure(figsize=(width, height * len(models) + 0.5), layout="constrained")
+    rows = []
+    for records in named_records:
+        groups = {"": records}
+        for text in measured.texts(records) if elsewhere else []:
+            groups[text] = [found[text] for one in records if text in (found := measured.elsewhere(one))]
+        rows.append(groups)
+    grid = figure.add_gridspec(len(rows), math.lcm(*map(len, rows)))
+    drawn: list[Panel] = []
+    for number, groups in enumerate(rows):
+        wide = grid.ncols // len(groups)
+        found = {text: points(some, KL, FULL) for text, some in groups.items()}
+        for place, (text, given) in enumerate(found.items()):
+            axis = figure.add_subplot(grid[number, place * wide : (place + 1) * wide])
+            axis.set_ylabel("" if place else TITLES[KL], fontsize=9)
+            title = ", ".join([where(groups[""][0]), *([text or "in domain"] if len(groups) > 1 else [])])
+            every = [one for some in found.values() for one in some]
+            drawn.append(panels.scatter(axis, given, KL, title, beside=every))
+    frame.caption(
+        figure,
+        "\n".join(about(records, drawn if number == 0 else (), elsewhere) for number, records in enumerate(models)),
+    )
+    return _finish(figure, drawn, NAMED)
+
+
+def _finish(figure: Figure, drawn: Sequence[Panel], most: int) -> Figure:
+    """Add the key of families, fix the layout, and write names where they are free."""
+    shown = {family(one.recipe): panel.look(one) for panel in drawn for one in panel.points}
+    many = any(len(panel.points) > most for panel in drawn)
+    if many:
+        figure.legend(*_key(shown), loc="outside right upper", frameon=False, fontsize=8.5, title="family")
+    frame.canvas(figure)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for panel in drawn:
+        panels.name(panel, panels.speakers(panel) if len(panel.points) > most else None)
+    return figure
+
+
+def _key(shown: Mapping[str, Look]) -> tuple[list[Line2D], list[str]]:
+    names = sorted(shown)
+    return [Line2D([], [], **shown[name].point) for name in names], names
+
+
+def _with_names(records: Records) -> Records:
+    return records if all("name" in one for one in records) else named(records)

@@ -4,15 +4,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq_calib.report import licenses, tables
-from kvq_calib.report.plots import size_of
+from kvq_calib.report.captions import size_of
+from kvq_calib.report.names import name_of
 from kvq_calib.report.tables import by_layer
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.artifact.describe import artifact_record, recipe_row
+from kvq_runtime.artifact.describe import artifact_record, recipe_row, stages
 from kvq_runtime.cli.table import cell
-from kvq_runtime.recipe import ROLES
+from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.card import UNMEASURED
+from kvq_runtime.store.held import Sizes
 
+LONG = 240  # characters of the stages of single layers from which they are folded away
+LENGTHS = (4096, 32768, 131072)  # tokens
 _CHOSEN = (
     " Keys, values: bits per element of the settings that were chosen, on the same sequences, for the least sum of "
     "errors within {bits:g} bits in all. Attention: the squared error that they put into the model's stream, over its "
@@ -42,18 +46,49 @@ def recipe(artifact: Artifact) -> str:
     """What is stored of keys and values, and at how many bits."""
     row = recipe_row(artifact.recipe, artifact.fingerprint.geometry)
     window, shape = artifact.recipe.window, artifact.fingerprint.geometry
+    exceptions = _exceptions(artifact.recipe)
+    folded = sum(len(part) for one in exceptions for part in one) > LONG
     rows = {
         "recipe": f"`{row['name']}`",
         "keys are encoded": "before RoPE" if row["position"] == "pre" else "after RoPE",
         "keys": f"`{row['keys']}`",
         "values": f"`{row['values']}`" if row["values"] != "as keys" else "as keys",
-        "other layers": f"`{row['layers']}`" if row["layers"] else "none",
+        "other layers": f"{len(artifact.recipe.layers)} of {shape.layers}, below"
+        if folded
+        else "; ".join(f"{layers}: `{keys}` | `{values}`" for layers, keys, values in exceptions) or "none",
         "bits per element, asymptotic": f"{row['bits']:.4g}",
         "exact tokens": f"{window.sinks} sinks, {window.recent} recent at least",
         "block": f"{window.block} tokens",
         "cache": f"{shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_size}",
     }
-    return _pairs(rows)
+    if not folded:
+        return _pairs(rows)
+    table = _table([
+        {"layers": layers, "keys": f"`{keys}`", "values": f"`{values}`"} for layers, keys, values in exceptions
+    ])  # fmt: skip
+    return f"{_pairs(rows)}\n\n<details>\n<summary>Stages by layer</summary>\n\n{table}\n\n</details>"
+
+
+def _exceptions(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """(layers, keys, values) of the layers that have stages of their own, layers with equal ones together."""
+    same: dict[tuple[str, str], list[int]] = {}
+    for layer, (key, value) in sorted(recipe.layers.items()):
+        same.setdefault((stages(key), stages(value)), []).append(layer)
+    return [(", ".join(map(str, layers)), *pair) for pair, layers in same.items()]
+
+
+def size(artifact: Artifact) -> str:
+    """All bytes of a cache of one row at a few lengths, beside 16 bit."""
+    sizes = Sizes(artifact.recipe, artifact.fingerprint.geometry)
+    found = [sizes.at(count) for count in LENGTHS]
+    rows = [{"tokens": f"{one.tokens:,}", "all bytes": _mebibytes(one.total), "16 bit": _mebibytes(one.exact),
+             "share": f"{one.total / one.exact:.0%}"} for one in found]  # fmt: skip
+    least = sizes.smaller_from()
+    begins = "is never smaller than 16 bit" if least is None else f"is smaller than 16 bit from {least:,} tokens on"
+    return (
+        "Computed from shapes, for one sequence: encoded blocks, sinks, recent window, and what is held once for all "
+        f"requests (predictors, bases, codebooks). Such a cache {begins}.\n\n{_table(rows)}"
+    )
 
 
 def provenance(artifact: Artifact, license: Mapping[str, str]) -> str:
@@ -69,9 +104,25 @@ def provenance(artifact: Artifact, license: Mapping[str, str]) -> str:
     if "samples" in given:
         rows["sequences"] = f"{given['samples']} of {given.get('seq_len')} tokens, {given.get('held_out', 0)} held out"
     rows["seed"] = given.get("seed")
-    rows["environment"] = ", ".join(f"{key} {value}" for key, value in (given.get("environment") or {}).items())
-    rows["fitted tensors"] = f"{artifact_record(artifact)['tensor_bytes'] / 2**20:.3g} MiB"
+    rows["environment"] = _machine(given.get("environment") or {})
+    rows["fitted tensors"] = _mebibytes(artifact_record(artifact)["tensor_bytes"])
     return _pairs({key: value for key, value in rows.items() if value not in (None, "")})
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.3g} MiB" if count < 1000 << 20 else f"{count / 2**30:,.3g} GiB"
+
+
+def _machine(given: Mapping[str, Any]) -> str:
+    """Versions, then the device with its kind of processor, and the arithmetic, in words."""
+    about = {"machine", "dtype", "threads", "device", "cpu"}
+    said = [f"{name} {number}" for name, number in given.items() if name not in about]
+    processor = " ".join(str(given[name]) for name in ("machine", "cpu") if given.get(name))
+    device = {"cpu": "CPU", None: ""}.get(given.get("device"), given.get("device"))
+    said += [" ".join(filter(None, (device, processor and f"({processor})")))] if device or processor else []
+    said += [str(given["dtype"])] if "dtype" in given else []
+    said += ["1 thread" if given["threads"] == 1 else f"{given['threads']} threads"] if "threads" in given else []
+    return ", ".join(said)
 
 
 def fit(artifact: Artifact) -> str:
@@ -105,10 +156,10 @@ def evaluation(records: Sequence[Mapping[str, Any]]) -> str:
              "perplexity": next((f"{one:.3f}" for one in known if one), None)}
         ]  # fmt: skip
         for record in group:
-            result, bits = record["result"], record["result"]["bits"]
+            bits = record["result"]["bits"]
             for name, part in measured.parts(record).items():
                 rows.append({
-                    "cache": result["recipe"],
+                    "cache": name_of(record),
                     "bits": bits["asymptotic"],
                     "bits at 4096 tokens": bits["at_4096"],
                     "protocol": measured.SPOKEN[name],

@@ -6,6 +6,7 @@ Where a protocol has no figures, its reason stands in their place, never a zero.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvq_calib.report.names import name_of
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.recipe import ROLES
 from kvq_runtime.registry import measured
@@ -31,7 +32,7 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     heads += [head for text in others for name in names for head in (_head(text, name), f"{_head(text, name)} KL")]
     rows = [first | {"block": None} | dict.fromkeys(heads) | known]
     for record in records:
-        row = _bits(record["result"]["recipe"], record["result"]["bits"], length)
+        row = _bits(name_of(record), record["result"]["bits"], length)
         row |= {"block": record["result"].get("window", {}).get("block")}
         for name in names:
             found = measured.figures(record, name)
@@ -86,7 +87,7 @@ def _table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     known = next((perplexity for name in names if (perplexity := reference(records, name))), None)
     rows = [first | {"protocol": None, "perplexity": known and f"{known:.3f}"}]
     for record in records:
-        bits = _bits(record["result"]["recipe"], record["result"]["bits"], length)
+        bits = _bits(name_of(record), record["result"]["bits"], length)
         rows += [bits | {"protocol": SPOKEN[name]} | measures(part) for name, part in measured.parts(record).items()]
     return rows
 
@@ -122,7 +123,7 @@ def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
     for group in _by_text(records).values():
         for record in group:
             for reason in measured.reasons(record):
-                said.setdefault(reason, {})[record["result"]["recipe"]] = None
+                said.setdefault(reason, {})[name_of(record)] = None
     return [*about_texts(records), *(f"{', '.join(names)}: {reason}." for reason, names in said.items())]
 
 
@@ -180,8 +181,15 @@ def _bits(name: str, bits: Mapping[str, float], length: int) -> dict[str, Any]:
 
 def relative(result: Mapping[str, Any]) -> str:
     """The distance of a perplexity from that of 16 bit, with its standard error where there is one."""
-    spread = result["relative_se"]
-    return f"{result['relative']:+.2%}" + ("" if spread is None else f" ± {spread:.2%}")
+    spread = standard_error(result)
+    cost = f"{result['relative']:+.2%}".replace("-0.00%", "+0.00%")
+    return cost + ("" if spread is None else f" ± {spread:.2%}")
+
+
+def standard_error(part: Mapping[str, Any]) -> float | None:
+    """The standard error of a relative perplexity over windows; None of fewer than three windows, which give none."""
+    windows = part.get("windows", {}).get("loss")  # records of version 1 do not keep them
+    return None if windows is not None and len(windows) < 3 else part["relative_se"]
 
 
 def by_layer(artifact: Artifact) -> list[dict[str, Any]]:

@@ -66,14 +66,14 @@ def summary(about: Mapping[str, Any]) -> dict[str, Any]:
 
 def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
     """A recipe as a row: stages, window, and mean bits per element over all layers of a model of this geometry."""
-    others = {layer: " | ".join(map(_stages, pair)) for layer, pair in recipe.layers.items()}
+    others = {layer: " | ".join(map(stages, pair)) for layer, pair in recipe.layers.items()}
     return {
         "name": recipe.name,
         "position": recipe.position,
         "bits": round(asymptotic_bits(recipe, geometry), 4),
         "fitted": "online" if recipe.fits_prompt else recipe.fitted,
-        "keys": _stages(recipe.key),
-        "values": _stages(recipe.value) if recipe.value != recipe.key else "as keys",
+        "keys": stages(recipe.key),
+        "values": stages(recipe.value) if recipe.value != recipe.key else "as keys",
         "layers": "; ".join(f"{layer}: {text}" for layer, text in others.items()),
         "window": _window(recipe),
         "summary": recipe.summary,
@@ -87,7 +87,7 @@ def _window(recipe: Recipe) -> str:
     return f"{window.sinks}/{window.recent}{most}/{window.block}"
 
 
-def _stages(scheme: Scheme) -> str:
+def stages(scheme: Scheme) -> str:
     """The stages of a scheme, as in `linear > hadamard > grid(dim=2 size=16 group=all)`."""
     parts = []
     for stage in (scheme.predict, scheme.rotate, scheme.feedback, scheme.quantize, scheme.correct):

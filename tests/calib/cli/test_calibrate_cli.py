@@ -10,9 +10,12 @@ import pytest
 import tiny
 import torch
 
+from kvq_calib import job
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.job import Job
 from kvq_runtime.artifact import recipe_text
+from kvq_runtime.geometry import MODELS, Geometry
+from kvq_runtime.recipe import preset
 from kvq_runtime.registry import resolve as registry
 
 
@@ -84,6 +87,16 @@ def test_another_seed_is_another_minor_version_and_a_number_can_be_given(model, 
     assert cli.main(arguments(model, "--seed", "2", "--version", "3.0.0", "--json")) == 0
     assert json.loads(capsys.readouterr().out)[0]["artifact"].endswith("@3.0.0")
     assert cli.main(arguments(model, "--seed", "3", "--version", "3.0.0")) == 4
+
+
+def test_one_recipe_alone_is_measured_beside_plain_higgs(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(job, "complete", lambda given, work: (asked.append(given.baselines), ([], {}))[1])
+    for words in ([], ["--baseline", "kivi-2bit"], ["--recipe", "aqua-2bit", "--recipe", "aqua-3bit"], ["--no-eval"]):
+        assert cli.main(arguments(model, *words)) == 0
+    assert asked == [("higgs-2bit",), ("kivi-2bit",), (), ()]
+    for geometry in (*MODELS.values(), Geometry(2, 5, 80), Geometry(1, 1, 8), Geometry(3, 7, 96)):
+        assert preset(job.PLAIN).check(geometry), "it suits every model"
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(model, capsys, tmp_path):

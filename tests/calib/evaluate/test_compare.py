@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import families, family, preset, presets
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.resolve import open_registry
+from scripts import compare_models
 from scripts import compare_page as script
 
 NAMES = ("higgs-2bit", "mean-higgs-2bit", "aqua-2bit", "exact")
@@ -138,14 +140,6 @@ def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name
             compare.choose([note.split()[0]], small)
 
 
-@pytest.mark.parametrize(
-    "name, line",
-    [("aqua-klt-1.5bit", "aqua-klt"), ("svdq-2bit-v4", "svdq-v4"), ("polar-paper", "polar-paper"), ("rtn-4bit", "rtn")],
-)
-def test_lines_of_the_plot(name, line):
-    assert plots.series(name) == line
-
-
 def result(kl: float, bits: float) -> dict:
     return {"kl": kl, "bits": {"asymptotic": bits}}
 
@@ -169,8 +163,8 @@ def test_a_claim_is_judged_with_its_bits(better, worse, says):
 
 def offered(recipe: str, bits: float, reported: float, chosen: float | None = None) -> dict:
     """Perplexities on the windows that are reported, and that are chosen by, against 10; a divergence of the former."""
-    pair = [chosen or reported, reported] * 2
-    windows = {"loss": [math.log(one) for one in pair], "reference_loss": [math.log(10)] * 4}
+    pair = [chosen or reported, reported] * 3
+    windows = {"loss": [math.log(one) for one in pair], "reference_loss": [math.log(10)] * 6}
     windows["kl"] = [one - 9.9 for one in pair]
     return {"recipe": recipe, "windows": windows, "perplexity": math.nan, "relative": math.nan, "relative_se": math.nan,
             **result(math.nan, bits)}  # fmt: skip
@@ -205,8 +199,55 @@ def test_a_combination_is_held_against_the_best_near_recipe_of_each_paper():
     assert [family(name) for name in changed] == ["aqua-klt", "squat"] and family("mine") == "mine"
 
 
-def test_of_many_lines_families_look_alike():
-    lines = {name: [{"result": {"recipe": name}}] for name in compare.CHOICE}
-    few = dict(list(lines.items())[: plots.TOLD_APART])
-    assert plots._labels(few) == {name: name for name in few}
-    assert set(plots._labels(lines).values()) == {family(name) for name in compare.CHOICE}
+def of_two_texts(recipe: str, bits: float, reported: float, chosen: float, other: float) -> dict:
+    kls = [chosen, reported] * 3
+    part = {"windows": {"loss": kls, "reference_loss": [0.0] * 6, "kl": kls}, "relative": 0.5, "relative_se": None,
+            "kl": math.nan, "reference_perplexity": 9.0, "top1": 0.5}  # fmt: skip
+    web = {"protocols": {"full": {**part, "kl": other}}}
+    result = {"recipe": recipe, "protocols": {"full": part}, "texts": {"web": web}, "layers": []}
+    result["bits"] = {"asymptotic": bits, "at_length": bits, "at_4096": bits}
+    text = {"source": "stories", "split": "held-out"}
+    protocol = {"model": {"id": "m", "parameters": 4_000_000}, "windows": 6, "length": 64, "text": text}
+    protocol["texts"] = {"web": {"windows": 3, "length": 64, "text": text}}
+    return {"artifact": recipe, "corpus": "1", "protocol": protocol, "environment": {}, "result": result}
+
+
+def test_the_page_opens_with_the_best_at_some_budgets_chosen_by_other_windows():
+    records = [
+        of_two_texts("aqua-klt-1bit", 1.5, reported=0.3, chosen=0.2, other=0.00004),
+        of_two_texts("aqua-2bit", 2.1, 0.01, 0.4, 0.2),
+        of_two_texts("higgs-2bit", 2.1, 0.5, 0.6, 0.7), of_two_texts("mean-higgs-2bit", 2.12, 0.02, 0.1, 0.9),
+    ]  # fmt: skip
+    low, high = script.best_at(records, (1.5, 2))
+    assert low["best here"] == "`aqua-klt-1bit` (1.50)" and low["best of a paper's"] == "none"
+    assert low["best here: in domain"] == "+34.99% ± 0.00%, 0.3" and low["best here: web"] == "+50.00%, 0.00004"
+    assert high["best here"] == "`mean-higgs-2bit` (2.12)", "best where it was chosen, not where it is reported"
+    assert high["best of a paper's"] == "`aqua-2bit` (2.10)" and high["best of a paper's: in domain"].endswith(", 0.01")
+    model = script.Model("m", "m", None, samples=4, length=64, windows=6)
+    text = script.page({model: records}, {model: ["higgs-9bit is left out: why"]})
+    opening, *folded = text.split("<details>")
+    assert (
+        opening.count("![") == 1
+        and "m (4M parameters)" in opening
+        and opening.count("\n| ") == 2 + len(script.best_at(records))
+    )
+    assert "higgs-9bit is left out: why" in folded[0] and "| recipe |" in folded[0] and "web full KL" in folded[0]
+    assert text.count("<details>") == text.count("</details>") >= 3
+
+
+def test_page_and_pictures_are_made_from_records_without_measuring(tmp_path, monkeypatch):
+    records = [of_two_texts("aqua-klt-1bit", 1.5, 0.3, 0.2, 0.1), of_two_texts("higgs-2bit", 2.1, 0.01, 0.4, 0.2)]
+    for one in records:  # what a picture of all recipes needs beside
+        for part in (one["result"]["protocols"], one["result"]["texts"]["web"]["protocols"]):
+            part["full"]["kl"] = one["result"]["bits"]["asymptotic"] / 10
+    for name in ("demo", "stories260K"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(records))
+    monkeypatch.setattr(compare_models, "measure", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(compare_models, "left_out", lambda *_: [])
+    monkeypatch.setattr("sys.argv", ["compare_models", "--records", str(tmp_path), "--docs", str(tmp_path)])
+    monkeypatch.delenv("KVQ_TEST_DATA", raising=False)
+    assert compare_models.main() == 0
+    made = {path.name for path in tmp_path.iterdir()} - {"demo.json", "stories260K.json"}
+    assert made == {"compare.md", "compare.png", "compare-demo.png", "compare-stories260K.png", "frontier.png"}
+    linked = set(re.findall(r"[(]([^)]*png)[)]", (tmp_path / "compare.md").read_text()))
+    assert linked == made - {"compare.md", "frontier.png"}

@@ -243,6 +243,19 @@ def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
     assert only == ("full",)
 
 
+def test_versions_of_an_artifact_are_rows_by_reference(demo, fitted, tmp_path, capsys):
+    registry = LocalRegistry(tmp_path / "registry")
+    made = [replace(fitted, provenance={**fitted.provenance, "seed": seed}) for seed in (1, 2)]
+    versions = [registry.publish("demo-mean", artifact.to_bytes(one), f"1.{n + 1}.0") for n, one in enumerate(made)]
+    pair = ["demo-mean@1.1.0", "demo-mean@1.2.0"]
+    words = [*pair, "--model", "demo", "--windows", "1", "--length", "160", "--protocol", "full", "--layers"]
+    assert run(*words, "--registry", registry.url, "--device", "cpu", "--quiet") == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("demo-mean")]
+    layers = demo.files.geometry.layers
+    assert rows == pair + [pair[0]] * layers + [pair[1]] * layers
+    assert all("name" not in one for version in versions for one in registry.evaluations(version.sha256))
+
+
 def test_the_same_measurement_is_one_record(demo, fitted, tmp_path):
     batch = corpus.select("demo", demo.files.path, 1, 64, 0, "held-out")
     registry = LocalRegistry(tmp_path)

@@ -37,6 +37,7 @@ def test_the_demo_model_is_read_as_transformers_reads_it(demo_model: Path):
     model = AutoModelForCausalLM.from_pretrained(demo_model)
     config = model.config
     assert files.geometry == Geometry(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    assert files.parameters == model.num_parameters()
     assert files.dtype == model.dtype and files.revision is None and files.entry.corpus == "demo"
     own = dict(model.named_parameters())
     for name in files.names:

@@ -12,8 +12,8 @@ from PIL import Image
 from kvq_calib.evaluate import gate
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.model import find as models
+from kvq_calib.report import captions, licenses, plots, points, sections, tables
 from kvq_calib.report import card as report
-from kvq_calib.report import licenses, plots, tables
 from kvq_runtime.artifact import artifact, describe
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec
@@ -151,7 +151,7 @@ def test_records_of_either_version_are_read():
     rows = tables.table([old])
     assert [row["protocol"] for row in rows] == [None, "in use"] and rows[1]["decoded"] == "not counted"
     assert rows[1]["vs 16 bit"] == "+1.23% ± 0.20%" and rows[0]["perplexity"] == "20.000"
-    assert plots.by_bits([new, old])[0] is old and plots.comparison([old]) != plots.comparison([old, new])
+    assert points.by_bits([new, old])[0] is old and plots.comparison([old]) != plots.comparison([old, new])
     shown = describe.tables({"fit": {}, "evaluations": [old, new]})["evaluations (--json has all of each)"]
     assert shown[0]["relative"] == 0.0123 == shown[1]["in-use: relative"] and shown[1]["full: relative"] == 0.1
     assert gate.passes(old, Bounds(kl=0.01)) == [] != gate.passes(new, Bounds(kl=0.01))
@@ -162,6 +162,31 @@ def test_records_of_other_protocols_are_not_compared(fitted):
     other["protocol"]["length"] = 256
     text = report.card(fitted, [made("aqua-2bit"), made("mean-higgs-2bit"), other])
     assert text.count("| cache | bits |") == 2
+
+
+def test_stages_by_layer_are_folded_away(fitted):
+    others = ["kivi-2bit", "aqua-klt-1bit", "svdq-2bit-v4", "aqua-klt-1bit", "higgs-2bit", "polar-3bit"]
+    pairs = [(recipe.key, recipe.value) for recipe in map(preset, others)]
+    mixed = replace(fitted, recipe=replace(fitted.recipe, name="auto-2bit", layers=dict(enumerate(pairs))))
+    text = sections.recipe(mixed)
+    head, folded = text.split("<details>")
+    assert "| other layers | 6 of 6, below |" in head and folded.rstrip().endswith("</details>")
+    rows = [line for line in folded.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) - 1 == 5 and any(row.startswith("| 1, 3 |") for row in rows), "equal layers are one row"
+    assert max(len(cell) for line in text.splitlines() for cell in line.split(" | ")) < 200
+    assert "<details>" not in sections.recipe(fitted) and "0: `" in sections.recipe(fitted)
+
+
+def test_the_card_says_sizes_and_the_machine_in_words(fitted):
+    sizes = Sizes(fitted.recipe, fitted.fingerprint.geometry)
+    text = sections.size(fitted)
+    assert f"smaller than 16 bit from {sizes.smaller_from():,} tokens on" in text
+    assert f"| {sizes.at(32768).total / sizes.at(32768).exact:.0%} |" in text and "| 131,072 |" in text
+    about = {"torch": "2.13", "machine": "x86_64", "dtype": "bfloat16", "threads": 1, "device": "cpu", "cpu": "AVX512"}
+    made = replace(fitted, provenance={**fitted.provenance, "environment": about})
+    assert "| environment | torch 2.13, CPU (x86_64 AVX512), bfloat16, 1 thread |" in sections.provenance(made, {})
+    gpu = replace(made, provenance={**made.provenance, "environment": about | {"device": "NVIDIA H100", "threads": 8}})
+    assert "torch 2.13, NVIDIA H100 (x86_64 AVX512), bfloat16, 8 threads" in sections.provenance(gpu, {})
 
 
 @pytest.mark.parametrize("name", ["aqua-2bit", "subkv-aqua-2bit"])
@@ -224,4 +249,4 @@ def test_only_a_recipe_with_feedback_shows_queries(fitted, tmp_path):
     "count, said", [(494_000_000, "494M"), (7_615_616_512, "7.62B"), (260_032, "260K"), (12, "12")]
 )
 def test_sizes(count, said):
-    assert plots.size_of(count) == said
+    assert captions.size_of(count) == said

@@ -1,0 +1,32 @@
+"""Name the rows and points of several records: by recipe, and where two have the same recipe, by reference."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+
+def named(records: Sequence[Mapping[str, Any]], references: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The records, each with the "name" that `name_of` gives: its recipe, if that is the only one of it; else the
+    reference it was asked for by or, where none is given, recipe and first digits of the artifact's sha256.
+
+    references   one a record, or none at all
+    """
+    recipes = Counter(record["result"]["recipe"] for record in records)
+    found = []
+    for number, record in enumerate(records):
+        recipe = name = record["result"]["recipe"]
+        if recipes[recipe] > 1:
+            name = _short(references[number]) if references else f"{recipe} ({record['artifact'][:8]})"
+        found.append({**record, "name": name})
+    return found
+
+
+def name_of(record: Mapping[str, Any]) -> str:
+    """What a record is called in tables and pictures."""
+    return record.get("name") or record["result"]["recipe"]
+
+
+def _short(reference: str) -> str:
+    """A reference; of a file, the last two parts of its path."""
+    return "/".join(PurePath(reference).parts[-2:]) if reference.endswith(".safetensors") else reference

@@ -1,0 +1,168 @@
+"""Draw costs against bits into axes: a marker a recipe with its name, whiskers, the frontier, the 16-bit model.
+
+A panel is drawn in two steps. `scatter` draws markers and sets the limits; once the figure's layout is final, `name`
+writes names where nothing is in their way.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from kvq_calib.report import points as reading
+from kvq_calib.report.frame import INK, log_scale, plain, symlog_scale, tidy
+from kvq_calib.report.labels import Label, place
+from kvq_calib.report.looks import Look, family, looks
+from kvq_calib.report.points import PERPLEXITY, Point
+
+LINEAR = 0.1  # percent of perplexity, below which differences are chance and the axis is linear
+EXACT = 16.0  # bits of a cache that is not quantized, which is the line at 0
+DECADE = 20.0  # the least span of a logarithmic axis, so that small differences look small
+LEAST = 1e-9  # a cost below is that of an exact cache: rounding of sums
+TITLES = {
+    reading.KL: "KL divergence from the 16-bit model, nats per token",
+    reading.PERPLEXITY: "perplexity above that of the 16-bit model",
+    reading.ATTENTION: "attention output, relative squared error",
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Axes with their points drawn.
+
+    left_out   names of exact caches, which are no points: they cost nothing
+    zero       whether 16 bit is a line at 0
+    """
+
+    axis: Axes
+    points: Sequence[Point]
+    front: Sequence[Point]
+    looks: Mapping[int, Look]
+    left_out: Sequence[str]
+    zero: bool
+
+    def look(self, point: Point) -> Look:
+        return self.looks[id(point)]
+
+
+def scatter(
+    axis: Axes, given: Sequence[Point], measure: str, title: str = "", front: bool = True, beside: Sequence[Point] = ()
+) -> Panel:
+    """Draw points of one measure, set scales and limits, and the frontier if it is asked for.
+
+    beside   points of other panels, for which there is room too: panels with the same of these have the same axes
+    """
+    log = measure != PERPLEXITY
+    drawn = [one for one in given if one.bits < EXACT and (not log or one.cost > LEAST)]
+    beside = [one for one in beside if one.bits < EXACT and (not log or one.cost > LEAST)]
+    chosen = {id(one): look for one, look in zip(drawn, looks([one.recipe for one in drawn]), strict=True)}
+    _limits(axis, [*drawn, *beside], log)
+    if not log:
+        axis.axhline(0, color="0.35", linewidth=1, linestyle="--", zorder=1)
+    best = reading.frontier(drawn) if front and len(drawn) > 1 else []
+    if best:
+        edge = axis.get_xlim()[1]
+        axis.plot([*(one.bits for one in best), edge], [*(one.cost for one in best), best[-1].cost], color="0.72",
+                  linewidth=3.2, alpha=0.7, drawstyle="steps-post", solid_capstyle="butt", zorder=1.5,
+                  label="frontier")  # fmt: skip
+    for one in drawn:
+        look = chosen[id(one)]
+        if one.tail is not None:
+            axis.plot([one.bits, one.tail], [one.cost, one.cost], color=look.colour, linewidth=1, alpha=0.45, zorder=2)
+            axis.plot(one.tail, one.cost, "|", color=look.colour, markersize=7, alpha=0.8, zorder=2)
+        if one.spread is not None:
+            low = min(one.spread, 0.9 * one.cost) if log else one.spread
+            axis.errorbar(one.bits, one.cost, [[low], [one.spread]], color=look.colour, capsize=2, linewidth=0.9,
+                          alpha=0.6, linestyle="none", zorder=2)  # fmt: skip
+        axis.plot(one.bits, one.cost, zorder=3, **look.point)
+    marked = reading.recommended(drawn)
+    if marked is not None:
+        axis.plot(marked.bits, marked.cost, "o", markersize=15, color="none", markeredgecolor="black",
+                  markeredgewidth=1.4, zorder=2.8)  # fmt: skip
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axis.set_xlabel("bits per key or value element, asymptotic", fontsize=9)
+    tidy(axis)
+    return Panel(axis, drawn, best, chosen, [one.name for one in given if one not in drawn], bool(drawn) and not log)
+
+
+def _limits(axis: Axes, drawn: Sequence[Point], log: bool) -> None:
+    """Room for all points, their whiskers and some names."""
+    if not drawn:
+        axis.annotate("nothing to draw", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
+        axis.set(xticks=[], yticks=[])
+        return
+    right = max(one.tail or one.bits for one in drawn)
+    left = min(one.bits for one in drawn)
+    room = max(0.12 * (right - left), 0.35)
+    axis.set_xlim(max(0.0, left - room), right + room)
+    tops = [one.cost + (one.spread or 0) for one in drawn]
+    feet = [one.cost - (one.spread or 0) for one in drawn]
+    if log:
+        feet = [max(foot, 0.5 * one.cost) for foot, one in zip(feet, drawn, strict=True)]
+        span = max(tops) / min(feet)
+        reach = max(1.6, span**0.08, (DECADE / span) ** 0.5)
+        log_scale(axis, min(feet) / reach, max(tops) * reach)
+        return
+    low, high = min(0.0, *feet), max(LINEAR / 2, *tops)
+    symlog_scale(axis, low - max(0.06 * min(high - low, 1.0), -0.4 * low, LINEAR / 2), high * 1.6, LINEAR)
+
+
+def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0) -> None:
+    """Write the names of the points. The figure's layout must be final.
+
+    which   points that are named if there is a place at all; others only right beside them. None: all are
+    """
+    marked = reading.recommended(panel.points)
+    first = [one for one in [marked, *panel.front] if one is not None]
+    order = {id(one): one for one in [*first, *panel.points]}
+    must = {id(one) for one in (panel.points if which is None else which)}
+    wanted = sorted(order.values(), key=lambda one: id(one) not in must)
+    labels = [
+        Label(one.bits, one.cost, f"{one.name} (recommended)" if one is marked else one.name, panel.look(one).ink,
+              one is marked or any(one is given for given in panel.front), id(one) not in must)
+        for one in wanted
+    ]  # fmt: skip
+    if panel.zero:
+        labels.insert(0, Label(panel.axis.get_xlim()[1], 0.0, "16 bit", INK))
+    lines = [*_dense(panel), *(at for one in panel.points for at in _whiskers(one))]
+    place(panel.axis, labels, [(one.bits, one.cost) for one in panel.points], lines, size)
+
+
+def speakers(panel: Panel) -> list[Point]:
+    """The points to name where there are too many for all: those of the frontier, ours, and of each other family the
+    one that comes nearest to the frontier."""
+    best = {id(one): one for one in panel.front}
+    marked = reading.recommended(panel.points)
+    if marked is not None:
+        best[id(marked)] = marked
+    heard = {family(one.recipe) for one in best.values()}
+    nearest: dict[str, tuple[float, Point]] = {}
+    for one in panel.points:
+        floor = min((other.cost for other in panel.front if other.bits <= one.bits), default=one.cost)
+        gap, kind = math.log(one.cost / floor) if floor > 0 and one.cost > 0 else 0.0, family(one.recipe)
+        if kind not in heard and (kind not in nearest or gap < nearest[kind][0]):
+            nearest[kind] = gap, one
+    return [*best.values(), *(one for _, one in nearest.values())]
+
+
+def _dense(panel: Panel) -> list[tuple[float, float]]:
+    """Places along the frontier's stairs and the line of 16 bit."""
+    left, edge = panel.axis.get_xlim()
+    found: list[tuple[float, float]] = [(x, 0.0) for x in np.linspace(left, edge, 60)] if panel.zero else []
+    for one, after in zip_longest(panel.front, panel.front[1:]):
+        right = edge if after is None else after.bits
+        found += [(x, one.cost) for x in np.linspace(one.bits, right, 40)]
+        if after is not None and after.cost > 0:
+            found += [(right, y) for y in np.geomspace(one.cost, after.cost, 40)]
+    return found
+
+
+def _whiskers(one: Point) -> list[tuple[float, float]]:
+    spread = one.spread or 0.0
+    ends = [(one.bits, one.cost + share * spread) for share in np.linspace(-1, 1, 12) if one.cost + share * spread > 0]
+    return ends + ([] if one.tail is None else [(x, one.cost) for x in np.linspace(one.bits, one.tail, 20)])

@@ -1,0 +1,102 @@
+"""Read the points of a picture from records: bits, cost and standard error of each, and which are the frontier."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvq_calib.report.names import name_of
+from kvq_calib.report.tables import attention_error, standard_error
+from kvq_runtime.registry.measured import decisive, figures
+
+Record = Mapping[str, Any]
+# what we would take first where its fit is at hand: the first of these that was measured is marked
+RECOMMENDED = ("aqua-metric-1bit-vocab", "aqua-metric-1bit")
+KL, PERPLEXITY, ATTENTION = "kl", "relative", "attention"
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a recipe costs at its bits.
+
+    spread   standard error of the cost over windows; None: not known
+    tail     bits of a whole cache of 4096 tokens; None: not asked for
+    """
+
+    record: Record
+    bits: float
+    cost: float
+    spread: float | None = None
+    tail: float | None = None
+
+    @property
+    def recipe(self) -> str:
+        return self.record["result"]["recipe"]
+
+    @property
+    def name(self) -> str:
+        return name_of(self.record)
+
+
+def bits_of(record: Record) -> float:
+    """Asymptotic bits per element."""
+    return record["result"]["bits"]["asymptotic"]
+
+
+def points(records: Sequence[Record], measure: str, protocol: str) -> list[Point]:
+    """The points of one panel, in the order of the records; those without figures are left out.
+
+    measure   KL in nats; PERPLEXITY above that of 16 bit, in percent; ATTENTION, the relative error of its output
+    """
+    found = []
+    for record in records:
+        part, bits = figures(record, protocol), bits_of(record)
+        if part is None:
+            continue
+        if measure == ATTENTION:
+            error = attention_error(record, protocol)
+            found += [] if error is None else [Point(record, bits, error)]
+        elif measure == KL:
+            found.append(Point(record, bits, part["kl"], kl_error(part)))
+        else:
+            spread = standard_error(part)
+            found.append(Point(record, bits, 100 * part["relative"], None if spread is None else 100 * spread))
+    return found
+
+
+def kl_error(part: Mapping[str, Any]) -> float | None:
+    """The standard error of a divergence over windows; None for fewer than three, or where they were not kept."""
+    kls = part.get("windows", {}).get("kl", [])
+    if len(kls) < 3:
+        return None
+    mean = sum(kls) / len(kls)
+    return math.sqrt(sum((one - mean) ** 2 for one in kls) / (len(kls) - 1) / len(kls))
+
+
+def frontier(given: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats, by ascending bits: another has more bits, or costs more.
+
+    Of points with equal bits and cost the first counts.
+    """
+    found: list[Point] = []
+    for one in sorted(given, key=lambda one: (one.bits, one.cost)):
+        if not found or one.cost < found[-1].cost:
+            found.append(one)
+    return found
+
+
+def recommended(given: Sequence[Point]) -> Point | None:
+    """The point of our recommendation, if it was measured."""
+    known = {one.recipe: one for one in given}
+    return next((known[name] for name in RECOMMENDED if name in known), None)
+
+
+def by_bits(records: Sequence[Record]) -> list[Record]:
+    """Records in the order of their asymptotic bits, then of their divergence; those without one last."""
+
+    def order(one: Record) -> tuple[float, float]:
+        name = decisive(one)
+        part = None if name is None else figures(one, name)
+        return bits_of(one), math.inf if part is None else part["kl"] or 0.0
+
+    return sorted(records, key=order)

@@ -1,0 +1,263 @@
+"""Pictures can be read: looks differ, names stand free inside the axes, the frontier is one, numbers are plain."""
+
+import copy
+import itertools
+import random
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+
+from kvq_calib.evaluate import compare
+from kvq_calib.report import fit_plots, frame, labels, names, plots, points, tables
+from kvq_calib.report.looks import FAMILIES, looks
+from kvq_runtime.recipe import families, family
+
+BITS = {"asymptotic": 2.0, "at_length": 6.0, "at_4096": 3.0, "all_at_4096": 3.3}
+GOOD = {
+    "higgs-2bit": (2.125, 0.11),
+    "kivi-2bit": (3.0, 0.073),
+    "aqua-2bit": (2.46, 0.0056),
+    "aqua-klt-1bit": (1.5, 0.0058),
+}
+
+
+def record(
+    recipe: str, bits: float, kl: float, relative: float | None = None, windows: int = 6, digest: str = ""
+) -> dict:
+    """A record with both protocols; windows differ by a tenth."""
+    relative = kl if relative is None else relative
+    kls = [kl * (1 + 0.1 * (number % 2)) for number in range(windows)]
+    part = {"reference_perplexity": 20.0, "tokens": 100, "decoded": None, "perplexity": 20 * (1 + relative),
+            "relative": relative, "relative_se": 0.001, "kl": kl, "top1": 0.9,
+            "windows": {"loss": kls, "reference_loss": kls, "kl": kls}}  # fmt: skip
+    layers = [
+        {
+            "layer": n,
+            "key_error": kl * (n + 1),
+            "value_error": kl,
+            "attention_error": kl / 9,
+            "attention_error_encoded": kl,
+        }
+        for n in range(3)
+    ]
+    result = {"recipe": recipe, "protocols": {"full": part, "in-use": part}, "bits": BITS | {"asymptotic": bits},
+              "layers": layers, "window": {"block": 128}}  # fmt: skip
+    text = {"source": "stories", "split": "held-out"}
+    protocol = {"model": {"id": "tiny", "revision": None, "parameters": 4_070_000}, "step": 32, "windows": windows,
+                "length": 512, "recent": None, "error_windows": 4, "text": text}  # fmt: skip
+    return {"artifact": digest or recipe, "corpus": "1", "protocol": protocol, "environment": {}, "result": result}
+
+
+def some(given: dict[str, tuple[float, float]] = GOOD) -> list[dict]:
+    return [record(name, *where) for name, where in given.items()]
+
+
+def drawn(records: list[dict], *measures: str) -> Figure:
+    return plots._costs(records, measures or (points.KL, points.PERPLEXITY))
+
+
+def written(axis) -> dict[str, Annotation]:
+    """The names in an axis; lines to names have no text."""
+    return {text.get_text(): text for text in axis.texts if isinstance(text, Annotation) and text.get_text()}
+
+
+def test_every_family_has_its_own_look_in_every_picture():
+    assert {file.replace("_", "-") for file in families()} | {"auto"} == set(FAMILIES)
+    for one, other in itertools.combinations(FAMILIES, 2):
+        assert FAMILIES[one] != FAMILIES[other], (one, other)
+    alone = {name: looks([name])[0] for name in compare.CHOICE}
+    together = looks(compare.CHOICE[::-1])
+    for name, look in zip(compare.CHOICE[::-1], together, strict=True):
+        assert (look.colour, look.marker) == (alone[name].colour, alone[name].marker) == FAMILIES[family(name)]
+
+
+def test_no_two_lines_of_a_picture_are_alike():
+    given = [*compare.CHOICE, "mine", "yours", *["aqua-klt-1bit"] * 20]
+    lines = [look.line for look in looks(given)]
+    keys = ("color", "marker", "linestyle", "fillstyle")
+    assert len({tuple(line[key] for key in keys) for line in lines}) == len(given)
+
+
+def test_the_frontier_is_what_no_other_recipe_beats():
+    chance = random.Random(3)
+    for _ in range(50):
+        given = [points.Point({}, chance.randint(1, 6) / 2, chance.randint(1, 9) / 100) for _ in range(12)]
+        beaten = [
+            one for one in given for other in given
+            if other.bits <= one.bits and other.cost <= one.cost and (other.bits, other.cost) != (one.bits, one.cost)
+        ]  # fmt: skip
+        kept = {(one.bits, one.cost) for one in given} - {(one.bits, one.cost) for one in beaten}
+        assert [(one.bits, one.cost) for one in points.frontier(given)] == sorted(kept)
+    axis = drawn(some()).axes[0]
+    (stairs,) = [line for line in axis.lines if line.get_label() == "frontier"]
+    assert [tuple(place) for place in stairs.get_xydata()[:-1]] == [(1.5, 0.0058), (2.46, 0.0056)]
+
+
+def test_names_stand_inside_the_axes_and_cover_nothing():
+    chance, given = random.Random(5), {}
+    for number in range(plots.NAMED):  # half of them within a few points of each other
+        near = number % 2
+        given[f"mine-number-{number}"] = (
+            2 + near * chance.random() + chance.random() / 20,
+            0.01 * 10 ** (near * chance.random()),
+        )
+    figure = drawn(some(given))
+    for axis in figure.axes:
+        found, bounds = written(axis), axis.get_window_extent()
+        assert set(given) <= set(found)
+        boxes = {name: text.get_window_extent() for name, text in found.items() if name in given}
+        for name, box in boxes.items():
+            assert bounds.x0 <= box.x0 and box.x1 <= bounds.x1 and bounds.y0 <= box.y0 and box.y1 <= bounds.y1, name
+        for one, other in itertools.combinations(boxes, 2):
+            assert not boxes[one].overlaps(boxes[other]), (one, other)
+        centres = axis.transData.transform([line.get_xydata()[0] for line in axis.lines if len(line.get_xydata()) == 1])
+        for name, box in boxes.items():
+            assert not any(box.x0 < x < box.x1 and box.y0 < y < box.y1 for x, y in centres), name
+
+
+def test_a_name_without_a_free_place_is_left_out():
+    figure = Figure(figsize=(2, 2))
+    axis = figure.subplots()
+    axis.set(xlim=(0, 1), ylim=(0, 1))
+    given = [labels.Label(0.5, 0.5, f"a name that is far too long for such axes {number}") for number in range(9)]
+    assert labels.place(axis, given, [(0.5, 0.5)]) == []
+    assert len(labels.place(axis, [labels.Label(0.5, 0.5, "short")] * 3, [(0.5, 0.5)])) == 3
+
+
+def test_one_bad_recipe_does_not_flatten_the_rest():
+    figure = drawn([*some(), record("higgs-1bit", 1.0, 9.0, 8.0)])
+    for axis in figure.axes:
+        high = axis.get_window_extent().height
+        places = {name: axis.transData.transform(text.xy)[1] for name, text in written(axis).items()}
+        assert abs(places["kivi-2bit"] - places["aqua-2bit"]) > 0.2 * high
+    marks = [text.get_text() for text in figure.axes[1].texts]
+    assert "linear from -0.1% to 0.1%" in marks and "16 bit" in marks
+
+
+@pytest.mark.parametrize("low, high", [(1e-6, 1e-4), (0.03, 0.05), (1e-5, 3000.0), (0.9, 1.2)])
+def test_ticks_are_plain_numbers(low, high):
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    frame.log_scale(left, low, high)
+    frame.symlog_scale(right, -low, 10 * high, 0.001)
+    frame.canvas(figure).draw()
+    for axis in (left, right):
+        said = [label.get_text() for label in axis.get_yticklabels()]
+        assert len(said) >= 3 and len(set(said)) == len(said)
+        assert not any("e" in text or text.rstrip("%").endswith(".0") or "−" in text for text in said), said
+        for text, place in zip(said, axis.get_yticks(), strict=True):
+            assert float(text.rstrip("%")) == pytest.approx(place, rel=1e-9, abs=1e-12)
+
+
+def test_captions_say_what_was_measured():
+    other = copy.deepcopy(some())
+    for one in other:
+        one["protocol"]["texts"] = {"web": {"windows": 3, "length": 256, "text": {"source": "web.txt"}}}
+        one["result"]["texts"] = {"web": {"protocols": one["result"]["protocols"]}}
+    figures = (drawn(some()), drawn(other), plots._error_by_layer(some()), plots._frontier([some(), other], True, 9, 5))
+    for number, figure in enumerate(figures):
+        said = " ".join(figure._supxlabel.get_text().split())
+        assert "tiny (4.07M parameters), 6 held-out windows of 512 tokens of stories" in said
+        assert "every token but the sinks is encoded before it is read" in said
+        assert ("web: 3 held-out windows of 256 tokens of web.txt" in said) == (number in (1, 3))
+        box = figure._supxlabel.get_window_extent()
+        assert box.x1 <= figure.bbox.x1 and box.y0 >= 0
+        assert all(axis.get_legend() is None for axis in figure.axes), "no legend lies over data"
+    for alone in (plots._frontier([other], False, 9, 5), plots._error_by_layer(other)):
+        assert "web" not in alone._supxlabel.get_text(), "it is not in the picture"
+    titles = [axis.get_title(loc="left") for axis in figures[-1].axes]
+    model = "tiny (4.07M parameters)"
+    assert titles == [model, f"{model}, in domain", f"{model}, web"]
+
+
+def test_texts_stand_side_by_side_on_the_same_axes():
+    records = some()
+    for number, one in enumerate(records):
+        one["protocol"]["texts"] = {"web": {"windows": 6, "length": 512, "text": {"source": "web.txt"}}}
+        full = one["result"]["protocols"]["full"]
+        one["result"]["texts"] = {"web": {"protocols": {"full": full | {"kl": full["kl"] / 10**number}}}}
+    left, right = plots._frontier([records], True, 12, 5).axes
+    assert left.get_ylim() == right.get_ylim() and left.get_xlim() == right.get_xlim()
+    for axis in (left, right):
+        (low, high), names = axis.get_ylim(), written(axis)
+        assert set(GOOD) <= set(names) and all(low < text.xy[1] < high for text in names.values())
+    assert left.get_position().y0 == right.get_position().y0 and left.get_position().x1 < right.get_position().x0
+
+
+def test_two_windows_give_no_standard_error():
+    few, many = record("aqua-2bit", 2.4, 0.01, windows=2), record("aqua-2bit", 2.4, 0.01, windows=3)
+    part = many["result"]["protocols"]["full"]
+    assert (
+        points.points([few], points.KL, "full")[0].spread
+        is None
+        is points.points([few], points.PERPLEXITY, "full")[0].spread
+    )
+    assert points.points([many], points.PERPLEXITY, "full")[0].spread == 100 * part["relative_se"]
+    mean = sum(part["windows"]["kl"]) / 3
+    expected = (sum((one - mean) ** 2 for one in part["windows"]["kl"]) / 2 / 3) ** 0.5
+    assert points.points([many], points.KL, "full")[0].spread == pytest.approx(expected)
+    assert [tables.table([one])[1]["vs 16 bit"] for one in (few, many)] == ["+1.00%", "+1.00% ± 0.10%"]
+    assert tables.table([record("x", 2.4, 0.01, -0.00001, windows=2)])[1]["vs 16 bit"] == "+0.00%"
+
+
+def test_versions_of_an_artifact_have_their_references():
+    pair = [record("aqua-2bit", 2.4, 0.01, digest="a" * 64), record("aqua-2bit", 2.3, 0.02, digest="b" * 64)]
+    asked = ["demo-aqua@1.0.0", "demo-aqua@1.1.0"]
+    found = names.named([*pair, *some({"higgs-2bit": (2.1, 0.1)})], [*asked, "higgs-2bit"])
+    assert {row["recipe"] for row in tables.table(found)} == {"16 bit", *asked, "higgs-2bit"}
+    assert {*asked, "higgs-2bit"} <= set(written(drawn(found).axes[0]))
+    legend = plots._error_by_layer(found).legends[0]
+    assert {text.get_text() for text in legend.get_texts()} == {*asked, "higgs-2bit"}
+    unasked = set(written(drawn(pair).axes[0]))
+    assert {"aqua-2bit (aaaaaaaa)", "aqua-2bit (bbbbbbbb)"} <= unasked
+    path = names.named(pair, ["/a/long/way/one/kvq.safetensors", "two/kvq.safetensors"])
+    assert [names.name_of(one) for one in path] == ["one/kvq.safetensors", "two/kvq.safetensors"]
+
+
+def test_our_recommendation_is_marked():
+    figure = plots._frontier([[*some(), record("aqua-metric-1bit", 1.1, 0.001)]], True, 9, 5)
+    assert "aqua-metric-1bit (recommended)" in written(figure.axes[0])
+    assert "Ringed: recommended." in " ".join(figure._supxlabel.get_text().split())
+    assert not any("recommended" in name for name in written(drawn(some()).axes[0]))
+
+
+def test_of_many_recipes_the_frontier_and_one_of_each_family_are_named():
+    chance = random.Random(1)
+    given = {name: (1 + 3 * chance.random(), 10 ** -(1 + 2 * chance.random())) for name in compare.CHOICE}
+    figure = plots._frontier([some(given)], True, 10, 6)
+    (axis,) = figure.axes
+    best = {one.recipe for one in points.frontier(points.points(some(given), points.KL, "full"))}
+    said = set(written(axis)) & set(given)
+    assert best <= said and {family(name) for name in said} == {family(name) for name in given}
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {family(name) for name in given}
+
+
+def test_one_recipe_alone_has_a_scale_the_16_bit_model_and_a_hint():
+    figure = drawn(some({"aqua-2bit": (2.4, 0.01)}))
+    left, right = figure.axes[:2]
+    assert left.get_ylim()[1] > 10 * left.get_ylim()[0] and len(left.get_yticks()) >= 3
+    assert {"aqua-2bit", "16 bit"} <= set(written(right)) and right.get_ylim()[0] < 0 < right.get_ylim()[1]
+    hint = "No other recipe was measured beside it"
+    assert hint in " ".join(figure._supxlabel.get_text().split())
+    assert hint not in " ".join(drawn(some())._supxlabel.get_text().split())
+
+
+def test_an_exact_cache_is_named_below_the_picture():
+    figure = drawn([*some(), record("exact", 16.0, 0.0)])
+    assert not any("exact" in written(axis) or axis.get_xlim()[1] > 4 for axis in figure.axes)
+    assert "Not drawn, for it is exact: exact." in " ".join(figure._supxlabel.get_text().split())
+
+
+def test_pictures_of_a_fit_say_the_model_and_its_size(monkeypatch):
+    said = []
+    monkeypatch.setattr(fit_plots, "caption", lambda figure, text, *more: said.append(text))
+    fit_plots.bits_by_layer(
+        "auto-2bit", [{"layer": 0, "keys": 2.0, "values": 3.0}], "tiny (4.07M parameters), 16 sequences"
+    )
+    rows = [
+        {"layer": n, "target": role, "source": "role", "explained": 0.5} for n in range(2) for role in ("key", "value")
+    ]
+    settings = {"length": 512, "held_out": 2, "source": "stories"}
+    fit_plots.probes({"rows": rows, "settings": settings, "model": {"id": "tiny", "parameters": 4_070_000}})
+    assert all("tiny (4.07M parameters)" in text for text in said) and len(said) == 2
