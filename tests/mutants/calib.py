@@ -35,6 +35,17 @@ MUTANTS = [
         "True",
         FITTED_ON,
     ),
+    Mutant(
+        "layer-sealed",
+        "a finished layer's record lacks the digest of a file",
+        "kvq_calib/run/checkpoint.py",
+        "digests = _seal(sorted(path for path in partial.iterdir() if path.is_file()))",
+        "digests = _seal(sorted(path for path in partial.iterdir() if path.is_file())[1:])",
+        (
+            "calib/run/test_run.py",
+            "calib/run/test_preflight.py",
+        ),
+    ),
     # ---- fit
     Mutant(
         "fit-sinks",
@@ -126,6 +137,14 @@ MUTANTS = [
         "for gap in gaps) / (len(gaps) - 1)",
         "for gap in gaps) / len(gaps)",
         ("calib/evaluate/test_evaluate.py",),
+    ),
+    Mutant(
+        "ledger-code",
+        "what was measured by older code is taken again",
+        "kvq_calib/evaluate/record.py",
+        "environment=used, code=code())",
+        "environment=used)",
+        ("calib/evaluate/test_full.py",),
     ),
     # ---- job
     Mutant(

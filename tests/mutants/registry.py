@@ -28,6 +28,22 @@ MUTANTS = [
         "if False:",
         ("artifact/test_artifact.py", "artifact/test_header.py"),
     ),
+    Mutant(
+        "claim-before",
+        "of two names the first may be lost, the second last",
+        "kvq_runtime/disk/files.py",
+        "    sync(path.parent)  # an earlier name in this folder must be durable before this one\n",
+        "",
+        ("disk/test_claim.py",),
+    ),
+    Mutant(
+        "claim-lost",
+        "a name that another process claimed may be lost after this one relied on it",
+        "kvq_runtime/disk/files.py",
+        "    sync(path.parent)  # also if another process claimed it: it may have died before this\n",
+        "    if claimed:\n        sync(path.parent)\n",
+        ("disk/test_claim.py",),
+    ),
     # ---- registry
     Mutant(
         "rollback-race",
@@ -57,6 +73,30 @@ MUTANTS = [
         "if old.schema != new.schema or other_model:",
         "if old.schema != new.schema:",
         ("registry/test_registry.py",),
+    ),
+    Mutant(
+        "lock-version",
+        "a lock's bytes are taken under another version's number",
+        "kvq_runtime/registry/resolve.py",
+        'if resolved.version not in ("", pinned.version):',
+        "if False:",
+        ("registry/test_references.py",),
+    ),
+    Mutant(
+        "evaluation-place",
+        "a measurement of one artifact is read as another's",
+        "kvq_runtime/registry/evaluations.py",
+        'if record["artifact"] != path.parent.name:',
+        "if False:",
+        ("registry/test_registry.py",),
+    ),
+    Mutant(
+        "yank-reason",
+        "an event's reason may be anything",
+        "kvq_runtime/registry/events.py",
+        '"reason": check_reason,',
+        '"reason": str,',
+        ("registry/test_damage.py",),
     ),
     # ---- disk
     Mutant(

@@ -68,6 +68,17 @@ MUTANTS = [
         "rms.half()",
         ("ops/test_grid.py",),
     ),
+    Mutant(
+        "rope-tables",
+        "the sines lack the factor that the cosines have",
+        "kvq_runtime/ops/rope.py",
+        "(angles.sin() * self.scaling).to(self.dtype)",
+        "angles.sin().to(self.dtype)",
+        (
+            "hf/test_rotary.py",
+            "ops/test_rope.py",
+        ),
+    ),
     # ---- codec
     Mutant(
         "codec-mean",
@@ -183,6 +194,14 @@ MUTANTS = [
         "fitted, positions_T = seen,",
         ("policies/test_online.py",),
     ),
+    Mutant(
+        "prompt-block",
+        "a row is fitted to fewer tokens than a block has",
+        "kvq_runtime/policies/prompt_fit.py",
+        'block if self.fit_tokens == "prompt" else self.fit_tokens)',
+        '1 if self.fit_tokens == "prompt" else self.fit_tokens)',
+        ("policies/test_online.py",),
+    ),
     # ---- attention
     Mutant(
         "causal",
@@ -231,7 +250,7 @@ MUTANTS = [
         "splits are merged without the largest score: large ones overflow",
         "kvq_runtime/kernels/attend/merge.py",
         'b_top = tl.where(b_top == float("-inf"), 0.0, b_top)',
-        'b_top = tl.where(b_top == float("-inf"), 0.0, 0.0 * b_top)',
+        "b_top = tl.zeros_like(b_top)",
         ("kernels/test_attention_kernel.py",),
     ),
     Mutant(
@@ -274,5 +293,14 @@ MUTANTS = [
         "wanted = wants_NT.sum(1, keepdim=True)",
         "wanted = (place >= 0).sum(1, keepdim=True)",
         ("stages/test_escape.py",),
+    ),
+    # ---- recipe
+    Mutant(
+        "window-default",
+        "half as many recent tokens are exact where nothing is said",
+        "kvq_runtime/geometry.py",
+        "recent: int = 128",
+        "recent: int = 64",
+        ("recipes/test_presets.py",),
     ),
 ]

@@ -129,11 +129,18 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
 
     with pytest.raises(Killed):
         runs.calibrate(Run(work.plan, work.files, work.folder, stop))
-    victim = next((tmp_path / "layer-0001").glob("hidden-*"))
-    data = bytearray(victim.read_bytes())
-    data[-1] ^= 1
-    os.chmod(victim, 0o644)
-    victim.write_bytes(data)
+    folder = tmp_path / "layer-0001"
+    victims = sorted(path for path in folder.iterdir() if path.name != "done.json")
+    assert {path.name.split("-")[0] for path in victims} >= {"aqua", "hidden"}
+    for victim in victims:
+        good = victim.read_bytes()
+        os.chmod(victim, 0o644)
+        victim.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(RuntimeError, match=f"{victim} is missing or damaged"):
+            checkpoint.verify(tmp_path, 1)
+        victim.write_bytes(good)
+    victim = next(folder.glob("hidden-*"))
+    victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(RuntimeError, match="damaged"):
         runs.calibrate(work)
 
