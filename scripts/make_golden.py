@@ -2,9 +2,9 @@
 
     python scripts/make_golden.py            writes what is missing in artifacts/golden/v1; never changes what is there
 
-An artifact that was published once must load and decode to the same numbers for ever:
-`tests/artifact/test_golden.py` reads all files here. The model is no model: keys and values are a fixed
-chain of sines, so that nothing has to be kept to make them again.
+Of recipes without fitted tensors there is the block alone, in artifacts/golden/v1/unfitted. What was published once
+must load and decode to the same numbers for ever: `tests/artifact/test_golden.py` reads all files here. The model is no
+model: keys and values are a fixed chain of sines, so that nothing has to be kept to make them again.
 """
 
 import sys
@@ -24,7 +24,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe
 from kvq_runtime.codec.codec import Context, build
 from kvq_runtime.fit.statistics import Statistics
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
 
@@ -42,6 +42,11 @@ METHODS = (
     "aqua-metric-1bit", "aqua-metric-1bit-vocab",
     "oscar-2bit", "oscar-output-3bit", "wush-2bit", "wush-higgs-2bit",
 )  # fmt: skip
+UNFITTED = (
+    "rtn-2bit", "kivi-2bit", "kivi-2bit-outliers", "gear-2bit", "gear-l-2bit", "quarot-2bit", "higgs-2bit",
+    "lloyd-1bit", "turboquant-3bit", "polar-hadamard", "polar-radius8", "trellis-head-1bit", "subkv-2bit",
+)  # fmt: skip
+SHOWN = 16  # of what an unfitted recipe decodes, every sixteenth token is kept
 
 
 def activations(layer: int) -> tuple[Tensor, Tensor]:
@@ -137,6 +142,49 @@ def read(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor
     return decoded
 
 
+def encoded(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a loaded artifact makes of the first block of the activations, above the layers that are stored."""
+    found: dict[str, Tensor] = {}
+    below: list[tuple[Tensor, Tensor]] = []
+    for layer, codecs in enumerate(build(made.recipe, GEOMETRY, made.tensors)):
+        own: list[Tensor] = []
+        for codec, x_NTC in zip(codecs, activations(layer), strict=True):
+            start = f"layers.{layer}.{codec.role}."
+            x_1TC, rope = first_block(made.recipe, codec.role, x_NTC)
+            context = Context(rope=rope, keys=own[0] if own else None, below=below)
+            found |= {start + name: field for name, field in codec.encode(x_1TC, context).items()}
+            own.append(codec.decode({name: stored[start + name] for name in codec.fields(torch.float32)}, context))
+        below = [(own[0], own[1]), *below][:3]
+    return found
+
+
+def first_block(recipe: Recipe, role: Role, x_NTC: Tensor) -> tuple[Tensor, Pair]:
+    """The first block of the first sequence, [1, block, C], and the cosines and sines of its positions."""
+    tables = rotary().tables(torch.arange(TOKENS)[None])
+    data = blocks(recipe, role, GEOMETRY, x_NTC[:1], tables, range(1))
+    return data.x[:1], (data.rope[0][:1], data.rope[1][:1])
+
+
+def unfitted(recipe: Recipe) -> dict[str, Tensor]:
+    """What a recipe without fitted tensors stores of layer 0, and a part of what that decodes to."""
+    found: dict[str, Tensor] = {}
+    for codec, x_NTC in zip(build(recipe, GEOMETRY, {})[0], activations(0), strict=True):
+        x_1TC, rope = first_block(recipe, codec.role, x_NTC)
+        fields = codec.encode(x_1TC, Context(rope=rope))
+        found |= {f"{codec.role}.{name}": field.contiguous() for name, field in fields.items()}
+    return found | unfitted_decoded(recipe, found)
+
+
+def unfitted_decoded(recipe: Recipe, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What it decodes of that, of every sixteenth token."""
+    found = {}
+    for codec in build(recipe, GEOMETRY, {})[0]:
+        fields = {name: stored[f"{codec.role}.{name}"] for name in codec.fields(torch.float32)}
+        decoded = codec.decode(fields, Context(rope=first_block(recipe, codec.role, activations(0)[0])[1]))
+        found[f"{codec.role}.decoded"] = decoded[:, ::SHOWN].half().contiguous()
+    return found
+
+
 def fingerprint() -> Fingerprint:
     """The fingerprint of the model that there is none of."""
     weights = {
@@ -159,6 +207,12 @@ def main() -> int:
         save_file(expected, FOLDER / f"{name}.expected", metadata=None)
         artifact.save(made, path)
         print(f"{path.name}  {path.stat().st_size} bytes")
+    (FOLDER / "unfitted").mkdir(exist_ok=True)
+    for name in UNFITTED:
+        path = FOLDER / "unfitted" / f"{name}.expected"
+        if not path.exists():
+            save_file(unfitted(preset(name)), path, metadata=None)
+            print(f"{path.name}  {path.stat().st_size} bytes")
     return 0
 
 

@@ -129,6 +129,16 @@ def test_large_means_of_slow_channels(monkeypatch):
     assert off[1][0] < 5e-3 and off[1][1] < 0.02
 
 
+def test_splits_of_very_large_scores(monkeypatch):
+    """Means of ±300 make scores of blocks hundreds apart from the window's: no 2^score of them is a float32."""
+    pair = centred(FAMILIES["higgs-2-16"], True, False)
+    case = Case(*pair, heads=2, blocks=5, splits=3, batch=1, starts=(0,), slow=300.0)
+    with poisoned(monkeypatch):
+        out, level, wanted, levels = run(case)
+    assert float(levels.max()) > 200 and float(levels.min()) < 10
+    assert error(out, wanted) < 5e-3 and float((level.double() - levels).abs().max()) < 0.1
+
+
 REPRESENTATIVE = ["kivi-2", "rtn-3", "higgs-2-16", "lloyd-2", "polar"]
 
 

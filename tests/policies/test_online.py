@@ -203,6 +203,18 @@ def test_padding_and_sinks_have_no_part_in_the_fit(name):
     assert not codecs(waiting)
 
 
+@pytest.mark.parametrize("name", ["svdq-online-2bit", "polar-online"])
+def test_a_prompt_is_fitted_once_every_row_has_a_block_of_tokens(name):
+    """A block is due in a padded batch before its shortest row has come so far: nothing is fitted to a few tokens."""
+    x = tensors(120)
+    real = torch.arange(120) >= torch.tensor([0, 60])[:, None]
+    cache = make(short(name))
+    feed_in(cache, x, [70, 21], real_BT=real)  # the second row has 10, then 31
+    assert not codecs(cache) and all(store.due and not store.encoded for store in cache.layers.values())
+    feed_in(cache, x, [1], real_BT=real)
+    assert codecs(cache) and all(store.encoded for store in cache.layers.values())
+
+
 @pytest.mark.parametrize("name", ["squat-online-2bit", "svdq-online-2bit"])
 def test_a_forward_pass_that_fails_takes_its_fit_with_it(name):
     x, cache, other = tensors(200), make(short(name)), make(short(name))

@@ -15,6 +15,7 @@ from kvq_runtime.stages.rtn import Rtn
 WINDOWS = {name: recipe.policy("window") for name, recipe in RECIPES.items()}
 DYNAMIC = {name: RECIPES[name] for name, window in WINDOWS.items() if window and window.per == "cache"}
 every = pytest.mark.parametrize("recipe", DYNAMIC.values(), ids=DYNAMIC.keys())
+ANY = {name: RECIPES[name] for name, window in WINDOWS.items() if window}  # those of each layer by itself, too
 STEPS = [40] + [1] * 50 + [7, 1, 33, 1, 1, 64, 90, 1, 1]
 
 
@@ -188,7 +189,7 @@ def test_padded_slots_have_no_say(recipe):
     assert decisions(recipe, x, anything, nobody) == alone != found
 
 
-@every
+@pytest.mark.parametrize("recipe", ANY.values(), ids=ANY.keys())
 def test_an_undone_pass_decides_as_before(recipe):
     """A pass that stops midway, one that is refused for a bad number, one whose layers come one by one."""
     x, wrong = tensors(sum(STEPS)), tensors(sum(STEPS), seed=9)
@@ -204,6 +205,7 @@ def test_an_undone_pass_decides_as_before(recipe):
         feed(cache, x, start, stop, query=anything)
         feed(other, x, start, stop, query=anything)
         assert same(state(cache), state(other))
+        assert len(read(cache)) == len(x) and same(state(cache), state(other))  # reading decides nothing
     assert cache.reencoded == 0
 
 

@@ -11,7 +11,6 @@ from feeding import (
     Query,
     anything,
     attended,
-    feed,
     feed_in,
     make,
     newest,
@@ -116,23 +115,6 @@ def test_where_all_agree_it_is_a_fixed_window(query):
         feed_in(cache, x, [size], query=query)
         feed_in(other, x, [size])
         assert same(state(cache), state(other))
-
-
-def test_an_undone_pass_decides_as_before():
-    x, wrong = tensors(sum(STEPS)), tensors(sum(STEPS), seed=9)
-    cache, other = make(RECIPE), make(RECIPE)
-    for number, size in enumerate(STEPS):
-        start, stop = cache.length, cache.length + size
-        feed(cache, wrong, start, stop, layers=range(1 + number % 2), query=oldest)
-        broken = x.clone()
-        broken[2, 1, 0, stop - 1, 7] = torch.nan
-        with pytest.raises(ValueError, match="layer 2"):
-            feed(cache, broken, start, stop, query=oldest)
-        feed(cache, x, start, stop, query=anything)
-        feed(other, x, start, stop, query=anything)
-        assert same(state(cache), state(other))
-        assert len(read(cache)) == GEOMETRY.layers and same(state(cache), state(other))  # reading decides nothing
-    assert cache.reencoded == 0
 
 
 def test_a_crop_cuts_layers_with_blocks_of_their_own_numbers():

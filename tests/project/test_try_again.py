@@ -1,11 +1,15 @@
-"""Which failures of CI's tests may be tried again: few, of a named folder, in a run that ended as it should."""
+"""Which failures of CI's tests may be tried again: few, of a list of tests, in a run that ended as it should."""
 
+import ast
 import importlib.util
+import tomllib
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
-SCRIPT = Path(__file__).parents[2] / ".ci" / "try_again.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / ".ci" / "try_again.py"
 FLOW = "tests/calib/flow/test_automations.py::test_silence_is_told_and_a_success_is_no_silence"
 
 
@@ -36,7 +40,10 @@ def test_a_test_of_prefect_is_tried_again_without_its_group(script):
     [
         (log("tests/registry/test_faults.py::test_killed_at_any_moment[pull]"), "has no second try"),
         (log(FLOW, "tests/registry/test_publishers.py::test_eight"), "test_eight has no second try"),
-        (log(*(f"{FLOW}{n}" for n in range(3))), "3 tests failed"),
+        (log("tests/calib/flow/test_automations.py::test_the_dead_are_found_by_their_heartbeat"), "has no second try"),
+        (log(f"{FLOW}_twice"), "has no second try"),
+        (log(f"{FLOW}[$(id)]"), "has no second try"),
+        (log(*(f"{FLOW}[{n}]" for n in range(3))), "3 tests failed"),
         (log(FLOW, counts="1 failed, 4 passed"), "5 of 30 tests ran"),
         (log(code=3, counts="5 passed"), "exit code 3"),
         (log(FLOW, code=2), "exit code 2"),
@@ -49,3 +56,20 @@ def test_a_test_of_prefect_is_tried_again_without_its_group(script):
 def test_nothing_else_is(script, text, says):
     with pytest.raises(ValueError, match=says):
         script.tests_to_try(text)
+
+
+def test_what_is_listed_is_there_and_kills_nothing(script):
+    for name in script.STEADY_ALONE:
+        file, _, function = name.partition("::")
+        text = (ROOT / file).read_text()
+        found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == function]
+        assert len(found) == 1, name
+        body = ast.get_source_segment(text, found[0]) or ""
+        assert "kill" not in body and "Thread" not in body, name
+
+
+def test_a_worker_that_dies_or_a_test_that_hangs_ends_the_run_with_its_name():
+    """pytest-xdist would replace the worker and wait for ever: what the Makefile and pyproject.toml ask for instead."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert settings["faulthandler_exit_on_timeout"] and PATIENCE < settings["faulthandler_timeout"] <= 1800
+    assert "--max-worker-restart=0" in (ROOT / "Makefile").read_text()

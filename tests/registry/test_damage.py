@@ -70,6 +70,19 @@ EVENTS = {
         GOOD | {"kind": "promote", "alias": "production", "version": "9.0.0"},
         "contradicts.*no version",
     ),
+    **{
+        f"reason: {what}": (GOOD | {"kind": "yank", "version": "1.0.0", "reason": reason}, "use one line of 1 to 500")
+        for what, reason in {
+            "a number": 7,
+            "an object": {"x": 1},
+            "nothing": None,
+            "empty": "",
+            "blank": " ",
+            "two lines": "a\nb",
+            "long": "x" * 501,
+            "an escape": "\x1b[2J",
+        }.items()
+    },
     "local time": (GOOD | {"at": "yesterday", "kind": "yank", "version": "1.0.0", "reason": "x"}, "at 'yesterday'"),
 }
 

@@ -103,6 +103,18 @@ def test_a_lock_pins_what_the_reference_meant(store, tmp_path):
         resolve.resolve(NAME, lock=tmp_path / "none.lock")
 
 
+def test_a_registry_that_has_the_locked_bytes_under_another_number_is_refused(store, tmp_path):
+    """Who deploys 1.0.2 must not get what the registry calls 1.0.0, the same bytes or not."""
+    first = store.publish(NAME, tiny.data())
+    lock = tmp_path / "kvq.lock"
+    write_lock(lock, Lock(NAME, store.url, NAME, "1.0.2", first.sha256, first.size))
+    with pytest.raises(ArtifactError, match=f"{lock} pins version 1.0.2, but the registry has these bytes as 1.0.0"):
+        resolve.resolve(NAME, lock=lock)
+    copy = tmp_path / "kvq.safetensors"  # a file has no number
+    copy.write_bytes(tiny.data())
+    assert resolve.resolve(copy, lock=lock).sha256 == first.sha256
+
+
 LOCK = {"reference": NAME, "registry": "file:///x", "name": NAME, "version": "1.0.0", "sha256": "a" * 64, "size": 1}
 
 

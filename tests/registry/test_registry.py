@@ -262,3 +262,17 @@ def test_evaluations_are_records_that_never_change(store):
     with pytest.raises(ArtifactError, match="evaluation: sha256 is"):
         store.evaluations(record(store)["artifact"])
     assert [finding.path for finding in upkeep.examine(store) if finding.level == "fault"] == [str(path)]
+
+
+def test_an_evaluation_that_lies_with_another_artifact_is_refused(store):
+    """Its name is its own digest, and right; only the folder is not that of the artifact that was measured."""
+    three(store)
+    digest = store.add_evaluation(record(store))
+    other = store.state(NAME).versions["1.0.0"].sha256
+    path = store.root / "evaluations" / record(store)["artifact"] / f"{digest}.json"
+    moved = store.root / "evaluations" / other / path.name
+    moved.parent.mkdir()
+    path.rename(moved)
+    with pytest.raises(ArtifactError, match=f"{moved}: evaluation: is about .*, but stored with another artifact"):
+        store.evaluations(other)
+    assert str(moved) in [finding.path for finding in upkeep.examine(store) if finding.level == "fault"]

@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rope import Rotary, rotate
 from kvq_runtime.policies.heavy_hitters import HeavyHitters
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import OURS, Recipe, Window, presets
-from kvq_runtime.stages.low_rank import LowRank, LowRankSparse
-from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.store.layer import EXTRA
 
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
@@ -172,21 +169,6 @@ def same(one: list[dict[str, Tensor]], two: list[dict[str, Tensor]]) -> bool:
     return len(one) == len(two) and all(
         a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(one, two, strict=True)
     )
-
-
-def dropped(codec: Codec) -> float:
-    """The share of channels that a codec stores nothing of: on this white data, the error it cannot but have."""
-    if not isinstance(codec.scheme.quantize, Mixed):
-        return 0.0
-    return 1 - codec.scheme.quantize.stored(codec.geometry.width) / codec.geometry.width
-
-
-def paid(codec: Codec) -> float:
-    """Bits per element that buy precision: of this white data, no matrix of low rank is a part worth its bits."""
-    scheme = codec.scheme
-    if isinstance(scheme.correct, LowRank | LowRankSparse):
-        scheme = replace(scheme, correct=scheme.correct.sparse if isinstance(scheme.correct, LowRankSparse) else None)
-    return scheme.bits(codec.block, codec.geometry)
 
 
 def read(cache: BlockCache, scaling: float = 1.0) -> Pairs:

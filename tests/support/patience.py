@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE = 600  # seconds; on two quiet cores nothing takes more than sixty, and a test has 900
+PATIENCE = 600  # seconds; on two quiet cores nothing takes more than sixty, and a test has 1500
 
 
 def until(what, pause: float = 0.2):

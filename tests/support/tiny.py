@@ -36,6 +36,15 @@ def save(folder: Path, architecture: str = "qwen2", layers: int = 3, seed: int =
     return folder
 
 
+def with_text(folder: Path) -> Path:
+    """`tiny-model` in a folder: a llama of two layers, and a corpus for it."""
+    model = folder / "tiny-model"
+    model.mkdir()
+    save(model, "llama", layers=2)
+    text(model)
+    return model
+
+
 def text(folder: Path, characters: int = 20000, seed: int = 0) -> Path:
     """Write a corpus for that tokenizer: a Markov chain, so that there is something to predict."""
     generator = torch.Generator().manual_seed(seed)

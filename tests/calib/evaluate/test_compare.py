@@ -27,11 +27,7 @@ NAMES = ("higgs-2bit", "mean-higgs-2bit", "aqua-2bit", "exact")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny-model"
-    folder.mkdir()
-    tiny.save(folder, "llama", layers=2)
-    tiny.text(folder)
-    return folder
+    return tiny.with_text(tmp_path_factory.mktemp("model"))
 
 
 def run(model: Path, folder: Path, *more: str) -> int:

@@ -10,7 +10,9 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvq_calib.evaluate import full, gate, perplexity, record
+import kvq_calib
+import kvq_runtime
+from kvq_calib.evaluate import full, gate, ledger, perplexity, record
 from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
@@ -230,10 +232,10 @@ def test_what_chooses_tokens_has_no_full_encode(small, name, word):
         full.encoding_all(recipe, LENGTH)
 
 
-def evaluated(small, names, length=256, ledger=NOWHERE, **settings):
+def evaluated(small, names, length=256, kept=NOWHERE, **settings):
     batch = corpus.select(str(tiny.text(small.folder)), small.folder, 2, length, 0, "held-out")
     subjects = [find(name, small.files) for name in names]
-    return record.evaluate(small.files, batch, subjects, record.Protocol(**settings), ledger=ledger)
+    return record.evaluate(small.files, batch, subjects, record.Protocol(**settings), ledger=kept)
 
 
 def test_a_block_of_another_size_changes_nothing_in_a_full_encode(small):
@@ -253,13 +255,41 @@ def test_a_block_of_another_size_changes_nothing_in_a_full_encode(small):
 def test_what_was_kept_of_another_setting_or_protocol_is_not_taken(small, tmp_path):
     settings = [{"sinks": 0}, {"sinks": 4}, {"sinks": 4, "block": 32}, {"sinks": 4, "step": 256}]
     alone, kept = (
-        [evaluated(small, ["kivi-2bit"], recent=0, error_windows=0, ledger=ledger, **one)[0] for one in settings]
-        for ledger in (NOWHERE, Ledger(tmp_path))
+        [evaluated(small, ["kivi-2bit"], recent=0, error_windows=0, kept=folder, **one)[0] for one in settings]
+        for folder in (NOWHERE, Ledger(tmp_path))
     )
     assert alone == kept
     ways = {json.dumps(one["result"]["protocols"]["full"]) for one in alone}
     assert len(ways) == 2, "sinks change a full encode; block and step do not"
     assert "a step of 256" in alone[3]["result"]["protocols"]["in-use"]["reason"]
+
+
+def test_what_other_code_measured_is_not_taken(small, tmp_path, monkeypatch):
+    def run():
+        return evaluated(small, ["kivi-2bit"], error_windows=0, protocols=("full",), kept=Ledger(tmp_path))
+
+    def measured_again(*given):
+        raise InterruptedError
+
+    once = run()
+    monkeypatch.setattr(record.perplexity, "scores", measured_again)
+    assert run() == once
+    monkeypatch.setattr(record, "code", lambda: "of yesterday")
+    with pytest.raises(InterruptedError):
+        run()
+
+
+def test_code_is_every_source_of_both_packages(tmp_path, monkeypatch):
+    found = set()
+    for package in (kvq_runtime, kvq_calib):
+        root = tmp_path / package.__name__
+        (root / "room").mkdir(parents=True)
+        monkeypatch.setattr(package, "__path__", [str(root)])
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("room/b.py", "2"), ("room/c.py", "2"), ("data.json", "{}")):
+        for package in ("kvq_runtime", "kvq_calib"):
+            (tmp_path / package / name).write_text(text)
+            found.add(ledger.code.__wrapped__())
+    assert len(found) == 8  # of five changes of each package the last is none
 
 
 def test_another_block_than_the_fits_is_refused_where_the_fit_depends_on_it():

@@ -25,11 +25,7 @@ from kvq_runtime.registry import resolve as registry
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny-model"
-    folder.mkdir()
-    tiny.save(folder, "llama", layers=2)
-    tiny.text(folder)
-    return folder
+    return tiny.with_text(tmp_path_factory.mktemp("model"))
 
 
 def arguments(model: Path, run: Path, *more: str) -> list[str]:

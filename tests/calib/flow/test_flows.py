@@ -17,11 +17,7 @@ NAME = "tiny-model-aqua-2bit"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model") / "tiny-model"
-    folder.mkdir()
-    tiny.save(folder, "llama", layers=2)
-    tiny.text(folder)
-    return str(folder)
+    return str(tiny.with_text(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture

@@ -1,0 +1,35 @@
+"""How far a Gaussian is from what it is rounded to, by bits: what a quantizer is held to on random data."""
+
+import math
+
+import torch
+
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.stages.mixed import Mixed
+
+# the error of Lloyd's and Max's quantizers, relative to the deviation (Max, 1960, table I), 8 bits by Panter and Dite
+LLOYD_MAX = {0: 1.0, 1: 0.603, 2: 0.343, 3: 0.186, 4: 0.0975, 8: 0.0068}
+# times that: uniform steps from a group's least number to its largest; latent channels of unequal size; all others
+SLACK = {"rtn": 1.6, "rtn_clipped": 1.6, "separable": 1.6, "mixed": 1.35}
+OTHERS = 1.15
+
+
+def gaussian(bits: float) -> float:
+    """The relative error at a number of bits, of codes alone, between those of the table on a log scale."""
+    below = max(known for known in LLOYD_MAX if known <= bits)
+    above = min((known for known in LLOYD_MAX if known > bits), default=below)
+    share = (bits - below) / max(1, above - below)
+    return LLOYD_MAX[below] ** (1 - share) * LLOYD_MAX[above] ** share
+
+
+def most(codec: Codec) -> float:
+    """The largest error a codec may leave of what it rounds, relative to that; below 1, which zeros would leave."""
+    quantize, width = codec.scheme.quantize, codec.geometry.width
+    if isinstance(quantize, Mixed):
+        runs = quantize.runs(width)
+        left = width - sum(count for count, _ in runs)  # channels of which nothing is stored
+        expected = math.sqrt((sum(count * gaussian(bits) ** 2 for count, bits in runs) + left) / width)
+    else:
+        shape, _ = codec.fields(torch.bfloat16)["codes"]
+        expected = gaussian(8 * math.prod(shape) / (codec.block * width))
+    return min(0.99, SLACK.get(quantize.kind, OTHERS) * expected)
