@@ -143,7 +143,8 @@ class ModelFiles:
         """Refuse what cannot be captured faithfully; return the model itself."""
         if self.config.get("auto_map"):
             raise ValueError(f"{self.id} needs code from its own repository (auto_map); kvq runs no remote code")
-        found = (self.config.get("architectures") or [None])[0]
+        named = self.config.get("architectures")
+        found = named[0] if isinstance(named, list) and named else named
         if found not in ARCHITECTURES:
             raise ValueError(f"{self.id} has architecture {found}; supported are {', '.join(ARCHITECTURES)}")
         if self.config.get("quantization_config"):
@@ -194,6 +195,8 @@ def _check_sizes(files: ModelFiles) -> None:
 
 def _check_rope(files: ModelFiles) -> None:
     settings = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{files.id}: config.json has RoPE settings {settings!r:.60}; an object is needed")
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in rope.FIXED_TYPES:
         raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(rope.FIXED_TYPES)}: types whose "

@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from kvq_calib.model import files
+from kvq_calib.text import tokenizer
 
 TEXTS = {  # {what: (the file, what is said)}
     "brackets": ("[" * 200_000, "is no JSON of a model's settings"),
@@ -64,3 +65,24 @@ def test_sizes_that_have_a_default_may_be_missing(model, tmp_path):
     shutil.copytree(model, folder)
     (folder / "config.json").write_text(json.dumps(given | {"head_dim": None}))
     assert files.read(folder, "tiny").geometry.head_size == given["hidden_size"] // given["num_attention_heads"]
+
+
+OTHERS = {
+    "rope_parameters": ([1], "RoPE settings .*; an object is needed"),
+    "architectures": (5, "has architecture 5; supported are"),
+    "auto_map": ({"AutoConfig": "evil.Evil"}, "runs no remote code"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_settings_of_another_type_are_refused(name, model, tmp_path):
+    value, message = OTHERS[name]
+    given = json.loads((model / "config.json").read_text()) | {name: value}
+    refused(model, tmp_path / "hostile", json.dumps(given), message)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[" * 200_000, '{"model": {"type": "BPE"}}', "\udcff"])
+def test_a_tokenizer_that_is_none_is_refused(text, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="tokenizer.json is no tokenizer: .*; download the model again"):
+        tokenizer.Encoder(tmp_path)
