@@ -1,7 +1,7 @@
 """Whatever settings are put together: `Recipe.check` says in a sentence why not, or the recipe encodes and decodes.
 
 Recipes are drawn from all kinds of stages: half of their stages as some preset has them, the other half of settings
-that are allowed, at an end of what is allowed, or just beyond. KVQ_RECIPES is how many; by default a few hundred.
+that are allowed, at an end of what is allowed, or just beyond. KVQ_RECIPES is how many; by default two thousand, of which some hundred encode.
 """
 
 import os
@@ -21,7 +21,7 @@ from kvq_runtime.recipe import Recipe, presets
 from kvq_runtime.stages.kinds import kinds
 from kvq_runtime.stages.stage import SLOTS, Scheme, Stage
 
-COUNT = int(os.environ.get("KVQ_RECIPES", "400"))
+COUNT = int(os.environ.get("KVQ_RECIPES", "2000"))
 SHARDS = 4
 GEOMETRIES = [Geometry(2, 2, 32), Geometry(3, 1, 64), Geometry(2, 3, 16), Geometry(2, 2, 24), Geometry(1, 1, 8)]
 BLOCKS = (16, 32, 64, 5)
