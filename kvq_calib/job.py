@@ -223,6 +223,8 @@ def preflight(job: Job, work: Run) -> list[str]:
             "are free; leave it out with --no-eval, and measure the artifact later: kvq eval"
         )
     for target in job.targets:
+        for recipe in plan.recipes:
+            target.check_name(job.artifact_name(files, recipe.name))
         target.check_writable()
     return notes
 

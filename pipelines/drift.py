@@ -9,11 +9,13 @@ from prefect.states import Failed, State
 
 from kvq_calib.evaluate import drift as measure
 from kvq_calib.evaluate.gate import Bounds
+from kvq_calib.flow import token
 from kvq_runtime.registry.reference import PRODUCTION
 from pipelines import parameters as p
 
 DRIFTED = "Drifted"  # the name of the state, and so of the event prefect.flow-run.Drifted
-check = task(name="measure", cache_policy=NO_CACHE, persist_result=False)(measure.check)
+
+check = task(name="measure", cache_policy=NO_CACHE, persist_result=False)(token.publishing()(measure.check))
 
 
 @flow(name="drift", flow_run_name="{model}", persist_result=False)

@@ -3,8 +3,11 @@
     python -m pipelines.service up [--webhook URL]
     python -m pipelines.service down
 
-Database, logs and the record of what was started lie in $KVQ_HOME/flows. A process is known by its id and the moment it
-began, so that an id that the system has given away again is left alone.
+Database, logs and the record of what was started lie in $KVQ_HOME/flows, which its user alone can read. A process is
+known by its id and the moment it began, so that an id that the system has given away again is left alone.
+
+    auth        what every request to the server must know: made when it is started, given to worker and commands
+    hf-token    $HF_TOKEN, which the worker does not have: see kvq_calib/flow/token.py
 """
 
 import argparse
@@ -17,7 +20,9 @@ from pathlib import Path
 import psutil
 from filelock import FileLock
 
+from kvq_calib.flow import guard, token
 from kvq_calib.flow import server as flow_server
+from kvq_runtime.disk import files
 from kvq_runtime.registry.reference import home
 
 ROOT = Path(__file__).parents[1]
@@ -34,19 +39,25 @@ def up(port: int = PORT, file: Path = ROOT / "flows.yaml", webhook: str | None =
     folder = _folder()
     with FileLock(folder / "lock"):
         url = f"http://127.0.0.1:{port}/api"
-        environment = _environment(folder, url)
         if _running(folder / "server.json") is None:
             if _taken(port):
                 raise RuntimeError(f"port {port} is taken by another process; use another: --port, FLOWS_PORT=4300")
-            _start("server", ["server", "start", "--host", "127.0.0.1", "--port", str(port)], environment, folder)
+            _keep(folder / "auth", guard.new_secret())
+            _start("server", server_command(port), server_environment(folder, port), folder)
+        if not (folder / "auth").exists():
+            raise RuntimeError("the server that is running asks for no secret: make flows-down, then make flows-up")
         if not flow_server.wait(url, lambda: _running(folder / "server.json") is not None):
             raise RuntimeError(f"the server did not start: see {folder / 'server.log'}")
-        setup = [sys.executable, "-m", "pipelines.service", "deploy", "--file", str(file)]
-        given = setup + (["--webhook", webhook] if webhook else [])
+        if os.environ.get(token.VARIABLES[0]):
+            _keep(folder / "hf-token", os.environ[token.VARIABLES[0]])
+        environment = client_environment(folder, url)
+        setup = ["-m", "pipelines.service", "deploy", "--file", str(file)]
+        given = [sys.executable, *setup] + (["--webhook", webhook] if webhook else [])
         if subprocess.run(given, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL).returncode:
             raise RuntimeError("the deployment failed; what was started runs on: make flows-down stops it")
         if _running(folder / "worker.json") is None:
-            _start("worker", ["worker", "start", "--pool", "kvq-gpu", "--type", "process"], environment, folder)
+            worker = ["-m", "prefect", "worker", "start", "--pool", "kvq-gpu", "--type", "process"]
+            _start("worker", worker, environment, folder)
     return url
 
 
@@ -60,6 +71,8 @@ def down() -> list[str]:
                 _stop(process)
                 stopped.append(name)
             (folder / f"{name}.json").unlink(missing_ok=True)
+        for name in ("auth", "hf-token"):
+            (folder / name).unlink(missing_ok=True)
     for one in _started:
         one.poll()
     return stopped
@@ -88,11 +101,36 @@ def deploy(file: Path, webhook: str | None) -> int:
 def _folder() -> Path:
     folder = home() / "flows"
     folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
     return folder
 
 
+def _keep(path: Path, secret: str) -> None:
+    files.replace(path, secret.encode(), path.parent, mode=0o600)
+
+
+def server_command(port: int) -> list[str]:
+    """What Python runs as the server."""
+    idle = flow_server.QUIET["PREFECT_SERVER_API_KEEPALIVE_TIMEOUT"]
+    where = ["--host", "127.0.0.1", "--port", str(port), "--timeout-keep-alive", idle, "--log-level", "error"]
+    return ["-m", "uvicorn", "--factory", "kvq_calib.flow.guard:app", *where]
+
+
+def server_environment(folder: Path, port: int) -> dict[str, str]:
+    """The environment of the server, whose secret is in the folder; it has no token."""
+    own = guard.server_settings((folder / "auth").read_text(), port)
+    return _environment(folder, f"http://127.0.0.1:{port}/api") | own
+
+
+def client_environment(folder: Path, url: str) -> dict[str, str]:
+    """The environment of worker and commands: they know the secret, and where the token is that they do not have."""
+    own = {"PREFECT_API_AUTH_STRING": (folder / "auth").read_text(), token.FILE: str(folder / "hf-token")}
+    return _environment(folder, url) | own
+
+
 def _environment(folder: Path, url: str) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_API")}
+    dropped = ("PREFECT_API", "PREFECT_SERVER_API", *token.VARIABLES)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     own = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_API_URL": url, "KVQ_CHECKOUT": str(ROOT)}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return flow_server.QUIET | inherited | own
@@ -107,9 +145,9 @@ def _taken(port: int) -> bool:
 
 
 def _start(name: str, arguments: list[str], environment: dict[str, str], folder: Path) -> None:
-    """Start a command of Prefect apart from this terminal, and note which process it is."""
+    """Start Python apart from this terminal, and note which process it is."""
     with (folder / f"{name}.log").open("ab") as log:
-        command = [sys.executable, "-m", "prefect", *arguments]
+        command = [sys.executable, *arguments]
         process = subprocess.Popen(
             command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
@@ -155,7 +193,9 @@ def main() -> int:
             return deploy(args.file, args.webhook)
         if args.command == "up":
             url = up(args.port, args.file, args.webhook)
-            print(f"{url.removesuffix('/api')} shows the flows; logs in {_folder()}; make flows-down stops both")
+            page, folder = url.removesuffix("/api"), _folder()
+            print(f"{page} shows the flows to whoever knows what is in {folder / 'auth'}: the page asks for it once.")
+            print(f"Logs are in {folder}; make flows-down stops both.")
         else:
             print(f"stopped: {', '.join(down()) or 'nothing was running'}")
     except RuntimeError as error:

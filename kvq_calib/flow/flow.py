@@ -21,12 +21,12 @@ from prefect import flow, tags, task  # noqa: E402
 from prefect.cache_policies import NO_CACHE  # noqa: E402
 from prefect.client.schemas.objects import State  # noqa: E402
 from prefect.exceptions import FailedRun  # noqa: E402
-from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: E402
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings  # noqa: E402
 from prefect.states import Failed  # noqa: E402
 
 from kvq_calib import job  # noqa: E402
 from kvq_calib.evaluate.gate import Refused  # noqa: E402
-from kvq_calib.flow import display, reaper  # noqa: E402
+from kvq_calib.flow import display, reaper, token  # noqa: E402
 from kvq_calib.run import budget, checkpoint  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
 from kvq_calib.run.run import Listener, Run, silent  # noqa: E402
@@ -58,6 +58,7 @@ def _round(work: Run, number: int) -> Run | None:
     return next(islice(budget.rounds(work), number, None), None)
 
 
+@token.publishing()
 def _publish(asked: job.Job) -> list[job.Published]:
     """Publish what was fitted and evaluated. Neither is done a second time, nor is what was published before."""
     work = _work(asked)
@@ -71,7 +72,8 @@ def prepare(asked: job.Job, number: int) -> int | None:
     work = _round(_work(asked), number)
     if work is None:
         return None
-    job.preflight(asked, work)
+    with token.publishing():  # whether it may write is asked before the work, not after it
+        job.preflight(asked, work)
     job.begin(asked, work) if number == 0 else stages.start(work)
     return stages.first_unfinished(work)
 
@@ -147,14 +149,21 @@ def calibrated(asked: job.Job, timeout_seconds: float | None = None, work: Run |
     work = work or asked.prepare()
     parameters = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(asked).items()}
     timed = calibrate if timeout_seconds is None else calibrate.with_options(timeout_seconds=timeout_seconds)
-    server = nullcontext() if PREFECT_API_URL.value() else temporary_settings({PREFECT_API_URL: flow_server.address()})
-    with server, tags(_tag(work)), _sharing(asked, work):
+    with nullcontext() if PREFECT_API_URL.value() else own_server(), tags(_tag(work)), _sharing(asked, work):
         try:
             done = timed(parameters)
         except FailedRun:  # the gate's state without what we put into it: the server's, after an answer was lost
             raise Refused(_publish(asked)) from None
     assert not isinstance(done, State), "a failed state is raised"
     return list(done)
+
+
+@contextmanager
+def own_server() -> Iterator[str]:
+    """Use the server that this process starts for itself; yields its address."""
+    url = flow_server.address()
+    with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: flow_server.secret()}):
+        yield url
 
 
 def _tag(work: Run) -> str:

@@ -18,6 +18,8 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
+from kvq_calib.flow import guard
+
 STARTUP = 600  # seconds; the first start on a busy machine migrates an empty database in some 20
 GRACE = 5  # seconds in which a server may end by itself
 # no telemetry, no blocks that nobody uses, no word but errors, no bars in logs; and patience, in seconds, since what is
@@ -39,8 +41,14 @@ _running: list[tuple[subprocess.Popen[str], Path]] = []
 
 
 @cache
+def secret() -> str:
+    """What the clients of this process's server must know."""
+    return guard.new_secret()
+
+
+@cache
 def address() -> str:
-    """The API of this process's server, started when it is first asked for.
+    """The API of this process's server, started when it is first asked for; it asks for `secret`.
 
     Raises RuntimeError with what the server said if it does not start.
     """
@@ -51,6 +59,7 @@ def address() -> str:
             [sys.executable, "-m", "kvq_calib.flow.server", str(home)],
             env=inherited
             | QUIET
+            | guard.server_settings(secret())
             | {"PREFECT_HOME": str(home), "PREFECT_UI_ENABLED": "false", "PREFECT__SERVER_EPHEMERAL": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -115,7 +124,7 @@ def main(home: Path) -> None:
     idle = int(os.environ["PREFECT_SERVER_API_KEEPALIVE_TIMEOUT"])
     server = uvicorn.Server(
         uvicorn.Config(
-            "prefect.server.api.server:create_app",
+            "kvq_calib.flow.guard:app",
             factory=True,
             log_level="error",
             lifespan="on",

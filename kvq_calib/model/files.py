@@ -22,6 +22,18 @@ from kvq_runtime.ops import rope
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PIECE = 2**24  # bytes read from a file at a time
+CONFIG_LIMIT = 1 << 24  # bytes
+SIZES = {  # {setting: the most that any model has, with room}
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 14,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "vocab_size": 1 << 26,
+    "max_position_embeddings": 1 << 28,
+}
+OPTIONAL = ("num_key_value_heads", "head_dim")
 _WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -137,11 +149,13 @@ class ModelFiles:
         """Refuse what cannot be captured faithfully; return the model itself."""
         if self.config.get("auto_map"):
             raise ValueError(f"{self.id} needs code from its own repository (auto_map); kvq runs no remote code")
-        found = (self.config.get("architectures") or [None])[0]
+        named = self.config.get("architectures")
+        found = named[0] if isinstance(named, list) and named else named
         if found not in ARCHITECTURES:
             raise ValueError(f"{self.id} has architecture {found}; supported are {', '.join(ARCHITECTURES)}")
         if self.config.get("quantization_config"):
             raise ValueError(f"{self.id} has quantized weights; calibrate the 16-bit model it was made from")
+        _check_sizes(self)
         _check_rope(self)
         _check_windows(self)
         _check_weights(self)
@@ -162,11 +176,33 @@ def read(path: Path, id: str, revision: str | None = None) -> ModelFiles:
     config = path / "config.json"
     if not config.is_file():
         raise ValueError(f"{path} has no config.json; give the folder of a model in Hugging Face format")
-    return ModelFiles(path, id, revision, json.loads(config.read_text(encoding="utf-8"))).check()
+    if config.stat().st_size > CONFIG_LIMIT:
+        raise ValueError(f"{config} has more than {CONFIG_LIMIT} bytes; it is no model's config.json")
+    try:
+        stated = json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{config} is no JSON of a model's settings: {error}; download the model again") from None
+    if not isinstance(stated, dict):
+        raise ValueError(f"{config} holds {stated!r:.60}, not an object of settings; download the model again")
+    return ModelFiles(path, id, revision, stated).check()
+
+
+def _check_sizes(files: ModelFiles) -> None:
+    """Refuse numbers that are missing, or that no model has: loops and memory are as large as they say."""
+    for name, most in SIZES.items():
+        value = files.config.get(name)
+        if value is None and name in OPTIONAL:
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(
+                f"{files.id}: config.json has {name}={value!r:.60}; a whole number from 1 to {most} is needed"
+            )
 
 
 def _check_rope(files: ModelFiles) -> None:
     settings = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{files.id}: config.json has RoPE settings {settings!r:.60}; an object is needed")
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in rope.FIXED_TYPES:
         raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(rope.FIXED_TYPES)}: types whose "

@@ -43,7 +43,10 @@ class Encoder:
 def _load(folder: Path) -> tuple[Tokenizer, str]:
     file = folder / "tokenizer.json"
     if file.is_file():
-        return Tokenizer.from_file(str(file)), hashlib.sha256(file.read_bytes()).hexdigest()
+        try:
+            return Tokenizer.from_file(str(file)), hashlib.sha256(file.read_bytes()).hexdigest()
+        except Exception as error:  # what the library raises has no other class
+            raise ValueError(f"{file} is no tokenizer: {error}; download the model again") from None
     from transformers import AutoTokenizer  # converts other formats, which takes seconds
 
     try:

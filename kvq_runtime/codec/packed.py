@@ -15,6 +15,7 @@ elements of a group · Z = B · S · M
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -166,7 +167,7 @@ def _rotation(order: Tensor | None, back: Tensor | None) -> Tensor | None:
     if back is None and torch.equal(order, torch.arange(len(order))):
         return None
     back = torch.eye(len(order)) if back is None else back.float()
-    size = max(len(order), len(back))
+    size = math.lcm(len(order), len(back))  # both divide a token
     rows = (torch.arange(0, size, len(order))[:, None] + order).flatten().to(back.device)
     return torch.block_diag(*[back] * (size // len(back)))[rows]
 

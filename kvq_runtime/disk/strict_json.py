@@ -1,4 +1,4 @@
-"""Write canonical JSON, and read untrusted JSON: no duplicate keys, no NaN, bounded depth.
+"""Write canonical JSON, and read untrusted JSON: no duplicate keys, no NaN, bounded depth, time proportional to bytes.
 
 Canonical form: keys sorted, no spaces, ASCII only, floats as Python's `repr`. The same value gives the same bytes.
 """
@@ -6,12 +6,16 @@ Canonical form: keys sorted, no spaces, ASCII only, floats as Python's `repr`. T
 import json
 import math
 import re
+from hashlib import sha256
+from itertools import accumulate
 from typing import Any
 
 from kvq_runtime.errors import ArtifactError
 
 DEPTH = 16
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
+# Whatever follows a quote is consumed, closed or not: a pattern that fails there would be tried at every later quote.
+_NOT_BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[^"\[\]{}]++', re.DOTALL)
 
 
 def dumps(value: Any) -> str:
@@ -23,15 +27,12 @@ def loads(data: bytes | str, label: str, depth: int = DEPTH) -> Any:
     """Parse untrusted JSON.
 
     label    begins the message of every error
-    depth   levels of nesting that are allowed, checked before anything recurses into them
+    depth    levels of nesting that are allowed, checked before anything recurses into them
     Raises ArtifactError for text that is not UTF-8 or not JSON, deeper nesting, duplicate keys and infinite numbers.
     """
     try:
         text = data if isinstance(data, str) else data.decode()
-        level = deepest = 0
-        for bracket in re.findall(r"[\[\]{}]", _STRING.sub("", text)):
-            level += 1 if bracket in "[{" else -1
-            deepest = max(deepest, level)
+        deepest = max(accumulate(map(_STEPS.__getitem__, _NOT_BRACKETS.sub("", text))), default=0)
         if deepest > depth:
             raise ValueError(f"nested {deepest} levels deep; at most {depth} are allowed")
         return json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
@@ -40,10 +41,11 @@ def loads(data: bytes | str, label: str, depth: int = DEPTH) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r:.80} appears twice")
+    unique: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in unique:
+            raise ValueError(f"key {name!r:.80} appears twice")
+        unique[name] = value
     return unique
 
 
@@ -65,12 +67,20 @@ def keys(value: Any, names: set[str], label: str) -> dict[str, Any]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested objects as one object with dotted keys, {"a": {"b": 1}} → {"a.b": 1}; lists of objects by index."""
+    """Nested objects as one object with dotted keys, {"a": {"b": 1}} → {"a.b": 1}; lists of objects by index.
+
+    A key of more than 96 characters is shortened, else a long one would be copied for each thing below it.
+    """
     if isinstance(value, dict) and value:
         items = value.items()
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         items = enumerate(value)
     else:
         return {prefix: value}
-    parts = [flatten(item, f"{prefix}.{name}" if prefix else str(name)) for name, item in items]
+    names = ((_shortened(str(name)), item) for name, item in items)
+    parts = [flatten(item, f"{prefix}.{name}" if prefix else name) for name, item in names]
     return {name: item for part in parts for name, item in part.items()}
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 96 else f"{name[:64]}...{sha256(name.encode(errors='replace')).hexdigest()[:16]}"

@@ -13,7 +13,8 @@ An event is one JSON file, numbered from 1 without gaps:
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -182,9 +183,7 @@ class State:
 
     def get(self, version: str) -> Version:
         """A version by number; NotFound names the versions there are."""
-        if version not in self.versions:
-            raise NotFound(f"{self.name} has no version {version}; it has {', '.join(self.versions) or 'none'}")
-        return self.versions[version]
+        return _get(self.name, version, self.versions)
 
     def newest(self) -> Version | None:
         """The highest version that is not yanked."""
@@ -198,46 +197,91 @@ class State:
     def before(self, alias: str) -> str:
         """The target of a rollback: the last version the alias pointed to before its present one that is not yanked."""
         history = self.aliases.get(alias, ())
-        earlier = [v for v in history[:-1] if self.versions[v].yanked is None and v != history[-1]]
-        if not earlier:
-            raise NotFound(f"{self.name}@{alias} has no earlier version to go back to; promote a version instead")
-        return earlier[-1]
+        return history[_before(self.name, alias, history, self.versions)]
 
     def apply(self, event: Event) -> "State":
         """The state after one more event; raises Conflict or NotFound if it contradicts the events before it."""
-        change, versions, aliases = event.change, dict(self.versions), dict(self.aliases)
-        if isinstance(change, Publish):
-            if change.version in versions:
-                raise Conflict(f"{self.name} {change.version} is published with other bytes; a version never changes")
-            fields = asdict(change)
-            versions[change.version] = Version(**fields, at=event.at)
-        elif isinstance(change, Yank):
-            versions[change.version] = self._yanked(change)
-        elif isinstance(change, Promote):
-            if self.get(change.version).yanked is not None:
-                raise Conflict(f"{self.name} {change.version} is yanked ({self.versions[change.version].yanked})")
-            aliases[change.alias] = (*aliases.get(change.alias, ()), change.version)
-        else:
-            target = self.before(change.alias)
-            if change.version != target:
-                raise Conflict(f"{self.name}@{change.alias} goes back to {target}, not to {change.version}")
-            history = aliases[change.alias][:-1]
-            aliases[change.alias] = history[: len(history) - history[::-1].index(change.version)]
-        return replace(self, versions=versions, aliases=aliases, events=(*self.events, event))
+        fold = Fold(self)
+        fold.add(event)
+        return fold.state()
 
-    def _yanked(self, change: Yank) -> Version:
-        version = self.get(change.version)
-        pointing = ", ".join(alias for alias in self.aliases if self.at(alias) == change.version)
-        if pointing:
-            raise Conflict(f"{self.name} {change.version} is {pointing}; promote another version first, or roll back")
+
+class Fold:
+    """A state that events are added to, in time proportional to their number: nothing is copied for each of them."""
+
+    def __init__(self, state: State):
+        self._name, self._versions, self._events = state.name, dict(state.versions), list(state.events)
+        self._histories = {alias: list(history) for alias, history in state.aliases.items()}
+        self._pointing = Counter(history[-1] for history in self._histories.values())  # aliases at each version
+
+    def state(self) -> State:
+        """The state after the events so far."""
+        histories = {alias: tuple(history) for alias, history in self._histories.items()}
+        return State(self._name, dict(self._versions), histories, tuple(self._events))
+
+    def add(self, event: Event) -> None:
+        """Add an event; raises Conflict or NotFound, and adds nothing, if it contradicts the events before it."""
+        change = event.change
+        if isinstance(change, Publish):
+            self._publish(change, event.at)
+        elif isinstance(change, Yank):
+            self._yank(change)
+        elif isinstance(change, Promote):
+            self._promote(change)
+        else:
+            self._roll_back(change)
+        self._events.append(event)
+
+    def _publish(self, change: Publish, at: str) -> None:
+        if change.version in self._versions:
+            raise Conflict(f"{self._name} {change.version} is published with other bytes; a version never changes")
+        self._versions[change.version] = Version(change.version, change.sha256, change.size, change.files, at)
+
+    def _yank(self, change: Yank) -> None:
+        version = _get(self._name, change.version, self._versions)
+        if self._pointing[change.version]:
+            pointing = ", ".join(alias for alias, history in self._histories.items() if history[-1] == change.version)
+            raise Conflict(f"{self._name} {change.version} is {pointing}; promote another version first, or roll back")
         if version.yanked is not None:
-            raise Conflict(f"{self.name} {change.version} is yanked already ({version.yanked})")
-        return replace(version, yanked=change.reason)
+            raise Conflict(f"{self._name} {change.version} is yanked already ({version.yanked})")
+        self._versions[change.version] = replace(version, yanked=change.reason)
+
+    def _promote(self, change: Promote) -> None:
+        yanked = _get(self._name, change.version, self._versions).yanked
+        if yanked is not None:
+            raise Conflict(f"{self._name} {change.version} is yanked ({yanked})")
+        history = self._histories.setdefault(change.alias, [])
+        self._pointing.subtract(history[-1:])
+        history.append(change.version)
+        self._pointing[change.version] += 1
+
+    def _roll_back(self, change: Rollback) -> None:
+        history = self._histories.get(change.alias, [])
+        index = _before(self._name, change.alias, history, self._versions)
+        if change.version != history[index]:
+            raise Conflict(f"{self._name}@{change.alias} goes back to {history[index]}, not to {change.version}")
+        self._pointing.subtract(history[-1:])
+        del history[index + 1 :]
+        self._pointing[change.version] += 1
+
+
+def _get(name: str, version: str, versions: Mapping[str, Version]) -> Version:
+    if version not in versions:
+        raise NotFound(f"{name} has no version {version}; it has {', '.join(versions) or 'none'}")
+    return versions[version]
+
+
+def _before(name: str, alias: str, history: Sequence[str], versions: Mapping[str, Version]) -> int:
+    """Where in an alias' history the version stands that it would go back to; NotFound if it cannot."""
+    for index in reversed(range(len(history) - 1)):
+        if history[index] != history[-1] and versions[history[index]].yanked is None:
+            return index
+    raise NotFound(f"{name}@{alias} has no earlier version to go back to; promote a version instead")
 
 
 def fold(name: str, events: Iterable[Event]) -> State:
     """The state of a name after these events, in order."""
-    state = State(name)
+    made = Fold(State(name))
     for event in events:
-        state = state.apply(event)
-    return state
+        made.add(event)
+    return made.state()

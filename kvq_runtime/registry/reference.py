@@ -25,6 +25,8 @@ _ALIAS = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _ORG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_NOT_ON_A_HUB = re.compile(r"--|\.\.|[-.]$|\.git$|\.ipynb$")
+_SECRET = re.compile(r"(?<=//)[^/]*@|\bhf_[A-Za-z0-9]{8,}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -38,6 +40,15 @@ def check_name(name: str) -> str:
     if not is_name(name):
         raise ValueError(
             f"name {name!r:.120}; use 1 to 96 of a-z 0-9 . _ -, the first a letter or digit, not ending in {SUFFIX}"
+        )
+    return name
+
+
+def check_hub_name(name: str) -> str:
+    """The name of an artifact, if a Hub accepts it as the name of a repository, too; else a ValueError."""
+    if _NOT_ON_A_HUB.search(check_name(name)):
+        raise ValueError(
+            f"name {name!r}: a Hub refuses -- and .. in it, and - . .git .ipynb at its end; use another name"
         )
     return name
 
@@ -73,7 +84,9 @@ def check_file(file: str) -> str:
 def check_org(org: str) -> str:
     """The organization or user of a Hub, if it is valid; else a ValueError."""
     if not _ORG.fullmatch(org):
-        raise ValueError(f"organization {org!r:.120}; use 1 to 96 of A-Z a-z 0-9 . _ -, as in hf://my-org")
+        raise ValueError(
+            f"organization {without_secrets(org)!r:.120}; use 1 to 96 of A-Z a-z 0-9 . _ -, as in hf://my-org"
+        )
     return org
 
 
@@ -104,7 +117,9 @@ def parse(text: str | Path) -> Reference | Path:
         org, _, rest = text.removeprefix(HUB).partition("/")
         inner = parse(rest) if rest else None
         if not isinstance(inner, Reference) or inner.registry:
-            raise ValueError(f"reference {text!r:.160}; use hf://org/name, hf://org/name@1.2.0 or hf://org/name@alias")
+            raise ValueError(
+                f"reference {without_secrets(text)!r:.160}; use hf://org/name, hf://org/name@1.2.0 or hf://org/name@alias"
+            )
         return replace(inner, registry=f"{HUB}{check_org(org)}")
     if isinstance(text, Path) or text.endswith(SUFFIX):
         return Path(text)
@@ -158,6 +173,11 @@ def registry_url(url: str | Path | None = None) -> str:
     return str(url or os.environ.get("KVQ_REGISTRY") or (home() / "registry").absolute().as_uri())
 
 
+def without_secrets(text: str) -> str:
+    """An address as messages may quote it: without a user and password, or a token of the Hub, that stand in it."""
+    return _SECRET.sub("***", text)
+
+
 def hub_org(url: str) -> str | None:
     """The organization of an hf:// registry; None for another kind of address."""
     return check_org(url.removeprefix(HUB).rstrip("/")) if url.startswith(HUB) else None
@@ -170,4 +190,7 @@ def local_root(url: str) -> Path:
         return Path(unquote(parts.path))
     if "://" not in url:
         return Path(url).absolute()
-    raise ValueError(f"registry {url}; use file:///folder, with three slashes, a folder, or hf://org")
+    text = (
+        "use file:///folder, with three slashes, a folder, or hf://org; a token belongs in `hf auth login` or HF_TOKEN"
+    )
+    raise ValueError(f"registry {without_secrets(url)}; {text}")

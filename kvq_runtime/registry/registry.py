@@ -32,6 +32,10 @@ class Registry(ABC):
     def url(self) -> str:
         """Its address."""
 
+    def check_name(self, name: str) -> str:
+        """The name, if an artifact may have it here; else a ValueError."""
+        return reference.check_name(name)
+
     @abstractmethod
     def names(self) -> list[str]:
         """Every name with at least one event."""

@@ -220,7 +220,8 @@ def _check_pinned(resolved: Resolved, pinned: Lock, lock: str | Path | None) -> 
     if (resolved.sha256, resolved.size) != (pinned.sha256, pinned.size):
         raise ArtifactError(
             f"lock: {resolved.path} has sha256 {resolved.sha256}, {resolved.size} bytes; {lock} pins {pinned.name} "
-            f"{pinned.version}, sha256 {pinned.sha256}, {pinned.size} bytes"
+            f"{pinned.version}, sha256 {pinned.sha256}, {pinned.size} bytes. A pull that was interrupted leaves the "
+            f"new file beside the old lock: pull again with --lock {lock}, or the pinned version with --locked {lock}"
         )
     if resolved.version not in ("", pinned.version):
         raise ArtifactError(

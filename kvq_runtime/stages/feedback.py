@@ -78,7 +78,9 @@ class QueryOrthogonal(Feedback):
         if scheme.axis == "channel":
             return
         size, group = head // self.blocks, scheme.quantize.group_size(geometry.width, geometry)
-        if group is None or size % group:
+        if group is None:
+            raise ValueError(f"feedback needs channels that are rounded in groups, not {scheme.quantize.kind}; use rtn")
+        if size % group:
             raise ValueError(f"feedback: group={group} crosses blocks of {size} channels; use a divisor of {size}")
         turned = scheme.rotate.size(geometry.width, geometry) if scheme.rotate is not None else 1
         if head % turned:

@@ -69,7 +69,8 @@ class Nuq(Quantizer):
             stored = {name: end.half() for name, end in zip(("middle", "half"), ends(x_NRW), strict=True)}
         points = tensors["points"]
         boundaries = (points[1:] + points[:-1]) / 2
-        codes = torch.bucketize(normalized(x_NRW, *_ends(stored or tensors, self.scale)), boundaries)
+        u_NRW = normalized(x_NRW, *_ends(stored or tensors, self.scale))
+        codes = torch.bucketize(u_NRW.contiguous(), boundaries)
         return {"codes": pack.pack(codes, self.bits)} | stored
 
     def decode(

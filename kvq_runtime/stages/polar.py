@@ -162,4 +162,4 @@ class PolarFitted(Polar):
 def _radius_code(ratio: Tensor) -> Tensor:
     """The nearest of RADII, on the logarithmic scale."""
     between = (RADII * 2 ** (-1 / 32))[:-1].flip(0).to(ratio.device, torch.float32)
-    return (255 - torch.bucketize(ratio, between)).to(torch.uint8)
+    return (255 - torch.bucketize(ratio.contiguous(), between)).to(torch.uint8)

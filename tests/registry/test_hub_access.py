@@ -11,6 +11,7 @@ from huggingface_hub import constants
 
 from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import resolve
+from kvq_runtime.registry.hub import upkeep
 from kvq_runtime.registry.hub.registry import HubRegistry
 
 
@@ -70,6 +71,39 @@ def test_the_token_is_seen_by_the_hub_alone(hub, store, monkeypatch, tmp_path, c
     assert written and not any(TOKEN.encode() in path.read_bytes() for path in written)
     repo = hub.repos[REPO]
     assert not any(TOKEN.encode() in data for data in [*repo.blobs.values(), *hub.lfs.values()])
+
+
+ACTIONS = {  # {what is done: (the request that is refused, how)}
+    "list names": ("GET /api/models$", lambda store: store.names()),
+    "read": ("GET /api/models/org/", lambda store: store.current_state(NAME)),
+    "publish": ("POST .*/commit/", lambda store: store.publish(NAME, tiny.data(1))),
+    "upload": ("POST .*objects/batch", lambda store: store.publish(NAME, tiny.data(1))),
+    "promote": ("POST .*/commit/", lambda store: store.promote(NAME, "1.0.0")),
+    "add a record": ("POST .*/commit/", lambda store: store.add_record("evaluations", "0" * 64, b"{}", NAME)),
+    "collect garbage": ("GET .*/tree/", lambda store: upkeep.collect(store)),
+    "ask whose token it is": ("GET /api/whoami", lambda store: store.check_writable()),
+}
+
+
+@pytest.mark.parametrize("status, kind", [(403, PermissionError), (500, RuntimeError), (503, RuntimeError)])
+@pytest.mark.parametrize("pattern, action", ACTIONS.values(), ids=ACTIONS)
+def test_a_refusal_that_repeats_the_token_is_quoted_without_it(pattern, action, status, kind, hub, store, caplog):
+    caplog.set_level(logging.DEBUG, "kvq_runtime")
+    store.publish(NAME, tiny.data())
+    hub.faults.add(pattern, "status", times=1000, status=status)
+    with pytest.raises(kind) as error:
+        action(store)
+    told = "".join(traceback.format_exception(error.value))
+    assert "an injected fault, for Bearer <token>" in told  # the server's words are quoted, so it could have been there
+    assert TOKEN not in told and TOKEN not in caplog.text
+
+
+def test_a_tag_that_is_refused_is_told_without_the_token(hub, store):
+    hub.faults.add("POST .*/tag/", "status", times=1000, status=403)
+    with pytest.warns(UserWarning, match="v1.0.0 was not set") as told:
+        store.publish(NAME, tiny.data())
+    messages = " ".join(str(one.message) for one in told)
+    assert "Bearer <token>" in messages and TOKEN not in messages
 
 
 class Refusal(Exception):

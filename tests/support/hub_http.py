@@ -70,7 +70,8 @@ class Exchange(BaseHTTPRequestHandler):
         try:
             if self.fault and self.fault.kind == "status":
                 self._body()
-                raise Refused(self.fault.status, "an injected fault")
+                repeated = self.headers.get("Authorization", "")  # the worst a server can do with a token
+                raise Refused(self.fault.status, f"an injected fault, for {repeated}")
             self.query = parse_qs(parts.query)
             self._route(parts.path, self._body())
         except Refused as refused:

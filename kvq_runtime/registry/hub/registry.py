@@ -49,7 +49,11 @@ class HubRegistry(Registry):
 
     def repo(self, name: str) -> str:
         """The repository of a name."""
-        return f"{self.org}/{reference.check_name(name)}"
+        return f"{self.org}/{self.check_name(name)}"
+
+    def check_name(self, name: str) -> str:
+        """The name, if a Hub accepts it as the name of a repository; else a ValueError."""
+        return reference.check_hub_name(name)
 
     def names(self) -> list[str]:
         """Every name: models of the organization whose card has the tag kvq, as the Hub's search lists them now."""

@@ -66,17 +66,17 @@ class LocalRegistry(Registry):
 
     def state(self, name: str) -> State:
         """Versions, aliases and history of a name; empty if nothing was published under it."""
-        state, folder = State(name), self.events_folder(name)
+        fold, folder = events.Fold(State(name)), self.events_folder(name)
         # a listing may miss a new file, but every event before a listed one exists
         last = max((int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdecimal()), default=0)
         for number in range(1, last + 1):
             event = self.event(name, number)
             try:
-                state = state.apply(event)
+                fold.add(event)
             except ArtifactError as error:
                 path = folder / f"{number:08}.json"
                 raise ArtifactError(f"{path}: event: contradicts the events before it: {error}") from None
-        return state
+        return fold.state()
 
     def change(self, name: str, decide: Callable[[State], Change | None]) -> State:
         """Make one change: claim the next number, or decide again if another process took it."""

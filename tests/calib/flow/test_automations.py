@@ -3,6 +3,7 @@
 Their periods, 36 hours and 90 seconds, are shortened; all else is as it is deployed.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -27,14 +28,14 @@ def started(tmp_path_factory):
     from pipelines import service
 
     folder = tmp_path_factory.mktemp("flows")
+    (folder / "auth").write_text("kvq:secret")
     with free_port() as port, (folder / "server.log").open("w") as log:
-        url = f"http://127.0.0.1:{port}/api"
-        environment = service._environment(folder, url)
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+        url, environment = f"http://127.0.0.1:{port}/api", service.server_environment(folder, port)
+        command = [sys.executable, *service.server_command(port)]
         running = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             assert flow_server.wait(url, lambda: running.poll() is None), (folder / "server.log").read_text()
-            yield url, environment
+            yield url, service.client_environment(folder, url)
         finally:
             running.terminate()
             running.wait(PATIENCE)
@@ -53,7 +54,8 @@ def server(started):
 
     url, environment = started
     EventsWorker.drain_all(timeout=PATIENCE)
-    with flow.temporary_settings({flow.PREFECT_API_URL: url}):
+    secret = environment["PREFECT_API_AUTH_STRING"]
+    with flow.temporary_settings({flow.PREFECT_API_URL: url, flow.PREFECT_API_AUTH_STRING: secret}):
         yield environment
         EventsWorker.drain_all(timeout=PATIENCE)
 
@@ -63,6 +65,65 @@ def ends(name: str, state) -> None:
     from prefect import flow
 
     flow(name=name)(lambda: state)(return_state=True)
+
+
+POST = {"Content-Type": "text/plain"}  # what a page may send without asking first
+REFUSED = {  # {whose request: (its headers, the status)}
+    "a page": (POST | {"Origin": "https://evil.example"}, 401),
+    "a page that guesses": (POST | {"Origin": "https://evil.example", "Authorization": "Basic a3ZxOmE="}, 401),
+    "no page": ({}, 401),
+    "a name that was pointed here": ({"Host": "evil.example"}, 400),
+    "that name with the secret": ({"Host": "evil.example", "Authorization": "the secret"}, 400),
+}
+
+
+@pytest.mark.parametrize("headers, status", REFUSED.values(), ids=REFUSED)
+def test_who_does_not_know_the_secret_makes_nothing(headers, status, server):
+    """A flow is the first half of a deployment, and a deployment's steps run commands."""
+    from base64 import b64encode
+
+    import httpx
+
+    url, secret = server["PREFECT_API_URL"], server["PREFECT_API_AUTH_STRING"]
+    known = {"Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
+    given = {**headers, **(known if headers.get("Authorization") == "the secret" else {})}
+    with httpx.Client(trust_env=False) as client:
+        made = lambda: client.post(f"{url}/flows/filter", headers=known, json={}).json()  # noqa: E731
+        before = made()
+        answer = client.post(f"{url}/flows/", headers=given, content='{"name": "from-a-page"}')
+        assert answer.status_code == status and "access-control-allow-origin" not in answer.headers
+        assert client.post(f"{url}/flows/filter", headers=given, content="{}").status_code == status
+        assert made() == before
+        assert client.post(f"{url}/flows/", headers=known, json={"name": "ours"}).is_success
+
+
+@pytest.mark.parametrize("origin, allowed", [("https://evil.example", False), ("null", False), ("own", True)])
+def test_a_page_of_another_origin_may_not_ask_what_its_browser_would_ask_first(origin, allowed, server):
+    import httpx
+
+    url = server["PREFECT_API_URL"]
+    own = url.removesuffix("/api").replace("127.0.0.1", "localhost")
+    asked = {"Origin": own if origin == "own" else origin, "Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "authorization,content-type"
+    with httpx.Client(trust_env=False) as client:
+        answer = client.options(f"{url}/deployments/", headers=asked)
+    assert answer.is_success == allowed
+    assert answer.headers.get("access-control-allow-origin") == (own if allowed else None)
+
+
+def test_a_socket_is_closed_to_who_does_not_know_the_secret(server):
+    from prefect.events.clients import get_events_subscriber
+    from prefect.settings import temporary_settings
+
+    from kvq_calib.flow import flow
+
+    async def listen() -> None:
+        async with get_events_subscriber():
+            pass
+
+    asyncio.run(listen())
+    with temporary_settings({flow.PREFECT_API_AUTH_STRING: "kvq:wrong"}), pytest.raises(Exception, match="authenticat"):
+        asyncio.run(listen())
 
 
 def test_failed_gates_and_drift_are_told_and_nothing_else(server):

@@ -24,11 +24,10 @@ def model(tmp_path_factory) -> str:
 def server(request):
     """The Prefect server of this process, in use. Other tests use it too: a run has its test's name as a tag."""
     from kvq_calib.flow import flow
-    from kvq_calib.flow import server as flow_server
 
     assert flow.PREFECT_API_URL.value() is None
-    with flow.temporary_settings({flow.PREFECT_API_URL: flow_server.address()}), flow.tags(request.node.name):
-        yield flow_server.address()
+    with flow.own_server() as address, flow.tags(request.node.name):
+        yield address
 
 
 def small(model: str, **more) -> dict:

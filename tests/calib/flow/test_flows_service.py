@@ -18,6 +18,7 @@ from kvq_runtime.registry import resolve as registry
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 ROOT = Path(__file__).parents[3]
+CANARY = "hf_" + "canary" * 5
 
 
 @pytest.fixture
@@ -69,7 +70,8 @@ def test_a_scheduled_run_is_killed_resumed_completed_and_a_failed_gate_told(tmp_
     tiny.text(model)
     for name, value in {"PREFECT_WORKER_QUERY_SECONDS": "2", "PREFECT_WORKER_PREFETCH_SECONDS": "2"}.items():
         monkeypatch.setenv(name, value)
-    runs, started = tmp_path / "kvq-home" / "runs", []
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    runs, flows, started = tmp_path / "kvq-home" / "runs", tmp_path / "kvq-home" / "flows", []
     hold = tmp_path / "hold"
     hold.touch()
     (tmp_path / "sitecustomize.py").write_text(held(hold, "name.endswith('layer-0003')"))
@@ -77,9 +79,13 @@ def test_a_scheduled_run_is_killed_resumed_completed_and_a_failed_gate_told(tmp_
     try:
         with free_port() as port:
             url = service.up(port, deployments(model, tmp_path), address)
-        started = family(tmp_path / "kvq-home" / "flows")
+        started = family(flows)
         assert len(started) >= 2
-        with flow.temporary_settings({flow.PREFECT_API_URL: url}), get_client(sync_client=True) as client:
+        assert flows.stat().st_mode & 0o777 == 0o700
+        assert {(flows / name).stat().st_mode & 0o777 for name in ("auth", "hf-token")} == {0o600}
+        assert (flows / "hf-token").read_text() == CANARY
+        known = {flow.PREFECT_API_URL: url, flow.PREFECT_API_AUTH_STRING: (flows / "auth").read_text()}
+        with flow.temporary_settings(known), get_client(sync_client=True) as client:
             defined = {one.name: one for one in client.read_automations()}
             assert len(defined) == 4
             assert defined["kvq: no success for 36 hours"].trigger.within == timedelta(hours=36)
@@ -100,18 +106,21 @@ def test_a_scheduled_run_is_killed_resumed_completed_and_a_failed_gate_told(tmp_
             until(lambda: heard)
             (failed,) = states(client, "kvq-calibrate", "GateFailed")
             assert failed.state.message in heard[0] and "was not published. KL" in heard[0]
-            started += family(tmp_path / "kvq-home" / "flows")
+            started += family(flows)
     finally:
         stopped = service.down()
     assert stopped == ["worker", "server"]
     assert not [one for one in started if lives(one)]
+    assert not (flows / "auth").exists() and not (flows / "hf-token").exists()
     assert service.down() == []
 
 
 def family(folder: Path) -> list[psutil.Process]:
-    """What the service started, and their children."""
+    """What the service started, and their children; none of them has the token in its environment."""
     found = [psutil.Process(json.loads(record.read_text())["pid"]) for record in folder.glob("*.json")]
-    return found + [child for one in found for child in one.children(recursive=True)]
+    found += [child for one in found for child in one.children(recursive=True)]
+    assert not [one for one in found if CANARY in one.environ().values()]
+    return found
 
 
 def states(client, name: str, state: str):
@@ -125,6 +134,7 @@ def states(client, name: str, state: str):
 def kill_in_mid_run(client, runs: Path) -> UUID:
     """Kill the process of the nightly run when a few layers are done, and Prefect knows it; the run's id."""
     running, id = until(lambda: next(at_work(runs.parent), None))
+    assert CANARY not in running.environ().values()
     until(lambda: fitted(client).keys() >= {f"layer-{n}-0" for n in range(4)})
     running.kill()
     assert {path.name for path in runs.glob("*/layer-????")} == {f"layer-000{n}" for n in range(3)}

@@ -1,0 +1,88 @@
+"""A model's config.json that is damaged, or made to harm, is refused in a sentence that names it, and at once."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+
+from kvq_calib.model import files
+from kvq_calib.text import tokenizer
+
+TEXTS = {  # {what: (the file, what is said)}
+    "brackets": ("[" * 200_000, "is no JSON of a model's settings"),
+    "objects": ('{"a":' * 200_000, "is no JSON of a model's settings"),
+    "nothing": ("", "is no JSON of a model's settings"),
+    "a list": ("[]", "holds \\[\\], not an object"),
+    "null": ("null", "holds None, not an object"),
+    "no text": ("\udcff", "is no JSON of a model's settings"),
+    "a digit more": ("1" * 5000, "is no JSON of a model's settings"),
+    "spaces": (" " * (files.CONFIG_LIMIT + 1), "has more than 16777216 bytes"),
+}
+CHANGES = [(name, value) for name in files.SIZES for value in (0, -1, 10**12, "2", 2.0, True, [1])]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    folder.mkdir()
+    tiny.save(folder, "llama", layers=2)
+    return folder
+
+
+def refused(model: Path, folder: Path, text: str, message: str) -> None:
+    shutil.copytree(model, folder)
+    (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    begun = time.thread_time()
+    with pytest.raises(ValueError, match=message):
+        files.read(folder, "tiny")
+    assert time.thread_time() - begun < 2
+
+
+@pytest.mark.parametrize("text, message", TEXTS.values(), ids=TEXTS)
+def test_what_is_no_object_of_settings_is_refused(text, message, model, tmp_path):
+    refused(model, tmp_path / "hostile", text, message)
+
+
+@pytest.mark.parametrize("name, value", CHANGES, ids=[f"{name}={value}" for name, value in CHANGES])
+def test_a_size_that_no_model_has_is_refused(name, value, model, tmp_path):
+    given = json.loads((model / "config.json").read_text()) | {name: value}
+    refused(model, tmp_path / "hostile", json.dumps(given), f"tiny: config.json has {name}=.*a whole number from 1 to")
+
+
+@pytest.mark.parametrize("name", sorted(set(files.SIZES) - set(files.OPTIONAL)))
+def test_a_size_that_is_missing_is_named(name, model, tmp_path):
+    given = json.loads((model / "config.json").read_text())
+    del given[name]
+    refused(model, tmp_path / "hostile", json.dumps(given), f"tiny: config.json has {name}=None")
+
+
+def test_sizes_that_have_a_default_may_be_missing(model, tmp_path):
+    given = json.loads((model / "config.json").read_text())
+    folder = tmp_path / "bare"
+    shutil.copytree(model, folder)
+    (folder / "config.json").write_text(json.dumps(given | {"head_dim": None}))
+    assert files.read(folder, "tiny").geometry.head_size == given["hidden_size"] // given["num_attention_heads"]
+
+
+OTHERS = {
+    "rope_parameters": ([1], "RoPE settings .*; an object is needed"),
+    "architectures": (5, "has architecture 5; supported are"),
+    "auto_map": ({"AutoConfig": "evil.Evil"}, "runs no remote code"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_settings_of_another_type_are_refused(name, model, tmp_path):
+    value, message = OTHERS[name]
+    given = json.loads((model / "config.json").read_text()) | {name: value}
+    refused(model, tmp_path / "hostile", json.dumps(given), message)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[" * 200_000, '{"model": {"type": "BPE"}}', "\udcff"])
+def test_a_tokenizer_that_is_none_is_refused(text, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="tokenizer.json is no tokenizer: .*; download the model again"):
+        tokenizer.Encoder(tmp_path)
