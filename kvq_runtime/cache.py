@@ -11,6 +11,7 @@ Knows nothing of transformers: see `hf/`. Tensors are [B, T, C], all heads side 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,18 @@ class BlockCache:
         self.reencoded = 0
         self.step: Step | None = None  # the forward pass under way
         self._tried = False  # whether it is undone when it has ended
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is held between two forward passes; one that stopped midway is undone."""
+        self.settle()
+        self.decoder.clear()
+        self.positions.forget_factors()
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for layer, store in self.layers.items():
+            store.index = self.fused.index(layer, self.codecs[layer], store.buffer_2BTC[0])
 
     # ---- one layer of one forward pass -------------------------------------------------------------------------
 
