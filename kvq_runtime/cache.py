@@ -226,6 +226,13 @@ class BlockCache:
         if width != self.geometry.width:
             raise ValueError(f"keys of width {width}; the cache was made for {self.geometry}")
         store = self.layers.get(layer)
+        if store is None and self.layers:
+            first, held = next(iter(self.layers.items()))
+            if held.buffer_2BTC.device != k_BTC.device:
+                raise ValueError(
+                    f"layer {layer} is on {k_BTC.device}, layer {first} on {held.buffer_2BTC.device}; kvq needs all "
+                    "layers on one device"
+                )
         if store is not None and batch != store.rows:
             raise ValueError(f"{batch} rows; the cache holds {store.rows}: reset() it, or make one for each batch")
         if step is None and count:

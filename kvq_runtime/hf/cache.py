@@ -106,6 +106,11 @@ class KVQCache(Cache):
 
         allow_other_weights  accept another model's weights, of the same shape and RoPE
         """
+        if not isinstance(artifact, Artifact):
+            raise TypeError(
+                f"artifact is of type {type(artifact).__name__}; give what load_artifact returns, or its name to "
+                "from_pretrained"
+            )
         fingerprint.check_match(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
         return cls(artifact.recipe, model, artifact.tensors)
 
@@ -189,10 +194,12 @@ class KVQCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens of every row; the number is negative, as transformers passes it.
 
-        Raises ValueError for a positive number, RuntimeError where tokens that would be needed have been evicted (H2O).
+        Raises ValueError for a positive number, RuntimeError where tokens that would be needed have been evicted (H2O),
+        or layers have a recurrent state.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}); pass the tokens to drop as a negative number")
+        self._whole("crop", tokens_to_remove)
         if tokens_to_remove < 0 and self.blocks.layers:
             self.blocks.crop(max(0, self.blocks.length + tokens_to_remove))
         self._each("crop", tokens_to_remove)
@@ -204,6 +211,7 @@ class KVQCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row so many times, copies side by side."""
+        self._whole("batch_repeat_interleave", repeats)
         if self.blocks.layers:
             rows = torch.arange(self.blocks.rows)
             self.blocks.reorder(rows.repeat_interleave(repeats))
@@ -211,6 +219,7 @@ class KVQCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, int64, in this order."""
+        self._whole("batch_select_indices", indices.tolist())
         self.blocks.reorder(indices)
         self._each("batch_select_indices", indices)
 
@@ -226,10 +235,21 @@ class KVQCache(Cache):
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
+    def _whole(self, method: str, given: Any) -> None:
+        """Refuse what transformers' recurrent layers do not do."""
+        if self._recurrent and given:
+            raise RuntimeError(
+                f"{method}({given}): this model has recurrent layers, whose state cannot be taken apart; reset() the "
+                "cache, and begin again"
+            )
+
     def _each(self, method: str, *args) -> None:
         """Call transformers' own layers (sliding windows, say), which keep their own tensors."""
         for layer in self.layers:
-            if not isinstance(layer, KVQLayer) and getattr(layer, "is_initialized", False):
+            filled = getattr(layer, "is_initialized", False)
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                filled = method in ("reset", "reorder_cache")  # `_whole` has refused the others
+            if filled and not isinstance(layer, KVQLayer):
                 getattr(layer, method)(*args)
 
 
