@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,6 +91,18 @@ class BlockCache:
         self.reencoded = 0
         self.step: Step | None = None  # the forward pass under way
         self._tried = False  # whether it is undone when it has ended
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is held between two forward passes; one that stopped midway is undone."""
+        self.settle()
+        self.decoder.clear()
+        self.positions.forget_factors()
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for layer, store in self.layers.items():
+            store.index = self.fused.index(layer, self.codecs[layer], store.buffer_2BTC[0])
 
     # ---- one layer of one forward pass -------------------------------------------------------------------------
 
@@ -226,6 +239,13 @@ class BlockCache:
         if width != self.geometry.width:
             raise ValueError(f"keys of width {width}; the cache was made for {self.geometry}")
         store = self.layers.get(layer)
+        if store is None and self.layers:
+            first, held = next(iter(self.layers.items()))
+            if held.buffer_2BTC.device != k_BTC.device:
+                raise ValueError(
+                    f"layer {layer} is on {k_BTC.device}, layer {first} on {held.buffer_2BTC.device}; kvq needs all "
+                    "layers on one device"
+                )
         if store is not None and batch != store.rows:
             raise ValueError(f"{batch} rows; the cache holds {store.rows}: reset() it, or make one for each batch")
         if step is None and count:

@@ -73,8 +73,8 @@ class FullCache(CountedCache):
         super().__init__(encoding_all(recipe, length), model, tensors)
         self.inner = "kvq"  # so that a layer takes keys and values in, and leaves it to `attend` to read them
 
-    def begin(self, attention_mask: Tensor | None) -> None:
-        super().begin(attention_mask)
+    def _begin(self, attention_mask: Tensor | None) -> None:
+        super()._begin(attention_mask)
         if self.blocks.length:
             raise RuntimeError("a full encode is one forward pass; make a cache for each")
 

@@ -101,14 +101,14 @@ class CountedCache(KVQCache):
         self._encoded: dict[int, int] = {}
         self._evicted = 0
 
-    def begin(self, attention_mask: Tensor | None) -> None:
+    def _begin(self, attention_mask: Tensor | None) -> None:
         """Note what is encoded before the pass: a pass encodes after it has read."""
-        super().begin(attention_mask)
+        super()._begin(attention_mask)
         self._encoded = {layer: store.encoded for layer, store in self.blocks.layers.items()}
         self._evicted = self.blocks.positions.dropped
 
-    def announce(self, positions_BT, cos_sin, rotary, attention: str | None) -> None:
-        super().announce(positions_BT, cos_sin, rotary, self.inner if attention == NAME else attention)
+    def _announce(self, positions_BT, cos_sin, rotary, attention: str | None) -> None:
+        super()._announce(positions_BT, cos_sin, rotary, self.inner if attention == NAME else attention)
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
                **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip

@@ -114,6 +114,10 @@ class Fused(Path):
         self._readers: dict[int, list[Any]] = {}  # by layer, of keys and of values
         self._rope: Any = None
 
+    def __reduce__(self):
+        """Copied and pickled without what is on the device: a cache has each layer's index made again."""
+        return Fused, (self.recipe, self.geometry, self.positions, self.max_tokens)
+
     @staticmethod
     def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
         return refusal(recipe, geometry, layer)
@@ -213,7 +217,8 @@ class Fused(Path):
         if index.sinks_2BSC.shape == store.sinks_2BSC.shape:
             index.sinks_2BSC.copy_(store.sinks_2BSC)
         else:
-            index.sinks_2BSC = store.sinks_2BSC.clone(memory_format=torch.contiguous_format)
+            with torch.inference_mode(False):
+                index.sinks_2BSC = store.sinks_2BSC.clone(memory_format=torch.contiguous_format)
         index.stale = False
 
     def bytes(self) -> dict[str, int]:
@@ -244,7 +249,13 @@ class Fused(Path):
         blocks, rotary = len(index.tables[0]) * SLAB + 1, self.positions.require()
         if self._rope is None or len(self._rope.bases_N2K) < blocks:
             frequencies_K = rotary.frequencies_K.to(index.counts.device)
-            self._rope = _kernels().RopeTables.of(
-                frequencies_K, rotary.scaling, store.window.block, blocks, self.padding.starts_B, self.recipe.position
-            )
+            with torch.inference_mode(False):
+                self._rope = _kernels().RopeTables.of(
+                    frequencies_K,
+                    rotary.scaling,
+                    store.window.block,
+                    blocks,
+                    self.padding.starts_B,
+                    self.recipe.position,
+                )
         return self._rope

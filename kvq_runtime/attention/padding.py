@@ -27,7 +27,8 @@ class LeftPadding:
         self._length = length
         if length == last or (length == last + 1 and count == 1 and not self.positions.told):
             return False
-        starts_B, self.real, self.counted = self.positions.starts(batch, device)
+        with torch.inference_mode(False):
+            starts_B, self.real, self.counted = self.positions.starts(batch, device)
         if len(self.starts_B) != batch:
             self.starts_B = starts_B
         else:

@@ -80,6 +80,17 @@ class Codec:
     def __deepcopy__(self, memo: Any) -> "Codec":
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings and fitted tensors; what is made of them, and shared with other codecs, is made again."""
+        made = ("_own", "_rotation", "back", "_forward", "packed_reader", "device")
+        kept = {name: value for name, value in self.__dict__.items() if name not in made}
+        return kept | {"place": torch.empty(0, device=self.device)}  # a tensor, which torch.load may map elsewhere
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        place = state.pop("place")
+        self.__dict__.update(state)
+        self._hold(self.tensors, place.device)
+
     def _hold(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.device = device
         self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}

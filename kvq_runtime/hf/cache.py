@@ -4,24 +4,20 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.hf.layer import KVQLayer
-from kvq_runtime.hf.model import attention_modules, fingerprint_of, geometry_of, rotary_of
-from kvq_runtime.ops import rope
+from kvq_runtime.hf.layer import KVQLayer, Pass
+from kvq_runtime.hf.model import attention_modules, check_model, check_rope, fingerprint_of, geometry_of, rotary_of
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.memory import MemoryReport, human
-
-_hooked: WeakSet[nn.Module] = WeakSet()
 
 
 class KVQCache(Cache):
@@ -34,8 +30,15 @@ class KVQCache(Cache):
     Make one with `from_pretrained`, `from_recipe` or `from_artifact`; `reset` it for the next request, or make another.
     Importing the class registers "kvq" for `attn_implementation` and `model.set_attn_implementation`. Layers that do
     not attend to all tokens (sliding windows) are held by transformers' own 16-bit layers. Raises ValueError for a
-    recipe that the model's shape or RoPE does not allow, and RuntimeError if a forward pass lacks what the recipe
-    needs; a pass that fails is undone.
+    recipe that the model's shape or RoPE does not allow, and for a model that kvq does not take (docs/models.md),
+    TypeError for what is no recipe or no model, and RuntimeError if a forward pass lacks what the recipe needs; a pass
+    that fails is undone.
+
+    Exact tokens are in the dtype of the model's values: under autocast, in autocast's. A cache can be copied and
+    pickled between two forward passes, and goes on as the original would, with the same model or a copy of it.
+
+    Making one puts two forward pre-hooks on the model, once, which do nothing unless a KVQCache is passed; the model
+    can be pickled and copied with them. `KVQCache.unhook(model)` takes them off.
     """
 
     def __init__(self, recipe: Recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None):
@@ -45,6 +48,9 @@ class KVQCache(Cache):
         model     the loaded model that the cache is for
         tensors   of an artifact, by name, if the recipe is fitted
         """
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"recipe is of type {type(recipe).__name__}; give a Recipe, or its name to from_recipe")
+        check_model(model)
         config = model.config.get_text_config(decoder=True)
         geometry = geometry_of(model)
         stock = DynamicCache(config=config).layers
@@ -58,20 +64,21 @@ class KVQCache(Cache):
                 f"{recipe.name} predicts each layer from the one below, but layers {other} do not attend to all "
                 "tokens; use a recipe without prediction (kvq recipes lists them)"
             )
-        kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        if kind in rope.VARYING_TYPES and "positions" in recipe.needs:
-            raise ValueError(
-                f"{recipe.name} undoes RoPE, but rope_type={kind} changes with length; use a post-RoPE recipe"
-            )
-        layers = [layer if index in other else KVQLayer(self.blocks, index) for index, layer in enumerate(stock)]
+        modules = attention_modules(model, sorted(self.blocks.held))
+        if "positions" in recipe.needs:
+            check_rope(model, modules, recipe.name)
+        self._pass = Pass()
+        layers = [
+            layer if index in other else KVQLayer(self.blocks, index, self._pass) for index, layer in enumerate(stock)
+        ]
         super().__init__(layers=layers)  # type: ignore[arg-type]
         self._stock = [layer for layer in layers if isinstance(layer, DynamicLayer)]
-        self._ours = [layer for layer in layers if isinstance(layer, KVQLayer)]
+        self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         self.artifact: Artifact | None = None  # which the cache was made of
         self._mask: Tensor | None = None
         self._announced = True
         self._warned = False
-        _hook(model, min(self.blocks.held))
+        _hook(model, modules[0])
 
     @classmethod
     def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel) -> "KVQCache":
@@ -122,6 +129,11 @@ class KVQCache(Cache):
 
         allow_other_weights  accept another model's weights, of the same shape and RoPE
         """
+        if not isinstance(artifact, Artifact):
+            raise TypeError(
+                f"artifact is of type {type(artifact).__name__}; give what load_artifact returns, or its name to "
+                "from_pretrained"
+            )
         fingerprint.check_match(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
         cache = cls(artifact.recipe, model, artifact.tensors)
         cache.artifact = artifact
@@ -156,7 +168,15 @@ class KVQCache(Cache):
         return self.blocks.memory_report()
 
     def _begin(self, attention_mask: Tensor | None) -> None:
-        """Start a forward pass: undo one that stopped midway, and keep the padding mask for `_announce`."""
+        """Start a forward pass: undo one that stopped midway, and keep the padding mask for `_announce`.
+
+        Raises RuntimeError where that cannot be undone: of layers with a recurrent state.
+        """
+        if self._recurrent and (self.blocks.step is not None or not self._announced):
+            raise RuntimeError(
+                "a forward pass stopped midway, and has changed the state of recurrent layers, which cannot be had "
+                "back: reset() the cache, and begin again with the whole text"
+            )
         self.blocks.settle()
         if self._stock:
             shortest = min([self.blocks.length, *(layer.get_seq_length() for layer in self._stock)])
@@ -191,8 +211,7 @@ class KVQCache(Cache):
                 'hand out: all tokens are read; call model.set_attn_implementation("kvq")',
                 stacklevel=2,
             )
-        for layer in self._ours:
-            layer.attended = attention == "kvq"
+        self._pass.announced = attention == "kvq"
         mask, self._mask, real = self._mask, None, None
         if mask is not None and mask.ndim == 2 and positions_BT is not None:
             real = mask[:, -positions_BT.shape[-1] :].bool()
@@ -203,16 +222,19 @@ class KVQCache(Cache):
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
+        self._announced = True
         self.blocks.reset()
         self._each("reset")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens of every row; the number is negative, as transformers passes it.
 
-        Raises ValueError for a positive number, RuntimeError where tokens that would be needed have been evicted (H2O).
+        Raises ValueError for a positive number, RuntimeError where tokens that would be needed have been evicted (H2O),
+        or layers have a recurrent state.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}); pass the tokens to drop as a negative number")
+        self._whole("crop", tokens_to_remove)
         if tokens_to_remove < 0 and self.blocks.layers:
             self.blocks.crop(max(0, self.blocks.length + tokens_to_remove))
         self._each("crop", tokens_to_remove)
@@ -224,6 +246,7 @@ class KVQCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row so many times, copies side by side."""
+        self._whole("batch_repeat_interleave", repeats)
         if self.blocks.layers:
             rows = torch.arange(self.blocks.rows)
             self.blocks.reorder(rows.repeat_interleave(repeats))
@@ -231,34 +254,68 @@ class KVQCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, int64, in this order."""
+        self._whole("batch_select_indices", indices.tolist())
         self.blocks.reorder(indices)
         self._each("batch_select_indices", indices)
+
+    @staticmethod
+    def unhook(model: PreTrainedModel) -> None:
+        """Take kvq's hooks off a model, as if no cache had been made of it; the next cache puts them on again.
+
+        Caches of this model that are still in use are not told of padding and positions any more.
+        """
+        for module in model.modules():
+            hooks = module._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if hook is _begin or isinstance(hook, _Announce)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    def _whole(self, method: str, given: Any) -> None:
+        """Refuse what transformers' recurrent layers do not do."""
+        if self._recurrent and given:
+            raise RuntimeError(
+                f"{method}({given}): this model has recurrent layers, whose state cannot be taken apart; reset() the "
+                "cache, and begin again"
+            )
 
     def _each(self, method: str, *args) -> None:
         """Call transformers' own layers (sliding windows, say), which keep their own tensors."""
         for layer in self.layers:
-            if not isinstance(layer, KVQLayer) and getattr(layer, "is_initialized", False):
+            filled = getattr(layer, "is_initialized", False)
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                filled = method in ("reset", "reorder_cache")  # `_whole` has refused the others
+            if filled and not isinstance(layer, KVQLayer):
                 getattr(layer, method)(*args)
 
 
-def _hook(model: PreTrainedModel, first: int) -> None:
+def _hook(model: PreTrainedModel, first: nn.Module) -> None:
     """Put the pre-hooks on a model, once: on its decoder, and on the attention of the first layer a cache holds."""
     decoder = model.get_decoder()
-    if decoder in _hooked:
-        return
-    _hooked.add(decoder)
+    if _begin not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_begin, with_kwargs=True)
+        first.register_forward_pre_hook(_Announce(decoder), with_kwargs=True)
 
-    def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if isinstance(kwargs.get("past_key_values"), KVQCache):
-            kwargs["past_key_values"]._begin(kwargs.get("attention_mask"))
 
-    def announce(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+# A model is pickled and copied with its hooks: they are a function of this module, and an object that goes with it.
+
+
+def _begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Tell the cache that the decoder begins."""
+    if isinstance(kwargs.get("past_key_values"), KVQCache):
+        kwargs["past_key_values"]._begin(kwargs.get("attention_mask"))
+
+
+class _Announce:
+    """Tell the cache what the first attention module is called with."""
+
+    def __init__(self, decoder: nn.Module):
+        self.decoder = decoder
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, KVQCache):
-            rotary, used = getattr(decoder, "rotary_emb", None), getattr(module, "config", decoder.config)
+            rotary = getattr(self.decoder, "rotary_emb", None)
+            config: Any = getattr(module, "config", self.decoder.config)
             cache._announce(
-                kwargs.get("position_ids"), kwargs.get("position_embeddings"), rotary, used._attn_implementation
+                kwargs.get("position_ids"), kwargs.get("position_embeddings"), rotary, config._attn_implementation
             )
-
-    decoder.register_forward_pre_hook(begin, with_kwargs=True)
-    attention_modules(model)[first].register_forward_pre_hook(announce, with_kwargs=True)

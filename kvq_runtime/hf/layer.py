@@ -2,10 +2,31 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvq_runtime.cache import BlockCache
+
+
+@dataclass
+class Pass:
+    """How the layers of one forward pass are read.
+
+    announced   whether the model has said that our own attention will read the next pass
+    attended    whether it reads this one: a pass of a model that says nothing, a copy without hooks, is read decoded
+    mixed       whether keys and values are of two dtypes, or autocast is on, which would round what we multiply
+    """
+
+    announced: bool = False
+    attended: bool = False
+    mixed: bool = False
+
+    def begin(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The first layer of a pass takes up what was announced."""
+        self.attended, self.announced = self.announced, False
+        mixed = key_states.dtype != value_states.dtype
+        self.mixed = mixed or torch.is_autocast_enabled(key_states.device.type)
 
 
 @dataclass(frozen=True)
@@ -15,20 +36,25 @@ class Mark:
     blocks: BlockCache
     layer: int
     first: bool
+    current: Pass
 
 
 class KVQLayer(CacheLayerMixin):
-    """One layer's view of the shared BlockCache."""
+    """One layer's view of the shared BlockCache, and of the pass under way.
+
+    Keys are stored in the dtype of the values: under autocast RoPE leaves them in float32, and attention rounds them to
+    autocast's dtype, which the values have.
+    """
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, blocks: BlockCache, index: int):
+    def __init__(self, blocks: BlockCache, index: int, current: Pass):
         super().__init__()
-        self.blocks, self.index = blocks, index
-        self.attended = False  # whether our own attention reads what `update` takes in
-        self._marks = {first: Mark(blocks, index, first) for first in (True, False)}
+        self.blocks, self.index, self.current = blocks, index, current
+        self._leads = index == min(blocks.held)
+        self._marks = {first: Mark(blocks, index, first, current) for first in (True, False)}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the store of the layer is made at the first update."""
@@ -38,12 +64,24 @@ class KVQLayer(CacheLayerMixin):
 
         Under our own attention the new ones are returned, with a mark by which it finds the others.
         """
+        if self._leads:
+            self.current.begin(key_states, value_states)
+        if self.current.mixed:
+            with torch.autocast(key_states.device.type, enabled=False):
+                return self._update(key_states, value_states)
+        return self._update(key_states, value_states)
+
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         first = self.index not in self.blocks.layers
+        if first:
+            self._check(key_states, value_states)
         self.is_initialized = True
         k_BTC, v_BTC = key_states.transpose(1, 2).flatten(2), value_states.transpose(1, 2).flatten(2)
         if k_BTC.requires_grad or v_BTC.requires_grad:
             k_BTC, v_BTC = k_BTC.detach(), v_BTC.detach()
-        if self.attended:
+        if self.current.mixed:
+            k_BTC = k_BTC.to(v_BTC.dtype)
+        if self.current.attended:
             self.blocks.take(self.index, k_BTC, v_BTC)
             key_states = key_states.view_as(key_states)  # the mark stays off the caller's tensor
             key_states._kvq = self._marks[first]  # type: ignore[attr-defined]
@@ -53,6 +91,16 @@ class KVQLayer(CacheLayerMixin):
             return key_states, value_states
         heads = key_states.shape[1]
         return keys.unflatten(-1, (heads, -1)).transpose(1, 2), values.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def _check(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Refuse the first keys and values if they are not of the shape that the cache was made for."""
+        geometry = self.blocks.geometry
+        for name, x in (("keys", key_states), ("values", value_states)):
+            if (x.shape[1], x.shape[3]) != (geometry.kv_heads, geometry.head_size):
+                raise ValueError(
+                    f"layer {self.index} caches {name} of {x.shape[1]} heads of {x.shape[3]}; the configuration says "
+                    f"{geometry.kv_heads} heads of {geometry.head_size}, and kvq takes layers of one shape alone"
+                )
 
     def get_seq_length(self) -> int:
         """Tokens that every layer has seen, held or not: those of a forward pass that stopped midway do not count."""

@@ -1,4 +1,9 @@
-"""Read from a loaded model what a cache asks of it: its shape, its fingerprint, the rotation in use."""
+"""Read from a loaded model what a cache asks of it: its shape, its fingerprint, the rotation in use; refuse others."""
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -6,22 +11,111 @@ from transformers import PreTrainedModel
 
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
+
+LISTED = "docs/models.md lists the architectures that work"
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raise TypeError for what is no loaded model, and ValueError, a sentence, for one that no cache can be made for.
+
+    Asked are the configuration and the modules, not the name: a decoder alone, whose layers cache keys and values by
+    head, on one device.
+    """
+    if not isinstance(model, nn.Module) or not hasattr(model, "get_decoder") or not hasattr(model, "config"):
+        raise TypeError(
+            f"model is of type {type(model).__name__}; give the loaded transformers model itself, as "
+            "AutoModelForCausalLM.from_pretrained returns it"
+        )
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} has an encoder and attention across to it; kvq takes decoders alone; {LISTED}")
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"{name} caches one latent for all heads (multi-head latent attention), not keys and values by head, which "
+            f"kvq compresses; {LISTED}"
+        )
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+        raise ValueError(f"{name} has no decoder with layers as Llama has; {LISTED}")
+    devices = _devices(model)
+    if len(devices) > 1:
+        raise ValueError(
+            f"the layers of {name} are on {' and '.join(devices)}; kvq needs them on one device: load the model with "
+            'device_map={"": 0}'
+        )
+
+
+def _devices(model: PreTrainedModel) -> list[str]:
+    """Where layers compute, by name: weights that accelerate keeps on a CPU or a disk compute where the others do."""
+    layout = getattr(model, "hf_device_map", None)
+    if not layout:
+        return []
+    found = {str(torch.device("cuda", place) if isinstance(place, int) else place) for place in layout.values()}
+    return sorted(found - {"cpu", "disk"}) or ["cpu"]
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:
-    """The shape of a loaded model's cache."""
-    return Geometry.from_config(model.config.get_text_config(decoder=True).to_dict())
+    """The shape of a loaded model's cache. Raises ValueError if its configuration does not say."""
+    config = model.config.get_text_config(decoder=True)
+    try:
+        return Geometry.from_config(config.to_dict())
+    except KeyError as error:
+        raise ValueError(f"{type(config).__name__} does not say {error.args[0]}, as Llama's does; {LISTED}") from None
 
 
 def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
-    """The fingerprint of a loaded model: shape, RoPE, and a probe of its key and value projections."""
-    attention = attention_modules(model)
+    """The fingerprint of a loaded model: shape, RoPE, and a probe of its key and value projections.
+
+    Raises ValueError for a model without a k_proj and a v_proj in every layer, as artifacts are fitted to.
+    """
+    check_model(model)
+    attention = attention_modules(model, range(geometry_of(model).layers))
 
     def weight(layer: int, name: str) -> Tensor:
-        return getattr(attention[layer], name).weight.detach()
+        projection = getattr(attention[layer], name, None)
+        if projection is None:
+            raise ValueError(
+                f"{type(attention[layer]).__name__} has no {name}; no artifact is of such a model; {LISTED}"
+            )
+        return projection.weight.detach()
 
     return fingerprint.from_config(model.config.get_text_config(decoder=True).to_dict(), weight)
+
+
+def check_rope(model: PreTrainedModel, attention: Sequence[nn.Module], recipe: str) -> None:
+    """Raise ValueError, a sentence, if a recipe that undoes RoPE cannot have that of this model's attention modules.
+
+    Asked is the model's own function: what it does to a vector has to be what ours does, half of a head with the other.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rotary: Any = getattr(model.get_decoder(), "rotary_emb", None)
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in rope.VARYING_TYPES:
+        raise ValueError(f"{recipe} undoes RoPE, but rope_type={kind} changes with length; use a post-RoPE recipe")
+    if not hasattr(rotary, "inv_freq"):
+        raise ValueError(
+            f"{recipe} undoes RoPE, but {type(model).__name__} has no rotary_emb with one inv_freq for all layers; "
+            "use a post-RoPE recipe"
+        )
+    without = [index for index, module in enumerate(attention) if not getattr(module, "use_rope", True)]
+    apply = getattr(sys.modules[type(attention[0]).__module__], "apply_rotary_pos_emb", None)
+    if without or (apply is not None and not _by_halves(apply, rotary)):
+        what = "some layers of the model have no RoPE" if without else "this model's RoPE turns neighbouring channels"
+        raise ValueError(f"{recipe} undoes RoPE, but {what}; use a post-RoPE recipe")
+
+
+@torch.no_grad()
+def _by_halves(apply, rotary: nn.Module) -> bool:
+    """Whether a model's function turns channels f and f + K by the same angle, as ours."""
+    frequencies_K = torch.as_tensor(rotary.inv_freq)
+    device, half = frequencies_K.device, len(frequencies_K)
+    x = torch.linspace(-1, 1, 4 * half, device=device).view(1, 1, 2, 2 * half)
+    positions_BT = torch.tensor([[1, 7]], device=device)
+    cos, sin = rotary(x, positions_BT)
+    given = apply(x, x, cos, sin)[1]
+    expected = rope.rotate(x.transpose(1, 2), cos[..., :half], sin[..., :half]).transpose(1, 2)
+    return bool(torch.allclose(given.float(), expected.float(), rtol=0, atol=2**-6))
 
 
 def rotary_of(module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], positions_BT: Tensor) -> Rotary:
@@ -41,6 +135,26 @@ def rotary_of(module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], position
     return turning
 
 
-def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The attention module of every layer."""
-    return [layer.self_attn for layer in model.get_decoder().layers]  # type: ignore[union-attr]
+def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> list[nn.Module]:
+    """The attention modules of some layers. Raises ValueError, a sentence, for a layer that a cache cannot hold."""
+    name, geometry, found = type(model).__name__, geometry_of(model), []
+    for layer in layers:
+        module = getattr(model.get_decoder().layers[layer], "self_attn", None)  # type: ignore[union-attr,index]
+        if (
+            not isinstance(module, nn.Module)
+            or "past_key_values" not in inspect.signature(type(module).forward).parameters
+        ):
+            raise ValueError(
+                f"layer {layer} of {name} has no self_attn that takes past_key_values, as Llama's; {LISTED}"
+            )
+        if not getattr(module, "is_causal", True):
+            raise ValueError(f"layer {layer} of {name} attends in both directions; kvq takes decoders alone; {LISTED}")
+        for projection in ("k_proj", "v_proj"):
+            width = getattr(getattr(module, projection, None), "out_features", geometry.width)
+            if width != geometry.width:
+                raise ValueError(
+                    f"{projection} of layer {layer} of {name} is {width} wide, not {geometry.kv_heads} heads of "
+                    f"{geometry.head_size} as its configuration says; kvq takes layers of one shape alone"
+                )
+        found.append(module)
+    return found

@@ -7,6 +7,8 @@ recorded as a graph. The host says what it has changed when it next publishes (`
 import torch
 from torch import Tensor
 
+from kvq_runtime.store.storage import lasting
+
 SLACK = 64  # tokens that one step may add where the window is
 
 
@@ -20,6 +22,7 @@ class DeviceIndex:
     stale        whether the device does not know yet how many blocks and tokens there are, and where
     """
 
+    @lasting
     def __init__(self, columns: tuple[int, int], slabs: int, sinks_2BSC: Tensor):
         device = sinks_2BSC.device
         self.counts = torch.zeros(3, dtype=torch.int32, device=device)
@@ -30,6 +33,7 @@ class DeviceIndex:
         self.window_2BTC: Tensor | None = None
         self.stale = True
 
+    @lasting
     def make_tables(self, slabs: int) -> None:
         """Make room for the addresses of so many slabs."""
         device = self.counts.device

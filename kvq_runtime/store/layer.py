@@ -11,6 +11,7 @@ The digit in a shape, as in [2, B, T, C], counts keys and values.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from kvq_runtime.ops import dispatch
 from kvq_runtime.store.device import SLACK, DeviceIndex
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
-from kvq_runtime.store.storage import storage_bytes
+from kvq_runtime.store.storage import lasting, storage_bytes
 
 Slab = dict[str, Tensor]
 Run = tuple[int, int]  # (first, last + 1) of the blocks of one slab
@@ -39,6 +40,7 @@ class LayerStore:
     index    where a kernel on the device finds all that; None: no kernel reads this layer
     """
 
+    @lasting
     def __init__(
         self,
         codecs: tuple[Codec, Codec],
@@ -58,6 +60,17 @@ class LayerStore:
         self._count_blocks()
         self._hold(like_BTC.new_zeros(2, len(like_BTC), window.sinks, codecs[0].geometry.width))
         self._start = self._stop = window.sinks
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is held, between two forward passes: views of it are made again, and a cache makes the index."""
+        views = ("_keys", "_values", "_by_head", "_packed")
+        kept = {name: value for name, value in self.__dict__.items() if name not in views}
+        return kept | {"index": None, "_step": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._count_blocks()
+        self._hold(self.buffer_2BTC)
 
     # ---- what is held ------------------------------------------------------------------------------------------
 
@@ -178,12 +191,15 @@ class LayerStore:
             return
         held = self.buffer_2BTC[:, :, self._start - sinks : self._stop]
         if home is None or home.shape[1] != self.rows or home.shape[2] < sinks + live:
-            home = index.window_2BTC = self.buffer_2BTC.new_empty(2, self.rows, steady, self.buffer_2BTC.shape[3])
+            with torch.inference_mode(False):
+                home = self.buffer_2BTC.new_empty(2, self.rows, steady, self.buffer_2BTC.shape[3])
+            index.window_2BTC = home
         home[:, :, : sinks + live] = held.clone() if self.buffer_2BTC is home else held
         self._hold(home)
         self._start, self._stop = sinks, sinks + live
         self._changed()
 
+    @lasting
     def add_block(self, keys: Slab, values: Slab, extra: Slab) -> None:
         """Append the encoded form of the window's oldest block, and drop its exact tokens.
 
@@ -200,6 +216,7 @@ class LayerStore:
         self.sinks_2BSC.copy_(sinks_2BSC)
         self._changed()
 
+    @lasting
     def drop(self, kept_BK: Tensor) -> None:
         """Keep these tokens of the window, in rising order; the others are gone when the pass has ended."""
         self._save_window()
@@ -217,6 +234,7 @@ class LayerStore:
         else:
             self._restore(length // self.window.block, survivors_2BTC)
 
+    @lasting
     def reorder(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         for slabs in self.slabs:
@@ -322,6 +340,7 @@ class LayerStore:
                 slab[name] = grown
             slab[name][:, place] = field
 
+    @lasting
     def _rebuffer(self, needed: int) -> None:
         sinks, live, steady = self.window.sinks, self._stop - self._start, self.recent + self.window.block
         room = needed if needed > steady else min(steady, max(needed, 64, 2 * live))

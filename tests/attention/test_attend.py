@@ -157,8 +157,10 @@ def test_the_caller_keys_carry_no_mark():
     cache = KVQCache.from_recipe(preset("rtn-4bit"), model)
     with torch.no_grad():
         model(prompt(1, 8), past_key_values=cache)
+    cache._begin(None)
+    cache._announce(None, None, None, "kvq")
     keys = torch.randn(1, 2, 1, 32)
-    cache.update(keys, keys.clone(), 0)
+    assert hasattr(cache.update(keys, keys.clone(), 0)[0], "_kvq")
     assert not hasattr(keys, "_kvq")
 
 

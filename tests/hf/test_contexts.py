@@ -1,0 +1,106 @@
+"""Ordinary ways of calling a model: mixed precision, and inference mode for a part of the passes."""
+
+import pytest
+import torch
+from generating import generate, kvq, stock
+from models import prompt, random_model
+
+from kvq_runtime.recipe import OURS, preset
+
+PLAIN = ["exact", "higgs-2bit", "rtn-4bit", "kivi-2bit", "gear-2bit"]
+RECIPES = [*PLAIN, "exact-pre", "aqua-2bit", "aqua-klt-1bit", "h2o-higgs-2bit", "subkv-2bit", "svdq-online-2bit-v4"]
+WAYS = [(name, "kvq") for name in RECIPES] + [(name, "sdpa") for name in RECIPES if not preset(name).needs & OURS]
+CUTS = ((0, 140), (140, 141), (141, 160), (160, 161))
+
+
+def logits(model, cache, ids: torch.Tensor) -> torch.Tensor:
+    return torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in CUTS], 1)
+
+
+# ---- autocast ----
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_under_autocast_exact_is_the_stock_cache_and_holds_autocasts_dtype(attention):
+    model, ids = random_model("qwen2", attention), prompt(2, 161)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = kvq("exact", model)
+        assert torch.equal(logits(model, cache, ids), logits(model, stock(model), ids))
+    assert cache.blocks.layers[0].buffer_2BTC.dtype == torch.bfloat16
+    assert cache.blocks.layers[0].encoded > 0
+
+
+@pytest.mark.parametrize("name, attention", WAYS)
+def test_blocks_of_autocast_are_those_of_the_same_keys_and_values(name, attention):
+    """Autocast rounds what the model multiplies, not what the cache does: the blocks are a bfloat16 cache's."""
+    model, ids = random_model("llama", attention), prompt(2, 161)
+    cache, plain, taken = kvq(name, model), kvq(name, model), []
+    update = cache.layers[0].update
+
+    def note(keys, values, *rest):
+        taken.append((keys.to(values.dtype), values))
+        return update(keys, values, *rest)
+
+    cache.layers[0].update = note
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = logits(model, cache, ids)
+    assert bool(found.isfinite().all()) and cache.get_seq_length() == 161
+    assert {values.dtype for _, values in taken} == {torch.bfloat16}
+    if name not in PLAIN:
+        return
+    for keys, values in taken:
+        plain.blocks.update(0, *(x.transpose(1, 2).flatten(2) for x in (keys, values)))
+        plain.blocks.step = None
+    one, two = cache.blocks.layers[0], plain.blocks.layers[0]
+    assert one.blocks == two.blocks > 0
+    for role in (0, 1):
+        for field, stored in one.fields(role, 0, one.blocks).items():
+            assert torch.equal(stored, two.fields(role, 0, one.blocks)[field]), field
+
+
+def test_generating_under_autocast():
+    model = random_model("llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(generate(model, prompt(), kvq("exact", model)), generate(model, prompt(), stock(model)))
+    model.set_attn_implementation("kvq")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert generate(model, prompt(), kvq("higgs-2bit", model)).shape == (2, 80)
+
+
+# ---- inference mode ----
+
+
+@pytest.mark.parametrize("name, attention", WAYS)
+def test_a_prompt_in_inference_mode_is_continued_outside(name, attention):
+    model, ids = random_model("llama", attention), prompt(2, 161)
+    with torch.no_grad():
+        cache = kvq(name, model)
+        expected = logits(model, cache, ids)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.crop(-1)
+        again = model(ids[:, 160:], past_key_values=cache).logits
+    with torch.inference_mode():
+        cache = kvq(name, model)
+        found = [model(ids[:, :140], past_key_values=cache).logits]
+    with torch.no_grad():
+        found += [model(ids[:, a:b], past_key_values=cache).logits for a, b in CUTS[1:3]]
+    with torch.inference_mode():
+        found += [model(ids[:, 160:], past_key_values=cache).logits]
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.crop(-1)
+    assert torch.equal(torch.cat(found, 1), expected)
+    assert torch.equal(model(ids[:, 160:], past_key_values=cache).logits, again)  # with gradients on
+    cache.reset()
+    assert generate(model, ids[:, :60], cache).shape == (2, 100)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvq"])
+def test_a_prompt_in_inference_mode_is_cropped_outside(attention):
+    model, ids = random_model("llama", attention), prompt(2, 161)
+    with torch.inference_mode():
+        cache, other = kvq("exact", model), stock(model)
+        for one in (cache, other):
+            model(ids, past_key_values=one)
+    cache.crop(-121)
+    other.crop(-121)
+    assert torch.equal(generate(model, ids[:, :50], cache), generate(model, ids[:, :50], other))

@@ -1,0 +1,131 @@
+"""Copies of caches and of models: what is pickled, saved or copied goes on as the original would."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from generating import kvq, stock
+from models import prompt, random_model
+
+from kvq_runtime.hf import KVQCache
+
+RECIPES = ["exact", "exact-pre", "higgs-2bit", "rtn-3bit", "aqua-2bit"]
+WAYS = [(name, attention) for name in RECIPES for attention in ("sdpa", "kvq")]
+WAYS += [(name, "kvq") for name in ("h2o-higgs-2bit", "subkv-2bit-by-layer", "svdq-online-2bit-v4")]
+
+
+def saved(thing):
+    """Through torch.save and torch.load."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"pickle": lambda thing: pickle.loads(pickle.dumps(thing)), "torch.save": saved, "deepcopy": copy.deepcopy}
+
+
+@pytest.mark.parametrize("name, attention", WAYS)
+def test_copies_of_a_cache_go_on_as_it_does(name, attention):
+    """Right after a prompt, in which encoding has left views of its window behind, and again, through a step each."""
+    model, ids = random_model("llama", attention), prompt(2, 200)
+    with torch.no_grad():
+        cache = kvq(name, model)
+        model(ids[:, :150], past_key_values=cache)
+        copies = [one(cache) for one in COPIES.values()]
+        for a, b in ((150, 151), (151, 180), (180, 200)):
+            expected = model(ids[:, a:b], past_key_values=cache).logits
+            for made, other in zip(COPIES, copies, strict=True):
+                assert torch.equal(model(ids[:, a:b], past_key_values=other).logits, expected), made
+    assert cache.blocks.layers[1].blocks > 0
+    wanted = cache.memory_report()
+    for other in copies:
+        report = other.memory_report()
+        assert report.parts == wanted.parts and report.shared_bytes == wanted.shared_bytes
+
+
+@pytest.mark.parametrize("made", COPIES)
+def test_copies_are_apart(made):
+    model, ids = random_model("llama", "kvq"), prompt(2, 60)
+    with torch.no_grad():
+        cache, alone = kvq("exact", model), kvq("exact", model)
+        for one in (cache, alone):
+            model(ids[:, :40], past_key_values=one)
+        other = COPIES[made](cache)
+        other.crop(-10)
+        model(ids[:, 10:50], past_key_values=other)
+        expected = model(ids[:, 40:], past_key_values=alone).logits
+        assert torch.equal(model(ids[:, 40:], past_key_values=cache).logits, expected)
+
+
+def test_a_pass_that_stopped_midway_is_not_copied():
+    model, ids = random_model("llama"), prompt(2, 60)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        cache = kvq("exact", model)
+        model(ids[:, :40], past_key_values=cache)
+        hook = model.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 40:], past_key_values=cache)
+        hook.remove()
+        other = pickle.loads(pickle.dumps(cache))
+        assert other.get_seq_length() == 40
+        assert torch.equal(
+            model(ids[:, 40:], past_key_values=other).logits, model(ids[:, 40:], past_key_values=cache).logits
+        )
+
+
+@pytest.mark.parametrize("made", COPIES)
+def test_a_model_is_copied_with_its_hooks(made):
+    model, ids = random_model("llama"), prompt(2, 60)
+    kvq("aqua-2bit", model)
+    other = COPIES[made](model)
+    hooks = [len(module._forward_pre_hooks) for module in other.modules()]
+    caches = kvq("aqua-2bit", model), kvq("aqua-2bit", other)
+    assert hooks == [len(module._forward_pre_hooks) for module in other.modules()] and sum(hooks) == 2
+    with torch.no_grad():
+        for a, b in ((0, 40), (40, 60)):
+            one, two = (m(ids[:, a:b], past_key_values=c).logits for m, c in zip((model, other), caches, strict=True))
+            assert torch.equal(one, two)
+    announce = next(iter(other.model.layers[0].self_attn._forward_pre_hooks.values()))
+    assert announce.decoder is other.model  # and not the one that it was copied from
+
+
+@pytest.mark.parametrize("name", ["exact", "higgs-4bit"])
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_copy_of_the_model_without_hooks_continues_a_cache(name, count):
+    """It tells the cache nothing: history is handed out decoded, whatever read it before."""
+    model, ids = random_model("llama"), prompt(2, 60)
+    replica = copy.deepcopy(model)
+    model.set_attn_implementation("kvq")
+    with torch.no_grad():
+        for attention in ("sdpa", "kvq"):
+            replica.set_attn_implementation(attention)
+            cache, other = kvq(name, model), kvq(name, model)
+            for one in (cache, other):
+                model(ids[:, :40], past_key_values=one)
+                model(ids[:, 40:45], past_key_values=one)
+            found = replica(ids[:, 45 : 45 + count], past_key_values=cache).logits
+            expected = model(ids[:, 45 : 45 + count], past_key_values=other).logits
+            torch.testing.assert_close(found, expected, rtol=0, atol=0.1 * float(expected.std()))
+    assert not any(module._forward_pre_hooks for module in replica.modules())
+
+
+def test_hooks_can_be_taken_off():
+    model, ids = random_model("llama"), prompt(2, 60)
+    own = model.model.register_forward_pre_hook(lambda *_: None)
+    first = kvq("exact", model)
+    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == 3
+    KVQCache.unhook(model)
+    assert list(model.model._forward_pre_hooks) == [own.id]
+    assert not model.model._forward_pre_hooks_with_kwargs and not model.model.layers[0].self_attn._forward_pre_hooks
+    with torch.no_grad():
+        assert torch.equal(model(ids, past_key_values=first).logits, model(ids, past_key_values=stock(model)).logits)
+        cache = kvq("aqua-2bit", model)  # which puts them on again
+        model(ids, past_key_values=cache)
+    assert cache.blocks.layers[0].blocks > 0

@@ -1,0 +1,218 @@
+"""What no cache is made for, and what the attention does not know, is refused with one sentence."""
+
+import pytest
+import torch
+from generating import kvq, stock
+from models import SHAPE, prompt, random_model
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from kvq_runtime.hf import KVQCache, fingerprint_of
+from kvq_runtime.hf.model import check_model
+
+PLAIN = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+REFUSED = {
+    "gpt2": ("causal", PLAIN, "no decoder with layers as Llama has"),
+    "bloom": ("causal", PLAIN, "no decoder with layers as Llama has"),
+    "falcon": ("causal", PLAIN, "no decoder with layers as Llama has"),
+    "gpt_neox": ("causal", PLAIN, "layer 0 of GPTNeoXForCausalLM has no self_attn"),
+    "bert": ("causal", PLAIN, "no decoder with layers as Llama has"),
+    "t5": ("seq2seq", {"d_model": 32, "d_ff": 32, "num_layers": 1, "d_kv": 16}, "an encoder and attention across"),
+    "llama4_text": ("causal", {**SHAPE, "intermediate_size_mlp": 32, "num_local_experts": 2}, "no decoder with layers"),
+    "deepseek_v3": ("causal", {**SHAPE, **LATENT, "moe_intermediate_size": 32}, "one latent for all heads"),
+    "mamba": (
+        "causal",
+        {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2},
+        "nothing that kvq would|does not say",
+    ),
+}
+
+
+def made(kind: str, task: str = "causal", **settings):
+    """A model of an architecture, on no device: only its modules and configuration are asked."""
+    build = {"causal": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM, "base": AutoModel}[task]
+    with torch.device("meta"):
+        return build.from_config(AutoConfig.for_model(kind, **settings)).eval()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_architectures_that_cannot_be_held_are_refused_and_left_alone(kind):
+    task, settings, why = REFUSED[kind]
+    model = made(kind, task, **settings)
+    for _ in range(2):  # a model that was refused once is not taken the second time
+        with pytest.raises(ValueError, match=why):
+            KVQCache.from_recipe("exact", model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("kind, why", [
+    ("glm4", "turns neighbouring channels"), ("ernie4_5", "turns neighbouring channels"),
+    ("cohere", "turns neighbouring channels"), ("smollm3", "some layers of the model have no RoPE"),
+    ("olmo3", "no rotary_emb with one inv_freq"), ("opt", "no rotary_emb with one inv_freq"),
+])  # fmt: skip
+def test_rope_that_is_not_ours_is_not_undone(kind, why):
+    full = {"layer_types": ["full_attention"] * 3} if kind == "olmo3" else {}
+    nope = {"no_rope_layers": [1, 1, 0]} if kind == "smollm3" else {}
+    shape = PLAIN if kind == "opt" else SHAPE
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, **full, **nope)).eval()
+    with pytest.raises(ValueError, match=f"exact-pre undoes RoPE, but .*{why}"):
+        KVQCache.from_recipe("exact-pre", model)
+    KVQCache.from_recipe("exact", model)
+
+
+def test_layers_of_other_shapes_are_refused_when_made_or_first_seen():
+    model = random_model("llama")
+    model.model.layers[2].self_attn.v_proj = torch.nn.Linear(64, 96)
+    with pytest.raises(ValueError, match="v_proj of layer 2 of LlamaForCausalLM is 96 wide, not 2 heads of 32"):
+        KVQCache.from_recipe("exact", model)
+    cache = kvq("exact", random_model("llama"))
+    with pytest.raises(
+        ValueError, match="layer 0 caches values of 2 heads of 16; the configuration says 2 heads of 32"
+    ):
+        cache.update(torch.zeros(1, 2, 5, 32), torch.zeros(1, 2, 5, 16), 0)
+
+
+def test_artifacts_are_of_models_with_projections():
+    with pytest.raises(ValueError, match="Phi3Attention has no k_proj; no artifact is of such a model"):
+        fingerprint_of(made("phi3", **PLAIN))
+
+
+@pytest.mark.parametrize("layout, fits", [
+    ({"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1}, False),
+    ({"model.layers.0": "cuda:0", "model.layers.1": 0, "model.layers.2": "cpu", "lm_head": "disk"}, True),
+    ({"": "cpu"}, True),
+])  # fmt: skip
+def test_layers_of_one_model_on_several_devices(layout, fits):
+    model = random_model("llama")
+    model.hf_device_map = layout
+    if fits:
+        check_model(model)
+        return
+    with pytest.raises(ValueError, match="on cuda:0 and cuda:1; kvq needs them on one device"):
+        KVQCache.from_recipe("exact", model)
+
+
+def test_a_layer_that_comes_from_another_device_is_refused():
+    cache = kvq("exact", random_model("llama"))
+    x = torch.zeros(1, 2, 5, 32)
+    cache.update(x, x, 0)
+    with pytest.raises(ValueError, match="layer 1 is on meta, layer 0 on cpu; kvq needs all layers on one device"):
+        cache.update(x.to("meta"), x.to("meta"), 1)
+
+
+# ---- misuse ----
+
+
+@pytest.mark.parametrize("make, why", [
+    (lambda model: KVQCache.from_recipe("higgs-2bit", "path"), "model is of type str; give the loaded"),
+    (lambda model: KVQCache.from_recipe("higgs-2bit", model.config), "model is of type LlamaConfig; give the loaded"),
+    (lambda model: KVQCache("higgs-2bit", model), "recipe is of type str; give a Recipe, or its name to from_recipe"),
+    (lambda model: KVQCache.from_recipe(model, "higgs-2bit"), "recipe is of type LlamaForCausalLM; give a Recipe"),
+    (lambda model: KVQCache.from_recipe(None, model), "recipe is of type NoneType; give a Recipe"),
+    (lambda model: KVQCache.from_artifact("name", model), "artifact is of type str; give what load_artifact returns"),
+    (lambda model: fingerprint_of("path"), "model is of type str; give the loaded"),
+])  # fmt: skip
+def test_what_is_no_recipe_or_no_model_is_a_type_error(make, why):
+    with pytest.raises(TypeError, match=why):
+        make(random_model("llama"))
+
+
+# ---- arguments of attention ----
+
+
+def sinks(kind="gpt_oss", **settings):
+    """A model with learned sinks in the softmax."""
+    settings = (
+        SHAPE | {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 3} | settings
+    )
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), attn_implementation="eager").eval()
+
+
+def test_learned_sinks_are_refused_by_kvq_and_served_by_eager():
+    model, ids = sinks(), prompt(2, 60)
+    with torch.no_grad():
+        cache, other = kvq("exact", model), stock(model)
+        for a, b in ((0, 40), (40, 41)):
+            one = model(ids[:, a:b], past_key_values=cache).logits
+            assert torch.equal(one, model(ids[:, a:b], past_key_values=other).logits)
+        model.set_attn_implementation("kvq")
+        for held in (cache, other, kvq("exact", model)):
+            with pytest.raises(ValueError, match=r"kvq attention does not know s_aux.*attn_implementation\(.eager.\)"):
+                model(ids[:, 41:42], past_key_values=held)
+        assert cache.get_seq_length() == 41
+        model.set_attn_implementation("eager")
+        one = model(ids[:, 41:], past_key_values=cache).logits
+        assert torch.equal(one, model(ids[:, 41:], past_key_values=kvq_after(model, ids[:, :41])).logits)
+
+
+def kvq_after(model, ids):
+    cache = kvq("exact", model)
+    model(ids[:, :40], past_key_values=cache)
+    model(ids[:, 40:], past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("given, why", [
+    ({"softcap": 50.0}, "softcap"), ({"s_aux": torch.zeros(4)}, "s_aux"), ({"sliding_window": 16}, "sliding_window"),
+    ({"is_causal": False}, "is_causal"), ({"position_bias": torch.zeros(1), "novel": 1}, "novel, position_bias"),
+])  # fmt: skip
+def test_arguments_that_may_change_the_result_are_refused(given, why):
+    model, ids = random_model("llama", "kvq"), prompt(2, 60)
+    cache = kvq("exact", model)
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache, **dict.fromkeys(given))  # None changes nothing
+        with pytest.raises(ValueError, match=f"kvq attention does not know {why}, which may change"):
+            model(ids[:, 40:41], past_key_values=cache, **given)
+        assert cache.get_seq_length() == 40
+        model(ids[:, 40:41], past_key_values=cache, output_attentions=False, output_router_logits=False)
+    assert cache.get_seq_length() == 41
+
+
+def test_windows_of_layers_that_transformers_holds_are_in_their_masks():
+    model, ids = random_model("mistral", "kvq", sliding_window=16), prompt(2, 60)
+    with torch.no_grad():
+        found = model(ids, past_key_values=stock(model)).logits
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(found, model(ids, past_key_values=stock(model)).logits)
+
+
+# ---- recurrent layers ----
+
+
+def test_a_pass_over_recurrent_layers_that_stopped_midway_is_not_undone():
+    kinds = ["linear_attention", "full_attention", "full_attention"]
+    settings = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "layer_types": kinds,
+                "shared_expert_intermediate_size": 32, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+                "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **SHAPE, **settings)).eval()
+    ids, cache, other = prompt(2, 60), kvq("exact", model), stock(model)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for a, b in ((0, 40), (40, 41)):
+            one = model(ids[:, a:b], past_key_values=cache).logits
+            assert torch.equal(one, model(ids[:, a:b], past_key_values=other).logits)
+        hook = model.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 41:42], past_key_values=cache)
+        hook.remove()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="has changed the state of recurrent layers"):
+                model(ids[:, 41:42], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="crop\\(-1\\): this model has recurrent layers"):
+            cache.crop(-1)
+        cache.reset()
+        one = model(ids[:, :40], past_key_values=cache).logits
+        assert torch.equal(one, model(ids[:, :40], past_key_values=stock(model)).logits)
+        beams, expected = kvq("exact", model), stock(model)
+        for held in (beams, expected):
+            model(ids[:, :40], past_key_values=held)
+            held.reorder_cache(torch.tensor([1, 0]))
+        one = model(ids[:, 40:], past_key_values=beams).logits
+        assert torch.equal(one, model(ids[:, 40:], past_key_values=expected).logits)
