@@ -181,7 +181,13 @@ def _bits(name: str, bits: Mapping[str, float], length: int) -> dict[str, Any]:
 def relative(result: Mapping[str, Any]) -> str:
     """The distance of a perplexity from that of 16 bit, with its standard error where there is one."""
     spread = result["relative_se"]
-    return f"{result['relative']:+.2%}" + ("" if spread is None else f" ± {spread:.2%}")
+    return percent(result["relative"]) + ("" if spread is None else f" ± {spread:.2%}")
+
+
+def percent(share: float) -> str:
+    """A difference in per cent, with its sign where it has one: "+1.23%", "0.00%"."""
+    shown = f"{share:+.2%}"
+    return shown if shown.strip("+-0.%") else shown[1:]
 
 
 def by_layer(artifact: Artifact) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import metadata
 
 from kvq_runtime import __version__
-from kvq_runtime.cli import exit_codes
+from kvq_runtime.cli import exit_codes, where
 from kvq_runtime.cli.exit_codes import EXIT_CODES
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
 from kvq_runtime.registry import search
@@ -68,7 +68,10 @@ def _run(args: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *_, **__: exit_codes.say("warning", message)
-        return args.run(args) if "run" in args else _commands()[args.command](args)
+        if "run" in args:
+            return args.run(args)
+        where.check_named(args)
+        return _commands()[args.command](args)
 
 
 def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:

@@ -192,7 +192,7 @@ def test_one_recipe_is_shown_with_its_settings(as_json, kvq, tmp_path):
     assert code == 2 and "window.last: no such setting; window has sinks, recent, block" in err
     assert kvq("recipes", "--set", "window.recent=32")[0] == 2
     code, _, err = kvq("recipes", "aqua-9bit")
-    assert code == 2 and "aqua-2bit" in err
+    assert code == 3 and "aqua-2bit" in err
 
 
 @pytest.mark.parametrize(
@@ -269,5 +269,5 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
     assert "Computed from shapes, not measured: all bytes of 1 row" in kvq("bytes", "aqua-2bit")[1]
     assert len(as_json("bytes", "higgs-2bit", "--model", "all")) == 2 * len(MODELS)
     code, _, err = kvq("bytes", "aqua-2bit", "--model", "gpt-5")
-    assert code == 2 and "--model gpt-5; use all, one of demo, qwen2.5-0.5b" in err
+    assert code == 3 and "--model gpt-5; use all, one of demo, qwen2.5-0.5b" in err
     assert kvq("bytes", "aqua-2bit-quanto", "--model", "2x2x24")[0] == 2
