@@ -5,13 +5,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.artifact import artifact, describe, recipe_text
+from kvq_runtime.artifact import artifact, describe
 from kvq_runtime.artifact.diff import diff as differences
 from kvq_runtime.cli import sign
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.recipe import presets
 from kvq_runtime.registry import lock, reference, search
 from kvq_runtime.registry.events import State
 from kvq_runtime.registry.hub import upkeep as hub_upkeep
@@ -223,27 +222,3 @@ def doctor(args: Namespace) -> int:
     else:
         print(f"nothing is wrong with {registry.url}")
     return int(any(finding.level == "fault" for finding in findings))
-
-
-def recipes(args: Namespace) -> int:
-    """Print every recipe that comes with kvq, a line each; or all settings of one, changed perhaps."""
-    if args.set and not args.name:
-        raise ValueError(
-            f"--set {args.set[0]} changes a recipe; name it, as in kvq recipes aqua-2bit --set {args.set[0]}"
-        )
-    if args.name:
-        chosen = recipe_text.read(args.name, args.set)
-        row = describe.recipe_row(chosen, describe.REFERENCE_MODEL)
-        print_record(row | ({"settings": chosen.to_json()} if args.json else {}), args.json)
-        if not args.json:
-            print("\nsettings, as --set takes them")
-            print("\n".join(f"{path}={value}" for path, value in recipe_text.settings(chosen).items()))
-        return 0
-    known = presets().values()
-    rows = [describe.recipe_row(recipe, describe.REFERENCE_MODEL) for recipe in known]
-    if args.json:
-        rows = [row | {"settings": recipe.to_json()} for row, recipe in zip(rows, known, strict=True)]
-    else:
-        rows = [{name: row[name] for name in ("name", "bits", "fitted", "summary")} for row in rows]
-    print_table(rows, args.json)
-    return 0

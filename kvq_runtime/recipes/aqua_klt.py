@@ -48,7 +48,10 @@ def recipes() -> list[Recipe]:
 def weighed(name: str) -> Recipe:
     """The recipe of these bits with values in an output basis."""
     plain = aqua(
-        f"klt-{name}-output", scheme(WIDTHS[name]), scheme(4), summary=f"the same, {name}, values weighed by Wo"
+        f"klt-{name}-output",
+        scheme(WIDTHS[name]),
+        scheme(4),
+        summary=f"AQUA-KV over a basis of its residuals, {name}, values weighed by Wo",
     )
     first_key, first_value = plain.layers[0]
     layers = {0: (first_key, replace(first_value, rotate=OutputBasis()))}

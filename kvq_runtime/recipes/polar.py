@@ -57,7 +57,11 @@ def recipes() -> list[Recipe]:
     for bits in WIDTHS:
         full, mean = scheme(bits), scheme(bits, predict=Mean())
         found.append(Recipe(f"polar-{bits}", full, full, summary=f"PolarQuant to the last level, {bits}"))
-        found.append(Recipe(f"mean-polar-{bits}", mean, mean, "pre", summary=f"the same, {bits}, mean removed"))
+        found.append(
+            Recipe(
+                f"mean-polar-{bits}", mean, mean, "pre", summary=f"PolarQuant to the last level, {bits}, mean removed"
+            )
+        )
     for name, given, window in (("paper", plain, PAPER), ("3bit", scheme("3bit"), Window())):
         turned, bare = fitted(given, Random()), fitted(given, None)
         summary = f"polar-{name} with codebooks from the calibration's angles"

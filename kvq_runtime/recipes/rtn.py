@@ -23,7 +23,14 @@ def recipes() -> list[Recipe]:
     for bits in (2, 3, 4, 8):
         plain, symmetric = scheme(bits, "head"), scheme(bits, "head", "absmax")
         found.append(Recipe(f"rtn-{bits}bit", plain, plain, summary=f"rounding, {bits} bits, groups of a head"))
-        found.append(Recipe(f"rtn-absmax-{bits}bit", symmetric, symmetric, summary=f"the same, {bits} bits, symmetric"))
+        found.append(
+            Recipe(
+                f"rtn-absmax-{bits}bit",
+                symmetric,
+                symmetric,
+                summary=f"rounding, {bits} bits, groups of a head, symmetric about 0",
+            )
+        )
     for bits in (2, 3, 4):
         for suffix, group, groups in (("", 64, "groups of 64"), ("-1024", "all", "one group per token")):
             plain = scheme(bits, group)

@@ -36,7 +36,9 @@ def recipes() -> list[Recipe]:
         if bits > 1:
             found.append(Recipe(f"turboquant-plain-{bits}bit", plain, plain, summary=f"TurboQuant, {bits} bits"))
         found.append(Recipe(f"lloyd-{bits}bit", lloyd, lloyd, summary=f"scalar Lloyd–Max, {bits} bits"))
-        found.append(Recipe(f"mean-lloyd-{bits}bit", mean, mean, "pre", summary=f"the same, {bits} bits, mean removed"))
-        summary = f"the same, {bits} bits, mean removed after RoPE"
+        found.append(
+            Recipe(f"mean-lloyd-{bits}bit", mean, mean, "pre", summary=f"scalar Lloyd–Max, {bits} bits, mean removed")
+        )
+        summary = f"scalar Lloyd–Max, {bits} bits, mean removed after RoPE"
         found.append(Recipe(f"mean-lloyd-{bits}bit-post", mean, mean, summary=summary))
     return found

@@ -37,7 +37,7 @@ def recipes() -> list[Recipe]:
         keys, values = kivi.keys(bits, "all"), scheme(bits)
         summary = f"ZipCache, {bits} bits: keys per channel, values per token over calibrated channel scales"
         found.append(Recipe(f"zipcache-{bits}bit", keys, values, summary=summary))
-        summary = f"the same, {bits} bits, keys before RoPE as the values"
+        summary = f"ZipCache, {bits} bits, keys before RoPE as the values: per token, over channel scales"
         found.append(Recipe(f"zipcache-tokens-{bits}bit", values, values, "pre", summary=summary))
         summary = f"ZipCache, {bits} bits, channel scales of each prompt"
         online = Recipe(f"zipcache-online-{bits}bit", keys, values, summary=summary, policies=(PromptFit(),))

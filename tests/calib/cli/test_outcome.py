@@ -98,14 +98,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch) -> Terminal:
+def a_terminal(monkeypatch) -> Terminal:
+    """Standard error as a terminal; not a fixture, since pytest sets it anew after those."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     return terminal
 
 
-def test_a_status_is_one_line_that_is_cleared(terminal):
+def test_a_status_is_one_line_that_is_cleared(monkeypatch):
+    terminal = a_terminal(monkeypatch)
     with Status("kvq-calibrate") as show:
         show("loading torch")
         show("looking for\x1b[2J")
@@ -117,8 +118,10 @@ def test_a_status_is_one_line_that_is_cleared(terminal):
     assert "nothing" not in terminal.getvalue()
 
 
-def test_a_bar_is_there_at_once_and_none_stands_at_its_end(terminal):
-    plan = SimpleNamespace(budgets={}, recipes=[], tokens=64, chunks=[range(2)], seq_len=32, geometry=None)
+def test_a_bar_is_there_at_once_and_none_stands_at_its_end(monkeypatch):
+    terminal = a_terminal(monkeypatch)
+    monkeypatch.setattr(Bar, "_work", lambda self, round: 192)
+    plan = SimpleNamespace(chunks=[range(2)], seq_len=32)
     bar = Bar(plan)  # type: ignore[arg-type]
     assert "choosing the text:   0%" in terminal.getvalue()
     bar(Progress(0, 1, "capture", 1, 1, 64))
@@ -131,7 +134,8 @@ def test_a_bar_is_there_at_once_and_none_stands_at_its_end(terminal):
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
-def test_the_command_says_something_before_it_imports_torch(terminal, monkeypatch):
+def test_the_command_says_something_before_it_imports_torch(monkeypatch):
+    terminal = a_terminal(monkeypatch)
     from kvq_calib.cli import calibrate
 
     class Blocked:
