@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvq_calib.report.tables import percent
+from kvq_runtime.cli.table import percent
 from kvq_runtime.registry import measured
 
 REFERENCE = "16 bit"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.cli.table import percent
 from kvq_runtime.recipe import ROLES
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN
@@ -182,12 +183,6 @@ def relative(result: Mapping[str, Any]) -> str:
     """The distance of a perplexity from that of 16 bit, with its standard error where there is one."""
     spread = result["relative_se"]
     return percent(result["relative"]) + ("" if spread is None else f" ± {spread:.2%}")
-
-
-def percent(share: float) -> str:
-    """A difference in per cent, with its sign where it has one: "+1.23%", "0.00%"."""
-    shown = f"{share:+.2%}"
-    return shown if shown.strip("+-0.%") else shown[1:]
 
 
 def by_layer(artifact: Artifact) -> list[dict[str, Any]]:

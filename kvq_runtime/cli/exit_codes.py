@@ -55,7 +55,7 @@ def run(program: str, command: Callable[[], int], extras: str = "[calib]", inter
 
     program      begins every message
     extras       of kvq-runtime, named if a module is not installed
-    interrupted  message for Ctrl-C; None prints nothing
+    interrupted  message for Ctrl-C that has none of its own; None prints nothing
     Exceptions without an exit code pass through. A closed stdout, as after `| head`, is exit code 0.
     """
     try:
@@ -75,7 +75,7 @@ def run(program: str, command: Callable[[], int], extras: str = "[calib]", inter
                 raise
             text = f"{error.name} is not installed: pip install 'kvq-runtime{extras}'"
         if isinstance(error, KeyboardInterrupt):
-            text = interrupted
+            text = text or interrupted
         if text is not None and not isinstance(error, SystemExit):
             say(program, text)
         return code

@@ -5,6 +5,7 @@ torch.
 """
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -65,6 +66,7 @@ def _run(args: argparse.Namespace) -> int:
     """Run the command that was parsed; our warnings go to stderr, those of libraries are dropped."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when huggingface_hub is imported
+    logging.getLogger("huggingface_hub.utils._http").addFilter(_RETRIES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
@@ -73,6 +75,23 @@ def _run(args: argparse.Namespace) -> int:
             return args.run(args)
         where.check_named(args)
         return _commands()[args.command](args)
+
+
+def _first_retry() -> Callable[[logging.LogRecord], bool]:
+    """A filter of the library's two lines a retry: one of ours for the first, none for the others."""
+    told = []
+
+    def first(record: logging.LogRecord) -> bool:
+        if "thrown while requesting" not in record.getMessage() and "Retry " not in record.getMessage():
+            return True
+        told.append(record)
+        record.msg, record.args = "no answer from the Hub; trying again, for up to a minute", ()
+        return len(told) == 1
+
+    return first
+
+
+_RETRIES = _first_retry()
 
 
 def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:

@@ -12,8 +12,8 @@ from kvq_calib.cli import outcome
 from kvq_calib.cli.progress import Bar
 from kvq_calib.cli.status import Status
 from kvq_calib.report.published import Place, Published
-from kvq_calib.report.tables import percent
 from kvq_calib.run.run import Progress
+from kvq_runtime.cli.table import percent
 from kvq_runtime.registry.reference import registry_url
 
 MADE = Published(
