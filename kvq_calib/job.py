@@ -9,10 +9,11 @@ complete(job, work)         = begin, `run/calibrate.py`, evaluate, publish
 import hashlib
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,22 @@ from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import card as report
 from kvq_calib.report import licenses, names, plots, tables
+from kvq_calib.report.published import Place, Published, figures
 from kvq_calib.run import budget, calibrate, checkpoint
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import Executor, Listener, Run, silent
-from kvq_calib.text import others
+from kvq_calib.text import corpus, others
+from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
-from kvq_runtime.registry import card, measured
+from kvq_runtime.registry import card
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.reference import check_name, check_version, home
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.memory import asymptotic_bits
 
+ARTIFACT = "kvq.safetensors"  # in the run folder, as `kvq pull` calls it
 PLAIN = "higgs-2bit"  # it needs no fit, and suits every model
 
 
@@ -104,9 +108,12 @@ class Job:
         urls = [*([self.registry] if self.publish else []), *([self.push] if self.push else [])]
         return [registry.open_registry(url) for url in urls]
 
-    def prepare(self, listener: Listener = silent) -> Run:
-        """Find the model, complete the plan and name the run folder."""
-        files = models.resolve(self.model, self.revision)
+    def prepare(self, listener: Listener = silent, files: ModelFiles | None = None) -> Run:
+        """Find the model, complete the plan and name the run folder.
+
+        files   of the model, where it was found already: `models.look_up`, for a plan without its weights
+        """
+        files = files or models.resolve(self.model, self.revision)
         if ("auto" in self.recipes) != bool(self.bits):
             raise ValueError(
                 f"recipes {list(self.recipes)}, bits {list(self.bits)}: --bits says what --recipe auto may cost; "
@@ -125,48 +132,6 @@ class Job:
         if self.name is not None and len(self.recipes) + max(0, len(self.bits) - 1) > 1:
             raise ValueError("--name names one artifact; leave it out with several recipes")
         return check_name(self.name or f"{files.id.split('/')[-1].lower()}-{recipe}")
-
-
-@dataclass(frozen=True)
-class Published:
-    """One artifact as fitted and measured, and published if it keeps the bounds.
-
-    version   "" if it was not published
-    relative  perplexity over that of 16 bit, less 1, under `protocol`: a full encode where that was measured; or
-              `unmeasured`, the reason why there is no figure
-    failed    the bounds that it does not keep
-    layers    of a recipe with a budget: what was chosen
-    """
-
-    recipe: str
-    name: str
-    version: str
-    sha256: str
-    bits: float
-    key_error: float
-    value_error: float
-    relative: float | None = None
-    kl: float | None = None
-    protocol: str = ""
-    unmeasured: str = ""
-    failed: Sequence[str] = ()
-    layers: list[dict] = field(default_factory=list)
-
-    def row(self, full: bool = False) -> dict:
-        """A line of the result table; `full`: with the whole digest, and what was chosen."""
-        row: dict[str, Any] = {
-            "recipe": self.recipe,
-            "artifact": f"{self.name}@{self.version}" if self.version else self.name,
-            "sha256": self.sha256 if full else self.sha256[:12],
-            "bits": round(self.bits, 4),
-            "key error": round(self.key_error, 5),
-            "value error": round(self.value_error, 5),
-        }
-        if self.relative is not None:
-            row |= {"protocol": self.protocol, "perplexity": f"{self.relative:+.2%}", "KL": self.kl}
-        elif self.unmeasured:
-            row |= {"perplexity": self.unmeasured}
-        return row | ({"layers": self.layers} if full and self.layers else {})
 
 
 def not_alone(job: Job, work: Run) -> Job:
@@ -197,11 +162,13 @@ def preflight(job: Job, work: Run) -> list[str]:
             f"a bound on {recipe.name} could not be judged: in windows of {length} tokens, as long as the sequences, "
             f"no block of {recipe.window.block} is encoded; use a longer --seq-len, or leave out the bounds"
         )
-    names = [*(recipe.name for recipe in plan.recipes), *(find(b, files, job.registry).name for b in job.baselines)]
+    names = [recipe.name for recipe in plan.recipes]
+    if files.headers is None:
+        names += [find(baseline, files, job.registry).name for baseline in job.baselines]
+    elif job.baselines:
+        notes.append("the model's weights are not here: whether the baselines are of this model is checked later")
     if len(set(names)) < len(names):
         raise ValueError(f"recipes {job.recipes} and baselines {job.baselines}; name each once")
-    if plan.device.startswith("cuda") and not torch.cuda.is_available():
-        raise RuntimeError(f"device {plan.device}, but this machine has no usable CUDA device; use --device cpu")
     if plan.seq_len > files.context:
         notes.append(f"sequences of {plan.seq_len} tokens exceed the model's context of {files.context}")
     needs, folder = plan.needs(files), work.folder
@@ -216,7 +183,7 @@ def preflight(job: Job, work: Run) -> list[str]:
         raise RuntimeError(
             f"a layer and a chunk need {asked:.1f} GB on {plan.device}, and {memory / 1e9:.1f} GB are free"
         )
-    whole = _whole(files, plan)
+    whole = whole_bytes(files, plan)
     if job.evaluate and memory < whole:
         raise RuntimeError(
             f"the evaluation needs the whole model, {whole / 1e9:.1f} GB on {plan.device}, and {memory / 1e9:.1f} GB "
@@ -227,6 +194,27 @@ def preflight(job: Job, work: Run) -> list[str]:
             target.check_name(job.artifact_name(files, recipe.name))
         target.check_writable()
     return notes
+
+
+def rehearse(job: Job, work: Run) -> list[str]:
+    """Choose all texts of a run, as `begin` does, and keep nothing: what a dry run checks beside `preflight`.
+
+    Returns notes: texts of the Hub are not downloaded for this. Raises as `corpus.select` does.
+    """
+    plan, files = work.plan, work.files
+    given = [plan.corpus, *(others.parse(job.also).values() if job.evaluate else ())]
+    remote = [source for source in given if corpus.is_remote(source)]
+    if plan.corpus in remote:
+        Encoder(files.path)
+    else:
+        corpus.select(plan.corpus, files.path, plan.samples, plan.seq_len, plan.seed)
+    if job.evaluate and plan.corpus not in remote:
+        with tempfile.TemporaryDirectory() as folder:
+            elsewhere = replace(work, folder=Path(folder))
+            held_out.choose(elsewhere, job.eval_windows)
+            held_out.choose_others(elsewhere, () if remote else job.also, job.eval_windows)
+    about = "not downloaded for a dry run, so that it is not checked whether there is enough text"
+    return [f"{', '.join(remote)}: {about}"] if remote else []
 
 
 def run(job: Job, listener: Listener = silent) -> tuple[list[Published], dict[str, float]]:
@@ -298,27 +286,17 @@ def publish(
         failed = gate.passes(own, job.bounds) if own else []
         shown = [named[number], *named[:number], *named[number + 1 :]] if own else []
         layers = tables.by_layer(made) if "budget" in made.fit else []
-        place, version, beside = name, "", report.files(made, shown, name, drawn, license)
-        if targets and not failed:
-            for target in targets:
-                place, version = _publish(target, name, data, job.version, beside, own)
-        else:
-            _leave(work.folder / name, data, beside, own)
+        beside, folder = report.files(made, shown, name, drawn, license), work.folder / name
+        chosen = [] if failed else targets
+        places = tuple(_publish(target, name, data, job.version, beside, own) for target in chosen)
+        _leave(folder, ({} if places else {ARTIFACT: data}) | beside, own)
         measures = made.fit["layers"]
         errors = [sum(layer[role]["relative_error"] for layer in measures) / len(measures) for role in ("key", "value")]
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
-        found = _figures(own) if own else {}
-        made_of = (recipe, place, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1])
-        yield Published(*made_of, failed=failed, layers=layers, **found)
-
-
-def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record says of an artifact, as fields of `Published`."""
-    protocol = measured.decisive(record)
-    found = measured.figures(record, protocol) if protocol else None
-    if found is None or protocol is None:
-        return {"unmeasured": "; ".join(measured.reasons(record))}
-    return {"relative": found["relative"], "kl": found["kl"], "protocol": measured.SPOKEN[protocol]}
+        version = places[0].reference.rpartition("@")[2] if places else ""
+        made_of = (recipe, name, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1])
+        found = figures(own) if own else {}
+        yield Published(*made_of, failed=failed, layers=layers, places=places, folder=str(folder), **found)
 
 
 def _publish(
@@ -328,24 +306,27 @@ def _publish(
     number: str | None,
     beside: Mapping[str, bytes],
     own: Mapping[str, Any] | None,
-) -> tuple[str, str]:
-    """Publish to one registry, with a snippet that loads from there; the reference's name and version."""
+) -> Place:
+    """Publish to one registry, with a snippet that loads from there."""
     text = card.addressed(beside["README.md"].decode(), target.url, name)
-    version = target.publish(name, data, number, {**beside, "README.md": text.encode()}).version
+    known = target.current_state(name).with_digest(hashlib.sha256(data).hexdigest())
+    version = target.publish(name, data, number, {**beside, "README.md": text.encode()})
     if own:
         target.add_evaluation(own, name)
-    return (name if target.url.startswith("file:") else f"{target.url}/{name}"), version
+    local = target.url.startswith("file:")
+    reference = f"{name if local else f'{target.url}/{name}'}@{version.version}"
+    return Place(target.url, reference, str(target.fetch(name, version)) if local else None, known is None)
 
 
-def _leave(folder: Path, data: bytes, beside: Mapping[str, bytes], own: Mapping[str, Any] | None) -> None:
-    """Put an unpublished artifact where its run is, in the shape that `kvq pull` gives."""
+def _leave(folder: Path, contents: Mapping[str, bytes], own: Mapping[str, Any] | None) -> None:
+    """Put an artifact's card, plots and record where its run is, in the shape that `kvq pull` gives."""
     disk.make_folder(folder)
     record = {"evaluation.json": (json.dumps(own, indent=1) + "\n").encode()} if own else {}
-    for name, content in {"kvq.safetensors": data, **beside, **record}.items():
+    for name, content in {**contents, **record}.items():
         disk.save(folder / name, content)
 
 
-def _whole(files: ModelFiles, plan: Plan) -> int:
+def whole_bytes(files: ModelFiles, plan: Plan) -> int:
     """The bytes of the whole model as `kvq eval` loads it."""
     return files.weight_bytes * (4 if plan.device == "cpu" else files.dtype.itemsize) // files.dtype.itemsize
 

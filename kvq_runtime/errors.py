@@ -6,7 +6,7 @@ class ArtifactError(ValueError):
 
 
 class NotFound(ArtifactError):
-    """There is no such name, version, alias or file."""
+    """What is named is not there: an artifact, version, alias, registry, recipe, model, corpus or file."""
 
 
 class Conflict(ArtifactError):

@@ -18,6 +18,7 @@ from functools import cache, cached_property
 from importlib import import_module
 from typing import Any, Literal
 
+from kvq_runtime.errors import NotFound
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.stages.kinds import LATER, check_keys, kinds, stage_from, stage_json
 from kvq_runtime.stages.stage import SLOTS, Scheme, Site
@@ -293,10 +294,10 @@ def presets() -> dict[str, Recipe]:
 
 
 def preset(name: str) -> Recipe:
-    """The recipe of this name; `kvq recipes` lists them. ValueError for an unknown name lists similar ones."""
+    """The recipe of this name; `kvq recipes` lists them. NotFound, a ValueError, lists similar names."""
     known = presets()
     if name not in known:
         families = ", ".join(sorted({other.partition("-")[0] for other in known}))
         close = ", ".join(get_close_matches(name, known, 8)) or f"names that begin with {families}"
-        raise ValueError(f"no recipe {name!r}; there are {close} (kvq recipes lists all)")
+        raise NotFound(f"no recipe {name!r}; there are {close} (kvq recipes lists all)")
     return known[name]

@@ -34,7 +34,7 @@ def nightly(
     for model in models:
         try:
             done = calibrated(Job.from_settings(model=model, **settings), 3600 * timeout_hours)
-            rows += [artifact.row(full=True) for artifact in done]
+            rows += [artifact.record() for artifact in done]
         except Exception as error:  # whatever it was, the next model gets its turn
             reasons.append(f"{model}: {error}")
     return Failed(message="; ".join(reasons)) if reasons else rows

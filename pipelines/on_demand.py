@@ -31,4 +31,4 @@ def on_demand(
     """Fit, measure, publish. An artifact that does not keep the bounds is not published, and the run fails with why."""
     settings = {name: value for name, value in locals().items() if name != "timeout_hours"}
     done = calibrated(Job.from_settings(**settings), 3600 * timeout_hours)
-    return [artifact.row(full=True) for artifact in done]
+    return [artifact.record() for artifact in done]

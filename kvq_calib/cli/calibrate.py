@@ -1,16 +1,7 @@
-"""`kvq-calibrate`: fit recipes to a model, evaluate what was fitted, and publish the artifacts.
-
-Exit codes
-    0    done (also when the very same artifact was there already)
-    1    a check or the machine failed: disk, memory, a damaged checkpoint, no network
-    2    usage: an unknown option, model, recipe or corpus, or settings that cannot be
-    3    not found
-    4    conflict: the same plan is already running, or the version is taken
-    5    an artifact costs more than --max-perplexity-ratio or --max-kl allow: it was not published
-    130  interrupted; the same command goes on where it stopped
-"""
+"""`kvq-calibrate`: fit recipes to a model, evaluate what was fitted, and publish the artifacts."""
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -18,14 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from kvq_calib.cli.commands import count
+from kvq_calib.cli.status import Status
+from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
 
 # GOMP_SPINCOUNT: iterations an idle OpenMP thread spins before it sleeps. At libgomp's own number, 300,000, a fit with
 # two threads on busy cores takes about four times as long; with 0, one on idle cores nearly twice as long.
 SPIN = "5000"
+PROGRAM = "program"  # --version without a number
 INTERRUPTED = "interrupted; the same command goes on where it stopped"
-EXIT_CODES = (__doc__ or "").partition("\n\n")[2]
 EPILOG = f"""\
 examples
     kvq-calibrate --model demo                                  the embedded model, in a minute
@@ -46,7 +39,7 @@ artifact. A run that is interrupted, or killed, goes on where it was when the sa
 
 {EXPLAINED}
 
-{EXIT_CODES}"""
+{exit_codes.CALIBRATION_EXIT_CODES}"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,6 +49,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.version == PROGRAM:
+        print(f"kvq-runtime {__version__}")
+        return 0
+    if args.version is not None:
+        _renamed(args)
     if args.quiet or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too; read at import
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -63,37 +61,60 @@ def _run(args: argparse.Namespace) -> int:
     return _calibrate(args)
 
 
-def _calibrate(args: argparse.Namespace) -> int:
-    from kvq_calib import job
-    from kvq_calib.model import find as models
-    from kvq_runtime.cli.table import print_table
+def _renamed(args: argparse.Namespace) -> None:
+    """Take --version V as --artifact-version V, its name until kvq 0.1."""
+    if args.artifact_version is not None:
+        raise ValueError("--version V is the older name of --artifact-version; give only that")
+    exit_codes.say("kvq-calibrate", "--version V is called --artifact-version V now; --version prints the program's")
+    args.artifact_version = args.version
 
+
+def _calibrate(args: argparse.Namespace) -> int:
     if args.list_models:
-        rows = [{"model": e.name, "hub": e.hub or "embedded", "corpus": e.corpus} for e in models.CATALOG.values()]
-        print_table(rows, args.json)
-        return 0
-    asked = _job(args)
-    work = asked.prepare()
-    if args.baseline is None:
-        asked = job.not_alone(asked, work)
-    for note in job.preflight(asked, work):
+        return _list_models(args.json)
+    with Status("kvq-calibrate", args.quiet) as show:
+        show("loading torch and transformers")
+        from kvq_calib import job
+        from kvq_calib.cli import dry_run, outcome
+        from kvq_calib.model import find as models
+        from kvq_calib.run import checkpoint
+        from kvq_runtime.cli.table import print_record
+
+        asked = _job(args)
+        show(f"looking for the model {asked.model} and the text")
+        work = asked.prepare(files=models.look_up(asked.model, asked.revision) if args.dry_run else None)
+        if args.baseline is None:
+            asked = job.not_alone(asked, work)
+        notes = job.preflight(asked, work)
+        if args.dry_run:
+            show(f"choosing {work.plan.samples} sequences of {work.plan.corpus}")
+            notes += job.rehearse(asked, work)
+    for note in notes:
         exit_codes.say("kvq-calibrate", note)
     if args.dry_run:
-        return _show_plan(asked, work, args.json)
-    begun = time.perf_counter()
+        found = dry_run.record(asked, work)
+        print_record(found if args.json else dry_run.lines(found), args.json)
+        return 0
+    begun, count = time.perf_counter(), work.plan.geometry.layers
+    before = sum(checkpoint.record(work.folder, layer) is not None for layer in range(count))
     done, spent = (_through_prefect if _wants_prefect(args) else _here)(asked, work, args.quiet)
-    print_table([made.row(full=args.json) for made in done], args.json)
-    if not args.json:
-        _show_choices(done)
+    records = json.loads((work.folder / "evaluation.json").read_text()) if asked.evaluate else []
+    outcome.show(done, records, args.json)
     if not args.json and spent:
-        _cost(time.perf_counter() - begun, spent)
-        _peak(work.plan, work.files)
+        outcome.cost(time.perf_counter() - begun, spent, (before, count))
+        outcome.peak(work)
     for made in done:
         for reason in made.failed:
-            exit_codes.say(
-                "kvq-calibrate", f"{made.name} was not published. {reason}; it is in {work.folder / made.name}"
-            )
+            exit_codes.say("kvq-calibrate", f"{made.name} was not published. {reason}; it is in {made.folder}")
     return 5 if any(made.failed for made in done) else 0
+
+
+def _list_models(as_json: bool) -> int:
+    from kvq_calib.model.catalog import CATALOG
+    from kvq_runtime.cli.table import print_table
+
+    print_table([{"model": e.name, "hub": e.hub or "embedded", "corpus": e.corpus} for e in CATALOG.values()], as_json)
+    return 0
 
 
 def _job(args: argparse.Namespace):
@@ -107,19 +128,22 @@ def _job(args: argparse.Namespace):
     if args.model is None:
         raise ValueError("--model is missing: a name of --list-models, a folder, or a Hub id")
     names = ("model", "revision", "corpus", "samples", "seq_len", "held_out", "seed", "device", "dtype", "threads")
-    names += ("workers", "registry", "push", "name", "version", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
+    names += ("workers", "registry", "push", "name", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
     given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
     given["device"] = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline or ())}
-    given["also"] = tuple(args.also)
+    given |= {"also": tuple(args.also), "version": args.artifact_version}
     recipes = recipe_text.with_settings(args.recipe or ["aqua-2bit"], args.set)
     return Job(recipes=tuple(recipes), **given)
 
 
 def _here(asked, work, quiet: bool):
+    from transformers.utils import logging
+
     from kvq_calib import job
     from kvq_calib.cli.progress import Bar
 
+    logging.disable_progress_bar()  # of loading weights: it would break into ours
     bar = Bar(work.plan, quiet)
     try:
         return job.complete(asked, replace(work, listener=bar))
@@ -135,97 +159,6 @@ def _through_prefect(asked, work, quiet: bool):
     from kvq_calib.flow import flow
 
     return flow.run(asked, work)
-
-
-def _show_plan(asked, work, json: bool) -> int:
-    from kvq_runtime.cli.table import print_record
-
-    plan, files = work.plan, work.files
-    needs = plan.needs(files)
-    record = {
-        "model": plan.model,
-        "revision": plan.revision or "local",
-        "layers": plan.geometry.layers,
-        "recipes": [recipe.name for recipe in plan.recipes],
-        "artifacts": [asked.artifact_name(files, recipe.name) for recipe in plan.recipes],
-        "corpus": plan.corpus,
-        "samples": f"{plan.samples} ({plan.held_out} held out)",
-        "seq_len": plan.seq_len,
-        "tokens": plan.tokens,
-        "evaluation": _evaluation(asked, plan),
-        "chunks": f"{len(plan.chunks)} of at most {plan.chunk} sequences",
-        **_rounds(plan),
-        "device": f"{plan.device}, {plan.dtype}, {plan.threads} threads",
-        "memory": f"{(needs['layer'] + needs['chunk']) / 1e6:.0f} MB: one layer and one chunk",
-        "disk": f"{needs['disk'] / 1e6:.0f} MB at most",
-        "run folder": str(work.folder),
-        "plan": plan.digest,
-    }
-    print_record(record, json)
-    return 0
-
-
-def _show_choices(done) -> None:
-    """Of recipes with a budget, the bits of each layer's keys and values."""
-    from kvq_runtime.cli.table import print_table
-
-    for made in done:
-        if made.layers:
-            print(f"\n{made.recipe}: bits per element, and the error they put into the model's stream")
-            names = ("layer", "keys", "values", "keys attention", "values attention")
-            print_table([{name: row[name] for name in names} for row in made.layers], json=False)
-
-
-def _rounds(plan) -> dict[str, str]:
-    """What a plan's budgets make it do, if it has any."""
-    from kvq_calib.run import budget, sensitivity, share
-
-    if not plan.budgets:
-        shared = [recipe.name for recipe in plan.recipes if share.wanted(recipe)]
-        return {"shared bits": f"{', '.join(shared)}: 2 rounds, each a pass over the model"} if shared else {}
-    asked = ", ".join(f"{bits:g} bits" for bits in plan.budgets.values())
-    settings, sequences = len(budget.options(plan.geometry)), sum(len(plan.chunks[i]) for i in sensitivity.chunks(plan))
-    measured = f"{settings} settings for each layer's keys and values, measured on {sequences} sequences"
-    return {"budgets": f"{asked}: {measured}, in 2 to {budget.ROUNDS} rounds, each a pass over the model"}
-
-
-def _evaluation(asked, plan) -> str:
-    from kvq_calib.evaluate import held_out
-
-    if not asked.evaluate:
-        return "none"
-    count = asked.eval_windows or f"up to {held_out.windows(plan, plan.seq_len)}"
-    bounds = "".join(f", {name} at most {bound:g}" for name, bound in asked.bounds.given.items())
-    also = "".join(f", and of {text}" for text in asked.also)
-    return f"{count} held-out windows{also}{bounds}"
-
-
-def _cost(wall: float, spent: dict[str, float]) -> None:
-    forward, evaluation = spent.pop("forward", 0.0), spent.pop("evaluation", 0.0)
-    parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items())
-    total = forward + sum(spent.values())
-    print(
-        f"\n{wall:.1f} s. The layers took {total:.1f} s, {total / forward if forward else 0:.2f} times "
-        f"the model's own forward pass in them ({forward:.1f} s): {parts}."
-        + (f" The evaluation took {evaluation:.1f} s." if evaluation else "")
-    )
-
-
-def _peak(plan, files) -> None:
-    """Say how much memory the run took, beside what one layer and one chunk were planned with."""
-    import resource
-
-    import torch
-
-    needs = plan.needs(files)
-    planned = f"one layer {needs['layer'] / 1e6:.0f} MB, one chunk {needs['chunk'] / 1e6:.0f} MB"
-    if plan.device.startswith("cuda"):
-        print(
-            f"At most {torch.cuda.max_memory_allocated(plan.device) / 1e6:.0f} MB on {plan.device} (plan: {planned})."
-        )
-    else:
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-        print(f"At most {held:.0f} MB of memory, Python and its libraries included (plan: {planned}).")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -265,7 +198,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--push", metavar="URL", help="publish to this registry as well: hf://org; checked before the work")
     add("--name", metavar="NAME", help="of the artifact (default: MODEL-RECIPE)")
-    add("--version", metavar="V", help="1.2.0; default: the next number")
+    add("--artifact-version", metavar="V", help="number of the artifact, as in 1.2.0 (default: the next one)")
     add("--no-publish", action="store_true", help="leave artifact, card and plots in the run folder")
     add = top.add_argument_group("evaluation").add_argument
     add("--no-eval", action="store_true", help="publish without measuring on held-out text")
@@ -291,6 +224,13 @@ def parser() -> argparse.ArgumentParser:
     add("--list-models", action="store_true", help="print the catalog")
     add("--json", action="store_true", help="print JSON")
     add("--quiet", action="store_true", help="no progress bar")
+    add(
+        "--version",
+        nargs="?",
+        const=PROGRAM,
+        metavar="V",
+        help="print the program's version; with a number, the older name of --artifact-version",
+    )
     return top
 
 

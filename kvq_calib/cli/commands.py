@@ -63,6 +63,12 @@ recipes allow it. A full encode needs neither.
     + _TEXT
 )
 
+INTERRUPTED = {
+    "evaluate": "interrupted; nothing was kept",
+    "compare": "interrupted; the same command goes on where it stopped",
+    "probe": "interrupted; nothing was kept",
+}
+
 PROBE_EXAMPLES = """\
 examples
     kvq probe --model demo
@@ -211,6 +217,8 @@ def _run(function: str, args: argparse.Namespace) -> int:
     )  # hqq's, which transformers imports if it is there
     try:
         return getattr(import_module("kvq_calib.cli.subcommands"), function)(args)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(INTERRUPTED.get(function, "interrupted")) from None
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("kvq"):
             raise

@@ -80,7 +80,7 @@ def _calibrate(asked) -> tuple[list[dict], str]:
         records = json.loads((Path(folder) / "evaluation.json").read_text())
     bar.close()
     for made in done:
-        print(f"   {made.name}@{made.version}  sha256 {made.sha256[:12]}")
+        print(f"   {made.reference}  sha256 {made.sha256[:12]}")
     evaluation = spent.pop("evaluation")
     forward, total = spent["forward"], sum(spent.values())
     return records, (

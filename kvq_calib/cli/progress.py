@@ -4,6 +4,7 @@ import sys
 
 from tqdm import tqdm
 
+from kvq_calib.cli.status import Status
 from kvq_calib.run import budget, sensitivity, share
 from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Progress
@@ -14,33 +15,43 @@ class Bar:
     that is no terminal.
 
     A layer's work is its forward pass and, for each recipe, decoding its keys and its values, and measuring every
-    setting of a budget: each counts its tokens.
+    setting of a budget: each counts its tokens. The first bar is there before the first report, while text is chosen;
+    after the last, a line says that plots and cards are being made.
     """
 
     def __init__(self, plan: Plan, quiet: bool = False):
         self._plan, self._off = plan, quiet or not sys.stderr.isatty()
-        self._bar: tqdm | None = None
-        self._at = (0, -2)
+        self._status = Status("kvq-calibrate", quiet)
+        self._at: tuple[int, int] | None = None
+        self._bar = self._drawn("choosing the text", self._work(0))
 
     def __call__(self, progress: Progress) -> None:
         whole = progress.layer < 0
         if (progress.round, progress.layer) != self._at:
-            self.close()
-            self._at = (progress.round, progress.layer)
             again = f"round {progress.round}, " if progress.round else ""
-            self._bar = tqdm(
-                total=progress.total if whole else self._work(progress.round),
-                unit="tok",
-                unit_scale=True,
-                disable=self._off,
-                desc=progress.stage if whole else f"{again}layer {progress.layer + 1}/{progress.layers}",
-            )
-        assert self._bar is not None
+            said = progress.stage if whole else f"{again}layer {progress.layer + 1}/{progress.layers}"
+            self._next(said, progress.total if whole else self._work(progress.round))
+            self._at = (progress.round, progress.layer)
         if whole:
             self._bar.update(progress.tokens)
+            if progress.done >= progress.total:
+                self._bar.close()
+                self._status("drawing the plots, writing the cards")
             return
         self._bar.set_postfix_str(progress.stage, refresh=False)
         self._bar.update(progress.tokens or len(self._plan.chunks[progress.done - 1]) * self._plan.seq_len)
+
+    def _next(self, said: str, total: int) -> None:
+        """Go on with a new bar; the one that stood there before the first report becomes it."""
+        if self._at is None:
+            self._bar.set_description(said, refresh=False)
+            self._bar.reset(total)
+        else:
+            self._bar.close()
+            self._bar = self._drawn(said, total)
+
+    def _drawn(self, said: str, total: int) -> tqdm:
+        return tqdm(total=total, unit="tok", unit_scale=True, disable=self._off, desc=said)
 
     def _work(self, round: int) -> int:
         """Tokens of a layer, each as often as it is worked on; in later rounds of the budgets, at most."""
@@ -52,6 +63,6 @@ class Bar:
         return (1 + 2 * recipes) * plan.tokens + settings * measured
 
     def close(self) -> None:
-        """Finish the bar that is drawn."""
-        if self._bar is not None:
-            self._bar.close()
+        """Finish what is drawn."""
+        self._bar.close()
+        self._status.clear()

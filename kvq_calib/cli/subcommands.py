@@ -185,12 +185,9 @@ def _protocol(args: argparse.Namespace, rows: int | None):
 def _device(given: str | None) -> str:
     import torch
 
-    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from None
-    return device
+    from kvq_calib.run.device import usable
+
+    return usable(given or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _dtype(given: str | None, device: str):
@@ -206,7 +203,6 @@ def _bar(tokens: int, quiet: bool) -> Iterator[Any]:
     from tqdm import tqdm
     from transformers.utils import logging
 
-    if quiet or not sys.stderr.isatty():
-        logging.disable_progress_bar()  # of loading weights
+    logging.disable_progress_bar()  # of loading weights: it would break into ours
     with tqdm(total=tokens, unit="tok", unit_scale=True, disable=quiet or not sys.stderr.isatty()) as bar:
         yield bar.update

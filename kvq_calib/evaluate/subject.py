@@ -36,7 +36,7 @@ class Subject:
 def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subject:
     """A recipe that needs no calibration, as `recipe_text.read` takes it; else an artifact: a reference or a path.
 
-    Raises ValueError for a recipe that must be fitted and is in no registry, ArtifactError for another model's.
+    Raises NotFound for what is in no registry, a recipe to be fitted among it; ArtifactError for another model's.
     """
     known = recipe_text.read(given) if recipe_text.written(given) else None
     if known is not None and not known.fitted:
@@ -46,7 +46,8 @@ def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subj
     except registry.NotFound as error:
         if known is None:
             raise
-        raise ValueError(f"recipe {known.name} has fitted stages, and no artifact has that name: {error}") from None
+        text = f"recipe {known.name} has fitted stages, and no artifact has that name: {error}"
+        raise registry.NotFound(text) from None
     artifact = load(found.path, found.sha256, found.size)
     fingerprint.check_match(artifact.fingerprint, files.fingerprint())
     return Subject.of(artifact, found.sha256, given, published=bool(found.version))

@@ -18,9 +18,9 @@ from prefect.artifacts import (
 
 from kvq_calib.job import Job, Published
 from kvq_calib.report import plots
+from kvq_calib.report.published import Place
 from kvq_calib.run.run import Progress
 from kvq_runtime.registry import reference
-from kvq_runtime.registry import resolve as registry
 
 EVERY = 5.0  # seconds between two updates of one layer
 
@@ -73,20 +73,16 @@ def show_results(asked: Job, done: Sequence[Published], folder: Path) -> None:
             for name, png in drawn.items()
         ]
         create_markdown_artifact("\n\n".join(images), key="kvq-plots", description=f"Plots of {asked.model}")
-    for artifact in done:
-        if artifact.version:
-            name = f"{artifact.name}@{artifact.version}"
-            create_link_artifact(_link(name, asked), key="kvq-version", link_text=name, description=artifact.sha256)
+    for place in (place for artifact in done for place in artifact.places):
+        create_link_artifact(_link(place), key="kvq-version", link_text=place.reference)
 
 
-def _link(name: str, asked: Job) -> str:
+def _link(place: Place) -> str:
     """Where a version is: a page of the Hub, or the file."""
-    version = reference.parse(name)
-    assert isinstance(version, reference.Reference), "a published artifact has a reference"
-    url = reference.registry_url(version.registry or asked.registry)
-    org = reference.hub_org(url)
-    if org is None:
-        return registry.resolve_name(name, url).path.as_uri()
+    if place.path is not None:
+        return Path(place.path).as_uri()
     from huggingface_hub import constants
 
-    return f"{constants.ENDPOINT}/{org}/{version.name}/tree/v{version.value}"
+    version = reference.parse(place.reference)
+    assert isinstance(version, reference.Reference), "what is published on a Hub has a reference"
+    return f"{constants.ENDPOINT}/{reference.hub_org(place.registry)}/{version.name}/tree/v{version.value}"

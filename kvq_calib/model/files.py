@@ -1,6 +1,7 @@
 """Read a model folder in Hugging Face format: its configuration, and single tensors from its safetensors files.
 
-Nothing here builds a model or runs code that came with one: `config.json` is data, weights are safetensors only.
+Nothing here builds a model or runs code that came with one: `config.json` is data, weights are safetensors only. Of
+weights that have not been downloaded the headers are enough to plan with: names, dtypes and shapes.
 """
 
 import json
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvq_calib.model import catalog
 from kvq_runtime.artifact import fingerprint
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 
@@ -39,17 +41,29 @@ _DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A tensor as a safetensors file has it: in which file, its dtype there ("BF16") and its shape."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ModelFiles:
     """One model on disk.
 
     id         what provenance calls it: the catalog's or the folder's name, or the Hub id
     revision   the Hub commit the files belong to; None for a local folder
+    headers    of weights that are on the Hub alone, what their headers say by tensor: enough to plan, not to read; None
+               where the weights are in the folder
     """
 
     path: Path
     id: str
     revision: str | None
     config: Mapping[str, Any]
+    headers: Mapping[str, Stored] | None = None
 
     @property
     def entry(self) -> catalog.Entry:
@@ -89,16 +103,20 @@ class ModelFiles:
     @cached_property
     def names(self) -> Mapping[str, str]:
         """The file that holds each tensor."""
+        if self.headers is not None:
+            return {name: one.file for name, one in self.headers.items()}
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        with safe_open(self.path / "model.safetensors", "pt") as file:
-            return dict.fromkeys(file.keys(), "model.safetensors")
+            named = _json(index).get("weight_map")
+            if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+                raise ArtifactError(f"{index}: weight_map does not name the file of each tensor; download it again")
+            return named
+        return dict.fromkeys(_open(self.path / "model.safetensors").keys(), "model.safetensors")
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights as stored."""
-        found = _slice(self._file("model.norm.weight"), "model.norm.weight").get_dtype()
+        found = self._stored("model.norm.weight").dtype
         if found not in _DTYPE:
             raise ValueError(f"{self.id} is stored as {found}; use weights in {', '.join(_DTYPE)}")
         return _DTYPE[found]
@@ -166,25 +184,41 @@ class ModelFiles:
             raise ValueError(f"{self.id} has no tensor {name!r}; is the folder complete?")
         return self.path / self.names[name]
 
+    def _stored(self, name: str) -> Stored:
+        if self.headers is not None and name in self.headers:
+            return self.headers[name]
+        path = self._file(name)
+        found = _slice(path, name)
+        return Stored(path.name, found.get_dtype(), tuple(found.get_shape()))
+
     def _bytes(self, name: str) -> int:
-        stored = _slice(self._file(name), name)
-        return _WIDTH.get(stored.get_dtype(), 1) * math.prod(stored.get_shape())
+        stored = self._stored(name)
+        return _WIDTH.get(stored.dtype, 1) * math.prod(stored.shape)
 
 
-def read(path: Path, id: str, revision: str | None = None) -> ModelFiles:
-    """Open the folder of a model and check that it can be captured."""
+def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str, Stored] | None = None) -> ModelFiles:
+    """Open the folder of a model and check that it can be captured.
+
+    headers   of weights that are not in the folder
+    Raises ValueError for a model that is not supported, ArtifactError for a damaged file, by its name.
+    """
     config = path / "config.json"
     if not config.is_file():
         raise ValueError(f"{path} has no config.json; give the folder of a model in Hugging Face format")
     if config.stat().st_size > CONFIG_LIMIT:
         raise ValueError(f"{config} has more than {CONFIG_LIMIT} bytes; it is no model's config.json")
+    return ModelFiles(path, id, revision, _json(config), headers).check()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON; ArtifactError with its name for anything else."""
     try:
-        stated = json.loads(config.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{config} is no JSON of a model's settings: {error}; download the model again") from None
-    if not isinstance(stated, dict):
-        raise ValueError(f"{config} holds {stated!r:.60}, not an object of settings; download the model again")
-    return ModelFiles(path, id, revision, stated).check()
+        raise ArtifactError(f"{path}: invalid JSON: {error}; download it again") from None
+    if not isinstance(found, dict):
+        raise ArtifactError(f"{path}: expected an object, got {found!r:.80}; download it again")
+    return found
 
 
 def _check_sizes(files: ModelFiles) -> None:
@@ -229,6 +263,14 @@ def _check_windows(files: ModelFiles) -> None:
 
 
 def _check_weights(files: ModelFiles) -> None:
+    if files.headers is None:
+        _check_files(files)
+    missing = [i for i in range(files.geometry.layers) if not files.layer_names(i)]
+    if missing:
+        raise ValueError(f"{files.id}: no weights for layer {missing[0]} of {files.geometry.layers}")
+
+
+def _check_files(files: ModelFiles) -> None:
     single, index = files.path / "model.safetensors", files.path / "model.safetensors.index.json"
     if not single.is_file() and not index.is_file():
         others = [p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in sorted(files.path.glob(pattern))]
@@ -236,14 +278,17 @@ def _check_weights(files: ModelFiles) -> None:
         raise ValueError(f"{files.id} has no model.safetensors in {files.path}{found}")
     for shard in sorted(set(files.names.values())):
         if Path(shard).name != shard or not (files.path / shard).is_file():
-            raise ValueError(f"{files.id}: the index names {shard!r}, which is not in {files.path}; download it again")
-    missing = [i for i in range(files.geometry.layers) if not files.layer_names(i)]
-    if missing:
-        raise ValueError(f"{files.id}: no weights for layer {missing[0]} of {files.geometry.layers}")
+            raise ArtifactError(
+                f"{files.id}: the index names {shard!r}, which is not in {files.path}; download it again"
+            )
+        _open(files.path / shard)  # a shard that was cut off is found here, not after hours
 
 
 def _open(path: Path):
-    return safe_open(path, "pt")
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ArtifactError(f"{path}: no whole safetensors file ({error}); download it again") from None
 
 
 def _slice(path: Path, name: str):

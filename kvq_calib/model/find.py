@@ -1,16 +1,21 @@
 """Find a model: by its name in the catalog, in a local folder, or by its id on the Hugging Face Hub."""
 
 import difflib
+import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
 from kvq_calib.model.catalog import CATALOG, Entry, entry
-from kvq_calib.model.files import ModelFiles, read
+from kvq_calib.model.files import ModelFiles, Stored, read
+from kvq_runtime.errors import NotFound
 
-__all__ = ["CATALOG", "Entry", "ModelFiles", "entry", "resolve"]
+__all__ = ["CATALOG", "Entry", "ModelFiles", "entry", "look_up", "resolve"]
 
-WANTED = ["model*.safetensors", "*.json", "tokenizer*", "vocab*", "merges*", "README.md"]
+SMALL = ["*.json", "tokenizer*", "vocab*", "merges*", "README.md"]
+WANTED = ["model*.safetensors", *SMALL]
 UNWANTED = ["*/*", "*.bin", "*.py"]
 
 
@@ -20,40 +25,107 @@ def resolve(name: str | Path, revision: str | None = None) -> ModelFiles:
     name       a name of the catalog, else a folder, else a Hub id `org/name`, downloaded if it is not in the cache
     revision   of a Hub model: commit, tag or branch
 
-    Raises ValueError for an unknown name and for a model that is not supported, RuntimeError when the Hub
-    cannot be reached.
+    Raises NotFound for an unknown name, ValueError for a model that is not supported, ArtifactError for a damaged file,
+    PermissionError for a gated model, RuntimeError when the Hub cannot be reached.
     """
-    name = str(name)
-    if name == "demo":
-        return read(_demo_folder(), "demo")
-    known = CATALOG.get(name)
-    if known is None and Path(name).is_dir():
-        path = Path(name).resolve()
-        return read(path, path.name)
-    hub = known.hub if known else name
-    if hub is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub) or Path(name).is_absolute():
-        near = difflib.get_close_matches(name, CATALOG, n=3, cutoff=0.5) or list(CATALOG)
-        raise ValueError(f"model {name!r} is no folder, no Hub id (org/name) and not in the catalog: {', '.join(near)}")
-    path = _download(hub, revision or (known.revision if known else None))
+    found = _local(str(name), revision)
+    if found is not None:
+        return found
+    hub, revision = _on_hub(str(name), revision)
+    path = _download(hub, revision, WANTED)
     return read(path, hub, path.name)
 
 
-def _download(hub: str, revision: str | None) -> Path:
+def look_up(name: str | Path, revision: str | None = None) -> ModelFiles:
+    """`resolve` for a plan alone: of weights that are not here, only the headers are read, and nothing is kept."""
+    found = _local(str(name), revision)
+    if found is not None:
+        return found
+    hub, revision = _on_hub(str(name), revision)
+    path = _download(hub, revision, SMALL)
+    index = path / "model.safetensors.index.json"
+    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    at_hand = all((path / shard).is_file() for shard in shards)
+    return read(path, hub, path.name, None if at_hand else _headers(hub, path.name))
+
+
+def _local(name: str, revision: str | None) -> ModelFiles | None:
+    """The embedded model, or the one in a folder; None for any other name."""
+    folder = name not in CATALOG and Path(name).is_dir()
+    if revision is not None and (folder or name == "demo"):
+        raise ValueError(f"revision {revision!r:.80} is of a model on the Hub, and {name} is a folder; leave it out")
+    if name == "demo":
+        return read(_demo_folder(), "demo")
+    if folder:
+        path = Path(name).resolve()
+        return read(path, path.name)
+    return None
+
+
+def _on_hub(name: str, revision: str | None) -> tuple[str, str | None]:
+    """The id and revision on the Hub that a name means."""
+    known = CATALOG.get(name)
+    hub = known.hub if known else name
+    if hub is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub) or hub.startswith((".", "/")):
+        near = difflib.get_close_matches(name, CATALOG, n=3, cutoff=0.5) or list(CATALOG)
+        raise NotFound(f"model {name!r} is no folder, no Hub id (org/name) and not in the catalog: {', '.join(near)}")
+    return hub, revision or (known.revision if known else None)
+
+
+def _download(hub: str, revision: str | None, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    with _translated(hub, revision):
+        return Path(snapshot_download(hub, revision=revision, allow_patterns=wanted, ignore_patterns=UNWANTED))
+
+
+def _headers(hub: str, revision: str) -> dict[str, Stored]:
+    """What the headers of the weights say, by tensor, without the weights."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+    try:
+        with _translated(hub, revision):
+            found = get_safetensors_metadata(hub, revision=revision)
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise ValueError(f"{hub} has no weights in safetensors: {_sentence(error)}") from None
+    return {
+        tensor: Stored(file, about.dtype, tuple(about.shape))
+        for file, header in found.files_metadata.items()
+        for tensor, about in header.tensors.items()
+    }
+
+
+@contextmanager
+def _translated(hub: str, revision: str | None) -> Iterator[None]:
+    """Turn the errors of huggingface_hub into ours, each saying what to do."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     what = hub if revision is None else f"{hub}@{revision}"
     try:
-        return Path(snapshot_download(hub, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        yield
     except GatedRepoError as error:
-        raise ValueError(f"{what} is gated: accept its licence on the Hub, then `hf auth login`") from error
+        raise PermissionError(f"{what} is gated: accept its licence on the Hub, then `hf auth login`") from error
     except RepositoryNotFoundError as error:
-        raise ValueError(f"{what} is not on the Hub, or is private: `hf auth login`") from error
+        raise NotFound(f"{what} is not on the Hub, or is private: `hf auth login`") from error
+    except RevisionNotFoundError as error:
+        raise NotFound(f"{hub} has no revision {revision} on the Hub: give a commit, tag or branch") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise RuntimeError(
-            f"could not download {what}, and the cache does not hold it: {error}. Go online once, or give a folder "
-            "with config.json, model.safetensors and tokenizer.json"
+            f"could not download {what}, and the cache does not hold it: {_sentence(error)}. Go online once, or give a "
+            "folder with config.json, model.safetensors and tokenizer.json"
         ) from error
+
+
+def _sentence(error: Exception) -> str:
+    """An error's message on one line, to be gone on with after a full stop."""
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _demo_folder() -> Path:

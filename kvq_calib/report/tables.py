@@ -8,6 +8,7 @@ from typing import Any
 
 from kvq_calib.report.names import name_of
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.cli.table import percent
 from kvq_runtime.recipe import ROLES
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN
@@ -182,8 +183,7 @@ def _bits(name: str, bits: Mapping[str, float], length: int) -> dict[str, Any]:
 def relative(result: Mapping[str, Any]) -> str:
     """The distance of a perplexity from that of 16 bit, with its standard error where there is one."""
     spread = standard_error(result)
-    cost = f"{result['relative']:+.2%}".replace("-0.00%", "+0.00%")
-    return cost + ("" if spread is None else f" ± {spread:.2%}")
+    return percent(result["relative"]) + ("" if spread is None else f" ± {spread:.2%}")
 
 
 def standard_error(part: Mapping[str, Any]) -> float | None:

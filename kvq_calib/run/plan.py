@@ -11,6 +11,7 @@ from importlib.metadata import version
 import torch
 
 from kvq_calib.model.files import ModelFiles
+from kvq_calib.run.device import usable
 from kvq_calib.text import corpus
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
@@ -147,10 +148,13 @@ def make(
     threads: int = 1,
     budgets: dict[str, float] | None = None,
 ) -> Plan:
-    """Complete a plan with the model's defaults; a Hub corpus is pinned to a revision here."""
+    """Complete a plan with the model's defaults; a Hub corpus is pinned to a revision here.
+
+    Raises ValueError for settings that cannot be, RuntimeError for a device that is not here or a Hub without answer.
+    """
     from kvq_calib.model.streamed import default_dtype
 
-    known = files.entry
+    known, device = files.entry, usable(device)
     samples = known.samples if samples is None else samples
     seq_len = min(known.seq_len, files.context) if seq_len is None else seq_len
     kind = dtype or str(default_dtype(files, torch.device(device))).removeprefix("torch.")

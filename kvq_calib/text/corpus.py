@@ -134,10 +134,18 @@ def pin(source: str) -> str:
     try:
         commit = HfApi().dataset_info(found["repo"], revision=found["revision"]).sha
     except Exception as error:  # whatever the HTTP client, the cause is in the message
-        raise RuntimeError(f"could not ask the Hub for {source}: {error}. Give a commit, {found['repo']}@<40 hex "
+        said = " ".join(str(error).split()).rstrip(".")
+        raise RuntimeError(f"could not ask the Hub for {source}: {said}. Give a commit, {found['repo']}@<40 hex "
                            "digits>, or a local file (.txt, .jsonl, .parquet)") from error  # fmt: skip
     config = f":{found['config']}" if found["config"] else ""
     return f"{found['repo']}{config}@{commit}"
+
+
+def is_remote(source: str) -> bool:
+    """Whether a corpus is read from the Hub: neither embedded nor a file."""
+    if source in sources.EMBEDDED:
+        return False
+    return wikitext.file_of(source) is None if wikitext.is_named(source) else _hub(source) is not None
 
 
 def load(source: str) -> Documents:
@@ -181,8 +189,9 @@ def _dataset(source: str, found: dict[str, Any], split: str = "train") -> Sequen
     try:
         rows = datasets.load_dataset(found["repo"], found["config"], revision=found["revision"], split=split)
     except Exception as error:  # a missing config, a script, no network: datasets says which
+        said = str(error).rstrip(".")
         raise RuntimeError(
-            f"could not load the dataset {source}: {error}. Give another corpus, or a local file"
+            f"could not load the dataset {source}: {said}. Give another corpus, or a local file"
         ) from error
     if "text" not in rows.column_names:
         raise ValueError(f"{source} has columns {', '.join(rows.column_names)}; documents are in a column 'text'")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_calib.text import stdlib as stdlib_text
+from kvq_runtime.errors import NotFound
 
 SEPARATOR = "<|endoftext|>"
 EMBEDDED = {"demo": stdlib_text.documents, "demo-code": stdlib_text.code}
@@ -53,10 +54,11 @@ def embedded(name: str) -> Documents:
 
 
 def local(path: Path) -> Documents:
-    """The documents of a local file. Raises ValueError, naming the line, for one that cannot be read."""
+    """The documents of a local file. Raises NotFound, or ValueError, naming the line, for one that cannot be read."""
     name = path.name.lower()
     if not path.is_file():
-        raise ValueError(f"corpus {path} is not a file; give one of {', '.join(SUFFIXES)}")
+        kind = ValueError if path.exists() else NotFound
+        raise kind(f"corpus {path} is not a file; give one of {', '.join(SUFFIXES)}")
     if name.endswith(".txt"):
         texts = utf8(path).split(SEPARATOR)
     elif name.endswith(SUFFIXES[1:4]):

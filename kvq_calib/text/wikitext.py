@@ -15,6 +15,7 @@ Differs: perplexity is over the L - 1 tokens of a window that have one before th
 from pathlib import Path
 
 from kvq_calib.text import documents
+from kvq_runtime.errors import NotFound
 
 NAME = "wikitext-2"
 DATASET = "Salesforce/wikitext:wikitext-2-raw-v1"
@@ -36,9 +37,10 @@ def joined(rows: list[str]) -> str:
 
 
 def local(path: Path) -> list[str]:
-    """The rows of a file. Raises ValueError for one that is neither of the two kinds, or cannot be read."""
+    """The rows of a file. Raises NotFound, or ValueError for one that is of another kind, or cannot be read."""
     if not path.is_file():
-        raise ValueError(f"{NAME}:{path} is not a file; give a .parquet with a column text, or a .txt")
+        kind = ValueError if path.exists() else NotFound
+        raise kind(f"{NAME}:{path} is not a file; give a .parquet with a column text, or a .txt")
     if path.suffix == ".parquet":
         return documents.parquet(path)
     if path.suffix in (".txt", ".raw"):

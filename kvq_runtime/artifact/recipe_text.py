@@ -26,7 +26,7 @@ from pathlib import Path
 
 from kvq_runtime.artifact import recipe_tree
 from kvq_runtime.disk import files, strict_json
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.recipe import Recipe, preset, presets
 
 SUFFIX = ".json"
@@ -36,7 +36,7 @@ SETTING = re.compile(r"\+(?=[a-z0-9_.]+=)")
 
 
 def read(text: str, changes: Sequence[str] = ()) -> Recipe:
-    """The recipe that a text means, with more settings, `PATH=VALUE` each. ValueError: there is none."""
+    """The recipe that a text means, with more settings, `PATH=VALUE` each. ValueError, or NotFound: there is none."""
     start, *settings = SETTING.split(text)
     recipe = _from_file(Path(start)) if start.endswith(SUFFIX) else preset(start)
     return changed(recipe, [*settings, *changes])
@@ -116,6 +116,8 @@ def _from_file(path: Path) -> Recipe:
         if isinstance(stated, dict) and isinstance(stated.get("settings"), dict):
             stated = stated["settings"]
         recipe = Recipe.from_json(stated)
+    except NotFound:
+        raise
     except (ArtifactError, ValueError) as error:
         raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
     return recipe if recipe.name in presets() else _own(recipe, recipe.name)

@@ -5,13 +5,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.artifact import artifact, describe, recipe_text
+from kvq_runtime.artifact import artifact, describe
 from kvq_runtime.artifact.diff import diff as differences
 from kvq_runtime.cli import sign
-from kvq_runtime.cli.table import print_record, print_table
+from kvq_runtime.cli.table import percent, print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.recipe import presets
 from kvq_runtime.registry import lock, reference, search
 from kvq_runtime.registry.events import State
 from kvq_runtime.registry.hub import upkeep as hub_upkeep
@@ -22,6 +21,19 @@ from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import Reference
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.resolve import Resolved, choose, load_artifact, open_registry, resolve, resolve_name
+
+MEANINGS = {  # of the checks, for people
+    "header": "the file begins as a safetensors file, and is as long as it says",
+    "size": "as many bytes as registry or lock file say",
+    "sha256": "the bytes that registry or lock file name",
+    "schema": "a version of the format that this program reads",
+    "content": "digest of all tensors and settings, stored in the file itself",
+    "recipe": "settings that fit together",
+    "fingerprint": "the model it is for: shape, RoPE, a probe of its projections",
+    "tensors": "each that the recipe needs, of its shape and dtype, and no other",
+    "finite": "no NaN and no infinity in any of them",
+    "signature": "made with the key that was given",
+}
 
 
 def list_names(args: Namespace) -> int:
@@ -70,8 +82,16 @@ def show(args: Namespace) -> int:
     print_record(record if args.json else describe.brief(record), args.json)
     for title, rows in ({} if args.json else describe.tables(record)).items():
         print(f"\n{title}")
-        print_table(rows, json=False)
+        print_table([{name: _shown(name, value) for name, value in row.items()} for row in rows], json=False)
     return 0
+
+
+def _shown(column: str, value: Any) -> Any:
+    """A cell of the table of evaluations; shares in per cent, as in the tables of kvq eval."""
+    what = column.rpartition(" ")[2]
+    if not isinstance(value, float) or what not in ("relative", "top1", "decoded"):
+        return value
+    return percent(value) if what == "relative" else f"{value:.2%}"
 
 
 def pull(args: Namespace) -> int:
@@ -118,6 +138,10 @@ def verify(args: Namespace) -> int:
     if args.key:
         sign.check(resolved, args.lock, sign.public_key(args.key))
         rows.append({"check": "signature", "result": "ok"})
+    if not args.json:
+        version = f"{resolved.name} {resolved.version}".rstrip()
+        print(f"{version}, sha256 {resolved.sha256}, {resolved.size} bytes\n{resolved.path}\n")
+        rows = [{**row, "what": MEANINGS[row["check"]]} for row in rows]
     print_table(rows, args.json)
     return 0
 
@@ -194,7 +218,15 @@ def history(args: Namespace) -> int:
 def diff(args: Namespace) -> int:
     """Print what differs between two artifacts."""
     a, b = (load_artifact(reference, args.registry) for reference in (args.a, args.b))
-    print_table(differences(a, b), args.json)
+    rows = differences(a, b)
+    if args.json:
+        print_table(rows, json=True)
+    elif not rows:
+        print(f"{args.a} and {args.b} are equal")
+    else:
+        names = {"a": args.a, "b": args.b, "change": "relative change"}
+        print_table([{names.get(name, name): value for name, value in row.items()} for row in rows], json=False)
+        print("\nrelative change: (b - a) / |a| of numbers, |b - a| / |a| of tensors, of codes the share that differs")
     return 0
 
 
@@ -223,27 +255,3 @@ def doctor(args: Namespace) -> int:
     else:
         print(f"nothing is wrong with {registry.url}")
     return int(any(finding.level == "fault" for finding in findings))
-
-
-def recipes(args: Namespace) -> int:
-    """Print every recipe that comes with kvq, a line each; or all settings of one, changed perhaps."""
-    if args.set and not args.name:
-        raise ValueError(
-            f"--set {args.set[0]} changes a recipe; name it, as in kvq recipes aqua-2bit --set {args.set[0]}"
-        )
-    if args.name:
-        chosen = recipe_text.read(args.name, args.set)
-        row = describe.recipe_row(chosen, describe.REFERENCE_MODEL)
-        print_record(row | ({"settings": chosen.to_json()} if args.json else {}), args.json)
-        if not args.json:
-            print("\nsettings, as --set takes them")
-            print("\n".join(f"{path}={value}" for path, value in recipe_text.settings(chosen).items()))
-        return 0
-    known = presets().values()
-    rows = [describe.recipe_row(recipe, describe.REFERENCE_MODEL) for recipe in known]
-    if args.json:
-        rows = [row | {"settings": recipe.to_json()} for row, recipe in zip(rows, known, strict=True)]
-    else:
-        rows = [{name: row[name] for name in ("name", "bits", "fitted", "summary")} for row in rows]
-    print_table(rows, args.json)
-    return 0

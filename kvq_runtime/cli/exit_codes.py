@@ -1,22 +1,33 @@
-"""Exit codes of the commands, and the one place where exceptions become exit codes.
-
-Exit codes
-    0    done
-    1    a check failed: a damaged file, event, lock or model mismatch; a fault found by doctor; the machine failed
-    2    usage: unknown command or option, or text that is no reference, name or version
-    3    not found: name, version, alias or file
-    4    conflict: somebody else's change came first, or a change that contradicts the present state
-    130  interrupted
-"""
+"""Exit codes of the commands, and the one place where exceptions become exit codes."""
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 
 from kvq_runtime.cli.table import printable
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 
-EXIT_CODES = (__doc__ or "").partition("\n\n")[2]
+MEANINGS = {  # README.md has the same table, which a test compares
+    0: "done; also if the very same bytes are published already",
+    1: "a check failed (a damaged file, a model that does not match, a fault that doctor found), or the machine did: "
+    "disk, memory, device, network; standard error says what to do",
+    2: "wrong command line: an unknown command or option, no valid name or reference, settings that cannot be",
+    3: "not found: no such artifact, version, alias, registry, recipe, model, corpus or file",
+    4: "conflict: a concurrent change came first, a change contradicts the registry's state, or the same plan is "
+    "already running",
+    5: "kvq-calibrate: an artifact exceeds its bounds and was not published",
+    130: "interrupted (Ctrl-C); a calibration can be resumed",
+}
+
+
+def _help(codes: list[int]) -> str:
+    lines = [textwrap.fill(f"{code:<5}{MEANINGS[code]}", 116, subsequent_indent=" " * 5) for code in codes]
+    return "exit codes\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
+
+
+EXIT_CODES = _help([code for code in MEANINGS if code != 5])
+CALIBRATION_EXIT_CODES = _help([*MEANINGS])
 
 
 def exit_code(error: BaseException) -> int | None:
@@ -44,7 +55,7 @@ def run(program: str, command: Callable[[], int], extras: str = "[calib]", inter
 
     program      begins every message
     extras       of kvq-runtime, named if a module is not installed
-    interrupted  message for Ctrl-C; None prints nothing
+    interrupted  message for Ctrl-C that has none of its own; None prints nothing
     Exceptions without an exit code pass through. A closed stdout, as after `| head`, is exit code 0.
     """
     try:
@@ -64,7 +75,7 @@ def run(program: str, command: Callable[[], int], extras: str = "[calib]", inter
                 raise
             text = f"{error.name} is not installed: pip install 'kvq-runtime{extras}'"
         if isinstance(error, KeyboardInterrupt):
-            text = interrupted
+            text = text or interrupted
         if text is not None and not isinstance(error, SystemExit):
             say(program, text)
         return code

@@ -5,6 +5,7 @@ torch.
 """
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from importlib import metadata
 
 from kvq_runtime import __version__
-from kvq_runtime.cli import exit_codes
+from kvq_runtime.cli import exit_codes, where
 from kvq_runtime.cli.exit_codes import EXIT_CODES
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
 from kvq_runtime.registry import search
@@ -32,7 +33,8 @@ references
 {EXPLAINED}
 
 examples
-    kvq recipes                                        recipes to calibrate or use
+    kvq recipes                                        which to take, and what families there are
+    kvq recipes --bits 2.5 --unfitted                  those of at most 2.5 bits that need no calibration
     kvq recipes aqua-2bit                              every setting of one
     kvq recipes aqua-2bit --set window.recent=32       the same with another setting
     kvq bytes aqua-2bit --model llama-3.1-8b           what a cache of it would hold, all bytes
@@ -57,23 +59,44 @@ environment
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    return exit_codes.run("kvq", lambda: _run(parser().parse_args(argv)))
+    return exit_codes.run("kvq", lambda: _run(parser().parse_args(argv)), interrupted="interrupted")
 
 
 def _run(args: argparse.Namespace) -> int:
     """Run the command that was parsed; our warnings go to stderr, those of libraries are dropped."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when huggingface_hub is imported
+    logging.getLogger("huggingface_hub.utils._http").addFilter(_RETRIES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *_, **__: exit_codes.say("warning", message)
-        return args.run(args) if "run" in args else _commands()[args.command](args)
+        if "run" in args:
+            return args.run(args)
+        where.check_named(args)
+        return _commands()[args.command](args)
+
+
+def _first_retry() -> Callable[[logging.LogRecord], bool]:
+    """A filter of the library's two lines a retry: one of ours for the first, none for the others."""
+    told = []
+
+    def first(record: logging.LogRecord) -> bool:
+        if "thrown while requesting" not in record.getMessage() and "Retry " not in record.getMessage():
+            return True
+        told.append(record)
+        record.msg, record.args = "no answer from the Hub; trying again, for up to a minute", ()
+        return len(told) == 1
+
+    return first
+
+
+_RETRIES = _first_retry()
 
 
 def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:
     """{command: its function}, of the commands that `parser` itself adds."""
-    from kvq_runtime.cli import commands, exchange, sign, size, transfer
+    from kvq_runtime.cli import commands, exchange, recipes, sign, size, transfer
 
     return {
         "list": commands.list_names,
@@ -92,7 +115,7 @@ def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:
         "diff": commands.diff,
         "gc": commands.gc,
         "doctor": commands.doctor,
-        "recipes": commands.recipes,
+        "recipes": recipes.recipes,
         "bytes": size.held,
     }
 
@@ -176,9 +199,17 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--dry-run", action="store_true", help="print what would be removed")
     _where(add("doctor", "check a registry, and say what to do about faults", "kvq doctor"))
-    text = "every recipe that comes with kvq (bits: Qwen2.5-7B)"
-    command = add("recipes", text, "kvq recipes aqua-2bit", registry=False)
+    text = "which recipe to take, and all that come with kvq"
+    command = add("recipes", text, "kvq recipes --bits 2-2.5 --unfitted", registry=False)
     command.add_argument("name", metavar="RECIPE", nargs="?", help="all settings of this one")
+    command.add_argument("--family", metavar="NAME", help="those of one family")
+    command.add_argument(
+        "--bits", type=bits_range, metavar="B|A-B", help="those of at most B bits per element, or A to B"
+    )
+    group = command.add_mutually_exclusive_group()
+    group.add_argument("--fitted", action="store_true", default=None, help="those that take a calibration")
+    group.add_argument("--unfitted", action="store_false", dest="fitted", help="those that take none")
+    command.add_argument("--all", action="store_true", help="each recipe instead of a line a family")
     add_settings(command, "of it")
     text = "all bytes of a cache at 8k, 32k and 131k tokens, computed"
     command = add("bytes", text, "kvq bytes aqua-2bit kivi-2bit --model llama-3.1-8b", registry=False)
@@ -254,6 +285,15 @@ def seconds(text: str) -> float:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r}; use a number and one of s, m, h, d, as in 24h")
     return int(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
+
+
+def bits_range(text: str) -> tuple[float, float]:
+    """The type of --bits: B, at most so many; or A-B, from A to B."""
+    found = re.fullmatch(r"(?:(\d+(?:\.\d+)?)-)?(\d+(?:\.\d+)?)", text)
+    low, high = (float(found[1] or 0), float(found[2])) if found else (1.0, 0.0)
+    if low > high:
+        raise argparse.ArgumentTypeError(f"{text!r}; use bits per element: 2.5, at most so many, or a range, 2-2.5")
+    return low, high
 
 
 if __name__ == "__main__":

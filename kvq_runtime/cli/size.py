@@ -9,6 +9,7 @@ from typing import Any
 
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.cli.table import print_table
+from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.recipes import higgs
@@ -46,15 +47,25 @@ def _models(text: str) -> Iterator[tuple[str, Geometry]]:
     elif shape:
         yield text, Geometry(*map(int, shape.groups()))
     elif path.exists():
-        config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        config = _config(path / "config.json" if path.is_dir() else path)
         if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
             raise ValueError(f"--model {text}: no config.json of a model; it has no layers and heads")
         yield path.name if path.is_dir() else path.parent.name, Geometry.from_config(config)
     else:
-        raise ValueError(
+        raise NotFound(
             f"--model {text}; use all, one of {', '.join(MODELS)}, a folder with config.json, or layers x KV heads x "
             "head size, as in 28x4x128"
         )
+
+
+def _config(path: Path) -> Any:
+    """What a file of JSON holds; NotFound, or ArtifactError for anything else, with its name."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NotFound(f"{path}: no such file; --model takes the folder of a model in Hugging Face format") from None
+    except ValueError as error:
+        raise ArtifactError(f"{path}: invalid JSON: {error}") from None
 
 
 def _rows(

@@ -43,10 +43,16 @@ def cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
     if isinstance(value, (list, tuple)):
         return ", ".join(cell(item) for item in value)
     return printable(str(value))
+
+
+def percent(share: float) -> str:
+    """A difference in per cent, with its sign where it has one: "+1.23%", "0.00%"."""
+    shown = f"{share:+.2%}"
+    return shown if shown.strip("+-0.%") else shown[1:]
 
 
 def printable(text: str) -> str:

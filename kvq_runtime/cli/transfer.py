@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 
+from kvq_runtime.cli import where
 from kvq_runtime.cli.commands import named, target
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.registry import mirror, reference
@@ -39,6 +40,7 @@ def _sources(args: Namespace) -> tuple[Registry, list[str]]:
     address = args.reference.rstrip("/")
     on_hub = address.startswith(reference.HUB)
     if address.startswith("file://") or (on_hub and "/" not in address.removeprefix(reference.HUB)):
+        where.check(address)
         source = open_registry(address)
         return source, source.names()
     source, name = named(Namespace(name=address, registry=args.registry))

@@ -1,8 +1,10 @@
 """Read and write lock files: what a reference resolved to, pinned by digest, and what is demanded of it.
 
-A lock file is one JSON object with the fields of `Lock`; the optional ones are left out if they are empty.
+A lock file is one JSON object with the fields of `Lock`, one a line, so that a change of it can be reviewed; the
+optional ones are left out if they are empty. White space is of no meaning: files of one line are read as well.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -44,7 +46,7 @@ class Lock:
 def write_lock(path: Path, lock: Lock) -> None:
     """Write a lock file, whole or not at all."""
     fields = {name: value for name, value in asdict(lock).items() if value or name not in _OPTIONAL}
-    files.save(path, (strict_json.dumps(fields) + "\n").encode())
+    files.save(path, (json.dumps(fields, indent=2, sort_keys=True, allow_nan=False) + "\n").encode())
 
 
 def read_lock(path: Path | str) -> Lock:

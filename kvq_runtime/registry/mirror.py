@@ -85,5 +85,5 @@ def _check_number(state: State, version: Version, url: str) -> None:
     if same_number is not None and same_number.sha256 != version.sha256:
         raise Conflict(
             f"{url} has other bytes as {state.name} {version.version} (sha256 {same_number.sha256[:12]}); a version "
-            "never changes: publish these under another number (kvq-calibrate --version)"
+            "never changes: publish these under another number (kvq-calibrate --artifact-version)"
         )

@@ -23,6 +23,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 _ALIAS = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _ORG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_WORD = re.compile(r"[\w-]+")  # no folder as people write them, with a slash or a dot
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NOT_ON_A_HUB = re.compile(r"--|\.\.|[-.]$|\.git$|\.ipynb$")
@@ -184,10 +185,15 @@ def hub_org(url: str) -> str | None:
 
 
 def local_root(url: str) -> Path:
-    """The folder of a registry at file:///folder or a path; ValueError for another kind of address."""
+    """The folder of a registry at file:///folder or a path; ValueError for another kind of address.
+
+    A single word that is no folder yet is refused: it may be the name of an organization.
+    """
     parts = urlsplit(url)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
         return Path(unquote(parts.path))
+    if _WORD.fullmatch(url) and not Path(url).exists():
+        raise ValueError(f"registry {url}; use hf://{url} for that organization of the Hub, ./{url} for a new folder")
     if "://" not in url:
         return Path(url).absolute()
     text = (

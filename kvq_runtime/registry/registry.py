@@ -149,7 +149,7 @@ class Registry(ABC):
         try:
             old = artifact.load(self.fetch(state.name, highest), highest.sha256, highest.size)
         except ArtifactError as error:
-            text = f"{error}; it is needed to choose the number after {highest.version}: choose one with --version"
+            text = f"{error}; it is needed to choose the number after {highest.version}: give one, --artifact-version"
             raise ArtifactError(text) from None
         return versions.following(highest.version, old, new)
 

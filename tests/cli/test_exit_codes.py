@@ -1,5 +1,8 @@
 """Every exception that a user can cause has an exit code and a message of one line; defects keep their traceback."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from kvq_runtime.cli import exit_codes
@@ -49,3 +52,68 @@ def test_a_missing_extra_is_named(capsys):
 def test_a_defect_keeps_its_traceback(defect):
     with pytest.raises(type(defect)):
         exit_codes.run("kvq", failing(defect))
+
+
+def test_the_readme_and_every_help_have_the_same_table():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    table = readme.partition("| exit code | meaning |")[2].partition("\n\n")[0].replace("`", "")
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", table, re.MULTILINE))
+    assert {int(code): text for code, text in rows.items()} == exit_codes.MEANINGS
+    said = [" ".join(text.split()) for text in (exit_codes.EXIT_CODES, exit_codes.CALIBRATION_EXIT_CODES)]
+    for code, text in exit_codes.MEANINGS.items():
+        assert all((f"{code} {text}" in one) == (code != 5 or one is said[1]) for one in said)
+
+
+ABSENT = [
+    ["show", "nothing"],
+    ["show", "nothing.safetensors"],
+    ["show", "nothing@1.0.0", "--lock", "nothing.lock"],
+    ["verify", "nothing", "--key", "nothing.pem"],
+    ["history", "nothing"],
+    ["promote", "nothing@1.0.0"],
+    ["pull", "nothing", "--locked", "nothing.lock"],
+    ["diff", "nothing", "nothing.safetensors"],
+    ["list", "--registry", "/nowhere"],
+    ["list", "/nowhere"],
+    ["search", "--registry", "file:///nowhere"],
+    ["doctor", "/nowhere"],
+    ["gc", "/nowhere"],
+    ["show", "nothing", "--registry", "/nowhere"],
+    ["copy", "--all", "file:///nowhere", "/somewhere"],
+    ["recipes", "aqua-9bit"],
+    ["recipes", "nothing.json"],
+    ["bytes", "aqua-9bit"],
+    ["bytes", "aqua-2bit", "--model", "nothing"],
+    ["eval", "higgs-2bit", "--model", "nothing"],
+    ["eval", "nothing", "--model", "demo"],
+    ["eval", "aqua-2bit", "--model", "demo"],
+    ["eval", "nothing.safetensors", "--model", "demo"],
+    ["eval", "higgs-2bit", "--model", "demo", "--corpus", "nothing.txt"],
+    ["eval", "higgs-2bit", "--model", "demo", "--corpus", "wikitext-2:nothing.txt"],
+    ["compare", "--recipes", "aqua-9bit", "--model", "demo"],
+    ["probe", "--model", "demo", "--corpus", "nothing.jsonl"],
+    ["import", "oscar", "--keys", "nothing.pt", "--values", "nothing.pt", "--model", "demo"],
+]
+
+
+@pytest.mark.parametrize("given", ABSENT, ids=" ".join)
+def test_what_is_named_and_is_not_there_is_3(given, kvq, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = kvq(*given)
+    said = ("nothing", "nowhere", "aqua-")
+    assert code == 3 and not out and err.startswith("kvq: ") and any(word in err for word in said), err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "more", [["--model", "nothing"], ["--model", "./nothing"], ["--recipe", "aqua-9bit"], ["--recipe", "nothing.json"],
+             ["--corpus", "nothing.txt"], ["--baseline", "nothing"]], ids=" ".join
+)  # fmt: skip
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_so_it_is_for_a_calibration(more, dry, capsys, tmp_path, monkeypatch):
+    from kvq_calib.cli import calibrate
+
+    monkeypatch.chdir(tmp_path)
+    assert calibrate.main(["--model", "demo", "--samples", "8", "--seq-len", "256", *more, *dry]) == 3
+    captured = capsys.readouterr()
+    assert more[1].removeprefix("./") in captured.err and not captured.out

@@ -1,6 +1,8 @@
 """The commands, as a user runs them: what they print, as text and as JSON, and what they return."""
 
 import json
+import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +10,8 @@ from pathlib import Path
 import pytest
 import tiny_artifact as tiny
 
-from kvq_runtime import recipe
-from kvq_runtime.artifact import describe
-from kvq_runtime.cli import commands, table
-from kvq_runtime.codec.codec import Codec
+from kvq_calib.cli import subcommands
+from kvq_runtime.cli import commands, main, table
 from kvq_runtime.geometry import MODELS
 from kvq_runtime.registry import resolve
 from kvq_runtime.registry.local.registry import LocalRegistry
@@ -59,7 +59,7 @@ def test_list_goes_on_after_a_damaged_name(store, kvq):
 
 def test_show_has_everything_about_a_version(store, as_json, kvq):
     found = resolve.resolve(NAME)
-    result = {"perplexity": 12.5}
+    result = {"perplexity": 12.5, "relative": 0.0004792, "top1": 0.9933}
     store.add_evaluation(
         {"artifact": found.sha256, "corpus": "c" * 64, "protocol": {}, "environment": {}, "result": result}
     )
@@ -74,7 +74,11 @@ def test_show_has_everything_about_a_version(store, as_json, kvq):
     code, out, _ = kvq("show", NAME)
     top, evaluations, fit = (part.splitlines() for part in out.split("\n\n"))
     assert code == 0 and ["fingerprint.qk_norm", "no"] in [line.split() for line in top]
-    assert [line.split() for line in evaluations[1:]] == [["perplexity"], ["12.5"]]
+    assert [line.split() for line in evaluations[1:]] == [
+        ["perplexity", "relative", "top1"],
+        ["12.5", "+0.05%", "99.33%"],
+    ]
+    assert ["fingerprint.rope.rope_theta", "10000"] in [line.split() for line in top]
     assert fit[1].split()[:2] == ["layer", "key"] and [line.split()[0] for line in fit[2:]] == ["0", "1"]
 
 
@@ -92,6 +96,12 @@ def test_pull_copies_checks_and_locks(store, as_json, kvq, tmp_path):
         "sha256": pulled["sha256"],
         "size": len(tiny.data(0)),
     }
+    assert '{\n  "name": "tiny-2bit",\n' in lock.read_text() and lock.read_text().count("\n") == 8
+    assert {row["result"] for row in as_json("verify", out / "kvq.safetensors", "--lock", lock)} == {"ok"}
+    shown = kvq("verify", f"{NAME}@1.0.0")[1]
+    assert shown.startswith(f"{NAME} 1.0.0, sha256 {pulled['sha256']}, {len(tiny.data(0))} bytes\n{store.root}/blobs/")
+    assert "finite       ok      no NaN and no infinity in any of them\n" in shown
+    lock.write_text(json.dumps(json.loads(lock.read_text())))  # one line, as they were once
     assert {row["result"] for row in as_json("verify", out / "kvq.safetensors", "--lock", lock)} == {"ok"}
     rows = {row["check"]: row["result"] for row in as_json("verify", out / "kvq.safetensors")}
     assert rows["finite"] == "ok" and "not compared" in rows["sha256"]
@@ -137,7 +147,7 @@ def test_aliases_move_and_move_back(store, as_json, kvq):
     ]  # fmt: skip
 
 
-def test_diff_shows_only_what_differs(store, as_json, tmp_path):
+def test_diff_shows_only_what_differs(store, as_json, kvq, tmp_path):
     assert as_json("diff", NAME, NAME) == []
     other = tmp_path / "other.safetensors"
     other.write_bytes(tiny.data(0, bits=3, environment="cuda"))
@@ -149,6 +159,9 @@ def test_diff_shows_only_what_differs(store, as_json, tmp_path):
     assert {part for part, _ in rows} == {"recipe", "provenance"}
     tensors = [row for row in as_json("diff", f"{NAME}@1.0.0", f"{NAME}@1.0.1") if row["part"] == "tensor"]
     a, b = (tiny.tiny(seed).tensors[tiny.WEIGHT].double() for seed in (0, 1))
+    shown = kvq("diff", f"{NAME}@1.0.0", f"{NAME}@1.0.1")[1]
+    assert re.search(rf"{NAME}@1.0.0 +{NAME}@1.0.1 +relative change\n", shown) and "|b - a| / |a| of tensors" in shown
+    assert kvq("diff", NAME, NAME)[1] == f"{NAME} and {NAME} are equal\n"
     found = next(row["change"] for row in tensors if row["name"] == tiny.WEIGHT)
     assert found == pytest.approx(float((b - a).norm() / a.norm()))
 
@@ -163,36 +176,6 @@ def test_gc_and_doctor(store, as_json, kvq):
     store.blob(resolve.resolve(NAME).sha256).unlink()
     code, out, _ = kvq("doctor")
     assert code == 1 and "blob is missing" in out and "publish the same bytes again" in out
-
-
-def test_recipes_are_listed_with_what_they_cost(as_json, kvq):
-    rows = {row["name"]: row for row in as_json("recipes")}
-    presets = recipe.presets()
-    assert rows.keys() == presets.keys()
-    assert rows["exact"]["bits"] == 16 and not rows["exact"]["fitted"]
-    for name, row in rows.items():
-        assert recipe.Recipe.from_json(row["settings"]) == presets[name]
-    size = describe.REFERENCE_MODEL
-    one = presets["aqua-2bit"]
-    every = [Codec(one, i, h, size, {}).bits() for i in range(size.layers) for h in recipe.ROLES]
-    assert rows["aqua-2bit"]["bits"] == pytest.approx(sum(every) / len(every), abs=1e-4)
-    listed = [line.split()[0] for line in kvq("recipes")[1].splitlines()]
-    assert listed == ["name", *presets]
-
-
-def test_one_recipe_is_shown_with_its_settings(as_json, kvq, tmp_path):
-    assert recipe.Recipe.from_json(as_json("recipes", "aqua-2bit")["settings"]) == recipe.preset("aqua-2bit")
-    assert "linear > hadamard > grid(dim=2 size=16 group=all)" in kvq("recipes", "aqua-2bit")[1]
-    assert "key.predict.ridge=0.001\n" in kvq("recipes", "aqua-2bit")[1]
-    changed = as_json("recipes", "aqua-2bit", "--set", "window.recent=32")["settings"]
-    (tmp_path / "mine.json").write_text(json.dumps({"settings": changed}))
-    assert as_json("recipes", str(tmp_path / "mine.json"))["settings"] == changed
-    assert changed["name"] == "aqua-2bit-window.recent-32" and changed["key"]["recent"] == 32
-    code, _, err = kvq("recipes", "aqua-2bit", "--set", "window.last=32")
-    assert code == 2 and "window.last: no such setting; window has sinks, recent, block" in err
-    assert kvq("recipes", "--set", "window.recent=32")[0] == 2
-    code, _, err = kvq("recipes", "aqua-9bit")
-    assert code == 2 and "aqua-2bit" in err
 
 
 @pytest.mark.parametrize(
@@ -225,7 +208,26 @@ def test_interrupted(kvq, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "list_names", interrupted)
-    assert kvq("list")[0] == 130
+    assert kvq("list") == (130, "", "kvq: interrupted\n")
+    monkeypatch.setattr(subcommands, "evaluate", interrupted)
+    monkeypatch.setattr(subcommands, "compare", interrupted)
+    assert kvq("eval", "higgs-2bit", "--model", "demo") == (130, "", "kvq: interrupted; nothing was kept\n")
+    code, _, err = kvq("compare", "--model", "demo")
+    assert code == 130 and "the same command goes on where it stopped" in err
+
+
+def test_retries_of_the_hub_are_told_in_one_line(kvq, caplog):
+    kvq("recipes", "exact")
+    library = logging.getLogger("huggingface_hub.utils._http")
+    main._RETRIES = main._first_retry()
+    library.filters = [main._RETRIES]
+    for number in range(1, 6):
+        library.warning("'no route' thrown while requesting GET http://127.0.0.1:9")
+        library.warning(f"Retrying in {number}s [Retry {number}/5].")
+    library.warning("something else")
+    assert [record.getMessage() for record in caplog.records] == [
+        "no answer from the Hub; trying again, for up to a minute", "something else",
+    ]  # fmt: skip
 
 
 def test_help_teaches(kvq):
@@ -244,10 +246,11 @@ def test_what_files_say_cannot_move_the_cursor(capsys):
     assert capsys.readouterr().out == "a.b      1, 2\na.c.0.d  yes\ne\n"
 
 
-def test_a_closed_pipe_is_no_error(tmp_path):
+@pytest.mark.parametrize("given", ["kvq_runtime.cli.main recipes", "kvq_calib.cli.calibrate --list-models"])
+def test_a_closed_pipe_is_no_error(given):
     """`kvq recipes | head -1` ends quietly."""
     root = Path(__file__).parents[2]
-    command = f"{sys.executable} -m kvq_runtime.cli.main recipes --json | head -c 1"
+    command = f"{sys.executable} -m {given} --json | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=root)
     assert (done.stdout, done.stderr) == ("[", "")
 
@@ -269,5 +272,5 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
     assert "Computed from shapes, not measured: all bytes of 1 row" in kvq("bytes", "aqua-2bit")[1]
     assert len(as_json("bytes", "higgs-2bit", "--model", "all")) == 2 * len(MODELS)
     code, _, err = kvq("bytes", "aqua-2bit", "--model", "gpt-5")
-    assert code == 2 and "--model gpt-5; use all, one of demo, qwen2.5-0.5b" in err
+    assert code == 3 and "--model gpt-5; use all, one of demo, qwen2.5-0.5b" in err
     assert kvq("bytes", "aqua-2bit-quanto", "--model", "2x2x24")[0] == 2

@@ -167,10 +167,19 @@ def test_calibrate_pushes_and_the_snippet_of_the_card_works(hub, monkeypatch, tm
     assert "not a member of it" in capsys.readouterr().err and not hub.repos
     assert calibrate.main([*given, "--push", "hf://org"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert row["artifact"] == "hf://org/tiny-model-aqua-2bit@1.0.0"
+    here, there = row["published"]
+    assert row["artifact"] == here["reference"] == "tiny-model-aqua-2bit@1.0.0" and here["new"] and there["new"]
+    assert there == {
+        "registry": "hf://org",
+        "reference": "hf://org/tiny-model-aqua-2bit@1.0.0",
+        "path": None,
+        "new": True,
+    }
     assert resolve.resolve("tiny-model-aqua-2bit").sha256 == row["sha256"]
     assert calibrate.main([*given, "--push", "hf://org"]) == 0
-    assert json.loads(capsys.readouterr().out) == [row]
+    (again,) = json.loads(capsys.readouterr().out)
+    assert [place.pop("new") for place in (*again["published"], here, there)] == [False, False, True, True]
+    assert again == row
     clear(monkeypatch, tmp_path)
     repo = hub.repos["org/tiny-model-aqua-2bit"]
     text = hub.content(repo, repo.at("main").tree["README.md"]).decode()

@@ -7,6 +7,7 @@ error is not chained to ours.
 """
 
 import hashlib
+import logging
 import os
 import re
 import time
@@ -28,6 +29,7 @@ MAX_WAIT = 60.0  # seconds; a longer Retry-After is an error
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses after which the same request may succeed
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,11 @@ def check_writable(org: str) -> None:
     """Raise PermissionError if the token may not write to an organization; fine-grained tokens are not checked."""
     from huggingface_hub.errors import LocalTokenNotFoundError
 
+    if is_offline():
+        raise RuntimeError(
+            f"hf://{org}: offline (HF_HUB_OFFLINE), nothing can be published; go online, or name a folder"
+        )
     with translate_errors(f"{org}/*"):
-        check_online(org)
         try:
             me = retry(lambda: api().whoami())
         except LocalTokenNotFoundError:
@@ -170,6 +175,8 @@ def retry(action: Callable[[], T]) -> T:
             delay = retry_delay(error)
             if delay is None or delay > MAX_WAIT or attempt == TRIES - 1:
                 raise
+            if attempt == 0:
+                _log.warning("no answer from the Hub at %s; trying again, %d times in all", endpoint(), TRIES)
             back_off(attempt, delay)
     raise AssertionError("the last try returns or raises")
 

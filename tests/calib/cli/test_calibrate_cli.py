@@ -29,9 +29,9 @@ def prepared(monkeypatch) -> list[Job]:
     """The jobs that were prepared: each is looked up, pinned and planned once a command."""
     jobs, prepare = [], Job.prepare
 
-    def counted(self, *listener):
+    def counted(self, *given, **named):
         jobs.append(self)
-        return prepare(self, *listener)
+        return prepare(self, *given, **named)
 
     monkeypatch.setattr(Job, "prepare", counted)
     return jobs
@@ -50,8 +50,13 @@ def test_it_publishes_what_it_says_and_the_same_again_is_the_same_version(model,
     for row in rows:
         assert registry.resolve(row["artifact"]).sha256 == row["sha256"]
         assert registry.load_artifact(row["artifact"]).recipe.name == row["recipe"]
+    assert all(place["new"] for row in rows for place in row["published"])
     assert cli.main(arguments(model, "--recipe", "aqua-2bit", "--recipe", "aqua-3bit", "--json")) == 0
-    assert json.loads(capsys.readouterr().out) == rows
+    again = json.loads(capsys.readouterr().out)
+    assert not any(place.pop("new") for row in again for place in row["published"])
+    assert again == [
+        row | {"published": [{n: v for n, v in row["published"][0].items() if n != "new"}]} for row in rows
+    ]
 
 
 def test_a_recipe_with_other_settings_is_published_under_a_name_of_its_own(model, tmp_path, capsys):
@@ -80,9 +85,10 @@ def test_another_seed_is_another_minor_version_and_a_number_can_be_given(model, 
     for seed, version in (("0", "1.0.0"), ("1", "1.1.0")):
         assert cli.main(arguments(model, "--seed", seed, "--json")) == 0
         assert json.loads(capsys.readouterr().out)[0]["artifact"].endswith(f"@{version}")
-    assert cli.main(arguments(model, "--seed", "2", "--version", "3.0.0", "--json")) == 0
+    assert cli.main(arguments(model, "--seed", "2", "--artifact-version", "3.0.0", "--json")) == 0
     assert json.loads(capsys.readouterr().out)[0]["artifact"].endswith("@3.0.0")
     assert cli.main(arguments(model, "--seed", "3", "--version", "3.0.0")) == 4
+    assert "--version V is called --artifact-version V now" in capsys.readouterr().err
 
 
 def test_one_recipe_alone_is_measured_beside_plain_higgs(model, monkeypatch):
@@ -96,34 +102,43 @@ def test_one_recipe_alone_is_measured_beside_plain_higgs(model, monkeypatch):
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(model, capsys, tmp_path):
-    assert cli.main(arguments(model, "--dry-run", "--json", "--run", str(tmp_path / "run"))) == 0
+    given = arguments(model, "--dry-run", "--baseline", "higgs-2bit", "--run", str(tmp_path / "run"))
+    assert cli.main([*given, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["tokens"] == 512 and record["layers"] == 2 and record["artifacts"] == ["tiny-model-aqua-2bit"]
-    assert not (tmp_path / "run").exists()
+    assert (record["samples"], record["held_out"], record["chunks"], record["threads"]) == (4, 0, 1, 1)
+    assert record["evaluation"]["baselines"] == ["higgs-2bit"] and record["registries"][0].startswith("file:///")
+    work = Job(str(model), corpus=str(model / "corpus.txt"), samples=4, seq_len=128).prepare()
+    assert record["disk_bytes"] == work.plan.needs(work.files)["disk"] and record["download_bytes"] == 0
+    assert cli.main(given) == 0
+    shown = capsys.readouterr().out
+    assert "samples       4 (0 held out)\n" in shown and "held-out windows, beside higgs-2bit\n" in shown
+    assert not (tmp_path / "run").exists() and not (tmp_path / "kvq-home").exists()
 
 
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--model", "qwen2.5-8b"], "qwen2.5-7b"),
-        (["--recipe", "aqua-9bit"], "aqua-2bit"),
         (["--recipe", "higgs-2bit"], "from_recipe"),
         (["--recipe", "aqua-2bit", "--set", "key.predict.rank=2"], "linear has below, keys, storage, fit, ridge"),
-        (["--recipe", "nowhere.json"], "nowhere.json: no such file"),
         (["--recipe", "auto", "--bits", "2.1", "--set", "window.recent=32"], "name those that it changes"),
         (["--baseline", "higgs-2bit+key.rotate.group=7"], "group=7"),
         (["--recipe", "aqua-2bit", "--recipe", "aqua-2bit"], "once"),
         (["--held-out", "4"], "held_out=4"),
         (["--seq-len", "64"], "block"),
         (["--samples", "100000"], "sequences"),
-        (["--corpus", "nowhere.txt"], "nowhere.txt"),
         (["--name", "../up"], "../up"),
-        (["--version", "one"], "one"),
+        (["--artifact-version", "one"], "one"),
+        (["--version", "1.0.0", "--artifact-version", "1.0.0"], "older name of --artifact-version"),
+        (["--device", "gpu"], "device 'gpu'; use cpu, cuda, cuda:1, ..., mps or xpu"),
+        (["--revision", "main"], "revision 'main' is of a model on the Hub"),
+        (["--push", "my-org"], "registry my-org; use hf://my-org"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_work(model, capsys, arguments, says):
     given = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "128"]
-    assert cli.main([*given, *arguments]) == 2
+    for more in ([], ["--dry-run"]):  # what a run refuses, its rehearsal does
+        assert cli.main([*given, *arguments, *more]) == 2
     captured = capsys.readouterr()
     assert says in captured.err and not captured.out
     assert "Traceback" not in captured.err
@@ -188,7 +203,8 @@ def test_the_flow_makes_and_measures_the_same_as_the_process(model, prepared, mo
     prepared.clear()
     there, spent = flow.run(replace(asked, run=str(tmp_path / "there")))
     assert len(prepared) == 1
-    assert [made.row(full=True) for made in there] == [made.row(full=True) for made in here]
+    assert [made.row() for made in there] == [made.row() for made in here]
+    assert [made.sha256 for made in there] == [made.sha256 for made in here]
     assert here[0].kl > 0 and list(there[0].failed) == here[0].failed != [] and not here[0].version
     written = ((tmp_path / name / "evaluation.json").read_bytes() for name in ("here", "there"))
     assert next(written) == next(written)

@@ -9,11 +9,18 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import (
+    SafetensorsFileMetadata,
+    SafetensorsRepoMetadata,
+    TensorInfo,
+    filter_repo_objects,
+)
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from kvq_calib.cli import calibrate
 from kvq_calib.model import find as models
 from kvq_runtime.artifact import fingerprint
+from kvq_runtime.errors import NotFound
 from kvq_runtime.geometry import Geometry
 
 
@@ -153,6 +160,69 @@ def test_a_hub_model_is_downloaded_without_code_or_pickles(folder: Path, monkeyp
     ]
     patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
     assert list(filter_repo_objects(wanted + unwanted, **patterns)) == wanted
+
+
+def _metadata(folder: Path):
+    """What huggingface_hub says of a repository's safetensors files, from the header of a file here."""
+    data = (folder / "model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    header.pop("__metadata__", None)
+    tensors = {name: TensorInfo(one["dtype"], one["shape"], one["data_offsets"]) for name, one in header.items()}
+    files = {"model.safetensors": SafetensorsFileMetadata({}, tensors)}
+    return SafetensorsRepoMetadata(None, False, dict.fromkeys(tensors, "model.safetensors"), files)
+
+
+def test_a_plan_needs_no_weights_of_a_hub_model(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """A dry run reads headers; what it says is what the downloaded model would give."""
+    snapshot = Path(shutil.copytree(folder, folder.parent / "snapshots" / ("c" * 40)))
+    (snapshot / "model.safetensors").unlink()
+    asked = []
+
+    def download(hub, revision, allow_patterns, **_):
+        asked.append(allow_patterns)
+        return snapshot
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: _metadata(folder))
+    given = [
+        "--model",
+        "qwen2.5-7b",
+        "--corpus",
+        "demo",
+        "--samples",
+        "4",
+        "--seq-len",
+        "256",
+        "--baseline",
+        "higgs-2bit",
+    ]
+    assert calibrate.main([*given, "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = ["model.safetensors", "model-00001-of-00002.safetensors", "config.json", "tokenizer.json"]
+    assert list(filter_repo_objects(names, allow_patterns=asked[0])) == names[2:] and len(asked) == 1
+    shutil.copy(folder / "model.safetensors", snapshot)
+    assert calibrate.main([*given, "--dry-run", "--json"]) == 0
+    here = json.loads(capsys.readouterr().out)
+    assert found.pop("download_bytes") == models.resolve(folder).weight_bytes > 0 == here.pop("download_bytes")
+    assert found == here and found["revision"] == "c" * 40
+
+
+def test_damaged_files_of_a_model_are_named(folder: Path, capsys):
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    given = ["--model", str(folder), "--samples", "4", "--seq-len", "256"]
+    whole = weights.read_bytes()
+    for data in (whole[:-1000], whole[:100], b""):
+        weights.write_bytes(data)
+        assert calibrate.main(given) == 1
+        assert f"{weights}: no whole safetensors file" in (said := capsys.readouterr().err) and said.count("\n") == 1
+    weights.write_bytes(whole)
+    for text in ('{"architectures": ["Qwen2ForCausalLM"', "[]", ""):
+        config.write_text(text)
+        assert calibrate.main(given) == 1
+        assert f"kvq-calibrate: {config}: " in capsys.readouterr().err
+    shutil.rmtree(folder)
+    with pytest.raises(NotFound):
+        models.resolve(folder)
 
 
 def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch):

@@ -151,13 +151,14 @@ def test_a_budget_is_published_beside_another_recipe_with_what_was_chosen(model,
     given = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "128"]
     given += ["--recipe", "auto", "--bits", "1.5", "--recipe", "aqua-2bit", "--json"]
     assert cli.main([*given, "--dry-run"]) == 0
-    assert "5 settings" in json.loads(capsys.readouterr().out)["budgets"]
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["settings_per_layer"] == 5 and planned["budgets"] == {"auto-1.5bit": 1.5}
     assert cli.main(given) == 0
     other, row = json.loads(capsys.readouterr().out)
     assert (other["recipe"], row["artifact"]) == ("aqua-2bit", "tiny-model-auto-1.5bit@1.0.0")
     assert "layers" not in other and [layer["layer"] for layer in row["layers"]] == [0, 1, 2]
     mean = sum(layer["keys"] + layer["values"] for layer in row["layers"]) / 6
-    assert mean == pytest.approx(row["bits"], abs=1e-3) and row["bits"] <= 1.5
+    assert mean == pytest.approx(row["bits_per_element"], abs=1e-3) and row["bits_per_element"] <= 1.5
     held = registry.resolve(row["artifact"])
     assert held.sha256 == row["sha256"]
 

@@ -1,0 +1,105 @@
+"""Say what a calibration would do: `kvq-calibrate --dry-run`, as JSON of plain numbers and as lines for people."""
+
+from typing import Any
+
+from kvq_calib.evaluate import held_out
+from kvq_calib.job import Job, whole_bytes
+from kvq_calib.run import budget, sensitivity, share
+from kvq_calib.run.plan import Plan
+from kvq_calib.run.run import Run
+
+
+def record(asked: Job, work: Run) -> dict[str, Any]:
+    """The plan as JSON; names say the units. `evaluation` is None without one."""
+    plan, files = work.plan, work.files
+    needs = plan.needs(files)
+    return {
+        "model": plan.model,
+        "revision": plan.revision,
+        "layers": plan.geometry.layers,
+        "recipes": [recipe.name for recipe in plan.recipes],
+        "artifacts": [asked.artifact_name(files, recipe.name) for recipe in plan.recipes],
+        "registries": [target.url for target in asked.targets],
+        "corpus": plan.corpus,
+        "samples": plan.samples,
+        "held_out": plan.held_out,
+        "seq_len": plan.seq_len,
+        "tokens": plan.tokens,
+        "evaluation": _evaluation(asked, plan) if asked.evaluate else None,
+        "chunks": len(plan.chunks),
+        "sequences_per_chunk": plan.chunk,
+        **_rounds(plan),
+        "device": plan.device,
+        "dtype": plan.dtype,
+        "threads": plan.threads,
+        "layer_bytes": needs["layer"],
+        "chunk_bytes": needs["chunk"],
+        "evaluation_bytes": whole_bytes(files, plan) if asked.evaluate else 0,
+        "disk_bytes": needs["disk"],
+        "download_bytes": 0 if files.headers is None else files.weight_bytes,
+        "run_folder": str(work.folder),
+        "plan": plan.digest,
+    }
+
+
+def lines(found: dict[str, Any]) -> dict[str, Any]:
+    """The same for people: {what: in words}."""
+    layer, chunk, whole = (found[f"{name}_bytes"] / 1e6 for name in ("layer", "chunk", "evaluation"))
+    shown = {name: found[name] for name in ("model", "revision", "layers", "recipes", "artifacts")}
+    shown["revision"] = found["revision"] or "local"
+    shown["published to"] = found["registries"] or "nowhere: they stay in the run folder"
+    shown |= {"corpus": found["corpus"], "samples": f"{found['samples']} ({found['held_out']} held out)"}
+    shown |= {name: found[name] for name in ("seq_len", "tokens")}
+    shown["evaluation"] = _spoken(found["evaluation"])
+    shown["chunks"] = f"{found['chunks']} of at most {found['sequences_per_chunk']} sequences"
+    if "budgets" in found:
+        asked = ", ".join(f"{bits:g} bits" for bits in found["budgets"].values())
+        shown["budgets"] = (
+            f"{asked}: {found['settings_per_layer']} settings for each layer's keys and values, measured on "
+            f"{found['sequences_measured']} sequences, in 2 to {found['rounds_at_most']} rounds, each a pass over the "
+            "model"
+        )
+    if "shared_bits" in found:
+        shown["shared bits"] = f"{', '.join(found['shared_bits'])}: 2 rounds, each a pass over the model"
+    threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
+    shown["device"] = f"{found['device']}, {found['dtype']}, {threads}"
+    shown["memory"] = f"{layer + chunk:.0f} MB: one layer and one chunk"
+    if whole:
+        shown["memory"] += f"; then {whole:.0f} MB: the whole model, to evaluate"
+    shown["disk"] = f"{found['disk_bytes'] / 1e6:.0f} MB at most"
+    if found["download_bytes"]:
+        shown["download"] = f"{found['download_bytes'] / 1e9:.1f} GB of weights, by the calibration itself"
+    return shown | {"run folder": found["run_folder"], "plan": found["plan"]}
+
+
+def _evaluation(asked: Job, plan: Plan) -> dict[str, Any]:
+    return {
+        "windows": asked.eval_windows or held_out.windows(plan, plan.seq_len),
+        "windows_are": "asked for" if asked.eval_windows else "at most",
+        "also": list(asked.also),
+        "baselines": list(asked.baselines),
+        "bounds": dict(asked.bounds.given),
+    }
+
+
+def _spoken(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "none"
+    count = f"{'up to ' if found['windows_are'] == 'at most' else ''}{found['windows']}"
+    also = "".join(f", and of {text}" for text in found["also"])
+    beside = f", beside {', '.join(found['baselines'])}" if found["baselines"] else ""
+    bounds = "".join(f", {name} at most {bound:g}" for name, bound in found["bounds"].items())
+    return f"{count} held-out windows{also}{beside}{bounds}"
+
+
+def _rounds(plan: Plan) -> dict[str, Any]:
+    """What a plan's budgets make it do, if it has any."""
+    shared = [recipe.name for recipe in plan.recipes if share.wanted(recipe)]
+    if plan.budgets:
+        return {
+            "budgets": plan.budgets,
+            "settings_per_layer": len(budget.options(plan.geometry)),
+            "sequences_measured": sum(len(plan.chunks[index]) for index in sensitivity.chunks(plan)),
+            "rounds_at_most": budget.ROUNDS,
+        }
+    return {"shared_bits": shared} if shared else {}

@@ -1,0 +1,112 @@
+"""Print what a calibration made: what was measured, where it lies, what it took, and what to do next."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvq_calib.job import ARTIFACT
+from kvq_calib.report import published
+from kvq_calib.report.published import Published
+from kvq_calib.run.run import Run
+from kvq_runtime.cli.table import print_table
+from kvq_runtime.registry.reference import registry_url
+
+
+def show(done: Sequence[Published], records: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    """Print the table of results, then a paragraph an artifact; with `as_json`, a list of records.
+
+    records   of the evaluation, artifacts first, then baselines; empty without one
+    """
+    beside = records[len(done) :]
+    if as_json:
+        compared = {"baselines": [published.baseline_record(one) for one in beside]} if beside else {}
+        print(json.dumps([made.record() | compared for made in done], indent=2))
+        return
+    rows = [made.row() for made in done] + [published.baseline_row(one) for one in beside]
+    first = published.reference_row(records)
+    print_table([dict.fromkeys(rows[0]) | first, *rows] if first else rows, json=False)
+    if records:
+        print("\nvs 16 bit: perplexity over that of the 16-bit model, less 1. KL: from it, nats per token.")
+    for made in done:
+        if made.layers:
+            print(f"\n{made.recipe}: bits per element, and the error they put into the model's stream")
+            names = ("layer", "keys", "values", "keys attention", "values attention")
+            print_table([{name: row[name] for name in names} for row in made.layers], json=False)
+    for made in done:
+        print("\n" + "\n".join(_paragraph(made)))
+
+
+def _paragraph(made: Published) -> list[str]:
+    """Where an artifact is, and what to do with it."""
+    folder, said = Path(made.folder), [made.name]
+    for place in made.places:
+        said.append(_line("published" if place.new else "was there", f"{place.reference} in {place.registry}"))
+        said[-1] += "" if place.new else ": published already, nothing changed"
+        said += [_line("artifact", place.path)] if place.path is not None else []
+    if not made.places:
+        said.append(_line("not published", "it exceeds the bounds" if made.failed else "as asked for"))
+        said.append(_line("artifact", str(folder / ARTIFACT)))
+    said.append(_line(_kinds(folder), made.folder))
+    if made.failed:
+        return said
+    loads = made.reference if made.places else str(folder / ARTIFACT)
+    said.append(_line("load it", f'KVQCache.from_pretrained("{loads}", model=model{_elsewhere(made, python=True)})'))
+    if made.places:
+        told = f"kvq promote {made.reference}{_elsewhere(made, python=False)}"
+        said.append(_line("promote it", f"{told}   (then the name alone means this version)"))
+    return said
+
+
+def _line(what: str, text: str) -> str:
+    return f"  {what:20} {text}"
+
+
+def _kinds(folder: Path) -> str:
+    """What lies in the folder beside the artifact."""
+    kinds = {"card": "README.md", "plots": "*.png", "record": "evaluation.json"}
+    return ", ".join(kind for kind, pattern in kinds.items() if any(folder.glob(pattern)))
+
+
+def _elsewhere(made: Published, python: bool) -> str:
+    """The option that names the registry, where it is a folder other than the one in use."""
+    if not made.places or made.places[0].path is None or made.places[0].registry == registry_url():
+        return ""
+    url = made.places[0].registry
+    return f', registry="{url}"' if python else f" --registry {shlex.quote(url)}"
+
+
+def cost(wall: float, spent: Mapping[str, float], layers: tuple[int, int]) -> None:
+    """Say what the run took.
+
+    wall     seconds of this command
+    spent    seconds by stage, of all commands that worked on the run; "evaluation": of this one
+    layers   how many of them were fitted before this command, and in all
+    """
+    stages = {name: seconds for name, seconds in spent.items() if name not in ("forward", "evaluation")}
+    forward, before, count = spent.get("forward", 0.0), *layers
+    total = forward + sum(stages.values())
+    parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.items())
+    times = f"{total / forward:.2f} times the model's own forward pass in them ({forward:.1f} s): " if forward else ""
+    when = ""
+    if before:
+        when = ", in an earlier run of this command" if before == count else f", {before} of {count} in an earlier run"
+    print(f"\n{wall:.1f} s. The layers took {total:.1f} s{when}, {times}{parts}.", end="")
+    print(f" The evaluation took {spent['evaluation']:.1f} s." if "evaluation" in spent else "")
+
+
+def peak(work: Run) -> None:
+    """Say how much memory the run took, beside what one layer and one chunk were planned with."""
+    import resource
+
+    import torch
+
+    plan, needs = work.plan, work.plan.needs(work.files)
+    planned = f"one layer {needs['layer'] / 1e6:.0f} MB, one chunk {needs['chunk'] / 1e6:.0f} MB"
+    if plan.device.startswith("cuda"):
+        held = torch.cuda.max_memory_allocated(plan.device)
+        print(f"At most {held / 1e6:.0f} MB on {plan.device} (plan: {planned}).")
+    else:
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        print(f"At most {held:.0f} MB of memory, Python and its libraries included (plan: {planned}).")

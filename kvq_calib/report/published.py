@@ -1,0 +1,151 @@
+"""Say what became of the artifacts of a calibration: what was measured, where they were published, where files lie."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvq_runtime.cli.table import percent
+from kvq_runtime.registry import measured
+
+REFERENCE = "16 bit"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A registry that has an artifact now.
+
+    reference   what loads it there: name@1.2.0, or hf://org/name@1.2.0
+    path        of its file; None on a Hub
+    new         whether this run published it; False: the very same bytes were there, and nothing changed
+    """
+
+    registry: str
+    reference: str
+    path: str | None
+    new: bool
+
+
+@dataclass(frozen=True)
+class Published:
+    """One artifact as fitted and measured, and published if it keeps the bounds.
+
+    version      in the first of `places`, or "" if it was not published
+    perplexity   and relative, what it is over that of 16 bit, less 1, under `protocol`: a full encode where that was
+                 measured; or `unmeasured`, the reason why there is no figure. kl: nats per token
+    failed       the bounds that it does not keep
+    layers       of a recipe with a budget: what was chosen
+    places       the registries that have it
+    folder       where card, plots and record lie, and the artifact if it was not published
+    """
+
+    recipe: str
+    name: str
+    version: str
+    sha256: str
+    bits: float
+    key_error: float
+    value_error: float
+    perplexity: float | None = None
+    relative: float | None = None
+    kl: float | None = None
+    protocol: str = ""
+    unmeasured: str = ""
+    failed: Sequence[str] = ()
+    layers: list[dict] = field(default_factory=list)
+    places: tuple[Place, ...] = ()
+    folder: str = ""
+
+    @property
+    def reference(self) -> str:
+        """What loads it from the first of its registries; its name if none has it."""
+        return self.places[0].reference if self.places else self.name
+
+    def row(self) -> dict[str, Any]:
+        """A line of the result table."""
+        row: dict[str, Any] = {
+            "recipe": self.recipe,
+            "artifact": self.reference,
+            "sha256": self.sha256[:12],
+            "bits": round(self.bits, 4),
+            "key error": round(self.key_error, 5),
+            "value error": round(self.value_error, 5),
+        }
+        if self.relative is not None:
+            return row | _cells(self.protocol, self.perplexity, self.relative, self.kl)
+        return row | ({"vs 16 bit": self.unmeasured} if self.unmeasured else {})
+
+    def record(self) -> dict[str, Any]:
+        """All of it as JSON: plain numbers, whose units are in their names.
+
+        key_error, value_error   mean over layers of ‖x - x̂‖² / ‖x - mean‖², on held-out sequences
+        """
+        found = {
+            "recipe": self.recipe,
+            "artifact": self.reference,
+            "sha256": self.sha256,
+            "bits_per_element": self.bits,
+            "key_error": self.key_error,
+            "value_error": self.value_error,
+            **_numbers(self.protocol, self.perplexity, self.relative, self.kl),
+            "published": [asdict(place) for place in self.places],
+            "folder": self.folder,
+            "exceeds": list(self.failed),
+        }
+        if self.unmeasured:
+            found["unmeasured"] = self.unmeasured
+        return found | ({"layers": self.layers} if self.layers else {})
+
+
+def figures(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record says of an artifact, as fields of `Published`."""
+    protocol = measured.decisive(record)
+    found = measured.figures(record, protocol) if protocol else None
+    if found is None or protocol is None:
+        return {"unmeasured": "; ".join(measured.reasons(record))}
+    names = ("perplexity", "relative", "kl")
+    return {name: found[name] for name in names} | {"protocol": measured.SPOKEN[protocol]}
+
+
+def reference_row(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The line of the 16-bit model, by the protocol of the first record that has figures."""
+    for record in records:
+        protocol = measured.decisive(record)
+        found = measured.figures(record, protocol) if protocol else None
+        if found is not None and found.get("reference_perplexity") is not None:
+            return {"recipe": REFERENCE, "artifact": None, "sha256": None, "bits": 16.0} | {
+                "perplexity": f"{found['reference_perplexity']:.3f}"
+            }
+    return {}
+
+
+def baseline_row(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a baseline in the result table."""
+    found = figures(record)
+    row: dict[str, Any] = {"recipe": record["result"]["recipe"], "artifact": "(baseline)"}
+    row["bits"] = record["result"]["bits"]["asymptotic"]
+    if "unmeasured" in found:
+        return row | {"vs 16 bit": found["unmeasured"]}
+    return row | _cells(found["protocol"], found["perplexity"], found["relative"], found["kl"])
+
+
+def baseline_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as JSON, with the names of `Published.record`."""
+    found = figures(record)
+    row = {"recipe": record["result"]["recipe"], "artifact": record["artifact"]}
+    row["bits_per_element"] = record["result"]["bits"]["asymptotic"]
+    if "unmeasured" in found:
+        return row | {"unmeasured": found["unmeasured"]}
+    return row | _numbers(found["protocol"], found["perplexity"], found["relative"], found["kl"])
+
+
+def _cells(protocol: str, perplexity: float | None, relative: float, kl: float | None) -> dict[str, Any]:
+    shown = None if perplexity is None else f"{perplexity:.3f}"
+    return {"protocol": protocol, "perplexity": shown, "vs 16 bit": percent(relative), "KL": kl}
+
+
+def _numbers(protocol: str, perplexity: float | None, relative: float | None, kl: float | None) -> dict[str, Any]:
+    """Figures by names that say their units; none where nothing was measured."""
+    if relative is None:
+        return {}
+    ratio = {"perplexity_over_16_bit": 1 + relative, "kl_nats_per_token": kl}
+    return {"protocol": protocol, "perplexity": perplexity, **ratio}

@@ -1,0 +1,24 @@
+"""Check the device that a command names, before anything is loaded for it."""
+
+import torch
+
+KINDS = ("cpu", "cuda", "mps", "xpu")
+
+
+def usable(device: str) -> str:
+    """The device itself, if tensors can be on it here.
+
+    Raises ValueError for text that names no device, RuntimeError for one that this machine does not have.
+    """
+    try:
+        known = torch.device(device).type in KINDS
+    except RuntimeError:
+        known = False
+    if not known:
+        raise ValueError(f"device {device!r:.80}; use cpu, cuda, cuda:1, ..., mps or xpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # which one, and its words, differ by kind and build
+        text = f"device {device} cannot be used: torch {torch.__version__} finds none on this machine"
+        raise RuntimeError(f"{text}; use --device cpu, or leave --device out") from None
+    return device

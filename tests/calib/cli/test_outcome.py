@@ -1,0 +1,150 @@
+"""What a calibration says while it works and when it is done."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from kvq_calib.cli import outcome
+from kvq_calib.cli.progress import Bar
+from kvq_calib.cli.status import Status
+from kvq_calib.report.published import Place, Published
+from kvq_calib.run.run import Progress
+from kvq_runtime.cli.table import percent
+from kvq_runtime.registry.reference import registry_url
+
+MADE = Published(
+    "aqua-2bit", "m-aqua-2bit", "1.2.0", "ab" * 32, 2.4583, 0.026, 0.0072, 11.5, -2e-6, 7e-3, "full encode"
+)
+
+
+def record(name: str, relative: float) -> dict:
+    figures = {"perplexity": 12 * (1 + relative), "reference_perplexity": 12.0, "relative": relative, "kl": 0.02}
+    bits = {"asymptotic": 2.125}
+    return {"artifact": name, "result": {"recipe": name, "bits": bits, "protocols": {"full": figures}}}
+
+
+@pytest.fixture
+def made(tmp_path) -> Published:
+    """Published in the registry in use, where it was before, and in another."""
+    folder = tmp_path / "run" / MADE.name
+    folder.mkdir(parents=True)
+    for name in ("README.md", "error-by-layer.png", "evaluation.json"):
+        (folder / name).touch()
+    here = Place(registry_url(), "m-aqua-2bit@1.2.0", "/blobs/ab", False)
+    there = Place("file:///other", "m-aqua-2bit@1.0.0", "/other/blobs/ab", True)
+    return replace(MADE, places=(here, there), folder=str(folder))
+
+
+def test_the_end_says_where_all_of_it_is_and_what_to_do_next(made, capsys):
+    outcome.show([made], [record("ab" * 32, -2e-6), record("higgs-2bit", 0.0312)], as_json=False)
+    shown = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in shown.splitlines() if line}
+    assert "vs 16 bit" in lines["recipe"] and lines["16"].split()[:4] == ["16", "bit", "16", "12.000"]
+    assert "(baseline)" in lines["higgs-2bit"] and "+3.12%" in lines["higgs-2bit"]
+    assert " 0.00%" in lines["aqua-2bit"] and "-0.00%" not in shown
+    assert f"was there            m-aqua-2bit@1.2.0 in {registry_url()}: published already, nothing changed" in shown
+    assert "published            m-aqua-2bit@1.0.0 in file:///other\n" in shown
+    assert "artifact             /blobs/ab\n" in shown and "artifact             /other/blobs/ab\n" in shown
+    assert f"card, plots, record  {made.folder}\n" in shown
+    assert 'KVQCache.from_pretrained("m-aqua-2bit@1.2.0", model=model)\n' in shown
+    assert "kvq promote m-aqua-2bit@1.2.0   (" in shown
+
+
+def test_another_registry_and_a_run_folder_are_named_where_one_loads_from(made, capsys):
+    outcome.show([replace(made, places=made.places[1:])], [], as_json=False)
+    shown = capsys.readouterr().out
+    assert 'from_pretrained("m-aqua-2bit@1.0.0", model=model, registry="file:///other")' in shown
+    assert "kvq promote m-aqua-2bit@1.0.0 --registry file:///other" in shown
+    outcome.show([replace(made, places=(), version="")], [], as_json=False)
+    shown = capsys.readouterr().out
+    assert f'from_pretrained("{made.folder}/kvq.safetensors", model=model)' in shown and "kvq promote" not in shown
+    outcome.show([replace(made, places=(), version="", failed=["KL"])], [], as_json=False)
+    shown = capsys.readouterr().out
+    assert "not published        it exceeds the bounds" in shown and "from_pretrained" not in shown
+
+
+def test_json_is_numbers_with_their_units_in_the_names(made, capsys):
+    outcome.show([made], [record("ab" * 32, -2e-6), record("higgs-2bit", 0.0312)], as_json=True)
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["perplexity_over_16_bit"] == 1 - 2e-6 and found["kl_nats_per_token"] == 7e-3
+    assert found["perplexity"] == 11.5 and found["bits_per_element"] == 2.4583 and found["exceeds"] == []
+    assert [place["path"] for place in found["published"]] == ["/blobs/ab", "/other/blobs/ab"]
+    (beside,) = found["baselines"]
+    assert beside["recipe"] == "higgs-2bit" and beside["perplexity_over_16_bit"] == pytest.approx(1.0312)
+    assert found["folder"] == made.folder
+
+
+@pytest.mark.parametrize(
+    "share, shown", [(0.0123, "+1.23%"), (-0.05, "-5.00%"), (-4e-5, "0.00%"), (4e-5, "0.00%"), (1e-4, "+0.01%")]
+)
+def test_what_rounds_to_nothing_has_no_sign(share, shown):
+    assert percent(share) == shown
+
+
+@pytest.mark.parametrize("before, says", [(0, "took 3.0 s, 3.00 times"), (6, "in an earlier run of this command, 3.00"),
+                                          (2, "2 of 6 in an earlier run, 3.00")])  # fmt: skip
+def test_seconds_of_an_earlier_run_are_called_so(before, says, capsys):
+    outcome.cost(5.5, {"forward": 1.0, "aqua-2bit": 1.5, "capture": 0.5, "evaluation": 2.0}, (before, 6))
+    shown = capsys.readouterr().out
+    assert says in shown and shown.endswith("aqua-2bit 1.5 s, capture 0.5 s. The evaluation took 2.0 s.\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def a_terminal(monkeypatch) -> Terminal:
+    """Standard error as a terminal; not a fixture, since pytest sets it anew after those."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+def test_a_status_is_one_line_that_is_cleared(monkeypatch):
+    terminal = a_terminal(monkeypatch)
+    with Status("kvq-calibrate") as show:
+        show("loading torch")
+        show("looking for\x1b[2J")
+    assert terminal.getvalue().split("\r\x1b[K") == [
+        "", "kvq-calibrate: loading torch ...", "kvq-calibrate: looking for\\x1b[2J ...", "",
+    ]  # fmt: skip
+    with Status("kvq-calibrate", quiet=True) as show:
+        show("nothing")
+    assert "nothing" not in terminal.getvalue()
+
+
+def test_a_bar_is_there_at_once_and_none_stands_at_its_end(monkeypatch):
+    terminal = a_terminal(monkeypatch)
+    monkeypatch.setattr(Bar, "_work", lambda self, round: 192)
+    plan = SimpleNamespace(chunks=[range(2)], seq_len=32)
+    bar = Bar(plan)  # type: ignore[arg-type]
+    assert "choosing the text:   0%" in terminal.getvalue()
+    bar(Progress(0, 1, "capture", 1, 1, 64))
+    assert "layer 1/1" in terminal.getvalue() and terminal.getvalue().count("\n") == 0  # the same bar
+    bar(Progress(-1, 1, "evaluation", 5, 10, 5))
+    assert "drawing" not in terminal.getvalue()
+    bar(Progress(-1, 1, "evaluation", 10, 10, 5))
+    assert terminal.getvalue().endswith("kvq-calibrate: drawing the plots, writing the cards ...")
+    bar.close()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_the_command_says_something_before_it_imports_torch(monkeypatch):
+    terminal = a_terminal(monkeypatch)
+    from kvq_calib.cli import calibrate
+
+    class Blocked:
+        def find_spec(self, name, *_):
+            if name == "kvq_calib.job":
+                raise RuntimeError("reached")
+
+    monkeypatch.delitem(sys.modules, "kvq_calib.job", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Blocked(), *sys.meta_path])
+    monkeypatch.delattr("kvq_calib.job", raising=False)
+    assert calibrate.main(["--model", "demo"]) == 1
+    assert terminal.getvalue().startswith("\r\x1b[Kkvq-calibrate: loading torch and transformers ...")

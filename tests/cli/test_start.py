@@ -1,0 +1,43 @@
+"""What needs no tensor starts without the libraries that take seconds to import."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ["torch", "numpy", "transformers", "safetensors", "huggingface_hub", "datasets", "matplotlib", "prefect"]
+BODY = f"""
+import contextlib, io, json, sys
+from {{module}} import main
+found = {{{{}}}}
+for given in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+        code = main(given)
+    found[" ".join(given)] = [code, [name for name in {HEAVY!r} if name in sys.modules], len(out.getvalue())]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    "module, succeeding, wrong",
+    [
+        (
+            "kvq_runtime.cli.main",
+            [["--version"], ["--help"], ["recipes", "--help"], ["eval", "--help"]],
+            [["lst"], ["list", "--regsitry", "x"], ["gc", "--grace", "soon"]],
+        ),
+        (
+            "kvq_calib.cli.calibrate",
+            [["--version"], ["--help"], ["--list-models"], ["--list-models", "--json"]],
+            [["--modle", "x"], ["--samples", "many"]],
+        ),
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(module, succeeding, wrong):
+    command = [sys.executable, "-c", BODY.format(module=module), json.dumps([*succeeding, *wrong])]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    for given in [*succeeding, *wrong]:
+        code, heavy, printed = found[" ".join(given)]
+        assert not heavy, f"{module} {given} imports {heavy}"
+        assert code == (0 if given in succeeding else 2) and bool(printed) == (given in succeeding), given
