@@ -60,7 +60,7 @@ class BlockCache:
         max_tokens: int = 1 << 17,
     ):
         self.recipe = recipe.check(geometry)
-        if recipe.fitted and not tensors:
+        if recipe.fitted and not tensors and codecs.all_specs(recipe, geometry):
             raise ValueError(
                 f"recipe {recipe.name} has fitted stages: load an artifact with from_pretrained, "
                 f"or make one with kvq-calibrate --recipe {recipe.name}"
