@@ -55,7 +55,8 @@ class Job:
     push       another registry, hf://org, that they go to as well; it gives them numbers of its own
     evaluate   whether they are measured on held-out text before that; `eval_windows` of it (default: a small part of
                the run), beside `baselines`: recipes that need no fit, or artifacts
-    also       texts of other kinds that they are measured on too (`text/others.py`); bounds are not judged on them
+    also       texts of other kinds that they are measured on too (`text/others.py`); bounds are not judged on them.
+               None: the model's; ("none",): none
     max_...    what an artifact may cost at the most, else it is not published
     """
 
@@ -81,7 +82,7 @@ class Job:
     evaluate: bool = True
     eval_windows: int | None = None
     baselines: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
+    also: tuple[str, ...] | None = None
     max_perplexity_ratio: float | None = None
     max_kl: float | None = None
 
@@ -95,6 +96,10 @@ class Job:
     def bounds(self) -> Bounds:
         """What an artifact must keep to be published."""
         return Bounds(self.max_perplexity_ratio, self.max_kl)
+
+    def beside(self, files: ModelFiles) -> tuple[str, ...]:
+        """The texts of other kinds to measure on."""
+        return files.entry.beside(self.corpus) if self.also is None else self.also
 
     @property
     def targets(self) -> list[Registry]:
@@ -177,7 +182,7 @@ def preflight(job: Job, work: Run) -> list[str]:
         job.artifact_name(files, recipe.name)
     if job.version is not None:
         check_version(job.version)
-    others.parse(job.also)
+    others.parse(job.beside(files))
     if job.bounds.given and not job.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
     length = min(plan.seq_len, files.context)
@@ -257,7 +262,7 @@ def begin(job: Job, work: Run) -> None:
     calibrate.start(work)
     if job.evaluate:
         held_out.choose(work, job.eval_windows)
-        held_out.choose_others(work, job.also, job.eval_windows)
+        held_out.choose_others(work, job.beside(work.files), job.eval_windows)
 
 
 def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[str, Any]]:
@@ -265,7 +270,7 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
     if not job.evaluate:
         return []
     beside = [find(given, work.files, job.registry) for given in job.baselines]
-    records = held_out.evaluate(work, fitted, beside, job.eval_windows, also=job.also)
+    records = held_out.evaluate(work, fitted, beside, job.eval_windows, also=job.beside(work.files))
     records = [gate.judged(one, job.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
     text = json.dumps(records, indent=1) + "\n"
     disk.save(work.folder / "evaluation.json", text.encode())

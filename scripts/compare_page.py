@@ -41,8 +41,8 @@ water-filled SVDq) count as the paper's.
 """
 # the five papers, by their files of kvq_runtime/recipes, and how names of recipes of several papers begin
 PAPERS = {"aqua": "AQUA-KV", "squat": "SQuat", "polar": "PolarQuant", "svdq": "SVDq", "subkv": "SubKV"}
-COMBINED = ("auto", "aqua-klt", "aqua-polar", "aqua-lloyd", "aqua-svdq", "aqua-2bit-quarot", "squat-hadamard",
-            "subkv-aqua")  # fmt: skip
+COMBINED = ("auto", "aqua-klt", "aqua-metric", "aqua-trellis", "aqua-polar", "aqua-lloyd", "aqua-svdq",
+            "aqua-2bit-quarot", "squat-hadamard", "subkv-aqua")  # fmt: skip
 
 
 @dataclass(frozen=True)

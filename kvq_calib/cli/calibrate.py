@@ -109,7 +109,7 @@ def _job(args: argparse.Namespace):
     given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
     given["device"] = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline)}
-    given["also"] = tuple(args.also)
+    given["also"] = None if args.also is None else tuple(args.also)
     recipes = recipe_text.with_settings(args.recipe or ["aqua-2bit"], args.set)
     return Job(recipes=tuple(recipes), **given)
 
@@ -150,7 +150,7 @@ def _show_plan(asked, work, json: bool) -> int:
         "samples": f"{plan.samples} ({plan.held_out} held out)",
         "seq_len": plan.seq_len,
         "tokens": plan.tokens,
-        "evaluation": _evaluation(asked, plan),
+        "evaluation": _evaluation(asked, plan, files),
         "chunks": f"{len(plan.chunks)} of at most {plan.chunk} sequences",
         **_rounds(plan),
         "device": f"{plan.device}, {plan.dtype}, {plan.threads} threads",
@@ -187,14 +187,15 @@ def _rounds(plan) -> dict[str, str]:
     return {"budgets": f"{asked}: {measured}, in 2 to {budget.ROUNDS} rounds, each a pass over the model"}
 
 
-def _evaluation(asked, plan) -> str:
+def _evaluation(asked, plan, files) -> str:
     from kvq_calib.evaluate import held_out
+    from kvq_calib.text import others
 
     if not asked.evaluate:
         return "none"
     count = asked.eval_windows or f"up to {held_out.windows(plan, plan.seq_len)}"
     bounds = "".join(f", {name} at most {bound:g}" for name, bound in asked.bounds.given.items())
-    also = "".join(f", and of {text}" for text in asked.also)
+    also = "".join(f", and of {text}" for text in others.parse(asked.beside(files)))
     return f"{count} held-out windows{also}{bounds}"
 
 
@@ -268,8 +269,9 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument_group("evaluation").add_argument
     add("--no-eval", action="store_true", help="publish without measuring on held-out text")
     add("--eval-windows", type=count, metavar="N", help="windows of it, as long as the sequences (default: few)")
-    add("--also", metavar="NAME=SOURCE", nargs="+", default=[],
-        help="texts of other kinds to measure on too: demo-code (Python's library), a corpus as above")  # fmt: skip
+    add("--also", metavar="NAME=SOURCE", nargs="+",
+        help="texts of other kinds to measure on too: demo-code (Python's library), a corpus as above; or none "
+        "(default: the model's, demo-code beside a --corpus)")  # fmt: skip
     add(
         "--baseline",
         action="append",

@@ -50,7 +50,14 @@ def few():
 
 
 def asked(model: Path, folder: Path, bits=(1.5,), **settings) -> Job:
-    given = {"recipes": ("auto",), "samples": 6, "seq_len": 256, "held_out": 2, "publish": False} | settings
+    given = {
+        "recipes": ("auto",),
+        "samples": 6,
+        "seq_len": 256,
+        "held_out": 2,
+        "publish": False,
+        "also": ("none",),
+    } | settings
     return Job(str(model), bits=bits, corpus=str(model / "corpus.txt"), run=str(folder), **given)
 
 
