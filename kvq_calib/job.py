@@ -30,6 +30,7 @@ from kvq_calib.run import budget, calibrate, checkpoint
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import Executor, Listener, Run, silent
 from kvq_calib.text import others
+from kvq_calib.text.documents import EMBEDDED
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
@@ -49,6 +50,8 @@ class Job:
     name       of the artifact; by default MODEL-RECIPE
     version    its number; by default the next one
     bits       of the recipe "auto": an artifact for each
+    transfer   with `bits`: a text of another kind, on whose fit part settings are measured as well; None: an embedded
+               one; "none": none
     workers    processes that share the chunks (`workers.py`); None: this one does all; the bytes are the same
     run        where the run's files go; by default under $KVQ_HOME/runs
     publish    whether the artifacts go to the registry
@@ -65,6 +68,7 @@ class Job:
     bits: tuple[float, ...] = ()
     revision: str | None = None
     corpus: str | None = None
+    transfer: str | None = None
     samples: int | None = None
     seq_len: int | None = None
     held_out: int | None = None
@@ -120,8 +124,18 @@ class Job:
         budgets = {recipe.name: bits for recipe, bits in zip(chosen, self.bits, strict=True)}
         text = (self.corpus, self.samples, self.seq_len, self.seed, self.held_out)
         machine = (self.device, self.dtype, self.threads)
-        plan = make(files, (*recipes, *chosen), *text, *machine, budgets)
+        if self.transfer not in (None, others.NONE) and not self.bits:
+            raise ValueError(
+                f"--transfer {self.transfer} is what --recipe auto chooses on; give --bits, or leave it out"
+            )
+        plan = make(files, (*recipes, *chosen), *text, *machine, budgets, self._transfer(files))
         return Run(plan, files, Path(self.run) if self.run else home() / "runs" / plan.digest[:16], listener)
+
+    def _transfer(self, files: ModelFiles) -> str | None:
+        """The text of another kind that settings are measured on."""
+        if not self.bits or self.transfer == others.NONE:
+            return None
+        return self.transfer or next(text for text in files.entry.beside(self.corpus) if text in EMBEDDED)
 
     def artifact_name(self, files: ModelFiles, recipe: str) -> str:
         """The name to publish under."""

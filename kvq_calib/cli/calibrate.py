@@ -104,7 +104,19 @@ def _job(args: argparse.Namespace):
         raise ValueError("--workers shares chunks inside this process's run; leave out --prefect and $PREFECT_API_URL")
     if args.model is None:
         raise ValueError("--model is missing: a name of --list-models, a folder, or a Hub id")
-    names = ("model", "revision", "corpus", "samples", "seq_len", "held_out", "seed", "device", "dtype", "threads")
+    names = (
+        "model",
+        "revision",
+        "corpus",
+        "transfer",
+        "samples",
+        "seq_len",
+        "held_out",
+        "seed",
+        "device",
+        "dtype",
+        "threads",
+    )
     names += ("workers", "registry", "push", "name", "version", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
     given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
     given["device"] = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -182,8 +194,10 @@ def _rounds(plan) -> dict[str, str]:
         shared = [recipe.name for recipe in plan.recipes if share.wanted(recipe)]
         return {"shared bits": f"{', '.join(shared)}: 2 rounds, each a pass over the model"} if shared else {}
     asked = ", ".join(f"{bits:g} bits" for bits in plan.budgets.values())
-    settings, sequences = len(budget.options(plan.geometry)), sum(len(plan.chunks[i]) for i in sensitivity.chunks(plan))
-    measured = f"{settings} settings for each layer's keys and values, measured on {sequences} sequences"
+    settings = len(budget.options(plan.geometry, "key"))
+    sequences = sum(len(plan.chunks[i]) for i in sensitivity.chunks(plan))
+    other = f", {plan.transfer_samples} of them of {plan.transfer}" if plan.transfer else ""
+    measured = f"{settings} settings for each layer's keys and values, measured on {sequences} sequences{other}"
     return {"budgets": f"{asked}: {measured}, in 2 to {budget.ROUNDS} rounds, each a pass over the model"}
 
 
@@ -249,6 +263,9 @@ def parser() -> argparse.ArgumentParser:
     add("--bits", action="append", type=float, metavar="B",
         help="with --recipe auto: choose settings by layer within B bits per element; repeat for several")  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]")
+    add("--transfer", metavar="FILE|HUB-ID",
+        help="with --bits: a text of another kind whose fit part settings are measured on, too; or none "
+        "(default: demo-code, or demo beside that)")  # fmt: skip
     add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")
     add("--seq-len", type=int, metavar="L", help="tokens per sequence")
     add("--held-out", type=int, metavar="N", help="sequences that only measure the fit (default: an eighth)")

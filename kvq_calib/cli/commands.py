@@ -132,6 +132,11 @@ def add_compare(subparsers: Any) -> None:
     command.add_argument(
         "--bits", metavar="B", type=float, nargs="+", default=[], help="also auto: bits by layer, within B per element"
     )
+    command.add_argument(
+        "--transfer", metavar="FILE|HUB-ID",
+        help="with --bits: a text of another kind whose fit part settings are measured on, too; or none (default: "
+        "demo-code, or demo beside that)",
+    )  # fmt: skip
     command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
     _measuring(command)
     command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")

@@ -98,8 +98,8 @@ def compare(args: argparse.Namespace) -> int:
     if fitted:
         asked = job.Job(
             args.model, fitted, tuple(args.bits), corpus=source, samples=args.samples, seq_len=length, seed=args.seed,
-            device=device, dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder, publish=False,
-            evaluate=False,
+            transfer=args.transfer, device=device, dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder,
+            publish=False, evaluate=False,
         )  # fmt: skip
         work = asked.prepare()
         job.preflight(asked, work)
