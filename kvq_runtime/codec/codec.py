@@ -46,7 +46,6 @@ class Codec:
     """Encode and decode one layer's keys or values, as `recipe` says, with the tensors fitted for it.
 
     tensors     {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
-    back        what turns a run of decoded elements, in stored order, back; or None
     fold        how its packed blocks are attended to without decoding; or None
     turns_keys  whether what is decoded has to be turned by its position to be a key
     """
@@ -78,12 +77,27 @@ class Codec:
         for name, tensor in self.tensors.items():
             stage, field = name.split(".", 1)
             self._own[stage][field] = tensor
-        self._rotation, self.back = matrices(
-            self.scheme.rotate, self.scheme.quantize, self._width, self.geometry, device, self._own["rotate"]
-        )
-        # all codecs share a Hadamard's matrix, which is made once a process
-        self._forward = self._rotation.matrix if isinstance(self._rotation, SignedHadamard) else self._rotation
+        packed = self.scheme.rotate is not None and self.scheme.rotate.packed
+        self._kept = None if packed else self._made(device)
         self.packed_reader = None if self.turns_keys else packed_reader(self.scheme, self.geometry, self.back, device)
+
+    def _made(self, device: torch.device) -> tuple[Rotation, Tensor | None]:
+        rotate, own = self.scheme.rotate, self._own["rotate"]
+        return matrices(rotate, self.scheme.quantize, self._width, self.geometry, device, own)
+
+    @property
+    def _matrices(self) -> tuple[Rotation, Tensor | None]:
+        """The rotation and the way back: kept, or unpacked for each use."""
+        return self._made(_CPU) if self._kept is None else self._kept
+
+    @property
+    def _rotation(self) -> Rotation:
+        return self._matrices[0]
+
+    @property
+    def back(self) -> Tensor | None:
+        """What turns a run of decoded elements, in stored order, back."""
+        return self._matrices[1]
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:
@@ -93,7 +107,10 @@ class Codec:
     @property
     def shared(self) -> list[Tensor]:
         """Tensors that do not grow with tokens: fitted ones and rotations."""
-        matrices = (self._forward, self.back, self.packed_reader.turn if self.packed_reader else None)
+        forward, back = self._kept or (None, None)
+        # all codecs share a Hadamard's matrix, which is made once a process
+        forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
+        matrices = (forward, back, self.packed_reader.turn if self.packed_reader else None)
         return [*self.tensors.values(), *(matrix for matrix in matrices if matrix is not None)]
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
@@ -135,10 +152,11 @@ class Codec:
             x = self._unround({name: field[block_N, place_N][None] for name, field in fields.items()})[0, :, channels]
             return x if self.predictor is None else x + self._own["predict"]["mean"][channels]
         x = quantize.at(fields, block_N, place_N, self.block, self.geometry, own)
-        if self.back is not None and self.back.ndim == 2 and len(self.back) == x.shape[1]:
-            x = (x.to(torch.bfloat16) @ self.back[:, channels]).float()
-        elif self.back is not None:
-            x = _grouped(x.to(torch.bfloat16), self.back)[:, channels].float()
+        back = self.back
+        if back is not None and back.ndim == 2 and len(back) == x.shape[1]:
+            x = (x.to(torch.bfloat16) @ back[:, channels]).float()
+        elif back is not None:
+            x = _grouped(x.to(torch.bfloat16), back)[:, channels].float()
         else:
             x = x[:, channels]
         return x if self.predictor is None else x + self._own["predict"]["mean"][channels]
@@ -176,15 +194,13 @@ class Codec:
 
     def _unround(self, fields: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         quantize: Any = self.scheme.quantize
-        width = self._width
+        width, back = self._width, self.back
         if self._scale_last:
-            assert self.back is not None
-            return groups.scaled(
-                _grouped(quantize.lookup(fields, width, self.geometry), self.back), fields["scale"], out
-            )
-        as_stored = self.back is None and self.scheme.axis == "token"
+            assert back is not None
+            return groups.scaled(_grouped(quantize.lookup(fields, width, self.geometry), back), fields["scale"], out)
+        as_stored = back is None and self.scheme.axis == "token"
         x = quantize.decode(fields, width, self.geometry, self._own["quantize"], out if as_stored else None)
-        x = x if self.back is None else _grouped(x.to(torch.bfloat16), self.back).float()
+        x = x if back is None else _grouped(x.to(torch.bfloat16), back).float()
         return x if self.scheme.axis == "token" else x.mT
 
     def restore(self, x_NTC: Tensor, context: Context) -> Tensor:
