@@ -32,6 +32,7 @@ from kvq_calib.run import budget, calibrate, checkpoint
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import Executor, Listener, Run, silent
 from kvq_calib.text import corpus, others
+from kvq_calib.text.documents import EMBEDDED
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
@@ -55,13 +56,16 @@ class Job:
     name       of the artifact; by default MODEL-RECIPE
     version    its number; by default the next one
     bits       of the recipe "auto": an artifact for each
+    transfer   with `bits`: a text of another kind, on whose fit part settings are measured as well; None: an embedded
+               one; "none": none
     workers    processes that share the chunks (`workers.py`); None: this one does all; the bytes are the same
     run        where the run's files go; by default under $KVQ_HOME/runs
     publish    whether the artifacts go to the registry
     push       another registry, hf://org, that they go to as well; it gives them numbers of its own
     evaluate   whether they are measured on held-out text before that; `eval_windows` of it (default: a small part of
                the run), beside `baselines`: recipes that need no fit, or artifacts
-    also       texts of other kinds that they are measured on too (`text/others.py`); bounds are not judged on them
+    also       texts of other kinds that they are measured on too (`text/others.py`); bounds are not judged on them.
+               None: the model's; ("none",): none
     max_...    what an artifact may cost at the most, else it is not published
     """
 
@@ -70,6 +74,7 @@ class Job:
     bits: tuple[float, ...] = ()
     revision: str | None = None
     corpus: str | None = None
+    transfer: str | None = None
     samples: int | None = None
     seq_len: int | None = None
     held_out: int | None = None
@@ -87,7 +92,7 @@ class Job:
     evaluate: bool = True
     eval_windows: int | None = None
     baselines: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
+    also: tuple[str, ...] | None = None
     max_perplexity_ratio: float | None = None
     max_kl: float | None = None
 
@@ -101,6 +106,10 @@ class Job:
     def bounds(self) -> Bounds:
         """What an artifact must keep to be published."""
         return Bounds(self.max_perplexity_ratio, self.max_kl)
+
+    def beside(self, files: ModelFiles) -> tuple[str, ...]:
+        """The texts of other kinds to measure on."""
+        return files.entry.beside(self.corpus) if self.also is None else self.also
 
     @property
     def targets(self) -> list[Registry]:
@@ -124,8 +133,18 @@ class Job:
         budgets = {recipe.name: bits for recipe, bits in zip(chosen, self.bits, strict=True)}
         text = (self.corpus, self.samples, self.seq_len, self.seed, self.held_out)
         machine = (self.device, self.dtype, self.threads)
-        plan = make(files, (*recipes, *chosen), *text, *machine, budgets)
+        if self.transfer not in (None, others.NONE) and not self.bits:
+            raise ValueError(
+                f"--transfer {self.transfer} is what --recipe auto chooses on; give --bits, or leave it out"
+            )
+        plan = make(files, (*recipes, *chosen), *text, *machine, budgets, self._transfer(files))
         return Run(plan, files, Path(self.run) if self.run else home() / "runs" / plan.digest[:16], listener)
+
+    def _transfer(self, files: ModelFiles) -> str | None:
+        """The text of another kind that settings are measured on."""
+        if not self.bits or self.transfer == others.NONE:
+            return None
+        return self.transfer or next(text for text in files.entry.beside(self.corpus) if text in EMBEDDED)
 
     def artifact_name(self, files: ModelFiles, recipe: str) -> str:
         """The name to publish under."""
@@ -151,7 +170,7 @@ def preflight(job: Job, work: Run) -> list[str]:
         job.artifact_name(files, recipe.name)
     if job.version is not None:
         check_version(job.version)
-    others.parse(job.also)
+    others.parse(job.beside(files))
     if job.bounds.given and not job.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
     length = min(plan.seq_len, files.context)
@@ -202,7 +221,7 @@ def rehearse(job: Job, work: Run) -> list[str]:
     Returns notes: texts of the Hub are not downloaded for this. Raises as `corpus.select` does.
     """
     plan, files = work.plan, work.files
-    given = [plan.corpus, *(others.parse(job.also).values() if job.evaluate else ())]
+    given = [plan.corpus, *(others.parse(job.beside(files)).values() if job.evaluate else ())]
     remote = [source for source in given if corpus.is_remote(source)]
     if plan.corpus in remote:
         Encoder(files.path)
@@ -212,7 +231,7 @@ def rehearse(job: Job, work: Run) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
             elsewhere = replace(work, folder=Path(folder))
             held_out.choose(elsewhere, job.eval_windows)
-            held_out.choose_others(elsewhere, () if remote else job.also, job.eval_windows)
+            held_out.choose_others(elsewhere, () if remote else job.beside(files), job.eval_windows)
     about = "not downloaded for a dry run, so that it is not checked whether there is enough text"
     return [f"{', '.join(remote)}: {about}"] if remote else []
 
@@ -256,7 +275,7 @@ def begin(job: Job, work: Run) -> None:
     calibrate.start(work)
     if job.evaluate:
         held_out.choose(work, job.eval_windows)
-        held_out.choose_others(work, job.also, job.eval_windows)
+        held_out.choose_others(work, job.beside(work.files), job.eval_windows)
 
 
 def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[str, Any]]:
@@ -264,7 +283,7 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
     if not job.evaluate:
         return []
     beside = [find(given, work.files, job.registry) for given in job.baselines]
-    records = held_out.evaluate(work, fitted, beside, job.eval_windows, also=job.also)
+    records = held_out.evaluate(work, fitted, beside, job.eval_windows, also=job.beside(work.files))
     records = [gate.judged(one, job.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
     text = json.dumps(records, indent=1) + "\n"
     disk.save(work.folder / "evaluation.json", text.encode())

@@ -21,6 +21,7 @@ from kvq_runtime.attention.fused import Explanation, Fused, refusal
 from kvq_runtime.attention.long_query import LongQuery
 from kvq_runtime.attention.path import Path
 from kvq_runtime.attention.reference import Reference
+from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.policies.policy import CacheParts, Policy

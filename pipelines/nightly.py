@@ -24,6 +24,7 @@ def nightly(
     registry: p.Registry = None,
     push: p.Push = None,
     eval_windows: p.Windows = None,
+    also: p.Also = None,
     max_perplexity_ratio: p.PerplexityRatio = None,
     max_kl: p.Divergence = None,
     timeout_hours: p.TimeoutHours = 8,

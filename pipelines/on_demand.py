@@ -23,6 +23,7 @@ def on_demand(
     name: p.Name = None,
     version: p.Version = None,
     eval_windows: p.Windows = None,
+    also: p.Also = None,
     baselines: p.Baselines = [],  # noqa: B006
     max_perplexity_ratio: p.PerplexityRatio = None,
     max_kl: p.Divergence = None,

@@ -28,6 +28,10 @@ Push = Annotated[str | None, _about("Publish to this registry as well: hf://org"
 Name = Annotated[str | None, _about("Of the artifact; empty: MODEL-RECIPE")]
 Version = Annotated[str | None, _about("1.2.0; empty: the next number")]
 Windows = Annotated[int | None, _about("Windows of held-out text to measure on; empty: few", ge=1)]
+Also = Annotated[
+    list[str] | None,
+    _about("Texts of other kinds to measure on too, NAME=SOURCE; [none]: none; empty: the model's"),
+]
 Baselines = Annotated[list[str], _about("Measured beside: unfitted recipes, or artifacts")]
 PerplexityRatio = Annotated[
     float | None, _about("Allowed at most: perplexity of a full encode over that of 16 bit; empty: no bound", gt=0)

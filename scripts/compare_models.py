@@ -24,6 +24,7 @@ from kvq_calib.evaluate import compare
 from kvq_calib.evaluate.ledger import code
 from kvq_calib.model import find as models
 from kvq_calib.report import plots
+from kvq_calib.text.documents import EMBEDDED
 from kvq_runtime.registry.measured import FULL, figures
 from scripts.compare_page import BUDGETS, PICTURE, Model, page
 
@@ -31,12 +32,21 @@ DOCS = Path(__file__).parents[1] / "docs"
 # of runs and of what was measured: a second call goes on where the first was, unless the code was changed since
 HOME = Path("build/compare").absolute() / code()[:16]
 
+STORIES = "text/tinystories/stories_2M.txt"
 MODELS = (
     Model("demo", "demo", None, samples=48, length=1024, windows=12),
-    Model("stories260K", "models/stories260K", "text/tinystories/stories_2M.txt", samples=64, length=512, windows=12),
-    Model("babyllama105", "models/babyllama105", "text/tinystories/stories_2M.txt", samples=64, length=256, windows=24),
+    Model("stories260K", "models/stories260K", STORIES, samples=64, length=512, windows=12),
+    Model("babyllama105", "models/babyllama105", STORIES, samples=64, length=256, windows=24),
+    Model("narrow", str(DOCS.parent / "artifacts" / "narrow-model"), "demo", samples=48, length=1024, windows=12),
 )
 Found = dict[Model, Sequence[Mapping[str, Any]]]  # the records of each model
+# of each model a text of another kind than it is fitted on, NAME=SOURCE under KVQ_TEST_DATA, or an embedded one
+BESIDE = {
+    "demo": "demo-code",
+    "stories260K": "c4=text/c4/c4_sample.jsonl",
+    "babyllama105": "shakespeare=text/tinyshakespeare/input.txt",
+    "narrow": "demo-code",
+}
 SINKS = 4  # exact first tokens of all recipes
 
 
@@ -57,8 +67,13 @@ def main() -> int:
     for model in MODELS:
         if args.model and model.name not in args.model:
             continue
-        if model.text and not data and args.records is None:
+        if model.text not in (None, *EMBEDDED) and not data and args.records is None:
             print(f"{model.name} is left out: KVQ_TEST_DATA names no folder", file=sys.stderr)
+            continue
+        folder = _folder(model, Path(data or "."))
+        here = model.text is None or Path(folder).is_dir()
+        if not here and args.records is None:
+            print(f"{model.name} is left out: there is no {folder}", file=sys.stderr)
             continue
         print(f"{model.name} ...", file=sys.stderr, flush=True)
         kept = HOME / f"{model.name}.json" if args.records is None else args.records / f"{model.name}.json"
@@ -70,8 +85,7 @@ def main() -> int:
             found[model] = json.loads(kept.read_text())
         else:
             continue
-        missing = args.recipes or (model.text and not data)
-        absent[model] = [] if missing else left_out(model, Path(data or "."))
+        absent[model] = left_out(folder) if here and not args.recipes else []
         (args.docs / f"compare-{model.name}.png").write_bytes(plots.comparison(found[model]))
         write(found, absent, args.docs)
     return 0
@@ -86,10 +100,9 @@ def write(found: Found, absent: Mapping[Model, Sequence[str]], docs: Path) -> No
     (docs / "compare.md").write_text(page(found, absent))
 
 
-def left_out(model: Model, data: Path) -> list[str]:
+def left_out(folder: str) -> list[str]:
     """Why some recipes are not compared on a model."""
-    files = models.resolve(str(data / model.folder) if model.text else model.folder)
-    return compare.choose([], files.geometry)[1]
+    return compare.choose([], models.resolve(folder).geometry)[1]
 
 
 def measure(model: Model, data: Path, recipes: Sequence[str]) -> list[dict[str, Any]]:
@@ -98,10 +111,10 @@ def measure(model: Model, data: Path, recipes: Sequence[str]) -> list[dict[str, 
     commands.add_compare(top.add_subparsers())
     given = ["--samples", model.samples, "--length", model.length, "--windows", model.windows]
     given += ["--sinks", SINKS, "--recent", 0]
-    given += ["--model", data / model.folder if model.text else model.folder]
+    given += ["--model", _folder(model, data), "--also", _beside(model, data)]
     given += ["--device", "cpu", "--dtype", "float32", "--json"]
     if model.text:
-        given += ["--corpus", _one_line(model, data / model.text)]
+        given += ["--corpus", _source(model, data, model.text)]
     given += ["--recipes", *recipes] if recipes else ["--bits", *BUDGETS]
     args = top.parse_args(["compare", *map(str, given)])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -109,11 +122,27 @@ def measure(model: Model, data: Path, recipes: Sequence[str]) -> list[dict[str, 
     return json.loads(printed.getvalue())
 
 
-def _one_line(model: Model, text: Path) -> Path:
-    """The text with a space for each line's end, which the smallest model's alphabet does not have."""
-    if model.name != "babyllama105":
+def _folder(model: Model, data: Path) -> str:
+    """The model, as `--model` takes it."""
+    return str(data / model.folder) if model.text else model.folder
+
+
+def _beside(model: Model, data: Path) -> str:
+    """The text of another kind, as `--also` takes it."""
+    name, named, source = BESIDE[model.name].partition("=")
+    return f"{name}={_source(model, data, source)}" if named else name
+
+
+def _source(model: Model, data: Path, text: str) -> str:
+    """A text of a model, as `--corpus` takes it."""
+    if text in EMBEDDED:
         return text
-    path = HOME / f"{model.name}.txt"
+    return str(_one_line(data / text) if model.name == "babyllama105" else data / text)
+
+
+def _one_line(text: Path) -> Path:
+    """The text with a space for each line's end, which the smallest model's alphabet does not have."""
+    path = HOME / f"{text.stem}-in-a-line.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(" ".join(text.read_text(encoding="utf-8").split("\n")), encoding="utf-8")
     return path

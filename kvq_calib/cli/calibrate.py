@@ -127,12 +127,12 @@ def _job(args: argparse.Namespace):
         raise ValueError("--workers shares chunks inside this process's run; leave out --prefect and $PREFECT_API_URL")
     if args.model is None:
         raise ValueError("--model is missing: a name of --list-models, a folder, or a Hub id")
-    names = ("model", "revision", "corpus", "samples", "seq_len", "held_out", "seed", "device", "dtype", "threads")
-    names += ("workers", "registry", "push", "name", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
+    names = ("model", "revision", "corpus", "transfer", "samples", "seq_len", "held_out", "seed", "device", "dtype")
+    names += ("threads", "workers", "registry", "push", "name", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
     given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
     given["device"] = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline or ())}
-    given |= {"also": tuple(args.also), "version": args.artifact_version}
+    given |= {"also": None if args.also is None else tuple(args.also), "version": args.artifact_version}
     recipes = recipe_text.with_settings(args.recipe or ["aqua-2bit"], args.set)
     return Job(recipes=tuple(recipes), **given)
 
@@ -183,6 +183,9 @@ def parser() -> argparse.ArgumentParser:
     add("--bits", action="append", type=float, metavar="B",
         help="with --recipe auto: choose settings by layer within B bits per element; repeat for several")  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]")
+    add("--transfer", metavar="FILE|HUB-ID",
+        help="with --bits: a text of another kind whose fit part settings are measured on, too; or none "
+        "(default: demo-code, or demo beside that)")  # fmt: skip
     add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")
     add("--seq-len", type=int, metavar="L", help="tokens per sequence")
     add("--held-out", type=int, metavar="N", help="sequences that only measure the fit (default: an eighth)")
@@ -203,8 +206,9 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument_group("evaluation").add_argument
     add("--no-eval", action="store_true", help="publish without measuring on held-out text")
     add("--eval-windows", type=count, metavar="N", help="windows of it, as long as the sequences (default: few)")
-    add("--also", metavar="NAME=SOURCE", nargs="+", default=[],
-        help="texts of other kinds to measure on too: demo-code (Python's library), a corpus as above")  # fmt: skip
+    add("--also", metavar="NAME=SOURCE", nargs="+",
+        help="texts of other kinds to measure on too: demo-code (Python's library), a corpus as above; or none "
+        "(default: the model's, demo-code beside a --corpus)")  # fmt: skip
     add(
         "--baseline",
         action="append",

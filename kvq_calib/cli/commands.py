@@ -12,7 +12,8 @@ _TEXT = """\
 Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
 part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
 on, each with windows, overlap with the fit part of --corpus, and standard errors of its own: their held-out parts, so
-that the same windows are measured whichever text is fitted on. Bounds are judged on the corpus. wikitext-2 is the test
+that the same windows are measured whichever text is fitted on; by full encode where that is measured and the recipe has
+one. Bounds are judged on the corpus. wikitext-2 is the test
 set as papers measure on it: its lines joined by two line ends, tokenized whole with the tokenizer's own BOS, cut into
 windows of --length in order, of which --windows takes the first, or all; from the Hub, or wikitext-2:FILE, a .parquet
 of it or a .txt of its lines."""
@@ -137,6 +138,11 @@ def add_compare(subparsers: Any) -> None:
     command.add_argument(
         "--bits", metavar="B", type=float, nargs="+", default=[], help="also auto: bits by layer, within B per element"
     )
+    command.add_argument(
+        "--transfer", metavar="FILE|HUB-ID",
+        help="with --bits: a text of another kind whose fit part settings are measured on, too; or none (default: "
+        "demo-code, or demo beside that)",
+    )  # fmt: skip
     command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
     _measuring(command)
     command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
@@ -162,8 +168,9 @@ def _measuring(command: argparse.ArgumentParser) -> None:
         "--windows", type=windows, default=16, metavar="N", help="windows of each text, or all (default: 16)"
     )
     command.add_argument(
-        "--also", metavar="NAME=SOURCE", nargs="+", default=[],
-        help="texts of other kinds to measure on too: FILE, HUB-ID, demo-code (Python's library), wikitext-2",
+        "--also", metavar="NAME=SOURCE", nargs="+",
+        help="texts of other kinds to measure on too: FILE, HUB-ID, demo-code (Python's library), wikitext-2; or none "
+        "(default: the model's, demo-code beside a --corpus)",
     )  # fmt: skip
     command.add_argument(
         "--protocol", choices=["full", "in-use", "both"], default="both",

@@ -65,6 +65,8 @@ def demonstrate(samples: int, windows: int, length: int) -> list[dict]:
     print("\n3. What was measured before publishing.")
     rows = _rows(records)
     print_table([{name: _shown(name, value) for name, value in row.items()} for row in rows], json=False)
+    others = ", ".join(measured.texts(records))
+    print(f"   {others}: a text of another kind than was fitted on, by full encode.")
     return rows
 
 
@@ -132,6 +134,9 @@ def _rows(records: list[dict]) -> list[dict]:
             row |= {"perplexity": part["perplexity"]} if name == FULL else {}
             row |= {spoken: part["relative"], f"{spoken}, KL": part["kl"]}
             row[f"{spoken}, decoded"] = part["decoded"]["attention"]
+        for text, other in measured.elsewhere(record).items():
+            part = measured.figures(other, FULL)
+            row |= {text: part["relative"], f"{text}, KL": part["kl"]} if part else {}
         rows.append(row)
     return rows
 
@@ -139,13 +144,13 @@ def _rows(records: list[dict]) -> list[dict]:
 def _shown(name: str, value) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    if name in measured.SPOKEN.values():
-        return f"{value:+.1%}"
     if name == "bytes" or name.endswith("decoded"):
         return f"{value:.1%}" if name == "bytes" else f"{value:.0%} of attention"
     if name.endswith("KL"):
         return f"{value:.5f}"
-    return f"{value:.3f}" if name == "perplexity" else f"{value:.2f}"
+    if name in ("bits", "bits at 4096"):
+        return f"{value:.2f}"
+    return f"{value:.3f}" if name == "perplexity" else f"{value:+.1%}"
 
 
 if __name__ == "__main__":

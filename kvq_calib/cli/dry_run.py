@@ -7,6 +7,7 @@ from kvq_calib.job import Job, whole_bytes
 from kvq_calib.run import budget, sensitivity, share
 from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
+from kvq_calib.text import others
 
 
 def record(asked: Job, work: Run) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def record(asked: Job, work: Run) -> dict[str, Any]:
         "held_out": plan.held_out,
         "seq_len": plan.seq_len,
         "tokens": plan.tokens,
-        "evaluation": _evaluation(asked, plan) if asked.evaluate else None,
+        "evaluation": _evaluation(asked, work) if asked.evaluate else None,
         "chunks": len(plan.chunks),
         "sequences_per_chunk": plan.chunk,
         **_rounds(plan),
@@ -54,10 +55,11 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
     shown["chunks"] = f"{found['chunks']} of at most {found['sequences_per_chunk']} sequences"
     if "budgets" in found:
         asked = ", ".join(f"{bits:g} bits" for bits in found["budgets"].values())
+        other = f", {found['sequences_of_transfer']} of them of {found['transfer']}" if found["transfer"] else ""
         shown["budgets"] = (
             f"{asked}: {found['settings_per_layer']} settings for each layer's keys and values, measured on "
-            f"{found['sequences_measured']} sequences, in 2 to {found['rounds_at_most']} rounds, each a pass over the "
-            "model"
+            f"{found['sequences_measured']} sequences{other}, in 2 to {found['rounds_at_most']} rounds, each a pass "
+            "over the model"
         )
     if "shared_bits" in found:
         shown["shared bits"] = f"{', '.join(found['shared_bits'])}: 2 rounds, each a pass over the model"
@@ -72,11 +74,12 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
     return shown | {"run folder": found["run_folder"], "plan": found["plan"]}
 
 
-def _evaluation(asked: Job, plan: Plan) -> dict[str, Any]:
+def _evaluation(asked: Job, work: Run) -> dict[str, Any]:
+    plan = work.plan
     return {
         "windows": asked.eval_windows or held_out.windows(plan, plan.seq_len),
         "windows_are": "asked for" if asked.eval_windows else "at most",
-        "also": list(asked.also),
+        "also": list(others.parse(asked.beside(work.files))),
         "baselines": list(asked.baselines),
         "bounds": dict(asked.bounds.given),
     }
@@ -98,8 +101,10 @@ def _rounds(plan: Plan) -> dict[str, Any]:
     if plan.budgets:
         return {
             "budgets": plan.budgets,
-            "settings_per_layer": len(budget.options(plan.geometry)),
+            "settings_per_layer": len(budget.options(plan.geometry, "key")),
             "sequences_measured": sum(len(plan.chunks[index]) for index in sensitivity.chunks(plan)),
+            "transfer": plan.transfer,
+            "sequences_of_transfer": plan.transfer_samples,
             "rounds_at_most": budget.ROUNDS,
         }
     return {"shared_bits": shared} if shared else {}

@@ -35,7 +35,8 @@ def evaluate(args: argparse.Namespace) -> int:
     length = args.length or min(files.entry.seq_len, files.context)
     source = args.corpus or files.entry.corpus
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
-    beside = others.choose(args.also, source, files.path, args.windows, length, args.seed)
+    also = files.entry.beside(args.corpus) if args.also is None else args.also
+    beside = others.choose(also, source, files.path, args.windows, length, args.seed)
     protocol = _protocol(args, args.rows)
     with _bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
         device = _device(args.device)
@@ -90,7 +91,8 @@ def compare(args: argparse.Namespace) -> int:
         print(f"kvq: {note}", file=sys.stderr)
     source, device = corpus.pin(args.corpus or files.entry.corpus), _device(args.device)
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
-    beside = others.choose(args.also, source, files.path, args.windows, length, args.seed)
+    also = files.entry.beside(args.corpus) if args.also is None else args.also
+    beside = others.choose(also, source, files.path, args.windows, length, args.seed)
     subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
     asked_as = {recipe_text.read(text).name: text for text in texts if recipe_text.written(text)}
     fitted = tuple(asked_as.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted)
@@ -98,8 +100,8 @@ def compare(args: argparse.Namespace) -> int:
     if fitted:
         asked = job.Job(
             args.model, fitted, tuple(args.bits), corpus=source, samples=args.samples, seq_len=length, seed=args.seed,
-            device=device, dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder, publish=False,
-            evaluate=False,
+            transfer=args.transfer, device=device, dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder,
+            publish=False, evaluate=False,
         )  # fmt: skip
         work = asked.prepare()
         job.preflight(asked, work)

@@ -56,5 +56,5 @@ def costs(
         f"bytes_at_{TOKENS}": there.total_bytes,
         f"exact_bytes_at_{TOKENS}": there.exact_bytes,
         "shared_bytes": there.shared_bytes,
-        "smaller_from": there.smaller_from,
+        "smaller_from": there.smaller_than_higgs_from,
     }

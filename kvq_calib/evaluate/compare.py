@@ -9,10 +9,15 @@ from kvq_runtime.recipe import Recipe, families, presets
 # Of each family, some at equal bits, the paper's own among them; a family without one here gives its first.
 CHOICE = (
     "aqua-1bit", "aqua-2bit", "aqua-3bit", "aqua-2bit-quarot", "aqua-lloyd-2bit", "aqua-polar-3bit", "aqua-svdq-2bit",
-    "aqua-klt-1bit", "aqua-klt-1.5bit", "aqua-klt-2bit", "aqua-h2o-2bit", "h2o", "gear-2bit", "gear-l-2bit-r1",
+    "aqua-klt-1bit", "aqua-klt-1.5bit", "aqua-klt-2bit", "aqua-trellis-2bit", "aqua-h2o-2bit", "h2o",
+    "aqua-metric-0.25bit-vocab", "aqua-metric-0.5bit-vocab", "aqua-metric-0.75bit-vocab", "aqua-metric-1bit-vocab",
+    "aqua-metric-1.5bit-vocab", "aqua-metric-2bit-vocab", "aqua-metric-0.5bit-all", "aqua-metric-0.5bit",
+    "aqua-metric-1bit", "aqua-metric-1.5bit", "aqua-metric-2bit", "gear-2bit", "gear-l-2bit-r1",
     "higgs-2bit", "higgs-3bit", "higgs-4bit", "mean-higgs-2bit", "mean-higgs-3bit",
     "kivi-2bit", "kivi-2bit-r32", "kivi-3bit", "kivi-4bit", "kvquant-2bit", "kvquant-3bit",
     "lloyd-2bit", "lloyd-3bit", "turboquant-2bit", "turboquant-3bit",
+    "trellis-head-1bit", "trellis-head-2bit", "trellis-head-3bit",
+    "oscar-2bit", "oscar-output-2bit", "oscar-3bit", "wush-2bit", "wush-higgs-2bit", "wush-3bit",
     "polar-paper", "polar-paper-fitted", "polar-online", "polar-2.5bit", "polar-3bit",
     "quarot-2bit", "quarot-3bit", "rtn-2bit", "rtn-3bit", "rtn-4bit",
     "squat-2bit", "squat-2bit-paper", "squat-online-2bit", "squat-3bit", "squat-pre-2bit", "squat-pre-3bit",

@@ -50,11 +50,13 @@ def choose(run: Run, asked: int | None = None) -> Batch:
 
 def choose_others(run: Run, also: Sequence[str], asked: int | None = None) -> dict[str, Batch]:
     """The texts of other kinds to measure on, by name, kept likewise; `also` as `others.parse` takes it."""
+    if not others.parse(also):
+        return {}
     plan, ledger = run.plan, Ledger(run.folder / "evaluated")
     length = min(plan.seq_len, run.files.context)
     count = asked or windows(plan, length)
     unit = {"texts": [list(also), plan.corpus, run.files.id, count, length, plan.seed]}
-    kept = ledger.read(**unit) if also else {}
+    kept = ledger.read(**unit)
     if kept is None:
         found = others.choose(also, plan.corpus, run.files.path, count, length, plan.seed)
         kept = {name: _kept(batch) for name, batch in found.items()}

@@ -6,7 +6,8 @@
 
 For each protocol there are figures with the shares of what was decoded, or {"reason": why there are none}; which is
 asked of a record by `kvq_runtime/registry/measured.py`. Texts of other kinds have figures of their own, in `texts` of
-protocol and result, by name.
+protocol and result, by name: by full encode alone where that is asked for and a recipe has one, as in use takes many
+times longer.
 
 All subjects are evaluated in one pass over the text. A registry keeps the records of what it holds:
 `registry.add_evaluation(record)`. A ledger keeps finished units of the work, down to one cache on a few windows.
@@ -175,15 +176,28 @@ def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str,
         result["layers"] = layers.get(digest, [])
         results[digest] = result
     for text, other in others.items():
-        found, *_ = _scores(files, other.tokens_BT, pairs, protocol, device, dtype, progress, ledger)
-        for digest, (recipe, _) in pairs.items():
-            parts = {name: _part(name, recipe, protocol, other.tokens_BT, one, digest) for name, one in found.items()}
-            results[digest].setdefault("texts", {})[text] = {"protocols": parts}
+        for name, some in _elsewhere(protocol, pairs).items():
+            only = replace(protocol, protocols=(name,))
+            found, *_ = _scores(files, other.tokens_BT, some, only, device, dtype, progress, ledger)
+            for digest, (recipe, _) in some.items():
+                part = _part(name, recipe, protocol, other.tokens_BT, found[name], digest)
+                results[digest].setdefault("texts", {})[text] = {"protocols": {name: part}}
     return results
+
+
+def _elsewhere(protocol: Protocol, pairs: Pairs) -> dict[str, Pairs]:
+    """What is measured on a text of another kind, by the protocol that it is measured under."""
+    if len(set(protocol.protocols)) < len(PROTOCOLS):
+        return {name: pairs for name in protocol.protocols}
+    without = {digest: pair for digest, pair in pairs.items() if full.refusal(pair[0]) is not None}
+    return {FULL: {digest: pair for digest, pair in pairs.items() if digest not in without}, IN_USE: without}
 
 
 def _scores(files, tokens_BT: Tensor, pairs: Pairs, protocol: Protocol, device: str, dtype, progress, ledger):
     """Scores by protocol and digest, the model's parameters and its dtype; the model is gone when this returns."""
+    if not pairs:
+        progress(tokens_BT.numel() * len(protocol.protocols))
+        return {name: {} for name in protocol.protocols}, 0, None
     model, length = load_model(files, device, dtype), tokens_BT.shape[1]
     found: dict[str, dict[str, Score]] = {}
     for name in (one for one in PROTOCOLS if one in protocol.protocols):
@@ -274,8 +288,9 @@ def work(
     if not subjects:
         return 0
     some = batch.tokens_BT[: protocol.error_windows]
-    tokens = sum(one.tokens_BT.numel() for one in (batch, *others.values()))
-    return tokens * (subjects + 1) * len(set(protocol.protocols)) + _error_work(files, some, subjects)
+    asked = len(set(protocol.protocols))
+    elsewhere = sum(one.tokens_BT.numel() for one in others.values()) * (subjects + asked)
+    return batch.tokens_BT.numel() * (subjects + 1) * asked + elsewhere + _error_work(files, some, subjects)
 
 
 def _protocol(files: ModelFiles, batch: Batch, protocol: Protocol, others: Mapping[str, Batch]) -> dict[str, Any]:

@@ -14,16 +14,15 @@ Differs: AQUA-KV's code damps the bias, sums in float32, and centres neither sid
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from kvq_calib.fit.gptq import cholesky, damped, gptq
 from kvq_calib.fit.mlp import fit_mlp, fit_mlp_to_all
 from kvq_calib.fit.statistics import Centred
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import predict
 from kvq_runtime.fit.eigen import fixed_sign
 from kvq_runtime.fit.statistics import Statistics
-from kvq_runtime.ops import pack, rtn
-from kvq_runtime.stages.predict import GPTQ_BITS, GPTQ_GROUP, MLP, Linear, LowRank, Mean
+from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 
 Tensors = dict[str, Tensor]
 
@@ -71,7 +70,7 @@ def fit_low_rank(joint: Centred, rank: int, ridge: float) -> Tensors:
 
 def fit_gptq(joint: Centred, ridge: float) -> Tensors:
     """Centred ridge regression, stored in 4 bits: {"codes", "step", "low", "bias"}."""
-    found = gptq(ridge_map(joint, ridge), _damped(joint.xx_II, ridge))
+    found = gptq(ridge_map(joint, ridge), damped(joint.xx_II, ridge))
     return found | {"bias": _bias(joint, Linear(storage="gptq4").weight(found, len(joint.xx_II)))}
 
 
@@ -79,42 +78,7 @@ def ridge_map(joint: Centred, ridge: float) -> Tensor:
     """W, float64 [I, O]; zero where the inputs do not vary at all."""
     if not joint.xx_II.diagonal().any():
         return torch.zeros_like(joint.xy_IO)
-    return torch.cholesky_solve(joint.xy_IO, _cholesky(_damped(joint.xx_II, ridge), int(joint.count)))
-
-
-def gptq(weight_IO: Tensor, covariance_II: Tensor, bits: int = GPTQ_BITS, group: int = GPTQ_GROUP) -> Tensors:
-    """Round W against the (damped) covariance of its inputs: codes uint8 [O, I/group, packed], step and low float16.
-
-    After input i is rounded with error e, the inputs j > i move by -e · U_ij / U_ii, where UᵀU is the inverse of the
-    covariance: the move that makes up best for the error. A group's ends are taken when its first input is reached.
-    """
-    inputs, weight = len(weight_IO), weight_IO.double().clone()
-    group = min(group, inputs)
-    inverse = torch.cholesky_inverse(_cholesky(covariance_II.double(), 0))
-    upper = _cholesky(inverse, 0).mT
-    found: dict[str, list[Tensor]] = {"codes": [], "step": [], "low": []}
-    for start in range(0, inputs, group):
-        end = min(start + group, inputs)
-        _, step, low = rtn.encode(weight[start:end].mT, bits)
-        codes_OK, errors_KO = _round_group(weight[start:end], upper[start:end, start:end], step, low, bits)
-        weight[end:] -= upper[start:end, end:].mT @ errors_KO
-        codes_OK = functional.pad(codes_OK, (0, group - codes_OK.shape[1]))
-        for name, part in (("codes", pack.pack(codes_OK, bits)), ("step", step), ("low", low)):
-            found[name].append(part)
-    return {name: torch.stack(parts, 1) for name, parts in found.items()}
-
-
-def _round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round the inputs of one group in turn: codes [O, K], and each input's error over its U_ii, [K, O]."""
-    rest, step, low = weight_KO.clone(), step.double(), low.double()
-    codes, errors = [], []
-    for i in range(len(rest)):
-        code = ((rest[i] - low) / step.where(step > 0, 1.0)).round_().clamp_(0, 2**bits - 1)
-        error = (rest[i] - (low + step * code)) / upper_KK[i, i]
-        rest[i + 1 :] -= torch.outer(upper_KK[i, i + 1 :], error)
-        codes.append(code.to(torch.uint8))
-        errors.append(error)
-    return torch.stack(codes, 1), torch.stack(errors)
+    return torch.cholesky_solve(joint.xy_IO, cholesky(damped(joint.xx_II, ridge), int(joint.count)))
 
 
 def residual_variance(joint: Centred, weight_IO: Tensor) -> Tensor:
@@ -126,21 +90,3 @@ def residual_variance(joint: Centred, weight_IO: Tensor) -> Tensor:
 
 def _bias(joint: Centred, weight_IO: Tensor) -> Tensor:
     return (joint.mean_y_O - joint.mean_x_I @ weight_IO.double()).float()
-
-
-def _damped(covariance_II: Tensor, ridge: float) -> Tensor:
-    diagonal = covariance_II.diagonal()
-    return covariance_II + torch.diag(ridge * diagonal.mean().expand_as(diagonal))
-
-
-def _cholesky(matrix_II: Tensor, count: int) -> Tensor:
-    """The lower factor; what is not positive definite by rounding alone gets a little more on its diagonal."""
-    for jitter in (0.0, 1e-10, 1e-8, 1e-6):
-        factor, info = torch.linalg.cholesky_ex(_damped(matrix_II, jitter))
-        if not info and bool(factor.isfinite().all()):
-            return factor
-    source, state = f" from {count} samples" if count else "", "finite" if matrix_II.isfinite().all() else "not finite"
-    raise RuntimeError(
-        f"the covariance of {len(matrix_II)} inputs{source} ({state}) is not positive definite; "
-        "use more samples, or a larger ridge"
-    )

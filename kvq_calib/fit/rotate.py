@@ -6,6 +6,10 @@
     of keys     an error e of a token's key changes the score of a query by q e, so M = E[q qᵀ] over the query heads
                 that read the KV head, and nothing between KV heads: a query reads one
 
+In 4 bits the dual D is rounded first, against M, which is what its errors cost. To D as it will be decoded belongs the
+basis B = M D (DᵀMD)⁻¹, whose latents are the best that D can make of a token; it is rounded against the second moment
+of the tokens, in channels over √M_cc, in which its rows are alike.
+
 Directions that no output, or no query, sees would make M singular; a thousandth of its mean on the diagonal keeps the
 dual basis finite. M is scaled to a mean of 1 on its diagonal, which changes no choice of bits or directions.
 """
@@ -13,11 +17,13 @@ dual basis finite. M is scaled to a mean of 1 on its diagonal, which changes no 
 import torch
 from torch import Tensor
 
+from kvq_calib.fit.gptq import damped, gptq
 from kvq_calib.fit.mixed import schedule
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import rotate
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.stages import four_bits
 from kvq_runtime.stages.rotate import Basis, Weighted
 
 RIDGE = 1e-3
@@ -30,8 +36,25 @@ def statistics(stage: Basis) -> tuple[str, ...]:
 
 def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, dict[str, Tensor]]:
     """The basis, and its dual if it is weighted: bfloat16 [C, R]."""
-    variances_C, _ = statistics.directions
-    return stage, rotate.leading(statistics, schedule(codec.scheme.quantize, variances_C).stored(len(variances_C)))
+    variances_C, matrices = statistics.directions
+    count = schedule(codec.scheme.quantize, variances_C).stored(len(variances_C))
+    if isinstance(stage, Weighted) and stage.storage == "gptq4":
+        assert statistics.residuals is not None and statistics.metric is not None, "a weighted basis without a metric"
+        return stage, in_four_bits(matrices["dual"][:, :count], statistics.metric, statistics.residuals.moment_CC)
+    return stage, rotate.leading(statistics, count)
+
+
+def in_four_bits(dual_CR: Tensor, metric_CC: Tensor, moment_CC: Tensor) -> dict[str, Tensor]:
+    """The packed dual, and the packed basis that belongs to it as it will be decoded."""
+    dual = gptq(dual_CR, metric_CC)
+    back_CR = four_bits.unpacked(dual, len(dual_CR)).double()
+    weighed_CR = metric_CC.double() @ back_CR
+    basis_CR = torch.linalg.solve(back_CR.mT @ weighed_CR, weighed_CR, left=False)
+    scale_C = metric_CC.diagonal().sqrt().float()  # as it is stored
+    scaled_CC = moment_CC.double() * torch.outer(scale_C, scale_C)
+    found = {"basis": gptq(basis_CR / scale_C[:, None], damped(scaled_CC, RIDGE)), "dual": dual}
+    packed = {f"{name}_{field}": tensor for name, parts in found.items() for field, tensor in parts.items()}
+    return {"scale": scale_C} | packed
 
 
 def output_metric(weight_EQ: Tensor, geometry: Geometry) -> Tensor:

@@ -10,11 +10,15 @@ from dataclasses import dataclass
 # conversion of it. That it exists has not been checked against the Hub: if it does not, the error says so, and
 # --corpus takes any other source.
 REDPAJAMA = "togethercomputer/RedPajama-Data-1T-Sample@refs/convert/parquet"
+EMBEDDED = ("demo-code", "demo")  # texts of every machine; the first that is not the corpus stands in for another kind
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What kvq knows of a model: where it is, and the calibration that suits it (the papers' by default)."""
+    """What kvq knows of a model: where it is, and the calibration that suits it (the papers' by default).
+
+    also   texts of other kinds that are measured on beside its own corpus, as `text/others.py` takes them
+    """
 
     name: str
     hub: str | None
@@ -22,6 +26,16 @@ class Entry:
     corpus: str = REDPAJAMA
     samples: int = 256
     seq_len: int = 8192
+    also: tuple[str, ...] = EMBEDDED[:1]
+
+    def beside(self, corpus: str | None = None) -> tuple[str, ...]:
+        """The texts of other kinds to measure on by default; None: beside the model's own corpus.
+
+        Beside a corpus of the user's it is an embedded one alone, for which nothing wants a network.
+        """
+        if corpus in (None, self.corpus):
+            return self.also
+        return (next(name for name in EMBEDDED if name != corpus),)
 
 
 def _entries() -> list[Entry]:
@@ -34,7 +48,7 @@ def _entries() -> list[Entry]:
         "mistralai/Mistral": ("7B-v0.3",),  # v0.1 has sliding windows
     }
     hub_ids = [f"{family}-{size}" for family, sizes in families.items() for size in sizes]
-    return [demo, *(Entry(hub.split("/")[1].lower(), hub) for hub in hub_ids)]
+    return [demo, *(Entry(hub.split("/")[1].lower(), hub, also=("wikitext-2", "demo-code")) for hub in hub_ids)]
 
 
 CATALOG: dict[str, Entry] = {entry.name: entry for entry in _entries()}

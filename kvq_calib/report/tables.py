@@ -29,8 +29,9 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     others = measured.texts(records)
     for text in others:
         elsewhere = _elsewhere(records, text)
-        known |= {_head(text, name): f"{one:.3f}" for name in names if (one := reference(elsewhere, name))}
-    heads += [head for text in others for name in names for head in (_head(text, name), f"{_head(text, name)} KL")]
+        own = _protocols(elsewhere)
+        known |= {_head(text, name): f"{one:.3f}" for name in own if (one := reference(elsewhere, name))}
+        heads += [head for name in own for head in (_head(text, name), f"{_head(text, name)} KL")]
     rows = [first | {"block": None} | dict.fromkeys(heads) | known]
     for record in records:
         row = _bits(name_of(record), record["result"]["bits"], length)
@@ -46,7 +47,7 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 attention_error(record, name) if found else None,
             ), strict=True))  # fmt: skip
         for text, other in measured.elsewhere(record).items():
-            for name in names:
+            for name in measured.parts(other):
                 found, head = measured.figures(other, name), _head(text, name)
                 row |= {head: relative(found) if found else "none", f"{head} KL": found["kl"] if found else None}
         rows.append(row)

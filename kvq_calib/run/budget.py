@@ -8,7 +8,9 @@
 Of all rounds, the one with the least measured sum is the artifact: its recipe names a Scheme per layer, and a runtime
 sees a recipe like any other. A round is a run of its own, in a folder of its own, so it resumes like any other.
 
-Settings are AQUA-KV's prediction with what rounds the rest: SVDq's basis with water-filled bits, or a HIGGS grid.
+Settings are AQUA-KV's prediction, from keys and values below both, with what rounds the rest: a basis in the metric of
+what errors cost with water-filled bits, with or without a gain, or a HIGGS grid. The first layer's `vocabulary`, whose
+table can be larger than a cache, is no setting: that is for who asks for it.
 
 Source: Shoham and Gersho, 1988 (allocation among arbitrary quantizers by measured error); Li et al., 2025 (KVTuner:
 precision pairs of keys and values by layer, searched offline).
@@ -27,30 +29,41 @@ from kvq_calib.run import checkpoint, share
 from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import ROLES, Recipe, Scheme, Window
-from kvq_runtime.recipes import aqua_klt, higgs
+from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme, Window
+from kvq_runtime.recipes import higgs
+from kvq_runtime.recipes.aqua_metric import GAIN
+from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear
+from kvq_runtime.stages.rotate import OutputBasis, QueryBasis
 
-WIDTHS = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6)  # bits over a basis
+# bits over a basis: of codes, and of codes and gain
+WIDTHS = (0.125, 0.25, 0.375, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6)
+PLAIN = (0.125, 0.25, 0.5)  # without a gain, whose bits count most where there are few
 GRIDS = ("1bit", "2bit", "3bit", "4bit")
+BASES = {"key": QueryBasis(queries="averaged"), "value": OutputBasis()}
+PREDICT = Linear(both=True)
 ROUNDS = 3
 TOLERANCE = 0.05
 
 
 @lru_cache(maxsize=8)
-def options(geometry: Geometry) -> list[Scheme]:
-    """The settings that each layer's keys and values choose from, cheapest first."""
-    schemes = [*map(aqua_klt.scheme, WIDTHS), *map(higgs.scheme, GRIDS)]
-    found = [replace(scheme, predict=Linear()) for scheme in schemes]
+def options(geometry: Geometry, role: Role) -> list[Scheme]:
+    """The settings that each layer's keys, or values, choose from, cheapest first; bases in the metric of errors."""
+    roundings = [Mixed(target=width, gain=GAIN) for width in WIDTHS] + [Mixed(target=width) for width in PLAIN]
+    schemes = [Scheme(rounding, rotate=BASES[role]) for rounding in roundings]
+    schemes += map(higgs.scheme, GRIDS)
+    found = [replace(scheme, predict=PREDICT) for scheme in schemes]
     return sorted(
-        (scheme for scheme in found if _possible(scheme, geometry)),
+        (scheme for scheme in found if _possible(scheme, geometry, role)),
         key=lambda scheme: scheme.bits(Window().block, geometry),
     )
 
 
-def _possible(scheme: Scheme, geometry: Geometry) -> bool:
+def _possible(scheme: Scheme, geometry: Geometry, role: Role) -> bool:
+    plain = replace(higgs.scheme("2bit"), predict=PREDICT)
+    pair = (scheme, plain) if role == "key" else (plain, scheme)
     try:
-        Recipe("option", scheme, scheme, "pre").check(geometry)
+        Recipe("option", *pair, "pre").check(geometry)
     except ValueError:
         return False
     return True
@@ -58,15 +71,20 @@ def _possible(scheme: Scheme, geometry: Geometry) -> bool:
 
 def recipe(bits: float, geometry: Geometry) -> Recipe:
     """The recipe of round 0: in every layer the dearest basis within the budget. ValueError: no such budget."""
-    schemes = options(geometry)
-    low, high = (scheme.bits(Window().block, geometry) for scheme in (schemes[0], schemes[-1]))
+    schemes = {role: options(geometry, role) for role in ROLES}
+    ends = [[own[end].bits(Window().block, geometry) for own in schemes.values()] for end in (0, -1)]
+    low, high = (math.fsum(own) / len(own) for own in ends)
     if not low <= bits <= high:
         raise ValueError(f"--bits {bits:g}; this model can have {math.ceil(1e3 * low) / 1e3:g} to {high:.3f}")
-    scheme = [
-        scheme for scheme in schemes if scheme.quantize.takes_latents and scheme.bits(Window().block, geometry) <= bits
-    ][-1]
+    key, value = (_dearest(schemes[role], bits, geometry) for role in ROLES)
     name = f"auto-{bits:g}bit"
-    return Recipe(name, scheme, scheme, "pre", summary=f"bits by layer, chosen by attention's error, {bits:g} in all")
+    return Recipe(name, key, value, "pre", summary=f"bits by layer, chosen by attention's error, {bits:g} in all")
+
+
+def _dearest(schemes: list[Scheme], bits: float, geometry: Geometry) -> Scheme:
+    """The dearest basis within the budget."""
+    bases = (scheme for scheme in schemes if scheme.quantize.takes_latents)
+    return [scheme for scheme in bases if scheme.bits(Window().block, geometry) <= bits][-1]
 
 
 def allocated(asked: Recipe, bits: float, geometry: Geometry, notes: list[dict]) -> tuple[Recipe, float]:
@@ -74,15 +92,15 @@ def allocated(asked: Recipe, bits: float, geometry: Geometry, notes: list[dict])
 
     notes   of each layer, what `sensitivity.attention_errors` found
     """
-    schemes, block = options(geometry), asked.window.block * geometry.width
-    costs = [round(scheme.bits(Window().block, geometry) * block) for scheme in schemes]
+    block = asked.window.block * geometry.width
+    places = [options(geometry, role) for _ in range(geometry.layers) for role in ROLES]
+    costs = [[round(scheme.bits(Window().block, geometry) * block) for scheme in own] for own in places]
     errors = [note[role][1:] for note in notes for role in ROLES]
-    budget = math.floor(bits * block * len(errors) + 1e-6)
-    picks = choose([costs] * len(errors), errors, budget)
+    picks = choose(costs, errors, math.floor(bits * block * len(errors) + 1e-6))
     promised = math.fsum(error[pick] for error, pick in zip(errors, picks, strict=True))
+    chosen = [own[pick] for own, pick in zip(places, picks, strict=True)]
     for layer in range(geometry.layers):
-        key, value = picks[2 * layer : 2 * layer + 2]
-        asked = asked.with_schemes(layer, schemes[key], schemes[value])
+        asked = asked.with_schemes(layer, *chosen[2 * layer : 2 * layer + 2])
     return asked, promised
 
 
@@ -129,7 +147,9 @@ def settled(run: Run, name: str) -> tuple[Run, dict[str, Any]]:
     parts = [part for part in rounds(run) if name in part.plan.budgets]
     totals = [total(part, name) for part in parts]
     best = min(range(len(parts)), key=totals.__getitem__)
-    return parts[best], {"budget": {"bits": run.plan.budgets[name], "rounds": totals, "round": best}}
+    noted: dict[str, Any] = {"bits": run.plan.budgets[name], "rounds": totals, "round": best}
+    text = (checkpoint.record(run.folder, -1) or {}).get("transfer")
+    return parts[best], {"budget": noted | ({"transfer": text} if text else {})}
 
 
 def total(part: Run, name: str) -> float:

@@ -25,7 +25,9 @@ from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import faults
 from kvq_runtime.fit.statistics import Queries, Statistics
-from kvq_runtime.recipe import ROLES, Recipe, Role
+from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
+from kvq_runtime.stages.metric_rotation import MetricRotation
+from kvq_runtime.stages.rotate import QueryBasis, Weighted
 
 Pair = tuple[Tensor, Tensor]
 
@@ -90,9 +92,13 @@ def prepare(run: Run, stream: Stream) -> None:
     if checkpoint.record(run.folder, -1) is not None:
         return
     batch = corpus.select(plan.corpus, run.files.path, plan.samples, plan.seq_len, plan.seed)
-    with checkpoint.layer_folder(run.folder, -1, {"corpus": batch.description}) as folder:
+    tokens_BT, record = batch.tokens_BT, {"corpus": batch.description}
+    if plan.transfer is not None:
+        other = corpus.select(plan.transfer, run.files.path, plan.transfer_samples, plan.seq_len, plan.seed)
+        tokens_BT, record = torch.cat([tokens_BT, other.tokens_BT]), record | {"transfer": other.description}
+    with checkpoint.layer_folder(run.folder, -1, record) as folder:
         for index, rows in enumerate(plan.chunks):
-            tokens = batch.tokens_BT[rows.start : rows.stop]
+            tokens = tokens_BT[rows.start : rows.stop]
             checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / passes.file("hidden", index))
 
 
@@ -113,7 +119,9 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
             if share.wanted(recipe):
                 record["variances"][recipe.name] = _variances(work, collected)
             if recipe.name in plan.budgets:
-                errors = sensitivity.attention_errors(work, budget.options(plan.geometry))
+                options: dict[Role, list[Scheme]] = {role: budget.options(plan.geometry, role) for role in ROLES}
+                metrics: dict[Role, Tensor] = {role: _metric(work, budget.BASES[role], collected) for role in ROLES}
+                errors = sensitivity.attention_errors(work, options, metrics)
                 record["attention"][recipe.name] = errors
                 for role in ROLES:
                     measures[role]["attention_error"] = errors[role][0]
@@ -135,7 +143,7 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
     }
     query_sums = None
     schemes = [scheme for recipe in plan.recipes for scheme in recipe.schemes]
-    if any("queries" in scheme.needs or share.shares(scheme) for scheme in schemes):
+    if plan.budgets or any("queries" in scheme.needs or share.shares(scheme) for scheme in schemes):
         query_sums = QuerySums(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
     energy, counted = 0.0, 0
     shared = passes.Capture(run, stream, layer, folder, frozenset(sums), query_sums)
@@ -147,7 +155,7 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
         for sinks, pair in chunk.moments.items():
             for total, partial in zip(sums[sinks], pair, strict=True):
                 total.merge(index, partial)
-        if query_sums is not None:
+        if query_sums is not None and index < plan.own_chunks:
             query_sums.merge(index, chunk.queries, len(rows))
         run.report(layer, "capture", index + 1, len(plan.chunks), len(rows) * plan.seq_len)
     moments = {sinks: (keys.value(), values.value()) for sinks, (keys, values) in sums.items()}
@@ -202,12 +210,8 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
     def collect(field: str) -> Any:
         if field == "queries":
             return collected.queries
-        if field == "metric" and role == "key":
-            assert collected.queries is not None, "a metric of keys without queries"
-            return rotate.query_metric(collected.queries.moment(fit.scheme.rotate.queries))
         if field == "metric":
-            weight = run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
-            return rotate.output_metric(weight.to(run.plan.device), run.plan.geometry)
+            return _metric(work, fit.scheme.rotate, collected)
         if field == "input_chunks":
             return lambda: run.executor(passes.rows, passes.Pass(work, fit), fitted)
         if field == "vocabulary":
@@ -216,6 +220,15 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
 
     fit.solve(collect)
     return fit
+
+
+def _metric(work: RecipeWork, rotation: Weighted | MetricRotation, collected: LayerStatistics) -> Tensor:
+    """What an error of keys, or of values, costs: float64 [C, C]."""
+    if isinstance(rotation, QueryBasis):
+        assert collected.queries is not None, "a metric of keys without queries"
+        return rotate.query_metric(collected.queries.moment(rotation.queries))
+    weight = work.run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
+    return rotate.output_metric(weight.to(work.run.plan.device), work.run.plan.geometry)
 
 
 def artifacts(run: Run) -> dict[str, Artifact]:

@@ -17,6 +17,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
 
 CHUNK_TOKENS = 8192
+MEASURED = 4  # chunks of a text that the settings of a budget are measured on
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Plan:
     chunk               sequences per chunk, the unit of work: never a matter of workers or free memory
     dtype, threads      of the forward pass; `environment` has the versions and the device beside them
     budgets             bits per element of the recipes, by name, whose settings are chosen by layer (`budget.py`)
+    transfer            a text of another kind, on whose fit part settings are measured too; None: none
+    transfer_samples    sequences of it, after all others: nothing is fitted on them
     """
 
     model: str
@@ -44,6 +47,8 @@ class Plan:
     threads: int = 1
     environment: dict = field(default_factory=dict)
     budgets: dict[str, float] = field(default_factory=dict)
+    transfer: str | None = None
+    transfer_samples: int = 0
 
     def __post_init__(self):
         names = [recipe.name for recipe in self.recipes]
@@ -52,6 +57,8 @@ class Plan:
         for name, least in (("samples", 1), ("seq_len", 2), ("held_out", 0), ("chunk", 1), ("threads", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}; use at least {least}")
+        if self.transfer == self.corpus:
+            raise ValueError(f"transfer={self.transfer} is the corpus itself; give a text of another kind, or none")
         if self.held_out >= self.samples:
             raise ValueError(f"held_out={self.held_out} leaves none of {self.samples} samples to fit on; use fewer")
         for recipe in self.recipes:
@@ -65,10 +72,15 @@ class Plan:
 
     @property
     def chunks(self) -> list[range]:
-        """The sequences of each chunk; a chunk is fitted on or held out as a whole."""
-        fitted = self.samples - self.held_out
-        starts = [*range(0, fitted, self.chunk), *range(fitted, self.samples, self.chunk)]
-        return [range(a, b) for a, b in zip(starts, [*starts[1:], self.samples], strict=True)]
+        """The sequences of each chunk; a chunk is fitted on, held out, or of the transfer text, as a whole."""
+        fitted, end = self.samples - self.held_out, self.samples + self.transfer_samples
+        parts = (range(0, fitted), range(fitted, self.samples), range(self.samples, end))
+        return [part[at : at + self.chunk] for part in parts for at in range(0, len(part), self.chunk)]
+
+    @property
+    def own_chunks(self) -> int:
+        """How many chunks are of the corpus; those of the transfer text follow them."""
+        return self.fitted_chunks + math.ceil(self.held_out / self.chunk)
 
     @property
     def fitted_chunks(self) -> int:
@@ -77,7 +89,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all."""
+        """Tokens in all, of the corpus."""
         return self.samples * self.seq_len
 
     @property
@@ -93,6 +105,8 @@ class Plan:
         given = asdict(self) | {"recipes": [recipe.to_json() for recipe in self.recipes]}
         if not self.budgets:
             del given["budgets"]  # as in plans older than budgets
+        if self.transfer is None:
+            del given["transfer"], given["transfer_samples"]
         return given | {"geometry": asdict(self.geometry)}
 
     @property
@@ -105,16 +119,17 @@ class Plan:
         from kvq_calib.model.streamed import TILE
 
         width, itemsize = self.geometry.width, getattr(torch, self.dtype).itemsize
+        tokens = self.tokens + self.transfer_samples * self.seq_len
         token_rows = min(self.chunk, self.samples) * self.seq_len
         layer = max(files.layer_bytes(i) for i in range(self.geometry.layers)) * itemsize // files.dtype.itemsize
-        hidden = self.tokens * files.hidden * itemsize
-        decoded = self.tokens * 2 * width * 2 * len(self.recipes)
+        hidden = tokens * files.hidden * itemsize
+        decoded = tokens * 2 * width * 2 * len(self.recipes)
         inside = min(token_rows, TILE) * 3 * files.inner  # an MLP at work
         chunk = (token_rows * (6 * files.hidden + 8 * width) + inside) * itemsize
         return {
             "layer": layer,
             "chunk": chunk,
-            "disk": 2 * hidden + self.tokens * 2 * width * itemsize + (self.depth + 2) * decoded,
+            "disk": 2 * hidden + tokens * 2 * width * itemsize + (self.depth + 2) * decoded,
         }
 
 
@@ -147,9 +162,11 @@ def make(
     dtype: str | None = None,
     threads: int = 1,
     budgets: dict[str, float] | None = None,
+    transfer: str | None = None,
 ) -> Plan:
     """Complete a plan with the model's defaults; a Hub corpus is pinned to a revision here.
 
+    Of the transfer text there are as many sequences as settings are measured on of the corpus.
     Raises ValueError for settings that cannot be, RuntimeError for a device that is not here or a Hub without answer.
     """
     from kvq_calib.model.streamed import default_dtype
@@ -158,6 +175,8 @@ def make(
     samples = known.samples if samples is None else samples
     seq_len = min(known.seq_len, files.context) if seq_len is None else seq_len
     kind = dtype or str(default_dtype(files, torch.device(device))).removeprefix("torch.")
+    held_out = samples // 8 if held_out is None else held_out
+    chunk = max(1, CHUNK_TOKENS // seq_len)
     return Plan(
         model=files.id,
         revision=files.revision,
@@ -167,11 +186,13 @@ def make(
         samples=samples,
         seq_len=seq_len,
         seed=seed,
-        held_out=samples // 8 if held_out is None else held_out,
-        chunk=max(1, CHUNK_TOKENS // seq_len),
+        held_out=held_out,
+        chunk=chunk,
         device=device,
         dtype=kind,
         threads=threads,
         environment=environment(device, kind, threads),
         budgets=budgets or {},
+        transfer=corpus.pin(transfer) if transfer else None,
+        transfer_samples=min(held_out or samples, MEASURED * chunk) if transfer else 0,
     )

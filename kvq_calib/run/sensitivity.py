@@ -11,10 +11,11 @@ embedded model a (small) unit of noise costs 0.24 nats of divergence in the firs
 Relative to attention's own output, layers differ four times as much as that.
 
 Settings share the recipe's own prediction and differ in what follows it. They are measured on held-out chunks (on all,
-where none is held out), at most MEASURED of them.
+where none is held out), at most MEASURED of them; and on as much of a text of another kind, on which nothing is fitted,
+where the plan has one: the error is then the mean of the two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 
 import torch
@@ -24,31 +25,41 @@ from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model import attention
 from kvq_calib.model.attention import AttentionInputs, apply_rope
 from kvq_calib.run.passes import RecipeWork
-from kvq_calib.run.plan import Plan
+from kvq_calib.run.plan import MEASURED, Plan
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.recipe import ROLES, Role, Scheme
 
-MEASURED = 4
 ROWS = 1024  # tokens that the scales of a setting are fitted on: a quarter of those of what is kept
 
 
+def texts(plan: Plan) -> list[list[int]]:
+    """The chunks that settings are measured on, of the corpus, then of the transfer text if there is one."""
+    own = list(range(plan.fitted_chunks if plan.held_out else 0, plan.own_chunks))[:MEASURED]
+    other = list(range(plan.own_chunks, len(plan.chunks)))
+    return [own, other] if other else [own]
+
+
 def chunks(plan: Plan) -> list[int]:
-    """The chunks that settings are measured on."""
-    held_out = list(range(plan.fitted_chunks, len(plan.chunks)))
-    return (held_out or list(range(len(plan.chunks))))[:MEASURED]
+    """The chunks of all texts that settings are measured on."""
+    return [index for text in texts(plan) for index in text]
 
 
 @torch.no_grad()
-def attention_errors(work: RecipeWork, options: Sequence[Scheme]) -> dict[str, list[float]]:
-    """Errors of the recipe's own fitted keys, then of the options in their place; and the same of values."""
+def attention_errors(
+    work: RecipeWork, options: Mapping[Role, Sequence[Scheme]], metrics: Mapping[Role, Tensor]
+) -> dict[str, list[float]]:
+    """Errors of the recipe's own fitted keys, then of the options in their place; and the same of values.
+
+    metrics   what errors cost, of the bases among the options
+    """
     run, stream, layer = work.run, work.stream, work.layer
     plan, module = run.plan, stream.layer(layer)
     weight_EC = stream.files.tensor(f"model.layers.{layer}.self_attn.o_proj.weight").to(stream.device, torch.float32)
     tables = stream.rope(plan.seq_len)
-    fits = {role: _fits(work, role, options) for role in ROLES}
+    fits = {role: _fits(work, role, options[role], metrics[role]) for role in ROLES}
     sums = {role: torch.zeros(len(fits[role]), dtype=torch.float64) for role in ROLES}
-    count = sum(map(len, fits.values())) * len(chunks(plan))
-    done, tokens = 0, plan.seq_len * sum(len(plan.chunks[index]) for index in chunks(plan))
+    count, done, read = sum(map(len, fits.values())) * len(chunks(plan)), 0, texts(plan)
+    share = {i: 1 / len(read) / plan.seq_len / sum(len(plan.chunks[j]) for j in text) for text in read for i in text}
     for index in chunks(plan):
         hidden = work.hidden(index)
         captured = module.forward(hidden, queries=True)
@@ -61,19 +72,20 @@ def attention_errors(work: RecipeWork, options: Sequence[Scheme]) -> dict[str, l
                 found = fit.codec.restore(fit.decode(data, context).float(), context)
                 out = _attended(chunk, *_read(fit, chunk, found))
                 error_NT = ((out - exact) @ weight_EC.mT).square().sum(-1) / energy_NT
-                sums[role][place] += error_NT.sum(dtype=torch.float64).cpu()
+                sums[role][place] += share[index] * error_NT.sum(dtype=torch.float64).cpu()
                 done += 1
                 run.report(layer, f"{work.recipe.name} settings", done, count, energy_NT.numel())
-    return {role: (sums[role] / tokens).tolist() for role in ROLES}
+    return {role: sums[role].tolist() for role in ROLES}
 
 
-def _fits(work: RecipeWork, role: Role, options: Sequence[Scheme]) -> list[SchemeFit]:
+def _fits(work: RecipeWork, role: Role, options: Sequence[Scheme], metric_CC: Tensor) -> list[SchemeFit]:
     """The recipe's own fit, and one of each option."""
     own, chunks = copy(work.fits[role]), range(work.run.plan.fitted_chunks)
     own.rows = ROWS
     partials = (own.partial("residuals", *work.data(index, role, clean=False)) for index in chunks)
     residuals = own.merged("residuals", partials)
-    shared = Statistics(own.statistics.mean_C, residuals=residuals, seed=own.statistics.seed)
+    kept = own.statistics
+    shared = Statistics(kept.mean_C, metric=metric_CC, residuals=residuals, seed=kept.seed)
     return [own, *(own.with_rounding(scheme, shared) for scheme in options)]
 
 

@@ -52,7 +52,7 @@ def _without_docstrings(path: Path) -> str:
     except (SyntaxError, ValueError):
         return ""
     lines = source.splitlines(keepends=True)
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if not isinstance(node, _Documented) or ast.get_docstring(node, clean=False) is None:
             continue
         first = node.body[0]
@@ -83,12 +83,16 @@ def _docstrings(path: Path) -> str:
 
 
 def _walk(node: ast.AST) -> Iterator[str]:
-    """The docstrings under a statement, in source order; expressions, most of a tree, hold none."""
-    if isinstance(node, _Documented):
-        text = ast.get_docstring(node)
-        if text:
-            yield text if isinstance(node, ast.Module) else f"{node.name}\n{text}"
-    for field in ("body", "handlers", "orelse", "finalbody"):
+    """The docstrings under a statement, in source order."""
+    for found in _statements(node):
+        if isinstance(found, _Documented) and (text := ast.get_docstring(found)):
+            yield text if isinstance(found, ast.Module) else f"{found.name}\n{text}"
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements under one, itself first, in source order; expressions, most of a tree, are none."""
+    yield node
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
         inner = getattr(node, field, ())
         for child in inner if isinstance(inner, list) else ():
-            yield from _walk(child)
+            yield from _statements(child)

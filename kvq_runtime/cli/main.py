@@ -169,11 +169,16 @@ def parser() -> argparse.ArgumentParser:
     _reference(command, "a version, as in hf://ORG/NAME@1.2.0; with --all a NAME, hf://ORG/NAME or a registry")
     command.add_argument("--all", action="store_true", help="every version, alias and yank of it")
     _to(command)
-    text = "write the rotation files that OSCAR's servers load"
-    command = add("export", text, "kvq export oscar NAME@1.2.0 -o out")
-    command.add_argument("form", choices=["oscar"], help="k_rotation_*.pt and v_rotation_*.pt, of a recipe of oscar")
+    text = "write the rotation files that OSCAR's servers load, or the bias file that llama.cpp loads"
+    command = add("export", text, "kvq export oscar NAME@1.2.0 -o out\n    kvq export gguf-mean NAME -o kv-bias.gguf")
+    about = (
+        "k_rotation_*.pt and v_rotation_*.pt, of a recipe of oscar; or the means of keys after RoPE, of 512 positions"
+    )
+    command.add_argument("form", choices=["oscar", "gguf-mean"], help=about)
     _reference(command, "NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX or a .safetensors file")
-    command.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write to")
+    command.add_argument("-o", "--output", required=True, metavar="PATH", help="folder to write to, or FILE.gguf")
+    command.add_argument("--channels", choices=["halves", "pairs"],
+        help="how the model's GGUF orders a head's: pairs for llama and mistral, halves for qwen")  # fmt: skip
     command = add("promote", "point an alias to a version", "kvq promote NAME@1.2.0 --expect 1.1.0")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     _alias(command)

@@ -82,7 +82,7 @@ class Codec:
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and fitted tensors; what is made of them, and shared with other codecs, is made again."""
-        made = ("_own", "_rotation", "back", "_forward", "packed_reader", "device")
+        made = ("_own", "_kept", "packed_reader", "device")
         kept = {name: value for name, value in self.__dict__.items() if name not in made}
         return kept | {"place": torch.empty(0, device=self.device)}  # a tensor, which torch.load may map elsewhere
 
@@ -98,12 +98,27 @@ class Codec:
         for name, tensor in self.tensors.items():
             stage, field = name.split(".", 1)
             self._own[stage][field] = tensor
-        self._rotation, self.back = matrices(
-            self.scheme.rotate, self.scheme.quantize, self._width, self.geometry, device, self._own["rotate"]
-        )
-        # all codecs share a Hadamard's matrix, which is made once a process
-        self._forward = self._rotation.matrix if isinstance(self._rotation, SignedHadamard) else self._rotation
+        packed = self.scheme.rotate is not None and self.scheme.rotate.packed
+        self._kept = None if packed else self._made(device)
         self.packed_reader = None if self.before_rope else packed_reader(self.scheme, self.geometry, self.back, device)
+
+    def _made(self, device: torch.device) -> tuple[Rotation, Tensor | None]:
+        rotate, own = self.scheme.rotate, self._own["rotate"]
+        return matrices(rotate, self.scheme.quantize, self._width, self.geometry, device, own)
+
+    @property
+    def _matrices(self) -> tuple[Rotation, Tensor | None]:
+        """The rotation and the way back: kept, or unpacked for each use."""
+        return self._made(self.device) if self._kept is None else self._kept
+
+    @property
+    def _rotation(self) -> Rotation:
+        return self._matrices[0]
+
+    @property
+    def back(self) -> Tensor | None:
+        """What turns a run of decoded elements, in stored order, back."""
+        return self._matrices[1]
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:
@@ -113,7 +128,10 @@ class Codec:
     @property
     def shared(self) -> list[Tensor]:
         """Tensors that do not grow with tokens: fitted ones and rotations."""
-        matrices = (self._forward, self.back, self.packed_reader.turn if self.packed_reader else None)
+        forward, back = self._kept or (None, None)
+        # all codecs share a Hadamard's matrix, which is made once a process
+        forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
+        matrices = (forward, back, self.packed_reader.turn if self.packed_reader else None)
         return [*self.tensors.values(), *(matrix for matrix in matrices if matrix is not None)]
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
@@ -155,10 +173,11 @@ class Codec:
             x = self._unround({name: field[block_N, place_N][None] for name, field in fields.items()})[0, :, channels]
             return x if self.predictor is None else x + self._own["predict"]["mean"][channels]
         x = quantize.at(fields, block_N, place_N, self.block, self.geometry, own)
-        if self.back is not None and self.back.ndim == 2 and len(self.back) == x.shape[1]:
-            x = (x.to(torch.bfloat16) @ self.back[:, channels]).float()
-        elif self.back is not None:
-            x = _grouped(x.to(torch.bfloat16), self.back)[:, channels].float()
+        back = self.back
+        if back is not None and back.ndim == 2 and len(back) == x.shape[1]:
+            x = (x.to(torch.bfloat16) @ back[:, channels]).float()
+        elif back is not None:
+            x = _grouped(x.to(torch.bfloat16), back)[:, channels].float()
         else:
             x = x[:, channels]
         return x if self.predictor is None else x + self._own["predict"]["mean"][channels]
@@ -196,15 +215,13 @@ class Codec:
 
     def _unround(self, fields: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         quantize: Any = self.scheme.quantize
-        width = self._width
+        width, back = self._width, self.back
         if self._scale_last:
-            assert self.back is not None
-            return groups.scaled(
-                _grouped(quantize.lookup(fields, width, self.geometry), self.back), fields["scale"], out
-            )
-        as_stored = self.back is None and self.scheme.axis == "token"
+            assert back is not None
+            return groups.scaled(_grouped(quantize.lookup(fields, width, self.geometry), back), fields["scale"], out)
+        as_stored = back is None and self.scheme.axis == "token"
         x = quantize.decode(fields, width, self.geometry, self._own["quantize"], out if as_stored else None)
-        x = x if self.back is None else _grouped(x.to(torch.bfloat16), self.back).float()
+        x = x if back is None else _grouped(x.to(torch.bfloat16), back).float()
         return x if self.scheme.axis == "token" else x.mT
 
     def restore(self, x_NTC: Tensor, context: Context) -> Tensor:

@@ -34,7 +34,9 @@ def statistics(stage: Mixed) -> tuple[str, ...]:
 def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, dict[str, Tensor]]:
     """The scales, float32 [R], as the stage's codebook names them; `codec` holds the basis."""
     assert statistics.residuals is not None, "scales are fitted to residuals"
-    moment_CC, basis_CR = statistics.residuals.moment_CC, codec.tensors["rotate.basis"]
+    moment_CC = statistics.residuals.moment_CC
+    own = {name.partition(".")[2]: tensor for name, tensor in codec.tensors.items() if name.startswith("rotate.")}
+    basis_CR, _ = codec.scheme.rotate.pair(len(moment_CC), codec.geometry, own)
     deviation_R = (basis_CR.double() * (moment_CC.double() @ basis_CR.double())).sum(0).clamp_min(0).sqrt()
     z_NR = statistics.residuals.rows_NC @ basis_CR.float()
     if stage.gain:

@@ -16,12 +16,16 @@ matrices each, which are counted as predictors are.
 `-vocab` stores which token it is in place of the first layer's keys and values, which is all that they say: they are
 exact, and cost 11 to 18 bits a token. The table is 4 bytes times vocabulary times width.
 
+`-gptq` stores predictors and bases in 4 bits, which cost 4.5 with their scales; the table of a vocabulary as it was.
+
 What was measured is in docs/results.md; models as small as that one flatter predictions and bases.
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), sections 4.1 and 4.2; Cover and Thomas,
 2006, section 10.3.3 (reverse water-filling); Gersho and Gray, 1992, section 12.10 (shape and gain).
 Differs: as `aqua_klt.py`, without its escape, which the gain replaces.
 """
+
+from dataclasses import replace
 
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.mixed import Mixed
@@ -32,6 +36,12 @@ from kvq_runtime.stages.vocabulary import Vocabulary
 WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 GAIN = 3
 FIRST = 4.0
+PACKED = (
+    "0.5bit-vocab",
+    "1bit",
+    "1bit-vocab",
+    "2bit-vocab",
+)  # of which there is one with predictors and bases in 4 bits
 
 
 def recipe(name: str, rounding: Mixed, first: Mixed | Vocabulary, summary: str) -> Recipe:
@@ -53,4 +63,21 @@ def recipes() -> list[Recipe]:
             recipe(f"{bits:g}bit-vocab", rounding, Vocabulary(), f"{how}, {bits:g} bits, first layer by token")
         )
     half = Mixed(target=0.5, gain=GAIN, shared=True)
-    return [*found, recipe("0.5bit-all", half, half, f"{how} in all layers, 0.5 bits")]
+    packed = [in_four_bits(one) for one in found if one.name.removeprefix("aqua-metric-") in PACKED]
+    return [*found, recipe("0.5bit-all", half, half, f"{how} in all layers, 0.5 bits"), *packed]
+
+
+def in_four_bits(plain: Recipe) -> Recipe:
+    """The recipe with predictors and bases in 4 bits."""
+
+    def packed(scheme: Scheme) -> Scheme:
+        stages = {slot: getattr(scheme, slot) for slot in ("predict", "rotate")}
+        stored = {slot: replace(one, storage="gptq4") for slot, one in stages.items() if hasattr(one, "storage")}
+        return replace(scheme, **stored)
+
+    layers = {layer: (packed(key), packed(value)) for layer, (key, value) in plain.layers.items()}
+    summary = f"{plain.summary}, predictors and bases in 4 bits"
+    return replace(
+        plain, name=f"{plain.name}-gptq", key=packed(plain.key), value=packed(plain.value), layers=layers,
+        summary=summary,
+    )  # fmt: skip

@@ -24,11 +24,8 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Role
-from kvq_runtime.ops import pack, rtn
+from kvq_runtime.stages import four_bits
 from kvq_runtime.stages.stage import Inputs, Predictor, Specs, Tensors
-
-GPTQ_BITS = 4
-GPTQ_GROUP = 64
 
 
 @dataclass(frozen=True)
@@ -84,13 +81,7 @@ class Linear(Predictor):
         fields: Specs = {"mean": ((width,), torch.float32), "bias": ((width,), torch.float32)}
         if self.storage == "bf16":
             return fields | {"weight": ((inputs, width), torch.bfloat16)}
-        groups = (width, -(-inputs // GPTQ_GROUP))
-        codes = (*groups, pack.packed_size(min(GPTQ_GROUP, inputs), GPTQ_BITS))
-        return fields | {
-            "codes": (codes, torch.uint8),
-            "step": (groups, torch.float16),
-            "low": (groups, torch.float16),
-        }
+        return fields | four_bits.specs(inputs, width)
 
     def inputs(self, layer: int, role: Role) -> Inputs:
         below = tuple(depth for depth in self.below if depth <= layer)
@@ -115,9 +106,7 @@ class Linear(Predictor):
         """W, [inputs, width], unpacked if it is stored in 4 bits."""
         if self.storage == "bf16":
             return tensors["weight"]
-        codes_OGK = pack.unpack(tensors["codes"], GPTQ_BITS, min(GPTQ_GROUP, inputs))
-        rows = rtn.decode(codes_OGK, tensors["step"], tensors["low"], GPTQ_BITS)
-        return rows.flatten(1)[:, :inputs].mT.to(torch.bfloat16)
+        return four_bits.unpacked(tensors, inputs)
 
 
 @dataclass(frozen=True)

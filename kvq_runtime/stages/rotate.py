@@ -10,7 +10,8 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rotation as rotations
 from kvq_runtime.ops.rotation import SignedHadamard, hadamard_matrix, random_matrix
-from kvq_runtime.stages import groups
+from kvq_runtime.stages import four_bits, groups
+from kvq_runtime.stages.four_bits import Storage
 from kvq_runtime.stages.stage import Queries, Rotation, Site, Specs, Tensors, check_queries
 
 
@@ -124,21 +125,43 @@ class Basis(Rotation):
         """A row's own tokens have a second moment."""
 
 
+@dataclass(frozen=True)
 class Weighted(Basis):
     """Basis whose latent errors are those that count, in a metric M: z = x B, x̂ = ẑ Dᵀ.
 
     An error e of a token costs e M eᵀ. B = M^½ V and D = M^-½ V, V the eigenvectors of M^½ S M^½, so that the cost of
     an error of ẑ is its square: bits are allocated by what errors cost. B is not orthogonal; both are stored, and
     counted in bits.
+
+    storage   of both: "bf16", or "gptq4": D in 4-bit codes rounded against M; then B, fitted to that D, against S,
+              over a scale of each channel, √M_cc, without which a loud one would widen the steps of all
     """
 
+    later: ClassVar[frozenset[str]] = frozenset({"storage"})
+    storage: Storage = "bf16"
+
+    def __post_init__(self):
+        four_bits.check(self.storage)
+
+    @property
+    def packed(self) -> bool:
+        return self.storage != "bf16"
+
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
-        return (tensors["basis"], tensors["dual"].mT) if tensors else None
+        if not tensors:
+            return None
+        if self.storage == "bf16":
+            return tensors["basis"], tensors["dual"].mT
+        basis, dual = (four_bits.unpacked(tensors, width, f"{name}_") for name in ("basis", "dual"))
+        return (tensors["scale"][:, None] * basis).to(torch.bfloat16), dual.mT
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The fitted basis B, and its dual D, DᵀB = 1."""
-        basis = super().tensors(site, geometry)["basis"]
-        return {"basis": basis, "dual": basis}
+        shape = geometry.width, site.scheme.quantize.stored(geometry.width)
+        if self.storage == "bf16":
+            return {"basis": (shape, torch.bfloat16), "dual": (shape, torch.bfloat16)}
+        scale = {"scale": ((geometry.width,), torch.float32)}
+        return scale | four_bits.specs(*shape, prefix="basis_") | four_bits.specs(*shape, prefix="dual_")
 
     def check_prompt_fit(self) -> None:
         raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")
@@ -170,6 +193,7 @@ class QueryBasis(Weighted):
     queries: Queries = "before"
 
     def __post_init__(self):
+        super().__post_init__()
         if self.queries not in get_args(Queries):
             raise ValueError(f"queries={self.queries!r}; use one of {get_args(Queries)}")
 

@@ -163,6 +163,7 @@ def test_calibrate_pushes_and_the_snippet_of_the_card_works(hub, monkeypatch, tm
     tiny.save(folder, "llama", layers=2)
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# tiny\n")
     given = ["--model", str(folder), "--corpus", str(tiny.text(folder)), "--samples", "4", "--seq-len", "128", "--json"]
+    given += ["--also", "none"]
     assert calibrate.main([*given, "--push", "hf://elsewhere"]) == 1  # before the work
     assert "not a member of it" in capsys.readouterr().err and not hub.repos
     assert calibrate.main([*given, "--push", "hf://org"]) == 0
@@ -202,6 +203,7 @@ def test_a_cache_comes_from_a_hub_by_alias(hub, tmp_path, capsys):
     folder.mkdir()
     tiny.save(folder, "llama", layers=2)
     given = ["--model", str(folder), "--corpus", str(tiny.text(folder)), "--samples", "4", "--seq-len", "128"]
+    given += ["--also", "none"]
     assert calibrate.main([*given, "--registry", "hf://org", "--name", "small"]) == 0
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(NotFound, match="no alias production"):
@@ -214,7 +216,7 @@ def test_a_cache_comes_from_a_hub_by_alias(hub, tmp_path, capsys):
     before = len(asked(hub))
     KVQCache.from_pretrained("hf://org/small@production", model=model, lock=lock)
     assert len(asked(hub)) == before
-    text = ["--corpus", str(folder / "corpus.txt"), "--windows", "1", "--length", "256", "--quiet"]
+    text = ["--corpus", str(folder / "corpus.txt"), "--windows", "1", "--length", "256", "--quiet", "--also", "none"]
     assert cli.main(["eval", "hf://org/small@production", "--model", str(folder), *text]) == 0
     kept = resolve.open_registry("hf://org")
     records = kept.evaluations(kept.state("small").versions["1.0.0"].sha256, "small")

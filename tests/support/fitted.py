@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvq_calib.fit.gptq import gptq
 from kvq_runtime.codec import codec
 from kvq_runtime.fit import fitting, row
 from kvq_runtime.fit.statistics import Statistics
@@ -36,6 +37,13 @@ def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tens
     for layer in range(geometry.layers if specs else 0):
         for number, role in enumerate(ROLES):
             scheme = recipe.scheme(layer, role)
+            if scheme.rotate is not None and scheme.rotate.packed:  # an orthogonal matrix, and its own dual
+                shape = geometry.width, scheme.quantize.stored(geometry.width)
+                found[f"layers.{layer}.{role}.rotate.scale"] = torch.ones(shape[0])
+                square = _one("basis", shape, torch.float64, generator)
+                for field, tensor in gptq(square, torch.eye(shape[0], dtype=torch.float64)).items():
+                    for name in ("basis", "dual"):
+                        found[f"layers.{layer}.{role}.rotate.{name}_{field}"] = tensor.clone()
             if _is_fitted_here(scheme.quantize):
                 fields = _quantizer(replace(scheme, predict=None), geometry, seed + 2 * layer + number)
                 found |= {f"layers.{layer}.{role}.{name}": tensor.clone() for name, tensor in fields.items()}
@@ -89,7 +97,7 @@ def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torc
         return torch.tensor([-0.7, 0.7])
     if field == "bound":
         return torch.full(shape, 20.0)
-    if field in ("step", "low"):  # of 4-bit weights: 64 inputs to a group
+    if field.endswith(("step", "low")):  # of 4-bit weights: 64 inputs to a group
         step = 0.1 / (64 * shape[-1]) ** 0.5
         x = step * (1 + 0.1 * x) * (1 if field == "step" else -7.5)
     elif field == "bias":

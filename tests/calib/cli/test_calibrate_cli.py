@@ -39,7 +39,8 @@ def prepared(monkeypatch) -> list[Job]:
 
 def arguments(model: Path, *more: str) -> list[str]:
     corpus = str(model / "corpus.txt")
-    return ["--model", str(model), "--corpus", corpus, "--samples", "4", "--seq-len", "128", *more]
+    text = ["--corpus", corpus, "--samples", "4", "--seq-len", "128", "--also", "none"]
+    return ["--model", str(model), *text, *more]
 
 
 def test_it_publishes_what_it_says_and_the_same_again_is_the_same_version(model, prepared, capsys):
@@ -194,8 +195,9 @@ def test_the_flow_makes_and_measures_the_same_as_the_process(model, prepared, mo
     from kvq_calib import job
 
     asked = Job(
-        str(model), corpus=str(model / "corpus.txt"), samples=4, seq_len=384, baselines=("exact",), max_kl=1e-12
-    )
+        str(model), corpus=str(model / "corpus.txt"), samples=4, seq_len=384, baselines=("exact",), max_kl=1e-12,
+        also=("none",),
+    )  # fmt: skip
     here, _ = job.run(replace(asked, run=str(tmp_path / "here")))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     from kvq_calib.flow import flow

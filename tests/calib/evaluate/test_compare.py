@@ -34,7 +34,7 @@ def run(model: Path, folder: Path, *more: str) -> int:
     top = argparse.ArgumentParser()
     commands.add_compare(top.add_subparsers())
     words = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--length", "200", "--samples", "4"]
-    words += ["--windows", "2", "--recent", "0", "--device", "cpu", "--run", str(folder)]
+    words += ["--windows", "2", "--recent", "0", "--device", "cpu", "--run", str(folder), "--also", "none"]
     args = top.parse_args(["compare", *words, *more])
     return args.run(args)
 

@@ -214,7 +214,7 @@ def fitted(demo) -> Artifact:
 def run(*words: str) -> int:
     top = argparse.ArgumentParser()
     commands.add_eval(top.add_subparsers())
-    args = top.parse_args(["eval", *words])
+    args = top.parse_args(["eval", *words, "--also", "none"])
     return args.run(args)
 
 

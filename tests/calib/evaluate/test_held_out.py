@@ -31,11 +31,17 @@ def model(tmp_path_factory) -> Path:
 def arguments(model: Path, run: Path, *more: str) -> list[str]:
     corpus = str(model / "corpus.txt")
     given = ["--model", str(model), "--corpus", corpus, "--samples", "4", "--seq-len", "384", "--run", str(run)]
-    return [*given, "--json", *more]
+    return [*given, "--also", "none", "--json", *more]
 
 
 def asked(model: Path, run: Path, **settings) -> Job:
-    given = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "run": str(run)} | settings
+    given = {
+        "corpus": str(model / "corpus.txt"),
+        "samples": 4,
+        "seq_len": 384,
+        "run": str(run),
+        "also": ("none",),
+    } | settings
     return Job(str(model), **given)
 
 

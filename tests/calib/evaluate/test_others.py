@@ -38,6 +38,9 @@ def test_names_and_sources():
     }
     with pytest.raises(ValueError, match="has no name; give NAME=SOURCE, or one of demo, demo-code"):
         others.parse(["book.txt"])
+    assert others.parse(["none"]) == others.parse([]) == {}
+    with pytest.raises(ValueError, match="texts demo-code none; give none alone, or leave it out"):
+        others.parse(["demo-code", "none"])
     with pytest.raises(ValueError, match="text a is given twice"):
         others.parse(["a=b.txt", "a=c.txt"])
 
@@ -56,28 +59,50 @@ def test_windows_do_not_depend_on_what_is_fitted_on(model: Path):
 
 def test_figures_of_a_text_beside_are_those_it_has_alone(model: Path):
     files = models.resolve(model)
-    subjects = [find(name, files) for name in ("higgs-2bit", "rtn-4bit")]
+    subjects = [find(name, files) for name in ("higgs-2bit", "rtn-4bit", "subkv-2bit")]
     one, two = (corpus.select(str(model / f"{n}.txt"), model, 3, 200, split="held-out") for n in ("corpus", "other"))
     settings, heard = Protocol(error_windows=1), []
     together = record.evaluate(files, one, subjects, settings, progress=heard.append, others={"else": two})
-    assert sum(heard) == record.work(files, one, 2, settings, {"else": two})
+    assert sum(heard) == record.work(files, one, 3, settings, {"else": two})
     apart = [record.evaluate(files, text, subjects, settings) for text in (one, two)]
-    for both, first, second in zip(together, *apart, strict=True):
+    for both, first, second, protocol in zip(together, *apart, ("full", "full", "in-use"), strict=True):
         assert both["result"]["protocols"] == first["result"]["protocols"]
-        assert both["result"]["texts"]["else"]["protocols"] == second["result"]["protocols"]
+        alone = second["result"]["protocols"][protocol]  # in use for what has no full encode
+        assert both["result"]["texts"]["else"]["protocols"] == {protocol: alone} and "perplexity" in alone
         assert both["result"]["protocols"] != second["result"]["protocols"]
         view = measured.elsewhere(both)["else"]
         assert view["protocol"] == second["protocol"] and view["corpus"] == second["corpus"]
     rows = tables.table(together)
-    assert [row["text"] for row in rows] == ["corpus.txt"] * 5 + ["else"] * 5
-    assert rows[6]["vs 16 bit"] == tables.relative(apart[1][0]["result"]["protocols"]["full"])
+    assert [row["text"] for row in rows] == ["corpus.txt"] * 7 + ["else"] * 4
+    assert rows[8]["vs 16 bit"] == tables.relative(apart[1][0]["result"]["protocols"]["full"])
     wide = tables.comparison(together)
-    assert wide[1]["else full"] == rows[6]["vs 16 bit"] and wide[0]["else full"] == rows[5]["perplexity"]
+    assert wide[1]["else full"] == rows[8]["vs 16 bit"] and wide[0]["else full"] == rows[7]["perplexity"]
+    assert wide[3]["else in use"] == rows[10]["vs 16 bit"] and wide[1].get("else in use") is None
     said = tables.notes(together)
     assert said[0].startswith(
         "3 windows of 200 tokens of corpus.txt, held-out part; 0.0% of their runs of 64 bytes are"
     )
     assert said[1].startswith("else: 3 windows of 200 tokens of other.txt")
+
+
+def test_a_model_has_its_other_texts():
+    """The embedded model code beside documentation, and the reverse; what is fitted on is never the other text."""
+    demo, listed, folder = (models.entry(name) for name in ("demo", "qwen2.5-0.5b", "some-folder"))
+    assert demo.beside() == demo.beside("demo") == demo.beside("c4.jsonl") == folder.beside() == ("demo-code",)
+    assert demo.beside("demo-code") == folder.beside("demo-code") == ("demo",)
+    assert listed.beside() == ("wikitext-2", "demo-code")
+    for entry in models.CATALOG.values():
+        others.parse(entry.beside())
+        assert set(entry.beside("mine.txt")) <= set(EMBEDDED), "nothing that is downloaded beside a file"
+
+
+def test_a_job_measures_on_its_model_s_other_text_unless_it_says_otherwise():
+    files, given = models.resolve("demo"), {"samples": 4, "seq_len": 256}
+    assert Job("demo").beside(files) == ("demo-code",)
+    assert Job("demo", corpus="demo-code").beside(files) == ("demo",)
+    assert Job("demo", also=("none",)).beside(files) == ("none",)
+    asked = Job.from_settings(model="demo", also=["none"], **given)
+    assert others.choose(asked.beside(files), "demo", files.path, 2, 256) == {}
 
 
 def test_eval_prints_each_text(model: Path, capsys):
@@ -87,7 +112,7 @@ def test_eval_prints_each_text(model: Path, capsys):
     args = top.parse_args([*words, "--windows", "2", "--device", "cpu", "--also", f"back={model / 'other.txt'}"])
     assert args.run(args) == 0
     said = capsys.readouterr().out
-    assert said.count("rtn-4bit") == 4 and "back: 2 windows of 200 tokens of other.txt" in said
+    assert said.count("rtn-4bit") == 3 and "back: 2 windows of 200 tokens of other.txt" in said
 
 
 def test_a_calibration_measures_on_other_texts_and_its_card_says_so(model: Path, tmp_path: Path):

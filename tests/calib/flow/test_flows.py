@@ -31,7 +31,7 @@ def server(request):
 
 
 def small(model: str, **more) -> dict:
-    return {"corpus": f"{model}/corpus.txt", "samples": 4, "seq_len": 384, "eval_windows": 2, **more}
+    return {"corpus": f"{model}/corpus.txt", "samples": 4, "seq_len": 384, "eval_windows": 2, "also": ["none"], **more}
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def deployments(model: Path, folder: Path) -> Path:
     import yaml
 
     given = yaml.safe_load((ROOT / "flows.yaml").read_text())
-    small = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "eval_windows": 2}
+    small = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "eval_windows": 2, "also": ["none"]}
     nightly = next(one for one in given["deployments"] if one["name"] == "nightly")
     asked = next(one for one in given["deployments"] if one["name"] == "on-demand")
     soon = (datetime.now(UTC) + timedelta(seconds=1)).isoformat()

@@ -64,15 +64,15 @@ def test_a_budget_below_the_cheapest_is_refused():
 
 def curves(weights) -> list[dict[str, list[float]]]:
     """What measuring would find if every layer's error were its weight times 4^-bits: own first, as measured."""
-    left = [4.0 ** -scheme.bits(128, GEOMETRY) for scheme in budget.options(GEOMETRY)]
-    return [{role: [0.0, *(weight * part for part in left)] for role in ROLES} for weight in weights]
+    left = {role: [4.0 ** -scheme.bits(128, GEOMETRY) for scheme in budget.options(GEOMETRY, role)] for role in ROLES}
+    return [{role: [0.0, *(weight * part for part in left[role])] for role in ROLES} for weight in weights]
 
 
 def bits_of(recipe: Recipe, layer: int) -> float:
     return sum(recipe.scheme(layer, role).bits(128, GEOMETRY) for role in ROLES) / 2
 
 
-@pytest.mark.parametrize("asked", [0.3, 1.25, 2.1, 3.1, 5.9])
+@pytest.mark.parametrize("asked", [0.14, 0.3, 1.25, 2.1, 3.1, 5.9])
 def test_the_budget_is_kept_and_used(asked):
     first = budget.recipe(asked, GEOMETRY)
     chosen, promised = budget.allocated(first, asked, GEOMETRY, curves([1, 3, 0.1, 1]))
@@ -92,7 +92,11 @@ def test_a_layer_a_hundred_times_as_sensitive_gets_more_bits():
 
 
 def test_every_setting_shares_the_prediction_and_the_window():
-    schemes = budget.options(GEOMETRY)
-    costs = [scheme.bits(128, GEOMETRY) for scheme in schemes]
-    assert costs == sorted(costs) and len({scheme.predict for scheme in schemes}) == 1
-    assert {scheme.quantize.kind for scheme in schemes} == {"mixed", "grid"}
+    for role in ROLES:
+        schemes = budget.options(GEOMETRY, role)
+        costs = [scheme.bits(128, GEOMETRY) for scheme in schemes]
+        assert costs == sorted(costs) and {scheme.predict for scheme in schemes} == {budget.PREDICT}
+        assert {scheme.quantize.kind for scheme in schemes} == {"mixed", "grid"}
+        bases = [scheme for scheme in schemes if scheme.rotate is not None and scheme.rotate.latents]
+        assert {scheme.rotate.kind for scheme in bases} == {"query_basis" if role == "key" else "output_basis"}
+        assert {bool(scheme.quantize.gain) for scheme in bases} == {True, False}

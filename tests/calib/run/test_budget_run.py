@@ -13,16 +13,15 @@ from kvq_calib.cli import calibrate as cli
 from kvq_calib.job import Job
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream
-from kvq_calib.run import budget
+from kvq_calib.run import budget, checkpoint
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
-from kvq_runtime.codec import codec
-from kvq_runtime.codec.codec import Context
+from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.ops import rope
-from kvq_runtime.recipe import ROLES
+from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -34,7 +33,8 @@ def model(tmp_path_factory, few) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny-model"
     folder.mkdir()
     tiny.save(folder, layers=3)
-    tiny.text(folder)
+    text = tiny.text(folder).read_text(encoding="utf-8")
+    (folder / "other.txt").write_text(text[::-1], encoding="utf-8")
     return folder
 
 
@@ -43,6 +43,7 @@ def few():
     """As many settings as a test needs: each is fitted and measured in every layer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "WIDTHS", (0.5, 1, 2, 4))
+        patch.setattr(budget, "PLAIN", (0.5,))
         patch.setattr(budget, "GRIDS", ("2bit",))
         budget.options.cache_clear()
         yield
@@ -50,7 +51,15 @@ def few():
 
 
 def asked(model: Path, folder: Path, bits=(1.5,), **settings) -> Job:
-    given = {"recipes": ("auto",), "samples": 6, "seq_len": 256, "held_out": 2, "publish": False} | settings
+    given = {
+        "recipes": ("auto",),
+        "samples": 6,
+        "seq_len": 256,
+        "held_out": 2,
+        "publish": False,
+        "also": ("none",),
+        "transfer": str(model / "other.txt"),
+    } | settings
     return Job(str(model), bits=bits, corpus=str(model / "corpus.txt"), run=str(folder), **given)
 
 
@@ -75,6 +84,7 @@ def test_choosing_lowers_the_error_at_no_more_bits(undisturbed):
         assert noted["round"] > 0 and noted["rounds"][noted["round"]] == min(noted["rounds"]) < noted["rounds"][0]
         own = sum(layer[role]["attention_error"] for layer in found.fit["layers"] for role in ROLES)
         assert own == pytest.approx(min(noted["rounds"]))
+        assert noted["transfer"]["source"] == "other.txt" and noted["transfer"]["split"] == "fit"
         unpredicted = found.recipe.scheme(0, "value").bits(128, found.fingerprint.geometry)
         assert unpredicted >= max(found.recipe.scheme(n, "value").bits(128, found.fingerprint.geometry) for n in (1, 2))
 
@@ -87,16 +97,32 @@ def test_a_budget_alone_has_the_bytes_it_has_among_others(model, undisturbed, tm
 
 @pytest.mark.parametrize("role", ROLES)
 def test_what_is_measured_is_the_share_of_the_stream_that_is_error(undisturbed, role):
-    """The error of the artifact's own first layer, with a plain softmax in float64."""
-    work, made = undisturbed
-    found, plan = artifact.from_bytes(made["auto-1.5bit"]), work.plan
-    batch = corpus.select(plan.corpus, work.files.path, plan.samples, plan.seq_len, plan.seed)
+    """The errors of the settings of round 0 in the first layer, in the mean of two texts, with a plain softmax."""
+    work, _ = undisturbed
+    plan = work.plan
+    own = corpus.select(plan.corpus, work.files.path, plan.samples, plan.seq_len, plan.seed)
+    other = corpus.select(plan.transfer or "", work.files.path, plan.held_out, plan.seq_len, plan.seed)
+    texts = own.tokens_BT[plan.samples - plan.held_out :], other.tokens_BT
+    noted = (checkpoint.record(work.folder, 0) or {})["attention"]["auto-1.5bit"][role][0]
+    apart = [error_in_layer_0(work, role, tokens_BT) for tokens_BT in texts]
+    assert noted == pytest.approx(sum(apart) / 2, rel=1e-3) and noted > 1e-6
+    assert abs(apart[0] - apart[1]) > 4e-3 * noted, "the error of one text alone is outside of that tolerance"
+
+
+def error_in_layer_0(work: Run, role, tokens_BT) -> float:
+    """The share of the stream that is error under what round 0 fitted, all in float64."""
+    plan, name = work.plan, "auto-1.5bit"
+    fitted = checkpoint.load(checkpoint.folder_of(work.folder, 0) / "fit.safetensors")
+    tensors = {n.removeprefix(f"{name}/"): tensor for n, tensor in fitted.items() if n.startswith(f"{name}/")}
+    recipe = Recipe.from_json((checkpoint.record(work.folder, 0) or {})["recipes"][name])
     stream = Stream(work.files, "cpu", torch.float32)
-    hidden = stream.embed(batch.tokens_BT[plan.samples - plan.held_out :])
+    hidden = stream.embed(tokens_BT)
     captured = stream.layer(0).forward(hidden, queries=True)
     heads = {"q": captured.q_NTC, "key": captured.k_NTC, "value": captured.v_NTC}
     exact = {name: x.unflatten(-1, (-1, 16)).transpose(1, 2) for name, x in heads.items()}  # type: ignore[union-attr]
-    made_codec = codec.build(found.recipe, plan.geometry, found.tensors)[0][ROLES.index(role)]
+    prefix = f"layers.0.{role}."
+    own = {n.removeprefix(prefix): tensor for n, tensor in tensors.items() if n.startswith(prefix)}
+    made_codec = Codec(recipe, 0, role, plan.geometry, own)
     x = heads[role].clone()
     x[:, :4] = x[:, 4:5]  # in the place of sinks, which are kept exact
     blocks = x.reshape(-1, 128, x.shape[-1])
@@ -107,8 +133,7 @@ def test_what_is_measured_is_the_share_of_the_stream_that_is_error(undisturbed, 
     weight = work.files.tensor("model.layers.0.self_attn.o_proj.weight").double()
     error = ((outs[0] - outs[1]) @ weight.mT).square().sum(-1)
     energy = (hidden.double() + outs[1] @ weight.mT).square().sum(-1)
-    noted = found.fit["layers"][0][role]["attention_error"]
-    assert noted == pytest.approx(float((error / energy).mean()), rel=1e-3) and noted > 1e-6
+    return float((error / energy).mean())
 
 
 def attended(given: dict[str, torch.Tensor], tables) -> torch.Tensor:
@@ -149,10 +174,12 @@ def test_interrupted_in_every_round_it_resumes_to_the_same_bytes(model, undistur
 @pytest.mark.slow
 def test_a_budget_is_published_beside_another_recipe_with_what_was_chosen(model, capsys):
     given = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "128"]
-    given += ["--recipe", "auto", "--bits", "1.5", "--recipe", "aqua-2bit", "--json"]
+    given += ["--recipe", "auto", "--bits", "1.5", "--recipe", "aqua-2bit", "--json", "--also", "none"]
+    given += ["--transfer", str(model / "other.txt")]
     assert cli.main([*given, "--dry-run"]) == 0
     planned = json.loads(capsys.readouterr().out)
-    assert planned["settings_per_layer"] == 5 and planned["budgets"] == {"auto-1.5bit": 1.5}
+    assert planned["settings_per_layer"] == 6 and planned["budgets"] == {"auto-1.5bit": 1.5}
+    assert planned["transfer"] == str(model / "other.txt")
     assert cli.main(given) == 0
     other, row = json.loads(capsys.readouterr().out)
     assert (other["recipe"], row["artifact"]) == ("aqua-2bit", "tiny-model-auto-1.5bit@1.0.0")
@@ -167,7 +194,9 @@ def test_a_budget_is_published_beside_another_recipe_with_what_was_chosen(model,
     "arguments, says",
     [
         (["--recipe", "auto", "--bits", "9"], "--bits 9; this model can have"),
-        (["--recipe", "auto", "--bits", "0.1"], "can have"),
+        (["--recipe", "auto", "--bits", "0.01"], "can have"),
+        (["--recipe", "auto", "--bits", "2", "--transfer", "CORPUS"], "is the corpus itself"),
+        (["--transfer", "demo"], "give --bits, or leave it out"),
         (["--recipe", "auto", "--bits", "nan"], "can have"),
         (["--recipe", "auto"], "--bits 2.1"),
         (["--bits", "2"], "--recipe auto"),
@@ -177,7 +206,7 @@ def test_a_budget_is_published_beside_another_recipe_with_what_was_chosen(model,
 )
 def test_what_cannot_be_is_refused(model, capsys, arguments, says):
     given = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "128"]
-    assert cli.main([*given, *arguments]) == 2
+    assert cli.main([*given, *(str(model / "corpus.txt") if one == "CORPUS" else one for one in arguments)]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -195,4 +224,5 @@ def test_a_plan_without_budgets_is_the_plan_it_was(model):
     files = models.resolve(str(model))
     recipe = budget.recipe(2, files.geometry)
     made = plans.make(files, (recipe,), str(model / "corpus.txt"), samples=4, seq_len=128)
-    assert "budgets" not in made.to_json() and not made.budgets
+    assert not {"budgets", "transfer", "transfer_samples"} & made.to_json().keys() and not made.budgets
+    assert made.own_chunks == len(made.chunks)

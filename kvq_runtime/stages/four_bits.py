@@ -1,0 +1,42 @@
+"""Store a matrix in 4-bit codes: what a stage's `storage="gptq4"` means.
+
+    w_io ≈ low + step · code        a step and a low end, float16, for each run of 64 inputs of an output
+
+So a number takes 4.5 bits instead of 16. How a matrix is rounded is a matter of calibration (`kvq_calib/fit/gptq.py`).
+
+I = inputs, the channels of what the matrix is multiplied with; O = outputs.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.ops import pack, rtn
+from kvq_runtime.stages.stage import Specs, Tensors
+
+BITS = 4
+GROUP = 64
+
+Storage = Literal["bf16", "gptq4"]
+
+
+def check(storage: str) -> None:
+    """Raise a ValueError for a storage that there is none of."""
+    if storage not in get_args(Storage):
+        raise ValueError(f"storage={storage!r}; use one of {get_args(Storage)}")
+
+
+def specs(inputs: int, outputs: int, prefix: str = "") -> Specs:
+    """Names, shapes and dtypes of a packed matrix [I, O]."""
+    groups = (outputs, -(-inputs // GROUP))
+    codes = (*groups, pack.packed_size(min(GROUP, inputs), BITS))
+    ends = {name: (groups, torch.float16) for name in ("step", "low")}
+    return {f"{prefix}{name}": spec for name, spec in ({"codes": (codes, torch.uint8)} | ends).items()}
+
+
+def unpacked(tensors: Tensors, inputs: int, prefix: str = "") -> Tensor:
+    """The matrix, bfloat16 [I, O]."""
+    codes_OGK = pack.unpack(tensors[f"{prefix}codes"], BITS, min(GROUP, inputs))
+    rows = rtn.decode(codes_OGK, tensors[f"{prefix}step"], tensors[f"{prefix}low"], BITS)
+    return rows.flatten(1)[:, :inputs].mT.to(torch.bfloat16)
