@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvq_runtime.artifact.artifact import Artifact
+    from kvq_runtime.artifact.folder import save_pretrained
     from kvq_runtime.errors import ArtifactError, Conflict, NotFound
     from kvq_runtime.hf import KVQCache
     from kvq_runtime.recipe import Recipe, preset, presets
@@ -41,6 +42,7 @@ __all__ = [
     "preset",
     "presets",
     "push_to_hub",
+    "save_pretrained",
 ]
 
 _MODULES = {
@@ -55,6 +57,7 @@ _MODULES = {
     "preset": "recipe",
     "presets": "recipe",
     "push_to_hub": "registry.push",
+    "save_pretrained": "artifact.folder",
 }
 
 

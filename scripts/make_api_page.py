@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
 SECTIONS = {
     "Serve a model": ["KVQCache", "MemoryReport"],
-    "Load an artifact": ["load_artifact", "Artifact", "push_to_hub"],
+    "Load an artifact": ["load_artifact", "Artifact", "save_pretrained", "push_to_hub"],
     "Choose a recipe": ["preset", "presets", "Recipe"],
     "Errors": ["ArtifactError", "NotFound", "Conflict"],
     "Version": ["__version__"],

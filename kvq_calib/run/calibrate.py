@@ -26,8 +26,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import faults
 from kvq_runtime.fit.statistics import Queries, Statistics
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
-from kvq_runtime.stages.metric_rotation import MetricRotation
-from kvq_runtime.stages.rotate import QueryBasis, Weighted
+from kvq_runtime.stages.rotate import Weighted
 
 Pair = tuple[Tensor, Tensor]
 
@@ -222,11 +221,11 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
     return fit
 
 
-def _metric(work: RecipeWork, rotation: Weighted | MetricRotation, collected: LayerStatistics) -> Tensor:
+def _metric(work: RecipeWork, rotation: Weighted, collected: LayerStatistics) -> Tensor:
     """What an error of keys, or of values, costs: float64 [C, C]."""
-    if isinstance(rotation, QueryBasis):
+    if rotation.read_by is not None:
         assert collected.queries is not None, "a metric of keys without queries"
-        return rotate.query_metric(collected.queries.moment(rotation.queries))
+        return rotate.query_metric(collected.queries.moment(rotation.read_by))
     weight = work.run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
     return rotate.output_metric(weight.to(work.run.plan.device), work.run.plan.geometry)
 

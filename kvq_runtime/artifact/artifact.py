@@ -57,16 +57,6 @@ class Artifact:
     def __deepcopy__(self, memo: Any) -> "Artifact":
         return self
 
-    def save_pretrained(self, save_directory: Path | str) -> str:
-        """Write a folder with kvq.safetensors, a card README.md and kvq_config.json; returns the artifact's sha256.
-
-        `load_artifact` and `KVQCache.from_pretrained` take the folder, and give this artifact again. Files of these
-        names are replaced.
-        """
-        from kvq_runtime.artifact import folder  # which imports this module
-
-        return folder.save(self, Path(save_directory))
-
 
 def to_bytes(artifact: Artifact) -> bytes:
     """The artifact's file; equal artifacts give equal bytes. Raises ArtifactError if it could not be loaded again."""

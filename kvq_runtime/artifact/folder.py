@@ -20,9 +20,14 @@ ARTIFACT, CONFIG, CARD = "kvq.safetensors", "kvq_config.json", "README.md"
 LENGTHS = (4096, 32768, 131072)  # tokens of the one row whose bytes are told
 
 
-def save(made: Artifact, folder: Path) -> str:
-    """Write the folder, each file whole or not at all, the artifact last; returns its sha256."""
-    data = artifact.to_bytes(made)
+def save_pretrained(made: Artifact, save_directory: Path | str) -> str:
+    """Write a folder with kvq.safetensors, a card README.md and kvq_config.json; returns the artifact's sha256.
+
+    made   what `load_artifact` returned, or a calibration
+    `load_artifact` and `KVQCache.from_pretrained` take the folder, and give this artifact again. Files of these names
+    are replaced, each whole or not at all, the artifact last.
+    """
+    folder, data = Path(save_directory), artifact.to_bytes(made)
     files.make_folder(folder)
     for name, content in (beside(made, data, str(folder)) | {ARTIFACT: data}).items():
         files.save(folder / name, content)

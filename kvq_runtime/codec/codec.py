@@ -82,7 +82,7 @@ class Codec:
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and fitted tensors; what is made of them, and shared with other codecs, is made again."""
-        made = ("_own", "_kept", "packed_reader", "device")
+        made = ("_own", "_kept", "_forward", "packed_reader", "device")
         kept = {name: value for name, value in self.__dict__.items() if name not in made}
         return kept | {"place": torch.empty(0, device=self.device)}  # a tensor, which torch.load may map elsewhere
 
@@ -100,6 +100,9 @@ class Codec:
             self._own[stage][field] = tensor
         packed = self.scheme.rotate is not None and self.scheme.rotate.packed
         self._kept = None if packed else self._made(device)
+        forward = None if self._kept is None else self._kept[0]
+        # all codecs share a Hadamard's matrix, which is made once a process
+        self._forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
         self.packed_reader = None if self.before_rope else packed_reader(self.scheme, self.geometry, self.back, device)
 
     def _made(self, device: torch.device) -> tuple[Rotation, Tensor | None]:
@@ -128,10 +131,8 @@ class Codec:
     @property
     def shared(self) -> list[Tensor]:
         """Tensors that do not grow with tokens: fitted ones and rotations."""
-        forward, back = self._kept or (None, None)
-        # all codecs share a Hadamard's matrix, which is made once a process
-        forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
-        matrices = (forward, back, self.packed_reader.turn if self.packed_reader else None)
+        back = None if self._kept is None else self._kept[1]
+        matrices = (self._forward, back, self.packed_reader.turn if self.packed_reader else None)
         return [*self.tensors.values(), *(matrix for matrix in matrices if matrix is not None)]
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:

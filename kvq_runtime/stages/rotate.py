@@ -144,6 +144,11 @@ class Weighted(Basis):
         four_bits.check(self.storage)
 
     @property
+    def read_by(self) -> Queries | None:
+        """Which queries the metric is the second moment of; None: it is of the output projection."""
+        return None
+
+    @property
     def packed(self) -> bool:
         return self.storage != "bf16"
 
@@ -196,6 +201,10 @@ class QueryBasis(Weighted):
         super().__post_init__()
         if self.queries not in get_args(Queries):
             raise ValueError(f"queries={self.queries!r}; use one of {get_args(Queries)}")
+
+    @property
+    def read_by(self) -> Queries | None:
+        return self.queries
 
     def check(self, site: Site) -> None:
         if site.role == "value":

@@ -10,7 +10,7 @@ import tiny_artifact as tiny
 import yaml
 from hub_client import REPO, clear
 
-from kvq_runtime import load_artifact, push_to_hub
+from kvq_runtime import load_artifact, push_to_hub, save_pretrained
 from kvq_runtime.artifact import artifact, folder
 from kvq_runtime.artifact.papers import PAPERS, papers
 from kvq_runtime.errors import Conflict
@@ -28,20 +28,20 @@ def front(text: str) -> dict:
 
 def test_what_is_saved_loads_again_with_the_same_digest(tmp_path):
     made = tiny.tiny(3)
-    digest = made.save_pretrained(tmp_path / "new" / "folder")
+    digest = save_pretrained(made, tmp_path / "new" / "folder")
     assert digest == sha256(tiny.data(3)).hexdigest()
     again = load_artifact(tmp_path / "new" / "folder")
-    assert artifact.to_bytes(again) == tiny.data(3) and again.save_pretrained(tmp_path / "twice") == digest
+    assert artifact.to_bytes(again) == tiny.data(3) and save_pretrained(again, tmp_path / "twice") == digest
     names = {"kvq.safetensors", "kvq_config.json", "README.md"}
     for place in ("new/folder", "twice"):
         assert {path.name for path in (tmp_path / place).iterdir()} == names
-    tiny.tiny(4).save_pretrained(str(tmp_path / "twice"))
+    save_pretrained(tiny.tiny(4), str(tmp_path / "twice"))
     assert artifact.to_bytes(load_artifact(tmp_path / "twice")) == tiny.data(4)
 
 
 def test_the_config_says_what_is_in_the_file(tmp_path):
     made = tiny.tiny()
-    digest = made.save_pretrained(tmp_path)
+    digest = save_pretrained(made, tmp_path)
     config = json.loads((tmp_path / "kvq_config.json").read_text())
     assert (config["library"], config["schema"]) == ("kvq", 1)
     assert (config["sha256"], config["size"]) == (digest, (tmp_path / "kvq.safetensors").stat().st_size)
@@ -57,7 +57,7 @@ def test_the_config_says_what_is_in_the_file(tmp_path):
 
 def test_the_card_says_it_to_people_and_to_the_hub(tmp_path):
     made = tiny.tiny()
-    made.save_pretrained(tmp_path)
+    save_pretrained(made, tmp_path)
     text = (tmp_path / "README.md").read_text()
     given, counted = front(text), folder.sizes(made)
     assert (given["library_name"], given["pipeline_tag"], given["kvq"]) == ("kvq", "text-generation", counted)

@@ -68,10 +68,6 @@ def test_filters_are_refused_with_what_is_allowed(kvq):
         assert kvq("recipes", "--bits", bits)[0] == 2
 
 
-def test_summaries_stand_alone():
-    assert not [one.name for one in recipe.presets().values() if "the same" in one.summary or not one.summary]
-
-
 def test_one_recipe_is_shown_with_its_settings(as_json, kvq, tmp_path):
     assert recipe.Recipe.from_json(as_json("recipes", "aqua-2bit")["settings"]) == recipe.preset("aqua-2bit")
     assert "linear > hadamard > grid(dim=2 size=16 group=all)" in kvq("recipes", "aqua-2bit")[1]

@@ -31,7 +31,7 @@ MUTANTS = [
         "held-out-errors",
         "errors are measured on fitted text",
         "kvq_calib/run/passes.py",
-        "index >= plan.fitted_chunks or plan.held_out == 0",
+        "(plan.held_out == 0 or index >= plan.fitted_chunks)",
         "True",
         FITTED_ON,
     ),
@@ -76,7 +76,7 @@ MUTANTS = [
     Mutant(
         "gptq",
         "the error of a rounded group is added where it should be taken away",
-        "kvq_calib/fit/predict.py",
+        "kvq_calib/fit/gptq.py",
         "weight[end:] -= upper[start:end, end:].mT @ errors_KO",
         "weight[end:] += upper[start:end, end:].mT @ errors_KO",
         ("calib/fit/test_fit_predict.py",),

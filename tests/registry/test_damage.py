@@ -164,7 +164,7 @@ def test_a_damaged_blob_is_refused_and_mended_by_publishing_it_again(store):
     path.write_bytes(tiny.data(1))
     with pytest.raises(ArtifactError, match="sha256: the file has"):
         resolve.load_artifact(NAME, store.url)
-    with pytest.raises(ArtifactError, match="choose one with --version"):
+    with pytest.raises(ArtifactError, match="give one, --artifact-version"):
         store.publish(NAME, tiny.data(2))
     assert store.publish(NAME, data).version == "1.0.0"
     assert artifact.to_bytes(resolve.load_artifact(NAME, store.url)) == data

@@ -32,4 +32,6 @@ def most(codec: Codec) -> float:
     else:
         shape, _ = codec.fields(torch.bfloat16)["codes"]
         expected = gaussian(8 * math.prod(shape) / (codec.block * width))
-    return min(0.99, SLACK.get(quantize.kind, OTHERS) * expected)
+    rotate = codec.scheme.rotate
+    matrices = 2 * gaussian(4) ** 2 if rotate is not None and rotate.packed else 0.0  # there and back, in 4 bits
+    return min(0.99, SLACK.get(quantize.kind, OTHERS) * math.sqrt(expected**2 + matrices))

@@ -94,7 +94,14 @@ def test_another_seed_is_another_minor_version_and_a_number_can_be_given(model, 
 
 def test_one_recipe_alone_is_measured_beside_plain_higgs(model, monkeypatch):
     asked = []
-    monkeypatch.setattr(job, "complete", lambda given, work: (asked.append(given.baselines), ([], {}))[1])
+
+    def complete(given, work):
+        asked.append(given.baselines)
+        work.folder.mkdir(parents=True, exist_ok=True)
+        (work.folder / "evaluation.json").write_text("[]")
+        return [], {}
+
+    monkeypatch.setattr(job, "complete", complete)
     for words in ([], ["--baseline", "kivi-2bit"], ["--recipe", "aqua-2bit", "--recipe", "aqua-3bit"], ["--no-eval"]):
         assert cli.main(arguments(model, *words)) == 0
     assert asked == [("higgs-2bit",), ("kivi-2bit",), (), ()]

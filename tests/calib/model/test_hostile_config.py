@@ -12,13 +12,13 @@ from kvq_calib.model import files
 from kvq_calib.text import tokenizer
 
 TEXTS = {  # {what: (the file, what is said)}
-    "brackets": ("[" * 200_000, "is no JSON of a model's settings"),
-    "objects": ('{"a":' * 200_000, "is no JSON of a model's settings"),
-    "nothing": ("", "is no JSON of a model's settings"),
-    "a list": ("[]", "holds \\[\\], not an object"),
-    "null": ("null", "holds None, not an object"),
-    "no text": ("\udcff", "is no JSON of a model's settings"),
-    "a digit more": ("1" * 5000, "is no JSON of a model's settings"),
+    "brackets": ("[" * 200_000, "config.json: invalid JSON"),
+    "objects": ('{"a":' * 200_000, "config.json: invalid JSON"),
+    "nothing": ("", "config.json: invalid JSON"),
+    "a list": ("[]", "expected an object, got \\[\\]"),
+    "null": ("null", "expected an object, got None"),
+    "no text": ("\udcff", "config.json: invalid JSON"),
+    "a digit more": ("1" * 5000, "config.json: invalid JSON"),
     "spaces": (" " * (files.CONFIG_LIMIT + 1), "has more than 16777216 bytes"),
 }
 CHANGES = [(name, value) for name in files.SIZES for value in (0, -1, 10**12, "2", 2.0, True, [1])]

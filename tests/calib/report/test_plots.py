@@ -198,7 +198,7 @@ def test_two_windows_give_no_standard_error():
     expected = (sum((one - mean) ** 2 for one in part["windows"]["kl"]) / 2 / 3) ** 0.5
     assert points.points([many], points.KL, "full")[0].spread == pytest.approx(expected)
     assert [tables.table([one])[1]["vs 16 bit"] for one in (few, many)] == ["+1.00%", "+1.00% ± 0.10%"]
-    assert tables.table([record("x", 2.4, 0.01, -0.00001, windows=2)])[1]["vs 16 bit"] == "+0.00%"
+    assert tables.table([record("x", 2.4, 0.01, -0.00001, windows=2)])[1]["vs 16 bit"] == "0.00%"
 
 
 def test_versions_of_an_artifact_have_their_references():
