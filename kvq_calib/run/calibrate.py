@@ -26,7 +26,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import faults
 from kvq_runtime.fit.statistics import Queries, Statistics
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
-from kvq_runtime.stages.rotate import Weighted
+from kvq_runtime.stages.stage import Queries as Which
 
 Pair = tuple[Tensor, Tensor]
 
@@ -119,7 +119,9 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
                 record["variances"][recipe.name] = _variances(work, collected)
             if recipe.name in plan.budgets:
                 options: dict[Role, list[Scheme]] = {role: budget.options(plan.geometry, role) for role in ROLES}
-                metrics: dict[Role, Tensor] = {role: _metric(work, budget.BASES[role], collected) for role in ROLES}
+                metrics: dict[Role, Tensor] = {
+                    role: _metric(work, budget.BASES[role].read_by, collected) for role in ROLES
+                }
                 errors = sensitivity.attention_errors(work, options, metrics)
                 record["attention"][recipe.name] = errors
                 for role in ROLES:
@@ -210,7 +212,7 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
         if field == "queries":
             return collected.queries
         if field == "metric":
-            return _metric(work, fit.scheme.rotate, collected)
+            return _metric(work, fit.scheme.rotate.queries if role == "key" else None, collected)
         if field == "input_chunks":
             return lambda: run.executor(passes.rows, passes.Pass(work, fit), fitted)
         if field == "vocabulary":
@@ -221,11 +223,11 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
     return fit
 
 
-def _metric(work: RecipeWork, rotation: Weighted, collected: LayerStatistics) -> Tensor:
-    """What an error of keys, or of values, costs: float64 [C, C]."""
-    if rotation.read_by is not None:
+def _metric(work: RecipeWork, queries: Which | None, collected: LayerStatistics) -> Tensor:
+    """What an error of keys costs, by these queries, or, without, of values: float64 [C, C]."""
+    if queries is not None:
         assert collected.queries is not None, "a metric of keys without queries"
-        return rotate.query_metric(collected.queries.moment(rotation.read_by))
+        return rotate.query_metric(collected.queries.moment(queries))
     weight = work.run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
     return rotate.output_metric(weight.to(work.run.plan.device), work.run.plan.geometry)
 
