@@ -37,6 +37,7 @@ test test-all: export TOKENIZERS_PARALLELISM ?= false
 PYTEST := env -u TRITON_INTERPRET $(RUN) -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 
 test: export KVQ_MUTANTS ?= 500
+test: export KVQ_RECIPES ?= 800
 test: env ## run the quick tests, one recipe of each class, on 2 processes; PYTEST_ARGS="-k window"
 	$(PYTEST) -m 'not slow and not all_recipes' $(PYTEST_ARGS)
 

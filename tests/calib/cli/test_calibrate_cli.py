@@ -43,6 +43,7 @@ def arguments(model: Path, *more: str) -> list[str]:
     return ["--model", str(model), *text, *more]
 
 
+@pytest.mark.slow
 def test_it_publishes_what_it_says_and_the_same_again_is_the_same_version(model, prepared, capsys):
     assert cli.main(arguments(model, "--recipe", "aqua-2bit", "--recipe", "aqua-3bit", "--json")) == 0
     assert len(prepared) == 1

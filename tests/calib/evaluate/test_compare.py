@@ -231,6 +231,7 @@ def test_the_page_opens_with_the_best_at_some_budgets_chosen_by_other_windows():
     assert text.count("<details>") == text.count("</details>") >= 3
 
 
+@pytest.mark.slow
 def test_page_and_pictures_are_made_from_records_without_measuring(tmp_path, monkeypatch):
     records = [of_two_texts("aqua-klt-1bit", 1.5, 0.3, 0.2, 0.1), of_two_texts("higgs-2bit", 2.1, 0.01, 0.4, 0.2)]
     for one in records:  # what a picture of all recipes needs beside

@@ -172,6 +172,7 @@ def _metadata(folder: Path):
     return SafetensorsRepoMetadata(None, False, dict.fromkeys(tensors, "model.safetensors"), files)
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_weights_of_a_hub_model(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """A dry run reads headers; what it says is what the downloaded model would give."""
     snapshot = Path(shutil.copytree(folder, folder.parent / "snapshots" / ("c" * 40)))

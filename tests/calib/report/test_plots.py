@@ -94,6 +94,7 @@ def test_the_frontier_is_what_no_other_recipe_beats():
     assert [tuple(place) for place in stairs.get_xydata()[:-1]] == [(1.5, 0.0058), (2.46, 0.0056)]
 
 
+@pytest.mark.slow
 def test_names_stand_inside_the_axes_and_cover_nothing():
     chance, given = random.Random(5), {}
     for number in range(plots.NAMED):  # half of them within a few points of each other
@@ -150,6 +151,7 @@ def test_ticks_are_plain_numbers(low, high):
             assert float(text.rstrip("%")) == pytest.approx(place, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_captions_say_what_was_measured():
     other = copy.deepcopy(some())
     for one in other:

@@ -116,6 +116,7 @@ def a_run(model: Path, folder: Path, *recipes: Recipe) -> Run:
     return Run(made, files, folder)
 
 
+@pytest.mark.slow
 def test_a_run_meets_the_sum_and_fits_every_place_with_its_part(model, tmp_path):
     recipe = everywhere("shared-1bit", 1.0)
     made = runs.calibrate(a_run(model, tmp_path / "one", recipe))["shared-1bit"]

@@ -124,6 +124,7 @@ def test_what_is_left_when_all_repeats_says_so(tmp_path: Path, demo_model: Path)
         corpus.select(str(tmp_path / "c.jsonl"), demo_model, 2, 64, split="held-out")
 
 
+@pytest.mark.slow
 def test_held_out_text_of_the_embedded_corpus_is_new(demo_model: Path):
     loaded = corpus.load("demo")
     held, fit = part(loaded, "held-out"), part(loaded, "fit")
