@@ -172,8 +172,9 @@ def test_the_error_is_of_the_size_of_the_bits(recipe, monkeypatch):
         return found
 
     monkeypatch.setattr(Codec, "residual", watching)
-    x, cache = tensors(200), make(recipe)
-    feed_in(cache, x, [200])
+    size = max(200, recipe.window.recent + recipe.window.block)
+    x, cache = tensors(size), make(recipe)
+    feed_in(cache, x, [size])
     for layer, pair in enumerate(read(cache)):
         for role, out in enumerate(pair):
             codec, count = cache.codecs[layer][role], cache.layers[layer].encoded
