@@ -34,7 +34,7 @@ from kvq_calib.run.run import Executor, Listener, Run, silent
 from kvq_calib.text import corpus, others
 from kvq_calib.text.documents import EMBEDDED
 from kvq_calib.text.tokenizer import Encoder
-from kvq_runtime.artifact import artifact, recipe_text
+from kvq_runtime.artifact import ARTIFACT_FILE, artifact, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
 from kvq_runtime.registry import card
@@ -43,7 +43,6 @@ from kvq_runtime.registry.reference import check_name, check_version, home
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.memory import asymptotic_bits
 
-ARTIFACT = "kvq.safetensors"  # in the run folder, as `kvq pull` calls it
 PLAIN = "higgs-2bit"  # it needs no fit, and suits every model
 
 
@@ -308,7 +307,7 @@ def publish(
         beside, folder = report.files(made, shown, name, drawn, license), work.folder / name
         chosen = [] if failed else targets
         places = tuple(_publish(target, name, data, job.version, beside, own) for target in chosen)
-        _leave(folder, ({} if places else {ARTIFACT: data}) | beside, own)
+        _leave(folder, ({} if places else {ARTIFACT_FILE: data}) | beside, own)
         measures = made.fit["layers"]
         errors = [sum(layer[role]["relative_error"] for layer in measures) / len(measures) for role in ("key", "value")]
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)

@@ -10,6 +10,7 @@ from prefect.states import Failed, State
 from kvq_calib.evaluate import drift as measure
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.flow import token
+from kvq_runtime.cli.table import percent
 from kvq_runtime.registry.reference import PRODUCTION
 from pipelines import parameters as p
 
@@ -42,7 +43,7 @@ def drift(
     rows = [
         {
             "artifact": result.artifact,
-            "perplexity": "not measured" if result.perplexity is None else f"{result.perplexity - 1:+.2%}",
+            "perplexity": "not measured" if result.perplexity is None else percent(result.perplexity - 1),
             "protocol": result.protocol,
             "KL": result.kl,
             "failed": "; ".join(result.failed),

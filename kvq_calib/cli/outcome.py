@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.job import ARTIFACT
 from kvq_calib.report import published
 from kvq_calib.report.published import Published
 from kvq_calib.run.run import Run
+from kvq_runtime.artifact import ARTIFACT_FILE
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.registry.reference import registry_url
 
@@ -47,11 +47,11 @@ def _paragraph(made: Published) -> list[str]:
         said += [_line("artifact", place.path)] if place.path is not None else []
     if not made.places:
         said.append(_line("not published", "it exceeds the bounds" if made.failed else "as asked for"))
-        said.append(_line("artifact", str(folder / ARTIFACT)))
+        said.append(_line("artifact", str(folder / ARTIFACT_FILE)))
     said.append(_line(_kinds(folder), made.folder))
     if made.failed:
         return said
-    loads = made.reference if made.places else str(folder / ARTIFACT)
+    loads = made.reference if made.places else str(folder / ARTIFACT_FILE)
     said.append(_line("load it", f'KVQCache.from_pretrained("{loads}", model=model{_elsewhere(made, python=True)})'))
     if made.places:
         told = f"kvq promote {made.reference}{_elsewhere(made, python=False)}"

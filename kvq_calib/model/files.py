@@ -4,7 +4,6 @@ Nothing here builds a model or runs code that came with one: `config.json` is da
 weights that have not been downloaded the headers are enough to plan with: names, dtypes and shapes.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from kvq_calib.model import catalog
 from kvq_runtime.artifact import fingerprint
+from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
@@ -107,7 +107,7 @@ class ModelFiles:
             return {name: one.file for name, one in self.headers.items()}
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            named = _json(index).get("weight_map")
+            named = disk.json_object(index).get("weight_map")
             if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
                 raise ArtifactError(f"{index}: weight_map does not name the file of each tensor; download it again")
             return named
@@ -154,7 +154,7 @@ class ModelFiles:
     @property
     def parameters(self) -> int:
         """The numbers in all tensors: embeddings that also are the output layer are stored, and counted, once."""
-        shapes = (_slice(self._file(name), name).get_shape() for name in self.names if not name.endswith("inv_freq"))
+        shapes = (self._stored(name).shape for name in self.names if not name.endswith("inv_freq"))
         return sum(map(math.prod, shapes))
 
     def fingerprint(self) -> fingerprint.Fingerprint:
@@ -207,18 +207,7 @@ def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str,
         raise ValueError(f"{path} has no config.json; give the folder of a model in Hugging Face format")
     if config.stat().st_size > CONFIG_LIMIT:
         raise ValueError(f"{config} has more than {CONFIG_LIMIT} bytes; it is no model's config.json")
-    return ModelFiles(path, id, revision, _json(config), headers).check()
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The object in a file of JSON; ArtifactError with its name for anything else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path}: invalid JSON: {error}; download it again") from None
-    if not isinstance(found, dict):
-        raise ArtifactError(f"{path}: expected an object, got {found!r:.80}; download it again")
-    return found
+    return ModelFiles(path, id, revision, disk.json_object(config), headers).check()
 
 
 def _check_sizes(files: ModelFiles) -> None:
@@ -231,6 +220,11 @@ def _check_sizes(files: ModelFiles) -> None:
             raise ValueError(
                 f"{files.id}: config.json has {name}={value!r:.60}; a whole number from 1 to {most} is needed"
             )
+    heads, of = files.config["num_attention_heads"], files.geometry.kv_heads
+    if heads % of:
+        raise ValueError(
+            f"{files.id}: config.json has num_key_value_heads={of}; a divisor of num_attention_heads={heads} is needed"
+        )
 
 
 def _check_rope(files: ModelFiles) -> None:
@@ -246,6 +240,8 @@ def _check_rope(files: ModelFiles) -> None:
 def _check_windows(files: ModelFiles) -> None:
     config = files.config
     kinds = config.get("layer_types")
+    if not isinstance(kinds, list | None):
+        raise ValueError(f"{files.id}: config.json has layer_types={kinds!r:.60}; a list of one name a layer is needed")
     if files.architecture == "MistralForCausalLM":
         # transformers' default, for configurations without the key
         sliding = config.get("sliding_window", 4096) is not None

@@ -7,6 +7,7 @@ from kvq_calib.report import licenses, tables
 from kvq_calib.report.captions import size_of
 from kvq_calib.report.names import name_of
 from kvq_calib.report.tables import by_layer
+from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import artifact_record, recipe_row, stages
 from kvq_runtime.cli.table import cell
@@ -14,9 +15,9 @@ from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.card import UNMEASURED
 from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.memory import human
 
 LONG = 240  # characters of the stages of single layers from which they are folded away
-LENGTHS = (4096, 32768, 131072)  # tokens
 _CHOSEN = (
     " Keys, values: bits per element of the settings that were chosen, on the same sequences, for the least sum of "
     "errors within {bits:g} bits in all. Attention: the squared error that they put into the model's stream, over its "
@@ -80,8 +81,8 @@ def _exceptions(recipe: Recipe) -> list[tuple[str, str, str]]:
 def size(artifact: Artifact) -> str:
     """All bytes of a cache of one row at a few lengths, beside 16 bit."""
     sizes = Sizes(artifact.recipe, artifact.fingerprint.geometry)
-    found = [sizes.at(count) for count in LENGTHS]
-    rows = [{"tokens": f"{one.tokens:,}", "all bytes": _mebibytes(one.total), "16 bit": _mebibytes(one.exact),
+    found = [sizes.at(count) for count in folder.LENGTHS]
+    rows = [{"tokens": f"{one.tokens:,}", "all bytes": human(one.total), "16 bit": human(one.exact),
              "share": f"{one.total / one.exact:.0%}"} for one in found]  # fmt: skip
     least = sizes.smaller_from()
     begins = "is never smaller than 16 bit" if least is None else f"is smaller than 16 bit from {least:,} tokens on"
@@ -105,12 +106,8 @@ def provenance(artifact: Artifact, license: Mapping[str, str]) -> str:
         rows["sequences"] = f"{given['samples']} of {given.get('seq_len')} tokens, {given.get('held_out', 0)} held out"
     rows["seed"] = given.get("seed")
     rows["environment"] = _machine(given.get("environment") or {})
-    rows["fitted tensors"] = _mebibytes(artifact_record(artifact)["tensor_bytes"])
+    rows["fitted tensors"] = human(artifact_record(artifact)["tensor_bytes"])
     return _pairs({key: value for key, value in rows.items() if value not in (None, "")})
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:,.3g} MiB" if count < 1000 << 20 else f"{count / 2**30:,.3g} GiB"
 
 
 def _machine(given: Mapping[str, Any]) -> str:

@@ -105,6 +105,11 @@ def select(
         made = f"{where}{less} gives {len(rows)} sequences of {seq_len} tokens (mode {used}), not {samples or 1}"
         raise TooLittle(f"{made}; ask for fewer or shorter ones, or give more text", len(rows))
     tokens = np.asarray(rows, dtype="<i4")
+    if encoder.size is not None and tokens.max() >= encoder.size:
+        raise ValueError(
+            f"the tokenizer in {tokenizer} makes token {tokens.max()}, and the model knows {encoder.size}; they are "
+            "not of one model: download it again"
+        )
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()
     description = {
         "source": corpus.name,

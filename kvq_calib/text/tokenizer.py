@@ -1,11 +1,13 @@
 """Turn texts into token ids with the tokenizer of a model's folder."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
+
+from kvq_runtime.disk import files
 
 
 class Encoder:
@@ -13,10 +15,14 @@ class Encoder:
 
     digest     sha256 of its file
     boundary   what parts documents that are packed: "bos", the tokenizer's own start of a text, or "eos" after each
+    size       how many tokens the model's config.json knows; None where it does not say
     """
 
     def __init__(self, folder: Path):
         self._tokenizer, self.digest = _load(folder)
+        if self._tokenizer.get_vocab_size() < 2:
+            raise ValueError(f"{folder} has no tokenizer.json with a vocabulary; give the folder of a whole model")
+        self.size = _object(folder / "config.json").get("vocab_size")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         starts = self._tokenizer.num_special_tokens_to_add(False) > 0
@@ -58,18 +64,18 @@ def _load(folder: Path) -> tuple[Tokenizer, str]:
 
 def _eos(folder: Path, tokenizer: Tokenizer) -> int:
     """The end-of-text token, from tokenizer_config.json, else config.json."""
-    named = _json(folder / "tokenizer_config.json").get("eos_token")
+    named = _object(folder / "tokenizer_config.json").get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
-    found = tokenizer.token_to_id(named) if named else None
+    found = tokenizer.token_to_id(named) if isinstance(named, str) else None
     if found is None:
-        found = _json(folder / "config.json").get("eos_token_id")
-        found = found[0] if isinstance(found, list) else found
-    if found is None:
+        found = _object(folder / "config.json").get("eos_token_id")
+        found = found[0] if isinstance(found, list) and found else found
+    if type(found) is not int:
         raise ValueError(
             f"{folder} names no end-of-text token (eos_token), which parts packed documents; use mode crop"
         )
     return found
 
 
-def _json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _object(path: Path) -> dict[str, Any]:
+    return files.json_object(path) if path.is_file() else {}

@@ -9,14 +9,14 @@ from hashlib import sha256 as hash_of
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.artifact import artifact, describe
+from kvq_runtime.artifact import ARTIFACT_FILE, artifact, describe
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.papers import papers
 from kvq_runtime.disk import files
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits, human
 
-ARTIFACT, CONFIG, CARD = "kvq.safetensors", "kvq_config.json", "README.md"
+CONFIG, CARD = "kvq_config.json", "README.md"
 LENGTHS = (4096, 32768, 131072)  # tokens of the one row whose bytes are told
 
 
@@ -29,7 +29,7 @@ def save_pretrained(made: Artifact, save_directory: Path | str) -> str:
     """
     folder, data = Path(save_directory), artifact.to_bytes(made)
     files.make_folder(folder)
-    for name, content in (beside(made, data, str(folder)) | {ARTIFACT: data}).items():
+    for name, content in (beside(made, data, str(folder)) | {ARTIFACT_FILE: data}).items():
         files.save(folder / name, content)
     return hash_of(data).hexdigest()
 

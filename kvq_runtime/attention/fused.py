@@ -154,9 +154,7 @@ class Fused(Path):
         index = self._found(store, q_BHTD, mask)
         if index is None:
             return None
-        if not self.fits(layer, q_BHTD):
-            return None
-        if not self.regular:
+        if not self.fits(layer, q_BHTD) or not self.regular:
             return None
         host = _kernels()
         self.publish(store, layer)

@@ -11,10 +11,10 @@ from kvq_runtime.errors import NotFound
 from kvq_runtime.recipe import Recipe, families, preset
 from kvq_runtime.store.memory import asymptotic_bits
 
-ADVICE = {  # the recipe to begin with, and for whom
-    "higgs-3bit": "nothing to calibrate, small loss: begin here; higgs-2bit where memory is shorter",
-    "aqua-2bit": "calibrated on your model: loses far less at 2 bits than rounding; aqua-3bit still less",
-    "aqua-klt-1bit": "calibrated, half of that again: measure it on your own text before you serve it (kvq eval)",
+ADVICE = {  # which to take, as README.md has it
+    "higgs-4bit": "nothing to calibrate: begin here; kivi-4bit if single channels of the keys are large",
+    "aqua-2bit": "calibrated on your model, for 2 bits: saves memory, costs time; or auto with --bits 2.1",
+    "higgs-head-3bit": "nothing to calibrate: under kvq attention steps read packed codes, not decoded ones",
 }
 MODEL = "Qwen2.5-7B (28 layers, 4 KV heads of 128)"
 BITS = f"""

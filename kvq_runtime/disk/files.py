@@ -8,6 +8,7 @@ and the folder is fsynced. `claim` is that step for a name that must be new, `re
 import errno
 import hashlib
 import io
+import json
 import os
 import re
 import secrets
@@ -15,6 +16,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from kvq_runtime.disk import faults
 from kvq_runtime.errors import ArtifactError, NotFound
@@ -55,6 +57,17 @@ def read(path: Path, limit: int) -> bytes:
         if size > limit:
             raise ArtifactError(f"{path}: {size} bytes; at most {limit} are allowed")
         return file.read(limit)
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON, of a model's folder; ArtifactError with its name for anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: invalid JSON: {error}; download it again") from None
+    if not isinstance(found, dict):
+        raise ArtifactError(f"{path}: expected an object, got {found!r:.80}; download it again")
+    return found
 
 
 def digest(path: Path) -> tuple[str, int]:

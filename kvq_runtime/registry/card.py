@@ -61,7 +61,8 @@ def eval_results(records: Sequence[Mapping[str, Any]]) -> list[Any]:
         source = str(text.get("source", "unnamed text"))[:200]
         args = {"corpus": record["corpus"], "model": model.get("id"), "length": record["protocol"].get("length")}
         for protocol, part in measured.parts(record).items():
-            about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": source, "dataset_name": source}
+            about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": _dataset(source)}
+            about |= {"dataset_name": source}
             about |= {"dataset_split": text.get("split"), "metric_args": args | {"protocol": protocol}}
             for field, (kind, title) in _METRICS.items():
                 value = part.get(field) if "reason" not in part else None
@@ -69,6 +70,12 @@ def eval_results(records: Sequence[Mapping[str, Any]]) -> list[Any]:
                     name = f"{title}, {measured.SPOKEN[protocol]}"
                     results.append(EvalResult(**about, metric_name=name, metric_type=kind, metric_value=value))
     return results
+
+
+def _dataset(source: str) -> str:
+    """A dataset of the Hub by its id; "text" for a file or an embedded corpus, which has none."""
+    found = re.match(r"[\w-][\w.-]*/[\w.-]+", source)
+    return found[0] if found else "text"
 
 
 def _parsed(text: str) -> Any:

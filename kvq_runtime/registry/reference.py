@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
+from kvq_runtime.artifact import ARTIFACT_FILE as ARTIFACT_FILE
+
 SUFFIX = ".safetensors"
-ARTIFACT_FILE = "kvq.safetensors"  # in a folder, and in a repository of a Hub
 PRODUCTION = "production"
 HUB = "hf://"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from kvq_calib.model import files
-from kvq_calib.text import tokenizer
+from kvq_calib.text import corpus, tokenizer
 
 TEXTS = {  # {what: (the file, what is said)}
     "brackets": ("[" * 200_000, "config.json: invalid JSON"),
@@ -70,6 +70,8 @@ def test_sizes_that_have_a_default_may_be_missing(model, tmp_path):
 OTHERS = {
     "rope_parameters": ([1], "RoPE settings .*; an object is needed"),
     "architectures": (5, "has architecture 5; supported are"),
+    "layer_types": (3, "layer_types=3; a list"),
+    "num_key_value_heads": (3, "num_key_value_heads=3; a divisor of num_attention_heads=4 is needed"),
     "auto_map": ({"AutoConfig": "evil.Evil"}, "runs no remote code"),
 }
 
@@ -86,3 +88,41 @@ def test_a_tokenizer_that_is_none_is_refused(text, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match="tokenizer.json is no tokenizer: .*; download the model again"):
         tokenizer.Encoder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "[" * 200_000])
+def test_settings_of_a_tokenizer_that_are_no_object_are_refused(text, demo_model, tmp_path):
+    folder = copied(demo_model, tmp_path)
+    (folder / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ValueError, match="tokenizer_config.json: "):
+        tokenizer.Encoder(folder)
+
+
+@pytest.mark.parametrize("given", [5, [1], {"content": [1]}, {}, None])
+def test_an_end_of_text_that_is_no_token_is_looked_for_in_the_configuration(given, demo_model, tmp_path):
+    folder = copied(demo_model, tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": given}))
+    assert tokenizer.Encoder(folder).bounded(["a"]) == tokenizer.Encoder(demo_model).bounded(["a"])
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": "x"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="names no end-of-text token"):
+        tokenizer.Encoder(folder)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(demo_model, tmp_path):
+    folder = copied(demo_model, tmp_path)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="has no tokenizer.json with a vocabulary"):
+        tokenizer.Encoder(folder)
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(demo_model, tmp_path):
+    folder = copied(demo_model, tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 300}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"makes token \d+, and the model knows 300"):
+        corpus.select("demo", folder, 2, 64)
+
+
+def copied(model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")))
