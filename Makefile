@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all chaos check oldest-triton format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env demo test test-all chaos check oldest-triton oldest-transformers format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -60,6 +60,13 @@ oldest-triton: env ## compile and launch the kernels, for sm_90, with the oldest
 	$(INSTALL) --no-deps --upgrade --target build/oldest-triton 'triton==$(shell sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
 	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_launch.py
 	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 --each-kind --check
+
+oldest-transformers: env ## generation, graphs and every architecture with the oldest transformers that pyproject.toml admits
+	@rm -rf build/oldest-transformers
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/oldest-transformers 'huggingface-hub<2' 'transformers==$(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
+	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/hf -m 'not slow and not all_recipes'
+	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_graph.py tests/kernels/test_fused.py \
+	    -k 'replays or mask_of_the_moment or models_generate or not_recorded'
 
 format: env ## let ruff format and fix
 	$(VENV)/bin/ruff format .

@@ -1,14 +1,20 @@
-"""Make the table of a vocabulary: what the first layer's projection makes of every token, without the mean."""
+"""Make the table of a vocabulary: what the first layer's projection makes of every token, without the mean.
+
+In 4 bits each row is rounded for itself: every token counts alike, however often a text has it.
+"""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvq_calib.model.streamed import Stream
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.ops import rtn
 from kvq_runtime.recipe import Role
+from kvq_runtime.stages.four_bits import BITS, GROUP
 from kvq_runtime.stages.vocabulary import Vocabulary
 
 TILE = 4096  # tokens
@@ -20,12 +26,23 @@ def statistics(stage: Vocabulary) -> tuple[str, ...]:
 
 
 def solve(stage: Vocabulary, statistics: Statistics, codec: Codec) -> tuple[Vocabulary, dict[str, Tensor]]:
-    """The stage with the vocabulary's size, and the table, bfloat16 [V, C]."""
+    """The stage with the vocabulary's size, and the table: bfloat16 [V, C], or as `four_bits.specs` has it."""
     table_VC = statistics.vocabulary
     assert table_VC is not None, "a table is made of a vocabulary"
     if codec.predictor is not None:
         table_VC = table_VC - statistics.mean_C
-    return replace(stage, size=len(table_VC)), {"table": table_VC.to(torch.bfloat16)}
+    found = _rounded(table_VC) if stage.storage == "rtn4" else {"table": table_VC.to(torch.bfloat16)}
+    return replace(stage, size=len(table_VC)), found
+
+
+def _rounded(table_VC: Tensor) -> dict[str, Tensor]:
+    """The table in 4-bit codes; what a last, shorter group lacks is filled up with its last number."""
+    group, found = min(GROUP, table_VC.shape[1]), []
+    for rows_RC in table_VC.split(TILE):
+        whole = functional.pad(rows_RC[:, None], (0, -rows_RC.shape[1] % group), mode="replicate")[:, 0]
+        found.append(rtn.encode(whole.float().unflatten(1, (-1, group)), BITS))
+    codes, step, low = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return {"table_codes": codes, "table_step": step, "table_low": low}
 
 
 def vocabulary(stream: Stream, role: Role) -> Tensor:

@@ -184,7 +184,7 @@ class KVQCache(Cache):
                 self.blocks.crop(shortest)
             for layer in self._stock:
                 if layer.get_seq_length() > shortest:
-                    layer.crop(shortest - layer.get_seq_length()) if shortest else layer.reset()
+                    layer.crop(shortest - layer.get_seq_length()) if shortest else _empty(layer)
         self._mask, self._announced = attention_mask, False
 
     def _announce(
@@ -232,6 +232,7 @@ class KVQCache(Cache):
         Raises ValueError for a positive number, RuntimeError where tokens that would be needed have been evicted (H2O),
         or layers have a recurrent state.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}); pass the tokens to drop as a negative number")
         self._whole("crop", tokens_to_remove)
@@ -285,7 +286,16 @@ class KVQCache(Cache):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 filled = method in ("reset", "reorder_cache")  # `_whole` has refused the others
             if filled and not isinstance(layer, KVQLayer):
-                getattr(layer, method)(*args)
+                _empty(layer) if method == "reset" and isinstance(layer, DynamicLayer) else getattr(layer, method)(
+                    *args
+                )
+
+
+def _empty(layer: DynamicLayer) -> None:
+    """Forget every token of one of transformers' own layers, whose `reset` in 5.17 leaves zeros in their place."""
+    layer.reset()
+    layer.keys = layer.values = None  # the next update makes new ones, of no tokens
+    layer.is_initialized = False
 
 
 def _hook(model: PreTrainedModel, first: nn.Module) -> None:

@@ -14,9 +14,10 @@ too, and the name's are the mean of all layers: for fewer bits than 4 in the fir
 matrices each, which are counted as predictors are.
 
 `-vocab` stores which token it is in place of the first layer's keys and values, which is all that they say: they are
-exact, and cost 11 to 18 bits a token. The table is 4 bytes times vocabulary times width.
+exact but for bfloat16, and cost 11 to 18 bits a token. The table is 4 bytes times vocabulary times width.
 
 `-gptq` stores predictors and bases in 4 bits, which cost 4.5 with their scales; the table of a vocabulary as it was.
+`-4bit` stores the table in 4 bits, too: 1.125 bytes times vocabulary times width; its rows are the first layer.
 
 What was measured is in docs/results.md; models as small as that one flatter predictions and bases.
 
@@ -64,7 +65,8 @@ def recipes() -> list[Recipe]:
         )
     half = Mixed(target=0.5, gain=GAIN, shared=True)
     packed = [in_four_bits(one) for one in found if one.name.removeprefix("aqua-metric-") in PACKED]
-    return [*found, recipe("0.5bit-all", half, half, f"{how} in all layers, 0.5 bits"), *packed]
+    tables = [_table_too(one) for one in packed if one.name.endswith("-vocab-gptq")]
+    return [*found, recipe("0.5bit-all", half, half, f"{how} in all layers, 0.5 bits"), *packed, *tables]
 
 
 def in_four_bits(plain: Recipe) -> Recipe:
@@ -81,3 +83,11 @@ def in_four_bits(plain: Recipe) -> Recipe:
         plain, name=f"{plain.name}-gptq", key=packed(plain.key), value=packed(plain.value), layers=layers,
         summary=summary,
     )  # fmt: skip
+
+
+def _table_too(packed: Recipe) -> Recipe:
+    """A recipe of `in_four_bits` with the vocabulary's table in 4 bits, too."""
+    key, value = (replace(one, quantize=Vocabulary(storage="rtn4")) for one in packed.layers[0])
+    summary = packed.summary.replace("predictors and bases", "predictors, bases and table")
+    name = packed.name.replace("-gptq", "-4bit")
+    return replace(packed, name=name, layers={**packed.layers, 0: (key, value)}, summary=summary)

@@ -1,8 +1,9 @@
-"""Store a matrix in 4-bit codes: what a stage's `storage="gptq4"` means.
+"""Store a matrix in 4-bit codes: what `storage="gptq4"` of a stage means, or "rtn4" of a vocabulary.
 
     w_io ≈ low + step · code        a step and a low end, float16, for each run of 64 inputs of an output
 
-So a number takes 4.5 bits instead of 16. How a matrix is rounded is a matter of calibration (`kvq_calib/fit/gptq.py`).
+So a number takes 4.5 bits instead of 16. How a matrix is rounded is a matter of calibration: gptq4 against the Gram
+matrix of its inputs (`kvq_calib/fit/gptq.py`), rtn4 to the nearest code (`kvq_calib/fit/vocabulary.py`).
 
 I = inputs, the channels of what the matrix is multiplied with; O = outputs.
 """
@@ -37,6 +38,11 @@ def specs(inputs: int, outputs: int, prefix: str = "") -> Specs:
 
 def unpacked(tensors: Tensors, inputs: int, prefix: str = "") -> Tensor:
     """The matrix, bfloat16 [I, O]."""
-    codes_OGK = pack.unpack(tensors[f"{prefix}codes"], BITS, min(GROUP, inputs))
-    rows = rtn.decode(codes_OGK, tensors[f"{prefix}step"], tensors[f"{prefix}low"], BITS)
-    return rows.flatten(1)[:, :inputs].mT.to(torch.bfloat16)
+    return rows(tensors, inputs, slice(None), prefix).mT
+
+
+def rows(tensors: Tensors, inputs: int, which: Tensor | slice, prefix: str = "") -> Tensor:
+    """Some outputs of the matrix, bfloat16 [..., I]; only they are unpacked."""
+    codes, step, low = (tensors[f"{prefix}{name}"][which] for name in ("codes", "step", "low"))
+    found = rtn.decode(pack.unpack(codes, BITS, min(GROUP, inputs)), step, low, BITS)
+    return found.flatten(-2)[..., :inputs].to(torch.bfloat16)

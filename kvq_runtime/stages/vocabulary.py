@@ -4,12 +4,13 @@
 
 The table is calibrated from the model's weights; a token is found by the nearest row, so that the cache need not be
 told ids, and what is no token's (an embedding that was given as such) gets the row that is nearest to it. What the
-layers above are predicted from is then exact but for the table's bfloat16. The table takes 2 bytes times vocabulary
-times width, for keys and for values: 262 MB each for 128,256 tokens and 1024 channels; it is counted as predictors are.
+layers above are predicted from is then exact but for the table's rounding. In bfloat16 the table takes 2 bytes times
+vocabulary times width, for keys and for values: 262 MB each for 128,256 tokens and 1024 channels; in 4 bits (`storage`)
+74 MB, each row decoded from its codes. It is counted as predictors are.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
 from kvq_runtime.ops.rotation import Rotation
+from kvq_runtime.stages import four_bits
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 MOST = 18  # bits of a token's number: 262,144 tokens
@@ -28,14 +30,19 @@ ROWS, TOKENS = 8192, 1024  # of one product
 class Vocabulary(Quantizer):
     """Round a token of the first layer to the nearest row of the table.
 
-    size   tokens of the vocabulary, 2 to 262144; the fit finds it. 0: not known yet, billed at 18 bits a token
+    size      tokens of the vocabulary, 2 to 262144; the fit finds it. 0: not known yet, billed at 18 bits a token
+    storage   of the table: "bf16", or "rtn4", 4.5 bits a number
     """
 
     kind: ClassVar[str] = "vocabulary"
     needs: ClassVar[frozenset[str]] = frozenset({"fit"})
+    later: ClassVar[frozenset[str]] = frozenset({"storage"})
     size: int = 0
+    storage: Literal["bf16", "rtn4"] = "bf16"
 
     def __post_init__(self):
+        if self.storage not in ("bf16", "rtn4"):
+            raise ValueError(f'storage={self.storage!r}; use "bf16" or "rtn4"')
         if self.size != 0 and not 2 <= self.size <= 1 << MOST:
             raise ValueError(f"size={self.size}; use 2 to {1 << MOST} tokens, or 0, which the fit fills in")
 
@@ -46,7 +53,16 @@ class Vocabulary(Quantizer):
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The row of every token, without the mean."""
-        return {"table": ((self.size or UNKNOWN, geometry.width), torch.bfloat16)}
+        size = self.size or UNKNOWN
+        if self.storage == "rtn4":
+            return four_bits.specs(geometry.width, size, "table_")
+        return {"table": ((size, geometry.width), torch.bfloat16)}
+
+    def rows(self, tensors: Tensors, width: int, which: Tensor | slice) -> Tensor:
+        """Rows of the table, bfloat16 [..., C]."""
+        if self.storage == "rtn4":
+            return four_bits.rows(tensors, width, which, "table_")
+        return tensors["table"][which]
 
     def check(self, site: Site) -> None:
         if site.layer != 0:
@@ -63,7 +79,7 @@ class Vocabulary(Quantizer):
 
     def encode(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
         """The nearest rows of [N, R, C]: argmin ‖x - t‖² = argmax x t - ‖t‖²/2; the first of equal ones."""
-        ids_NR = torch.cat([_nearest(part, tensors["table"]) for part in x_NRW.float().flatten(0, 1).split(TOKENS)])
+        ids_NR = torch.cat([self._nearest(part, tensors) for part in x_NRW.float().flatten(0, 1).split(TOKENS)])
         return {"ids": pack.pack_places(ids_NR.view(x_NRW.shape[:2]), self.bits)}
 
     def decode(
@@ -72,7 +88,7 @@ class Vocabulary(Quantizer):
         """Decode to bfloat16 [N, R, C]; blocks have a multiple of 8 tokens."""
         packed = fields["ids"]
         ids_NR = pack.unpack_places(packed, self.bits, 8 * packed.shape[-1] // self.bits)
-        return tensors["table"][ids_NR]
+        return self.rows(tensors, width, ids_NR)
 
     def at(
         self,
@@ -90,7 +106,7 @@ class Vocabulary(Quantizer):
             bits = min(8, self.bits - shift)
             ids_N |= pack.pick(packed, start, token_N, bits, block).long() << shift
             start = start + pack.packed_size(block, bits)
-        return tensors["table"][ids_N]
+        return self.rows(tensors, geometry.width, ids_N)
 
     def check_tokens(self, geometry: Geometry) -> None:
         """Single tokens are decoded by `at`."""
@@ -98,13 +114,13 @@ class Vocabulary(Quantizer):
     def memory_kind(self, field: str) -> str:
         return "codes"
 
-
-def _nearest(x_NC: Tensor, table_VC: Tensor) -> Tensor:
-    """The number of the nearest row, int64 [N]."""
-    best_N, place_N = x_NC.new_full((len(x_NC),), -torch.inf), torch.zeros(len(x_NC), dtype=torch.int64).to(x_NC.device)
-    for first in range(0, len(table_VC), ROWS):
-        rows_RC = table_VC[first : first + ROWS].float()
-        score_N, here_N = (x_NC @ rows_RC.mT - rows_RC.square().sum(1) / 2).max(1)
-        place_N = torch.where(score_N > best_N, first + here_N, place_N)
-        best_N = torch.maximum(best_N, score_N)
-    return place_N
+    def _nearest(self, x_NC: Tensor, tensors: Tensors) -> Tensor:
+        """The number of the nearest row, int64 [N]."""
+        place_N = torch.zeros(len(x_NC), dtype=torch.int64, device=x_NC.device)
+        best_N = x_NC.new_full((len(x_NC),), -torch.inf)
+        for first in range(0, self.size or UNKNOWN, ROWS):
+            rows_RC = self.rows(tensors, x_NC.shape[1], slice(first, first + ROWS)).float()
+            score_N, here_N = (x_NC @ rows_RC.mT - rows_RC.square().sum(1) / 2).max(1)
+            place_N = torch.where(score_N > best_N, first + here_N, place_N)
+            best_N = torch.maximum(best_N, score_N)
+        return place_N

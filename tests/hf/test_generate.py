@@ -225,6 +225,29 @@ def test_a_forward_pass_that_fails_is_as_if_it_had_never_been(name, kind):
     assert cache.get_seq_length() == other.get_seq_length()
 
 
+def test_a_reset_empties_transformers_own_layers_too():
+    """Those of transformers 5.17 leave zeros where tokens were: `make oldest-transformers`."""
+    model, ids = mixed(), prompt(2, 40)
+    cache = kvq("exact", model)
+    with torch.no_grad():
+        first = model(ids, past_key_values=cache).logits
+        cache.reset()
+        assert torch.equal(model(ids, past_key_values=cache).logits, first)
+
+
+def test_a_crop_by_a_tensor_leaves_numbers():
+    """As transformers 5.17 passes it in assisted decoding; sliding layers count on."""
+    model, ids = mixed(), prompt(1, 40)
+    cache = kvq("exact", model)
+    for layer in cache._stock:
+        layer.activate_past_recording()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.crop(torch.tensor(-3))
+        assert [type(layer.get_seq_length()) for layer in cache.layers] == [int] * len(cache.layers)
+        assert {layer.get_seq_length() for layer in cache.layers} == {37}
+
+
 def test_positions_must_come_from_the_model():
     model, other = random_model("llama"), random_model("llama", seed=3)
     cache = kvq("aqua-2bit", model)

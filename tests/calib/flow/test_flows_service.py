@@ -57,7 +57,7 @@ def test_no_path_and_every_policy_in_flows_yaml():
         assert (ROOT / one["entrypoint"].partition(":")[0]).is_file()
 
 
-def test_a_scheduled_run_is_killed_resumed_completed_and_a_failed_gate_told(tmp_path, monkeypatch, hook):
+def test_runs_are_killed_resumed_completed_and_cancelled_and_a_failed_gate_told(tmp_path, monkeypatch, hook):
     from prefect.client.orchestration import get_client
 
     from kvq_calib.flow import flow
@@ -106,6 +106,17 @@ def test_a_scheduled_run_is_killed_resumed_completed_and_a_failed_gate_told(tmp_
             until(lambda: heard)
             (failed,) = states(client, "kvq-calibrate", "GateFailed")
             assert failed.state.message in heard[0] and "was not published. KL" in heard[0]
+            hold.touch()
+            again = {"seed": 2, "max_kl": None}
+            cancel_in_mid_run(client, runs, asked.id, again)
+            assert registry.resolve("tiny-model-aqua-2bit").version == "1.0.0"
+            hold.unlink()
+            before = fitted(client)
+            second = client.create_flow_run_from_deployment(asked.id, parameters=again).id
+            until(lambda: client.read_flow_run(second).state.is_completed())
+            until(lambda: fitted(client)["layer-15-0"] == before["layer-15-0"] + 1)
+            assert fitted(client)["layer-0-0"] == before["layer-0-0"]
+            assert registry.resolve("tiny-model-aqua-2bit").version == "1.1.0"
             started += family(flows)
     finally:
         stopped = service.down()
@@ -139,6 +150,21 @@ def kill_in_mid_run(client, runs: Path) -> UUID:
     running.kill()
     assert {path.name for path in runs.glob("*/layer-????")} == {f"layer-000{n}" for n in range(3)}
     return id
+
+
+def cancel_in_mid_run(client, runs: Path, deployment: UUID, parameters: dict) -> None:
+    """Cancel a flow run, as `prefect flow-run cancel` does, when three layers are done; its process ends, they stay."""
+    from prefect.states import Cancelling
+
+    before, begun = set(runs.iterdir()), fitted(client)["layer-3-0"]
+    id = client.create_flow_run_from_deployment(deployment, parameters=parameters).id
+    process = until(lambda: next((process for process, at in at_work(runs.parent) if at == id), None))
+    folder = until(lambda: next(iter(set(runs.iterdir()) - before), None))
+    until(lambda: fitted(client)["layer-3-0"] > begun)
+    client.set_flow_run_state(id, Cancelling())
+    until(lambda: client.read_flow_run(id).state.is_cancelled())
+    until(lambda: not lives(process))
+    assert len(list(folder.glob("layer-????"))) == 3
 
 
 def at_work(home: Path) -> Iterator[tuple[psutil.Process, UUID]]:
