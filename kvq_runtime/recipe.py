@@ -118,6 +118,15 @@ class Recipe:
         kept = tuple(policy for policy in self.policies if policy.most(recent, block) == recent)
         return self if most == recent else replace(self.with_exact(recent=most), policies=kept)
 
+    def of_vocabulary(self, tokens: int) -> "Recipe":
+        """The recipe with stages of as many tokens as a model's vocabulary has, where the fit would say that."""
+
+        def sized(scheme: Scheme) -> Scheme:
+            return replace(scheme, quantize=scheme.quantize.of_vocabulary(tokens))
+
+        layers = {layer: (sized(key), sized(value)) for layer, (key, value) in self.layers.items()}
+        return replace(self, key=sized(self.key), value=sized(self.value), layers=layers)
+
     def with_exact(self, sinks: int | None = None, recent: int | None = None) -> "Recipe":
         """The recipe with so many exact tokens at the start of every row (`sinks`), and at its end; None: unchanged."""
         changes = {name: value for name, value in (("sinks", sinks), ("recent", recent)) if value is not None}

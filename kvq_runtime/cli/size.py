@@ -10,7 +10,7 @@ from typing import Any
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.geometry import MODELS, Geometry
+from kvq_runtime.geometry import MODELS, VOCABULARIES, Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.recipes import higgs
 from kvq_runtime.store.break_even import smaller_from
@@ -27,30 +27,49 @@ row from which all bytes are fewer than those of 16 bit, and of the plain HIGGS 
 def held(args: Namespace) -> int:
     """Print what each recipe holds on each model: bits per element and GiB of all bytes, beside 16 bit."""
     recipes = recipe_text.distinct(recipe_text.read(text) for text in recipe_text.with_settings(args.recipes, args.set))
-    models = dict(model for text in args.model or ["qwen2.5-7b"] for model in _models(text))
+    models = {one[0]: one for text in args.model or ["qwen2.5-7b"] for one in _models(text, args.vocabulary)}
     counts = args.tokens or [8192, 32768, 131072]
-    rows = [row for name, geometry in models.items() for row in _rows(name, geometry, recipes, counts, args)]
+    rows: list[dict[str, Any]] = []
+    for name, geometry, tokens in models.values():
+        rows += _rows(name, geometry, [_of(recipe, name, tokens) for recipe in recipes], counts, args)
     print_table(rows, args.json)
     if not args.json:
         print(COMPUTED.format("1 row" if args.batch == 1 else f"{args.batch} rows"))
     return 0
 
 
-def _models(text: str) -> Iterator[tuple[str, Geometry]]:
-    """(name, geometry) of a known name, "all" of them, a config.json or its folder, or LAYERSxHEADSxSIZE."""
+def _of(recipe: Recipe, model: str, tokens: int | None) -> Recipe:
+    """The recipe for a vocabulary of so many tokens; ValueError where it asks for one that is not known."""
+    if tokens is not None:
+        return recipe.of_vocabulary(tokens)
+    if recipe.of_vocabulary(2) != recipe:
+        raise ValueError(
+            f"{recipe.name} has a table of the vocabulary; say how many tokens {model} has: --vocabulary N"
+        )
+    return recipe
+
+
+def _models(text: str, tokens: int | None) -> Iterator[tuple[str, Geometry, int | None]]:
+    """Name, geometry and vocabulary of a known name, "all" of them, a config.json or its folder, or LAYERSxHEADSxSIZE.
+
+    tokens   of the vocabulary, in place of what is known of the model
+    """
     path = Path(text)
     shape = re.fullmatch(r"(\d{1,4})x(\d{1,4})x(\d{1,4})", text)
     if text == "all":
-        yield from MODELS.items()
+        yield from ((name, geometry, tokens or VOCABULARIES[name]) for name, geometry in MODELS.items())
     elif text in MODELS:
-        yield text, MODELS[text]
+        yield text, MODELS[text], tokens or VOCABULARIES[text]
     elif shape:
-        yield text, Geometry(*map(int, shape.groups()))
+        yield text, Geometry(*map(int, shape.groups())), tokens
     elif path.exists():
         config = _config(path / "config.json" if path.is_dir() else path)
         if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
             raise ValueError(f"--model {text}: no config.json of a model; it has no layers and heads")
-        yield path.name if path.is_dir() else path.parent.name, Geometry.from_config(config)
+        found = tokens or config.get("vocab_size")
+        if found is not None and (type(found) is not int or not 2 <= found <= 1 << 26):
+            raise ValueError(f"--model {text}: vocab_size={found!r:.60}; a whole number from 2 to {1 << 26} is needed")
+        yield path.name if path.is_dir() else path.parent.name, Geometry.from_config(config), found
     else:
         raise NotFound(
             f"--model {text}; use all, one of {', '.join(MODELS)}, a folder with config.json, or layers x KV heads x "

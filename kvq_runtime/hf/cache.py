@@ -285,10 +285,12 @@ class KVQCache(Cache):
             filled = getattr(layer, "is_initialized", False)
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 filled = method in ("reset", "reorder_cache")  # `_whole` has refused the others
-            if filled and not isinstance(layer, KVQLayer):
-                _empty(layer) if method == "reset" and isinstance(layer, DynamicLayer) else getattr(layer, method)(
-                    *args
-                )
+            if not filled or isinstance(layer, KVQLayer):
+                continue
+            if method == "reset" and isinstance(layer, DynamicLayer):
+                _empty(layer)
+            else:
+                getattr(layer, method)(*args)
 
 
 def _empty(layer: DynamicLayer) -> None:

@@ -181,6 +181,10 @@ class Quantizer(Stage):
         if site.geometry is not None:
             site.scheme.fields(site.window.block, site.geometry)
 
+    def of_vocabulary(self, tokens: int) -> Quantizer:
+        """The stage for a model of so many tokens, before a fit says that; most do not depend on it."""
+        return self
+
     @abstractmethod
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
         """What one block [rows, width] is stored as; `dtype` is the model's. Bits billed are the bytes of these.

@@ -9,7 +9,7 @@ vocabulary times width, for keys and for values: 262 MB each for 128,256 tokens 
 74 MB, each row decoded from its codes. It is counted as predictors are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -57,6 +57,9 @@ class Vocabulary(Quantizer):
         if self.storage == "rtn4":
             return four_bits.specs(geometry.width, size, "table_")
         return {"table": ((size, geometry.width), torch.bfloat16)}
+
+    def of_vocabulary(self, tokens: int) -> "Vocabulary":
+        return self if self.size else replace(self, size=tokens)
 
     def rows(self, tensors: Tensors, width: int, which: Tensor | slice) -> Tensor:
         """Rows of the table, bfloat16 [..., C]."""

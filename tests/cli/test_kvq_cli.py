@@ -271,6 +271,16 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
         assert again["bytes"] == rows[2]["bytes"]
     assert "Computed from shapes, not measured: all bytes of 1 row" in kvq("bytes", "aqua-2bit")[1]
     assert len(as_json("bytes", "higgs-2bit", "--model", "all")) == 2 * len(MODELS)
+    table = 2 * 1024 * 128256  # keys' and values' of a first layer by token
+    wide, narrow = (as_json("bytes", f"aqua-metric-1bit-vocab{more}", "--model", "llama-3.1-8b")[1]["shared MiB"]
+                    for more in ("-gptq", "-4bit"))  # fmt: skip
+    assert wide - narrow == pytest.approx(table * (16 - 4.5) / 8 / 2**20, abs=0.2)
+    given = ("bytes", "aqua-metric-1bit-vocab-gptq", "--model", "32x8x128")
+    code, _, err = kvq(*given)
+    assert code == 2 and "aqua-metric-1bit-vocab-gptq has a table of the vocabulary" in err and "--vocabulary N" in err
+    assert as_json(*given, "--vocabulary", "128256")[1]["shared MiB"] == wide
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 128256}))
+    assert as_json(*given[:3], str(tmp_path))[1]["shared MiB"] == wide
     code, _, err = kvq("bytes", "aqua-2bit", "--model", "gpt-5")
     assert code == 3 and "--model gpt-5; use all, one of demo, qwen2.5-0.5b" in err
     assert kvq("bytes", "aqua-2bit-quanto", "--model", "2x2x24")[0] == 2
