@@ -10,8 +10,8 @@ from kvq_calib.report.tables import attention_error, standard_error
 from kvq_runtime.registry.measured import decisive, figures
 
 Record = Mapping[str, Any]
-# what we would take first where its fit is at hand: the first of these that was measured is marked
-RECOMMENDED = ("aqua-metric-1bit-vocab", "aqua-metric-1bit")
+# what README.md recommends where bits may differ by layer: marked where it was measured
+RECOMMENDED = ("auto-2.1bit",)
 KL, PERPLEXITY, ATTENTION = "kl", "relative", "attention"
 
 

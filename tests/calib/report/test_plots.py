@@ -218,10 +218,10 @@ def test_versions_of_an_artifact_have_their_references():
 
 
 def test_our_recommendation_is_marked():
-    figure = plots._frontier([[*some(), record("aqua-metric-1bit", 1.1, 0.001)]], True, 9, 5)
-    assert "aqua-metric-1bit (recommended)" in written(figure.axes[0])
+    figure = plots._frontier([[*some(), record("auto-2.1bit", 2.1, 0.001)]], True, 9, 5)
+    assert "auto-2.1bit (recommended)" in written(figure.axes[0])
     assert "Ringed: recommended." in " ".join(figure._supxlabel.get_text().split())
-    assert not any("recommended" in name for name in written(drawn(some()).axes[0]))
+    assert not any("recommended" in name for name in written(drawn(some({"kivi-2bit": (3.0, 0.1)})).axes[0]))
 
 
 def test_of_many_recipes_the_frontier_and_one_of_each_family_are_named():
