@@ -112,7 +112,7 @@ def test_unit_points_keep_norms_and_mean_points_lose_least(bits):
 
 
 def test_radii_in_eight_bits_cost_what_a_sixteenth_of_an_octave_does():
-    """Rounding to steps of 1/16 in log2 moves a radius by (ln 2 / 16) / √12 of itself, in the root mean square: 1.2%."""
+    """Rounding to steps of 1/16 in log2 moves a radius by (ln 2 / 16) / √12 of itself, as a root mean square: 1.2%."""
     x = gaussian(2, 512, 1024) * torch.logspace(-2, 2, 512)[:, None]
     exact, logarithmic = (relative(x - there_and_back(one(Polar(radius=kind)), x), x) for kind in ("fp16", "log8"))
     assert logarithmic - exact == pytest.approx((math.log(2) / 16) ** 2 / 12 * (1 - exact), rel=0.05)
