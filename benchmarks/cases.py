@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import SLAB, Geometry
+from kvq_runtime.geometry import ROLES, SLAB, Geometry
 from kvq_runtime.recipe import Recipe, preset
 
 FAMILIES = (
@@ -103,8 +103,8 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
 
     geometry, recipe = case.model.geometry, case.schemes()
     schemes, alive = [], []
-    for scheme, position in ((recipe.key, recipe.position), (recipe.value, "post")):
-        one = attention.layout(scheme, recipe.window.block, geometry, position)
+    for role, scheme in zip(ROLES, (recipe.key, recipe.value), strict=True):
+        one = attention.layout(scheme, recipe.window.block, geometry, role, recipe.position)
         assert one is not None, f"{case.recipe} has no kernel"
         full = [
             random_slab(scheme, recipe.window.block, geometry, case.batch, SLAB, device)

@@ -141,8 +141,8 @@ def sweep(model: Model, recipe: str, deadline: float) -> tuple[str, Any, list[di
 
     case = Case(model, recipe, 32768, 8)
     chosen, ratio = case.schemes(), model.q_heads // model.kv_heads
-    keys = layout(chosen.key, chosen.window.block, model.geometry, chosen.position)
-    values = layout(chosen.value, chosen.window.block, model.geometry)
+    keys = layout(chosen.key, chosen.window.block, model.geometry, "key", chosen.position)
+    values = layout(chosen.value, chosen.window.block, model.geometry, "value")
     assert keys is not None and values is not None
     step = built(case, torch.device("cuda"))
     q = torch.randn(case.batch, model.q_heads, 1, model.head_size, device="cuda", dtype=torch.bfloat16)

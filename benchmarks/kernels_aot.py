@@ -37,6 +37,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels.attend import host as attention
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.layout import layout
+from kvq_runtime.kernels.attend.settings import RoundedSettings
 from kvq_runtime.ops import dispatch, feedback, grid, latent, lloyd, pack, polar, rotation, rtn
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.stages.predict import Mean
@@ -125,8 +126,8 @@ def attends(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tok
     """A decode step over one slab of this recipe, as the host would launch it; None where there is no kernel."""
     geometry, position = Geometry(1, heads, size), position or recipe.position
     layouts = [
-        layout(recipe.key, recipe.window.block, geometry, position),
-        layout(recipe.value, recipe.window.block, geometry),
+        layout(recipe.key, recipe.window.block, geometry, "key", position),
+        layout(recipe.value, recipe.window.block, geometry, "value"),
     ]
     if None in layouts:
         return None
@@ -243,9 +244,9 @@ def usage(one: Compiled, arch: int) -> dict[str, Any]:
 def per_element(one: Compiled, cubin: Path) -> tuple[float, float]:
     """(instructions, multiplications) of a lane per element of keys and values."""
     given = {name: one.constants.get((i,)) for i, name in enumerate(one.signature)}
-    layer, per_channel = given["L"], given["READ_KEYS"] is None
-    size, block = layer.D, layer.T
-    turns = -(-block // (given["KS"].GROUP if per_channel else layer.N))
+    layer, rounded = given["L"], isinstance(given["KS"], RoundedSettings)
+    size, block = layer.D, 16 * given["KS"].TILES if rounded else layer.T
+    turns = 1 if rounded else -(-block // layer.N)
     loop = sass.main_loop(sass.instructions(TOOLS / "nvdisasm", cubin), turns)
     lanes = 32 * one.options["num_warps"] / (2 * block * size)
     multiplying = sum(loop[name] for name in sass.MULTIPLICATIONS)

@@ -7,6 +7,7 @@ recorded as a graph. The host says what it has changed when it next publishes (`
 import torch
 from torch import Tensor
 
+from kvq_runtime.store.order import KernelOrder
 from kvq_runtime.store.storage import lasting
 
 SLACK = 64  # tokens that one step may add where the window is
@@ -19,12 +20,20 @@ class DeviceIndex:
     tables       of keys and of values, the addresses of their slabs: see kernels/attend/block_table.py
     sinks_2BSC   a copy of the exact first tokens, keys and values
     window_2BTC  where sinks and window are, but for a prompt that has no room there; None before they first are
+    orders       how the codes of keys and of values lie in slabs, for its kernel; None: as they are encoded
     stale        whether the device does not know yet how many blocks and tokens there are, and where
     """
 
     @lasting
-    def __init__(self, columns: tuple[int, int], slabs: int, sinks_2BSC: Tensor):
+    def __init__(
+        self,
+        columns: tuple[int, int],
+        slabs: int,
+        sinks_2BSC: Tensor,
+        orders: tuple[KernelOrder | None, KernelOrder | None] = (None, None),
+    ):
         device = sinks_2BSC.device
+        self.orders = orders
         self.counts = torch.zeros(3, dtype=torch.int32, device=device)
         self.offsets = torch.arange(SLACK, device=device)
         self.columns = columns

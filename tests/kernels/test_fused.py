@@ -24,8 +24,8 @@ from kvq_runtime.attention.cuda_graph import captured
 from kvq_runtime.attention.fused import refusal
 
 # one of each layout for `make test`; beside whole rows, padded ones for every other family
-WHOLE = ("kivi-2-post-8", "kivi-2-pre-16", "higgs-head-2bit", "polar-3bit-fitted", "mean-higgs-head-2bit-post")
-PADDING = ("kivi-2-pre-8", "rtn-2bit", "lloyd-3bit", "mean-kivi-2-pre-16-key-value")
+WHOLE = ("kivi-2-post-32", "kivi-2-pre-16", "higgs-head-2bit", "polar-3bit-fitted", "mean-higgs-head-2bit-post")
+PADDING = ("kivi-2-pre-32", "rtn-2bit", "lloyd-3bit", "mean-kivi-2-pre-16-key-value")
 AGREE = [(name, None) for name in FAMILIES] + [
     (name, PADDED) for name in dict.fromkeys((*PADDING, *list(FAMILIES)[::2]))
 ]
@@ -252,7 +252,7 @@ def test_the_report_is_what_the_cache_owns(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 2])
 def test_models_generate_as_with_torch(beams):
-    model: Any = random_model("qwen2", attention="kvq", num_hidden_layers=2)
+    model: Any = random_model("qwen2", attention="kvq", num_hidden_layers=2, head_dim=64)
     model.to(DEVICE)
     ids, mask = (x.to(DEVICE) for x in padded(prompt(2, 44), 44, 30))
     settings = {"max_new_tokens": 3, "pad_token_id": 1, "do_sample": False, "num_beams": beams}

@@ -40,9 +40,9 @@ def attend(
     p_starts         int32 [B], the first real slot of each row
     p_lengths        int32 [3]: encoded blocks, the window's first place in its buffer, its tokens
     p_part, p_lse    float32 [B · H, SPLITS + EXACT, G · TQ, D] and without D
-    SCAN             the loop over a split's blocks: per_token.py, per_channel.py
-    READ_KEYS        reads a tile of keys: read.py; None where SCAN does
-    READ_VALUES      reads a tile of values
+    SCAN             the loop over a split's blocks: rounded.py, per_token.py
+    READ_KEYS        scores keys, in rounded.py; reads a tile of them, in per_token.py
+    READ_VALUES      reads a tile of values, in per_token.py
     XS               TileSettings of exact tokens
     """
     i_bh = tl.program_id(0).to(tl.int64)
@@ -54,11 +54,10 @@ def attend(
         each = (blocks + L.SPLITS - 1) // L.SPLITS
         i_first = tl.minimum(i_split * each, blocks)
         i_last = tl.minimum(i_first + each, blocks)
-        b_blocks = SCAN(
+        SCAN(
             p_q, p_q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h,
-            start + L.SINKS, L, READ_KEYS, KS, READ_VALUES, VS,
+            start + L.SINKS, p_part, p_lse, i_bh * (L.SPLITS + EXACT) + i_split, L, READ_KEYS, KS, READ_VALUES, VS,
         )  # fmt: skip
-        softmax.store(b_blocks, p_part, p_lse, i_bh * (L.SPLITS + EXACT) + i_split, L, VS)
     else:
         b_exact = _exact(
             p_q_exact, scale, p_k_window, p_v_window, p_k_sinks, p_v_sinks, window_stride, p_lengths, blocks * L.T,

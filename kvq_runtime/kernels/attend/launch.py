@@ -35,19 +35,17 @@ def heads_per_launch(keys: Layout, values: Layout, ratio: int, tokens: int) -> i
 
     tokens   of the query
 
-    Beside a mean's operands, or angles, there are registers for 8 rows. Per channel a tile of 64 costs more than four
-    of 8.
+    Beside a mean's operands, angles, or the scores of a sub-block of rounded tokens, there are registers for 8 rows.
     """
     rows = ratio * tokens
-    few = keys.adds_mean or 2 in (keys.tokens_per_thread, values.tokens_per_thread)
-    if few or (keys.per_channel and rows <= 32 and tokens <= 8):
+    if keys.rounded or keys.adds_mean or 2 in (keys.tokens_per_thread, values.tokens_per_thread):
         return min(ratio, 8 // tokens)
     return ratio if rows <= ROWS else 0
 
 
 def padded_rows(keys: Layout, rows: int) -> int:
-    """What query rows are padded to; per channel a tile of 64 has registers enough, where 16 and 32 have not."""
-    return next(size for size in ((8, 64) if keys.per_channel else (8, 16, 32, 64)) if rows <= size)
+    """What query rows are padded to."""
+    return next(size for size in (8, 16, 32, 64) if rows <= size)
 
 
 @lru_cache(maxsize=1)
@@ -70,29 +68,19 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
 
     Warps share a slot's channels, 16 each: where slots are narrow, more warps do the same work twice.
     """
+    if keys.rounded:
+        return Launch(warps=1)  # no barrier, and registers for three warps a scheduler
     size, many, both = keys.geometry.head_size, padded_rows(keys, rows) // 8, (keys, values)
     pairs = [scheme for scheme in both if scheme.tokens_per_thread == 2]
     if pairs:  # three bits are two planes, which take more registers
         return Launch(tile=64 if any(scheme.bits == 3 for scheme in pairs) else 128)
     if any(scheme.interleaves for scheme in both):
         return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * many))
-    if keys.per_channel and keys.adds_mean:
-        return Launch(warps=8)
-    if keys.pre_rope or (keys.per_channel and size > 128):
-        return Launch(warps=min(8, 4 * many))
-    per_token = [scheme for scheme in both if not scheme.per_channel]
-    columns = min(scheme.settings.COLUMNS for scheme in per_token)
+    columns = min(scheme.settings.COLUMNS for scheme in both)
     if keys.adds_mean:
-        paired = any(scheme.gathers and scheme.settings.PAIRED for scheme in per_token)
+        paired = any(scheme.gathers and scheme.settings.PAIRED for scheme in both)
         return Launch(32) if columns > 16 else Launch(16, 2 if paired else 1)
-    if any(scheme.gathers for scheme in per_token):
-        return _gathering(columns, size, many)
-    two_bits = keys.bits == values.bits == 2
-    if two_bits and keys.per_channel and values.settings.SLOTS > 1 and many == 1 and size == 128:
-        return Launch(warps=1)  # all of a block's bytes in one warp's registers
-    if keys.per_channel or size > 128 or columns <= 16 or max(scheme.bits for scheme in per_token) == 8:
-        return Launch(warps=min(8, (1 if columns <= 16 else 2) * many))
-    return Launch(warps=8) if many == 8 else Launch(tile=min(128, 256 // many), warps=2 if many == 1 else 4)
+    return _gathering(columns, size, many)
 
 
 def _gathering(columns: int, size: int, many: int) -> Launch:

@@ -1,13 +1,13 @@
-"""Split-K decode attention to keys whose codes lie along the channels of each head, N tokens at a time; see read.py.
+"""Split-K decode attention to keys and values that are looked up, or angles, N tokens at a time; see read.py.
 
-A scan is a jit function of this file or per_channel.py, which the kernel gets as a compile-time argument (SCAN): the
+A scan is a jit function of this file or rounded.py, which the kernel gets as a compile-time argument (SCAN): the
 loop over the blocks of a split. Its arguments are those of the kernel (kernel.py), and
 
     i_first, i_last   the split's blocks: scalars, i_first up to but without i_last
     i_b, i_h          batch row and KV head
     start             the row's first slot that is neither padding nor a sink
 
-It returns the state of softmax.py.
+    i_part            where in p_part and p_lse it writes what it found
 """
 
 import triton
@@ -20,6 +20,7 @@ from kvq_runtime.kernels.attend.read import load_query, scale_of_slot
 @triton.jit
 def post_rope(
     p_q, p_q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h, start,
+    p_part, p_lse, i_part,
     L: tl.constexpr, READ_KEYS: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr, VS: tl.constexpr,
 ):  # fmt: skip
     """Keys after RoPE, or without it; `p_rope` is given where their mean was removed."""
@@ -53,4 +54,4 @@ def post_rope(
             b_s = tl.where((m_t & (i_block * L.T + o_t >= start))[:, None], b_s, float("-inf"))
             b_tiles, b_numbers = READ_VALUES(p_values, p_value_lookup, i_block, i_b, i_h, o_t, m_t, L, VS)
             b_top, b_total, b_low, b_sums = softmax.add(b_top, b_total, b_low, b_sums, b_s, b_tiles, b_numbers)
-    return b_top, b_total, b_low, b_sums
+    softmax.store((b_top, b_total, b_low, b_sums), p_part, p_lse, i_part, L, VS)

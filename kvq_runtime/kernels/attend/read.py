@@ -60,26 +60,6 @@ def load_number(p_number, o_t, m_t, i_h, L: tl.constexpr):
 
 
 @triton.jit
-def uniform(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr, S: tl.constexpr):
-    """Codes rounded to nearest, S of RtnSettings: SLOTS tiles [N, P], and scale and low [N]."""
-    FIELDS: tl.constexpr = 2 + S.HAS_LOW
-    BYTES: tl.constexpr = L.D * S.BITS // 8
-    NUMBERS: tl.constexpr = L.H * L.T * 2
-    p_codes = field_of(p_table, i_block, i_b, CODES, FIELDS, L.H * L.T * BYTES, tl.uint8)
-    b_runs = _load_runs(p_codes, o_t, m_t, i_h, BYTES, BYTES // S.COLUMNS, L, S)
-    b_tiles = ()
-    for slot in tl.static_range(tl.constexpr(S.SLOTS)):
-        b_tiles = b_tiles + (unpack.codes_float16(b_runs, slot, S.BITS),)
-    p_scale = field_of(p_table, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16)
-    b_scale = load_number(p_scale, o_t, m_t, i_h, L)
-    if S.HAS_LOW == 1:
-        b_low = load_number(field_of(p_table, i_block, i_b, LOW, FIELDS, NUMBERS, tl.float16), o_t, m_t, i_h, L)
-    else:
-        b_low = b_scale * (-((1 << S.BITS) - 1) / 2)
-    return b_tiles, (b_scale, b_low)
-
-
-@triton.jit
 def codebook(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr, S: tl.constexpr):
     """Indices into a codebook, S of CodebookSettings: SLOTS tiles [N, P], and the scale [N].
 
