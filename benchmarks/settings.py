@@ -15,7 +15,7 @@ from kvq_runtime.kernels.attend.layout import Layout
 def candidates(keys: Layout, values: Layout, rows: int) -> list[Launch]:
     """The default, then what is ever less like it; a tile that the kernel does not use is not varied."""
     default = launch.default(keys, values, rows)
-    tiles = [default.tile] if keys.per_channel else [tile for tile in (16, 32, 64, 128) if tile <= keys.block]
+    tiles = [default.tile] if keys.rounded else [tile for tile in (16, 32, 64, 128) if tile <= keys.block]
 
     def distance(how: Launch) -> float:
         return abs(math.log2(how.tile / default.tile)) + abs(math.log2(how.warps / default.warps)) + how.stages - 1

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvq_runtime.ops import dispatch
+
 EDGE = 16  # tokens and channels of a tile
 LANES = 256  # elements of a tile
 MOST = 8  # tiles of a sub-block: their scores lie in registers
@@ -77,6 +79,23 @@ class Order(NamedTuple):
     RUNS: tuple[Run, ...]
 
 
+class Section(NamedTuple):
+    """The words of a plane, whole or half, of consecutive groups of channels.
+
+    WIDTH, UP   as in `Plane`
+    FIRST       group of channels
+    WORDS       and EACH, groups of a word
+    BITS        of a container
+    """
+
+    WIDTH: int
+    UP: int
+    FIRST: int
+    WORDS: int
+    EACH: int
+    BITS: int
+
+
 @lru_cache(maxsize=256)
 def order(bits: int, block: int, size: int, groups: int = 1) -> Order | None:
     """The order of a head's block, [block, size]; None where tiles do not fill words.
@@ -127,6 +146,7 @@ def _runs(channels: list[tuple[int, tuple[Plane, ...]]]) -> list[Run]:
     return runs
 
 
+@dispatch.paired
 def arrange(codes: Tensor, order: Order, rows: str) -> Tensor:
     """Order codes uint8 [..., T, D] of a head: bytes uint8 [..., SUBS · BYTES].
 
@@ -134,7 +154,7 @@ def arrange(codes: Tensor, order: Order, rows: str) -> Tensor:
     """
     x = _tiles(codes, order, rows)
     parts = []
-    for width, up, start, count, each, bits in _words(order):
+    for width, up, start, count, each, bits in sections(order):
         plane = (x >> up) & ((1 << width) - 1)  # [..., SUBS, J, S, 256]
         slots = plane[..., start : start + count * each, :, :].reshape(*x.shape[:-3], count, -1, LANES)
         shifts = torch.arange(slots.shape[-2], device=x.device, dtype=torch.int32) * width
@@ -147,10 +167,10 @@ def arrange(codes: Tensor, order: Order, rows: str) -> Tensor:
 def collect(ordered: Tensor, order: Order, rows: str) -> Tensor:
     """Undo `arrange`: codes uint8 [..., T, D]."""
     subs = ordered.unflatten(-1, (order.SUBS, order.BYTES))
-    count = max(run.FIRST + (run.COUNT - 1) * run.STEP for run in order.RUNS) + 1
+    count = sum(run.COUNT for run in order.RUNS)
     x = torch.zeros(*subs.shape[:-1], count, order.TILES, LANES, dtype=torch.uint8, device=ordered.device)
     offset = 0
-    for width, up, start, words, each, bits in _words(order):
+    for width, up, start, words, each, bits in sections(order):
         size = words * LANES * bits // 8
         part = subs[..., offset : offset + size].contiguous()
         container = part if bits == 8 else part.view(torch.int16)
@@ -162,17 +182,17 @@ def collect(ordered: Tensor, order: Order, rows: str) -> Tensor:
     return _untiled(x, rows)
 
 
-def _words(order: Order) -> list[tuple[int, int, int, int, int, int]]:
-    """(width, up, first group of channels, words, groups a word, bits of a container), as they follow in a sub-block."""
+def sections(order: Order) -> list[Section]:
+    """The sections of a sub-block, in the order of their bytes."""
     count = sum(run.COUNT for run in order.RUNS)
     found = []
     for width, up in PLANES[order.BITS]:
         each = 16 // (width * order.TILES)
         words, rest = divmod(count, each)
         if words:
-            found.append((width, up, 0, words, each, 16))
+            found.append(Section(width, up, 0, words, each, 16))
         if rest:
-            found.append((width, up, words * each, 1, rest, 8))
+            found.append(Section(width, up, words * each, 1, rest, 8))
     return found
 
 

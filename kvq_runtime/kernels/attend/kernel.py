@@ -81,7 +81,7 @@ def _exact(
     # products in the model's own dtype; the interpreter has none in bfloat16
     DTYPE: tl.constexpr = p_k_window.dtype.element_ty if COMPILED else tl.float32
     b_q = load_query(p_q, 1.0, i_b * L.H + i_h, o_d, m_d, L).to(DTYPE)
-    b_top, b_total, b_low, b_sums = softmax.empty(N, L, S)
+    b_top, b_total, b_sums = softmax.empty(N, L, S)
     o_hd = i_h * L.D + o_d
     if L.SINKS > 0:
         for i in range(0, L.SINKS if i_split == 0 else 0, N):
@@ -92,7 +92,7 @@ def _exact(
             b_v = tl.load(p_v_sinks + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
             b_s = tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale
             b_s = tl.where(m_t[:, None], b_s, float("-inf"))
-            b_top, b_total, b_low, b_sums = softmax.add(b_top, b_total, b_low, b_sums, b_s, (b_v.to(DTYPE),), ())
+            b_top, b_total, b_sums = softmax.add(b_top, b_total, b_sums, b_s, (b_v.to(DTYPE),), ())
     place, count = tl.load(p_lengths + 1), tl.load(p_lengths + 2)
     o_latest = count - L.TQ + tl.arange(0, L.M) % L.TQ  # in the window, of each query token
     each = tl.cdiv(count, EXACT)
@@ -105,5 +105,5 @@ def _exact(
         b_v = tl.load(p_v_window + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
         b_s = tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale
         b_s = tl.where(m_t[:, None] & (o_t[:, None] <= o_latest[None, :]), b_s, float("-inf"))
-        b_top, b_total, b_low, b_sums = softmax.add(b_top, b_total, b_low, b_sums, b_s, (b_v.to(DTYPE),), ())
-    return b_top, b_total, b_low, b_sums
+        b_top, b_total, b_sums = softmax.add(b_top, b_total, b_sums, b_s, (b_v.to(DTYPE),), ())
+    return b_top, b_total, b_sums

@@ -131,8 +131,8 @@ def padded(count: int) -> int:
     return max(16, triton.next_power_of_2(count))
 
 
-def tile(slots: int, columns: int, plane: int = 0) -> TileSettings:
-    return TileSettings(slots, columns, padded(columns), plane)
+def tile(slots: int, columns: int) -> TileSettings:
+    return TileSettings(slots, columns, padded(columns))
 
 
 def _streams(bits: int) -> int:
@@ -233,7 +233,7 @@ def _polar(scheme: Scheme, block: int, geometry: Geometry, tensors: Tensors = _N
     wide = triton.next_power_of_2(size >> len(bits)) << len(bits)
     if wide < 16:
         return None
-    settings = PolarSettings(1, size, wide, 0, BYTES=count, LOG8=low, LEVELS=levels)
+    settings = PolarSettings(1, size, wide, BYTES=count, LOG8=low, LEVELS=levels)
     radii = (polar_stage.RADII * size**0.5).float()
     lookup = None if points is None else torch.cat([angles.table(points).mT.flatten(), radii])
     return Layout(

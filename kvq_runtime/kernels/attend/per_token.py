@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvq_runtime.kernels.attend import rope, softmax
-from kvq_runtime.kernels.attend.read import load_query, scale_of_slot
+from kvq_runtime.kernels.attend.read import load_query
 
 
 @triton.jit
@@ -27,16 +27,14 @@ def post_rope(
     N: tl.constexpr = L.N
     M: tl.constexpr = L.M
     o_c = tl.arange(0, KS.P)
-    b_whole = tl.zeros((M,), tl.float32)  # Σ over the channels, which the keys' lows multiply
     b_q = ()
     for slot in tl.static_range(tl.constexpr(KS.SLOTS)):
         o_d = slot * KS.COLUMNS + o_c
         m_d = (o_c < KS.COLUMNS) & (o_d < L.D)
         b_slot = load_query(p_q, scale, i_b * L.H + i_h, o_d, m_d, L)
-        b_whole += tl.sum(b_slot, 0)
-        b_q = b_q + ((b_slot * (1 / scale_of_slot(slot, KS))).to(tl.float16),)
+        b_q = b_q + (b_slot.to(tl.float16),)
     i_first = tl.maximum(i_first, start // L.T)
-    b_top, b_total, b_low, b_sums = softmax.empty(N, L, VS)
+    b_top, b_total, b_sums = softmax.empty(N, L, VS)
     for i_block in range(i_first, i_last):
         b_mean = rope.mean_of_block(p_q_exact, scale, p_rope, i_b, i_h, i_block, L)
         for i_tile in tl.range((L.T + N - 1) // N, disable_licm=True):
@@ -48,10 +46,8 @@ def post_rope(
                 b_s = tl.dot(b_tiles[slot], b_q[slot], b_s)
             if len(b_numbers) > 0:
                 b_s = b_s * b_numbers[0][:, None]
-            if len(b_numbers) > 1:
-                b_s = b_s + b_numbers[1][:, None] * b_whole[None, :]
             b_s = rope.add_mean(b_s, b_mean, p_rope, o_t, m_t, L)
             b_s = tl.where((m_t & (i_block * L.T + o_t >= start))[:, None], b_s, float("-inf"))
             b_tiles, b_numbers = READ_VALUES(p_values, p_value_lookup, i_block, i_b, i_h, o_t, m_t, L, VS)
-            b_top, b_total, b_low, b_sums = softmax.add(b_top, b_total, b_low, b_sums, b_s, b_tiles, b_numbers)
-    softmax.store((b_top, b_total, b_low, b_sums), p_part, p_lse, i_part, L, VS)
+            b_top, b_total, b_sums = softmax.add(b_top, b_total, b_sums, b_s, b_tiles, b_numbers)
+    softmax.store((b_top, b_total, b_sums), p_part, p_lse, i_part, L, VS)

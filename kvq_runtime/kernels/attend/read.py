@@ -12,7 +12,7 @@ A reader is a jit function of this file, per_group.py or read_polar.py, which th
     L, S        LayerSettings and the reader's own
 
 `b_tiles` is a tuple of S.SLOTS tiles float16 [N, S.P], slot i the channels [i · COLUMNS, (i + 1) · COLUMNS).
-`b_numbers` is (scale, low), (scale,) or (), float32 [N] each:   x̂[t, c] = scale[t] · tile[t, c] + low[t]
+`b_numbers` is (scale,) or (), float32 [N]:   x̂[t, c] = scale[t] · tile[t, c]
 
 So neither a dot product with the query, slot by slot, nor a sum over tokens, weighted by probability times scale,
 multiplies an element.
@@ -23,12 +23,6 @@ import triton.language as tl
 
 from kvq_runtime.kernels.attend import unpack
 from kvq_runtime.kernels.attend.block_table import CODES, LOW, SCALE, field_of
-
-
-@triton.jit
-def scale_of_slot(SLOT: tl.constexpr, S: tl.constexpr):
-    """What the tile of a slot is too large by: a number."""
-    return 1.0 if S.PLANE == 0 else unpack.scale_of_stream(SLOT, S.PLANE)
 
 
 @triton.jit

@@ -52,13 +52,11 @@ class TileSettings(NamedTuple):
     SLOTS     tiles of a read
     COLUMNS   channels of a slot
     P         COLUMNS padded to a power of two, at least 16
-    PLANE     bits of a code whose slot s is too large by 2^(s · PLANE), see unpack.py; 0: no slot is too large
     """
 
     SLOTS: int
     COLUMNS: int
     P: int
-    PLANE: int
 
 
 class RoundedSettings(NamedTuple):
@@ -95,7 +93,6 @@ class CodebookSettings(NamedTuple):
     SLOTS: int
     COLUMNS: int
     P: int
-    PLANE: int
     BITS: int
     STREAMS: int
     ELEMENTS: int
@@ -132,7 +129,6 @@ class PolarSettings(NamedTuple):
     SLOTS: int
     COLUMNS: int
     P: int
-    PLANE: int
     BYTES: int
     LOG8: int
     LEVELS: tuple[LevelSettings, ...]
