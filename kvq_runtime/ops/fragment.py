@@ -30,22 +30,33 @@ MOST = 8  # tiles of a sub-block: their scores lie in registers
 PLANES = {1: ((1, 0),), 2: ((2, 0),), 3: ((2, 1), (1, 0)), 4: ((4, 0),), 8: ((8, 0),)}
 
 
+class Words(NamedTuple):
+    """Words that are loaded together.
+
+    START    byte of the first in a sub-block
+    STRIDE   bytes from one to the next
+    COUNT    how many
+    BITS     of a container: 16, or 8 in a last half of a word
+    """
+
+    START: int
+    STRIDE: int
+    COUNT: int
+    BITS: int
+
+
 class Plane(NamedTuple):
-    """Where the words of some groups of channels are, of one plane.
+    """Where one plane of the codes of some groups of channels is.
 
     WIDTH, UP   bits of a code in it, and the place of the lowest of them in the code
-    START       byte of the first word in a sub-block
-    STRIDE      bytes from a group's word to the next group's
+    WORDS       which of the order's
     SLOT        place, in a container, of the first tile of tokens
-    BITS        of a container: 16, or 8 in a last half of a word
     """
 
     WIDTH: int
     UP: int
-    START: int
-    STRIDE: int
+    WORDS: int
     SLOT: int
-    BITS: int
 
 
 class Run(NamedTuple):
@@ -69,6 +80,7 @@ class Order(NamedTuple):
     TILES    S: tiles of tokens of a sub-block
     SUBS     sub-blocks
     BYTES    of a sub-block
+    WORDS    its words, as they are loaded; runs share them where a container has codes of several groups of channels
     RUNS     its channels
     """
 
@@ -76,6 +88,7 @@ class Order(NamedTuple):
     TILES: int
     SUBS: int
     BYTES: int
+    WORDS: tuple[Words, ...]
     RUNS: tuple[Run, ...]
 
 
@@ -109,28 +122,38 @@ def order(bits: int, block: int, size: int, groups: int = 1) -> Order | None:
         return None
     tiles = min(block // EDGE, MOST, 16 // max(width for width, _ in PLANES[bits]))
     count, start = size // EDGE, 0
-    found: list[list[Plane]] = []
+    found: list[list[Place]] = []
     for width, up in PLANES[bits]:
         each = 16 // (width * tiles)  # groups of channels of a word
         words, rest = divmod(count, each)
         if rest and rest * tiles * width != 8:
             return None
-        found.append(
-            [
-                Plane(width, up, start + j // each * 512, 0, j % each * tiles, 16 if j < words * each else 8)
-                for j in range(count)
-            ]
-        )
+        found.append([
+            Place(width, up, start + j // each * 512, j % each * tiles, 16 if j < words * each else 8)
+            for j in range(count)
+        ])  # fmt: skip
         start += words * 512 + (256 if rest else 0)
-    channels = [(j * groups // count, tuple(planes[j] for planes in found)) for j in range(count)]
-    return Order(bits, tiles, block // (EDGE * tiles), start, tuple(_runs(channels)))
+    channels = [(j * groups // count, tuple(places[j] for places in found)) for j in range(count)]
+    words, runs = _runs(channels)
+    return Order(bits, tiles, block // (EDGE * tiles), start, words, runs)
 
 
-def _runs(channels: list[tuple[int, tuple[Plane, ...]]]) -> list[Run]:
+class Place(NamedTuple):
+    """Where one plane of the codes of one group of channels is: the byte of its word, and as in `Plane` and `Words`."""
+
+    WIDTH: int
+    UP: int
+    BYTE: int
+    SLOT: int
+    BITS: int
+
+
+def _runs(channels: list[tuple[int, tuple[Place, ...]]]) -> tuple[tuple[Words, ...], tuple[Run, ...]]:
     """Groups of channels whose codes are alike placed, and evenly apart, in runs of powers of two."""
     alike: dict[tuple, list[int]] = {}
-    for j, (group, planes) in enumerate(channels):
-        alike.setdefault((group, tuple((plane.SLOT, plane.BITS) for plane in planes)), []).append(j)
+    for j, (group, places) in enumerate(channels):
+        alike.setdefault((group, tuple((place.SLOT, place.BITS) for place in places)), []).append(j)
+    words: dict[Words, int] = {}
     runs = []
     for (group, _), members in alike.items():
         while members:
@@ -139,11 +162,12 @@ def _runs(channels: list[tuple[int, tuple[Plane, ...]]]) -> list[Run]:
             first, step = chosen[0], chosen[1] - chosen[0] if count > 1 else 1
             assert chosen == list(range(first, first + count * step, step))
             planes = []
-            for at, plane in enumerate(channels[first][1]):
-                stride = channels[chosen[1]][1][at].START - plane.START if count > 1 else 0
-                planes.append(plane._replace(STRIDE=stride))
+            for at, place in enumerate(channels[first][1]):
+                stride = channels[chosen[1]][1][at].BYTE - place.BYTE if count > 1 else 0
+                loaded = words.setdefault(Words(place.BYTE, stride, count, place.BITS), len(words))
+                planes.append(Plane(place.WIDTH, place.UP, loaded, place.SLOT))
             runs.append(Run(first, step, count, group, tuple(planes)))
-    return runs
+    return tuple(words), tuple(runs)
 
 
 @dispatch.paired

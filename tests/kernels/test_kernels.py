@@ -5,7 +5,7 @@ import torch
 from parity import DEVICE, error, normal, poisoned
 from tiers import each_once
 
-from kvq_runtime.ops import dispatch, feedback, grid, latent, lloyd, pack, polar, rotation, rtn
+from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn
 from kvq_runtime.ops.rotation import SignedHadamard
 
 pytest.importorskip("triton")
@@ -226,6 +226,6 @@ def test_no_rows(op, settings):
 
 TESTED = [
     *(pack.pack, pack.unpack, rotation.hadamard, rtn.encode, rtn.decode, grid.encode, lloyd.encode),
-    *(polar.encode, polar.angles, polar.decode, feedback.follow),
+    *(polar.encode, polar.angles, polar.decode, feedback.follow, fragment.arrange),
     *(latent.encode_gaussian, latent.decode_gaussian, latent.encode_uniform, latent.decode_uniform),
 ]

@@ -75,7 +75,8 @@ def test_operands(bits, block, size):
     assert made is not None
     drawn = np.random.default_rng(bits)
     for run in made.RUNS:
-        containers = [drawn.integers(0, 1 << plane.BITS, 64, dtype=np.uint16) for plane in run.PLANES]
+        widths = [made.WORDS[plane.WORDS].BITS for plane in run.PLANES]
+        containers = [drawn.integers(0, 1 << width, 64, dtype=np.uint16) for width in widths]
         for tile in range(made.TILES):
             code = np.zeros(64, np.int64)
             for plane, container in zip(run.PLANES, containers, strict=True):

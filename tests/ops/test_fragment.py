@@ -50,8 +50,9 @@ def test_a_lane_finds_its_share_of_the_operand(case, rows):
         wanted = codes[(sub * order.TILES + tile) * 16 + token, (run.FIRST + step * run.STEP) * 16 + channel]
         at, found = i % 2 + 2 * (i // 4) + 4 * (i % 4 // 2), 0  # h, w, r
         for plane in run.PLANES:
-            size_of = plane.BITS // 8
-            first = sub * order.BYTES + plane.START + step * plane.STRIDE + (8 * lane + at) * size_of
+            words = order.WORDS[plane.WORDS]
+            size_of = words.BITS // 8
+            first = sub * order.BYTES + words.START + step * words.STRIDE + (8 * lane + at) * size_of
             container = int.from_bytes(bytes(ordered[first : first + size_of]), "little")
             found |= (container >> plane.WIDTH * (plane.SLOT + tile) & (1 << plane.WIDTH) - 1) << plane.UP
         assert found == wanted

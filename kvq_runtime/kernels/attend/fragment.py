@@ -13,7 +13,7 @@ from kvq_runtime.kernels.attend.settings import COMPILED
 
 
 @triton.constexpr_function
-def _placed(width, bits, slot):
+def _placed(width, slot):
     """(shift right, place of the lowest bit): brings a code at `slot` of a container between bits 4 and 9, or 2 and 9.
 
     As few different shifts as can be: they are shared by the slots.
@@ -31,8 +31,8 @@ def _placed(width, bits, slot):
 @triton.constexpr_function
 def _lowest(planes, tile):
     """Where in the mantissa the lowest bit of a code is: its first plane says."""
-    width, up, _, _, slot, bits = planes[0]
-    return _placed(width, bits, slot + tile)[1] - up
+    width, up, _, slot = planes[0]
+    return _placed(width, slot + tile)[1] - up
 
 
 @triton.constexpr_function
@@ -45,7 +45,7 @@ def weight(planes, tile):
 def _assembly(planes, tile):
     """Two containers of each plane become two float16."""
     lowest, lines = _lowest(planes, tile), []
-    for number, (width, up, _, _, slot, _) in enumerate(planes):
+    for number, (width, up, _, slot) in enumerate(planes):
         down = (slot + tile) * width - lowest - up
         shift = "shr" if down > 0 else "shl"
         moved = f"{shift}.b32 t, ${number + 1}, {abs(down)};" if down else f"mov.b32 t, ${number + 1};"
@@ -56,35 +56,38 @@ def _assembly(planes, tile):
 
 
 @triton.jit
-def load_words(p_codes, RUN: tl.constexpr):
-    """The words of a run, of each plane: a tuple of int16 [I, 8 g, 32 = (4 t, 2 r, 2 w, 2 h)]."""
-    o_i = tl.arange(0, RUN.COUNT)[:, None, None]
+def load_words(p_codes, S: tl.constexpr):
+    """All words of a sub-block, S of RoundedSettings: a tuple of int16 [I, 8 g, 32 = (4 t, 2 r, 2 w, 2 h)]."""
     o_g = tl.arange(0, 8)[None, :, None]
     o_c = tl.arange(0, 32)[None, None, :]
     b_words = ()
-    for number in tl.static_range(len(RUN.PLANES)):
-        if RUN.PLANES[number].BITS == 16:
-            p = (p_codes + RUN.PLANES[number].START).to(tl.pointer_type(tl.int16), bitcast=True)
-            b_word = tl.load(p + (o_i * (RUN.PLANES[number].STRIDE // 2) + o_g * 32 + o_c))
+    for number in tl.static_range(len(S.WORDS)):
+        o_i = tl.arange(0, S.WORDS[number].COUNT)[:, None, None]
+        if S.WORDS[number].BITS == 16:
+            p = (p_codes + S.WORDS[number].START).to(tl.pointer_type(tl.int16), bitcast=True)
+            b_word = tl.load(p + (o_i * (S.WORDS[number].STRIDE // 2) + o_g * 32 + o_c))
         else:
-            p = p_codes + RUN.PLANES[number].START
-            b_word = tl.load(p + (o_i * RUN.PLANES[number].STRIDE + o_g * 32 + o_c)).to(tl.int16)
+            p = p_codes + S.WORDS[number].START
+            b_word = tl.load(p + (o_i * S.WORDS[number].STRIDE + o_g * 32 + o_c)).to(tl.int16)
         b_words = b_words + (b_word,)
     return b_words
 
 
 @triton.jit
 def operand(b_words, TILE: tl.constexpr, RUN: tl.constexpr):
-    """1 + code / weight of one tile of tokens, as loaded: float16 [I, 8, 32]."""
+    """1 + code / weight of one tile of tokens and a run of channels, as loaded: float16 [I, 8, 32]."""
+    b_planes = ()
+    for number in tl.static_range(len(RUN.PLANES)):
+        b_planes = b_planes + (b_words[RUN.PLANES[number].WORDS],)
     if COMPILED:
         b_x = tl.inline_asm_elementwise(
-            _assembly(RUN.PLANES, TILE), "=r" + ",r" * len(b_words), b_words, dtype=tl.float16, is_pure=True, pack=2
+            _assembly(RUN.PLANES, TILE), "=r" + ",r" * len(b_planes), b_planes, dtype=tl.float16, is_pure=True, pack=2
         )
     else:
-        b_code = b_words[0].to(tl.int32) * 0
+        b_code = b_planes[0].to(tl.int32) * 0
         for number in tl.static_range(len(RUN.PLANES)):
             WIDTH: tl.constexpr = RUN.PLANES[number].WIDTH
-            b_bits = (b_words[number].to(tl.int32) & 0xFFFF) >> (WIDTH * (RUN.PLANES[number].SLOT + TILE))
+            b_bits = (b_planes[number].to(tl.int32) & 0xFFFF) >> (WIDTH * (RUN.PLANES[number].SLOT + TILE))
             b_code |= (b_bits & ((1 << WIDTH) - 1)) << RUN.PLANES[number].UP
         b_x = (1.0 + b_code.to(tl.float32) / weight(RUN.PLANES, TILE)).to(tl.float16)
     return b_x

@@ -151,7 +151,7 @@ def _rounded(
         return None
     group, groups = (found.group, 1) if channel else (block, geometry.head_size // found.group)
     settings = RoundedSettings(
-        quantize.bits, low, group, groups, int(pairs), order.TILES, order.SUBS, order.BYTES, order.RUNS
+        quantize.bits, low, group, groups, int(pairs), order.TILES, order.SUBS, order.BYTES, order.WORDS, order.RUNS
     )
     kind = "pre_rope" if pairs else "channel" if channel else "token"
     score = rounded.before_rope if pairs else rounded.per_channel if channel else rounded.per_token

@@ -52,28 +52,22 @@ def scan(
         i_block, i_sub = i // SUBS, i % SUBS
         p_k = field_of(p_keys, i_block, i_b, CODES, 2 + KS.HAS_LOW, L.H * SUBS * KS.BYTES, tl.uint8)
         p_v = field_of(p_values, i_block, i_b, CODES, 2 + VS.HAS_LOW, L.H * SUBS * VS.BYTES, tl.uint8)
-        b_k = _load(p_k + (i_h * SUBS + i_sub) * KS.BYTES, KS)
+        b_k = fragment.load_words(p_k + (i_h * SUBS + i_sub) * KS.BYTES, KS)
         b_mean = rope.mean_of_block(p_q_exact, scale, None if KS.PAIRS else p_rope, i_b, i_h, i_block, L)
         b_s = SCORES(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L, KS)
-        b_v = _load(p_v + (i_h * SUBS + i_sub) * VS.BYTES, VS)
-        p_scale = field_of(p_values, i_block, i_b, SCALE, 2 + VS.HAS_LOW, L.H * VS.GROUPS * L.T * 2, tl.float16)
-        p_scale += i_h * VS.GROUPS * L.T + i_sub * (16 * TILES) + tl.arange(0, 16)
-        if VS.HAS_LOW == 1:
-            p_low = field_of(p_values, i_block, i_b, LOW, 2 + VS.HAS_LOW, L.H * VS.GROUPS * L.T * 2, tl.float16)
-            p_low += i_h * VS.GROUPS * L.T + i_sub * (16 * TILES) + tl.arange(0, 16)
-        else:
-            p_low = p_scale
+        b_v = fragment.load_words(p_v + (i_h * SUBS + i_sub) * VS.BYTES, VS)
+        b_steps, b_lows = _numbers(p_values, i_block, i_sub, i_b, i_h, L, VS)
         b_seen = ()
         b_highest = tl.full((16, M), float("-inf"), tl.float32)
-        b_widest = tl.load(p_scale)
+        b_widest = b_steps[0]
         for tile in tl.static_range(TILES):
             o_t = (i_sub * TILES + tile) * 16 + tl.arange(0, 16)
             b_one = rope.add_mean(b_s[tile], b_mean, p_rope, o_t, o_t < L.T, L)
             b_one = tl.where((i_block * L.T + o_t >= start)[:, None], b_one, float("-inf"))
             b_highest = tl.maximum(b_highest, b_one)
             b_seen = b_seen + (b_one,)
-            for group in tl.static_range(VS.GROUPS):
-                b_widest = tl.maximum(b_widest, tl.load(p_scale + group * L.T + tile * 16))
+        for number in tl.static_range(VS.GROUPS * TILES):
+            b_widest = tl.maximum(b_widest, b_steps[number])
         b_level = tl.maximum(b_top, tl.max(b_highest, 0) + _exponent(tl.max(b_widest.to(tl.float32), 0)))
         b_base = tl.where(b_level == float("-inf"), 0.0, b_level)
         b_fade = tl.exp2(b_top - b_base)
@@ -88,15 +82,12 @@ def scan(
             b_more = ()
             for run in tl.static_range(len(VS.RUNS)):
                 weight = fragment.weight(VS.RUNS[run].PLANES, tile)
-                b_step = tl.load(p_scale + VS.RUNS[run].GROUP * L.T + tile * 16).to(tl.float32)
-                if VS.HAS_LOW == 1:
-                    b_low = tl.load(p_low + VS.RUNS[run].GROUP * L.T + tile * 16).to(tl.float32)
-                else:
-                    b_low = b_step * (-((1 << VS.BITS) - 1) / 2)
+                b_step = b_steps[VS.RUNS[run].GROUP * TILES + tile].to(tl.float32)
+                b_low = _low(b_lows, VS.RUNS[run].GROUP * TILES + tile, b_step, VS)
                 b_u = (b_w * (b_step * weight)[:, None]).to(tl.float16)
                 b_one = tl.dot(tl.full((16, 16), -1 / 16, tl.float16), b_u, b_rest[run])  # in each of 16 rows
                 b_left = b_left + (b_one + b_w * b_low[:, None],)
-                b_x = fragment.rows_of_channels(fragment.operand(b_v[run], tile, VS.RUNS[run]), VS.RUNS[run])
+                b_x = fragment.rows_of_channels(fragment.operand(b_v, tile, VS.RUNS[run]), VS.RUNS[run])
                 b_more = b_more + (tl.dot(b_x, b_u, b_sums[run]),)
             b_rest = b_left
             b_sums = b_more
@@ -137,7 +128,7 @@ def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
                 b_one -= b_ones[run] * weight
             for run in tl.static_range(len(S.RUNS)):
                 weight = fragment.weight(S.RUNS[run].PLANES, first + tile)
-                b_x = fragment.operand(b_k[run], first + tile, S.RUNS[run])
+                b_x = fragment.operand(b_k, first + tile, S.RUNS[run])
                 b_one += tl.dot(fragment.rows_of_tokens(b_x, S.RUNS[run]), b_scaled[run]) * weight
             b_s = b_s + (b_one,)
     return b_s
@@ -181,7 +172,7 @@ def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
             b_one = tl.zeros((16, L.M), tl.float32)
             for run in tl.static_range(len(S.RUNS)):
                 weight = fragment.weight(S.RUNS[run].PLANES, first + tile)
-                b_x = fragment.rows_of_tokens(fragment.operand(b_k[run], first + tile, S.RUNS[run]), S.RUNS[run])
+                b_x = fragment.rows_of_tokens(fragment.operand(b_k, first + tile, S.RUNS[run]), S.RUNS[run])
                 b_step = (b_steps[run] * weight).to(tl.float16)
                 b_low = b_lows[run].to(tl.float16)
                 b_k16 = (b_x - 1.0) * b_step[None, :] + b_low[None, :]
@@ -210,14 +201,7 @@ def _turned_query(b_q, p_angles, sign, L: tl.constexpr, RUN: tl.constexpr):
 @triton.jit
 def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
     """Scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a token and group of channels."""
-    NUMBERS: tl.constexpr = L.H * S.GROUPS * L.T * 2
-    p_step = field_of(p_keys, i_block, i_b, SCALE, 2 + S.HAS_LOW, NUMBERS, tl.float16)
-    p_step += i_h * S.GROUPS * L.T + i_sub * (16 * S.TILES) + tl.arange(0, 16)
-    if S.HAS_LOW == 1:
-        p_low = field_of(p_keys, i_block, i_b, LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16)
-        p_low += i_h * S.GROUPS * L.T + i_sub * (16 * S.TILES) + tl.arange(0, 16)
-    else:
-        p_low = p_step
+    b_steps, b_lows = _numbers(p_keys, i_block, i_sub, i_b, i_h, L, S)
     b_ones = ()
     b_whole = (tl.zeros((L.M,), tl.float32),) * S.GROUPS
     for run in tl.static_range(len(S.RUNS)):
@@ -228,28 +212,43 @@ def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexp
         b_parts = (tl.zeros((16, L.M), tl.float32),) * S.GROUPS
         for run in tl.static_range(len(S.RUNS)):
             weight = fragment.weight(S.RUNS[run].PLANES, tile)
-            b_x = fragment.operand(b_k[run], tile, S.RUNS[run])
+            b_x = fragment.operand(b_k, tile, S.RUNS[run])
             b_one = tl.dot(fragment.rows_of_tokens(b_x, S.RUNS[run]), b_q[run])
             b_parts = _added(b_parts, S.RUNS[run].GROUP, (b_one - b_ones[run][None, :]) * weight)
         b_sum = tl.zeros((16, L.M), tl.float32)
         for group in tl.static_range(S.GROUPS):
-            b_step = tl.load(p_step + group * L.T + tile * 16).to(tl.float32)
-            if S.HAS_LOW == 1:
-                b_low = tl.load(p_low + group * L.T + tile * 16).to(tl.float32)
-            else:
-                b_low = b_step * (-((1 << S.BITS) - 1) / 2)
+            b_step = b_steps[group * S.TILES + tile].to(tl.float32)
+            b_low = _low(b_lows, group * S.TILES + tile, b_step, S)
             b_sum += b_parts[group] * b_step[:, None] + b_low[:, None] * b_whole[group][None, :]
         b_s = b_s + (b_sum,)
     return b_s
 
 
 @triton.jit
-def _load(p_codes, S: tl.constexpr):
-    """The words of a sub-block: a tuple, by run, of tuples by plane."""
-    b_words = ()
-    for run in tl.static_range(len(S.RUNS)):
-        b_words = b_words + (fragment.load_words(p_codes, S.RUNS[run]),)
-    return b_words
+def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
+    """Steps and lows of a sub-block's tokens, float16 [16], by group and tile; no lows where they follow from steps."""
+    NUMBERS: tl.constexpr = L.H * S.GROUPS * L.T * 2
+    o_t = i_h * S.GROUPS * L.T + i_sub * (16 * S.TILES) + tl.arange(0, 16)
+    p_step = field_of(p_table, i_block, i_b, SCALE, 2 + S.HAS_LOW, NUMBERS, tl.float16) + o_t
+    b_steps = ()
+    b_lows = ()
+    for number in tl.static_range(S.GROUPS * S.TILES):
+        b_steps = b_steps + (tl.load(p_step + number // S.TILES * L.T + number % S.TILES * 16),)
+    if S.HAS_LOW == 1:
+        p_low = field_of(p_table, i_block, i_b, LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16) + o_t
+        for number in tl.static_range(S.GROUPS * S.TILES):
+            b_lows = b_lows + (tl.load(p_low + number // S.TILES * L.T + number % S.TILES * 16),)
+    return b_steps, b_lows
+
+
+@triton.jit
+def _low(b_lows, NUMBER: tl.constexpr, b_step, S: tl.constexpr):
+    """The low end beside a step, float32 [16]."""
+    if S.HAS_LOW == 1:
+        b_low = b_lows[NUMBER].to(tl.float32)
+    else:
+        b_low = b_step * (-((1 << S.BITS) - 1) / 2)
+    return b_low
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kvq_runtime.ops.fragment import Run
+from kvq_runtime.ops.fragment import Run, Words
 
 # False in Triton's interpreter, which has no inline assembly; as `triton.jit`, decided when this is imported
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -67,7 +67,7 @@ class RoundedSettings(NamedTuple):
     GROUP     tokens with one scale, of keys per channel: 16 times a power of two, which divides T; else T
     GROUPS    parts of a head's channels with scales of their own, of what is rounded per token; else 1
     PAIRS     1: channel c is stored beside c + D / 2, which RoPE rotates it with
-    TILES, SUBS, BYTES, RUNS   as in `Order` of ops/fragment.py
+    TILES, SUBS, BYTES, WORDS, RUNS   as in `Order` of ops/fragment.py
     """
 
     BITS: int
@@ -78,6 +78,7 @@ class RoundedSettings(NamedTuple):
     TILES: int
     SUBS: int
     BYTES: int
+    WORDS: tuple[Words, ...]
     RUNS: tuple[Run, ...]
 
 
