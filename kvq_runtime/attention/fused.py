@@ -211,7 +211,7 @@ class Fused(Path):
                     row = _kernels().block_table([slab], names, 1, table.device)
                     table[place : place + 1].copy_(row)
         live = store.window_2BTC.shape[2]
-        index.counts.copy_(torch.tensor([store.blocks, store.window_start, live], dtype=torch.int32))
+        index.counts.copy_(torch.tensor([store.blocks, store.window_start, live, 0], dtype=torch.int32))
         if index.sinks_2BSC.shape == store.sinks_2BSC.shape:
             index.sinks_2BSC.copy_(store.sinks_2BSC)
         else:
