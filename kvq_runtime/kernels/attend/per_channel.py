@@ -15,7 +15,8 @@ import triton.language as tl
 from kvq_runtime.kernels.attend import rope, softmax, unpack
 from kvq_runtime.kernels.attend.block_table import CODES, LOW, SCALE, field_of
 from kvq_runtime.kernels.attend.per_group import codes_of_groups
-from kvq_runtime.kernels.attend.read import load_query, scale_of_slot
+from kvq_runtime.kernels.attend.query import load_query
+from kvq_runtime.kernels.attend.read import scale_of_slot
 
 
 @triton.jit

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from kvq_runtime.kernels.attend import rope, softmax
-from kvq_runtime.kernels.attend.read import load_query, scale_of_slot
+from kvq_runtime.kernels.attend.query import load_query
+from kvq_runtime.kernels.attend.read import scale_of_slot
 
 
 @triton.jit

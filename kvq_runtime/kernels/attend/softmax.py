@@ -56,19 +56,21 @@ def _exponent(b_x):
 
 
 @triton.jit
-def store(b_state, p_part, p_lse, i_part, L: tl.constexpr, S: tl.constexpr):
-    """Write a split's mean of the values, float32 [R, D], and log2 Σ 2^s, [R], R = G · TQ; of no token 0 and -inf."""
-    R: tl.constexpr = L.G * L.TQ
+def store(b_state, p_part, p_lse, i_bh, i_part, parts, rows, L: tl.constexpr, S: tl.constexpr):
+    """Write a split's mean of the values and log2 Σ 2^s, of no token 0 and -inf: part `i_part` of all of line `i_bh`.
+
+    p_part, p_lse   float32 [lines, parts, rows, D] and [lines, rows, parts]
+    """
     b_top, b_sums = b_state[0], b_state[3]
     b_total, b_low = tl.sum(b_state[1], 0), tl.sum(b_state[2], 0)
     o_m = tl.arange(0, L.M)
-    m_m = (o_m < R)[None, :]
+    m_m = (o_m < rows)[None, :]
     b_share = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total, 1.0), 0.0)
     o_c = tl.arange(0, S.P)[:, None]
-    p = p_part + i_part * (R * L.D) + o_m[None, :] * L.D + o_c
+    p = p_part + ((i_bh * parts + i_part) * rows + o_m)[None, :] * L.D + o_c
     for slot in tl.static_range(tl.constexpr(S.SLOTS)):
         b_mean = (b_sums[slot] * (1 / scale_of_slot(slot, S)) + b_low[None, :]) * b_share[None, :]
         o_d = slot * S.COLUMNS + o_c
         tl.store(p + slot * S.COLUMNS, b_mean, mask=m_m & (o_c < S.COLUMNS) & (o_d < L.D))
     b_lse = tl.where(b_total > 0, b_top + tl.log2(tl.where(b_total > 0, b_total, 1.0)), float("-inf"))
-    tl.store(p_lse + i_part * R + o_m, b_lse, mask=o_m < R)
+    tl.store(p_lse + (i_bh * rows + o_m) * parts + i_part, b_lse, mask=o_m < rows)
