@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(64)  # channels that a product of the rotation takes at a time: all would lie in registers
+CHUNK = tl.constexpr(64)  # channels that a product of the rotation takes at a time; all would lie in registers
 
 
 class Query(NamedTuple):
