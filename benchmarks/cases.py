@@ -121,15 +121,18 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
     exact = attention.Exact(*window, *(x[:, :sinks].clone() for x in window))
     lengths = torch.tensor([case.blocks, 0, tokens], dtype=torch.int32, device=device)
     starts = torch.zeros(case.batch, dtype=torch.int32, device=device)
-    cut, rope = attention.splits(case.batch * geometry.kv_heads, case.blocks, device), None
+    cuts, rope = {}, None
     if "positions" in recipe.needs:
         speed = 10_000.0 ** (-torch.arange(geometry.head_size // 2, device=device) * 2 / geometry.head_size)
         rope = attention.RopeTables.of(speed, 1.0, 128, case.blocks + 1, starts, recipe.position)
 
     def step(q: Tensor, how: Any = None) -> tuple[Tensor, Tensor]:
         assert alive
+        given = (q, schemes[0], schemes[1], exact, lengths, starts)
+        if how not in cuts:
+            cuts[how] = attention.choose_splits(*given, case.blocks, rope, how)
         scale = case.model.head_size**-0.5
-        return attention.attend(q, schemes[0], schemes[1], exact, lengths, starts, scale, cut, rope, how)
+        return attention.attend(*given, scale, cuts[how], rope, how)
 
     return step
 

@@ -38,7 +38,7 @@ from kvq_runtime.kernels.attend import host as attention
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.layout import layout
 from kvq_runtime.kernels.attend.settings import RoundedSettings
-from kvq_runtime.ops import dispatch, feedback, grid, latent, lloyd, pack, polar, rotation, rtn
+from kvq_runtime.ops import dispatch, feedback, grid, latent, lloyd, pack, polar, rotation, rtn, window
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.stages.predict import Mean
 
@@ -94,10 +94,13 @@ def recorded() -> Iterator[list[Compiled]]:
 def _bound(function: Any, args: tuple, options: dict[str, int]) -> Compiled:
     signature, constants, attributes = {}, {}, {}
     for i, (parameter, given) in enumerate(zip(function.params, args, strict=True)):
-        kind = "constexpr" if parameter.is_constexpr else _kind(given, (i,), constants, attributes)
         if parameter.is_constexpr:
             constants[(i,)] = given
-        signature[parameter.name] = kind
+            signature[parameter.name] = "constexpr"
+        elif parameter.do_not_specialize:
+            signature[parameter.name] = "i32"
+        else:
+            signature[parameter.name] = _kind(given, (i,), constants, attributes)
     assert "enable_fp_fusion" in options, f"{function.__name__}: launch with tile.FUSED; defaults differ among Tritons"
     kept = {name: options[name] for name in OPTIONS if name in options}
     return Compiled(function, signature, constants, attributes, kept)
@@ -122,7 +125,16 @@ def _kind(given: Any, path: tuple[int, ...], constants: dict, attributes: dict) 
     return "fp32"
 
 
-def attends(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tokens: int = 1, position: str = ""):
+def attends(
+    recipe: Recipe,
+    size: int = 128,
+    heads: int = 8,
+    ratio: int = 4,
+    tokens: int = 1,
+    position: str = "",
+    batch: int = 2,
+    splits: int = 32,
+) -> Callable[[], None] | None:
     """A decode step over one slab of this recipe, as the host would launch it; None where there is no kernel."""
     geometry, position = Geometry(1, heads, size), position or recipe.position
     layouts = [
@@ -138,15 +150,15 @@ def attends(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tok
             addresses = torch.zeros(4, 1 + len(one.names), dtype=torch.int64)
             mean = None if scheme.predict is None else torch.zeros(geometry.width)
             schemes.append(replace(attention.Encoded.of(one, addresses), mean=mean))
-        window, sinks = torch.zeros(2, 256, geometry.width, dtype=torch.bfloat16), recipe.window.sinks
-        exact = attention.Exact(window, window, window[:, :sinks].clone(), window[:, :sinks].clone())
-        q = torch.zeros(2, heads * ratio, tokens, size, dtype=torch.bfloat16)
-        lengths, starts = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        held, sinks = torch.zeros(batch, 256, geometry.width, dtype=torch.bfloat16), recipe.window.sinks
+        exact = attention.Exact(held, held, held[:, :sinks].clone(), held[:, :sinks].clone())
+        q = torch.zeros(batch, heads * ratio, tokens, size, dtype=torch.bfloat16)
+        lengths, starts = torch.zeros(4, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
         rope = None
         if position == "pre" or recipe.key.predict is not None:
             rope = attention.RopeTables.of(torch.ones(size // 2), 1.0, recipe.window.block, 8, starts, position)
-        how = launch.default(*layouts, ratio * tokens)
-        attention.attend(q, *schemes, exact, lengths, starts, size**-0.5, 32, rope, how)
+        how = launch.default(*layouts, launch.heads_per_launch(*layouts, ratio, tokens) * tokens)
+        attention.attend(q, *schemes, exact, lengths, starts, size**-0.5, splits, rope, how)
 
     return call
 
@@ -173,6 +185,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
     x, c = torch.randn(64, 8, 128), torch.zeros(64, 8, 128, dtype=torch.uint8)
     s, z = torch.ones(64, 8).half(), torch.randn(2, 64, 128)
     signed, matrix = rotation.SignedHadamard(128, 0), torch.eye(128)
+    tokens, counts = torch.zeros(2, 64, 1, 1024, dtype=torch.bfloat16).unbind(0), torch.zeros(4, dtype=torch.int32)
     angles = [polar.points_on(x.device, level, bits, "unit") for level, bits in enumerate((4, 2, 2, 2), start=1)]
     return {
         "pack 3": lambda: pack.pack(c, 3),
@@ -191,6 +204,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "encode latent": lambda: latent.encode_gaussian(z, torch.ones(64), 4),
         "decode latent": lambda: latent.decode_uniform(z, torch.ones(64), torch.ones(64), 4),
         "feedback": lambda: feedback.follow(z.view(2, 1, 64, 128), torch.zeros(1, 32, 32), z[:, None, :32].clone()),
+        "append": lambda: window.append(*tokens, torch.zeros(2, 64, 8, 1024, dtype=torch.bfloat16), counts),
     }
 
 

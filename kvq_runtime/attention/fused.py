@@ -125,6 +125,7 @@ class Fused(Path):
         self.shared: list[Tensor] = []
         self._readers: dict[int, list[Any]] = {}  # by layer, of keys and of values
         self._rope: Any = None
+        self._splits: dict[tuple[int, int, int], int] = {}  # by layer, rows of the batch and query tokens
 
     def __reduce__(self):
         """Copied and pickled without what is on the device: a cache has each layer's index made again."""
@@ -173,11 +174,12 @@ class Fused(Path):
         self.publish(store, layer)
         keys, values = self._read(layer, index)
         exact = host.Exact(*store.buffer_2BTC, *index.sinks_2BSC)
-        splits = host.splits(len(q_BHTD) * self.geometry.kv_heads, self.max_tokens // store.window.block, q_BHTD.device)
         rope = self._tables(store, index) if self.recipe.position == "pre" or keys.mean is not None else None
-        return Attended(
-            *host.attend(q_BHTD, keys, values, exact, index.counts, self.padding.starts_B, scale, splits, rope)
-        )
+        given = (q_BHTD, keys, values, exact, index.counts, self.padding.starts_B)
+        shape = layer, len(q_BHTD), q_BHTD.shape[2]
+        if shape not in self._splits:
+            self._splits[shape] = host.choose_splits(*given, self.max_tokens // store.window.block, rope)
+        return Attended(*host.attend(*given, scale, self._splits[shape], rope))
 
     def takes(self, store: LayerStore, q_BHTD: Tensor, mask: Tensor | None) -> bool:
         """Whether the layer is read by the kernel, and padding is as it wants it, whatever the number of queries."""
@@ -224,7 +226,7 @@ class Fused(Path):
                     row = _kernels().block_table([slab], names, 1, table.device)
                     table[place : place + 1].copy_(row)
         live = store.window_2BTC.shape[2]
-        index.counts.copy_(torch.tensor([store.blocks, store.window_start, live], dtype=torch.int32))
+        index.counts.copy_(torch.tensor([store.blocks, store.window_start, live, 0], dtype=torch.int32))
         if index.sinks_2BSC.shape == store.sinks_2BSC.shape:
             index.sinks_2BSC.copy_(store.sinks_2BSC)
         else:

@@ -16,7 +16,8 @@ SLACK = 64  # tokens that one step may add where the window is
 class DeviceIndex:
     """Of one layer.
 
-    counts       int32 [3]: blocks, the window's first place in its buffer, its tokens
+    counts       int32 [4]: blocks, the window's first place in its buffer, its tokens, and what `ops.window.append`
+                 counts with
     tables       of keys and of values, the addresses of their slabs: see kernels/attend/block_table.py
     sinks_2BSC   a copy of the exact first tokens, keys and values
     window_2BTC  where sinks and window are, but for a prompt that has no room there; None before they first are
@@ -34,8 +35,7 @@ class DeviceIndex:
     ):
         device = sinks_2BSC.device
         self.orders = orders
-        self.counts = torch.zeros(3, dtype=torch.int32, device=device)
-        self.offsets = torch.arange(SLACK, device=device)
+        self.counts = torch.zeros(4, dtype=torch.int32, device=device)
         self.columns = columns
         self.make_tables(slabs)
         self.sinks_2BSC = sinks_2BSC.clone()
@@ -54,11 +54,7 @@ class DeviceIndex:
         self.listed: list[list[tuple[int, int]]] = [[], []]
         self.stale = True
 
-    def next_places(self, count: int) -> Tensor:
-        """Where in the buffer the next tokens belong, as the device counts."""
-        return self.counts[1:].sum() + self.offsets[:count]
-
     @property
     def tensors(self) -> list[Tensor]:
         """What is stored, but for the window."""
-        return [self.counts, self.offsets, *self.tables, self.sinks_2BSC]
+        return [self.counts, *self.tables, self.sinks_2BSC]

@@ -21,6 +21,7 @@ from kvq_runtime.codec.packed import PackedBlocks
 from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.geometry import SLAB, Window
 from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.window import append as append_to_window
 from kvq_runtime.store.device import SLACK, DeviceIndex
 from kvq_runtime.store.order import KernelOrder
 from kvq_runtime.store.positions import Positions
@@ -162,10 +163,7 @@ class LayerStore:
             and self.buffer_2BTC is index.window_2BTC
             and count <= min(SLACK, room)
         ):
-            places = index.next_places(count)
-            self._keys.index_copy_(1, places, k_BTC)
-            self._values.index_copy_(1, places, v_BTC)
-            index.counts[2:].add_(count)
+            append_to_window(k_BTC, v_BTC, self.buffer_2BTC, index.counts)
         else:
             if count > room:
                 if self.window.sinks + live + count <= self.buffer_2BTC.shape[2] and live <= self._start:

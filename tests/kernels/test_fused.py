@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from feeding import RECIPES, anything, feed_in, make, newest, oldest, rotary, tensors
-from fused_driver import FAMILIES, ONE, PADDED, SCALE, TOLERANCE, Driver, with_kernels  # noqa: F401
+from fused_driver import FAMILIES, ONE, PADDED, RATIO, SCALE, TOLERANCE, Driver, with_kernels  # noqa: F401
 from generating import padded
 from models import prompt, random_model
 from owned_bytes import owned
@@ -20,6 +20,7 @@ from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import preset, presets
 
 pytest.importorskip("triton")
+from kvq_runtime.attention import long_query
 from kvq_runtime.attention.cuda_graph import captured
 from kvq_runtime.attention.fused import refusal
 
@@ -188,6 +189,34 @@ def test_many_queries_attend_slab_by_slab(name, starts, monkeypatch):
     driver.check(33)  # 66 rows of queries per KV head
     monkeypatch.setattr("kvq_runtime.attention.long_query.SCORES", 1000)
     driver.check(66)
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 4e-3), (torch.float16, 5e-4), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("starts", [None, PADDED], ids=["whole", "padded"])
+def test_many_queries_are_multiplied_in_the_models_dtype(dtype, most, starts, monkeypatch):
+    """And are as near to float64 over the same decoded tokens as operands and results of that dtype are."""
+    multiplied, types = long_query.multiplied, set()
+
+    def noted(a, b, *rest, **settings):
+        types.update((a.dtype, b.dtype))
+        return multiplied(a, b, *rest, **settings)
+
+    monkeypatch.setattr(long_query, "multiplied", noted)
+    driver = Driver(FAMILIES["higgs-head-2bit"], starts, dtype=dtype)
+    driver.step(90, expected=False)
+    count, store = 66, driver.cache.layers[0]
+    mask = driver.announce(count)
+    part = slice(driver.at, driver.at + count)
+    driver.cache.take(0, *driver.x[0, :, :, part].unbind(0))
+    k_BHTD, v_BHTD = (
+        x.double().unflatten(2, (ONE.kv_heads, -1)).transpose(1, 2).repeat_interleave(RATIO, 1)
+        for x in driver.cache.decoder.whole(0)
+    )
+    out = driver.cache.attend(0, driver.q[:, :, part], mask, SCALE)
+    seen = torch.ones(count, part.stop, dtype=torch.bool, device=DEVICE).tril(driver.at) if mask is None else mask
+    s_BHTT = (driver.q[:, :, part].double() @ k_BHTD.mT * SCALE).masked_fill(~seen, -torch.inf)
+    assert store.blocks and types == {dtype} and out.dtype == dtype
+    assert error(out, s_BHTT.softmax(-1) @ v_BHTD) < most
 
 
 def test_slabs_are_merged_by_their_largest_score():

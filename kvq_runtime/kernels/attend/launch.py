@@ -35,11 +35,14 @@ def heads_per_launch(keys: Layout, values: Layout, ratio: int, tokens: int) -> i
 
     tokens   of the query
 
-    Beside a mean's operands, angles, or the scores of a sub-block of rounded tokens, there are registers for 8 rows.
+    Beside a mean's operands, angles, or the scores of a sub-block of rounded tokens, there are registers for 8 rows;
+    where codes are looked up, a tile of 32 costs more than two of 16, which do not spill.
     """
     rows = ratio * tokens
     if keys.rounded or keys.adds_mean or 2 in (keys.tokens_per_thread, values.tokens_per_thread):
         return min(ratio, 8 // tokens)
+    if (keys.gathers or values.gathers) and 16 < rows <= 32 and tokens <= 16:
+        return 16 // tokens
     return ratio if rows <= ROWS else 0
 
 
@@ -89,16 +92,9 @@ def _gathering(columns: int, size: int, many: int) -> Launch:
         return Launch(tile=32 if columns == 16 else 16, warps=many)
     if size > 128:
         return Launch(tile=32, warps=min(8, 2 * many))
-    return Launch(warps=2) if many == 1 else Launch(tile=max(32, 128 // many), warps=4)
-
-
-def splits(programs: int, blocks: int, device: torch.device) -> int:
-    """How many parts to cut the blocks into, so that about six programs, of few warps, run on every multiprocessor.
-
-    programs   batch rows times KV heads
-    """
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return max(1, min(blocks, 128, 6 * count // max(1, programs)))
+    if many == 1:
+        return Launch(warps=2)
+    return Launch(tile=64, warps=8) if many == 4 else Launch(tile=128 // many, warps=4)
 
 
 def to_json(measured: dict[str, Launch]) -> str:

@@ -7,21 +7,20 @@ loop over the blocks of a split. Its arguments are those of the kernel (kernel.p
     i_b, i_h          batch row and KV head
     start             the row's first slot that is neither padding nor a sink
 
-    i_part            where in p_part and p_lse it writes what it found
+    part              where it writes what it found: Part of softmax.py
 """
 
 import triton
 import triton.language as tl
 
 from kvq_runtime.kernels.attend import rope, softmax
-from kvq_runtime.kernels.attend.read import load_query
+from kvq_runtime.kernels.attend.query import load_query
 
 
 @triton.jit
 def post_rope(
     p_q, p_q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h, start,
-    p_part, p_lse, i_part,
-    L: tl.constexpr, READ_KEYS: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr, VS: tl.constexpr,
+    part, L: tl.constexpr, READ_KEYS: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr, VS: tl.constexpr,
 ):  # fmt: skip
     """Keys after RoPE, or without it; `p_rope` is given where their mean was removed."""
     N: tl.constexpr = L.N
@@ -50,4 +49,4 @@ def post_rope(
             b_s = tl.where((m_t & (i_block * L.T + o_t >= start))[:, None], b_s, float("-inf"))
             b_tiles, b_numbers = READ_VALUES(p_values, p_value_lookup, i_block, i_b, i_h, o_t, m_t, L, VS)
             b_top, b_total, b_sums = softmax.add(b_top, b_total, b_sums, b_s, b_tiles, b_numbers)
-    softmax.store((b_top, b_total, b_sums), p_part, p_lse, i_part, L, VS)
+    softmax.store((b_top, b_total, b_sums), part, L, VS)

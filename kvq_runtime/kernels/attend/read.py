@@ -26,11 +26,6 @@ from kvq_runtime.kernels.attend.block_table import CODES, LOW, SCALE, field_of
 
 
 @triton.jit
-def load_query(p_q, scale, i_bh, o_d, m_d, L: tl.constexpr):
-    """All queries of a KV head, times `scale`: float32 [len(o_d), M]; column r is query head r // TQ, token r % TQ."""
-    o_m = tl.arange(0, L.M)
-    p = p_q + (i_bh * L.G * L.TQ + o_m)[None, :] * L.D + o_d[:, None]
-    return tl.load(p, mask=(o_m < L.G * L.TQ)[None, :] & m_d[:, None], other=0.0).to(tl.float32) * scale
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.attend.read import load_query
+from kvq_runtime.kernels.attend.query import load_query
 
 CHUNK = tl.constexpr(32)  # channels that a product takes at a time: more would lie in registers
 

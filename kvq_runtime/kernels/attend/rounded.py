@@ -23,14 +23,13 @@ import triton.language as tl
 
 from kvq_runtime.kernels.attend import fragment, rope
 from kvq_runtime.kernels.attend.block_table import CODES, LOW, SCALE, field_of
-from kvq_runtime.kernels.attend.read import load_query
+from kvq_runtime.kernels.attend.query import load_query
 
 
 @triton.jit
 def scan(
-    p_q, p_q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h, start,
-    p_part, p_lse, i_part,
-    L: tl.constexpr, SCORES: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr, VS: tl.constexpr,
+    q, q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h, start,
+    part, L: tl.constexpr, SCORES: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr, VS: tl.constexpr,
 ):  # fmt: skip
     """A scan, see per_token.py. SCORES is a function of this file: how keys are scored."""
     M: tl.constexpr = L.M
@@ -39,7 +38,7 @@ def scan(
     b_q = ()
     for run in tl.static_range(len(KS.RUNS)):
         o_d = fragment.channels_of_head(KS.RUNS[run], L.D, KS.PAIRS)
-        b_head = load_query(p_q, scale, i_b * L.H + i_h, o_d, o_d < L.D, L)
+        b_head = load_query(q, scale, i_b * L.H + i_h, o_d, o_d < L.D, L)
         b_q = b_q + (b_head if KS.PAIRS else b_head.to(tl.float16),)
     b_top = tl.full((M,), float("-inf"), tl.float32)
     b_total = tl.zeros((16, M), tl.float32)
@@ -53,7 +52,7 @@ def scan(
         p_k = field_of(p_keys, i_block, i_b, CODES, 2 + KS.HAS_LOW, L.H * SUBS * KS.BYTES, tl.uint8)
         p_v = field_of(p_values, i_block, i_b, CODES, 2 + VS.HAS_LOW, L.H * SUBS * VS.BYTES, tl.uint8)
         b_k = fragment.load_words(p_k + (i_h * SUBS + i_sub) * KS.BYTES, KS)
-        b_mean = rope.mean_of_block(p_q_exact, scale, None if KS.PAIRS else p_rope, i_b, i_h, i_block, L)
+        b_mean = rope.mean_of_block(q_exact, scale, None if KS.PAIRS else p_rope, i_b, i_h, i_block, L)
         b_s = SCORES(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L, KS)
         b_v = fragment.load_words(p_v + (i_h * SUBS + i_sub) * VS.BYTES, VS)
         b_steps, b_lows = _numbers(p_values, i_block, i_sub, i_b, i_h, L, VS)
@@ -91,7 +90,7 @@ def scan(
                 b_more = b_more + (tl.dot(b_x, b_u, b_sums[run]),)
             b_rest = b_left
             b_sums = b_more
-    _store((b_top, b_total, b_rest, b_sums), p_part, p_lse, i_part, L, VS)
+    _store((b_top, b_total, b_rest, b_sums), part, L, VS)
 
 
 @triton.jit
@@ -279,15 +278,14 @@ def _exponent(x):
 
 
 @triton.jit
-def _store(b_state, p_part, p_lse, i_part, L: tl.constexpr, S: tl.constexpr):
-    """Write a split's mean of the values, float32 [R, D], and log2 Σ 2^s, [R], R = G · TQ; of no token 0 and -inf."""
-    R: tl.constexpr = L.G * L.TQ
+def _store(b_state, part, L: tl.constexpr, S: tl.constexpr):
+    """Write a split's mean of the values, and log2 Σ 2^s, of no token 0 and -inf."""
     b_top, b_total = b_state[0], tl.sum(b_state[1], 0)
     o_m = tl.arange(0, L.M)
     b_share = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total, 1.0), 0.0)
-    p = p_part + i_part * (R * L.D) + o_m[None, :] * L.D
+    p = part.mean + ((part.line * part.parts + part.number) * part.rows + o_m)[None, :] * L.D
     for run in tl.static_range(len(S.RUNS)):
         b_mean = (b_state[3][run] + tl.sum(b_state[2][run], 0)[None, :]) * b_share[None, :]
-        tl.store(p + fragment.channels(S.RUNS[run])[:, None], b_mean, mask=(o_m < R)[None, :])
+        tl.store(p + fragment.channels(S.RUNS[run])[:, None], b_mean, mask=(o_m < part.rows)[None, :])
     b_lse = tl.where(b_total > 0, b_top + tl.log2(tl.where(b_total > 0, b_total, 1.0)), float("-inf"))
-    tl.store(p_lse + i_part * R + o_m, b_lse, mask=o_m < R)
+    tl.store(part.lse + (part.line * part.rows + o_m) * part.parts + part.number, b_lse, mask=o_m < part.rows)

@@ -20,28 +20,22 @@ COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 class LayerSettings(NamedTuple):
-    """L: the layer, its queries, and how tokens are shared out.
+    """L: the layer, and its tiles. What a step has of rows, queries and splits is known at run time alone.
 
-    H        KV heads
-    D        head size, in channels
-    T        tokens of a block
-    G        query heads of a KV head
-    TQ       query tokens
-    M        rows of the tile of queries: G · TQ, padded to 8, 16, 32 or 64
-    N        tokens of a tile that is read per token
-    SINKS    tokens at the start that are kept exactly
-    SPLITS   parts that the blocks are cut into
+    H       KV heads
+    D       head size, in channels
+    T       tokens of a block
+    M       columns of the tile of queries: 8, 16, 32 or 64
+    N       tokens of a tile that is read per token
+    SINKS   tokens at the start that are kept exactly
     """
 
     H: int
     D: int
     T: int
-    G: int
-    TQ: int
     M: int
     N: int
     SINKS: int
-    SPLITS: int
 
 
 class TileSettings(NamedTuple):

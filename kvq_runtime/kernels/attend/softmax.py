@@ -8,8 +8,26 @@ The running state of M query rows, with w = 2^(s - top):
     b_sums   [P, M]   Σ w · scale[t] · tile[t], a tuple: one of each slot
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Part(NamedTuple):
+    """Where a program writes what it found.
+
+    mean, lse       pointers to float32 [lines, parts, rows, D] and [lines, rows, parts]
+    line, number    which of the lines and parts; parts, how many
+    rows            of queries
+    """
+
+    mean: Any
+    lse: Any
+    line: Any
+    number: Any
+    parts: Any
+    rows: Any
 
 
 @triton.jit
@@ -51,18 +69,17 @@ def _exponent(b_x):
 
 
 @triton.jit
-def store(b_state, p_part, p_lse, i_part, L: tl.constexpr, S: tl.constexpr):
-    """Write a split's mean of the values, float32 [R, D], and log2 Σ 2^s, [R], R = G · TQ; of no token 0 and -inf."""
-    R: tl.constexpr = L.G * L.TQ
+def store(b_state, part, L: tl.constexpr, S: tl.constexpr):
+    """Write a split's mean of the values and log2 Σ 2^s, of no token 0 and -inf."""
     b_top, b_total, b_sums = b_state[0], tl.sum(b_state[1], 0), b_state[2]
     o_m = tl.arange(0, L.M)
-    m_m = (o_m < R)[None, :]
+    m_m = (o_m < part.rows)[None, :]
     b_share = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total, 1.0), 0.0)
     o_c = tl.arange(0, S.P)[:, None]
-    p = p_part + i_part * (R * L.D) + o_m[None, :] * L.D + o_c
+    p = part.mean + ((part.line * part.parts + part.number) * part.rows + o_m)[None, :] * L.D + o_c
     for slot in tl.static_range(tl.constexpr(S.SLOTS)):
         b_mean = b_sums[slot] * b_share[None, :]
         o_d = slot * S.COLUMNS + o_c
         tl.store(p + slot * S.COLUMNS, b_mean, mask=m_m & (o_c < S.COLUMNS) & (o_d < L.D))
     b_lse = tl.where(b_total > 0, b_top + tl.log2(tl.where(b_total > 0, b_total, 1.0)), float("-inf"))
-    tl.store(p_lse + i_part * R + o_m, b_lse, mask=o_m < R)
+    tl.store(part.lse + (part.line * part.rows + o_m) * part.parts + part.number, b_lse, mask=o_m < part.rows)
