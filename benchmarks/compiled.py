@@ -3,7 +3,6 @@
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from functools import cache, cached_property
 from pathlib import Path
 
 import triton
@@ -31,14 +30,12 @@ class Compiled:
     local: int
     shared: int
 
-    @cached_property
     def instructions(self) -> list[sass.Instruction]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(self.cubin)
             return sass.instructions(sass.disassembled(TOOLS / "nvdisasm", Path(file.name)))
 
 
-@cache
 def compiled(one: Recorded, arch: int) -> Compiled:
     """A launch, compiled for an architecture."""
     source = ASTSource(one.function, one.signature, one.constants, one.attributes)

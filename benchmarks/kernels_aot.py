@@ -177,7 +177,7 @@ def usage(one: Recorded, arch: int) -> dict[str, Any]:
     if one.function.__name__ == "attend":
         block = one.named("L")
         lanes = 32 * one.warps / (2 * block.T * block.D)
-        counts = units.counted(sass.main_loop(made.instructions, turns(one)), lanes)
+        counts = units.counted(sass.main_loop(made.instructions(), turns(one)), lanes)
     taken = {name: getattr(made, name) for name in ("registers", "stack", "local", "shared")}
     held = one.warps * programs(made.registers, made.shared, one.warps, arch)
     return taken | {"warps": held} | {name: counts[name] for name in COUNTED}

@@ -8,7 +8,7 @@ argument, says; both sides of branches are run; it finds what attention wrote in
 
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
+from math import ceil, prod
 
 from benchmarks import sass
 from benchmarks.compiled import compiled, programs
@@ -56,7 +56,7 @@ def loop_of(one: Recorded, turns: int, size: float) -> Loop:
     size    bytes that a warp reads from memory in a pass
     """
     made = compiled(one, ARCH)
-    passed = sass.main_loop(made.instructions, turns)
+    passed = sass.main_loop(made.instructions(), turns)
     return Loop(steps(passed, size), one.warps, programs(made.registers, made.shared, one.warps, ARCH))
 
 
@@ -72,7 +72,7 @@ def attend_cycles(loop: Loop, lines: int, blocks: int, splits: int, window: int)
         now = min(left, places)
         cycles += START + each * loop.each(ceil(now / MULTIPROCESSORS))
         left, free = left - now, places - now
-    last = START + WINDOW
+    last = START + WINDOW if window else 0
     return max(cycles, last) if window * lines <= free else cycles + last
 
 
@@ -81,17 +81,22 @@ def whole_cycles(one: Recorded, parts: int) -> float:
 
     ValueError: it has loops, and no CHUNK that says how many they take at a time.
     """
-    made, chunk = compiled(one, ARCH), one.named("CHUNK")
-    if sass.loops(made.instructions) and chunk is None:
+    code, room = _code(one)
+    chunk = one.named("CHUNK")
+    if sass.loops(code) and chunk is None:
         raise ValueError(f"{one.function.__name__} has loops and no CHUNK, so how often they turn is unknown")
-    count = 1
-    for size in one.grid:
-        count *= size
-    each, room = ceil(count / MULTIPROCESSORS), programs(made.registers, made.shared, one.warps, ARCH)
+    each = ceil(prod(one.grid) / MULTIPROCESSORS)
     return ceil(each / room) * _ran(one, ceil(parts / chunk) if chunk else 1, min(each, room))
 
 
 @cache
+def _code(one: Recorded) -> tuple[list[sass.Instruction], int]:
+    """(instructions, programs that a multiprocessor holds)."""
+    made = compiled(one, ARCH)
+    return made.instructions(), programs(made.registers, made.shared, one.warps, ARCH)
+
+
+@cache
 def _ran(one: Recorded, turns: int, count: int) -> float:
-    code = steps(sass.whole(compiled(one, ARCH).instructions, turns), latency=L2_LATENCY, once=True)
+    code = steps(sass.whole(_code(one)[0], turns), latency=L2_LATENCY, once=True)
     return simulate(code, count, one.warps, passes=1).cycles
