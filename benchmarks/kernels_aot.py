@@ -8,8 +8,9 @@ what a pass through the main loop takes (units.py), which is a block's keys and 
                            products), of the tensor cores; and wavefronts of shared memory, of global memory, of gathers
     of a warp              exposed_loads, how often it waits for memory; barriers; stall_cycles, which it takes at least
 
-A kernel gets worse if it takes more of anything than the table says, leaves room for fewer warps, or spills. The table
-has rows of two Tritons, the oldest allowed and the newest of its time; with another a kernel has to compile and to fit.
+A kernel gets worse if it takes more of anything than the table says, or leaves room for fewer warps. The table has rows
+of two Tritons: the newest of its time, with which nothing may spill, and the oldest allowed, with which spills may not
+grow. With any other a kernel has to compile and to fit.
 
 PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME] [--each-kind] [--write | --check]
 """
@@ -199,12 +200,17 @@ def stored() -> dict[tuple[str, str, int], dict[str, float]]:
 
 
 def worse(name: str, arch: int, taken: dict[str, Any], table: dict, warps: int = 4) -> list[str]:
-    """What is wrong with a kernel, of programs of so many warps, against the table."""
+    """What is wrong with a kernel, of programs of so many warps, against the table.
+
+    With the table's newest Triton nothing may spill, whatever the table says.
+    """
+    versions = {version for version, *_ in table}
     before = table.get((triton.__version__, name, arch))
-    held = triton.__version__ in {version for version, *_ in table}
-    if before is None and (held or (name, arch) not in {key[1:] for key in table}):
+    if before is None and (triton.__version__ in versions or (name, arch) not in {key[1:] for key in table}):
         return [f"{name}, sm_{arch}: not in {TABLE.name} with Triton {triton.__version__}; run with --write"]
-    most = dict(before or {}) | ({"stack": 0, "local": 0} if before else {})
+    most = dict(before or {})
+    if before and triton.__version__ == max(versions, key=_order):
+        most |= {"stack": 0, "local": 0}
     most["shared"] = min(most.get("shared", SHARED[arch]), SHARED[arch])
     most["registers"] = min(most.get("registers", 255), REGISTERS // (32 * warps))
     least = most.pop("warps", 0)
@@ -215,16 +221,21 @@ def worse(name: str, arch: int, taken: dict[str, Any], table: dict, warps: int =
 
 
 def write(rows: list[list[Any]], names: set[str] | None) -> None:
-    """Put rows of this Triton into the table; keep others of kernels that there are, and of other Tritons the oldest's.
+    """Put rows of this Triton into the table; keep others of kernels that there are, of the oldest and newest Triton.
 
     names   of all kernels that there are; None: keep all
     """
     kept = list(csv.reader(TABLE.open()))[1:] if TABLE.exists() else []
-    oldest = min({row[0] for row in [*kept, *rows]}, key=lambda version: [*map(int, re.findall(r"\d+", version))])
-    kept = [row for row in kept if row[0] in (oldest, triton.__version__) and (names is None or row[1] in names)]
-    both = {(row[0], row[1], int(row[2])): row for row in [*kept, *rows]}
+    versions = sorted({row[0] for row in [*kept, *rows]}, key=_order)
+    known = {versions[0], versions[-1], triton.__version__}
+    kept = [row for row in kept if row[0] in known and (names is None or row[1] in names)]
+    both = {(_order(row[0]), row[1], int(row[2])): row for row in [*kept, *rows]}
     with TABLE.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *both.values()])
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *(both[key] for key in sorted(both))])
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def main() -> int:

@@ -3,8 +3,8 @@
 An instruction has 128 bits. In 21 of them, 105 to 125, the compiler says when the next may be issued: after `stall`
 cycles; and, of instructions whose time is not known beforehand, which of six scoreboards they release once their result
 is there (`sets`) or their operands have been read (`frees`), and which scoreboards this one waits for (`waits`).
-Source: Jia, Maggioni, Staiger, Scarpazza, Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking (2018),
-section 2.1; the fields lie alike from sm_70 to sm_100.
+Source: Jia, Maggioni, Staiger, Scarpazza, Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking (2018);
+code for sm_80, sm_90 and sm_100 has the same fields.
 """
 
 import re
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ADDRESS, PREDICATE = r"/\*([0-9a-f]{4,})\*/\s+", r"(?:@!?U?P\w+\s+)?"
-TEXT, WORD = r"([A-Z][A-Z0-9_]*)((?:\.[A-Z0-9_]+)*)\s*([^;]*);\s*", r"/\*\s*0x([0-9a-f]{16})\s*\*/\s*"
+TEXT, WORD = r"([A-Z][A-Z0-9_]*)((?:\.\w+)*)\s*([^;]*);\s*", r"/\*\s*0x([0-9a-f]{16})\s*\*/\s*"
 LINE = re.compile(rf"{ADDRESS}{PREDICATE}{TEXT}{WORD}{WORD}|^(\.L\w+):", re.MULTILINE)
 TARGET = re.compile(r"`\((\.L\w+)\)")
 SCOREBOARDS = 6
@@ -49,6 +49,12 @@ class Instruction:
     @property
     def multiplies_tiles(self) -> bool:
         return self.name.endswith("MMA")
+
+    @property
+    def products(self) -> int:
+        """What a warp multiplies, in m16n8k16 products; a warp of a group has 16 of its 64 rows: ".64x32x16"."""
+        columns = re.match(r"\.64x(\d+)x16", self.modifiers)
+        return int(columns[1]) // 8 if columns else int(self.multiplies_tiles)
 
     @property
     def widens(self) -> bool:

@@ -12,9 +12,10 @@ released, its program is past the barrier, and the unit is free. What is assumed
     barrier 20 after the last warp (12 where a program has one)
 
 Left out: misses of the instruction cache, bank conflicts, what programs find in the second-level cache that others have
-read, and a clock that falls under load. Nothing was measured with it; compared with an H200 it may be 35% off.
-Source of latencies: Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking
-(2024), tables 3 and 4, rounded up for a busy machine.
+read, waits for the products of warp groups (16 rows of queries and more), and a clock that falls under load. Nothing
+was measured with it; compared with an H200 it may be 35% off.
+Latencies are of the order that Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU Architecture (2024), found on
+an idle H100; that of memory is longer, as it is under load.
 """
 
 from collections import defaultdict
@@ -92,8 +93,9 @@ def _bytes(one: Instruction) -> int:
 def _step(one: Instruction, need: Need, scale: float, latency: int) -> Step:
     stream, unit = need.kind == "stream", "lsu" if need.unit in LSU else need.unit
     answers = latency if stream else ANSWERS.get(need.unit, ANSWER)
+    busy = BUSY.get(unit, 0) * max(1, one.products)
     return Step(
-        unit, BUSY.get(unit, 0), need.wavefronts, scale * _bytes(one) if stream else 0.0, answers, max(1, one.stall),
+        unit, busy, need.wavefronts, scale * _bytes(one) if stream else 0.0, answers, max(1, one.stall),
         one.sets, one.frees, tuple(awaited(one)),
         one.name == "LDGSTS", one.name == "LDGDEPBAR", one.name == "BAR",
     )  # fmt: skip

@@ -119,7 +119,7 @@ def counted(passed: list[Instruction], lanes: float) -> dict[str, float]:
         "multiplications": sum(one.name in MULTIPLICATIONS for one in passed),
         "alu": units["alu"],
         "fma": units["fma"] + units["imad"],
-        "tensor": units["tensor"],
+        "tensor": sum(one.products for one in passed),
         **{f"{what}_wavefronts": wave[what] for what in ("shared", "global", "gather")},
     }
     per_element = {f"{name}_per_element": round(count * lanes, 3) for name, count in each.items()}

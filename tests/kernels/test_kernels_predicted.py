@@ -33,7 +33,7 @@ def test_the_table_has_every_family_and_says_that_it_is_predicted():
     for (recipe, batch, tokens), row in table.items():
         assert row["what"] == "predicted" and row["error"] == "+-35%"
         assert row["binds"] in ("memory", "latency", "issue", "alu", "lsu", "tensor") and 0 < row["share"] <= 1
-        assert (row["binds"] == "latency") == (row["share"] < predicted.BINDS)
+        assert row["share"] <= predicted.BINDS if row["binds"] == "latency" else row["share"] >= predicted.BINDS
         assert row["ratio"] == pytest.approx(row["bf16_microseconds"] / row["microseconds"], rel=0.02)
         bf16 = 2 * 2 * batch * tokens * 8 * 128 / (0.85 * 4.8e12) * 1e6 + 4
         assert row["bf16_microseconds"] == pytest.approx(bf16, abs=0.06)

@@ -93,6 +93,12 @@ def test_loops_are_passed_through_as_they_are_run():
         sass.main_loop(found[:2], 1)
 
 
+def test_products_are_counted_alike():
+    small, group = written("HMMA.16816.F32 R20, R20, R24, RZ", "HGMMA.64x32x16.F32 R40, R100, gdesc[UR8], R40")
+    assert (small.products, group.products) == (1, 4)
+    assert written("FMUL R1, R2, R3")[0].products == 0
+
+
 def test_loads_are_told_apart():
     """Addresses out of the block table are a table's, what they lead to is a stream, what that leads to a gather."""
     passed = sass.instructions(PART)
