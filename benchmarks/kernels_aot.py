@@ -216,8 +216,9 @@ def worse(name: str, arch: int, taken: dict[str, Any], table: dict, warps: int =
     least = most.pop("warps", 0)
     found = [f"{name}, sm_{arch}: {what} {amount}; at most {most[what]:g}"
              for what, amount in taken.items() if amount != "" and amount > most.get(what, amount)]  # fmt: skip
-    fewer = taken.get("warps", least) < least
-    return found + [f"{name}, sm_{arch}: warps {taken['warps']}; at least {least:g}"] * fewer
+    if taken["warps"] < least:
+        found.append(f"{name}, sm_{arch}: warps {taken['warps']}; at least {least:g}")
+    return found
 
 
 def write(rows: list[list[Any]], names: set[str] | None) -> None:
@@ -225,7 +226,7 @@ def write(rows: list[list[Any]], names: set[str] | None) -> None:
 
     names   of all kernels that there are; None: keep all
     """
-    kept = list(csv.reader(TABLE.open()))[1:] if TABLE.exists() else []
+    kept = list(csv.reader(io.StringIO(TABLE.read_text())))[1:] if TABLE.exists() else []
     versions = sorted({row[0] for row in [*kept, *rows]}, key=_order)
     known = {versions[0], versions[-1], triton.__version__}
     kept = [row for row in kept if row[0] in known and (names is None or row[1] in names)]

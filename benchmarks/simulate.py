@@ -14,8 +14,8 @@ released, its program is past the barrier, and the unit is free. What is assumed
 Left out: misses of the instruction cache, bank conflicts, what programs find in the second-level cache that others have
 read, waits for the products of warp groups (16 rows of queries and more), and a clock that falls under load. Nothing
 was measured with it; compared with an H200 it may be 35% off.
-Latencies are of the order that Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU Architecture (2024), found on
-an idle H100; that of memory is longer, as it is under load.
+Latencies are of the order that Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU Architecture (2024), found
+on an idle H100; that of memory is longer, as it is under load.
 """
 
 from collections import defaultdict

@@ -58,7 +58,7 @@ def test_a_kernel_that_got_worse_is_seen(aot):
 
 
 def test_every_triton_has_rows_of_its_own(aot):
-    row = {"registers": 100, "stack": 0, "local": 0, "shared": 512}
+    row = {"registers": 100, "stack": 0, "local": 0, "shared": 512, "warps": 16}
     other = {("0", "attend x", 90): row | {"registers": 90}}
     assert aot.worse("attend x", 90, row | {"stack": 8}, other) == []  # held with the Triton of the table; here it fits
     assert "at most 255" in aot.worse("attend x", 90, row | {"registers": 256}, other)[0]
@@ -95,7 +95,7 @@ def test_the_table_has_what_binds(aot):
     newest = max((version for version, *_ in table), key=aot._order)
     assert all(row["stack"] == row["local"] == 0 for (version, *_), row in table.items() if version == newest)
     attends = {key: row for key, row in table.items() if key[1].startswith("attend") and "merge" not in key[1]}
-    assert len(attends) > 150 and all(set(aot.COUNTED) <= set(row) for row in attends.values())
+    assert len(attends) > 80 and all(set(aot.COUNTED) <= set(row) for row in attends.values())
     for (_, _, arch), row in table.items():
         assert row["warps"] in {
             w * programs(int(row["registers"]), int(row["shared"]), w, arch) for w in (1, 2, 4, 8, 16)
