@@ -19,6 +19,7 @@ python -m benchmarks.gpu --dry-run: shapes and bytes of every case on any machin
 """
 
 import argparse
+import csv
 import itertools
 import json
 import sys
@@ -86,15 +87,11 @@ def attend(case: Case, copy: float, rate: float) -> dict[str, Any]:
 
 def issued(case: Case) -> float:
     """Microseconds that issuing the main loop's instructions takes, as it was compiled with the default settings."""
-    import triton
-
-    from benchmarks.kernels_aot import stored
-
     device = torch.cuda.get_device_properties(0)
     arch = max((known for known in (80, 90, 100) if known <= 10 * device.major + device.minor), default=80)
-    kernel = (f"attend {case.recipe}", arch)
-    rows = {version: row for (version, *key), row in stored().items() if tuple(key) == kernel}
-    lanes = rows.get(triton.__version__, next(iter(rows.values())))["instructions_per_element"]
+    with (RESULTS / "kernels_aot.csv").open() as file:
+        table = {(line["kernel"], int(line["arch"])): line for line in csv.DictReader(file)}
+    lanes = float(table[f"attend {case.recipe}", arch]["instructions_per_element"])
     elements = 2 * case.batch * case.blocks * 128 * case.model.geometry.width
     return 1e3 * lanes * elements / (128 * device.multi_processor_count * device.clock_rate)
 

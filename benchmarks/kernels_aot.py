@@ -2,11 +2,11 @@
 
 What is compiled is what the host code would launch: its launches are recorded (recorded.py). Of every kernel the table
 has registers, stack, local and shared memory, and the warps that a multiprocessor holds at a time. Of attention it has
-what a pass through the main loop takes (units.py), which is a block's keys and values of one head:
+what the main loop takes (units.py), for keys and values of one head:
 
     per element and lane   instructions; of them multiplications, those of the ALU, of the FMA pipe (with integer
                            products), of the tensor cores; and wavefronts of shared memory, of global memory, of gathers
-    of a warp              exposed_loads, how often it waits for memory; barriers; stall_cycles, which it takes at least
+    of a warp and block    exposed_loads, how often it waits for memory; barriers; stall_cycles, which it takes at least
 
 A kernel gets worse if it takes more of anything than the table says, or leaves room for fewer warps. The table has rows
 of two Tritons: the newest of its time, with which nothing may spill, and the oldest allowed, with which spills may not
@@ -176,18 +176,18 @@ def usage(one: Recorded, arch: int) -> dict[str, Any]:
     made = compiled(one, arch)
     counts = dict.fromkeys(COUNTED, "")
     if one.function.__name__ == "attend":
-        block = one.named("L")
-        lanes = 32 * one.warps / (2 * block.T * block.D)
-        counts = units.counted(sass.main_loop(made.instructions(), turns(one)), lanes)
+        layer, (tokens, turns) = one.named("L"), main_pass(one)
+        passed = sass.main_loop(made.instructions(), turns)
+        counts = units.counted(passed, 32 * one.warps / (2 * tokens * layer.D), layer.T // tokens)
     taken = {name: getattr(made, name) for name in ("registers", "stack", "local", "shared")}
     held = one.warps * programs(made.registers, made.shared, one.warps, arch)
     return taken | {"warps": held} | {name: counts[name] for name in COUNTED}
 
 
-def turns(one: Recorded) -> int:
-    """How often attention's inner loop turns for a block, where it has one."""
+def main_pass(one: Recorded) -> tuple[int, int]:
+    """Of attention's main loop: (tokens of a pass through it, how often a loop inside turns, where there is one)."""
     layer, keys = one.named("L"), one.named("KS")
-    return -(-layer.T // (keys.GROUP if one.named("READ_KEYS") is None else layer.N))
+    return layer.T, -(-layer.T // (keys.GROUP if one.named("READ_KEYS") is None else layer.N))
 
 
 def stored() -> dict[tuple[str, str, int], dict[str, float]]:

@@ -35,7 +35,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases import MODELS, Case
-from benchmarks.kernels_aot import FAMILIES, attends, turns
+from benchmarks.kernels_aot import FAMILIES, attends, main_pass
 from benchmarks.lines import RESULTS
 from benchmarks.predict import Loop, attend_cycles, loop_of, whole_cycles
 from benchmarks.recorded import Recorded, recorded
@@ -113,7 +113,8 @@ def main_loop(recipe: str) -> Loop:
     """Attention's main loop; splits and batch do not change it."""
     case = Case(MODELS[0], recipe, LENGTHS[0], 1)
     one = next(one for one in launches(case, 32)[0] if one.function.__name__ == "attend")
-    return loop_of(one, turns(one), case.packed() / case.blocks / case.model.kv_heads / one.warps)
+    tokens, turns = main_pass(one)
+    return loop_of(one, one.named("L").T // tokens, turns, case.packed() / case.blocks / case.model.kv_heads)
 
 
 def rows(recipes: list[str]) -> Iterator[dict[str, Any]]:

@@ -24,23 +24,30 @@ POINTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # programs on a multiprocessor that
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A kernel's main loop: a pass of a warp, a program's warps, and the programs that a multiprocessor holds."""
+    """A kernel's main loop.
+
+    steps    of a warp in a pass
+    passes   through it, of a block
+    warps    of a program
+    room     programs that a multiprocessor holds
+    """
 
     steps: list[Step]
+    passes: int
     warps: int
     room: int
 
     def each(self, count: int) -> float:
-        """Cycles of a pass with so many programs on a multiprocessor, 1 to `room`."""
+        """Cycles of a block with so many programs on a multiprocessor, 1 to `room`."""
         known = sorted({min(point, self.room) for point in POINTS})
         below, above = max(n for n in known if n <= count), min(n for n in known if n >= count)
         low, high = (_simulated(self, n).each for n in (below, above))
-        return low + (high - low) * (count - below) / max(1, above - below)
+        return self.passes * (low + (high - low) * (count - below) / max(1, above - below))
 
     def taken(self) -> dict[str, float]:
-        """Cycles of a multiprocessor that a program's pass takes of everything it may be bound by."""
+        """Cycles of a multiprocessor that a program's block takes of everything it may be bound by."""
         run = _simulated(self, 1)
-        return {name: share * run.each for name, share in run.busy.items()}
+        return {name: share * run.each * self.passes for name, share in run.busy.items()}
 
 
 @cache
@@ -49,15 +56,16 @@ def _simulated(loop: Loop, count: int) -> Run:
 
 
 @cache
-def loop_of(one: Recorded, turns: int, size: float) -> Loop:
+def loop_of(one: Recorded, passes: int, turns: int, size: float) -> Loop:
     """The main loop of a launch.
 
-    turns   of an inner loop
-    size    bytes that a warp reads from memory in a pass
+    passes   of a block
+    turns    of an inner loop
+    size     bytes of a block
     """
     made = compiled(one, ARCH)
-    passed = sass.main_loop(made.instructions(), turns)
-    return Loop(steps(passed, size), one.warps, programs(made.registers, made.shared, one.warps, ARCH))
+    passed = steps(sass.main_loop(made.instructions(), turns), size / passes / one.warps)
+    return Loop(passed, passes, one.warps, programs(made.registers, made.shared, one.warps, ARCH))
 
 
 def attend_cycles(loop: Loop, lines: int, blocks: int, splits: int, window: int) -> float:

@@ -63,10 +63,13 @@ def recorded() -> Iterator[list[Recorded]]:
 def _bound(function: Any, args: tuple, options: dict[str, Any]) -> Recorded:
     signature, constants, attributes = {}, {}, {}
     for i, (parameter, given) in enumerate(zip(function.params, args, strict=True)):
-        kind = "constexpr" if parameter.is_constexpr else _kind(given, (i,), constants, attributes)
         if parameter.is_constexpr:
             constants[(i,)] = given
-        signature[parameter.name] = kind
+            signature[parameter.name] = "constexpr"
+        elif parameter.do_not_specialize:
+            signature[parameter.name] = "i32" if isinstance(given, int) else _kind(given, (i,), {}, {})
+        else:
+            signature[parameter.name] = _kind(given, (i,), constants, attributes)
     assert "enable_fp_fusion" in options, f"{function.__name__}: launch with tile.FUSED; defaults differ among Tritons"
     kept = {name: options[name] for name in OPTIONS if name in options}
     return Recorded(function, signature, constants, attributes, kept, _grid(options["grid"], function, args))

@@ -105,10 +105,11 @@ def exposed(passed: list[Instruction], needed: list[Need]) -> int:
     return waited - before
 
 
-def counted(passed: list[Instruction], lanes: float) -> dict[str, float]:
-    """What a pass takes, per element and lane; then, as it is, how often a warp waits, and for how long at least.
+def counted(passed: list[Instruction], lanes: float, passes: int) -> dict[str, float]:
+    """What a pass takes, per element and lane; then, of a block, how often a warp waits, and for how long at least.
 
-    lanes   of the program, over the elements of keys and values that a pass reads
+    lanes    of the program, over the elements of keys and values that a pass reads
+    passes   of a block
     """
     needed = needs(passed)
     units, wave = Counter(need.unit for need in needed), Counter()
@@ -124,7 +125,7 @@ def counted(passed: list[Instruction], lanes: float) -> dict[str, float]:
     }
     per_element = {f"{name}_per_element": round(count * lanes, 3) for name, count in each.items()}
     return per_element | {
-        "exposed_loads": exposed(passed, needed),
-        "barriers": sum(one.name == "BAR" for one in passed),
-        "stall_cycles": sum(max(1, one.stall) for one in passed),
+        "exposed_loads": passes * exposed(passed, needed),
+        "barriers": passes * sum(one.name == "BAR" for one in passed),
+        "stall_cycles": passes * sum(max(1, one.stall) for one in passed),
     }

@@ -103,8 +103,8 @@ def test_splits_are_those_of_an_h200():
 
 
 def test_waves_of_programs():
-    """A pass of 100 cycles, two programs a multiprocessor: 5 blocks in one wave, or in two; then the window's."""
-    loop = Loop([step(stall=10)] * 10, 1, 2)
+    """A block is two passes of 50 cycles; a multiprocessor has room for two programs."""
+    loop = Loop([step(stall=10)] * 5, 2, 1, 2)
     assert [loop.each(count) for count in (1, 2)] == [100, 100]
     assert attend_cycles(loop, 132, 10, 2, 0) == START + 5 * 100
     assert attend_cycles(loop, 132, 10, 3, 0) == 2 * START + 4 * 100 + 4 * 100  # 3 programs a line
@@ -115,7 +115,7 @@ def test_waves_of_programs():
 
 def test_programs_share_a_multiprocessor():
     """Half-rate instructions of 1 to 4 warps a scheduler: between simulated counts, a line."""
-    loop = Loop([step("alu", 2)] * 50, 4, 8)
+    loop = Loop([step("alu", 2)] * 50, 1, 4, 8)
     assert loop.each(1) == pytest.approx(100, rel=0.02)
     assert loop.each(4) == pytest.approx(400, rel=0.02)
     assert loop.each(5) == pytest.approx((loop.each(4) + loop.each(6)) / 2)
@@ -129,7 +129,7 @@ def test_a_share_is_of_the_whole_call(monkeypatch):
     attend = SimpleNamespace(function=SimpleNamespace(__name__="attend"))
     monkeypatch.setattr(predicted, "launches", lambda case, cut: ([attend], 2))
     monkeypatch.setattr(predicted, "splits", lambda case: 4)
-    loop = Loop([step("alu", 2)] * 20_000, 4, 2)
+    loop = Loop([step("alu", 2)] * 20_000, 1, 4, 2)
     long, short = (predicted.predicted(Case(MODELS[0], "rtn-2bit", tokens, 8), loop) for tokens in (131264, 320))
     assert long["binds"] == "alu" and long["share"] > 0.9
     took = 256 * 2 * 40_000 + START + START + WINDOW  # two programs on each of 128 multiprocessors; then the window's

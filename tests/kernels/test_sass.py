@@ -169,10 +169,10 @@ def test_what_a_pass_takes():
         "IADD3 R4, R4, 0x1, RZ | 4", "LDG.E.128 R8, desc[UR4][R4.64] | 1 0",
         "IMAD.WIDE.U32 R10, R8, 0x8, R20 | 4 7 7 1", "LDG.E.64 R12, desc[UR4][R10.64] | 1 0",
     )  # fmt: skip
-    took = units.counted(passed, 0.5)
+    took = units.counted(passed, 0.5, 2)
     assert took == {
         "instructions_per_element": 6.5, "multiplications_per_element": 1.0, "alu_per_element": 1.0,
         "fma_per_element": 2.0, "tensor_per_element": 0.5, "shared_wavefronts_per_element": 0.5 * (4 + 4 + 1),
         "global_wavefronts_per_element": 0.5 * 4, "gather_wavefronts_per_element": 0.5 * 2 * units.GATHER,
-        "exposed_loads": 1, "barriers": 1, "stall_cycles": 2 + 5 + 3 + 1 + 6 + 1 + 1 + 1 + 5 + 4 + 1 + 4 + 1,
+        "exposed_loads": 2, "barriers": 2, "stall_cycles": 2 * (2 + 5 + 3 + 1 + 6 + 1 + 1 + 1 + 5 + 4 + 1 + 4 + 1),
     }  # fmt: skip
