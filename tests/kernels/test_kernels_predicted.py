@@ -129,9 +129,9 @@ def test_a_share_is_of_the_whole_call(monkeypatch):
     attend = SimpleNamespace(function=SimpleNamespace(__name__="attend"))
     monkeypatch.setattr(predicted, "launches", lambda case, cut: ([attend], 2))
     monkeypatch.setattr(predicted, "splits", lambda case: 4)
-    loop = Loop([step("alu", 2)] * 20_000, 1, 4, 2)
+    loop = Loop([step("alu", 2)] * 2_000, 1, 4, 2)
     long, short = (predicted.predicted(Case(MODELS[0], "rtn-2bit", tokens, 8), loop) for tokens in (131264, 320))
     assert long["binds"] == "alu" and long["share"] > 0.9
-    took = 256 * 2 * 40_000 + START + START + WINDOW  # two programs on each of 128 multiprocessors; then the window's
+    took = 256 * 2 * 4_000 + START + START + WINDOW  # two programs on each of 128 multiprocessors; then the window's
     assert long["microseconds"] == pytest.approx(took / CLOCK * 1e6 + 3 * predicted.LAUNCH, rel=0.001)
     assert short["binds"] == "latency" and short["share"] < 0.6
