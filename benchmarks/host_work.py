@@ -5,7 +5,7 @@
     calls        of Python functions, and of C functions from Python
     us           microseconds of the CPU
 
-A step is the difference between generating 24 tokens and 4, and a layer that between models of 6 layers and 2.
+A step is a part of the difference between generating 64 tokens and 4, a layer of that between models of 6 layers and 2.
 
 This runs on a CPU without a kernel: the decode kernel gives its queries back, and a replay does nothing. So Triton's
 launcher (two kernels in a layer of an eager step) and the one call that launches a graph are in no figure; microseconds
@@ -30,7 +30,7 @@ from kvq_runtime.hf import CudaGraphs, KVQCache
 from kvq_runtime.ops import dispatch
 
 RECIPE, PROMPT = "rtn-2bit", 140  # at most 255 tokens are exact: no step here encodes a block
-FEW, MORE = (4, 24), (2, 6)  # tokens generated; layers
+NEW, LAYERS = (4, 64), (2, 6)
 WAITS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero"}
 NO_WORK = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::detach", "aten::_unsafe_view"}
 Counts = dict[str, float]
@@ -76,9 +76,9 @@ def calls(run: Callable[[], Any]) -> Counts:
 
 
 def microseconds(run: Callable[[], Any]) -> Counts:
-    """Of this thread, the least of five runs."""
+    """Of this thread, the least of nine runs."""
     taken = []
-    for _ in range(5):
+    for _ in range(9):
         begun = time.thread_time()
         run()
         taken.append(1e6 * (time.thread_time() - begun))
@@ -125,12 +125,12 @@ def step(layers: int, replayed: bool, rows: int = 1, padded: bool = False, timed
     """What one step asks of the host."""
     found: list[Counts] = []
     with no_kernels():
-        for new in FEW:
+        for new in NEW:
             run = generated(layers, replayed, rows, padded, new)
             run()
             found.append(operations(run) | calls(run) | (microseconds(run) if timed else {}))
     few, more = found
-    return {name: (more[name] - few[name]) / (FEW[1] - FEW[0]) for name in few}
+    return {name: (more[name] - few[name]) / (NEW[1] - NEW[0]) for name in few}
 
 
 def main(given: list[str] | None = None) -> int:
@@ -140,11 +140,11 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--padded", action="store_true", help="the first row has padding on the left")
     asked = parser.parse_args(given)
     for replayed in (False, True):
-        few, more = (step(layers, replayed, asked.rows, asked.padded) for layers in MORE)
+        few, more = (step(layers, replayed, asked.rows, asked.padded) for layers in LAYERS)
         for name in few:
-            layer = (more[name] - few[name]) / (MORE[1] - MORE[0])
+            layer = (more[name] - few[name]) / (LAYERS[1] - LAYERS[0])
             kind = "replayed" if replayed else "eager"
-            print(f"{kind:9}{name:11}{layer:9.1f} a layer {few[name] - MORE[0] * layer:9.1f} a step beside them")
+            print(f"{kind:9}{name:11}{layer:9.1f} a layer {few[name] - LAYERS[0] * layer:9.1f} a step beside them")
     return 0
 
 

@@ -109,8 +109,18 @@ def test_tokens_and_logits_are_those_of_eager_steps(way, lengths, quick):
 
 
 def test_logits_are_the_callers_to_keep(quick):
-    _, found = compared(model_of(), prompt(1, 40))
-    assert len({logits.data_ptr() for logits in found.logits}) == NEW
+    model = model_of()
+    cache = KVQCache(RECIPE, model)
+    with graphs_of(model, cache) as graphs, torch.no_grad():
+        generate(model, prompt(1, 40), cache, max_new_tokens=3)
+        given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1, "return_dict": True}
+        graphs._may_compile(given, model.generation_config)
+        call, found, copies = model.get_compiled_call(None), [], []
+        for token in (5, 6):
+            places = torch.tensor([[cache.get_seq_length()]])
+            found.append(call(input_ids=torch.tensor([[token]]), position_ids=places, **given).logits)
+            copies.append(found[-1].clone())
+    assert graphs.replayed == 4 and torch.equal(found[0], copies[0]) and not torch.equal(*found)
 
 
 class Spoken(BaseStreamer):
@@ -231,6 +241,22 @@ def test_tables_that_are_outgrown_are_recorded_anew(quick):
     store = found.past_key_values.blocks.layers[0]
     assert store.blocks == 33 and len(store.index.tables[0]) == 4
     assert (graphs.replayed, graphs.recorded) == (19, 2)
+
+
+def test_tables_that_a_prompt_outgrows_are_recorded_anew(quick):
+    model = model_of()
+    one, two = KVQCache(RECIPE, model), KVQCache(RECIPE, model)
+    found = []
+    for cache in (one, two):
+        with graphs_of(model, cache) as graphs:
+            if cache is two:
+                graphs.close()
+            first = generate(model, prompt(1, 40), cache, max_new_tokens=5).sequences
+            text = torch.cat([first, prompt(1, 512)], 1)
+            found.append(torch.stack(generate(model, text, cache, max_new_tokens=5).logits))
+        if cache is one:
+            assert (graphs.replayed, graphs.recorded) == (8, 2)
+    assert torch.equal(*found)
 
 
 def test_a_prompt_in_chunks(quick):

@@ -185,14 +185,15 @@ def test_rows_that_change_places_take_their_padding_along():
 
 
 def test_a_replay_asks_no_more_of_the_host_with_more_layers():
-    """Operations of torch, and waits for the device: what generate does beside the model, whatever the model."""
-    eager, (few, more) = (
-        host_work.step(2, False, timed=False),
-        (host_work.step(layers, True, timed=False) for layers in (2, 4)),
+    """Beside the model, generate itself has some operations, and waits once to know whether it is done."""
+    eager, few, more = (
+        host_work.step(layers, replayed, 2, padded=True, timed=False)
+        for layers, replayed in ((2, False), (2, True), (4, True))
     )
-    assert few["operations"] == more["operations"] < 45 < 140 < eager["operations"]
-    assert few["waits"] == more["waits"] < eager["waits"]
-    assert (more["calls"] - few["calls"]) / 2 < 40
+    assert few["operations"] == more["operations"] < 40 < 200 < eager["operations"]
+    assert few["launches"] == more["launches"] < 30 < 100 < eager["launches"]
+    assert few["waits"] == more["waits"] == 1 and eager["waits"] == 3
+    assert (more["calls"] - few["calls"]) / 2 < 10
 
 
 @pytest.mark.parametrize("padded, waits", [(False, 1), (True, 2)])
