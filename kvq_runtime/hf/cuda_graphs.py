@@ -15,20 +15,17 @@ from collections import Counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.utils import ModelOutput
 
-from kvq_runtime.attention.cuda_graph import Record, captured, graph, not_yet, refused
+from kvq_runtime.attention.cuda_graph import Record, graph, not_yet
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import check_model
+from kvq_runtime.hf.recorded_step import Asked, RecordedStep
 
 _log = logging.getLogger(__name__)
 
 ASKED = ("_valid_auto_compile_criteria", "get_compiled_call")  # what generate asks its model
-FILLED = ("input_ids", "position_ids")  # what is new in each step
-OURS = {*FILLED, "attention_mask", "past_key_values"}
 DIRECT = (
     "the model was called by itself: beam search, assisted decoding, generate with disable_compile and loops of one's "
     "own do so"
@@ -81,7 +78,7 @@ class CudaGraphs:
         self.replayed = self.recorded = 0
         self.eager: Counter[str] = Counter()
         self.reason: str | None = None
-        self._steps: WeakKeyDictionary[KVQCache, _Step] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[KVQCache, RecordedStep] = WeakKeyDictionary()
         self._given = False  # whether generate is about to read a prompt, and will then take steps with our call
         self._next = self._chunked = False  # whether the call asked for next is ours; whether for parts of a prompt too
         self._busy = False  # whether our call is under way
@@ -143,7 +140,7 @@ class _Steps:
     def __init__(self, graphs: CudaGraphs, chunked: bool):
         self.graphs, self.chunked = graphs, chunked
         self.refused: str | None = None  # why none of its steps can be recorded
-        self.step: _Step | None = None
+        self.step: RecordedStep | None = None
 
     def __call__(self, **given: Any) -> Any:
         graphs = self.graphs
@@ -162,7 +159,7 @@ class _Steps:
         finally:
             graphs._busy = False
 
-    def _find(self, given: dict[str, Any]) -> "tuple[_Step, str] | tuple[None, str]":
+    def _find(self, given: dict[str, Any]) -> tuple[RecordedStep, str] | tuple[None, str]:
         """The step to replay; or None, and why not."""
         mask = given.get("attention_mask") if self.chunked else None
         if mask is not None and not bool(mask[..., -1].all()):
@@ -172,82 +169,18 @@ class _Steps:
         if self.step is not None and self.step.ready():
             return self.step, ""
         graphs, cache = self.graphs, given["past_key_values"]
-        asked = _Asked(graphs.model, given)
+        asked = Asked(graphs.model, given)
         held = graphs._steps.pop(cache, None)
         if held is None or held.asked != asked or not held.ready():
-            self.refused = asked.refused(graphs.model, cache)
+            self.refused = asked.refused(cache)
             soon = None if self.refused else not_yet(cache.blocks)
             if self.refused or soon:
                 return None, self.refused or soon or ""
             try:
-                held = _Step(graphs, asked, given)
+                held = RecordedStep(graphs.model, asked, given, graphs.record)
             except RuntimeError as error:  # what CUDA cannot record: a step of this model that waits for the device
                 self.refused = f"it cannot be recorded: {str(error).partition(chr(10))[0]}"
                 return None, self.refused
+            graphs.recorded += 1
         self.step = graphs._steps[cache] = held
         return held, ""
-
-
-class _Asked:
-    """What a step is asked for, beside its token, and of which model: a recorded one gives nothing else."""
-
-    def __init__(self, model: PreTrainedModel, given: dict[str, Any]):
-        others = {name: value for name, value in given.items() if name not in OURS and value is not None}
-        self.settings = {name: value for name, value in others.items() if isinstance(value, (bool, int, float, str))}
-        self.unknown = sorted(others.keys() - self.settings.keys())
-        mask, places = given.get("attention_mask"), given.get("position_ids")
-        if mask is not None and mask.ndim != 2:
-            self.unknown.append("a mask of the caller's own")
-        if places is None:
-            self.unknown.append("no position_ids")
-        self.shapes = [given[name].shape for name in FILLED if given.get(name) is not None]
-        self.model = model.training, [weight.data_ptr() for weight in model.parameters()]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and vars(self) == vars(other)
-
-    def refused(self, model: PreTrainedModel, cache: KVQCache) -> str | None:
-        """Why a step of this kind is never recorded; None: it may be."""
-        attention = model.config.get_text_config(decoder=True)._attn_implementation
-        if attention != "kvq":
-            return f'{attention} attention decodes the history at each step; call model.set_attn_implementation("kvq")'
-        if self.unknown:
-            return f"the model is given {' and '.join(self.unknown)}, which is not filled in between replays"
-        if torch.is_autocast_enabled(model.device.type):
-            return "autocast is on, which keeps weights in another dtype that may be gone at the next step"
-        if len(cache.blocks.held) < len(cache.layers):
-            return "some layers are held by transformers' own classes, whose tensors grow with every token"
-        return refused(cache.blocks)
-
-
-class _Step:
-    """A recorded step of one cache, what is filled in before it, and in which class its logits go back."""
-
-    def __init__(self, graphs: CudaGraphs, asked: _Asked, given: dict[str, Any]):
-        model, cache, self.asked = graphs.model, given["past_key_values"], asked
-        with torch.inference_mode(False):
-            self.inputs = {name: given[name].clone() for name in FILLED}
-        self.kind: type[ModelOutput] = ModelOutput
-        inputs = self.inputs
-
-        def step() -> Tensor:
-            out = model(**inputs, past_key_values=cache, **asked.settings)
-            others = [name for name in out if name not in ("logits", "past_key_values")]
-            if others:
-                raise RuntimeError(f"the model gives {' and '.join(others)} beside logits")
-            self.kind = type(out)
-            return out.logits
-
-        self.recorded = captured(cache.blocks, step, graphs.record)
-        graphs.recorded += 1
-
-    def ready(self) -> bool:
-        """Whether it can be replayed where the cache is now."""
-        return self.recorded.ready()
-
-    def take(self, given: dict[str, Any]) -> ModelOutput:
-        """Replay it for this token. The logits are the caller's to keep."""
-        for name, held in self.inputs.items():
-            held.copy_(given[name])
-        logits = self.recorded.replay().clone()
-        return self.kind(logits=logits, past_key_values=given["past_key_values"])

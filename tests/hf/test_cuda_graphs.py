@@ -216,6 +216,16 @@ def test_each_cache_has_its_own_graph(quick):
     assert (graphs.replayed, graphs.recorded) == (16, 2)
 
 
+def test_a_graph_is_not_replayed_under_another_attention(quick):
+    model = model_of()
+    cache = KVQCache(RECIPE, model)
+    with graphs_of(model, cache) as graphs:
+        first = generate(model, prompt(1, 40), cache, max_new_tokens=5).sequences
+        model.set_attn_implementation("sdpa")
+        generate(model, first, cache, max_new_tokens=5)
+    assert (graphs.replayed, graphs.recorded) == (4, 1) and "sdpa attention" in str(graphs.reason)
+
+
 def test_weights_that_are_others_are_recorded_anew(quick):
     model = model_of()
     cache = KVQCache(RECIPE, model)
