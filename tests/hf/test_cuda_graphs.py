@@ -108,6 +108,20 @@ def test_tokens_and_logits_are_those_of_eager_steps(way, lengths, quick):
     assert "23 steps replayed, 1 graphs recorded" in repr(graphs)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records a CUDA graph")
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 23)], ids=["whole", "padded"])
+def test_a_gpu_replays_what_it_recorded(lengths):
+    model: Any = model_of()
+    model.to("cuda")
+    ids, mask = (x.to("cuda") for x in padded(prompt(2, 40), *lengths))
+    wanted = generate(model, ids, KVQCache(RECIPE, model), attention_mask=mask)
+    with CudaGraphs(model) as graphs:
+        found = generate(model, ids, KVQCache(RECIPE, model), attention_mask=mask)
+    assert (graphs.replayed, graphs.recorded, dict(graphs.eager)) == (NEW - 1, 1, {})
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-3, atol=1e-3)
+
+
 def test_logits_are_the_callers_to_keep(quick):
     model = model_of()
     cache = KVQCache(RECIPE, model)
