@@ -23,7 +23,6 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -41,6 +40,7 @@ from benchmarks.predict import Loop, attend_cycles, loop_of, whole_cycles
 from benchmarks.recorded import Recorded, recorded
 from benchmarks.simulate import BANDWIDTH, CLOCK, MULTIPROCESSORS
 from kvq_runtime.kernels.attend import host as attention
+from kvq_runtime.kernels.attend import occupancy
 from kvq_runtime.ops import dispatch
 
 TABLE = RESULTS / "kernels_predicted.jsonl"
@@ -48,13 +48,12 @@ BATCHES, LENGTHS = (1, 8, 32), (4096, 16384, 32768, 131072)
 LAUNCH, BF16_LAUNCH = 1.5, 4.0  # microseconds
 BINDS = 0.6
 ALLOCATIONS = ("empty", "new_empty", "_unsafe_view")
-H200 = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, major=9, minor=0, regs_per_multiprocessor=65536)
 
 
 def predicted(case: Case, loop: Loop) -> dict[str, Any]:
     """One row."""
     lines = case.batch * case.model.kv_heads
-    cut, window = splits(case), attention.EXACT.value
+    cut, window = occupancy.splits(lines, case.blocks, MULTIPROCESSORS, loop.room), attention.EXACT.value
     launched, others = launches(case, cut)
     took = LAUNCH * (len(launched) + others) + sum(
         attend_cycles(loop, lines, case.blocks, cut, window) if one.function.__name__ == "attend"
@@ -71,12 +70,6 @@ def predicted(case: Case, loop: Loop) -> dict[str, Any]:
         "bf16_microseconds": round(theirs, 1), "binds": most if shares[most] >= BINDS else "latency",
         "share": round(shares[most], 2), "error": "+-35%", "triton": triton.__version__,
     }  # fmt: skip
-
-
-def splits(case: Case) -> int:
-    """What the host would cut the blocks into on an H200."""
-    with patch.object(torch.cuda, "get_device_properties", lambda device: H200):
-        return attention.splits(case.batch * case.model.kv_heads, case.blocks, torch.device("cuda"))
 
 
 def launches(case: Case, cut: int) -> tuple[list[Recorded], int]:
