@@ -174,7 +174,7 @@ def _launched(
         *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse, ratio * tokens, tokens, splits,
         *constants(keys.layout, values.layout, ratio * tokens, exact.k_sinks.shape[1], launch),
     )  # fmt: skip
-    most = min(255, REGISTERS // (32 * launch.warps))
+    most = min(launch.registers, REGISTERS // (32 * launch.warps))
     return arguments, {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": most} | FUSED
 
 

@@ -14,11 +14,18 @@ ROWS = 64  # query heads of a KV head, times query tokens, that one tile has, at
 
 @dataclass(frozen=True)
 class Launch:
-    """Tokens of a tile (where codes lie along the channels), warps, stages of the pipeline."""
+    """How a kernel is launched.
+
+    tile        tokens of a tile of what is looked up, or angles
+    warps       of a program
+    stages      of the pipeline
+    registers   of a thread, at most: fewer leave room for more programs
+    """
 
     tile: int = 64
     warps: int = 2
     stages: int = 1
+    registers: int = 255
 
 
 def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
@@ -72,7 +79,7 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
     Warps share a slot's channels, 16 each: where slots are narrow, more warps do the same work twice.
     """
     if keys.rounded:
-        return Launch(warps=1)  # no barrier, and registers for three warps a scheduler
+        return _rounded(keys, values)
     size, many, both = keys.geometry.head_size, padded_rows(keys, rows) // 8, (keys, values)
     pairs = [scheme for scheme in both if scheme.tokens_per_thread == 2]
     if pairs:  # three bits are two planes, which take more registers
@@ -84,6 +91,17 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
         paired = any(scheme.gathers and scheme.settings.PAIRED for scheme in both)
         return Launch(32) if columns > 16 else Launch(16, 2 if paired else 1)
     return _gathering(columns, size, many)
+
+
+def _rounded(keys: Layout, values: Layout) -> Launch:
+    """The default where codes are rounded: one warp, so that nothing waits at a barrier.
+
+    With 168 registers a scheduler has three warps, with more two; where steps are many, or codes of two planes, what
+    spills then costs more than the third warp gives, as benchmarks/results/kernels_predicted.jsonl has it.
+    """
+    few = all(scheme.settings.GROUPS == 1 and scheme.bits in (1, 2, 4) for scheme in (keys, values))
+    plain = few and not keys.pre_rope and not keys.adds_mean and keys.settings.GROUP >= min(keys.block, 128)
+    return Launch(warps=1, registers=168 if plain else 255)
 
 
 def _gathering(columns: int, size: int, many: int) -> Launch:

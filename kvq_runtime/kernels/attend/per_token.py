@@ -19,7 +19,7 @@ from kvq_runtime.kernels.attend.query import load_query
 
 @triton.jit
 def post_rope(
-    p_q, p_q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h, start,
+    q, q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h, start,
     part, L: tl.constexpr, READ_KEYS: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr, VS: tl.constexpr,
 ):  # fmt: skip
     """Keys after RoPE, or without it; `p_rope` is given where their mean was removed."""
@@ -30,12 +30,12 @@ def post_rope(
     for slot in tl.static_range(tl.constexpr(KS.SLOTS)):
         o_d = slot * KS.COLUMNS + o_c
         m_d = (o_c < KS.COLUMNS) & (o_d < L.D)
-        b_slot = load_query(p_q, scale, i_b * L.H + i_h, o_d, m_d, L)
+        b_slot = load_query(q, scale, i_b * L.H + i_h, o_d, m_d, L)
         b_q = b_q + (b_slot.to(tl.float16),)
     i_first = tl.maximum(i_first, start // L.T)
     b_top, b_total, b_sums = softmax.empty(N, L, VS)
     for i_block in range(i_first, i_last):
-        b_mean = rope.mean_of_block(p_q_exact, scale, p_rope, i_b, i_h, i_block, L)
+        b_mean = rope.mean_of_block(q_exact, scale, p_rope, i_b, i_h, i_block, L)
         for i_tile in tl.range((L.T + N - 1) // N, disable_licm=True):
             o_t = i_tile * N + tl.arange(0, N)
             m_t = o_t < L.T

@@ -1,6 +1,6 @@
 """Read a tile of tokens whose codes lie along the channels of each head: keys or values, encoded per token.
 
-A reader is a jit function of this file, per_group.py or read_polar.py, which the kernel gets as a compile-time argument
+A reader is a jit function of this file or read_polar.py, which the kernel gets as a compile-time argument
 (READ_KEYS, READ_VALUES):
 
     b_tiles, b_numbers = READ(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L, S)
@@ -22,10 +22,7 @@ import triton
 import triton.language as tl
 
 from kvq_runtime.kernels.attend import unpack
-from kvq_runtime.kernels.attend.block_table import CODES, LOW, SCALE, field_of
-
-
-@triton.jit
+from kvq_runtime.kernels.attend.block_table import CODES, SCALE, field_of
 
 
 @triton.jit
