@@ -72,9 +72,7 @@ def _reader(codec: Codec, position: str, device: torch.device) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _shared(
-    scheme: Scheme, block: int, geometry: Geometry, role: Role, position: str, device: torch.device
-) -> Any:
+def _shared(scheme: Scheme, block: int, geometry: Geometry, role: Role, position: str, device: torch.device) -> Any:
     """`_made` for schemes without fitted tensors: all layers share one set of tables on the device."""
     return _made(scheme, block, geometry, role, position, device, {})
 

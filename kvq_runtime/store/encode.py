@@ -93,9 +93,7 @@ class Encoder:
         if layer + 1 < self.decoder.geometry.layers:
             v_decoded = values.decode(v_fields, Context(keys=decoded, below=below))
             self.decoder.add(layer, block, (decoded, v_decoded))
-        keys_B1, values_B1 = (
-            {name: field[:, None] for name, field in part.items()} for part in (k_fields, v_fields)
-        )
+        keys_B1, values_B1 = ({name: field[:, None] for name, field in part.items()} for part in (k_fields, v_fields))
         return keys_B1, values_B1
 
     def _input(self, store: LayerStore, role: int, block: int) -> tuple[Tensor, Context]:

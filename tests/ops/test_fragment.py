@@ -42,7 +42,9 @@ def test_a_lane_finds_its_share_of_the_operand(case, rows):
     ordered = fragment.arrange(codes, order, rows).tolist()
     drawn = torch.Generator().manual_seed(0)
     for _ in range(200):
-        lane, i, sub, tile = (int(torch.randint(0, most, (), generator=drawn)) for most in (32, 8, order.SUBS, order.TILES))
+        lane, i, sub, tile = (
+            int(torch.randint(0, most, (), generator=drawn)) for most in (32, 8, order.SUBS, order.TILES)
+        )
         run = order.RUNS[int(torch.randint(0, len(order.RUNS), (), generator=drawn))]
         step = int(torch.randint(0, run.COUNT, (), generator=drawn))
         row, column = lane // 4 + 8 * (i % 4 // 2), lane % 4 * 2 + i % 2 + 8 * (i // 4)

@@ -67,7 +67,9 @@ class Driver:
         self.cache = BlockCache(recipe, ONE, fitted.tensors(recipe, ONE) or None, max_tokens=256)
         x = turned(tensors(300, rows, ONE), ONE)
         self.x = x.to(DEVICE, dtype)
-        self.q = torch.randn(rows, 2 * RATIO, 300, ONE.head_size, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
+        self.q = torch.randn(rows, 2 * RATIO, 300, ONE.head_size, generator=torch.Generator().manual_seed(3)).to(
+            DEVICE, dtype
+        )
         self.real = None if starts is None else torch.arange(300, device=DEVICE) >= starts.to(DEVICE)[:, None]
         self.at, self.silent = 0, False  # tokens so far; whether passes say nothing of padding
 

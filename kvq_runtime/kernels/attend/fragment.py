@@ -144,7 +144,8 @@ def partners(b_x):
 
 @triton.jit
 def angles_of_tile(p_table, i_tile, RUN: tl.constexpr, J: tl.constexpr):
-    """cos and sin of a tile's positions in its block, float16 [16 tokens, 16 · I stored channels] each.
+    """cos, and sin with the sign that a channel's partner gets, of a tile's positions in its block: float16 [16 tokens,
+    16 · I stored channels] each.
 
     p_table   [tiles, J, 2, 8 g, 4 t, 2 r, 2 h], see rope.py
     """
@@ -152,12 +153,12 @@ def angles_of_tile(p_table, i_tile, RUN: tl.constexpr, J: tl.constexpr):
     o_g = tl.arange(0, 8)[None, :, None]
     o_c = tl.arange(0, 16)[None, None, :]
     p = p_table + (i_tile * J + RUN.FIRST + o_i * RUN.STEP) * 256 + o_g * 16 + o_c
-    return _both_halves(tl.load(p), RUN), _both_halves(tl.load(p + 128), RUN)
+    b_cos, b_sin = tl.load(p), tl.load(p + 128)
+    return _both_halves(b_cos, b_cos, RUN), _both_halves(-b_sin, b_sin, RUN)
 
 
 @triton.jit
-def _both_halves(b_x, RUN: tl.constexpr):
-    """[I, 8, 16 = (4 t, 2 r, 2 h)] of frequencies as [16 tokens, 16 · I channels], each for both channels of a pair."""
-    b_x = tl.reshape(b_x, (RUN.COUNT, 8, 4, 2, 2))
-    b_x = tl.permute(tl.join(b_x, b_x), (3, 1, 0, 5, 2, 4))
-    return tl.reshape(b_x, (16, 16 * RUN.COUNT))
+def _both_halves(b_left, b_right, RUN: tl.constexpr):
+    """[I, 8, 16 = (4 t, 2 r, 2 h)] of frequencies, for left and right channels, as [16 tokens, 16 · I channels]."""
+    b_x = tl.join(tl.reshape(b_left, (RUN.COUNT, 8, 4, 2, 2)), tl.reshape(b_right, (RUN.COUNT, 8, 4, 2, 2)))
+    return tl.reshape(tl.permute(b_x, (3, 1, 0, 5, 2, 4)), (16, 16 * RUN.COUNT))

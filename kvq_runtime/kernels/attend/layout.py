@@ -112,7 +112,11 @@ def layout(
         return _rounded(scheme, block, geometry, role, role == "key" and position == "pre", rotation)
     maker = {"grid": _grid, "lloyd": _lloyd, "polar": partial(_polar, tensors=tensors)}.get(scheme.quantize.kernel)
     size = geometry.head_size
-    if (role == "key" and position != "post") or maker is None or scheme.quantize.group_size(geometry.width, geometry) != size:
+    if (
+        (role == "key" and position != "post")
+        or maker is None
+        or scheme.quantize.group_size(geometry.width, geometry) != size
+    ):
         return None
     bare = maker(scheme, block, geometry)
     if bare is not None and bare.tokens_per_thread == 2:

@@ -178,7 +178,6 @@ def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
                 b_cos, b_sin = fragment.angles_of_tile(
                     p_rope.block, i_sub * S.TILES + first + tile, S.RUNS[run], L.D // 16
                 )
-                b_sin = tl.where(fragment.is_left(S.RUNS[run])[None, :], -b_sin, b_sin)
                 b_k16 = b_k16 * b_cos + fragment.partners(b_k16) * b_sin
                 b_one = tl.dot(b_k16, b_turned[run], b_one)
             b_s = b_s + (b_one,)
