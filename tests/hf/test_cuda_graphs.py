@@ -29,7 +29,7 @@ NEW = 24
 
 
 def model_of(attention: str = "kvq", layers: int = 2, **settings: Any) -> PreTrainedModel:
-    return random_model("llama", attention, num_hidden_layers=layers, **settings)
+    return random_model("llama", attention, num_hidden_layers=layers, head_dim=64, **settings)
 
 
 def exact_alone(q_BHTD: Tensor, keys: Any, values: Any, exact: Any, lengths: Tensor, starts_B: Tensor, *rest: Any):
