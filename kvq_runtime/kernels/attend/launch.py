@@ -96,12 +96,13 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
 def _rounded(keys: Layout, values: Layout) -> Launch:
     """The default where codes are rounded: one warp, so that nothing waits at a barrier.
 
-    With 168 registers a scheduler has three warps, with more two; where steps are many, or codes of two planes, what
-    spills then costs more than the third warp gives, as benchmarks/results/kernels_predicted.jsonl has it.
+    With 168 registers a scheduler has three warps, with more two; where steps are many, heads wide, or codes of two
+    planes, what spills then costs more than the third warp gives, as benchmarks/results/kernels_predicted.jsonl has it.
     """
     few = all(scheme.settings.GROUPS == 1 and scheme.bits in (1, 2, 4) for scheme in (keys, values))
-    plain = few and not keys.pre_rope and not keys.adds_mean and min(keys.block, 128) <= keys.settings.GROUP
-    return Launch(warps=1, registers=168 if plain else 255)
+    few = few and min(keys.block, 128) <= keys.settings.GROUP
+    plain = not keys.pre_rope and not keys.adds_mean and keys.geometry.head_size <= 128
+    return Launch(warps=1, registers=168 if few and plain else 255)
 
 
 def _gathering(columns: int, size: int, many: int) -> Launch:

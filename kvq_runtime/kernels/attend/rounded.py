@@ -38,7 +38,7 @@ def scan(
     TILES: tl.constexpr = KS.TILES
     b_q = ()
     for run in tl.static_range(len(KS.RUNS)):
-        o_d = fragment.channels_of_head(KS.RUNS[run], L.D, KS.PAIRS)
+        o_d = fragment.channels_of_head(KS, run, L)
         b_head = load_query(q, scale, i_b * L.H + i_h, o_d, o_d < L.D, L)
         b_q = b_q + (b_head if KS.PAIRS else b_head.to(tl.float16),)
     b_top = tl.full((M,), float("-inf"), tl.float32)
@@ -46,7 +46,7 @@ def scan(
     b_rest = (b_total,) * len(VS.RUNS)
     b_sums = ()
     for run in tl.static_range(len(VS.RUNS)):
-        b_sums = b_sums + (tl.zeros((16 * VS.RUNS[run].COUNT, M), tl.float32),)
+        b_sums = b_sums + (fragment.no_sums(VS, run, M),)
     i_first = tl.maximum(i_first, start // L.T)
     for i in tl.range(i_first * SUBS, i_last * SUBS, disable_licm=True):
         i_block, i_sub = i // SUBS, i % SUBS
@@ -66,7 +66,7 @@ def scan(
             b_one = tl.where((i_block * L.T + o_t >= start)[:, None], b_one, float("-inf"))
             b_highest = tl.maximum(b_highest, b_one)
             b_seen = b_seen + (b_one,)
-        for number in tl.static_range(VS.GROUPS * TILES):
+        for number in tl.static_range(tl.constexpr(VS.GROUPS * TILES)):
             b_widest = tl.maximum(b_widest, b_steps[number])
         b_level = tl.maximum(b_top, tl.max(b_highest, 0) + _exponent(tl.max(b_widest.to(tl.float32), 0)))
         b_base = tl.where(b_level == float("-inf"), 0.0, b_level)
@@ -87,7 +87,7 @@ def scan(
                 b_u = (b_w * (b_step * weight)[:, None]).to(tl.float16)
                 b_one = tl.dot(tl.full((16, 16), -1 / 16, tl.float16), b_u, b_rest[run])  # in each of 16 rows
                 b_left = b_left + (b_one + b_w * b_low[:, None],)
-                b_x = fragment.rows_of_channels(fragment.operand(b_v, tile, VS.RUNS[run]), VS.RUNS[run])
+                b_x = fragment.rows_of_channels(fragment.operand(b_v, tile, VS, run), VS, run)
                 b_more = b_more + (tl.dot(b_x, b_u, b_sums[run]),)
             b_rest = b_left
             b_sums = b_more
@@ -97,18 +97,21 @@ def scan(
 @triton.jit
 def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
     """Scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a channel and group of tokens."""
+    M: tl.constexpr = L.M
     NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
     TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
-    p_step = field_of(p_keys, i_block, i_b, SCALE, 2 + S.HAS_LOW, NUMBERS, tl.float16)
-    p_low = field_of(p_keys, i_block, i_b, 1 + S.HAS_LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16)  # the step where none is
+    FIELDS: tl.constexpr = 2 + S.HAS_LOW
+    LAST: tl.constexpr = 1 + S.HAS_LOW
+    p_step = field_of(p_keys, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16)
+    p_low = field_of(p_keys, i_block, i_b, LAST, FIELDS, NUMBERS, tl.float16)  # the step where none is
     b_s = ()
-    for first in tl.static_range(0, S.TILES, TOGETHER):
+    for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):
         o_group = (i_h * (L.T // S.GROUP) + (i_sub * S.TILES + first) * 16 // S.GROUP) * L.D
         b_scaled = ()
         b_ones = ()
-        b_base = tl.zeros((16, L.M), tl.float32)
+        b_base = tl.zeros((16, M), tl.float32)
         for run in tl.static_range(len(S.RUNS)):
-            o_d = fragment.channels(S.RUNS[run])
+            o_d = fragment.channels(S, run)
             b_step = tl.load(p_step + o_group + o_d)
             if S.HAS_LOW == 1:
                 b_low = tl.load(p_low + o_group + o_d)
@@ -116,8 +119,8 @@ def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
                 b_low = (b_step.to(tl.float32) * (-((1 << S.BITS) - 1) / 2)).to(tl.float16)
             b_times = b_q[run] * b_step[:, None]
             b_scaled = b_scaled + (b_times,)
-            b_ones = b_ones + (tl.dot(tl.full((16, 16 * S.RUNS[run].COUNT), 1.0, tl.float16), b_times),)
-            b_base = tl.dot(tl.full((16, 16 * S.RUNS[run].COUNT), 1.0, tl.float16), b_q[run] * b_low[:, None], b_base)
+            b_ones = b_ones + (tl.dot(fragment.ones(S, run), b_times),)
+            b_base = tl.dot(fragment.ones(S, run), b_q[run] * b_low[:, None], b_base)
         for tile in tl.static_range(TOGETHER):
             b_one = b_base
             for run in tl.static_range(len(S.RUNS)):
@@ -125,8 +128,8 @@ def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
                 b_one -= b_ones[run] * weight
             for run in tl.static_range(len(S.RUNS)):
                 weight = fragment.weight(S.RUNS[run].PLANES, first + tile)
-                b_x = fragment.operand(b_k, first + tile, S.RUNS[run])
-                b_one += tl.dot(fragment.rows_of_tokens(b_x, S.RUNS[run]), b_scaled[run]) * weight
+                b_x = fragment.operand(b_k, first + tile, S, run)
+                b_one += tl.dot(fragment.rows_of_tokens(b_x, S, run), b_scaled[run]) * weight
             b_s = b_s + (b_one,)
     return b_s
 
@@ -137,42 +140,43 @@ def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
 
     The query is rotated back by the block's first position. A mean that was removed joins the lows.
     """
+    M: tl.constexpr = L.M
     NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
     TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
-    p_step = field_of(p_keys, i_block, i_b, SCALE, 2 + S.HAS_LOW, NUMBERS, tl.float16)
-    p_low = field_of(p_keys, i_block, i_b, 1 + S.HAS_LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16)  # the step where none is
+    FIELDS: tl.constexpr = 2 + S.HAS_LOW
+    LAST: tl.constexpr = 1 + S.HAS_LOW
+    p_step = field_of(p_keys, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16)
+    p_low = field_of(p_keys, i_block, i_b, LAST, FIELDS, NUMBERS, tl.float16)  # the step where none is
     b_turned = ()
     for run in tl.static_range(len(S.RUNS)):
-        b_one = _turned_query(b_q[run], p_rope.leads + i_b * L.D, -1.0, L, S.RUNS[run])
-        b_one = _turned_query(b_one, p_rope.bases + i_block * L.D, 1.0, L, S.RUNS[run])
+        b_one = _turned_query(b_q[run], p_rope.leads + i_b * L.D, -1.0, L, S, run)
+        b_one = _turned_query(b_one, p_rope.bases + i_block * L.D, 1.0, L, S, run)
         b_turned = b_turned + (b_one.to(tl.float16),)
     b_s = ()
-    for first in tl.static_range(0, S.TILES, TOGETHER):
+    for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):
         o_group = (i_h * (L.T // S.GROUP) + (i_sub * S.TILES + first) * 16 // S.GROUP) * L.D
         b_steps = ()
         b_lows = ()
         for run in tl.static_range(len(S.RUNS)):
-            o_d = fragment.channels(S.RUNS[run])
+            o_d = fragment.channels(S, run)
             b_step = tl.load(p_step + o_group + o_d).to(tl.float32)
             if S.HAS_LOW == 1:
                 b_low = tl.load(p_low + o_group + o_d).to(tl.float32)
             else:
                 b_low = b_step * (-((1 << S.BITS) - 1) / 2)
             if p_rope.mean is not None:
-                b_low += tl.load(p_rope.mean + i_h * L.D + fragment.channels_of_head(S.RUNS[run], L.D, 1))
+                b_low += tl.load(p_rope.mean + i_h * L.D + fragment.channels_of_head(S, run, L))
             b_steps = b_steps + (b_step,)
             b_lows = b_lows + (b_low,)
         for tile in tl.static_range(TOGETHER):
-            b_one = tl.zeros((16, L.M), tl.float32)
+            b_one = tl.zeros((16, M), tl.float32)
             for run in tl.static_range(len(S.RUNS)):
                 weight = fragment.weight(S.RUNS[run].PLANES, first + tile)
-                b_x = fragment.rows_of_tokens(fragment.operand(b_k, first + tile, S.RUNS[run]), S.RUNS[run])
+                b_x = fragment.rows_of_tokens(fragment.operand(b_k, first + tile, S, run), S, run)
                 b_step = (b_steps[run] * weight).to(tl.float16)
                 b_low = b_lows[run].to(tl.float16)
                 b_k16 = (b_x - 1.0) * b_step[None, :] + b_low[None, :]
-                b_cos, b_sin = fragment.angles_of_tile(
-                    p_rope.block, i_sub * S.TILES + first + tile, S.RUNS[run], L.D // 16
-                )
+                b_cos, b_sin = fragment.angles_of_tile(p_rope.block, i_sub * S.TILES + first + tile, L, S, run)
                 b_k16 = b_k16 * b_cos + fragment.partners(b_k16) * b_sin
                 b_one = tl.dot(b_k16, b_turned[run], b_one)
             b_s = b_s + (b_one,)
@@ -180,36 +184,37 @@ def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
 
 
 @triton.jit
-def _turned_query(b_q, p_angles, sign, L: tl.constexpr, RUN: tl.constexpr):
+def _turned_query(b_q, p_angles, sign, L: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
     """A query [16 I, M], channels in pairs, turned back by the angles whose cos and sin are at a pointer, [2, D / 2].
 
     sign   1: back; -1: forward
     """
-    o_f = fragment.frequencies(RUN)
+    o_f = fragment.frequencies(S, RUN)
     b_cos, b_sin = tl.load(p_angles + o_f), tl.load(p_angles + L.D // 2 + o_f) * sign
-    b_sin = tl.where(fragment.is_left(RUN), b_sin, -b_sin)
+    b_sin = tl.where(fragment.is_left(S, RUN), b_sin, -b_sin)
     return b_q * b_cos[:, None] + tl.trans(fragment.partners(tl.trans(b_q))) * b_sin[:, None]
 
 
 @triton.jit
 def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
     """Scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a token and group of channels."""
+    M: tl.constexpr = L.M
     b_steps, b_lows = _numbers(p_keys, i_block, i_sub, i_b, i_h, L, S)
     b_ones = ()
-    b_whole = (tl.zeros((L.M,), tl.float32),) * S.GROUPS
+    b_whole = (tl.zeros((M,), tl.float32),) * tl.constexpr(S.GROUPS)
     for run in tl.static_range(len(S.RUNS)):
         b_ones = b_ones + (tl.sum(b_q[run].to(tl.float32), 0),)
         b_whole = _added(b_whole, S.RUNS[run].GROUP, b_ones[run])
     b_s = ()
-    for tile in tl.static_range(S.TILES):
-        b_parts = (tl.zeros((16, L.M), tl.float32),) * S.GROUPS
+    for tile in tl.static_range(tl.constexpr(S.TILES)):
+        b_parts = (tl.zeros((16, M), tl.float32),) * tl.constexpr(S.GROUPS)
         for run in tl.static_range(len(S.RUNS)):
             weight = fragment.weight(S.RUNS[run].PLANES, tile)
-            b_x = fragment.operand(b_k, tile, S.RUNS[run])
-            b_one = tl.dot(fragment.rows_of_tokens(b_x, S.RUNS[run]), b_q[run])
+            b_x = fragment.operand(b_k, tile, S, run)
+            b_one = tl.dot(fragment.rows_of_tokens(b_x, S, run), b_q[run])
             b_parts = _added(b_parts, S.RUNS[run].GROUP, (b_one - b_ones[run][None, :]) * weight)
-        b_sum = tl.zeros((16, L.M), tl.float32)
-        for group in tl.static_range(S.GROUPS):
+        b_sum = tl.zeros((16, M), tl.float32)
+        for group in tl.static_range(tl.constexpr(S.GROUPS)):
             b_step = b_steps[group * S.TILES + tile].to(tl.float32)
             b_low = _low(b_lows, group * S.TILES + tile, b_step, S)
             b_sum += b_parts[group] * b_step[:, None] + b_low[:, None] * b_whole[group][None, :]
@@ -221,15 +226,16 @@ def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexp
 def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
     """Steps and lows of a sub-block's tokens, float16 [16], by group and tile; no lows where they follow from steps."""
     NUMBERS: tl.constexpr = L.H * S.GROUPS * L.T * 2
+    FIELDS: tl.constexpr = 2 + S.HAS_LOW
     o_t = i_h * S.GROUPS * L.T + i_sub * (16 * S.TILES) + tl.arange(0, 16)
-    p_step = field_of(p_table, i_block, i_b, SCALE, 2 + S.HAS_LOW, NUMBERS, tl.float16) + o_t
+    p_step = field_of(p_table, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16) + o_t
     b_steps = ()
     b_lows = ()
-    for number in tl.static_range(S.GROUPS * S.TILES):
+    for number in tl.static_range(tl.constexpr(S.GROUPS * S.TILES)):
         b_steps = b_steps + (tl.load(p_step + number // S.TILES * L.T + number % S.TILES * 16),)
     if S.HAS_LOW == 1:
-        p_low = field_of(p_table, i_block, i_b, LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16) + o_t
-        for number in tl.static_range(S.GROUPS * S.TILES):
+        p_low = field_of(p_table, i_block, i_b, LOW, FIELDS, NUMBERS, tl.float16) + o_t
+        for number in tl.static_range(tl.constexpr(S.GROUPS * S.TILES)):
             b_lows = b_lows + (tl.load(p_low + number // S.TILES * L.T + number % S.TILES * 16),)
     return b_steps, b_lows
 
@@ -273,6 +279,6 @@ def _store(b_state, part, L: tl.constexpr, S: tl.constexpr):
     p = part.mean + ((part.line * part.parts + part.number) * part.rows + o_m)[None, :] * L.D
     for run in tl.static_range(len(S.RUNS)):
         b_mean = (b_state[3][run] + tl.sum(b_state[2][run], 0)[None, :]) * b_share[None, :]
-        tl.store(p + fragment.channels(S.RUNS[run])[:, None], b_mean, mask=(o_m < part.rows)[None, :])
+        tl.store(p + fragment.channels(S, run)[:, None], b_mean, mask=(o_m < part.rows)[None, :])
     b_lse = tl.where(b_total > 0, b_top + tl.log2(tl.where(b_total > 0, b_total, 1.0)), float("-inf"))
     tl.store(part.lse + (part.line * part.rows + o_m) * part.parts + part.number, b_lse, mask=o_m < part.rows)
