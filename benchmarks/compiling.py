@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.clock import Deadline
-from benchmarks.jobs import Job
+from benchmarks.jobs import Job, settle_keys
 from benchmarks.lines import ROOT, Line
 
 MOST = 14  # processes
@@ -118,6 +118,7 @@ def compiled(
 
 def stage(jobs: list[Job], deadline: Deadline, command: tuple[str, ...] = COMMAND) -> dict[Job, Done]:
     """Compile these, and say on stderr how far it is."""
+    settle_keys()
     done: dict[Job, Done] = {}
     begun = time.monotonic()
     jobs = list(dict.fromkeys(jobs))
@@ -144,6 +145,17 @@ def summary(jobs: list[Job], done: dict[Job, Done], seconds: float) -> Line:
         "failed": {str(each.job): each.error for each in done.values() if each.error},
         "not_done": [str(job) for job in wanted if job not in done],
     }
+
+
+def alone(measure: Callable[[], Line]) -> Callable[[], Line]:
+    """The same measurement, whose line says which kernels were compiled meanwhile, if any were."""
+
+    def measured() -> Line:
+        with watched() as found:
+            line = measure()
+        return line | ({"compiled_meanwhile": found} if found else {})
+
+    return measured
 
 
 @contextmanager

@@ -20,10 +20,12 @@ python -m benchmarks.generation --device cpu --layers 2 --prompt 256 --batches 1
 """
 
 import argparse
+import itertools
 import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +35,7 @@ from benchmarks.caches import CONFIGS, Way, random_model, ways
 from benchmarks.clock import Deadline
 from benchmarks.jobs import Job
 from benchmarks.lines import RESULTS, Line, attempt, gpu_name, keep, known, name_of, place
+from benchmarks.run import LOST, usable
 from benchmarks.steps import NEW, generate
 
 COMPILE = 0.4  # of the time
@@ -46,49 +49,56 @@ def batches(text: str) -> Iterator[int]:
         yield from (2**n for n in range(11) if 2**n > max(asked, default=0))
 
 
-def planned(given: argparse.Namespace) -> Iterator[tuple[str, int, Way]]:
-    """(model, batch, way) of all that is asked for, in its order."""
-    for name in given.models.split(","):
-        for batch in batches(given.batches):
-            for way in ways(given.recipes.split(","), given.device.startswith("cuda")):
-                yield name, batch, way
+def planned(given: argparse.Namespace, before: dict[tuple, Line]) -> list[tuple[Line, Way]]:
+    """(the line to come, way) of all that is asked for and was not measured before, in its order."""
+    gpu, found = given.device.startswith("cuda"), []
+    for name, batch in itertools.product(given.models.split(","), batches(given.batches)):
+        for way in ways(given.recipes.split(","), gpu):
+            layers = given.layers or CONFIGS[name].num_hidden_layers
+            about = {"what": "generate", "model": name, "cache": way.cache, "graph": way.graph, "batch": batch}
+            about |= {"prompt": given.prompt, "layers": layers}
+            if "error" in before.get(name_of(about), {"error": "never tried"}):
+                found.append((about, way))
+    return found
 
 
-def jobs(given: argparse.Namespace) -> list[Job]:
+def jobs(found: list[tuple[Line, Way]]) -> list[Job]:
     """What is compiled before, of batches up to 64: larger ones are asked for to find out what fits."""
     return [
-        Job("generate", name, way.cache, batch, prompt=given.prompt)
-        for name, batch, way in planned(given)
-        if way.attention == "kvq" and batch <= 64
+        Job("generate", about["model"], way.cache, about["batch"], prompt=about["prompt"])
+        for about, way in found
+        if way.attention == "kvq" and about["batch"] <= 64
     ]
 
 
 def lines(given: argparse.Namespace, before: dict[tuple, Line]) -> Iterator[Line]:
     """A line of every cache, batch by batch; of one that is out of memory at a batch, no larger one."""
-    deadline, gpu, model, full = Deadline(60 * given.minutes), given.device.startswith("cuda"), None, {}
-    changed = {"num_hidden_layers": given.layers} if given.layers else {}
-    if gpu:
-        wanted, begun = jobs(given), time.monotonic()
+    deadline, gpu, found = Deadline(60 * given.minutes), given.device.startswith("cuda"), planned(given, before)
+    wanted, begun = jobs(found), time.monotonic()
+    if gpu and wanted:
         done = compiling.stage(wanted, deadline.part(COMPILE))
         yield compiling.summary(wanted, done, time.monotonic() - begun)
-    for name, batch, way in planned(given):
-        about = {"what": "generate", "model": name, "cache": way.cache, "graph": way.graph, "batch": batch}
-        about |= {"prompt": given.prompt, "layers": given.layers or CONFIGS[name].num_hidden_layers}
-        if full.get((name, way), batch) < batch or "error" not in before.get(name_of(about), {"error": ""}):
+    name, model, full = "", None, {}
+    for i, (about, way) in enumerate(found):
+        if about["batch"] > full.get((about["model"], way), about["batch"]):
             continue
         if not deadline.left:
-            yield {"what": "stopped", "why": "the time is over", "left": "at least 1"}
+            yield {"what": "stopped", "why": "the time is over", "left": len(found) - i}
             return
-        if model is None or model[0] != name:
-            model = None  # before the next is made
-            model = (name, random_model(name, given.device, **changed))
+        if about["model"] != name:
+            model, name = None, about["model"]  # the last is forgotten before the next is made
+            model = random_model(name, given.device, num_hidden_layers=about["layers"])
         if gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        line = attempt(about, lambda: generate(model[1], way, batch, given.prompt, given.new))  # noqa: B023
-        if line.get("out_of_memory"):
-            full[name, way] = min(batch, full.get((name, way), batch))
+        measure = partial(generate, model, way, about["batch"], given.prompt, given.new)
+        line = attempt(about, compiling.alone(measure) if gpu else measure)
         yield line
+        if line.get("out_of_memory"):
+            full[name, way] = about["batch"]
+        if gpu and "error" in line and not usable():
+            yield {"what": "stopped", "why": LOST, "left": len(found) - i - 1}
+            return
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import baselines, compiling
+from benchmarks import baselines
 from benchmarks.cases import Case, Model, built, encoder, queries
 from benchmarks.clock import Rates, Timing, evict, timed
 from benchmarks.lines import RESULTS, Line
@@ -27,8 +27,7 @@ class Attention:
             self.baselines[shape] = baselines.measured(case, CUDA)
         theirs = self.baselines[shape]
         step, q = built(case, CUDA), queries(case, CUDA)
-        with compiling.watched() as meanwhile:
-            took = timed(lambda: step(q))
+        took = timed(lambda: step(q))
         read = case.packed() + case.exact()
         bounds = self.bounds(case, read)
         best = baselines.fastest(theirs)
@@ -41,7 +40,6 @@ class Attention:
             "baseline_share": best and round(1e6 * case.dense() / self.rates.bandwidth / best[1].median, 3),
             "speed_up": best and round(best[1].median / took.median, 2),
             "baselines": {name: one.row() if isinstance(one, Timing) else one for name, one in theirs.items()},
-            **({"compiled_meanwhile": meanwhile} if meanwhile else {}),
         }
 
     def bounds(self, case: Case, read: int) -> dict[str, float]:

@@ -21,6 +21,7 @@ from kvq_runtime.recipe import preset
 
 PARITY, COMPILE = 0.35, 0.5  # shares of the time that is left when these begin
 PROFILED = ("kivi-2bit-g128", "rtn-2bit", "higgs-head-2bit")  # at the first shape
+LOST = "the device answers nothing after an error"
 PARITY_NAME = name_of({"what": "parity"})
 
 
@@ -123,10 +124,10 @@ def each(found: list[Task], deadline: Deadline) -> Iterator[Line]:
         if not deadline.left:
             yield {"what": "stopped", "why": "the time is over", "left": len(found) - i}
             return
-        line = attempt(task.about, task.measure)
+        line = attempt(task.about, compiling.alone(task.measure))
         yield line
         if "error" in line and not usable():
-            yield {"what": "stopped", "why": "the device answers nothing after an error", "left": len(found) - i - 1}
+            yield {"what": "stopped", "why": LOST, "left": len(found) - i - 1}
             return
         torch.cuda.empty_cache()
 

@@ -14,7 +14,8 @@ from benchmarks.lines import Line
 from kvq_runtime.hf import KVQCache
 
 NEW = 128  # tokens generated, as many as a block has
-SPARE = 8  # tokens that a buffer has room for beyond that: steps before a graph is recorded
+WARM = 2  # steps before those that are timed
+SPARE = 8  # tokens that a buffer has room for beyond what is timed
 Step = Callable[[], torch.Tensor]
 
 
@@ -61,6 +62,9 @@ def generate(model: PreTrainedModel, way: Way, batch: int, prompt: int, new: int
         out = model(token, position_ids=place, past_key_values=cache, logits_to_keep=1).logits
         return out[:, -1:].argmax(-1)
 
+    for _ in range(WARM):
+        token.copy_(step())
+        place += 1
     forward = recorded(cache, step, token, place) if way.graph else step
     marks = Marks(device)
     marks.set()
@@ -83,7 +87,7 @@ def generate(model: PreTrainedModel, way: Way, batch: int, prompt: int, new: int
 
 
 def recorded(cache: Cache, step: Step, token: torch.Tensor, place: torch.Tensor) -> Step:
-    """The step as a CUDA graph; eager steps come first, of ours until the next does not encode a block."""
+    """The step as a CUDA graph; of ours eager steps come first, until the next does not encode a block."""
     if isinstance(cache, KVQCache):
         from kvq_runtime.attention import cuda_graph
 
@@ -91,9 +95,6 @@ def recorded(cache: Cache, step: Step, token: torch.Tensor, place: torch.Tensor)
             token.copy_(step())
             place += 1
         return cuda_graph.captured(cache.blocks, step)
-    for _ in range(2):
-        token.copy_(step())
-        place += 1
     found: list[torch.Tensor] = []
     replay = captured(lambda: found.append(step()))
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from benchmarks import cases, compiling, generation, gpu, jobs, paged, run
+from benchmarks import cases, compiling, generation, gpu, jobs, lines, paged, run
 from benchmarks.clock import Deadline
 from benchmarks.compiling import Done
 from benchmarks.jobs import Job
@@ -120,11 +120,13 @@ def test_splits_are_the_products(monkeypatch):
 
 def test_generation_compiles_what_it_steps_with():
     given = generation.arguments(["--batches", "8,1,most", "--recipes", "rtn-2bit,rtn-4bit"])
-    given.device = "cuda"
-    found, planned = generation.jobs(given), list(generation.planned(given))
-    wanted = {(batch, way.cache) for _, batch, way in planned if way.attention == "kvq" and batch <= 64}
+    planned = generation.planned(given, {})
+    found = generation.jobs(planned)
+    wanted = {(about["batch"], way.cache) for about, way in planned if way.attention == "kvq" and about["batch"] <= 64}
     assert {(job.batch, job.recipe) for job in found} == wanted and {job.prompt for job in found} == {16384}
     assert [job.batch for job in found][:2] == [8, 8]
+    before = {lines.name_of(about): about for about, way in planned if way.cache == "rtn-2bit"}
+    assert {job.recipe for job in generation.jobs(generation.planned(given, before))} == {"rtn-4bit"}
 
 
 # ---- processes ----------------------------------------------------------------------------------------------------

@@ -309,3 +309,22 @@ def test_counters_are_for_where_there_is_a_tool(bench, monkeypatch):
     monkeypatch.setattr(counters, "counted", lambda case, deadline: bench.take("counters", case))
     found = bench("--lengths", "32768", "--only", "counters")
     assert [line["recipe"] for line in found if line["what"] == "counters"] == ["kivi-2bit-g128", "rtn-2bit"]
+
+
+def test_a_line_says_what_was_compiled_for_it(bench, monkeypatch):
+    from triton import knobs
+
+    def compiles(attention, case):
+        if case.recipe == "rtn-2bit" and case.tokens == 2048:
+            for hit in (True, False):
+                source = type("Source", (), {"name": f"attend {hit}"})
+                knobs.compilation.listener(src=source, metadata={}, metadata_group={}, times=None, cache_hit=hit)
+        return LINE
+
+    monkeypatch.setattr(measure.Attention, "measure", compiles)
+    before = knobs.compilation.listener
+    found = [line for line in bench("--only", "attend") if "compiled_meanwhile" in line]
+    assert {(line["recipe"], line["tokens"], *line["compiled_meanwhile"]) for line in found} == {
+        ("rtn-2bit", 2048, "attend False")
+    }
+    assert knobs.compilation.listener is before
