@@ -111,7 +111,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", default="8,1,32", help='numbers of rows, and "most"')
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
-    parser.add_argument("--minutes", type=float, default=2.5, help="of the whole run")
+    parser.add_argument("--minutes", type=float, default=2.3, help="of the whole run")
     parser.add_argument("--out", type=Path, help="JSON lines, by default as above")
     parser.add_argument("--again", action="store_true", help="measure what was measured before, too")
     return parser.parse_args(given)

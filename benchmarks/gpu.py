@@ -18,7 +18,7 @@ run does what is missing or failed, unless --again. A case that fails is a line 
 
 Times are those of one layer's attention. The number of splits is what the product takes for models of 131072 tokens.
 
-python -m benchmarks.gpu [--only attend] [--lengths 2048,...] [--batches 1,8,64] [--minutes 5.5] [--out FILE] [--again]
+python -m benchmarks.gpu [--only attend] [--lengths 2048,...] [--batches 1,8,64] [--minutes 5.2] [--out FILE] [--again]
 python -m benchmarks.gpu --dry-run: shapes and bytes of every case, in their order, on any machine
 """
 
@@ -46,7 +46,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recipes", default=",".join(FAMILIES))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
-    parser.add_argument("--minutes", type=float, default=5.5, help="of the whole run")
+    parser.add_argument("--minutes", type=float, default=5.2, help="of the whole run")
     parser.add_argument("--out", type=Path, help="JSON lines, by default as above")
     parser.add_argument("--again", action="store_true", help="measure what was measured before, too")
     parser.add_argument("--settings", type=int, default=12, help="of sweep: launch settings of a recipe")
