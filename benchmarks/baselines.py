@@ -108,6 +108,7 @@ def measured(case: Case, device: torch.device, time: Callable[[Call], Timing] = 
                         found[name] = f"{type(error).__name__}: {error}"[:120]
         except Exception as error:  # not even made: an installed library of another version
             found[make.__name__] = f"{type(error).__name__}: {error}"[:120]
+        call = None  # which holds the tensors
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return found

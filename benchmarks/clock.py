@@ -6,11 +6,12 @@ events, so that the launch is over when the first event is. Every call is timed 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ SCRATCH = 256 << 20  # bytes, more than any GPU's last-level cache; four times t
 REPEATS = 30  # samples
 SPIN = 200_000  # cycles, about 0.1 ms: several times what queueing a graph takes
 LONGEST = 64 * SPIN
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,19 +91,33 @@ def evict() -> None:
     scratch().sum()
 
 
-def captured(call: Callable[[], Any]) -> Callable[[], None]:
-    """The call as a CUDA graph: what replays it."""
+@contextmanager
+def unsynchronized() -> Iterator[None]:
+    """Inside, a call that would wait for the device raises, as far as PyTorch knows: a graph of it cannot be captured.
+
+    A capture that fails midway may leave PyTorch's allocator of no use to what follows.
+    """
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(call: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    """The call as a CUDA graph: its result, which every replay writes, and what replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+        out = call()
+    return out, graph.replay
 
 
 def timed(call: Callable[[], Any], repeats: int = REPEATS, graph: bool = True) -> Timing:
     """Time a call, which has to be warm after two: as one captured graph, or launched as it is."""
-    for _ in range(2):
+    call()
+    with unsynchronized() if graph else nullcontext():
         call()
-    run = captured(call) if graph else call
+    run = captured(call)[1] if graph else call
     good: list[float] = []
     late: list[float] = []
     spin = SPIN

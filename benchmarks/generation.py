@@ -36,7 +36,7 @@ from benchmarks.clock import Deadline
 from benchmarks.jobs import Job
 from benchmarks.lines import RESULTS, Line, attempt, gpu_name, keep, known, name_of, place
 from benchmarks.run import LOST, usable
-from benchmarks.steps import NEW, generate
+from benchmarks.steps import NEW, generate, warm
 
 COMPILE = 0.4  # of the time
 
@@ -88,6 +88,7 @@ def lines(given: argparse.Namespace, before: dict[tuple, Line]) -> Iterator[Line
         if about["model"] != name:
             model, name = None, about["model"]  # the last is forgotten before the next is made
             model = random_model(name, given.device, num_hidden_layers=about["layers"])
+            warm(model, given.prompt)
         if gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -20,6 +20,10 @@ ATTEND = (
     "speed-up",
     "pages",
 )
+COUNTERS = (
+    *("Duration", "DRAM Throughput", "Memory Throughput", "L2 Hit Rate", "Issue Slots Busy", "Registers Per Thread"),
+    *("Achieved Occupancy", "Eligible Warps Per Scheduler", "Warp Cycles Per Issued Instruction"),
+)
 GENERATE = ("cache", "graph", "batch", "ms a step (quartiles, worst)", "tokens/s", "prompt s", "cache GB", "peak GB")
 
 
@@ -89,6 +93,13 @@ def generated(line: Line) -> tuple:
     )  # fmt: skip
 
 
+def told(found: float | dict[str, str]) -> str:
+    """Microseconds of a kernel, or what its counters say first."""
+    if not isinstance(found, dict):
+        return f"{found} µs"
+    return ", ".join(f"{name} {found[name]}" for name in COUNTERS if name in found)
+
+
 def page(lines: Iterable[Line]) -> Iterator[str]:
     """Everything, failures first."""
     chosen = latest(lines)
@@ -108,6 +119,10 @@ def page(lines: Iterable[Line]) -> Iterator[str]:
         for model in dict.fromkeys(line["model"] for line in of_kind):
             yield f"\n{what}, {model}"
             yield from table(names, [row(line) for line in of_kind if line["model"] == model])
+    for line in whole:
+        if line["what"] in ("profile", "counters"):
+            yield f"\n{line['what']}, {line['model']} {line['recipe']}, {line['tokens']} tokens, batch {line['batch']}"
+            yield from (f"  {name[:60]}: {told(found)}" for name, found in line["kernels"].items())
     encoded = [line for line in whole if line["what"] == "encode"]
     if encoded:
         yield "\nencode"

@@ -9,7 +9,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from benchmarks.caches import Way, held, random_model, repeat
-from benchmarks.clock import captured
+from benchmarks.clock import captured, unsynchronized
 from benchmarks.lines import Line
 from kvq_runtime.hf import KVQCache
 
@@ -86,6 +86,13 @@ def generate(model: PreTrainedModel, way: Way, batch: int, prompt: int, new: int
     }
 
 
+@torch.inference_mode()
+def warm(model: PreTrainedModel, prompt: int) -> None:
+    """Take in a prompt that is forgotten: the first pass of a model loads its kernels."""
+    ids = torch.zeros(1, prompt, dtype=torch.long, device=next(model.parameters()).device)
+    model(ids, use_cache=False, logits_to_keep=1)
+
+
 def recorded(cache: Cache, step: Step, token: torch.Tensor, place: torch.Tensor) -> Step:
     """The step as a CUDA graph; of ours eager steps come first, until the next does not encode a block."""
     if isinstance(cache, KVQCache):
@@ -95,12 +102,14 @@ def recorded(cache: Cache, step: Step, token: torch.Tensor, place: torch.Tensor)
             token.copy_(step())
             place += 1
         return cuda_graph.captured(cache.blocks, step)
-    found: list[torch.Tensor] = []
-    replay = captured(lambda: found.append(step()))
+    with unsynchronized():
+        token.copy_(step())
+    place += 1
+    out, replay = captured(step)
 
     def again() -> torch.Tensor:
         replay()
-        return found[0]
+        return out
 
     return again
 

@@ -20,6 +20,20 @@ def test_every_sample_is_cold_and_queued_behind_a_spin(monkeypatch):
     assert found.row() == {"microseconds": 30.0, "low": 20.0, "high": 40.0}
 
 
+def test_what_waits_for_the_device_is_not_captured(monkeypatch):
+    device = Device().use(monkeypatch)
+
+    def call() -> None:
+        device.do(device.waiting_is)
+        if device.waiting_is == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        clock.timed(call)
+    assert device.did == ["default", "error"] and device.waiting_is == "default"
+    assert clock.timed(call, graph=False).median == pytest.approx(10.0)
+
+
 def test_a_sample_that_waited_for_its_launch_is_left_out(monkeypatch):
     device = Device([900.0, 800.0, 10.0], late=2).use(monkeypatch)
     found = clock.timed(lambda: device.do("call"), repeats=4, graph=False)

@@ -3,6 +3,7 @@
 import csv
 import json
 from collections import defaultdict
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -225,6 +226,44 @@ def test_a_batch_is_one_row_repeated(monkeypatch):
                 token, place = torch.full((rows, 1), 5), torch.full((rows, 1), 300)
                 found.append(model(token, position_ids=place, past_key_values=cache).logits)
         assert torch.allclose(found[1], found[0].expand(3, -1, -1), atol=1e-5), way
+
+
+def test_a_recorded_step_of_a_static_cache(monkeypatch):
+    """Replayed, it generates what steps of a DynamicCache do: tokens, places and the buffer's end go on together."""
+    monkeypatch.setattr(caches, "CONFIGS", {"small": SMALL})
+    model = small_model("sdpa")
+    ids = torch.randint(64, (1, 300), generator=torch.Generator().manual_seed(1))
+
+    def capture(call):
+        """What a graph is: recorded without being run; replayed from the same tensors into the same result."""
+        held = [layer.cumulative_length.clone() for layer in cache.layers]
+        out = call()
+        for layer, length in zip(cache.layers, held, strict=True):
+            layer.cumulative_length.copy_(length)
+        return out.fill_(-1), lambda: out.copy_(call())
+
+    monkeypatch.setattr(steps, "captured", capture)
+    monkeypatch.setattr(steps, "unsynchronized", nullcontext)
+    said = {}
+    for way in (caches.Way("dynamic", "sdpa", False), caches.Way("static", "sdpa", True)):
+        cache = way.make(model, 320)
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            token, place, found = torch.full((1, 1), 5), torch.full((1, 1), 300), []
+
+            def step(cache=cache, token=token, place=place) -> torch.Tensor:
+                return model(token, position_ids=place, past_key_values=cache).logits[:, -1:].argmax(-1)
+
+            forward = steps.recorded(cache, step, token, place) if way.graph else step
+            if not way.graph:
+                token.copy_(step())  # that one is taken before the graph is recorded
+                place += 1
+            for _ in range(8):
+                token.copy_(forward())
+                place += 1
+                found.append(int(token))
+        said[way.cache] = found
+    assert said["static"] == said["dynamic"] and len(set(said["static"])) > 1
 
 
 def test_the_unmasked_buffer_is_read_whole(monkeypatch):

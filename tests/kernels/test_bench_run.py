@@ -47,13 +47,7 @@ class Bench:
         self.measured.append(name)
         if name in self.fails:
             raise self.fails[name]
-        return (
-            LINE
-            if what == "attend"
-            else {"kernels": {}}
-            if what == "profile"
-            else {"gb_per_s": 1.0, "microseconds": 1.0}
-        )
+        return LINE if what == "attend" else {"microseconds": 1.0, "gb_per_s": 1.0, "kernels": {}}
 
     def __call__(self, *given: str) -> list[dict]:
         """The lines that one call of the benchmark adds."""
@@ -209,6 +203,17 @@ def test_a_report_has_the_latest_of_each(tmp_path):
     assert [text for text in said if text.startswith("| m |")] == ["| m | r | key | 3.0 | 5.0 |"]
     lines.keep([{"what": "stopped"}], file)
     assert len(list(lines.read(file))) == 4, "a line cut short costs no other"
+
+
+def test_where_time_goes_is_told():
+    about = {"model": "m", "recipe": "r", "tokens": 9, "batch": 8}
+    counted = {"DRAM Throughput": "71.5 %", "Duration": "40 us", "Something Else": "1"}
+    said = list(report.page([
+        about | {"what": "profile", "kernels": {"attend": 40.0}},
+        about | {"what": "counters", "kernels": {"attend": counted}},
+    ]))  # fmt: skip
+    assert "\nprofile, m r, 9 tokens, batch 8" in said and "  attend: 40.0 µs" in said
+    assert "  attend: Duration 40 us, DRAM Throughput 71.5 %" in said
 
 
 def test_generation_has_a_table():

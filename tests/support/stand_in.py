@@ -23,6 +23,7 @@ class Device:
         self.spins: list[int] = []
         self.took, self.late = list(took or [10.0]), late
         self.captured: list[str] | None = None
+        self.waiting_is = "default"
         device = self
 
         class Event:
@@ -73,6 +74,9 @@ class Device:
 
     def synchronize(self) -> None:
         pass
+
+    def set_sync_debug_mode(self, mode: str) -> None:
+        self.waiting_is = mode
 
     def empty_cache(self) -> None:
         pass
