@@ -122,7 +122,9 @@ def stage(jobs: list[Job], deadline: Deadline, command: tuple[str, ...] = COMMAN
     done: dict[Job, Done] = {}
     begun = time.monotonic()
     jobs = list(dict.fromkeys(jobs))
-    for each in compiled(jobs, deadline, min(os.cpu_count() or 1, MOST), command):
+    processes = min(os.cpu_count() or 1, MOST)
+    print(f"compiling {len(jobs)} in {processes} processes", file=sys.stderr, flush=True)
+    for each in compiled(jobs, deadline, processes, command):
         done[each.job] = each
         end = f"FAILED, {each.error}" if each.error else f"{each.seconds:.0f} s"
         passed = time.monotonic() - begun
