@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all chaos check oldest-triton oldest-transformers format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env demo test test-all chaos check kernels-table oldest-triton oldest-transformers format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -55,12 +55,15 @@ check: env ## formatting, lint, types, import arrows
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports --no-logo
 
+kernels-table: env ## predict the kernels' times on an H200 from machine code: benchmarks/results/kernels_predicted.jsonl
+	env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) -m benchmarks.kernels_predicted $(KERNELS_ARGS)
+
 # pip's --target leaves .venv as it is: there lies the newest Triton.
-oldest-triton: env ## compile and launch the kernels, for sm_90, with the oldest Triton that pyproject.toml admits
+oldest-triton: env ## compile and launch the kernels, for sm_90, with the oldest Triton that pyproject.toml admits; KERNELS_ARGS=--write
 	$(INSTALL) --no-deps --upgrade --target build/oldest-triton 'triton==$(shell sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
 	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_launch.py
 	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_bench_compiling.py -k left_to_compile
-	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 --each-kind --check
+	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 --each-kind $(or $(KERNELS_ARGS),--check)
 
 oldest-transformers: env ## generation, graphs and every architecture with the oldest transformers that pyproject.toml admits
 	@rm -rf build/oldest-transformers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec import codec
-from kvq_runtime.geometry import SLAB, Geometry
+from kvq_runtime.geometry import ROLES, SLAB, Geometry
 from kvq_runtime.recipe import Recipe, preset
 
 FAMILIES = (
@@ -79,8 +79,8 @@ class Case:
         return 4 * self.batch * self.tokens * self.model.geometry.width
 
     def products(self) -> int:
-        """Multiplications and additions on the tensor cores, the query tile padded to 16 rows."""
-        rows = max(16, 1 << (self.model.q_heads // self.model.kv_heads - 1).bit_length())
+        """Multiplications and additions on the tensor cores, the tile of queries padded to 8 columns."""
+        rows = max(8, 1 << (self.model.q_heads // self.model.kv_heads - 1).bit_length())
         return 4 * self.batch * self.tokens * self.model.geometry.width * rows
 
 
@@ -108,8 +108,8 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
 
     geometry, recipe = case.model.geometry, case.schemes()
     schemes, alive = [], []
-    for scheme, position in ((recipe.key, recipe.position), (recipe.value, "post")):
-        one = attention.layout(scheme, recipe.window.block, geometry, position)
+    for role, scheme in zip(ROLES, (recipe.key, recipe.value), strict=True):
+        one = attention.layout(scheme, recipe.window.block, geometry, role, recipe.position)
         assert one is not None, f"{case.recipe} has no kernel"
         full = [
             random_slab(scheme, recipe.window.block, geometry, case.batch, SLAB, device)
@@ -124,17 +124,20 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
     shape = (case.batch, tokens, geometry.width)
     window = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
     exact = attention.Exact(*window, *(x[:, :sinks].clone() for x in window))
-    lengths = torch.tensor([case.blocks, 0, tokens], dtype=torch.int32, device=device)
+    lengths = torch.tensor([case.blocks, 0, tokens, 0], dtype=torch.int32, device=device)
     starts = torch.zeros(case.batch, dtype=torch.int32, device=device)
-    cut, rope = attention.splits(case.batch * geometry.kv_heads, MAX_TOKENS // recipe.window.block, device), None
+    cuts, rope = {}, None
     if "positions" in recipe.needs:
         speed = 10_000.0 ** (-torch.arange(geometry.head_size // 2, device=device) * 2 / geometry.head_size)
         rope = attention.RopeTables.of(speed, 1.0, 128, case.blocks + 1, starts, recipe.position)
 
     def step(q: Tensor, how: Any = None) -> tuple[Tensor, Tensor]:
         assert alive
+        given = (q, schemes[0], schemes[1], exact, lengths, starts)
+        if how not in cuts:
+            cuts[how] = attention.choose_splits(*given, MAX_TOKENS // recipe.window.block, rope, how)
         scale = case.model.head_size**-0.5
-        return attention.attend(q, schemes[0], schemes[1], exact, lengths, starts, scale, cut, rope, how)
+        return attention.attend(*given, scale, cuts[how], rope, how)
 
     return step
 

@@ -1,7 +1,8 @@
 """Launch once, in small, what will be timed, so that Triton compiles it; a process that does so for others.
 
-A job has as few tokens as the kernel takes, but the batch, the heads and the number of splits of the case it stands
-for: the very kernel that will be timed. `python -m benchmarks.jobs` takes jobs, a line of JSON each, and answers each.
+A job has as few tokens as the kernel takes, but the heads of the case it stands for: the very kernel that will be
+timed, which serves any batch and number of splits. `python -m benchmarks.jobs` takes jobs, a line of JSON each, and
+answers each.
 """
 
 import json
@@ -24,8 +25,9 @@ class Job:
     """Something to launch once.
 
     kind    attend: a decode step; encode: a flush; paged: the bfloat16 kernel of paged.py; generate: a model's steps
+    batch   of paged and generate, whose kernels depend on it
     role    of encode: key or value
-    launch  of attend: tile, warps, stages; None: the package's choice
+    launch  of attend: tile, warps, stages, registers; None: the package's choice
     prompt  of generate: tokens
     """
 
@@ -34,17 +36,18 @@ class Job:
     recipe: str = ""
     batch: int = 1
     role: str = ""
-    launch: tuple[int, int, int] | None = None
+    launch: tuple[int, ...] | None = None
     prompt: int = 0
 
     def __str__(self) -> str:
-        parts = (self.kind, self.model, self.recipe, self.role, f"batch {self.batch}", self.launch)
+        batch = f"batch {self.batch}" if self.kind in ("paged", "generate") else ""
+        parts = (self.kind, self.model, self.recipe, self.role, batch, self.launch)
         return " ".join(str(part) for part in parts if part)
 
 
-def job_of(case: cases.Case, launch: tuple[int, int, int] | None = None) -> Job:
-    """What compiles a case's kernel."""
-    return Job("attend", case.model.name, case.recipe, case.batch, launch=launch)
+def job_of(case: cases.Case, launch: tuple[int, ...] | None = None) -> Job:
+    """What compiles a case's kernel, for all its tokens and batches."""
+    return Job("attend", case.model.name, case.recipe, launch=launch)
 
 
 def launched(job: Job, device: torch.device) -> None:

@@ -1,10 +1,16 @@
 """Compile every kernel ahead of time for sm_80, sm_90 and sm_100, and hold what it takes against the committed table.
 
-What is compiled is what the host code would launch: its launches are recorded, with types, constants and alignments.
-Registers, stack and local memory come from the cubin's resource usage, shared memory from the metadata. Of attention,
-the instructions of the main loop are counted, per element of keys and values and lane, and how many of them multiply,
-see sass.py. A kernel gets worse if it takes more of anything than the table says, or spills, with the Triton that the
-table was made with; with any Triton it has to compile, and to fit into registers and shared memory.
+What is compiled is what the host code would launch: its launches are recorded (recorded.py). Of every kernel the table
+has registers, stack, local and shared memory, and the warps that a multiprocessor holds at a time. Of attention it has
+what the main loop takes (units.py), for keys and values of one head:
+
+    per element and lane   instructions; of them multiplications, those of the ALU, of the FMA pipe (with integer
+                           products), of the tensor cores; and wavefronts of shared memory, of global memory, of gathers
+    of a warp and block    exposed_loads, how often it waits for memory; barriers; stall_cycles, which it takes at least
+
+A kernel gets worse if it takes more of anything than the table says, or leaves room for fewer warps. The table has rows
+of two Tritons: the newest of its time, with which nothing may spill, and the oldest allowed, with which spills may not
+grow. With any other a kernel has to compile and to fit.
 
 PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME] [--each-kind] [--write | --check]
 """
@@ -13,12 +19,11 @@ import argparse
 import csv
 import io
 import os
-import subprocess
+import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +32,27 @@ if __name__ == "__main__":  # before triton is imported
 
 import torch
 import triton
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
-from benchmarks import sass
+from benchmarks import sass, units
+from benchmarks.compiled import REGISTERS, SHARED, compiled, programs
+from benchmarks.recorded import Recorded, recorded
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels.attend import host as attention
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.layout import layout
-from kvq_runtime.ops import dispatch, feedback, grid, latent, lloyd, pack, polar, rotation, rtn
+from kvq_runtime.kernels.attend.settings import RoundedSettings
+from kvq_runtime.ops import dispatch, feedback, grid, latent, lloyd, pack, polar, rotation, rtn, window
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.stages.predict import Mean
 
 TABLE = Path(__file__).parent / "results" / "kernels_aot.csv"
-COLUMNS = (
-    *("triton", "kernel", "arch", "registers", "stack", "local", "shared"),
-    *("instructions_per_element", "multiplications_per_element"),
+COUNTED = (
+    *(f"{what}_per_element" for what in ("instructions", "multiplications", "alu", "fma", "tensor")),
+    *(f"{what}_wavefronts_per_element" for what in ("shared", "global", "gather")),
+    *("exposed_loads", "barriers", "stall_cycles"),
 )
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+COLUMNS = ("triton", "kernel", "arch", "registers", "stack", "local", "shared", "warps", *COUNTED)
 ARCHS = (80, 90, 100)
-REGISTERS = 65536  # of a multiprocessor
-SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program can have
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FAMILIES = (
     *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-3bit", "kivi-4bit"),
     *("squat-pre-2bit", "squat-pre-3bit", "squat-pre-4bit"),
@@ -61,72 +63,17 @@ FAMILIES = (
     *("mean-higgs-head-4bit-post", "mean-lloyd-2bit-post", "mean-lloyd-3bit-post", "mean-lloyd-4bit-post"),
     *("polar-paper", "polar-radius8", "polar-2.5bit", "polar-3bit", "polar-4bit"),
 )
-TYPES = {
-    torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
-}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """One launch, ready to be compiled."""
-
-    function: Any
-    signature: dict[str, Any]
-    constants: dict[Any, Any]
-    attributes: dict[tuple[int, ...], list]
-    options: dict[str, int]
-
-
-@contextmanager
-def recorded() -> Iterator[list[Compiled]]:
-    """Collect launches instead of making them."""
-    found: list[Compiled] = []
-    run = JITFunction.run
-    JITFunction.run = lambda self, *args, **options: found.append(_bound(self, args, options))  # type: ignore
-    try:
-        yield found
-    finally:
-        JITFunction.run = run
-
-
-def _bound(function: Any, args: tuple, options: dict[str, int]) -> Compiled:
-    signature, constants, attributes = {}, {}, {}
-    for i, (parameter, given) in enumerate(zip(function.params, args, strict=True)):
-        kind = "constexpr" if parameter.is_constexpr else _kind(given, (i,), constants, attributes)
-        if parameter.is_constexpr:
-            constants[(i,)] = given
-        signature[parameter.name] = kind
-    assert "enable_fp_fusion" in options, f"{function.__name__}: launch with tile.FUSED; defaults differ among Tritons"
-    kept = {name: options[name] for name in OPTIONS if name in options}
-    return Compiled(function, signature, constants, attributes, kept)
-
-
-def _kind(given: Any, path: tuple[int, ...], constants: dict, attributes: dict) -> Any:
-    """The type of an argument as a launch would specialize it."""
-    if isinstance(given, tuple):
-        kinds = [_kind(part, (*path, i), constants, attributes) for i, part in enumerate(given)]
-        return type(given)(*kinds) if hasattr(given, "_fields") else tuple(kinds)
-    if given is None or (isinstance(given, int) and given == 1):
-        constants[path] = given
-        return "constexpr"
-    if isinstance(given, Tensor):
-        if given.data_ptr() % 16 == 0:
-            attributes[path] = [["tt.divisibility", 16]]
-        return TYPES[given.dtype]
-    if isinstance(given, int):
-        if given % 16 == 0:
-            attributes[path] = [["tt.divisibility", 16]]
-        return "i32" if abs(given) < 2**31 else "i64"
-    return "fp32"
-
-
-def attends(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tokens: int = 1, position: str = ""):
+def attends(
+    recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tokens: int = 1, position: str = "",
+    batch: int = 2, splits: int = 32,
+):  # fmt: skip
     """A decode step over one slab of this recipe, as the host would launch it; None where there is no kernel."""
     geometry, position = Geometry(1, heads, size), position or recipe.position
     layouts = [
-        layout(recipe.key, recipe.window.block, geometry, position),
-        layout(recipe.value, recipe.window.block, geometry),
+        layout(recipe.key, recipe.window.block, geometry, "key", position),
+        layout(recipe.value, recipe.window.block, geometry, "value"),
     ]
     if None in layouts:
         return None
@@ -137,15 +84,15 @@ def attends(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tok
             addresses = torch.zeros(4, 1 + len(one.names), dtype=torch.int64)
             mean = None if scheme.predict is None else torch.zeros(geometry.width)
             schemes.append(replace(attention.Encoded.of(one, addresses), mean=mean))
-        window, sinks = torch.zeros(2, 256, geometry.width, dtype=torch.bfloat16), recipe.window.sinks
-        exact = attention.Exact(window, window, window[:, :sinks].clone(), window[:, :sinks].clone())
-        q = torch.zeros(2, heads * ratio, tokens, size, dtype=torch.bfloat16)
-        lengths, starts = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        held, sinks = torch.zeros(batch, 256, geometry.width, dtype=torch.bfloat16), recipe.window.sinks
+        exact = attention.Exact(held, held, held[:, :sinks].clone(), held[:, :sinks].clone())
+        q = torch.zeros(batch, heads * ratio, tokens, size, dtype=torch.bfloat16)
+        lengths, starts = torch.zeros(4, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
         rope = None
         if position == "pre" or recipe.key.predict is not None:
             rope = attention.RopeTables.of(torch.ones(size // 2), 1.0, recipe.window.block, 8, starts, position)
-        how = launch.default(*layouts, ratio * tokens)
-        attention.attend(q, *schemes, exact, lengths, starts, size**-0.5, 32, rope, how)
+        how = launch.default(*layouts, launch.heads_per_launch(*layouts, ratio, tokens) * tokens)
+        attention.attend(q, *schemes, exact, lengths, starts, size**-0.5, splits, rope, how)
 
     return call
 
@@ -172,6 +119,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
     x, c = torch.randn(64, 8, 128), torch.zeros(64, 8, 128, dtype=torch.uint8)
     s, z = torch.ones(64, 8).half(), torch.randn(2, 64, 128)
     signed, matrix = rotation.SignedHadamard(128, 0), torch.eye(128)
+    tokens, counts = torch.zeros(2, 64, 1, 1024, dtype=torch.bfloat16).unbind(0), torch.zeros(4, dtype=torch.int32)
     angles = [polar.points_on(x.device, level, bits, "unit") for level, bits in enumerate((4, 2, 2, 2), start=1)]
     return {
         "pack 3": lambda: pack.pack(c, 3),
@@ -190,12 +138,13 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "encode latent": lambda: latent.encode_gaussian(z, torch.ones(64), 4),
         "decode latent": lambda: latent.decode_uniform(z, torch.ones(64), torch.ones(64), 4),
         "feedback": lambda: feedback.follow(z.view(2, 1, 64, 128), torch.zeros(1, 32, 32), z[:, None, :32].clone()),
+        "append": lambda: window.append(*tokens, torch.zeros(2, 64, 8, 1024, dtype=torch.bfloat16), counts),
     }
 
 
-def launches(only: str) -> dict[str, Compiled]:
+def launches(only: str) -> dict[str, Recorded]:
     """Every launch once, under the first name that makes it; attention under all of them."""
-    found: dict[str, Compiled] = {}
+    found: dict[str, Recorded] = {}
     with dispatch.forced(True):
         for name, call in calls().items():
             if only not in name:
@@ -210,12 +159,12 @@ def launches(only: str) -> dict[str, Compiled]:
     return found
 
 
-def _same(one: Compiled, other: Compiled) -> bool:
+def _same(one: Recorded, other: Recorded) -> bool:
     both = ((x.signature, x.constants, x.options) for x in (one, other))
     return one.function is other.function and next(both) == next(both)
 
 
-def of_each_kind(found: dict[str, Compiled]) -> dict[str, Compiled]:
+def of_each_kind(found: dict[str, Recorded]) -> dict[str, Recorded]:
     """The first launch of each kind: same kernel, same readers, settings of the same types; bits and sizes differ."""
     chosen: dict[Any, str] = {}
     for name, one in found.items():
@@ -224,53 +173,73 @@ def of_each_kind(found: dict[str, Compiled]) -> dict[str, Compiled]:
     return {name: found[name] for name in chosen.values()}
 
 
-def usage(one: Compiled, arch: int) -> dict[str, Any]:
-    """What a launch takes on an architecture."""
-    source = ASTSource(one.function, one.signature, one.constants, one.attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=one.options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        counts = per_element(one, Path(file.name)) if one.function.__name__ == "attend" else ("", "")
-    pairs = (word.split(":") for line in printed.splitlines() if "REG:" in line for word in line.split() if ":" in word)
-    values = {name: number for name, number in pairs}
-    taken = {"registers": int(values["REG"]), "stack": int(values["STACK"]), "local": int(values["LOCAL"])}
-    return taken | {"shared": compiled.metadata.shared} | dict(zip(COLUMNS[-2:], counts, strict=True))
+@cache  # some recipes launch the same kernel
+def usage(one: Recorded, arch: int) -> dict[str, Any]:
+    """What a launch takes on an architecture: the table's columns from "registers" on, "" without a main loop."""
+    made = compiled(one, arch)
+    counts = dict.fromkeys(COUNTED, "")
+    if one.function.__name__ == "attend":
+        layer, (tokens, turns) = one.named("L"), main_pass(one)
+        passed = sass.main_loop(made.instructions(), turns)
+        counts = units.counted(passed, 32 * one.warps / (2 * tokens * layer.D), layer.T // tokens)
+    taken = {name: getattr(made, name) for name in ("registers", "stack", "local", "shared")}
+    held = one.warps * programs(made.registers, made.shared, one.warps, arch)
+    return taken | {"warps": held} | {name: counts[name] for name in COUNTED}
 
 
-def per_element(one: Compiled, cubin: Path) -> tuple[float, float]:
-    """(instructions, multiplications) of a lane per element of keys and values."""
-    given = {name: one.constants.get((i,)) for i, name in enumerate(one.signature)}
-    layer, per_channel = given["L"], given["READ_KEYS"] is None
-    size, block = layer.D, layer.T
-    turns = -(-block // (given["KS"].GROUP if per_channel else layer.N))
-    loop = sass.main_loop(sass.instructions(TOOLS / "nvdisasm", cubin), turns)
-    lanes = 32 * one.options["num_warps"] / (2 * block * size)
-    multiplying = sum(loop[name] for name in sass.MULTIPLICATIONS)
-    return round(loop.total() * lanes, 2), round(multiplying * lanes, 2)
+def main_pass(one: Recorded) -> tuple[int, int]:
+    """Of attention's main loop: (tokens of a pass through it, how often a loop inside turns, where there is one)."""
+    layer, keys = one.named("L"), one.named("KS")
+    return (16 * keys.TILES, 1) if isinstance(keys, RoundedSettings) else (layer.T, -(-layer.T // layer.N))
 
 
-def stored() -> dict[tuple[str, int], dict[str, Any]]:
-    """The committed table."""
-    found = {}
-    for row in csv.DictReader(io.StringIO(TABLE.read_text())):
-        version, name, arch = row.pop("triton"), row.pop("kernel"), int(row.pop("arch"))
-        found[name, arch] = {"triton": version} | {what: float(amount) for what, amount in row.items() if amount}
-    return found
+def stored() -> dict[tuple[str, str, int], dict[str, float]]:
+    """The committed table, by Triton, kernel and architecture."""
+    rows = csv.DictReader(io.StringIO(TABLE.read_text()))
+    return {
+        (row["triton"], row["kernel"], int(row["arch"])): {name: float(row[name]) for name in COLUMNS[3:] if row[name]}
+        for row in rows
+    }
 
 
 def worse(name: str, arch: int, taken: dict[str, Any], table: dict, warps: int = 4) -> list[str]:
-    """What is wrong with a kernel, against the table."""
-    before = table.get((name, arch))
-    if before is None:
-        return [f"{name}, sm_{arch}: not in {TABLE.name}; run with --write"]
-    most = dict(before) | {"stack": 0, "local": 0} if before["triton"] == triton.__version__ else {}
+    """What is wrong with a kernel, of programs of so many warps, against the table.
+
+    With the table's newest Triton nothing may spill, whatever the table says.
+    """
+    versions = {version for version, *_ in table}
+    before = table.get((triton.__version__, name, arch))
+    if before is None and (triton.__version__ in versions or (name, arch) not in {key[1:] for key in table}):
+        return [f"{name}, sm_{arch}: not in {TABLE.name} with Triton {triton.__version__}; run with --write"]
+    most = dict(before or {})
+    if before and triton.__version__ == max(versions, key=_order):
+        most |= {"stack": 0, "local": 0}
     most["shared"] = min(most.get("shared", SHARED[arch]), SHARED[arch])
     most["registers"] = min(most.get("registers", 255), REGISTERS // (32 * warps))
-    return [f"{name}, sm_{arch}: {what} {amount}; at most {most[what]:g}"
-            for what, amount in taken.items() if amount != "" and amount > most.get(what, amount)]  # fmt: skip
+    least = most.pop("warps", 0)
+    found = [f"{name}, sm_{arch}: {what} {amount}; at most {most[what]:g}"
+             for what, amount in taken.items() if amount != "" and amount > most.get(what, amount)]  # fmt: skip
+    if taken["warps"] < least:
+        found.append(f"{name}, sm_{arch}: warps {taken['warps']}; at least {least:g}")
+    return found
+
+
+def write(rows: list[list[Any]], names: set[str] | None) -> None:
+    """Put rows of this Triton into the table; keep others of kernels that there are, of the oldest and newest Triton.
+
+    names   of all kernels that there are; None: keep all
+    """
+    kept = list(csv.reader(io.StringIO(TABLE.read_text())))[1:] if TABLE.exists() else []
+    versions = sorted({row[0] for row in [*kept, *rows]}, key=_order)
+    known = {versions[0], versions[-1], triton.__version__}
+    kept = [row for row in kept if row[0] in known and (names is None or row[1] in names)]
+    both = {(_order(row[0]), row[1], int(row[2])): row for row in [*kept, *rows]}
+    with TABLE.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *(both[key] for key in sorted(both))])
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def main() -> int:
@@ -282,22 +251,18 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a kernel got worse")
     given = parser.parse_args()
     table = stored() if TABLE.exists() else {}
-    rows, wrong, measured = [], [], {}
+    rows, wrong = [], []
     found = launches(given.only)
     for name, one in (of_each_kind(found) if given.each_kind else found).items():
         for arch in map(int, given.arch.split(",")):
-            key = (one.function, repr((one.signature, one.constants, one.attributes, one.options)), arch)
-            taken = measured[key] = measured.get(key) or usage(one, arch)  # some recipes launch the same kernel
+            taken = usage(one, arch)
             rows.append([triton.__version__, name, arch, *taken.values()])
             if given.check:
-                wrong += worse(name, arch, taken, table, one.options.get("num_warps", 4))
+                wrong += worse(name, arch, taken, table, one.warps)
             else:
                 print(*(f"{key} {value}" for key, value in zip(COLUMNS, rows[-1], strict=True)), sep="  ", flush=True)
-    if given.write:  # what was not compiled now stays
-        kept = list(csv.reader(TABLE.open()))[1:] if given.only or given.each_kind else []
-        both = {(row[1], int(row[2])): row for row in [*kept, *rows]}
-        with TABLE.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *both.values()])
+    if given.write:
+        write(rows, None if given.only else set(found))
     print(*wrong, f"{len(rows)} compiled with Triton {triton.__version__}, {len(wrong)} got worse", sep="\n")
     return int(bool(wrong))
 

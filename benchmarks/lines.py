@@ -33,6 +33,7 @@ NAMES = (
     "tile",
     "warps",
     "stages",
+    "registers",
 )
 
 

@@ -4,6 +4,7 @@ import csv
 from typing import Any
 
 import torch
+import triton
 
 from benchmarks import baselines
 from benchmarks.cases import Case, Model, built, encoder, queries
@@ -11,6 +12,12 @@ from benchmarks.clock import Rates, Timing, evict, timed
 from benchmarks.lines import RESULTS, Line
 
 CUDA = torch.device("cuda")
+# of a multiprocessor, see units.py: what it takes in a cycle, of these columns of kernels_aot.csv, per element and lane
+UNITS = {
+    "instructions": (128, ("instructions",)),
+    "alu": (64, ("alu",)),
+    "lsu": (32, ("shared_wavefronts", "global_wavefronts", "gather_wavefronts")),
+}
 
 
 class Attention:
@@ -43,28 +50,35 @@ class Attention:
         }
 
     def bounds(self, case: Case, read: int) -> dict[str, float]:
-        """Microseconds at least: of the bytes, the products, and, where the clock is known, of issuing instructions."""
+        """Microseconds at least: of the bytes, the products, and, where they are known, of the instructions."""
         found = {"bytes": 1e6 * read / self.rates.bandwidth, "products": 1e6 * case.products() / self.rates.product}
-        instructions = issued(case)
-        return found if instructions is None else found | {"instructions": instructions}
+        return found | issued(case)
 
 
-def issued(case: Case) -> float | None:
-    """Microseconds that issuing the main loop's instructions takes, as it was compiled with the default settings.
+def issued(case: Case) -> dict[str, float]:
+    """Microseconds that the main loop keeps each of UNITS busy, as it was compiled with the default settings.
 
-    At four warps' a cycle, which integer instructions do not reach: it takes longer. None: nothing is known of this
-    recipe's kernel, or of the device's clock.
+    Nothing, if nothing is known of this recipe's kernel, or of the device's clock.
     """
     device = torch.cuda.get_device_properties(0)
     clock = getattr(device, "clock_rate", None)  # kHz; not in every PyTorch
     arch = max((known for known in (80, 90, 100) if known <= 10 * device.major + device.minor), default=80)
+    counts = counted(f"attend {case.recipe}", arch)
+    if not clock or not counts:
+        return {}
+    each = 1e3 * 2 * case.batch * case.blocks * 128 * case.model.geometry.width / (device.multi_processor_count * clock)
+    return {
+        name: each * sum(float(counts[f"{column}_per_element"]) for column in columns) / rate
+        for name, (rate, columns) in UNITS.items()
+    }
+
+
+def counted(kernel: str, arch: int) -> dict[str, str]:
+    """A kernel's row of kernels_aot.csv, by the Triton in use, or else the newest there; empty without one."""
     with (RESULTS / "kernels_aot.csv").open() as file:
-        table = {(line["kernel"], int(line["arch"])): line["instructions_per_element"] for line in csv.DictReader(file)}
-    counted = table.get((f"attend {case.recipe}", arch))
-    if not clock or not counted:
-        return None
-    elements = 2 * case.batch * case.blocks * 128 * case.model.geometry.width
-    return 1e3 * float(counted) * elements / (128 * device.multi_processor_count * clock)
+        rows = [row for row in csv.DictReader(file) if (row["kernel"], row["arch"]) == (kernel, str(arch))]
+    rows = [row for row in rows if row["instructions_per_element"]]  # oldest first
+    return next((row for row in rows if row["triton"] == triton.__version__), rows[-1] if rows else {})
 
 
 def profile(case: Case) -> Line:

@@ -94,11 +94,11 @@ def warm(model: PreTrainedModel, prompt: int) -> None:
 
 
 def recorded(cache: Cache, step: Step, token: torch.Tensor, place: torch.Tensor) -> Step:
-    """The step as a CUDA graph; of ours eager steps come first, until the next does not encode a block."""
+    """The step as a CUDA graph; of ours eager steps come first, until the next can be recorded."""
     if isinstance(cache, KVQCache):
         from kvq_runtime.attention import cuda_graph
 
-        while any(store.beyond(store.recent, 1) for store in cache.blocks.layers.values()):
+        while cuda_graph.not_yet(cache.blocks):
             token.copy_(step())
             place += 1
         return cuda_graph.captured(cache.blocks, step)

@@ -2,16 +2,17 @@
 
 What a step does on the device depends on what is counted there, not on what the host counts (see `store/device.py`), so
 that it can be replayed; what the host counts is counted after each replay (`advance`).
+
+`model.generate` does this by `CudaGraphs` (hf/cuda_graphs.py); a loop of one's own by `captured`.
 """
 
 from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from kvq_runtime.attention.fused import Fused, refusal
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.attention.fused import Fused
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
@@ -26,7 +27,7 @@ class RecordableCache(Protocol):
     @property
     def recipe(self) -> Recipe: ...
     @property
-    def geometry(self) -> Geometry: ...
+    def refusal(self) -> str | None: ...
     @property
     def held(self) -> Set[int]: ...
     @property
@@ -37,6 +38,10 @@ class RecordableCache(Protocol):
     def fused(self) -> Fused: ...
     def trial(self) -> AbstractContextManager[None]:
         """Undo the pass made inside."""
+        ...
+
+    def settle(self) -> None:
+        """Undo a pass that stopped midway."""
         ...
 
     def advance(self) -> None:
@@ -52,66 +57,114 @@ def graph(step: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     return out, recorded.replay
 
 
-def captured(cache: RecordableCache, step: Callable[[], T], record: Record = graph) -> Callable[[], T]:
+def refused(cache: RecordableCache) -> str | None:
+    """Why no step of this cache can be recorded, as long as it holds these rows: a sentence; None: one can."""
+    stores = list(cache.layers.values())
+    if len(stores) < len(cache.held):
+        return cache.refusal or "the cache holds no tokens yet"
+    if cache.recipe.policies:
+        kinds = " and ".join(policy.kind for policy in cache.recipe.policies)
+        return f"the {kinds} policy of {cache.recipe.name} asks the host"
+    if any(store.index is None for store in stores):
+        return cache.refusal or f"the cache is on {stores[0].buffer_2BTC.device}, and graphs are of CUDA devices"
+    cache.fused.look(stores[0].rows, 1, stores[0].buffer_2BTC.device)
+    if not cache.fused.regular:
+        return "padding is not on the left, or RoPE rotates a part of a head; no kernel takes this step"
+    return None
+
+
+def not_yet(cache: RecordableCache) -> str | None:
+    """Why the very next step cannot be recorded, though a later one can: a sentence; None: it can."""
+    first = next(iter(cache.layers.values()))
+    if any(store.beyond(store.recent, 1) for store in cache.layers.values()):
+        return "the next step encodes a block; take it first, then record"
+    sinks, length = first.window.sinks, cache.positions.length
+    if cache.positions.complete(sinks, length) > length:
+        return f"a row has fewer than its {sinks} exact first tokens; take a few steps first, then record"
+    return None
+
+
+def captured(cache: RecordableCache, step: Callable[[], T], record: Record = graph) -> "Recorded[T]":
     """Record a decode step of one token as a CUDA graph; return what takes that step, again and again.
 
     step     a forward pass from tensors to tensors that stay where they are: fill in the token, and its position,
              before each call. It runs once here, and is undone. Its token is taken to be real and to follow the last.
     record   makes of a step (its result, what replays it)
 
-    What is returned gives the step's own result, to be read before the next call; it encodes what is due.
-    Raises RuntimeError where a layer is not read by the kernel, where the very next step encodes a block, and, when
-    called, where rows have been reordered or the cache was reset, so that what was recorded is elsewhere.
+    Raises RuntimeError where `refused` or `not_yet` say why, and whatever the step raises.
     """
-    stores = _recordable(cache)
+    cache.settle()
+    reason = refused(cache) or not_yet(cache)
+    if reason:
+        raise RuntimeError(f"a step of this cache is no graph: {reason}")
     with cache.trial():
         step()
-    for layer, store in stores.items():
+    for layer, store in cache.layers.items():
         cache.fused.publish(store, layer)
     with cache.trial():
         out, replay = record(step)
-    places = _places(stores)
+    return Recorded(cache, out, replay)
 
-    def again() -> T:
-        if {layer: id(store) for layer, store in cache.layers.items()} != {
-            layer: id(store) for layer, store in stores.items()
-        } or _places(stores) != places:
+
+class Recorded(Generic[T]):
+    """A recorded step: called, it takes one token in all layers, and encodes what is due.
+
+    It stays good over flushes, crops, eager passes, and a reorder of as many rows. After a reset, other rows or more
+    tokens than the tables have room for it is not: `ready` says so.
+    """
+
+    def __init__(self, cache: RecordableCache, out: T, replay: Callable[[], None]):
+        self._cache, self._out, self._replay = cache, out, replay
+        self._stores = dict(cache.layers)
+        self._first = next(iter(self._stores.items()))
+        self._places, self._good = self._where(), True
+        self._seen = -1  # tokens at which all below was found in order
+
+    def __call__(self) -> T:
+        """The step's own result, to be read before the next call. Raises RuntimeError where it is not `ready`."""
+        if not self.ready():
             raise RuntimeError("the cache is not where it was when the step was recorded; record it again")
-        for layer, store in stores.items():
+        return self.replay()
+
+    def ready(self) -> bool:
+        """Tell the device what the host has changed; whether the cache still is where it was recorded.
+
+        Between replays that encode nothing the host looks at two counts of each layer here, and asks the device
+        nothing.
+        """
+        cache, (layer, store) = self._cache, self._first
+        cache.settle()
+        if cache.layers.get(layer) is not store:
+            return False
+        untouched = cache.positions.seen == self._seen and not cache.fused.padding.forgotten
+        if not untouched or any(store.index.stale for store in self._stores.values()):  # type: ignore[union-attr]
+            self._good = self._good and self._found()
+            self._seen = cache.positions.seen
+        return self._good
+
+    def replay(self) -> T:
+        """As called, where `ready` has just said that it is."""
+        self._replay()
+        self._cache.advance()
+        self._seen += 1
+        return self._out
+
+    def _found(self) -> bool:
+        """Publish every layer; whether all is in its place, and padding as the kernel takes it."""
+        cache = self._cache
+        if any(cache.layers.get(layer) is not store for layer, store in self._stores.items()):
+            return False
+        for layer, store in self._stores.items():
             cache.fused.publish(store, layer)
-        replay()
-        cache.advance()
-        return out
+        first = self._first[1]
+        cache.fused.look(first.rows, 1, first.buffer_2BTC.device)
+        return cache.fused.regular and self._where() == self._places
 
-    return again
-
-
-def _places(stores: Mapping[int, LayerStore]) -> list[int]:
-    """Where the kernel finds the layers."""
-    places = []
-    for store in stores.values():
-        assert store.index is not None
-        places += [x.data_ptr() for x in (store.buffer_2BTC, store.index.sinks_2BSC, store.index.counts)]
-        places += [table.data_ptr() for table in store.index.tables]
-    return places
-
-
-def _recordable(cache: RecordableCache) -> dict[int, LayerStore]:
-    """All layers of the cache, if its next step can be recorded; else a RuntimeError."""
-    stores = dict(cache.layers)
-    if not stores or len(stores) < len(cache.held) or any(store.index is None for store in stores.values()):
-        reason = refusal(cache.recipe, cache.geometry) or "no tokens yet, or they are not on a GPU"
-        raise RuntimeError(f"a step of this cache is no graph: {reason}")
-    if cache.recipe.policies:
-        kinds = " and ".join(policy.kind for policy in cache.recipe.policies)
-        raise RuntimeError(f"a step of this cache is no graph: the {kinds} policy of {cache.recipe.name} asks the host")
-    if any(store.beyond(store.recent, 1) for store in stores.values()):
-        raise RuntimeError("the next step encodes a block; take it first, then record")
-    first = next(iter(stores.values()))
-    sinks, length = first.window.sinks, cache.positions.length
-    if cache.positions.complete(sinks, length) > length:
-        raise RuntimeError(f"a row has fewer than its {sinks} exact first tokens; take a few steps first, then record")
-    cache.fused.look(first.rows, 1, first.buffer_2BTC.device)
-    if not cache.fused.regular:
-        raise RuntimeError("padding is not on the left, or RoPE rotates a part of a head; no kernel takes this step")
-    return stores
+    def _where(self) -> list[int]:
+        """Where the kernel finds the layers."""
+        places = [self._cache.fused.padding.starts_B.data_ptr()]
+        for store in self._stores.values():
+            assert store.index is not None
+            places += [x.data_ptr() for x in (store.buffer_2BTC, store.index.sinks_2BSC, store.index.counts)]
+            places += [table.data_ptr() for table in store.index.tables]
+        return places

@@ -19,9 +19,9 @@ from torch import Tensor
 from kvq_runtime.attention.padding import LeftPadding
 from kvq_runtime.attention.path import Attended, Path
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.geometry import SLAB, Geometry
+from kvq_runtime.geometry import ROLES, SLAB, Geometry
 from kvq_runtime.ops import dispatch
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Recipe, Role, Scheme
 from kvq_runtime.store.device import DeviceIndex
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
@@ -45,11 +45,15 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     for policy in recipe.policies:
         if policy.unpacked is not None:
             return policy.unpacked
-    for role, scheme, position in (("keys", key, recipe.position), ("values", value, "post")):
-        if _kernels().layout(scheme, recipe.window.block, geometry, position) is None:
+    layouts = []
+    for role, scheme in zip(ROLES, (key, value), strict=True):
+        layouts.append(_kernels().layout(scheme, recipe.window.block, geometry, role, recipe.position))
+        if layouts[-1] is None:
             turned = scheme.rotate is not None and "fit" in scheme.rotate.needs
             why = "; kernels take one rotation for all heads, known without a fit" if turned else ""
-            return f"there is no kernel for its {role}{why}"
+            return f"there is no kernel for its {role}s{why}"
+    if layouts[0].rounded != layouts[1].rounded:
+        return "kernels read keys and values of one kind, both rounded, or both by codebooks or angles"
     if key.predict is not None and recipe.position == "post" and geometry.head_size > MOST:
         return f"heads of more than {MOST} channels leave no registers for the mean of keys after RoPE"
     return None
@@ -63,20 +67,26 @@ def _kernels() -> ModuleType:
 def _reader(codec: Codec, position: str, device: torch.device) -> Any:
     """How a scheme's blocks are read; what was fitted for a layer's quantizer is its own."""
     if codec.fitted:
-        return _made(codec.scheme, codec.block, codec.geometry, position, device, codec.fitted)
-    return _shared(codec.scheme, codec.block, codec.geometry, position, device)
+        return _made(codec.scheme, codec.block, codec.geometry, codec.role, position, device, codec.fitted)
+    return _shared(codec.scheme, codec.block, codec.geometry, codec.role, position, device)
 
 
 @lru_cache(maxsize=64)
-def _shared(scheme: Scheme, block: int, geometry: Geometry, position: str, device: torch.device) -> Any:
+def _shared(scheme: Scheme, block: int, geometry: Geometry, role: Role, position: str, device: torch.device) -> Any:
     """`_made` for schemes without fitted tensors: all layers share one set of tables on the device."""
-    return _made(scheme, block, geometry, position, device, {})
+    return _made(scheme, block, geometry, role, position, device, {})
 
 
 def _made(
-    scheme: Scheme, block: int, geometry: Geometry, position: str, device: torch.device, fitted: Mapping[str, Tensor]
+    scheme: Scheme,
+    block: int,
+    geometry: Geometry,
+    role: Role,
+    position: str,
+    device: torch.device,
+    fitted: Mapping[str, Tensor],
 ) -> Any:
-    layout = _kernels().layout(scheme, block, geometry, position, fitted)
+    layout = _kernels().layout(scheme, block, geometry, role, position, fitted)
     return _kernels().Encoded.of(layout, torch.empty(0, device=device))
 
 
@@ -113,6 +123,7 @@ class Fused(Path):
         self.shared: list[Tensor] = []
         self._readers: dict[int, list[Any]] = {}  # by layer, of keys and of values
         self._rope: Any = None
+        self._splits: dict[tuple[int, int, int], int] = {}  # by layer, rows of the batch and query tokens
 
     def __reduce__(self):
         """Copied and pickled without what is on the device: a cache has each layer's index made again."""
@@ -130,8 +141,8 @@ class Fused(Path):
         """What the kernel will find a new layer by, for keys like these; None where it reads none."""
         if not dispatch.runs_kernel(k_BTC) or _reason(self.recipe, self.geometry, layer):
             return None
-        positions, window = (self.recipe.position, "post"), self.recipe.window
-        readers = [_reader(codec, position, k_BTC.device) for codec, position in zip(codecs, positions, strict=True)]
+        window = self.recipe.window
+        readers = [_reader(codec, self.recipe.position, k_BTC.device) for codec in codecs]
         self.shared += [x for reader in readers for x in (reader.lookup, reader.rotation) if x is not None]
         self._readers[layer] = [
             replace(reader, mean=codec.tensors.get("predict.mean"))
@@ -139,7 +150,8 @@ class Fused(Path):
         ]
         columns = [1 + len(reader.layout.names) for reader in readers]
         sinks_2BSC = k_BTC.new_zeros(2, len(k_BTC), window.sinks, k_BTC.shape[2])
-        return DeviceIndex((columns[0], columns[1]), -(-self.max_tokens // (SLAB * window.block)), sinks_2BSC)
+        orders = readers[0].layout.order, readers[1].layout.order
+        return DeviceIndex((columns[0], columns[1]), -(-self.max_tokens // (SLAB * window.block)), sinks_2BSC, orders)
 
     def attend(
         self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
@@ -160,11 +172,12 @@ class Fused(Path):
         self.publish(store, layer)
         keys, values = self._read(layer, index)
         exact = host.Exact(*store.buffer_2BTC, *index.sinks_2BSC)
-        splits = host.splits(len(q_BHTD) * self.geometry.kv_heads, self.max_tokens // store.window.block, q_BHTD.device)
         rope = self._tables(store, index) if self.recipe.position == "pre" or keys.mean is not None else None
-        return Attended(
-            *host.attend(q_BHTD, keys, values, exact, index.counts, self.padding.starts_B, scale, splits, rope)
-        )
+        given = (q_BHTD, keys, values, exact, index.counts, self.padding.starts_B)
+        shape = layer, len(q_BHTD), q_BHTD.shape[2]
+        if shape not in self._splits:
+            self._splits[shape] = host.choose_splits(*given, self.max_tokens // store.window.block, rope)
+        return Attended(*host.attend(*given, scale, self._splits[shape], rope))
 
     def takes(self, store: LayerStore, q_BHTD: Tensor, mask: Tensor | None) -> bool:
         """Whether the layer is read by the kernel, and padding is as it wants it, whatever the number of queries."""
@@ -211,7 +224,7 @@ class Fused(Path):
                     row = _kernels().block_table([slab], names, 1, table.device)
                     table[place : place + 1].copy_(row)
         live = store.window_2BTC.shape[2]
-        index.counts.copy_(torch.tensor([store.blocks, store.window_start, live], dtype=torch.int32))
+        index.counts.copy_(torch.tensor([store.blocks, store.window_start, live, 0], dtype=torch.int32))
         if index.sinks_2BSC.shape == store.sinks_2BSC.shape:
             index.sinks_2BSC.copy_(store.sinks_2BSC)
         else:

@@ -1,7 +1,8 @@
 """Attend with many queries at once: decode a slab to scratch, attend to it densely, and merge by the log-sum-exp.
 
 Each slab is decoded once, whatever the number of queries, and scores of one slab and `SCORES` at most are held. The
-decode kernel's tile has no room for these: see fused.py.
+decode kernel's tile has no room for these: see fused.py. What is multiplied is in the model's dtype, as tensor cores
+take it: queries, keys, values, and the weights of these, at most 1; scores and all sums are in float32.
 
 Y = B · H · N = G · T rows of queries per KV head.
 """
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from kvq_runtime.attention.fused import Fused, refusal
 from kvq_runtime.attention.path import Attended, Path
-from kvq_runtime.attention.reference import SCORES, by_head
+from kvq_runtime.attention.reference import SCORES
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore
+
+_WIDE = "dtype" in torch.ops.aten.baddbmm.overloads()
 
 
 @dataclass
@@ -35,10 +38,23 @@ class _Sums:
         before_YN = self.top_YN[:, rows]
         top_YN = torch.maximum(before_YN, s_YNT.amax(-1))
         base_YN = top_YN.where(top_YN.isfinite(), 0.0)
-        fade_YN, w_YNT = (before_YN - base_YN).exp(), (s_YNT - base_YN[..., None]).exp()
+        fade_YN, w_YNT = (before_YN - base_YN).exp(), s_YNT.sub_(base_YN[..., None]).exp_()
         self.total_YN[:, rows] = self.total_YN[:, rows] * fade_YN + w_YNT.sum(-1)
-        self.sums_YND[:, rows] = torch.baddbmm(self.sums_YND[:, rows] * fade_YN[..., None], w_YNT, v_YTD)
+        faded_YND = self.sums_YND[:, rows] * fade_YN[..., None]
+        self.sums_YND[:, rows] = multiplied(w_YNT.to(v_YTD.dtype), v_YTD, faded_YND)
         self.top_YN[:, rows] = top_YN
+
+
+def multiplied(a: Tensor, b: Tensor, c: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """a · b · scale + c in float32, a [Y, N, X] and b [Y, X, T] in any dtype; c, or zero, is of the result's shape.
+
+    On a CPU, or with a torch that has no products of 16 bits with sums in float32, the operands are float32 too, which
+    gives the same but for the order of the sums.
+    """
+    keep, c = (0.0, a.new_zeros((), dtype=torch.float32).expand(1, 1, 1)) if c is None else (1.0, c)
+    if a.is_cuda and a.dtype != torch.float32 and _WIDE:
+        return torch.baddbmm(c, a, b, out_dtype=torch.float32, beta=keep, alpha=scale)  # type: ignore[call-overload]
+    return torch.baddbmm(c, a.float(), b.float(), beta=keep, alpha=scale)
 
 
 class LongQuery(Path):
@@ -59,25 +75,29 @@ class LongQuery(Path):
             return None
         starts_B, decoder = self.fused.padding.starts_B, self.decoder
         (batch, _, count, size), heads = q_BHTD.shape, decoder.geometry.kv_heads
-        q_YND = (q_BHTD.float() * scale).reshape(batch * heads, -1, size)
+        q_YND = q_BHTD.reshape(batch * heads, -1, size)
         rows, device = q_YND.shape[1], q_BHTD.device
-        sums = _Sums(q_YND.new_full((len(q_YND), rows), -torch.inf), q_YND.new_zeros(len(q_YND), rows), q_YND * 0)
+        top_YN = torch.full(q_YND.shape[:2], -torch.inf, device=device)
+        sums = _Sums(top_YN, torch.zeros_like(top_YN), torch.zeros(q_YND.shape, device=device))
         latest_N = store.length - count + torch.arange(rows, device=device) % count
         first_B1 = starts_B[:, None] + store.front
 
-        def add(pair: Sequence[Tensor] | Tensor, slots_BT: Tensor, seen_BT: Tensor) -> None:
-            k_YTD, v_YTD = (by_head(x_BTC, heads).flatten(0, 1) for x_BTC in pair)
-            seen_YT, slots_YT = (x.expand(batch, -1).repeat_interleave(heads, 0) for x in (seen_BT, slots_BT))
+        def add(pair: Sequence[Tensor] | Tensor, slots_BT: Tensor, seen_BT: Tensor | None) -> None:
+            k_YTD, v_YTD = (x.unflatten(2, (heads, size)).transpose(1, 2).flatten(0, 1) for x in pair)
             step = max(1, SCORES // k_YTD[..., 0].numel())
             for start in range(0, rows, step):
                 part = slice(start, start + step)
-                hidden = ~seen_YT[:, None] | (slots_YT[:, None] > latest_N[part, None])
-                s_YNT = torch.bmm(q_YND[:, part], k_YTD.mT).masked_fill_(hidden, -torch.inf)
+                s_YNT = multiplied(q_YND[:, part], k_YTD.mT, scale=scale)
+                if seen_BT is not None:
+                    hidden_BNT = ~seen_BT[:, None] | (slots_BT[:, None] > latest_N[part, None])
+                    s_YNT.unflatten(0, (batch, heads)).masked_fill_(hidden_BNT[:, None], -torch.inf)
                 sums.add(part, s_YNT, v_YTD)
 
         for run in store.runs():
             slots_1T = torch.arange(*store.tokens(run), device=device)[None]
-            add((decoder.run(layer, 0, run), decoder.run(layer, 1, run)), slots_1T, slots_1T >= first_B1)
+            whole = self.fused.positions.real_BT is None and store.tokens(run)[0] >= store.front  # all queries see all
+            seen_BT = None if whole else slots_1T >= first_B1
+            add((decoder.run(layer, 0, run), decoder.run(layer, 1, run)), slots_1T, seen_BT)
         slots_1T = torch.arange(store.encoded, store.length, device=device)[None]
         add(store.window_2BTC, slots_1T, slots_1T >= starts_B[:, None])
         if store.front:

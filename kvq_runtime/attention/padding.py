@@ -21,14 +21,25 @@ class LeftPadding:
         """Look again before the next attention: rows or tokens are others."""
         self._length, self.real, self.counted = -1, False, False
 
+    @property
+    def forgotten(self) -> bool:
+        """Whether nobody has looked since."""
+        return self._length < 0
+
     def look(self, batch: int, count: int, device: torch.device) -> bool:
-        """Find the starts, once in a pass, and not while steps announce no padding; whether they are others."""
-        length, last = self.positions.length, self._length
-        self._length = length
-        if length == last or (length == last + 1 and count == 1 and not self.positions.told):
+        """Find the starts, once in a pass, and not while steps bring no padding; whether they may be others.
+
+        A step that announces nothing brings none; of one that does, the newest slot alone is looked at.
+        """
+        positions, last = self.positions, self._length
+        self._length = positions.length
+        step = self._length == last + 1 and count == 1
+        if self._length == last or (step and not positions.told):
+            return False
+        if step and self.real and positions.goes_on(self.starts_B, self.counted):
             return False
         with torch.inference_mode(False):
-            starts_B, self.real, self.counted = self.positions.starts(batch, device)
+            starts_B, self.real, self.counted = positions.starts(batch, device)
         if len(self.starts_B) != batch:
             self.starts_B = starts_B
         else:

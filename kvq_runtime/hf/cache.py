@@ -187,6 +187,16 @@ class KVQCache(Cache):
                     layer.crop(shortest - layer.get_seq_length()) if shortest else _empty(layer)
         self._mask, self._announced = attention_mask, False
 
+    def _is_whole(self, given: dict[str, Any]) -> bool:
+        """Whether the decoder is given one token a row, with its position, and nothing is padded, nor ever was.
+
+        This waits for the device once. With the mask, transformers would wait for it once more, and we twice.
+        """
+        mask, positions_BT = given.get("attention_mask"), given.get("position_ids")
+        if not isinstance(mask, Tensor) or positions_BT is None or self.blocks.positions.real_BT is not None:
+            return False
+        return positions_BT.shape[-1] == 1 and mask.ndim == 2 and bool(mask.all())
+
     def _announce(
         self,
         positions_BT: Tensor | None,
@@ -311,10 +321,15 @@ def _hook(model: PreTrainedModel, first: nn.Module) -> None:
 # A model is pickled and copied with its hooks: they are a function of this module, and an object that goes with it.
 
 
-def _begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Tell the cache that the decoder begins."""
-    if isinstance(kwargs.get("past_key_values"), KVQCache):
-        kwargs["past_key_values"]._begin(kwargs.get("attention_mask"))
+def _begin(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Tell the cache that the decoder begins, which needs no mask of a step in which nothing is padded."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, KVQCache):
+        if module.config._attn_implementation == "kvq" and cache._is_whole(kwargs):
+            kwargs["attention_mask"] = None
+        cache._begin(kwargs.get("attention_mask"))
+        return args, kwargs
+    return None
 
 
 class _Announce:

@@ -7,6 +7,7 @@ recorded as a graph. The host says what it has changed when it next publishes (`
 import torch
 from torch import Tensor
 
+from kvq_runtime.store.order import KernelOrder
 from kvq_runtime.store.storage import lasting
 
 SLACK = 64  # tokens that one step may add where the window is
@@ -15,18 +16,26 @@ SLACK = 64  # tokens that one step may add where the window is
 class DeviceIndex:
     """Of one layer.
 
-    counts       int32 [3]: blocks, the window's first place in its buffer, its tokens
+    counts       int32 [4]: blocks, the window's first place in its buffer, its tokens, and what `ops.window.append`
+                 counts with
     tables       of keys and of values, the addresses of their slabs: see kernels/attend/block_table.py
     sinks_2BSC   a copy of the exact first tokens, keys and values
     window_2BTC  where sinks and window are, but for a prompt that has no room there; None before they first are
+    orders       how the codes of keys and of values lie in slabs, for its kernel; None: as they are encoded
     stale        whether the device does not know yet how many blocks and tokens there are, and where
     """
 
     @lasting
-    def __init__(self, columns: tuple[int, int], slabs: int, sinks_2BSC: Tensor):
+    def __init__(
+        self,
+        columns: tuple[int, int],
+        slabs: int,
+        sinks_2BSC: Tensor,
+        orders: tuple[KernelOrder | None, KernelOrder | None] = (None, None),
+    ):
         device = sinks_2BSC.device
-        self.counts = torch.zeros(3, dtype=torch.int32, device=device)
-        self.offsets = torch.arange(SLACK, device=device)
+        self.orders = orders
+        self.counts = torch.zeros(4, dtype=torch.int32, device=device)
         self.columns = columns
         self.make_tables(slabs)
         self.sinks_2BSC = sinks_2BSC.clone()
@@ -45,11 +54,7 @@ class DeviceIndex:
         self.listed: list[list[tuple[int, int]]] = [[], []]
         self.stale = True
 
-    def next_places(self, count: int) -> Tensor:
-        """Where in the buffer the next tokens belong, as the device counts."""
-        return self.counts[1:].sum() + self.offsets[:count]
-
     @property
     def tensors(self) -> list[Tensor]:
         """What is stored, but for the window."""
-        return [self.counts, self.offsets, *self.tables, self.sinks_2BSC]
+        return [self.counts, *self.tables, self.sinks_2BSC]

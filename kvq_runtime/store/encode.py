@@ -1,7 +1,7 @@
 """Encode the oldest tokens of a layer's window, one whole block at a time, when they are due."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,13 +39,16 @@ class Encoder:
 
     def encode(self, layer: int, count: int) -> None:
         """Encode so many of the oldest blocks in the window of a layer."""
-        store = self.stores[layer]
-        if self.recipe.cross_layer:
-            for _ in range(count):
-                store.add_block(*self._predicted(layer, store), self.extra(layer, store))
-            return
-        for keys, values in zip(*(self._blocks(store, role, count) for role in range(len(ROLES))), strict=True):
-            store.add_block(keys, values, self.extra(layer, store))
+        store, target = self.stores[layer], self.stores[layer].blocks + count
+        together = 1
+        if not self.recipe.cross_layer and not self.recipe.policies:
+            # a launch encodes each block as it would alone; a matrix product might round them differently
+            together = SLAB if all(codec.one_launch(store.buffer_2BTC) for codec in store.codecs) else 1
+        while store.blocks < target:
+            some = min(together, target - store.blocks, SLAB - store.blocks % SLAB)
+            parts = self._predicted(layer, store) if self.recipe.cross_layer else self._encoded(store, some)
+            extra = {name: field[:, None] for name, field in self.extra(layer, store).items()}
+            store.add_blocks(some, *parts, extra)
 
     def refuse_nan(self, layer: int, x_2BTC: Tensor, start: int) -> None:
         """Raise a ValueError if a real token, from slot `start` on, holds a NaN or an infinity."""
@@ -62,28 +65,24 @@ class Encoder:
                     f"at token {slot + self.positions.dropped}; the cache keeps the tokens before this forward pass"
                 )
 
-    def _blocks(self, store: LayerStore, role: int, count: int) -> Iterator[Slab]:
-        """The fields of the oldest blocks of keys (0) or values (1), block by block, before each is stored.
-
-        One launch encodes a slab of them, each as it would alone; a matrix product might round them differently.
-        """
-        codec, first = store.codecs[role], store.blocks
-        most = SLAB if codec.one_launch(store.buffer_2BTC) else 1
-        for done in range(first, first + count, most):
-            some = range(done, min(done + most, first + count))
-            inputs = [self._input(store, role, block) for block in some]
+    def _encoded(self, store: LayerStore, count: int) -> tuple[Slab, Slab]:
+        """The fields of the window's oldest blocks of keys and of values, [B, count, ...] each."""
+        found = []
+        for role, codec in enumerate(store.codecs):
+            inputs = [self._input(store, role, block) for block in range(store.blocks, store.blocks + count)]
             x_NTC, context = inputs[0]
-            if len(some) > 1:
-                x_NTC = torch.cat([x_BTC for x_BTC, _ in inputs])
+            if count > 1:
+                x_NTC = torch.stack([x_BTC for x_BTC, _ in inputs], 1).flatten(0, 1)
                 if context.rope is not None:
-                    cos, sin = zip(*(context.rope for _, context in inputs), strict=True)  # type: ignore[misc]
-                    context = Context(rope=(torch.cat(cos), torch.cat(sin)))
+                    turns = zip(*(context.rope for _, context in inputs), strict=True)  # type: ignore[misc]
+                    cos, sin = (torch.stack([x.expand(store.rows, -1, -1) for x in part], 1) for part in turns)
+                    context = Context(rope=(cos.flatten(0, 1), sin.flatten(0, 1)))
             fields = codec.encode(x_NTC, context)
-            for place in range(len(some)):
-                yield {name: field.unflatten(0, (len(some), -1))[place] for name, field in fields.items()}
+            found.append({name: field.unflatten(0, (-1, count)) for name, field in fields.items()})
+        return found[0], found[1]
 
     def _predicted(self, layer: int, store: LayerStore) -> tuple[Slab, Slab]:
-        """The oldest block of keys, then of values, from the decoded block of the layers below."""
+        """The oldest block of keys, then of values, [B, 1, ...], from the decoded block of the layers below."""
         block, (keys, values) = store.blocks, store.codecs
         below = self.decoder.below(layer, block)
         k_BTC, context = self._input(store, 0, block)
@@ -94,7 +93,8 @@ class Encoder:
         if layer + 1 < self.decoder.geometry.layers:
             v_decoded = values.decode(v_fields, Context(keys=decoded, below=below))
             self.decoder.add(layer, block, (decoded, v_decoded))
-        return k_fields, v_fields
+        keys_B1, values_B1 = ({name: field[:, None] for name, field in part.items()} for part in (k_fields, v_fields))
+        return keys_B1, values_B1
 
     def _input(self, store: LayerStore, role: int, block: int) -> tuple[Tensor, Context]:
         """A block of the window as its codec wants it."""

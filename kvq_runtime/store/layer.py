@@ -21,7 +21,9 @@ from kvq_runtime.codec.packed import PackedBlocks
 from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.geometry import SLAB, Window
 from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.window import append as append_to_window
 from kvq_runtime.store.device import SLACK, DeviceIndex
+from kvq_runtime.store.order import KernelOrder
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import lasting, storage_bytes
@@ -38,6 +40,7 @@ class LayerStore:
     recent   newest tokens that are not due to be encoded; a policy may keep more than the recipe's window
     slabs    of keys, of values, and of what policies store beside each block: [B, blocks, ...] a field
     index    where a kernel on the device finds all that; None: no kernel reads this layer
+    orders   how the codes of keys and of values lie in their slabs, for a kernel; None: as they were encoded
     """
 
     @lasting
@@ -51,6 +54,7 @@ class LayerStore:
     ):
         self.codecs: tuple[Codec | RowCodec, Codec | RowCodec] = codecs
         self.window, self.positions, self.index = window, positions, index
+        self.orders = (None, None) if index is None else index.orders
         self.recent = window.recent
         self.blocks = 0
         self.slabs: tuple[list[Slab], list[Slab], list[Slab]] = ([], [], [])
@@ -115,9 +119,11 @@ class LayerStore:
         return max(0, self._stop - self._start + count - recent) // self.window.block
 
     def fields(self, part: int, start: int, stop: int) -> dict[str, Tensor]:
-        """The fields of blocks `start` to `stop` of one slab, [B, blocks, ...]; of keys (0), values (1), or EXTRA."""
-        slab = self.slabs[part][start // SLAB] if self.slabs[part] else {}
-        return {name: field[:, start % SLAB : (stop - 1) % SLAB + 1] for name, field in slab.items()}
+        """The fields of blocks `start` to `stop` of one slab, as they were encoded, [B, blocks, ...]; of keys (0),
+        values (1), or EXTRA."""
+        slab, order = self.slabs[part][start // SLAB] if self.slabs[part] else {}, self._order(part)
+        fields = {name: field[:, start % SLAB : (stop - 1) % SLAB + 1] for name, field in slab.items()}
+        return fields if order is None or not fields else order.collected(fields)
 
     def runs(self) -> Iterator[Run]:
         """The blocks of each slab."""
@@ -157,10 +163,7 @@ class LayerStore:
             and self.buffer_2BTC is index.window_2BTC
             and count <= min(SLACK, room)
         ):
-            places = index.next_places(count)
-            self._keys.index_copy_(1, places, k_BTC)
-            self._values.index_copy_(1, places, v_BTC)
-            index.counts[2:].add_(count)
+            append_to_window(k_BTC, v_BTC, self.buffer_2BTC, index.counts)
         else:
             if count > room:
                 if self.window.sinks + live + count <= self.buffer_2BTC.shape[2] and live <= self._start:
@@ -200,19 +203,21 @@ class LayerStore:
         self._changed()
 
     @lasting
-    def add_block(self, keys: Slab, values: Slab, extra: Slab) -> None:
-        """Append the encoded form of the window's oldest block, and drop its exact tokens.
+    def add_blocks(self, count: int, keys: Slab, values: Slab, extra: Slab) -> None:
+        """Append the encoded form of the window's oldest blocks, all of one slab, and drop their exact tokens.
 
-        extra   what policies store beside it, [B, ...] a field; of every block the same fields
+        keys, values   as their codecs encode them, [B, count, ...] a field
+        extra          what policies store beside them, [B, count, ...] a field; of every block the same fields
         """
         self._save_window()
         for part, fields in enumerate((keys, values, extra)):
             if fields:
-                self._store(part, fields)
-        self.blocks += 1
+                order = self._order(part)
+                self._store(part, count, fields if order is None else order.arranged(fields))
+        self.blocks += count
         self._count_blocks()
         sinks_2BSC = self.sinks_2BSC.clone()
-        self._start += self.window.block
+        self._start += count * self.window.block
         self.sinks_2BSC.copy_(sinks_2BSC)
         self._changed()
 
@@ -327,18 +332,23 @@ class LayerStore:
         self.sizes = [(stop - start) * self.window.block for start, stop in self.runs()]  # tokens of each slab
         self._packed: list[list[PackedBlocks]] = [[], []]
 
-    def _store(self, part: int, fields: Slab) -> None:
+    def _order(self, part: int) -> KernelOrder | None:
+        """How the codes of keys (0) or values (1) lie in slabs; None: as they were encoded."""
+        return None if part == EXTRA else self.orders[part]
+
+    def _store(self, part: int, count: int, fields: Slab) -> None:
         slabs, place = self.slabs[part], self.blocks % SLAB
         by_group = part != EXTRA and self.codecs[part].packed_reader is not None
+        needed = 1 << (place + count - 1).bit_length()  # SLAB is a power of two
         if place == 0 and self.blocks // SLAB == len(slabs):
-            slabs.append({name: _room(field, 1, by_group) for name, field in fields.items()})
+            slabs.append({name: _room(field, needed, by_group) for name, field in fields.items()})
         slab = slabs[self.blocks // SLAB]
         for name, field in fields.items():
-            if place == slab[name].shape[1]:
-                grown = _room(field, min(2 * place, SLAB), by_group)
-                grown[:, :place] = slab[name]
+            if place + count > slab[name].shape[1]:
+                grown = _room(field, needed, by_group)
+                grown[:, :place] = slab[name][:, :place]
                 slab[name] = grown
-            slab[name][:, place] = field
+            slab[name][:, place : place + count] = field
 
     @lasting
     def _rebuffer(self, needed: int) -> None:
@@ -386,9 +396,9 @@ class LayerStore:
 
 
 def _room(field: Tensor, blocks: int, by_group: bool) -> Tensor:
-    """Memory for so many blocks of a field; for the ends of groups [B, block, M], which a packed reader takes by group,
-    by group."""
-    batch, *shape = field.shape
+    """Memory for so many blocks of a field [B, n, ...]; for the ends of groups [B, n, block, M], which a packed reader
+    takes by group, by group."""
+    batch, _, *shape = field.shape
     if not by_group or len(shape) != 2 or dispatch.runs_kernel(field):
         return field.new_empty(batch, blocks, *shape)
     return field.new_empty(batch, shape[1], blocks, shape[0]).permute(0, 2, 3, 1)

@@ -195,6 +195,19 @@ class Positions:
         held_BT = torch.arange(self.length, device=device)[None] if self.positions_BT is None else self.positions_BT
         return starts_B, real, bool(((held_BT == since_BT) | (since_BT < 0)).all())
 
+    def goes_on(self, starts_B: Tensor, counted: bool) -> bool:
+        """Whether the newest slot of each row is real, and stands where counting from the row's start leads.
+
+        counted   whether positions have counted from the starts so far; if not, they need not here
+        """
+        if self.real_BT is None and self.positions_BT is None:
+            return True
+        fine = [] if self.real_BT is None else [self.real_BT[:, -1]]
+        if counted:
+            place_B = self.length - 1 if self.positions_BT is None else self.positions_BT[:, -1]
+            fine.append(self.length - 1 - starts_B == place_B)
+        return not fine or bool(torch.cat(fine).all())
+
     def source(self, start: int, stop: int, sinks: int) -> Tensor | None:
         """Which slot of a block each of its slots is encoded as: itself; for a sink or a padded slot the nearest token.
 

@@ -40,7 +40,7 @@ def test_keys_before_rope(bits, starts, monkeypatch):
 
 @pytest.mark.parametrize(
     "pair, starts",
-    together([squat(2), squat(3), squat(4), squat(2, block=128), squat(2, 24, 48, sinks=0)], [(7, 40), (0, 0)]),
+    together([squat(2), squat(3), squat(4), squat(2, block=128), squat(2, 32, 64, sinks=0)], [(7, 40), (0, 0)]),
 )
 def test_groups_before_rope(pair, starts, monkeypatch):
     check(Case(*pair, position="pre", starts=starts, blocks=5), monkeypatch)
@@ -48,7 +48,7 @@ def test_groups_before_rope(pair, starts, monkeypatch):
 
 @pytest.mark.parametrize("size", some([48, 80, 96, 128, 256], 80))
 def test_groups_before_rope_in_other_heads(size, monkeypatch):
-    check(Case(*squat(2), size=size, heads=1, blocks=2, position="pre", starts=(0, 21)), monkeypatch)
+    check(Case(*squat(2, 64, 128), size=size, heads=1, blocks=2, position="pre", starts=(0, 21)), monkeypatch)
 
 
 @pytest.mark.parametrize("ratio, tokens", [(7, 1), (8, 8)])
@@ -144,9 +144,7 @@ REPRESENTATIVE = ["kivi-2", "rtn-3", "higgs-2-16", "lloyd-2", "polar"]
 
 @pytest.mark.parametrize("name, size", each_once(REPRESENTATIVE, [80, 96, 128, 256]))
 def test_head_sizes(name, size, monkeypatch):
-    pair = FAMILIES[name]
-    if name == "rtn-3" and size == 256:
-        pair = FAMILIES["rtn-2"]
+    pair = tuple(replace(one, block=128) for one in FAMILIES[name]) if name in ("kivi-2", "rtn-3") else FAMILIES[name]
     check(Case(*pair, size=size, heads=1, blocks=2), monkeypatch)
 
 
@@ -179,6 +177,6 @@ def test_corners(name, corner, monkeypatch):
     check(replace(Case(*FAMILIES[name]), **CORNERS[corner]), monkeypatch)
 
 
-@pytest.mark.parametrize("pair", [kivi(2, sinks=0), kivi(2, block=48), same(scheme(Rtn(4, "head"), block=24))])
+@pytest.mark.parametrize("pair", [kivi(2, sinks=0), kivi(2, block=64), same(scheme(Rtn(4, "head"), block=16))])
 def test_blocks_and_no_sinks(pair, monkeypatch):
     check(Case(*pair), monkeypatch)

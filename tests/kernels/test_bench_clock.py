@@ -109,7 +109,27 @@ def test_a_device_that_does_not_tell_its_clock(compared, monkeypatch):
     assert set(line["bounds"]) == {"bytes", "products"}
     known = SimpleNamespace(major=9, minor=0, multi_processor_count=132, clock_rate=1_980_000)
     monkeypatch.setattr(device, "get_device_properties", lambda index=None: known)
-    assert attention.measure(case)["bounds"]["instructions"] > 0
+    bounds = attention.measure(case)["bounds"]
+    counts = measure.counted(f"attend {case.recipe}", 90)
+    cycles = 2 * case.blocks * 128 * 1024 / 132  # elements of a multiprocessor, times lanes
+    wavefronts = sum(float(counts[f"{where}_wavefronts_per_element"]) for where in ("shared", "global", "gather"))
+    for name, each in (
+        ("instructions", float(counts["instructions_per_element"]) / 128),
+        ("alu", float(counts["alu_per_element"]) / 64),
+        ("lsu", wavefronts / 32),
+    ):
+        assert bounds[name] == pytest.approx(cycles * each / 1980, abs=0.06) and bounds[name] > 0
+
+
+def test_instructions_are_those_of_the_triton_in_use(monkeypatch, tmp_path):
+    """Of two rows the one that was counted with it, or else the newest; none without a main loop."""
+    rows = ["3.6.0,attend a,90,3.5", "3.9.0,attend a,80,9", "3.9.0,attend a,90,3.1", "3.9.0,merge,90,"]
+    (tmp_path / "kernels_aot.csv").write_text("\n".join(["triton,kernel,arch,instructions_per_element", *rows]))
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    for version, wanted in (("3.6.0", "3.5"), ("3.9.0", "3.1"), ("4.0.0", "3.1")):
+        monkeypatch.setattr(measure.triton, "__version__", version)
+        assert measure.counted("attend a", 90)["instructions_per_element"] == wanted
+    assert measure.counted("attend b", 90) == {} and measure.counted("merge", 90) == {}
 
 
 def test_a_deadline(monkeypatch):

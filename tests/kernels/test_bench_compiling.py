@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,29 +22,42 @@ from benchmarks import cases, compiling, generation, gpu, jobs, lines, paged, ru
 from benchmarks.clock import Deadline
 from benchmarks.compiling import Done
 from benchmarks.jobs import Job
-from kvq_runtime.kernels.attend import host, launch
+from kvq_runtime.kernels.attend import host, launch, merge
 
 ROOT = Path(__file__).parents[2]
 META = torch.device("meta")
+H200 = SimpleNamespace(
+    multi_processor_count=132, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=233472,
+    max_threads_per_multi_processor=2048,
+)  # fmt: skip
 
 
 class Kernel:
-    """In place of a kernel: remembers what Triton would compile for a launch."""
+    """In place of a kernel: remembers what Triton would compile for a launch, or to say what it takes."""
 
     def __init__(self, seen: set, kernel):
         self.seen, self.name = seen, kernel.fn.__name__
         parameters = inspect.signature(kernel.fn).parameters.values()
-        self.constant = [parameter.annotation in (tl.constexpr, "tl.constexpr") for parameter in parameters]
+        plain = getattr(kernel, "do_not_specialize", None) or kernel.kwargs.get("do_not_specialize") or ()
+        self.kinds = [
+            str if parameter.annotation in (tl.constexpr, "tl.constexpr") else type if parameter.name in plain
+            else self.kind
+            for parameter in parameters
+        ]  # fmt: skip
 
     def __getitem__(self, grid):
-        def launched(*args, **options) -> None:
-            kinds = [str(x) if fixed else self.kind(x) for x, fixed in zip(args, self.constant, strict=True)]
-            self.seen.add((self.name, *kinds, *sorted(options.items())))
+        return partial(self.warmup, grid=grid)
 
-        return launched
+    def warmup(self, *args, grid, **options):
+        kinds = [kind(x) for kind, x in zip(self.kinds, args, strict=True)]
+        self.seen.add((self.name, *kinds, *sorted(options.items())))
+        shared = SimpleNamespace(shared=18432)
+        return SimpleNamespace(n_regs=168, metadata=shared, _init_handles=lambda: None)
 
     def kind(self, given):
-        """An argument as Triton specializes a kernel for it."""
+        """An argument as Triton specializes a kernel for it; a dtype stands for a tensor."""
+        if isinstance(given, torch.dtype):
+            return given, True
         if isinstance(given, torch.Tensor):
             return given.dtype, given.device.type == "meta" or given.data_ptr() % 16 == 0
         if isinstance(given, tuple):
@@ -54,16 +69,16 @@ class Kernel:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Kernels launched since it was last asked, on a GPU of 132 multiprocessors without memory."""
+    """Kernels compiled since it was last asked, on an H200 without memory; without a launch is what splits ask for."""
     seen: set = set()
-    for module, names in ((host, ("attend_kernel", "merge")), (paged, ("_attend", "_merge"))):
-        for name in names:
-            monkeypatch.setattr(module, name, Kernel(seen, getattr(module, name)))
-    gpu_like, own = SimpleNamespace(type="cuda"), host.splits
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    for module, name in ((host, "attend_kernel"), (merge, "merge"), (paged, "_attend"), (paged, "_merge")):
+        monkeypatch.setattr(module, name, Kernel(seen, getattr(module, name)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(host, "splits", lambda programs, blocks, device: own(programs, blocks, gpu_like))
-    choose = launch.choose
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for module in (host, merge):
+        monkeypatch.setattr(module, "on", lambda x: nullcontext())
+    gpu_like, choose = SimpleNamespace(type="cuda"), launch.choose
     monkeypatch.setattr(host, "choose", lambda device, *given: choose(gpu_like, *given))
 
     def taken() -> frozenset:
@@ -93,7 +108,8 @@ def test_what_is_timed_was_compiled(model, launches):
             paged.built(case, META)()
             timed[Job("paged", model, batch=case.batch)] |= launches()
     assert {job: frozenset(kernels) for job, kernels in timed.items()} == compiled
-    assert {job.batch for job in compiled} == set(cases.BATCHES)
+    assert {job.batch for job in compiled if job.kind == "paged"} == set(cases.BATCHES)
+    assert [job.recipe for job in compiled if job.kind == "attend"] == list(cases.FAMILIES), "one for all batches"
 
 
 def test_kernels_are_told_apart(launches):
@@ -101,7 +117,7 @@ def test_kernels_are_told_apart(launches):
     found = []
     for model, recipe, how in (
         *(("llama-3.1-8b", "rtn-2bit", None), ("llama-3.1-8b", "rtn-4bit", None), ("qwen2.5-7b", "rtn-2bit", None)),
-        ("llama-3.1-8b", "rtn-2bit", (16, 1, 2)),
+        ("llama-3.1-8b", "rtn-2bit", (64, 1, 1, 255)),
     ):
         jobs.launched(Job("attend", model, recipe, 8, launch=how), META)
         found += [launch for launch in launches() if launch[0] == "attend"]
@@ -110,11 +126,15 @@ def test_kernels_are_told_apart(launches):
 
 def test_splits_are_the_products(monkeypatch):
     """For what the model can hold, as attention/fused.py asks, not for the tokens of a case."""
-    asked = []
-    monkeypatch.setattr(host, "splits", lambda programs, blocks, device: asked.append((programs, blocks)) or 1)
+    asked, cut = [], []
+    monkeypatch.setattr(host, "choose_splits", lambda *given: asked.append((given[6], given[8])) or len(asked))
+    monkeypatch.setattr(host, "attend", lambda *given: cut.append(given[7]))
     for tokens in (2048, 32768):
-        cases.built(cases.Case(cases.MODELS[0], "rtn-2bit", tokens, 8), META)
-    assert asked == [(64, 1024)] * 2
+        case = cases.Case(cases.MODELS[0], "rtn-2bit", tokens, 8)
+        step, q, how = cases.built(case, META), cases.queries(case, META), launch.Launch(warps=1)
+        for each in (None, how, None):
+            step(q, each)
+    assert asked == [(1024, None), (1024, how)] * 2 and cut == [1, 2, 1, 3, 4, 3], "once for each launch setting"
     assert {config.max_position_embeddings for config in generation.CONFIGS.values()} == {cases.MAX_TOKENS}
 
 
@@ -200,7 +220,7 @@ def test_a_summary_tells_what_failed():
     found = {job("bad"): Done(job("bad"), 9.0, "no"), job("good"): Done(job("good"), 4.0)}
     line = compiling.summary([job("bad"), job("good"), job("good")], found, 9.4)
     assert (line["jobs"], line["compiled"], line["seconds"]) == (2, 1, 9.4)
-    assert line["failed"] == {"attend llama-3.1-8b bad batch 1": "no"} and line["slowest"].endswith("bad batch 1, 9 s")
+    assert line["failed"] == {"attend llama-3.1-8b bad": "no"} and line["slowest"].endswith("bad, 9 s")
 
 
 @pytest.mark.slow

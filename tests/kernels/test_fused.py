@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from feeding import RECIPES, anything, feed_in, make, newest, oldest, rotary, tensors
-from fused_driver import FAMILIES, ONE, PADDED, SCALE, TOLERANCE, Driver, with_kernels  # noqa: F401
+from fused_driver import FAMILIES, ONE, PADDED, RATIO, SCALE, TOLERANCE, Driver, with_kernels  # noqa: F401
 from generating import padded
 from models import prompt, random_model
 from owned_bytes import owned
@@ -20,12 +20,13 @@ from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import preset, presets
 
 pytest.importorskip("triton")
+from kvq_runtime.attention import long_query
 from kvq_runtime.attention.cuda_graph import captured
 from kvq_runtime.attention.fused import refusal
 
 # one of each layout for `make test`; beside whole rows, padded ones for every other family
-WHOLE = ("kivi-2-post-8", "kivi-2-pre-16", "higgs-head-2bit", "polar-3bit-fitted", "mean-higgs-head-2bit-post")
-PADDING = ("kivi-2-pre-8", "rtn-2bit", "lloyd-3bit", "mean-kivi-2-pre-16-key-value")
+WHOLE = ("kivi-2-post-32", "kivi-2-pre-16", "higgs-head-2bit", "polar-3bit-fitted", "mean-higgs-head-2bit-post")
+PADDING = ("kivi-2-pre-32", "rtn-2bit", "lloyd-3bit", "mean-kivi-2-pre-16-key-value")
 AGREE = [(name, None) for name in FAMILIES] + [
     (name, PADDED) for name in dict.fromkeys((*PADDING, *list(FAMILIES)[::2]))
 ]
@@ -190,6 +191,34 @@ def test_many_queries_attend_slab_by_slab(name, starts, monkeypatch):
     driver.check(66)
 
 
+@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 4e-3), (torch.float16, 5e-4), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("starts", [None, PADDED], ids=["whole", "padded"])
+def test_many_queries_are_multiplied_in_the_models_dtype(dtype, most, starts, monkeypatch):
+    """And are as near to float64 over the same decoded tokens as operands and results of that dtype are."""
+    multiplied, types = long_query.multiplied, set()
+
+    def noted(a, b, *rest, **settings):
+        types.update((a.dtype, b.dtype))
+        return multiplied(a, b, *rest, **settings)
+
+    monkeypatch.setattr(long_query, "multiplied", noted)
+    driver = Driver(FAMILIES["higgs-head-2bit"], starts, dtype=dtype)
+    driver.step(90, expected=False)
+    count, store = 66, driver.cache.layers[0]
+    mask = driver.announce(count)
+    part = slice(driver.at, driver.at + count)
+    driver.cache.take(0, *driver.x[0, :, :, part].unbind(0))
+    k_BHTD, v_BHTD = (
+        x.double().unflatten(2, (ONE.kv_heads, -1)).transpose(1, 2).repeat_interleave(RATIO, 1)
+        for x in driver.cache.decoder.whole(0)
+    )
+    out = driver.cache.attend(0, driver.q[:, :, part], mask, SCALE)
+    seen = torch.ones(count, part.stop, dtype=torch.bool, device=DEVICE).tril(driver.at) if mask is None else mask
+    s_BHTT = (driver.q[:, :, part].double() @ k_BHTD.mT * SCALE).masked_fill(~seen, -torch.inf)
+    assert store.blocks and types == {dtype} and out.dtype == dtype
+    assert error(out, s_BHTT.softmax(-1) @ v_BHTD) < most
+
+
 def test_slabs_are_merged_by_their_largest_score():
     """Scores of some hundreds, whose exponentials are no float32."""
     driver = Driver(FAMILIES["kivi-2-pre-16"])
@@ -252,7 +281,7 @@ def test_the_report_is_what_the_cache_owns(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 2])
 def test_models_generate_as_with_torch(beams):
-    model: Any = random_model("qwen2", attention="kvq", num_hidden_layers=2)
+    model: Any = random_model("qwen2", attention="kvq", num_hidden_layers=2, head_dim=64)
     model.to(DEVICE)
     ids, mask = (x.to(DEVICE) for x in padded(prompt(2, 44), 44, 30))
     settings = {"max_new_tokens": 3, "pad_token_id": 1, "do_sample": False, "num_beams": beams}

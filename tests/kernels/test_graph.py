@@ -6,37 +6,19 @@ from functools import partial
 import pytest
 import torch
 from feeding import RECIPES
+from frozen import frozen
 from fused_driver import FAMILIES, ONE, PADDED, SCALE, Driver, with_kernels  # noqa: F401
+from models import prompt, random_model
+from parity import DEVICE
 from tiers import some
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
+from kvq_runtime.hf import KVQCache
 
 pytest.importorskip("triton")
+from benchmarks import host_work
 from kvq_runtime.attention.cuda_graph import captured
-
-
-def frozen(cache: BlockCache, step: Callable[[], Tensor], like: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """What a graph is to a step, where there is none: all that the host counts stays as it was at the recording."""
-    things = [cache, cache.positions, cache.fused.padding, *cache.layers.values()]
-
-    def counts() -> list[dict[str, int]]:
-        return [{name: value for name, value in vars(thing).items() if isinstance(value, int)} for thing in things]
-
-    def restore(held: list[dict[str, int]]) -> None:
-        for thing, values in zip(things, held, strict=True):
-            vars(thing).update(values)
-
-    out, then = torch.full_like(like, torch.nan), counts()
-
-    def replay() -> None:
-        now = counts()
-        restore(then)
-        out.copy_(step())
-        cache.step = None  # which a recorded step does not have
-        restore(now)
-
-    return out, replay
 
 
 class Silent:
@@ -167,3 +149,63 @@ def test_recording_is_refused_where_it_cannot_be():
     driver.cache.reset()
     with pytest.raises(RuntimeError, match="record it again"):
         again()
+
+
+@pytest.mark.slow
+def test_rows_that_change_places_take_their_padding_along():
+    """After the recording, without an eager step in between, which would look for it."""
+    one, two = Driver(FAMILIES["rtn-2bit"], PADDED), Driver(FAMILIES["rtn-2bit"], PADDED)
+    for driver in (one, two):
+        driver.step(58, expected=False)
+        driver.silent = True
+    k_BTC, v_BTC, q_BHTD = one.x[0, 0, :, :1].clone(), one.x[0, 1, :, :1].clone(), one.q[:, :, :1].clone()
+
+    def step() -> Tensor:
+        one.announce(1)
+        one.cache.take(0, k_BTC, v_BTC)
+        out = one.cache.attend(0, q_BHTD, None, SCALE)
+        one.cache.finish(0)
+        return out
+
+    again = captured(one.cache, step, lambda step: frozen(one.cache, step, q_BHTD))
+    rows = torch.tensor([1, 0], device=DEVICE)
+    for driver in (one, two):
+        driver.cache.reorder(rows)
+        driver.x, driver.q = driver.x[:, :, rows], driver.q[rows]
+    for held, new in ((k_BTC, one.x[0, 0]), (v_BTC, one.x[0, 1]), (q_BHTD, one.q)):
+        held.copy_(new.narrow(-2, one.at, 1))
+    assert torch.equal(again(), two.step(1, expected=False)[0])
+    two.cache.take(0, *two.x[0, :, :, :1].unbind(0))  # a pass that stops midway is undone
+    one.cache.take(0, *one.x[0, :, :, :1].unbind(0))
+    one.at, two.at = one.at + 1, two.at
+    for held, new in ((k_BTC, one.x[0, 0]), (v_BTC, one.x[0, 1]), (q_BHTD, one.q)):
+        held.copy_(new.narrow(-2, one.at, 1))
+    assert torch.equal(again(), two.step(1, expected=False)[0])
+    assert one.cache.length == two.cache.length == 60
+
+
+def test_a_replay_asks_no_more_of_the_host_with_more_layers():
+    """Beside the model, generate itself has some operations, and waits once to know whether it is done."""
+    eager, few, more = (
+        host_work.step(layers, replayed, 2, padded=True, timed=False)
+        for layers, replayed in ((2, False), (2, True), (4, True))
+    )
+    assert few["operations"] == more["operations"] < 40 < 200 < eager["operations"]
+    assert few["launches"] == more["launches"] < 30 < 100 < eager["launches"]
+    assert few["waits"] == more["waits"] == 1 and eager["waits"] == 3
+    assert (more["calls"] - few["calls"]) / 2 < 10
+
+
+@pytest.mark.parametrize("padded, waits", [(False, 1), (True, 2)])
+def test_an_eager_step_with_a_mask_waits_for_the_device(padded, waits):
+    """Once to see that nothing is padded; with padding once for transformers' mask, once for the newest slot."""
+    with host_work.no_kernels(), torch.no_grad():
+        model = random_model("llama", attention="kvq")
+        cache, ids, mask = KVQCache(RECIPES["rtn-2bit"], model), prompt(2, 20), torch.ones(2, 26, dtype=torch.long)
+        mask[0, :5] = not padded
+        places, found = (mask.cumsum(1) - 1).clamp(min=0), []
+        for first, last in ((0, 20), (20, 21), (21, 22), (22, 23)):
+            given = {"attention_mask": mask[:, :last], "position_ids": places[:, first:last]}
+            found.append(host_work.operations(lambda: model(ids[:, : last - first], past_key_values=cache, **given)))  # noqa: B023
+        assert not cache.blocks.layers[0].blocks and cache.blocks.layers[0].index is not None
+        assert [counts["waits"] for counts in found[2:]] == [waits, waits]

@@ -5,7 +5,7 @@ import torch
 from parity import DEVICE, error, normal, poisoned
 from tiers import each_once
 
-from kvq_runtime.ops import dispatch, feedback, grid, latent, lloyd, pack, polar, rotation, rtn
+from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, window
 from kvq_runtime.ops.rotation import SignedHadamard
 
 pytest.importorskip("triton")
@@ -179,6 +179,27 @@ def test_feedback(shape, rows):
         assert error(feedback.follow(turned, moves, normal(3, 2, group, count, seed=2)), wanted[0]) <= FLOAT32
 
 
+@pytest.mark.parametrize("width, tokens, dtype", [(80, 1, torch.float32), (1100, 3, torch.bfloat16)])
+def test_tokens_are_appended_where_the_device_counts(width, tokens, dtype):
+    """Twice in a row, of keys and values that are views of wider tensors; nothing else in the buffer changes."""
+    x_BTC = normal(3, tokens, 3 * width).to(dtype)
+    k_BTC, v_BTC = x_BTC[..., :width], x_BTC.mT.contiguous().mT[..., width : 2 * width]
+    made = []
+    for kernels in (True, False):
+        buffer_2BWC, counts = normal(2, 3, 40, width, seed=1).to(dtype), torch.tensor([5, 4, 20, 0], dtype=torch.int32)
+        counts = counts.to(DEVICE)
+        with dispatch.forced(kernels):
+            for _ in range(2):
+                window.append(k_BTC, v_BTC, buffer_2BWC, counts)
+        assert counts.tolist() == [5, 4, 20 + 2 * tokens, 0]
+        made.append(buffer_2BWC)
+    assert torch.equal(*made)
+    wanted_2BWC = normal(2, 3, 40, width, seed=1).to(dtype)
+    for first in (24, 24 + tokens):
+        wanted_2BWC[:, :, first : first + tokens] = torch.stack([k_BTC, v_BTC])
+    assert torch.equal(made[0], wanted_2BWC)
+
+
 ROTATIONS = [None, SignedHadamard(16, 0), "matrix"]
 
 
@@ -226,6 +247,7 @@ def test_no_rows(op, settings):
 
 TESTED = [
     *(pack.pack, pack.unpack, rotation.hadamard, rtn.encode, rtn.decode, grid.encode, lloyd.encode),
-    *(polar.encode, polar.angles, polar.decode, feedback.follow),
+    *(polar.encode, polar.angles, polar.decode, feedback.follow, fragment.arrange),
     *(latent.encode_gaussian, latent.decode_gaussian, latent.encode_uniform, latent.decode_uniform),
+    window.append,
 ]

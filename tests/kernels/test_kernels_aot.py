@@ -1,6 +1,8 @@
 """No kernel takes more registers, stack or shared memory, compiled for a GPU, than the committed table says."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,54 +27,102 @@ def test_no_kernel_got_worse(arch, which, least):
     assert int(done.stdout.split()[0]) > least, "so many were compiled"
 
 
-SASS = """
-//--------------------- .text.attend              --------------------------
-.text.attend:
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-.L_x_1:
-        /*0010*/                   IADD3 R4, R4, 0x40, RZ ;
-.L_x_0:
-        /*0020*/                   LOP3.LUT R26, R40, 0xf0f0f0f, RZ, 0xc0, !PT ;
-        /*0030*/                   HMMA.16816.F32 R20, R20, R24, RZ ;
-        /*0040*/              @!P0 BRA `(.L_x_0) ;
-        /*0050*/                   FMUL R3, R3, R4 ;
-        /*0060*/               @P1 BRA `(.L_x_1) ;
-        /*0070*/                   FFMA R3, R3, R4, R5 ;
-.L_x_2:
-        /*0080*/                   BRA `(.L_x_2);
-.L_x_3:
-"""
-
-
-def test_instructions_are_counted_where_they_are_run(tmp_path):
-    from benchmarks import sass
-
-    tool = tmp_path / "tool"
-    tool.write_text(f"#!/bin/sh\ncat <<'END'{SASS}END\n")
-    tool.chmod(0o755)
-    found = sass.instructions(tool, tmp_path)
-    assert [name for _, name, _ in found] == ["LDC", "IADD3", "LOP3", "HMMA", "BRA", "FMUL", "BRA", "FFMA", "BRA"]
-    assert sass.main_loop(found, 4) == {"IADD3": 1, "LOP3": 4, "HMMA": 4, "BRA": 5, "FMUL": 1}
-
-
-def test_a_kernel_that_got_worse_is_seen():
-    import importlib.util
-
+@pytest.fixture(scope="module")
+def aot():
     spec = importlib.util.spec_from_file_location("kernels_aot", SCRIPT)
     assert spec is not None and spec.loader is not None
-    aot = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(aot)
-    table = {("attend x", 90): {"triton": triton.__version__, "registers": 100, "stack": 0, "local": 0, "shared": 512}}
-    taken = {"registers": 100, "stack": 0, "local": 0, "shared": 512}
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_kernel_that_got_worse_is_seen(aot):
+    row = {"registers": 100, "stack": 0, "local": 0, "shared": 512, "warps": 16}
+    table = {(triton.__version__, "attend x", 90): row}
+    taken = dict(row)
     assert aot.worse("attend x", 90, taken, table) == []
     assert "registers 101" in aot.worse("attend x", 90, taken | {"registers": 101}, table)[0]
     assert "stack 8" in aot.worse("attend x", 90, taken | {"stack": 8}, table)[0]
     assert "not in" in aot.worse("attend y", 90, taken, table)[0]
-    table["attend x", 90]["stack"] = 8
+    assert "warps 12; at least 16" in aot.worse("attend x", 90, taken | {"warps": 12}, table)[0]
+    assert aot.worse("attend x", 90, taken | {"warps": 20}, table) == []
+    row["stack"] = 8
     assert "stack 8; at most 0" in aot.worse("attend x", 90, taken | {"stack": 8}, table)[0]  # whatever the table says
+    newer = {("1000.0", "attend x", 90): row} | table  # this is the oldest, which spills no more than it did
+    assert aot.worse("attend x", 90, taken | {"stack": 8}, newer) == []
+    assert "stack 9; at most 8" in aot.worse("attend x", 90, taken | {"stack": 9}, newer)[0]
     assert "at most 64" in aot.worse("attend x", 90, taken, table, warps=32)[0]  # they would not fit
-    table["attend x", 90] |= {"stack": 0, "instructions_per_element": 3.0}
-    assert "element 3.1" in aot.worse("attend x", 90, taken | {"instructions_per_element": 3.1}, table)[0]
-    other = {k: v | {"triton": "0"} for k, v in table.items()}  # made with another Triton: it has to fit
-    assert aot.worse("attend x", 90, taken | {"registers": 101, "stack": 8}, other) == []
-    assert "at most 255" in aot.worse("attend x", 90, taken | {"registers": 256}, other)[0]
+    row |= {"stack": 0, "alu_per_element": 1.0, "exposed_loads": 4}
+    assert "element 1.1" in aot.worse("attend x", 90, taken | {"alu_per_element": 1.1}, table)[0]
+    assert "exposed_loads 5; at most 4" in aot.worse("attend x", 90, taken | {"exposed_loads": 5}, table)[0]
+
+
+def test_every_triton_has_rows_of_its_own(aot):
+    row = {"registers": 100, "stack": 0, "local": 0, "shared": 512, "warps": 16}
+    other = {("0", "attend x", 90): row | {"registers": 90}}
+    assert aot.worse("attend x", 90, row | {"stack": 8}, other) == []  # held with the Triton of the table; here it fits
+    assert "at most 255" in aot.worse("attend x", 90, row | {"registers": 256}, other)[0]
+    assert "not in" in aot.worse("attend y", 90, row, other)[0]
+    both = other | {(triton.__version__, "attend x", 90): row}
+    assert aot.worse("attend x", 90, row, both) == []
+    assert "registers 101" in aot.worse("attend x", 90, row | {"registers": 101}, both)[0]
+
+
+def test_the_table_keeps_the_oldest_triton_and_this_one(aot, tmp_path, monkeypatch):
+    monkeypatch.setattr(aot, "TABLE", tmp_path / "table.csv")
+    rest = [1] * (len(aot.COLUMNS) - 3)
+
+    def written(version: str, rows: dict[str, int], names: set[str] | None) -> set[tuple[str, str, int]]:
+        monkeypatch.setattr(triton, "__version__", version)
+        aot.write([[version, name, 90, value, *rest[1:]] for name, value in rows.items()], names)
+        return {(version, name, int(row["registers"])) for (version, name, _), row in aot.stored().items()}
+
+    assert written("3.6.0", {"a": 1, "b": 1}, {"a", "b"}) == {("3.6.0", "a", 1), ("3.6.0", "b", 1)}
+    written("3.9.0", {"a": 2, "b": 2}, {"a", "b"})
+    newest = written("3.10.0", {"a": 3}, {"a", "b"})
+    assert newest == {("3.6.0", "a", 1), ("3.6.0", "b", 1), ("3.10.0", "a", 3)}
+    assert written("3.6.0", {"a": 1}, {"a", "b"}) == newest
+    assert written("3.10.0", {"b": 4}, None) == newest | {("3.10.0", "b", 4)}
+    assert written("3.10.0", {"b": 5}, {"b"}) == {("3.6.0", "b", 1), ("3.10.0", "b", 5)}
+
+
+def test_the_table_has_what_binds(aot):
+    """Every row of attention, with both Tritons: the newest spills nothing, and there are the products of a block."""
+    from benchmarks.compiled import programs
+
+    table = aot.stored()
+    assert len({version for version, *_ in table}) == 2
+    newest = max((version for version, *_ in table), key=aot._order)
+    assert all(row["stack"] == row["local"] == 0 for (version, *_), row in table.items() if version == newest)
+    attends = {key: row for key, row in table.items() if key[1].startswith("attend") and "merge" not in key[1]}
+    assert len(attends) > 80 and all(set(aot.COUNTED) <= set(row) for row in attends.values())
+    for (_, _, arch), row in table.items():
+        assert row["warps"] in {
+            w * programs(int(row["registers"]), int(row["shared"]), w, arch) for w in (1, 2, 4, 8, 16)
+        }
+    parts = ("alu", "fma", "tensor")
+    for (_, name, arch), row in attends.items():
+        rows = re.search(r" m(\d+)$", name)
+        least = 32 / 256 * (int(rows[1]) / 8 if rows else 1)  # a product has 256 elements of a block, and 8 query rows
+        assert arch == 100 or row["tensor_per_element"] >= least, name
+        assert sum(row[f"{part}_per_element"] for part in parts) < row["instructions_per_element"]
+        assert row["exposed_loads"] > 0
+
+
+@pytest.mark.parametrize(
+    "registers, shared, warps, arch, held",
+    [
+        (255, 18432, 1, 90, 8),  # two warps a scheduler
+        (169, 0, 1, 90, 8),
+        (168, 0, 1, 90, 12),  # three
+        (128, 0, 2, 90, 8),
+        (32, 0, 1, 90, 32),  # programs
+        (32, 0, 4, 90, 16),  # warps
+        (64, 100_000, 4, 90, 2),  # shared memory
+        (64, 100_000, 4, 80, 1),
+    ],
+)
+def test_how_many_programs_a_multiprocessor_holds(registers, shared, warps, arch, held):
+    from benchmarks.compiled import programs
+
+    assert programs(registers, shared, warps, arch) == held

@@ -3,6 +3,7 @@
 Without a GPU the driver is fake_cuda.c; results are compared elsewhere, in Triton's interpreter.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ OPS = {
     "feedback": "_follow",
     "pack 3": "_pack",
     "hadamard 128": "_hadamard",
+    "append": "_append",
 }
 
 
@@ -38,18 +40,37 @@ def driver(tmp_path_factory) -> Path:
     return folder
 
 
+def on_the_driver(driver: Path, script: str, *arguments: str) -> list[str]:
+    """The lines that a script of tests/support prints, where libcuda is the fake one."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= dict.fromkeys(("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"), str(driver))
+    environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(ROOT)])  # the Triton of this process
+    command = [sys.executable, "-W", "error::UserWarning", ROOT / "tests" / "support" / script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are launched on the GPU")
 @pytest.mark.parametrize(
     "names", [[f"attend {name}" for name in ATTEND[:3]], [f"attend {name}" for name in ATTEND[3:]], list(OPS)]
 )
 def test_launches_reach_the_driver(names, driver):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= dict.fromkeys(("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"), str(driver))
-    environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(ROOT)])  # the Triton of this process
-    command = [sys.executable, "-W", "error::UserWarning", ROOT / "tests" / "support" / "launched.py", *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    made = [line.split()[0] for line in done.stdout.splitlines()]
+    made = [line.split()[0] for line in on_the_driver(driver, "launched.py", *names)]
     wanted = [kernel for name in names for kernel in ([OPS[name]] if name in OPS else ["attend", "merge"]) * 2]
     assert made == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are launched on the GPU")
+@pytest.mark.parametrize(
+    "recipe, ratio, tiles, resident", [("kivi-2bit-g128", 4, 1, [12]), ("rtn-2bit", 4, 3, [3, 6, 12])]
+)
+def test_batches_and_query_tokens_share_compiled_kernels(recipe, ratio, tiles, resident, driver):
+    """Of 1 to 8 each: one kernel for each number of rows that a tile has, 8, 16 or 32, and one of anything else.
+
+    The driver says that a kernel takes 168 registers: twelve warps fit.
+    """
+    made = json.loads(on_the_driver(driver, "compiled.py", recipe, str(ratio))[-1])
+    assert made == {"attend": tiles, "merge": 1, "append": 1, "resident": resident}

@@ -48,7 +48,7 @@ def read(made: Layout, fields: dict[str, torch.Tensor], geometry: Geometry) -> t
     """The second of two batch rows, one block, as the kernel reads it: [T, H, D]."""
     parts = {name: x.view(2, 1, TOKENS, *x.shape[1:]).to(DEVICE) for name, x in fields.items()}
     addresses = block_table([parts], made.names, 1, torch.device(DEVICE))
-    layer = constants(made, made, 1, 1, 0, 1, Launch(tile=32))[0]
+    layer = constants(made, made, 1, 0, Launch(tile=32))[0]
     found = []
     for head in range(geometry.kv_heads):
         out = torch.full((TOKENS, geometry.head_size), float("nan"), device=DEVICE)
@@ -62,7 +62,7 @@ def read(made: Layout, fields: dict[str, torch.Tensor], geometry: Geometry) -> t
 def check(stage: Polar, size: int, tensors: dict[str, torch.Tensor] | None = None) -> None:
     geometry = Geometry(layers=1, kv_heads=3, head_size=size)
     scheme = Scheme(stage)
-    made, fields = layout(scheme, TOKENS, geometry, tensors=tensors or {}), random_fields(stage, geometry)
+    made, fields = layout(scheme, TOKENS, geometry, "key", tensors=tensors or {}), random_fields(stage, geometry)
     assert made is not None
     wanted = stage.decode({name: x[TOKENS:] for name, x in fields.items()}, geometry.width, geometry, tensors or {})
     assert error(read(made, fields, geometry), wanted.view(TOKENS, 3, size)) < TOLERANCE
@@ -99,5 +99,5 @@ def test_fitted_codebooks(bits):
 
 def test_layouts_of_fitted_codebooks_that_are_not_at_hand():
     scheme, geometry = Scheme(PolarFitted()), Geometry(1, 3, 64)
-    made = layout(scheme, TOKENS, geometry)
+    made = layout(scheme, TOKENS, geometry, "key")
     assert made is not None and made.lookup is None

@@ -3,19 +3,13 @@
 import pytest
 
 pytest.importorskip("triton")
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import settings
 from kvq_runtime.kernels.attend.layout import layout
 from kvq_runtime.ops import pack
 from kvq_runtime.recipe import preset, presets
 
-READERS = (
-    settings.RtnSettings,
-    settings.GroupSettings,
-    settings.ChannelSettings,
-    settings.CodebookSettings,
-    settings.PolarSettings,
-)
+READERS = (settings.CodebookSettings, settings.PolarSettings)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -29,16 +23,22 @@ def test_every_reader_has_what_a_tile_has(reader):
 def test_slots_are_a_head_or_a_group(size):
     geometry, seen = Geometry(1, 2, size), set()
     for recipe in map(preset, presets()):
-        for scheme, position in ((recipe.key, recipe.position), (recipe.value, "post")):
-            made = layout(scheme, recipe.window.block, geometry, position)
+        for role, scheme in zip(ROLES, (recipe.key, recipe.value), strict=True):
+            made = layout(scheme, recipe.window.block, geometry, role, recipe.position)
             if made is None:
                 continue
             read = made.settings
-            assert (read.GROUP if made.per_channel else size) == read.SLOTS * read.COLUMNS
-            assert max(16, read.COLUMNS) <= read.P and read.P & (read.P - 1) == 0
             seen.add(type(read))
+            if isinstance(read, settings.RoundedSettings):
+                assert read.SUBS * read.BYTES == recipe.window.block * size * read.BITS // 8
+                assert read.SUBS * read.TILES * 16 == recipe.window.block
+                assert sorted(j for run in read.RUNS for j in range(run.FIRST, run.FIRST + run.COUNT * run.STEP, run.STEP)
+                              ) == list(range(size // 16))  # fmt: skip
+                continue
+            assert size == read.SLOTS * read.COLUMNS
+            assert max(16, read.COLUMNS) <= read.P and read.P & (read.P - 1) == 0
             if isinstance(read, settings.PolarSettings):
                 runs = {(level.RUN, level.BITS): level.COUNT for level in read.LEVELS}
                 assert sum(pack.packed_size(count, bits) for (_, bits), count in runs.items()) == read.BYTES
                 assert sum(runs.values()) == size - (size >> len(read.LEVELS))
-    assert seen == set(READERS)
+    assert seen == {settings.RoundedSettings, *READERS}

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kvq_runtime.kernels.attend import read_polar, unpack, words
+from kvq_runtime.kernels.attend import fragment, read_polar, unpack, words
+from kvq_runtime.ops.fragment import order
 
 COLUMNS = 16  # bytes of a run
 
@@ -44,6 +45,9 @@ def followed(text: str, operands: list[np.ndarray], outputs: int) -> list[np.nda
             selected = np.take_along_axis(source, (nibbles & 7).astype(np.int64), 1)
             selected = np.where(nibbles & 8, (selected >> 7) * np.uint8(255), selected)
             held[to] = np.ascontiguousarray(selected).view(np.uint32)[:, 0]
+        elif name == "lop3.b32":
+            assert rest[3] == "0xEA"  # (a & b) | c
+            held[to] = (a & b) | value(rest[2])
         elif name in ("sub.rn.f16x2", "mul.rn.f16x2"):
             held[to] = {"s": np.subtract, "m": np.multiply}[name[0]](floats(a), floats(b)).view(np.uint32)
         elif name == "fma.rn.f16x2":
@@ -63,13 +67,24 @@ def packed(bits: int) -> tuple[np.ndarray, list[np.ndarray]]:
     return codes.numpy().reshape(streams, COLUMNS), [run.view(np.uint32) for run in runs]
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_halves(bits):
-    codes, runs = packed(bits)
-    for stream, wanted in enumerate(codes):
-        words = followed(unpack._halves.fn(stream, bits), runs, 2)
-        found = np.stack(words, 1).copy().view(np.float16).flatten()
-        assert (found == wanted.astype(np.float16) * unpack.scale_of_stream.fn(stream, bits)).all()
+@pytest.mark.parametrize("bits, block, size", [(1, 128, 128), (1, 128, 80), (2, 128, 128), (2, 32, 64), (3, 128, 80),
+                                               (3, 128, 128), (4, 128, 96), (8, 128, 64)])  # fmt: skip
+def test_operands(bits, block, size):
+    """Two containers become 1 + code / weight, exactly, wherever in them a tile's codes are."""
+    made = order(bits, block, size)
+    assert made is not None
+    drawn = np.random.default_rng(bits)
+    for run in made.RUNS:
+        widths = [made.WORDS[plane.WORDS].BITS for plane in run.PLANES]
+        containers = [drawn.integers(0, 1 << width, 64, dtype=np.uint16) for width in widths]
+        for tile in range(made.TILES):
+            code = np.zeros(64, np.int64)
+            for plane, container in zip(run.PLANES, containers, strict=True):
+                part = (container >> (plane.WIDTH * (plane.SLOT + tile))) & ((1 << plane.WIDTH) - 1)
+                code |= part.astype(np.int64) << plane.UP
+            words = [container.view(np.uint32) for container in containers]
+            found = followed(fragment._assembly.fn(run.PLANES, tile), words, 1)[0].view(np.float16)
+            assert (found == 1 + code / fragment.weight.fn(run.PLANES, tile)).all()
 
 
 @pytest.mark.parametrize("bits, paired", [*((bits, 0) for bits in range(1, 8)), *((bits, 1) for bits in range(1, 5))])

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import SLAB, Geometry
 from kvq_runtime.ops import grid, pack, rope
-from kvq_runtime.recipe import Recipe, Scheme, Window
+from kvq_runtime.recipe import Recipe, Role, Scheme, Window
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.polar import Polar
@@ -93,7 +93,7 @@ FAMILIES = {
     "polar-radius8": same(scheme(Polar(radius="log8"), Random())),
     "polar-full": same(scheme(Polar((4, 2), levels=0, points="mean"), Random())),
     "polar-low": same(scheme(Polar((3, 2, 2, 1), levels=0, points="mean"), Random())),
-    "mixed": (kivi(2)[0], scheme(Grid(2, 256, "head"), Hadamard("head"))),
+    "mixed": (kivi(2)[0], scheme(Rtn(4, "head"), Hadamard("head"))),
 }  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def restored(one: Sized, fields: dict[str, Tensor], geometry: Geometry) -> Tenso
     return x if one.axis == "token" else x.mT
 
 
-def encoded(case: Case, role: str, x_BTC: Tensor) -> tuple[Encoded, Tensor, list]:
+def encoded(case: Case, role: Role, x_BTC: Tensor) -> tuple[Encoded, Tensor, list]:
     """The blocks of one side in two slabs, the last with room to spare, and what they decode to."""
     geometry = Geometry(1, case.heads, case.size)
     bare = [replace(one, predict=None) for one in (case.key, case.value)]
@@ -154,8 +154,10 @@ def encoded(case: Case, role: str, x_BTC: Tensor) -> tuple[Encoded, Tensor, list
             if field.shape[1] else field.new_full((case.batch, 1, *field.shape[2:]), 77)
             for name, field in rows.items()
         })  # fmt: skip
-    shape = layout(one, one.block, geometry, case.position if role == "key" else "post")
+    shape = layout(one, one.block, geometry, role, case.position)
     assert shape is not None
+    if shape.order is not None:
+        parts = [shape.order.arranged(part) for part in parts]
     return Encoded.of(shape, block_table(parts, shape.names, len(parts) + 1, torch.device(DEVICE))), decoded, parts
 
 

@@ -4,14 +4,10 @@ python compiling_cpu.py RECIPE ...    says how many kernels Triton compiled whil
 python compiling_cpu.py               is such a process: takes jobs, as `python -m benchmarks.jobs` does
 """
 
-import os
 import sys
 
-os.environ.pop("TRITON_INTERPRET", None)
-
+import no_device  # noqa: F401
 import torch
-import triton
-from launched import Driver
 
 from benchmarks import cases, compiling, jobs
 from benchmarks.clock import Deadline
@@ -35,7 +31,6 @@ def main(recipes: list[str]) -> None:
     print(f"{len(meanwhile)} compiled meanwhile; without a job: {', '.join(sorted(other))}")
 
 
-triton.runtime.driver.set_active(Driver())
 if len(sys.argv) > 1:
     main(sys.argv[1:])
 else:

@@ -18,17 +18,18 @@ from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rtn import Rtn
 
 TOLERANCE = 4e-3  # float16 operands of the kernel's products, bfloat16 codebooks of the torch path
-ONE = Geometry(layers=1, kv_heads=2, head_size=32)
+ONE = Geometry(layers=1, kv_heads=2, head_size=64)
 RATIO = 2  # query heads of a KV head
 SCALE = ONE.head_size**-0.5
 
 
-def kivi(bits: int, position: str = "post", group: int = 16) -> Recipe:
-    """KIVI in blocks of 16, keys in groups of a block or of a part of it."""
-    value = Scheme(Rtn(bits, "head" if group == 16 else group))
+def kivi(bits: int, position: str = "post", block: int = 16) -> Recipe:
+    """KIVI, keys in groups of 16: a block or a part of it."""
+    group = 16
+    value = Scheme(Rtn(bits, "head" if group == block else group))
     key = replace(value, quantize=Rtn(bits, group), axis="channel")
-    name = f"kivi-{bits}-{position}-{group}"
-    return Recipe(name, key, value, position, window=Window(2, 8, 16))  # type: ignore[arg-type]
+    name = f"kivi-{bits}-{position}-{block}"
+    return Recipe(name, key, value, position, window=Window(2, 8, block))  # type: ignore[arg-type]
 
 
 def centred(position: str, roles: str = "key value") -> Recipe:
@@ -40,7 +41,7 @@ def centred(position: str, roles: str = "key value") -> Recipe:
 
 # families (a) and (b) of the kernel
 FAMILIES = {
-    **{recipe.name: recipe for recipe in (kivi(2), kivi(2, group=8), kivi(2, "pre"), kivi(2, "pre", 8))},
+    **{recipe.name: recipe for recipe in (kivi(2), kivi(2, block=32), kivi(2, "pre"), kivi(2, "pre", 32))},
     **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit", "lloyd-3bit")},
     **{name: RECIPES[name] for name in ("polar-3bit", "polar-3bit-fitted")},
 }
@@ -66,7 +67,9 @@ class Driver:
         self.cache = BlockCache(recipe, ONE, fitted.tensors(recipe, ONE) or None, max_tokens=256)
         x = turned(tensors(300, rows, ONE), ONE)
         self.x = x.to(DEVICE, dtype)
-        self.q = torch.randn(rows, 2 * RATIO, 300, 32, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
+        self.q = torch.randn(rows, 2 * RATIO, 300, ONE.head_size, generator=torch.Generator().manual_seed(3)).to(
+            DEVICE, dtype
+        )
         self.real = None if starts is None else torch.arange(300, device=DEVICE) >= starts.to(DEVICE)[:, None]
         self.at, self.silent = 0, False  # tokens so far; whether passes say nothing of padding
 

@@ -1,4 +1,4 @@
-"""Launch decode attention over a layer's packed blocks, sinks and window: the kernel, its merge, and one to rotate.
+"""Launch decode attention over a layer's packed blocks, sinks and window: the kernel and its merge.
 
 `__all__` is what attention/fused.py and the store call; all of it is imported late, for it imports triton.
 
@@ -6,27 +6,26 @@ Nothing here asks the device anything: lengths and starts are tensors on it, sla
 the number of splits is fixed; so that a decode step can be captured as one graph.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from kvq_runtime.kernels.attend import occupancy
 from kvq_runtime.kernels.attend.block_table import block_table
 from kvq_runtime.kernels.attend.kernel import EXACT
 from kvq_runtime.kernels.attend.kernel import attend as attend_kernel
-from kvq_runtime.kernels.attend.launch import Launch, choose, heads_per_launch, padded_rows, splits
-from kvq_runtime.kernels.attend.layout import Layout, layout, padded, tile
-from kvq_runtime.kernels.attend.merge import merge
+from kvq_runtime.kernels.attend.launch import Launch, choose, heads_per_launch, padded_rows
+from kvq_runtime.kernels.attend.layout import Layout, layout, tile
+from kvq_runtime.kernels.attend.merge import merge_parts
 from kvq_runtime.kernels.attend.rope import RopeTables
 from kvq_runtime.kernels.attend.settings import LayerSettings
 from kvq_runtime.kernels.encode.tile import FUSED, on
 
-__all__ = ["Encoded", "Exact", "Layout", "RopeTables", "attend", "block_table", "heads_per_launch", "layout", "splits"]
+__all__ = ["Encoded", "Exact", "Layout", "RopeTables", "attend", "block_table", "choose_splits"]
+__all__ += ["heads_per_launch", "layout"]
 
-COLUMNS = 32  # channels that one program merges
-MERGED = 4096  # elements of partial results that it has in registers
 REGISTERS = 65536  # of a multiprocessor; ptxas would rather spill than take more than its own guess
 LOG2E = 1.4426950408889634
 
@@ -38,7 +37,7 @@ class Encoded:
     layout      how they are read
     addresses   their block table, int64 [slabs, 1 + fields]
     lookup      the layout's lookup on the device, or None
-    rotation    the layout's rotation on the device, float32 [D, D], or None
+    rotation    the layout's rotation, transposed, on the device, float16 [D, D]: x̂ = what is read · rotation; or None
     mean        what was removed from each channel, of keys before RoPE, float32 [C], or None
     """
 
@@ -51,8 +50,9 @@ class Encoded:
     @staticmethod
     def of(layout: Layout, addresses: Tensor) -> "Encoded":
         """With the layout's tensors on the device of the addresses."""
-        lookup, rotation = (None if x is None else x.to(addresses.device) for x in (layout.lookup, layout.rotation))
-        return Encoded(layout, addresses, lookup, rotation)
+        back = None if layout.rotation is None else layout.rotation.mT.half().contiguous()
+        lookup, rotation = (None if x is None else x.to(addresses.device) for x in (layout.lookup, back))
+        return Encoded(replace(layout, lookup=None, rotation=None), addresses, lookup, rotation)
 
 
 class Exact(NamedTuple):
@@ -83,7 +83,7 @@ def attend(
     lengths    int32 [3]: encoded blocks, the window's first place in its buffer, its tokens
     starts_B   int32: the first real slot of each row
     scale      of the scores
-    splits     parts that the blocks are cut into, see `splits`
+    splits     parts that the blocks are cut into, see `choose_splits`
     rope       for keys before RoPE, and for keys after it whose mean was removed
 
     ValueError: the query tokens of one head are more rows than a tile has.
@@ -91,48 +91,95 @@ def attend(
     q_BHTD = q_BHTD.contiguous()
     batch, q_heads, tokens, size = q_BHTD.shape
     heads = keys.layout.geometry.kv_heads
-    ratio, rows = q_heads // heads, q_heads // heads * tokens
+    ratio, lines = q_heads // heads, batch * heads
     few = heads_per_launch(keys.layout, values.layout, ratio, tokens)
     if not few:
+        rows = ratio * tokens
         raise ValueError(f"{q_heads} query heads and {tokens} tokens are {rows} rows per KV head: too many for a tile")
     if few < ratio:
         rest = (keys, values, exact, lengths, starts_B, scale, splits, rope, launch)
         done = [attend(part.flatten(1, 2), *rest) for part in q_BHTD.unflatten(1, (heads, ratio)).split(few, 2)]
         out, lse = (torch.cat([x.unflatten(1, (heads, -1)) for x in parts], 2) for parts in zip(*done, strict=True))
         return out.flatten(1, 2), lse.flatten(1, 2)
-    launch = launch or choose(q_BHTD.device, keys.layout, values.layout, rows)
-    parts = splits + EXACT.value
-    part = torch.empty(batch, heads, parts, rows, size, dtype=torch.float32, device=q_BHTD.device)
-    part_lse = torch.empty(batch, heads, parts, rows, dtype=torch.float32, device=q_BHTD.device)
+    parts, rows = EXACT.value + splits, ratio * tokens
+    part = torch.empty(lines, parts, rows, size, dtype=torch.float32, device=q_BHTD.device)
+    part_lse = torch.empty(lines, rows, parts, dtype=torch.float32, device=q_BHTD.device)
     out, lse = torch.empty_like(q_BHTD), part_lse.new_empty(batch, q_heads, tokens)
-    rotated = q_BHTD if keys.rotation is None else q_BHTD.float() @ keys.rotation
-    pointers = None if rope is None else rope.pointers(keys.mean)
+    arguments, options = _launched(
+        q_BHTD, keys, values, exact, lengths, starts_B, scale, splits, rope, launch, part, part_lse
+    )
     with on(q_BHTD):
-        attend_kernel[(batch * heads, parts)](
-            rotated, q_BHTD, scale * LOG2E, pointers, keys.addresses, values.addresses, keys.lookup, values.lookup,
-            *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse,
-            *constants(keys.layout, values.layout, ratio, tokens, exact.k_sinks.shape[1], splits, launch),
-            num_warps=launch.warps, num_stages=launch.stages, maxnreg=min(255, REGISTERS // (32 * launch.warps)),
-            **FUSED,
-        )  # fmt: skip
-        back, wide = None if values.rotation is None else _padded(values.rotation.mT), padded(size)
-        high = min(16, padded_rows(keys.layout, rows))
-        chunk = max(1, MERGED // (high * (COLUMNS if back is None else wide)))
-        merge[(batch * heads, triton.cdiv(wide, COLUMNS), triton.cdiv(rows, high))](
-            part, part_lse, back, values.mean, out, lse, splits, heads, rows, high, size, wide, EXACT,
-            min(wide, COLUMNS), min(chunk, 16), num_warps=4, maxnreg=255, **FUSED,
-        )  # fmt: skip
+        attend_kernel[(lines, parts)](*arguments, **options)
+    merge_parts(part, part_lse, values.rotation, values.mean, lengths, out, lse)
     return out, lse
 
 
-def constants(keys: Layout, values: Layout, ratio: int, tokens: int, sinks: int, splits: int, launch: Launch) -> tuple:
+def choose_splits(
+    q_BHTD: Tensor,
+    keys: Encoded,
+    values: Encoded,
+    exact: Exact,
+    lengths: Tensor,
+    starts_B: Tensor,
+    blocks: int,
+    rope: RopeTables | None = None,
+    launch: Launch | None = None,
+) -> int:
+    """How many parts `attend`, given the same, had best cut the blocks into: see occupancy.py.
+
+    Compiles the kernel, if it has not been yet. On a CPU, where there is nothing to fill, a few.
+
+    blocks   that there is room for
+    """
+    batch, q_heads, tokens, _ = q_BHTD.shape
+    heads = keys.layout.geometry.kv_heads
+    if not q_BHTD.is_cuda:
+        return occupancy.splits(batch * heads, blocks, 4, 3)
+    few = heads_per_launch(keys.layout, values.layout, q_heads // heads, tokens)
+    given = (q_BHTD[:, : few * heads], keys, values, exact, lengths, starts_B, 1.0, 1, rope, launch)
+    limits = torch.cuda.get_device_properties(q_BHTD.device)
+    with on(q_BHTD):
+        resident = _resident(*_launched(*given, torch.float32, torch.float32), limits)
+    return occupancy.splits(batch * heads, blocks, limits.multi_processor_count, resident)
+
+
+def _resident(arguments: tuple, options: dict[str, Any], limits: Any) -> int:
+    """How many programs of the kernel a multiprocessor of the current device runs at once."""
+    compiled = attend_kernel.warmup(*arguments, grid=(1,), **options)
+    compiled._init_handles()  # the driver counts registers when it loads a kernel
+    return occupancy.resident(compiled.n_regs, compiled.metadata.shared, options["num_warps"], limits)
+
+
+def _launched(
+    q_BHTD: Tensor,
+    keys: Encoded,
+    values: Encoded,
+    exact: Exact,
+    lengths: Tensor,
+    starts_B: Tensor,
+    scale: float,
+    splits: int,
+    rope: RopeTables | None,
+    launch: Launch | None,
+    part: Any,
+    part_lse: Any,
+) -> tuple[tuple, dict[str, Any]]:
+    """The kernel's arguments, and the options of its launch."""
+    q_heads, tokens = q_BHTD.shape[1:3]
+    ratio = q_heads // keys.layout.geometry.kv_heads
+    launch = launch or choose(q_BHTD.device, keys.layout, values.layout, ratio * tokens)
+    pointers = None if rope is None else rope.pointers(keys.mean)
+    arguments = (
+        q_BHTD, keys.rotation, scale * LOG2E, pointers, keys.addresses, values.addresses, keys.lookup, values.lookup,
+        *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse, ratio * tokens, tokens, splits,
+        *constants(keys.layout, values.layout, ratio * tokens, exact.k_sinks.shape[1], launch),
+    )  # fmt: skip
+    most = min(launch.registers, REGISTERS // (32 * launch.warps))
+    return arguments, {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": most} | FUSED
+
+
+def constants(keys: Layout, values: Layout, rows: int, sinks: int, launch: Launch) -> tuple:
     """The compile-time arguments of the kernel, in its order."""
     heads, size = keys.geometry.kv_heads, keys.geometry.head_size
-    rows = padded_rows(keys, ratio * tokens)
-    layer = LayerSettings(heads, size, keys.block, ratio, tokens, rows, launch.tile, sinks, splits)
+    layer = LayerSettings(heads, size, keys.block, padded_rows(keys, rows), launch.tile, sinks)
     return layer, keys.scan, keys.read, keys.settings, values.read, values.settings, tile(1, size)
-
-
-def _padded(rotation: Tensor) -> Tensor:
-    wide = padded(len(rotation)) - len(rotation)
-    return torch.nn.functional.pad(rotation, (0, wide, 0, wide)).contiguous()

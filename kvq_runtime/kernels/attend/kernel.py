@@ -1,11 +1,12 @@
 """Split-K decode attention (flash decoding) over a layer's packed blocks, sinks and window.
 
 One program per (batch row, KV head) and split of the tokens. All query heads of a KV head, times the query tokens, are
-the M rows of one tile, so that every byte is read once. The blocks are shared out evenly over a fixed number of splits;
-how many blocks there are is read on the device. The last EXACT splits are not of blocks: they share the window, which
-is exact, and the first of them has the sinks, for slots that are encoded. Splits may be empty. Tokens are rows and
-queries columns of the tensor cores' products, whose tiles are 16 rows and 8 columns at least: as many tokens there
-always are, but seldom more queries.
+the M columns of one tile, so that every byte is read once. The first EXACT splits are not of blocks: they share the
+window, which is exact, and the first of them has the sinks, for slots that are encoded. The blocks are shared out
+evenly over the splits after them, whose number is fixed; how many blocks there are is read on the device, and where
+they are fewer than the splits, the last of these write nothing. Tokens are rows and queries columns of the tensor
+cores' products, whose tiles are 16 rows and 8 columns at least: as many tokens there always are, but seldom more
+queries.
 
 Names, in all files of this folder: p_ pointers · b_ tiles (blocks of numbers in registers) · i_ indices · o_ offsets
 along a dimension · m_ masks of them · capitals, what is known at compile time: see settings.py.
@@ -15,22 +16,24 @@ import triton
 import triton.language as tl
 
 from kvq_runtime.kernels.attend import softmax
-from kvq_runtime.kernels.attend.read import load_query
+from kvq_runtime.kernels.attend.query import Query, load_query
 from kvq_runtime.kernels.attend.settings import COMPILED
+from kvq_runtime.kernels.attend.softmax import Part
 
 EXACT = tl.constexpr(4)  # splits of the window
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "splits"])
 def attend(
-    p_q, p_q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, p_k_window, p_v_window, p_k_sinks,
-    p_v_sinks, window_stride, p_starts, p_lengths, p_part, p_lse,
+    p_q, p_rotation, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, p_k_window, p_v_window, p_k_sinks,
+    p_v_sinks, window_stride, p_starts, p_lengths, p_part, p_lse, rows, tokens, splits,
     L: tl.constexpr, SCAN: tl.constexpr, READ_KEYS: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr,
     VS: tl.constexpr, XS: tl.constexpr,
 ):  # fmt: skip
     """Write each split's mean of the values and the log2 of its Σ 2^s; merge.py merges them.
 
-    p_q              queries [B, Hq, TQ, D], rotated as the keys' blocks are; p_q_exact as they came
+    p_q              queries [B, Hq, tokens, D]
+    p_rotation       of the keys, float16 [D, D], as host.Encoded has it, which rotates the queries too; or None
     scale            of the scores, times log2 e
     p_rope           RopePointers, or None
     p_keys, p_values                  block tables, int64
@@ -39,38 +42,43 @@ def attend(
     p_k_sinks, p_v_sinks              [B, SINKS, H · D]
     p_starts         int32 [B], the first real slot of each row
     p_lengths        int32 [3]: encoded blocks, the window's first place in its buffer, its tokens
-    p_part, p_lse    float32 [B · H, SPLITS + EXACT, G · TQ, D] and without D
-    SCAN             the loop over a split's blocks: per_token.py, per_channel.py
-    READ_KEYS        reads a tile of keys: read.py; None where SCAN does
-    READ_VALUES      reads a tile of values
+    p_part, p_lse    float32 [B · H, EXACT + splits, rows, D] and [B · H, rows, EXACT + splits]
+    rows, tokens     query heads of a KV head times query tokens; the latter alone
+    splits           parts that the blocks are cut into
+    SCAN             the loop over a split's blocks: rounded.py, per_token.py
+    READ_KEYS        scores keys, in rounded.py; reads a tile of them, in per_token.py
+    READ_VALUES      reads a tile of values, in per_token.py
     XS               TileSettings of exact tokens
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_bh // L.H, i_bh % L.H
-    i_split = tl.program_id(1)
+    i_part = tl.program_id(1)
     blocks = tl.load(p_lengths)
     start = tl.load(p_starts + i_b)
-    if i_split < L.SPLITS:
-        each = (blocks + L.SPLITS - 1) // L.SPLITS
-        i_first = tl.minimum(i_split * each, blocks)
-        i_last = tl.minimum(i_first + each, blocks)
-        b_blocks = SCAN(
-            p_q, p_q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h,
-            start + L.SINKS, L, READ_KEYS, KS, READ_VALUES, VS,
-        )  # fmt: skip
-        softmax.store(b_blocks, p_part, p_lse, i_bh * (L.SPLITS + EXACT) + i_split, L, VS)
-    else:
+    q_exact = Query(p_q, None, rows)
+    part = Part(p_part, p_lse, i_bh, i_part, EXACT + splits, rows)
+    if i_part < EXACT:
         b_exact = _exact(
-            p_q_exact, scale, p_k_window, p_v_window, p_k_sinks, p_v_sinks, window_stride, p_lengths, blocks * L.T,
-            i_split - L.SPLITS, i_b, i_h, start, L, XS,
+            q_exact, scale, p_k_window, p_v_window, p_k_sinks, p_v_sinks, window_stride, p_lengths, blocks * L.T,
+            i_part, i_b, i_h, start, tokens, L, XS,
         )  # fmt: skip
-        softmax.store(b_exact, p_part, p_lse, i_bh * (L.SPLITS + EXACT) + i_split, L, XS)
+        softmax.store(b_exact, part, L, XS)
+    else:
+        i_split, used = i_part - EXACT, tl.minimum(splits, blocks)
+        if i_split < used:
+            each, more = blocks // used, blocks % used  # the first `more` splits have a block more
+            i_first = i_split * each + tl.minimum(i_split, more)
+            i_last = i_first + each + (i_split < more).to(tl.int32)
+            SCAN(
+                Query(p_q, p_rotation, rows), q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup,
+                i_first, i_last, i_b, i_h, start + L.SINKS, part, L, READ_KEYS, KS, READ_VALUES, VS,
+            )  # fmt: skip
 
 
 @triton.jit
 def _exact(
-    p_q, scale, p_k_window, p_v_window, p_k_sinks, p_v_sinks, window_stride, p_lengths, encoded, i_split, i_b, i_h,
-    start, L: tl.constexpr, S: tl.constexpr,
+    q, scale, p_k_window, p_v_window, p_k_sinks, p_v_sinks, window_stride, p_lengths, encoded, i_split, i_b, i_h,
+    start, tokens, L: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Attend to one of EXACT shares of the window, the first to the sinks too: the state of softmax.py.
 
@@ -81,8 +89,8 @@ def _exact(
     m_d = o_d < L.D
     # products in the model's own dtype; the interpreter has none in bfloat16
     DTYPE: tl.constexpr = p_k_window.dtype.element_ty if COMPILED else tl.float32
-    b_q = load_query(p_q, 1.0, i_b * L.H + i_h, o_d, m_d, L).to(DTYPE)
-    b_top, b_total, b_low, b_sums = softmax.empty(N, L, S)
+    b_q = load_query(q, 1.0, i_b * L.H + i_h, o_d, m_d, L).to(DTYPE)
+    b_top, b_total, b_sums = softmax.empty(N, L, S)
     o_hd = i_h * L.D + o_d
     if L.SINKS > 0:
         for i in range(0, L.SINKS if i_split == 0 else 0, N):
@@ -93,9 +101,9 @@ def _exact(
             b_v = tl.load(p_v_sinks + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
             b_s = tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale
             b_s = tl.where(m_t[:, None], b_s, float("-inf"))
-            b_top, b_total, b_low, b_sums = softmax.add(b_top, b_total, b_low, b_sums, b_s, (b_v.to(DTYPE),), ())
+            b_top, b_total, b_sums = softmax.add(b_top, b_total, b_sums, b_s, (b_v.to(DTYPE),), ())
     place, count = tl.load(p_lengths + 1), tl.load(p_lengths + 2)
-    o_latest = count - L.TQ + tl.arange(0, L.M) % L.TQ  # in the window, of each query token
+    o_latest = count - tokens + tl.arange(0, L.M) % tokens  # in the window, of each query token
     each = tl.cdiv(count, EXACT)
     last = tl.minimum((i_split + 1) * each, count)
     for i in tl.range(i_split * each, last, N, num_stages=2):
@@ -106,5 +114,5 @@ def _exact(
         b_v = tl.load(p_v_window + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
         b_s = tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale
         b_s = tl.where(m_t[:, None] & (o_t[:, None] <= o_latest[None, :]), b_s, float("-inf"))
-        b_top, b_total, b_low, b_sums = softmax.add(b_top, b_total, b_low, b_sums, b_s, (b_v.to(DTYPE),), ())
-    return b_top, b_total, b_low, b_sums
+        b_top, b_total, b_sums = softmax.add(b_top, b_total, b_sums, b_s, (b_v.to(DTYPE),), ())
+    return b_top, b_total, b_sums

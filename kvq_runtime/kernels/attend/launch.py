@@ -14,11 +14,18 @@ ROWS = 64  # query heads of a KV head, times query tokens, that one tile has, at
 
 @dataclass(frozen=True)
 class Launch:
-    """Tokens of a tile (where codes lie along the channels), warps, stages of the pipeline."""
+    """How a kernel is launched.
+
+    tile        tokens of a tile of what is looked up, or angles
+    warps       of a program
+    stages      of the pipeline
+    registers   of a thread, at most: fewer leave room for more programs
+    """
 
     tile: int = 64
     warps: int = 2
     stages: int = 1
+    registers: int = 255
 
 
 def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
@@ -35,19 +42,20 @@ def heads_per_launch(keys: Layout, values: Layout, ratio: int, tokens: int) -> i
 
     tokens   of the query
 
-    Beside a mean's operands, or angles, there are registers for 8 rows. Per channel a tile of 64 costs more than four
-    of 8.
+    Beside a mean's operands, angles, or the scores of a sub-block of rounded tokens, there are registers for 8 rows;
+    where codes are looked up, a tile of 32 costs more than two of 16, which do not spill.
     """
     rows = ratio * tokens
-    few = keys.adds_mean or 2 in (keys.tokens_per_thread, values.tokens_per_thread)
-    if few or (keys.per_channel and rows <= 32 and tokens <= 8):
+    if keys.rounded or keys.adds_mean or 2 in (keys.tokens_per_thread, values.tokens_per_thread):
         return min(ratio, 8 // tokens)
+    if (keys.gathers or values.gathers) and 16 < rows <= 32 and tokens <= 16:
+        return 16 // tokens
     return ratio if rows <= ROWS else 0
 
 
 def padded_rows(keys: Layout, rows: int) -> int:
-    """What query rows are padded to; per channel a tile of 64 has registers enough, where 16 and 32 have not."""
-    return next(size for size in ((8, 64) if keys.per_channel else (8, 16, 32, 64)) if rows <= size)
+    """What query rows are padded to."""
+    return next(size for size in (8, 16, 32, 64) if rows <= size)
 
 
 @lru_cache(maxsize=1)
@@ -70,29 +78,30 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
 
     Warps share a slot's channels, 16 each: where slots are narrow, more warps do the same work twice.
     """
+    if keys.rounded:
+        return _rounded(keys, values)
     size, many, both = keys.geometry.head_size, padded_rows(keys, rows) // 8, (keys, values)
     pairs = [scheme for scheme in both if scheme.tokens_per_thread == 2]
     if pairs:  # three bits are two planes, which take more registers
         return Launch(tile=64 if any(scheme.bits == 3 for scheme in pairs) else 128)
     if any(scheme.interleaves for scheme in both):
         return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * many))
-    if keys.per_channel and keys.adds_mean:
-        return Launch(warps=8)
-    if keys.pre_rope or (keys.per_channel and size > 128):
-        return Launch(warps=min(8, 4 * many))
-    per_token = [scheme for scheme in both if not scheme.per_channel]
-    columns = min(scheme.settings.COLUMNS for scheme in per_token)
+    columns = min(scheme.settings.COLUMNS for scheme in both)
     if keys.adds_mean:
-        paired = any(scheme.gathers and scheme.settings.PAIRED for scheme in per_token)
+        paired = any(scheme.gathers and scheme.settings.PAIRED for scheme in both)
         return Launch(32) if columns > 16 else Launch(16, 2 if paired else 1)
-    if any(scheme.gathers for scheme in per_token):
-        return _gathering(columns, size, many)
-    two_bits = keys.bits == values.bits == 2
-    if two_bits and keys.per_channel and values.settings.SLOTS > 1 and many == 1 and size == 128:
-        return Launch(warps=1)  # all of a block's bytes in one warp's registers
-    if keys.per_channel or size > 128 or columns <= 16 or max(scheme.bits for scheme in per_token) == 8:
-        return Launch(warps=min(8, (1 if columns <= 16 else 2) * many))
-    return Launch(warps=8) if many == 8 else Launch(tile=min(128, 256 // many), warps=2 if many == 1 else 4)
+    return _gathering(columns, size, many)
+
+
+def _rounded(keys: Layout, values: Layout) -> Launch:
+    """The default where codes are rounded: one warp, so that nothing waits at a barrier.
+
+    With 168 registers a scheduler has three warps, with more two; where steps are many, or codes of two planes, what
+    spills then costs more than the third warp gives, as benchmarks/results/kernels_predicted.jsonl has it.
+    """
+    few = all(scheme.settings.GROUPS == 1 and scheme.bits in (1, 2, 4) for scheme in (keys, values))
+    plain = few and not keys.pre_rope and not keys.adds_mean and keys.settings.GROUP >= min(keys.block, 128)
+    return Launch(warps=1, registers=168 if plain else 255)
 
 
 def _gathering(columns: int, size: int, many: int) -> Launch:
@@ -101,16 +110,9 @@ def _gathering(columns: int, size: int, many: int) -> Launch:
         return Launch(tile=32 if columns == 16 else 16, warps=many)
     if size > 128:
         return Launch(tile=32, warps=min(8, 2 * many))
-    return Launch(warps=2) if many == 1 else Launch(tile=max(32, 128 // many), warps=4)
-
-
-def splits(programs: int, blocks: int, device: torch.device) -> int:
-    """How many parts to cut the blocks into, so that about six programs, of few warps, run on every multiprocessor.
-
-    programs   batch rows times KV heads
-    """
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return max(1, min(blocks, 128, 6 * count // max(1, programs)))
+    if many == 1:
+        return Launch(warps=2)
+    return Launch(tile=64, warps=8) if many == 4 else Launch(tile=128 // many, warps=4)
 
 
 def to_json(measured: dict[str, Launch]) -> str:

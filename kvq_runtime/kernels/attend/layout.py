@@ -1,7 +1,8 @@
 """Choose how the kernel reads one scheme of a layer: reader, its settings and its tables; None where none reads it.
 
 The kernel takes groups of one head, or of a part of it where they are rounded, and groups of one channel in a block;
-anything else is decoded first. A mean may have been removed, whatever the codes.
+anything else is decoded first. A mean may have been removed, whatever the codes. Keys and values are both rounded, or
+neither is: the two kinds lie differently.
 """
 
 from collections.abc import Mapping
@@ -14,23 +15,22 @@ import triton
 from torch import Tensor
 
 from kvq_runtime.geometry import MATRIX_SIZES, Geometry
-from kvq_runtime.kernels.attend import per_channel, per_group, per_token, read, read_polar
+from kvq_runtime.kernels.attend import per_token, read, read_polar, rounded
 from kvq_runtime.kernels.attend.settings import (
-    ChannelSettings,
     CodebookSettings,
-    GroupSettings,
     LevelSettings,
     PolarSettings,
-    RtnSettings,
+    RoundedSettings,
     Settings,
     TileSettings,
 )
 from kvq_runtime.kernels.encode import polar as angles
-from kvq_runtime.ops import grid, lloyd, pack, polar
-from kvq_runtime.recipe import Scheme
+from kvq_runtime.ops import fragment, grid, lloyd, pack, polar
+from kvq_runtime.recipe import Role, Scheme
 from kvq_runtime.stages import groups
 from kvq_runtime.stages import polar as polar_stage
 from kvq_runtime.stages.polar import Polar
+from kvq_runtime.store.order import KernelOrder, kernel_order
 
 Tensors = Mapping[str, Tensor]
 RUN = 32  # columns of a slot of angles, at most
@@ -44,8 +44,8 @@ class Layout:
     geometry   of the model, and `block`, the tokens of a block
     reader     its name and sizes, in the keys of launch.json: "codebook8x2"
     bits       of a code, or of an index that is several; of angles, of the lowest level's
-    scan       the loop over blocks, for keys: per_token.py or per_channel.py
-    read       the function that reads a tile of tokens, see read.py; None per channel, where `scan` reads
+    scan       the loop over blocks: that of rounded.py or of per_token.py
+    read       the function that scores keys, in rounded.py, or reads a tile of tokens, see read.py
     settings   of both, see settings.py
     names      the fields, in the order of their addresses in the block table
     lookup     the codebook in the form `read` takes, or None
@@ -54,6 +54,7 @@ class Layout:
 
     What a launch depends on (launch.py):
 
+    order               how slabs order the codes for it: store/order.py; None: as they are encoded
     pre_rope            keys are stored before RoPE
     gathers             codes are looked up in memory; `settings` are CodebookSettings
     interleaves         elements are interleaved level by level, across threads
@@ -71,15 +72,16 @@ class Layout:
     lookup: Tensor | None = None
     rotation: Tensor | None = None
     mean: bool = False
+    order: KernelOrder | None = None
     pre_rope: bool = False
     gathers: bool = False
     interleaves: bool = False
     tokens_per_thread: int = 1
 
     @property
-    def per_channel(self) -> bool:
-        """Whether codes lie along the tokens of a block."""
-        return self.read is None
+    def rounded(self) -> bool:
+        """Whether codes are rounded, and lie as the tensor core reads them."""
+        return self.order is not None
 
     @property
     def adds_mean(self) -> bool:
@@ -88,32 +90,33 @@ class Layout:
 
 
 def layout(
-    scheme: Scheme, block: int, geometry: Geometry, position: str = "post", tensors: Tensors = _NOTHING
+    scheme: Scheme, block: int, geometry: Geometry, role: Role, position: str = "post", tensors: Tensors = _NOTHING
 ) -> Layout | None:
     """The layout of a scheme whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel.
 
-    position  of keys, whether they are stored before or after RoPE: the recipe's, "pre" or "post"; of values "post"
+    role      whether it stores keys or values
+    position  of keys, whether they are stored before or after RoPE: the recipe's, "pre" or "post"
     tensors   what was fitted for the quantizer; without it a fitted codebook's layout has no lookup
     """
     if scheme.correct is not None:
         return None
     if scheme.predict is not None and not scheme.predict.cross_layer:
-        bare = layout(replace(scheme, predict=None), block, geometry, position, tensors)
+        bare = layout(replace(scheme, predict=None), block, geometry, role, position, tensors)
         return bare and replace(bare, mean=True)
     if scheme.predict is not None:
         return None
-    if scheme.axis == "channel":
-        return _per_channel(scheme, block, geometry, position)
-    maker = {"uniform": _uniform, "grid": _grid, "lloyd": _lloyd, "polar": partial(_polar, tensors=tensors)}.get(
-        scheme.quantize.kernel
-    )
-    size = scheme.quantize.group_size(geometry.width, geometry)
-    if position != "post" or maker is None or size is None:
-        return None
-    if size != geometry.head_size:
-        return _per_group(scheme, block, geometry, size)
     rotation = _rotation(scheme, geometry)
-    if scheme.rotate is not None and rotation is None:
+    if scheme.rotate is not None and (rotation is None or scheme.axis == "channel"):
+        return None
+    if scheme.quantize.kernel == "uniform":
+        return _rounded(scheme, block, geometry, role, role == "key" and position == "pre", rotation)
+    maker = {"grid": _grid, "lloyd": _lloyd, "polar": partial(_polar, tensors=tensors)}.get(scheme.quantize.kernel)
+    size = geometry.head_size
+    if (
+        (role == "key" and position != "post")
+        or maker is None
+        or scheme.quantize.group_size(geometry.width, geometry) != size
+    ):
         return None
     bare = maker(scheme, block, geometry)
     if bare is not None and bare.tokens_per_thread == 2:
@@ -132,47 +135,35 @@ def padded(count: int) -> int:
     return max(16, triton.next_power_of_2(count))
 
 
-def tile(slots: int, columns: int, plane: int = 0) -> TileSettings:
-    return TileSettings(slots, columns, padded(columns), plane)
+def tile(slots: int, columns: int) -> TileSettings:
+    return TileSettings(slots, columns, padded(columns))
 
 
 def _streams(bits: int) -> int:
     return 8 // min(pack.planes(bits))
 
 
-def _rounded_names(low: int) -> tuple[str, ...]:
-    return ("codes", "step", "low")[: 2 + low]
-
-
-def _per_channel(scheme: Scheme, block: int, geometry: Geometry, position: str) -> Layout | None:
-    quantize, size = scheme.quantize, geometry.head_size
-    if quantize.kernel != "uniform" or scheme.rotate is not None:
+def _rounded(
+    scheme: Scheme, block: int, geometry: Geometry, role: Role, pairs: bool, rotation: Tensor | None
+) -> Layout | None:
+    found = kernel_order(scheme, block, geometry, role, pairs)
+    if found is None:
         return None
-    slots, group = _streams(quantize.bits), groups.size(quantize.group, block, geometry)
-    if group % slots or block < 16 or (position == "pre" and size % 2):
+    quantize, order = scheme.quantize, found.order
+    low, channel = int(quantize.range == "minmax"), scheme.axis == "channel"
+    if pairs and not channel:
         return None
-    low, pre_rope = int(quantize.range == "minmax"), position == "pre"
-    if group in (16, 32) and (pre_rope or group // slots < 16):
-        slots_of_group = tile(1, group)
-    else:
-        slots_of_group = tile(slots, group // slots, quantize.bits)
-    wide = 2 * padded(size // 2) if pre_rope else padded(size)
-    settings = ChannelSettings(*slots_of_group, BITS=quantize.bits, HAS_LOW=low, GROUP=group, WIDE=wide)
-    scan = per_channel.pre_rope if pre_rope else per_channel.post_rope
-    reader = f"{'pre_rope' if pre_rope else 'channel'}{quantize.bits}g{group}"
-    names = _rounded_names(low)
-    return Layout(geometry, block, reader, quantize.bits, scan, None, settings, names, pre_rope=pre_rope)
-
-
-def _per_group(scheme: Scheme, block: int, geometry: Geometry, group: int) -> Layout | None:
-    """Rounded tokens, a head's channels in several groups."""
-    quantize, size = scheme.quantize, geometry.head_size
-    if quantize.kernel != "uniform" or scheme.rotate is not None or size % group or group & (group - 1) or group < 8:
-        return None
-    low = int(quantize.range == "minmax")
-    settings = GroupSettings(*tile(1, size), BITS=quantize.bits, HAS_LOW=low, GROUP=group)
-    reader, scan, names = f"groups{quantize.bits}g{group}", per_token.post_rope, _rounded_names(low)
-    return Layout(geometry, block, reader, quantize.bits, scan, per_group.groups, settings, names)
+    group, groups = (found.group, 1) if channel else (block, geometry.head_size // found.group)
+    settings = RoundedSettings(
+        quantize.bits, low, group, groups, int(pairs), order.TILES, order.SUBS, order.BYTES, order.WORDS, order.RUNS
+    )
+    kind = "pre_rope" if pairs else "channel" if channel else "token"
+    score = rounded.before_rope if pairs else rounded.per_channel if channel else rounded.per_token
+    names = ("codes", "step", "low")[: 2 + low]
+    return Layout(
+        geometry, block, f"{kind}{quantize.bits}g{found.group}", quantize.bits, rounded.scan, score, settings, names,
+        rotation=rotation, order=found, pre_rope=pairs,
+    )  # fmt: skip
 
 
 def _rotation(scheme: Scheme, geometry: Geometry) -> Tensor | None:
@@ -183,16 +174,6 @@ def _rotation(scheme: Scheme, geometry: Geometry) -> Tensor | None:
     if geometry.head_size % len(matrix):
         return None
     return torch.block_diag(*[matrix] * (geometry.head_size // len(matrix)))
-
-
-def _uniform(scheme: Scheme, block: int, geometry: Geometry) -> Layout | None:
-    bits, low = scheme.quantize.bits, int(scheme.quantize.range == "minmax")
-    slots, size = _streams(bits), geometry.head_size
-    if size % slots:
-        return None
-    settings = RtnSettings(*tile(slots, size // slots, bits), BITS=bits, HAS_LOW=low)
-    reader, scan, names = f"uniform{bits}", per_token.post_rope, _rounded_names(low)
-    return Layout(geometry, block, reader, bits, scan, read.uniform, settings, names)
 
 
 def _grid(scheme: Scheme, block: int, geometry: Geometry) -> Layout | None:
@@ -256,7 +237,7 @@ def _polar(scheme: Scheme, block: int, geometry: Geometry, tensors: Tensors = _N
     wide = triton.next_power_of_2(size >> len(bits)) << len(bits)
     if wide < 16:
         return None
-    settings = PolarSettings(1, size, wide, 0, BYTES=count, LOG8=low, LEVELS=levels)
+    settings = PolarSettings(1, size, wide, BYTES=count, LOG8=low, LEVELS=levels)
     radii = (polar_stage.RADII * size**0.5).float()
     lookup = None if points is None else torch.cat([angles.table(points).mT.flatten(), radii])
     return Layout(

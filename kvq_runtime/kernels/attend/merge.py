@@ -1,69 +1,122 @@
 """Log-sum-exp merge of the splits; what came from the blocks is rotated back, once, and the exact splits are added.
 
 out = (Σ 2^(lse_i - top) · mean_i) / Σ 2^(lse_i - top); the blocks' part is multiplied with the rotation first.
+
+A pass over the splits loads levels and means side by side: no load waits for another one's result. Each of CHUNK places
+sums up every CHUNK-th split by its own largest level so far; places are added up at the end, once. Splits that no block
+came to are neither written nor read.
 """
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from kvq_runtime.kernels.attend.kernel import EXACT
+from kvq_runtime.kernels.attend.layout import padded
+from kvq_runtime.kernels.encode.tile import FUSED, on
+
+COLUMNS = 32  # channels of a program, where nothing is rotated
+LOADED = 4096  # elements of partial results that a program loads at once
+ROTATION = 16384  # elements of a rotation that it multiplies with at once
 
 
-@triton.jit
+def merge_parts(
+    part: Tensor,
+    part_lse: Tensor,
+    rotation: Tensor | None,
+    mean: Tensor | None,
+    lengths: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Launch the merge: its arguments are the kernel's; `out` is [B, Hq, tokens, D]."""
+    lines, parts, rows, size = part.shape
+    wide, each = merged(size, rotation is not None)
+    with on(part):
+        merge[(lines, rows, triton.cdiv(size, wide))](
+            part, part_lse, rotation, mean, lengths, out, lse, parts - EXACT.value,
+            lines // len(out), size, wide, each, LOADED // wide,
+            num_warps=4, maxnreg=255, **FUSED,
+        )  # fmt: skip
+
+
+def merged(size: int, rotates: bool) -> tuple[int, int]:
+    """(channels of a program of the merge, channels that it writes at a time); a rotation needs all of a head."""
+    wide = padded(size)
+    return (wide, min(wide, ROTATION // wide)) if rotates else (min(wide, COLUMNS), min(wide, COLUMNS))
+
+
+@triton.jit(do_not_specialize=["splits"])
 def merge(
-    p_part, p_lse, p_rotation, p_mean, p_out, p_out_lse, splits,
-    H: tl.constexpr, R: tl.constexpr, M: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    EXACT: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    p_part, p_lse, p_rotation, p_mean, p_lengths, p_out, p_out_lse, splits,
+    H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program per (batch row, KV head), COLUMNS channels and M of R query rows, CHUNK splits at a time.
+    """One program per (batch row, KV head), query row and WIDE channels, CHUNK splits at a time.
 
-    p_part, p_lse       float32 [B · H, splits + EXACT, R, D] and [B · H, splits + EXACT, R], as kernel.py writes them
-    p_rotation, p_mean  of the values: float32 [P, P] and [H, D], or None; not of the last EXACT splits
-    p_out, p_out_lse    [B · H, R, D] in the queries' dtype, float32 [B · H, R]
-    P                   D padded to a power of two
+    p_part, p_lse   float32 [B · H, EXACT + splits, rows, D] and [B · H, rows, EXACT + splits], as kernel.py writes them
+    p_rotation      of the values: float16 [D, D], as Encoded has it, or None; not of the exact splits
+    p_mean          of the values, float32 [H, D], or None; not of the exact splits
+    p_lengths       int32 [3], the first: encoded blocks
+    p_out           [B · H, rows, D] in the queries' dtype
+    p_out_lse       float32 [B · H, rows]
+    WIDE            where there is a rotation D, padded to a power of two; else COLUMNS
+    COLUMNS         channels that are rotated and written at a time
     """
-    i_bh = tl.program_id(0).to(tl.int64)
-    i_first = i_bh * (splits + EXACT)
-    o_m, o_c = tl.program_id(2) * M + tl.arange(0, M), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    o_d = o_c if p_rotation is None else tl.arange(0, P)
-    b_top = tl.full((M,), float("-inf"), tl.float32)
-    for i_split in range(0, splits + EXACT, CHUNK):
-        b_top = tl.maximum(b_top, tl.max(_load_lse(p_lse, i_first, i_split, splits + EXACT, o_m, R, CHUNK), 0))
-    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_total, b_sums = _summed(p_part, p_lse, i_first, 0, splits, b_top, o_m, o_d, R, D, CHUNK)
-    if p_rotation is not None:
-        b_sums = tl.dot(b_sums, tl.load(p_rotation + o_d[:, None] * P + o_c[None, :]), input_precision="tf32x3")
-    if p_mean is not None:
-        b_sums += b_total[:, None] * tl.load(p_mean + i_bh % H * D + o_c, mask=o_c < D, other=0.0)[None, :]
-    b_share, b_exact = _summed(p_part, p_lse, i_first, splits, splits + EXACT, b_top, o_m, o_c, R, D, EXACT)
-    b_total, b_sums = b_total + b_share, b_sums + b_exact
+    rows = tl.num_programs(1)
+    i_bh, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    parts = EXACT + splits
+    p_lse += (i_bh * rows + i_row) * parts
+    p_part += (i_bh * parts * rows + i_row) * D
+    first = tl.program_id(2) * WIDE
+    o_d, o_e = first + tl.arange(0, WIDE), tl.arange(0, EXACT)
+    b_exact = tl.load(p_lse + o_e)
+    used = tl.minimum(splits, tl.load(p_lengths))
+    p_blocks = p_part + EXACT * rows * D + o_d
+    b_top, b_total, b_sums = _blocks(p_blocks, p_lse + EXACT, used, rows * D, o_d < D, CHUNK)
+    b_higher = tl.maximum(tl.max(b_top, 0), tl.max(b_exact, 0))
+    b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+    b_fade, b_weights = tl.exp2(b_top - b_base), tl.exp2(b_exact - b_base)
+    b_blocks, b_mixed = tl.sum(b_total * b_fade, 0), tl.sum(b_sums * b_fade[:, None], 0)
+    b_total = b_blocks + tl.sum(b_weights, 0)
     b_some = tl.where(b_total > 0, b_total, 1.0)
-    p = p_out + (i_bh * R + o_m)[:, None] * D + o_c[None, :]
-    m = (o_m < R)[:, None] & (o_c < D)[None, :]
-    tl.store(p, (b_sums / b_some[:, None]).to(p_out.dtype.element_ty), mask=m)
-    if tl.program_id(1) == 0:
-        p_level = p_out_lse + i_bh * R + o_m
-        tl.store(p_level, tl.where(b_total > 0, b_top + tl.log2(b_some), float("-inf")), mask=o_m < R)
+    for i in tl.static_range(WIDE // COLUMNS):
+        o_c = first + i * COLUMNS + tl.arange(0, COLUMNS)
+        m_c = o_c < D
+        p = p_part + o_e[:, None].to(tl.int64) * rows * D + o_c[None, :]
+        b_out = tl.sum(b_weights[:, None] * tl.load(p, mask=m_c[None, :], other=0.0), 0)
+        if p_rotation is None:
+            b_out += b_mixed
+        else:
+            m = (o_d < D)[:, None] & m_c[None, :]
+            b_back = tl.load(p_rotation + o_d[:, None] * D + o_c[None, :], mask=m, other=0.0).to(tl.float32)
+            b_out += tl.sum(b_mixed[:, None] * b_back, 0)
+        if p_mean is not None:
+            b_out += b_blocks * tl.load(p_mean + i_bh % H * D + o_c, mask=m_c, other=0.0)
+        tl.store(p_out + (i_bh * rows + i_row) * D + o_c, (b_out / b_some).to(p_out.dtype.element_ty), mask=m_c)
+    if tl.program_id(2) == 0:
+        level = tl.where(b_total > 0, b_base + tl.log2(b_some), float("-inf"))
+        tl.store(p_out_lse + i_bh * rows + i_row, level)
 
 
 @triton.jit
-def _summed(
-    p_part, p_lse, i_first, start, stop, b_top, o_m, o_d, R: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """(Σ 2^(lse - top), Σ 2^(lse - top) · mean) of splits start to stop: float32 [M] and [M, len(o_d)]."""
-    b_total = tl.zeros((o_m.shape[0],), tl.float32)
-    b_sums = tl.zeros((o_m.shape[0], o_d.shape[0]), tl.float32)
-    for i_split in range(start, stop, CHUNK):
-        b_share = tl.exp2(_load_lse(p_lse, i_first, i_split, stop, o_m, R, CHUNK) - b_top[None, :])
-        o_s = i_split + tl.arange(0, CHUNK)
-        o_x = (i_first + o_s)[:, None, None] * (R * D) + o_m[None, :, None] * D + o_d[None, None, :]
-        m_x = (o_s < stop)[:, None, None] & (o_m < R)[None, :, None] & (o_d < D)[None, None, :]
-        b_sums += tl.sum(b_share[:, :, None] * tl.load(p_part + o_x, mask=m_x, other=0.0), 0)
-        b_total += tl.sum(b_share, 0)
-    return b_total, b_sums
+def _blocks(p_part, p_lse, used, stride, m_d, CHUNK: tl.constexpr):
+    """(top, Σ 2^(lse - top), Σ 2^(lse - top) · mean) of `used` splits, every CHUNK-th: float32 [CHUNK], [CHUNK] and
+    [CHUNK, len(m_d)].
 
-
-@triton.jit
-def _load_lse(p_lse, i_first, i_split, stop, o_m, R: tl.constexpr, CHUNK: tl.constexpr):
-    """The log-sum-exps of CHUNK splits, -inf from `stop` on: float32 [CHUNK, M]."""
-    o_s = i_split + tl.arange(0, CHUNK)
-    m_s = (o_s < stop)[:, None] & (o_m < R)[None, :]
-    return tl.load(p_lse + (i_first + o_s)[:, None] * R + o_m[None, :], mask=m_s, other=float("-inf"))
+    p_part   the means of the first split, [len(m_d)]; those of the next one are `stride` elements further
+    """
+    b_top, b_total = tl.full((CHUNK,), float("-inf"), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    b_sums = tl.zeros((CHUNK, m_d.shape[0]), tl.float32)
+    for i in range(0, used, CHUNK):
+        o_s = i + tl.arange(0, CHUNK)
+        m_s = o_s < used
+        b_level = tl.load(p_lse + o_s, mask=m_s, other=float("-inf"))
+        p = p_part[None, :] + o_s[:, None].to(tl.int64) * stride
+        b_mean = tl.load(p, mask=m_s[:, None] & m_d[None, :], other=0.0)
+        b_higher = tl.maximum(b_top, b_level)
+        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+        b_fade, b_weight = tl.exp2(b_top - b_base), tl.exp2(b_level - b_base)
+        b_total = b_total * b_fade + b_weight
+        b_sums = b_sums * b_fade[:, None] + b_weight[:, None] * b_mean
+        b_top = b_higher
+    return b_top, b_total, b_sums

@@ -1,43 +1,41 @@
-"""Split-K decode attention to keys whose codes lie along the channels of each head, N tokens at a time; see read.py.
+"""Split-K decode attention to keys and values that are looked up, or angles, N tokens at a time; see read.py.
 
-A scan is a jit function of this file or per_channel.py, which the kernel gets as a compile-time argument (SCAN): the
+A scan is a jit function of this file or rounded.py, which the kernel gets as a compile-time argument (SCAN): the
 loop over the blocks of a split. Its arguments are those of the kernel (kernel.py), and
 
     i_first, i_last   the split's blocks: scalars, i_first up to but without i_last
     i_b, i_h          batch row and KV head
     start             the row's first slot that is neither padding nor a sink
 
-It returns the state of softmax.py.
+    part              where it writes what it found: Part of softmax.py
 """
 
 import triton
 import triton.language as tl
 
 from kvq_runtime.kernels.attend import rope, softmax
-from kvq_runtime.kernels.attend.read import load_query, scale_of_slot
+from kvq_runtime.kernels.attend.query import load_query
 
 
 @triton.jit
 def post_rope(
-    p_q, p_q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h, start,
-    L: tl.constexpr, READ_KEYS: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr, VS: tl.constexpr,
+    q, q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h, start,
+    part, L: tl.constexpr, READ_KEYS: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr, VS: tl.constexpr,
 ):  # fmt: skip
     """Keys after RoPE, or without it; `p_rope` is given where their mean was removed."""
     N: tl.constexpr = L.N
     M: tl.constexpr = L.M
     o_c = tl.arange(0, KS.P)
-    b_whole = tl.zeros((M,), tl.float32)  # Σ over the channels, which the keys' lows multiply
     b_q = ()
     for slot in tl.static_range(tl.constexpr(KS.SLOTS)):
         o_d = slot * KS.COLUMNS + o_c
         m_d = (o_c < KS.COLUMNS) & (o_d < L.D)
-        b_slot = load_query(p_q, scale, i_b * L.H + i_h, o_d, m_d, L)
-        b_whole += tl.sum(b_slot, 0)
-        b_q = b_q + ((b_slot * (1 / scale_of_slot(slot, KS))).to(tl.float16),)
+        b_slot = load_query(q, scale, i_b * L.H + i_h, o_d, m_d, L)
+        b_q = b_q + (b_slot.to(tl.float16),)
     i_first = tl.maximum(i_first, start // L.T)
-    b_top, b_total, b_low, b_sums = softmax.empty(N, L, VS)
+    b_top, b_total, b_sums = softmax.empty(N, L, VS)
     for i_block in range(i_first, i_last):
-        b_mean = rope.mean_of_block(p_q_exact, scale, p_rope, i_b, i_h, i_block, L)
+        b_mean = rope.mean_of_block(q_exact, scale, p_rope, i_b, i_h, i_block, L)
         for i_tile in tl.range((L.T + N - 1) // N, disable_licm=True):
             o_t = i_tile * N + tl.arange(0, N)
             m_t = o_t < L.T
@@ -47,10 +45,8 @@ def post_rope(
                 b_s = tl.dot(b_tiles[slot], b_q[slot], b_s)
             if len(b_numbers) > 0:
                 b_s = b_s * b_numbers[0][:, None]
-            if len(b_numbers) > 1:
-                b_s = b_s + b_numbers[1][:, None] * b_whole[None, :]
             b_s = rope.add_mean(b_s, b_mean, p_rope, o_t, m_t, L)
             b_s = tl.where((m_t & (i_block * L.T + o_t >= start))[:, None], b_s, float("-inf"))
             b_tiles, b_numbers = READ_VALUES(p_values, p_value_lookup, i_block, i_b, i_h, o_t, m_t, L, VS)
-            b_top, b_total, b_low, b_sums = softmax.add(b_top, b_total, b_low, b_sums, b_s, b_tiles, b_numbers)
-    return b_top, b_total, b_low, b_sums
+            b_top, b_total, b_sums = softmax.add(b_top, b_total, b_sums, b_s, b_tiles, b_numbers)
+    softmax.store((b_top, b_total, b_sums), part, L, VS)

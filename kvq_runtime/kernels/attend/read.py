@@ -1,6 +1,6 @@
 """Read a tile of tokens whose codes lie along the channels of each head: keys or values, encoded per token.
 
-A reader is a jit function of this file, per_group.py or read_polar.py, which the kernel gets as a compile-time argument
+A reader is a jit function of this file or read_polar.py, which the kernel gets as a compile-time argument
 (READ_KEYS, READ_VALUES):
 
     b_tiles, b_numbers = READ(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L, S)
@@ -12,7 +12,7 @@ A reader is a jit function of this file, per_group.py or read_polar.py, which th
     L, S        LayerSettings and the reader's own
 
 `b_tiles` is a tuple of S.SLOTS tiles float16 [N, S.P], slot i the channels [i · COLUMNS, (i + 1) · COLUMNS).
-`b_numbers` is (scale, low), (scale,) or (), float32 [N] each:   x̂[t, c] = scale[t] · tile[t, c] + low[t]
+`b_numbers` is (scale,) or (), float32 [N]:   x̂[t, c] = scale[t] · tile[t, c]
 
 So neither a dot product with the query, slot by slot, nor a sum over tokens, weighted by probability times scale,
 multiplies an element.
@@ -22,21 +22,7 @@ import triton
 import triton.language as tl
 
 from kvq_runtime.kernels.attend import unpack
-from kvq_runtime.kernels.attend.block_table import CODES, LOW, SCALE, field_of
-
-
-@triton.jit
-def scale_of_slot(SLOT: tl.constexpr, S: tl.constexpr):
-    """What the tile of a slot is too large by: a number."""
-    return 1.0 if S.PLANE == 0 else unpack.scale_of_stream(SLOT, S.PLANE)
-
-
-@triton.jit
-def load_query(p_q, scale, i_bh, o_d, m_d, L: tl.constexpr):
-    """All queries of a KV head, times `scale`: float32 [len(o_d), M]; column r is query head r // TQ, token r % TQ."""
-    o_m = tl.arange(0, L.M)
-    p = p_q + (i_bh * L.G * L.TQ + o_m)[None, :] * L.D + o_d[:, None]
-    return tl.load(p, mask=(o_m < L.G * L.TQ)[None, :] & m_d[:, None], other=0.0).to(tl.float32) * scale
+from kvq_runtime.kernels.attend.block_table import CODES, SCALE, field_of
 
 
 @triton.jit
@@ -57,26 +43,6 @@ def _load_runs(
 def load_number(p_number, o_t, m_t, i_h, L: tl.constexpr):
     """A float16 per token and head: float32 [N]."""
     return tl.load(p_number + o_t * L.H + i_h, mask=m_t, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def uniform(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr, S: tl.constexpr):
-    """Codes rounded to nearest, S of RtnSettings: SLOTS tiles [N, P], and scale and low [N]."""
-    FIELDS: tl.constexpr = 2 + S.HAS_LOW
-    BYTES: tl.constexpr = L.D * S.BITS // 8
-    NUMBERS: tl.constexpr = L.H * L.T * 2
-    p_codes = field_of(p_table, i_block, i_b, CODES, FIELDS, L.H * L.T * BYTES, tl.uint8)
-    b_runs = _load_runs(p_codes, o_t, m_t, i_h, BYTES, BYTES // S.COLUMNS, L, S)
-    b_tiles = ()
-    for slot in tl.static_range(tl.constexpr(S.SLOTS)):
-        b_tiles = b_tiles + (unpack.codes_float16(b_runs, slot, S.BITS),)
-    p_scale = field_of(p_table, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16)
-    b_scale = load_number(p_scale, o_t, m_t, i_h, L)
-    if S.HAS_LOW == 1:
-        b_low = load_number(field_of(p_table, i_block, i_b, LOW, FIELDS, NUMBERS, tl.float16), o_t, m_t, i_h, L)
-    else:
-        b_low = b_scale * (-((1 << S.BITS) - 1) / 2)
-    return b_tiles, (b_scale, b_low)
 
 
 @triton.jit

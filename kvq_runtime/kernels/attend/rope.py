@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.attend.read import load_query
+from kvq_runtime.kernels.attend.query import load_query
 
 CHUNK = tl.constexpr(32)  # channels that a product takes at a time: more would lie in registers
 
@@ -40,8 +40,9 @@ class RopePointers(NamedTuple):
 class RopeTables(NamedTuple):
     """Cos and sin by positions: constant but for `leads`. K = D / 2 frequencies.
 
-    block           of the positions of a block, float16: cos and sin [K, 2, T] for keys before RoPE; cos - 1 and sin
-                    [T, 2, K] for the mean of keys after it
+    block           of the positions of a block, float16: cos and sin for keys before RoPE, as lanes hold a tile of 16
+                    tokens and 8 frequencies, [T / 16, K / 8, 2, 8 g, 4 t, 2 r, 2 h], token g + 8 r, frequency 2 t + h;
+                    cos - 1 and sin [T, 2, K] for the mean of keys after it
     step_2K         of T, float32
     bases_N2K       of every block's first position, float32
     leads_B2K       of every row's start, float32, times `scaling`
@@ -67,7 +68,8 @@ class RopeTables(NamedTuple):
         frequencies_K = frequencies_K.double()
         inside_T2K = _circle(torch.arange(block), frequencies_K)
         if position == "pre":
-            table = inside_T2K.permute(2, 1, 0)
+            tiles = inside_T2K.view(-1, 2, 8, 2, len(frequencies_K) // 8, 4, 2)  # T / 16, r, g, 2, K / 8, t, h
+            table = tiles.permute(0, 4, 3, 2, 5, 1, 6)
         else:
             # 1 - cos x = 2 sin²(x / 2), which loses nothing where cos is near 1
             half_TK = _circle(torch.arange(block) / 2, frequencies_K)[:, 1]
@@ -104,12 +106,6 @@ def to_block(b_left, b_right, o_k, p_rope, i_b, i_block, HALF: tl.constexpr):
     b_sin = tl.load(p_rope.leads + i_b * (2 * HALF) + HALF + o_k, mask=m_k, other=0.0)[:, None]
     b_left, b_right = b_left * b_cos - b_right * b_sin, b_right * b_cos + b_left * b_sin
     return _rotated(b_left, b_right, o_k, p_rope.bases + i_block * (2 * HALF), HALF)
-
-
-@triton.jit
-def to_next_block(b_left, b_right, o_k, p_rope, HALF: tl.constexpr):
-    """A pair [K, M] rotated to the next block."""
-    return _rotated(b_left, b_right, o_k, p_rope.step, HALF)
 
 
 @triton.jit

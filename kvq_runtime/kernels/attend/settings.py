@@ -1,7 +1,7 @@
 """Compile-time settings of the attention kernel: its `tl.constexpr` arguments L, KS and VS, read by name (`S.BITS`).
 
-NamedTuples, one class a reader: hashed and compared at every launch, as fast as tuples are. Every class of a reader
-begins with the fields of TileSettings. Inside kernels:
+NamedTuples, one class a reader: hashed and compared at every launch, as fast as tuples are. Every class of a reader of
+read.py begins with the fields of TileSettings. Inside kernels:
 
     read fields alone: the source of a property is no part of the key under which Triton keeps compiled code
     in a `constexpr_function`, unpack them in order: Triton 3.6 hands it a plain tuple
@@ -13,100 +13,67 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from kvq_runtime.ops.fragment import Run, Words
+
 # False in Triton's interpreter, which has no inline assembly; as `triton.jit`, decided when this is imported
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 class LayerSettings(NamedTuple):
-    """L: the layer, its queries, and how tokens are shared out.
+    """L: the layer, and its tiles. What a step has of rows, queries and splits is known at run time alone.
 
-    H        KV heads
-    D        head size, in channels
-    T        tokens of a block
-    G        query heads of a KV head
-    TQ       query tokens
-    M        rows of the tile of queries: G · TQ, padded to 8, 16, 32 or 64
-    N        tokens of a tile that is read per token
-    SINKS    tokens at the start that are kept exactly
-    SPLITS   parts that the blocks are cut into
+    H       KV heads
+    D       head size, in channels
+    T       tokens of a block
+    M       columns of the tile of queries: 8, 16, 32 or 64
+    N       tokens of a tile that is read per token
+    SINKS   tokens at the start that are kept exactly
     """
 
     H: int
     D: int
     T: int
-    G: int
-    TQ: int
     M: int
     N: int
     SINKS: int
-    SPLITS: int
 
 
 class TileSettings(NamedTuple):
     """What every reader has, and all that tokens need which are held exactly.
 
-    A read gives a tile for each slot: a run of a head's channels, so that one stream of packed codes is one tile; per
-    channel, where codes lie along the tokens of a block, a run of a group's tokens.
+    A read gives a tile for each slot: a run of a head's channels, so that one stream of packed codes is one tile.
 
     SLOTS     tiles of a read
-    COLUMNS   channels (per channel: tokens) of a slot
+    COLUMNS   channels of a slot
     P         COLUMNS padded to a power of two, at least 16
-    PLANE     bits of a code whose slot s is too large by 2^(s · PLANE), see unpack.py; 0: no slot is too large
     """
 
     SLOTS: int
     COLUMNS: int
     P: int
-    PLANE: int
 
 
-class RtnSettings(NamedTuple):
-    """Codes rounded to nearest, a group a head: `read.uniform`.
+class RoundedSettings(NamedTuple):
+    """Codes rounded to nearest, ordered as the tensor core reads them: rounded.py.
 
-    BITS      of a code, 1 to 8
+    BITS      of a code: 1, 2, 3, 4 or 8
     HAS_LOW   1: scale and low are stored; 0: symmetric, low follows from the scale
+    GROUP     tokens with one scale, of keys per channel: 16 times a power of two, which divides T; else T
+    GROUPS    parts of a head's channels with scales of their own, of what is rounded per token; else 1
+    PAIRS     1: channel c is stored beside c + D / 2, which RoPE rotates it with
+    TILES, SUBS, BYTES, WORDS, RUNS   as in `Order` of ops/fragment.py
     """
 
-    SLOTS: int
-    COLUMNS: int
-    P: int
-    PLANE: int
-    BITS: int
-    HAS_LOW: int
-
-
-class GroupSettings(NamedTuple):
-    """Codes rounded to nearest, several groups a head: `per_group.groups`. One slot.
-
-    BITS, HAS_LOW   as in RtnSettings
-    GROUP           channels of a group, a power of two, at least 8
-    """
-
-    SLOTS: int
-    COLUMNS: int
-    P: int
-    PLANE: int
     BITS: int
     HAS_LOW: int
     GROUP: int
-
-
-class ChannelSettings(NamedTuple):
-    """Codes rounded to nearest along the tokens of a block: per_channel.py, where slots are of tokens.
-
-    BITS, HAS_LOW   as in RtnSettings
-    GROUP           tokens of a group, which divides T
-    WIDE            D padded to a power of two, at least 16; before RoPE, twice that of D / 2
-    """
-
-    SLOTS: int
-    COLUMNS: int
-    P: int
-    PLANE: int
-    BITS: int
-    HAS_LOW: int
-    GROUP: int
-    WIDE: int
+    GROUPS: int
+    PAIRS: int
+    TILES: int
+    SUBS: int
+    BYTES: int
+    WORDS: tuple[Words, ...]
+    RUNS: tuple[Run, ...]
 
 
 class CodebookSettings(NamedTuple):
@@ -121,7 +88,6 @@ class CodebookSettings(NamedTuple):
     SLOTS: int
     COLUMNS: int
     P: int
-    PLANE: int
     BITS: int
     STREAMS: int
     ELEMENTS: int
@@ -158,10 +124,9 @@ class PolarSettings(NamedTuple):
     SLOTS: int
     COLUMNS: int
     P: int
-    PLANE: int
     BYTES: int
     LOG8: int
     LEVELS: tuple[LevelSettings, ...]
 
 
-Settings = TileSettings | RtnSettings | GroupSettings | ChannelSettings | CodebookSettings | PolarSettings
+Settings = TileSettings | RoundedSettings | CodebookSettings | PolarSettings

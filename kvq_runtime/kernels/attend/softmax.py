@@ -5,14 +5,29 @@ The running state of M query rows, with w = 2^(s - top):
     b_top    [M]      largest s + log2 scale[t], rounded up, so far: not of s, so that the weights which the tensor
                       cores take in float16, w · scale, are at most 1 whatever the scale
     b_total  [N, M]   Σ w, as N sums that are added up at the end
-    b_low    [N, M]   Σ w · low[t], likewise
     b_sums   [P, M]   Σ w · scale[t] · tile[t], a tuple: one of each slot
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from kvq_runtime.kernels.attend.read import scale_of_slot
+
+class Part(NamedTuple):
+    """Where a program writes what it found.
+
+    mean, lse       pointers to float32 [lines, parts, rows, D] and [lines, rows, parts]
+    line, number    which of the lines and parts; parts, how many
+    rows            of queries
+    """
+
+    mean: Any
+    lse: Any
+    line: Any
+    number: Any
+    parts: Any
+    rows: Any
 
 
 @triton.jit
@@ -23,11 +38,11 @@ def empty(N: tl.constexpr, L: tl.constexpr, S: tl.constexpr):
     SLOTS: tl.constexpr = S.SLOTS
     b_sums = (tl.zeros((P, M), tl.float32),) * SLOTS
     b_top = tl.full((M,), float("-inf"), tl.float32)
-    return b_top, tl.zeros((N, M), tl.float32), tl.zeros((N, M), tl.float32), b_sums
+    return b_top, tl.zeros((N, M), tl.float32), b_sums
 
 
 @triton.jit
-def add(b_top, b_total, b_low, b_sums, b_s, b_tiles, b_numbers):
+def add(b_top, b_total, b_sums, b_s, b_tiles, b_numbers):
     """The state after a tile of tokens: scores b_s [N, M], -inf where masked; values as a reader gives them."""
     b_level = b_s
     if len(b_numbers) > 0:
@@ -37,8 +52,6 @@ def add(b_top, b_total, b_low, b_sums, b_s, b_tiles, b_numbers):
     b_fade = tl.exp2(b_top - b_base)
     b_w = tl.exp2(b_s - b_base[None, :])
     b_total = b_total * b_fade[None, :] + b_w
-    if len(b_numbers) > 1:
-        b_low = b_low * b_fade[None, :] + b_w * b_numbers[1][:, None]
     if len(b_numbers) > 0:
         b_w = b_w * b_numbers[0][:, None]
     b_faded = ()
@@ -46,7 +59,7 @@ def add(b_top, b_total, b_low, b_sums, b_s, b_tiles, b_numbers):
         b_sum = b_sums[slot] * b_fade[None, :]
         b_p = b_w.to(b_tiles[slot].dtype)
         b_faded = b_faded + (tl.dot(tl.trans(b_tiles[slot]), b_p, b_sum, input_precision="ieee"),)
-    return b_higher, b_total, b_low, b_faded
+    return b_higher, b_total, b_faded
 
 
 @triton.jit
@@ -56,19 +69,17 @@ def _exponent(b_x):
 
 
 @triton.jit
-def store(b_state, p_part, p_lse, i_part, L: tl.constexpr, S: tl.constexpr):
-    """Write a split's mean of the values, float32 [R, D], and log2 Σ 2^s, [R], R = G · TQ; of no token 0 and -inf."""
-    R: tl.constexpr = L.G * L.TQ
-    b_top, b_sums = b_state[0], b_state[3]
-    b_total, b_low = tl.sum(b_state[1], 0), tl.sum(b_state[2], 0)
+def store(b_state, part, L: tl.constexpr, S: tl.constexpr):
+    """Write a split's mean of the values and log2 Σ 2^s, of no token 0 and -inf."""
+    b_top, b_total, b_sums = b_state[0], tl.sum(b_state[1], 0), b_state[2]
     o_m = tl.arange(0, L.M)
-    m_m = (o_m < R)[None, :]
+    m_m = (o_m < part.rows)[None, :]
     b_share = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total, 1.0), 0.0)
     o_c = tl.arange(0, S.P)[:, None]
-    p = p_part + i_part * (R * L.D) + o_m[None, :] * L.D + o_c
+    p = part.mean + ((part.line * part.parts + part.number) * part.rows + o_m)[None, :] * L.D + o_c
     for slot in tl.static_range(tl.constexpr(S.SLOTS)):
-        b_mean = (b_sums[slot] * (1 / scale_of_slot(slot, S)) + b_low[None, :]) * b_share[None, :]
+        b_mean = b_sums[slot] * b_share[None, :]
         o_d = slot * S.COLUMNS + o_c
         tl.store(p + slot * S.COLUMNS, b_mean, mask=m_m & (o_c < S.COLUMNS) & (o_d < L.D))
     b_lse = tl.where(b_total > 0, b_top + tl.log2(tl.where(b_total > 0, b_total, 1.0)), float("-inf"))
-    tl.store(p_lse + i_part * R + o_m, b_lse, mask=o_m < R)
+    tl.store(part.lse + (part.line * part.rows + o_m) * part.parts + part.number, b_lse, mask=o_m < part.rows)

@@ -1,0 +1,186 @@
+"""Have `model.generate` replay its decode steps as CUDA graphs: one line, and a reason wherever it cannot.
+
+`generate` asks its model twice: whether a step may be compiled (`_valid_auto_compile_criteria`), and for the call that
+takes it (`get_compiled_call`). Greedy search and sampling take every step after the prompt with that call, and here it
+is answered for a KVQCache. Their mask grows by ones alone, so that no step has to look for padding.
+
+Why not what transformers does there by itself, for a cache that `is_compileable`: it builds a 4-D mask as long as the
+cache for each step, which our kernel does not read and which hides from the cache where padding is; and torch.compile
+traces what the host counts, another number at each step. What is recorded here is what the device is told to do, which
+depends on none of these counts: `attention/cuda_graph.py`.
+"""
+
+import logging
+from collections import Counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from kvq_runtime.attention.cuda_graph import Record, graph, not_yet
+from kvq_runtime.hf.cache import KVQCache
+from kvq_runtime.hf.model import check_model
+from kvq_runtime.hf.recorded_step import Asked, RecordedStep
+
+_log = logging.getLogger(__name__)
+
+ASKED = ("_valid_auto_compile_criteria", "get_compiled_call")  # what generate asks its model
+DIRECT = (
+    "the model was called by itself: beam search, assisted decoding, generate with disable_compile and loops of one's "
+    "own do so"
+)
+
+
+class CudaGraphs:
+    """Replay the decode steps of `model.generate` as CUDA graphs, for any KVQCache, until `close` or the end of `with`.
+
+        model.set_attn_implementation("kvq")
+        with CudaGraphs(model) as graphs:
+            out = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+        print(graphs)
+
+    A recorded step is launched at once, where an eager one asks the host for some dozens of launches in each layer. It
+    is recorded after the prompt, by two passes that are undone, and again after `reset`, for other rows or other
+    weights, and when the cache outgrows its tables; a later `generate` that goes on with the cache replays it. It gives
+    the eager step's tokens, in greedy search and in sampling, whatever streamer, stopping criteria and padding on the
+    left. A step that completes a block encodes it eagerly.
+
+    Every other step is eager, as without this; `reason` and the log say why: no CUDA device, another attention than
+    "kvq", a recipe without a kernel or with a policy that asks the host, layers that transformers holds, padding
+    elsewhere than on the left, autocast, attentions or hidden states in the output, beam search, assisted decoding.
+
+    No CUDA graph has been recorded on a GPU yet: what is tested is this, with a stand-in that repeats the step while
+    all that the host counts stays as it was when it was recorded.
+
+    replayed   steps that were replays
+    recorded   graphs recorded for them
+    eager      {reason: steps that were not replays}
+    reason     why the newest step was not a replay; None if it was one, or there was none yet
+
+    What is changed in the model between two steps without another tensor or training flag is not seen by a recorded
+    step, such as an adapter that is switched off: `close` before, and make another. Copy the model after `close`, too.
+    Raises TypeError for what is no transformers model that generates, RuntimeError for a model that has this already.
+    """
+
+    def __init__(self, model: PreTrainedModel, record: Record = graph):
+        """Take effect at once.
+
+        model    whose `generate` is meant
+        record   makes of a step (its result, what replays it): other than by CUDA in tests
+        """
+        check_model(model)
+        if not isinstance(model, GenerationMixin):
+            raise TypeError(f"{type(model).__name__} has no generate of transformers; give the model that has")
+        if ASKED[0] in vars(model):
+            raise RuntimeError(f"this {type(model).__name__} has CudaGraphs already: close() them first")
+        self.model, self.record = model, record
+        self.replayed = self.recorded = 0
+        self.eager: Counter[str] = Counter()
+        self.reason: str | None = None
+        self._steps: WeakKeyDictionary[KVQCache, RecordedStep] = WeakKeyDictionary()
+        self._given = False  # whether generate is about to read a prompt, and will then take steps with our call
+        self._next = self._chunked = False  # whether the call asked for next is ours; whether for parts of a prompt too
+        self._busy = False  # whether our call is under way
+        self._stock = [getattr(model, name) for name in ASKED]
+        for name, answer in zip(ASKED, (self._may_compile, self._call), strict=True):
+            setattr(model, name, answer)
+        self._hook = model.register_forward_pre_hook(self._called, with_kwargs=True)
+
+    def close(self) -> None:
+        """Let generate take eager steps again, and give back the recorded ones."""
+        for name in ASKED:
+            vars(self.model).pop(name, None)
+        self._hook.remove()
+        self._steps.clear()
+
+    def __enter__(self) -> "CudaGraphs":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        counted = f"{self.replayed} steps replayed, {self.recorded} graphs recorded"
+        return f"CudaGraphs({'; '.join([counted, *(f'{n} eager: {reason}' for reason, n in self.eager.items())])})"
+
+    def _may_compile(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """Answer generate, before it reads the prompt or a chunk of it."""
+        ours = isinstance(model_kwargs.get("past_key_values"), KVQCache) and not generation_config.disable_compile
+        self._given = self._next = ours
+        self._chunked = generation_config.prefill_chunk_size is not None
+        return ours or self._stock[0](model_kwargs, generation_config)
+
+    def _call(self, compile_config: Any) -> Any:
+        return _Steps(self, self._chunked) if self._next else self._stock[1](compile_config)
+
+    def _called(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Hear of a pass; count it if it is not ours, nor a prompt."""
+        cache = kwargs.get("past_key_values")
+        if self._busy or not isinstance(cache, KVQCache):
+            return
+        prompt, self._given = self._given or not cache.get_seq_length(), False
+        if not prompt:
+            self._note(DIRECT)
+
+    def _note(self, reason: str, level: int = logging.WARNING) -> None:
+        """Count an eager step, and say once why."""
+        if reason not in self.eager:
+            _log.log(level, "a decode step is not replayed as a CUDA graph: %s", reason)
+        self.eager[reason] += 1
+        self.reason = reason
+
+
+class _Steps:
+    """What one `generate` takes its steps with.
+
+    chunked   whether it may be given parts of a prompt too, in whose masks padding can be anywhere
+    """
+
+    def __init__(self, graphs: CudaGraphs, chunked: bool):
+        self.graphs, self.chunked = graphs, chunked
+        self.refused: str | None = None  # why none of its steps can be recorded
+        self.step: RecordedStep | None = None
+
+    def __call__(self, **given: Any) -> Any:
+        graphs = self.graphs
+        graphs._given, graphs._busy = False, True
+        try:
+            ids = given.get("input_ids")
+            if ids is None or ids.shape[-1] != 1:  # a part of a prompt
+                return graphs.model(**given)
+            step, reason = self._find(given)
+            if step is None:
+                graphs._note(reason, logging.DEBUG if self.refused is None else logging.WARNING)
+                return graphs.model(**given)
+            out = step.take(given)
+            graphs.replayed, graphs.reason = graphs.replayed + 1, None
+            return out
+        finally:
+            graphs._busy = False
+
+    def _find(self, given: dict[str, Any]) -> tuple[RecordedStep, str] | tuple[None, str]:
+        """The step to replay; or None, and why not."""
+        mask = given.get("attention_mask") if self.chunked else None
+        if mask is not None and not bool(mask[..., -1].all()):
+            self.refused = "the newest token of a part of the prompt is padding"
+        if self.refused is not None:
+            return None, self.refused
+        if self.step is not None and self.step.ready():
+            return self.step, ""
+        graphs, cache = self.graphs, given["past_key_values"]
+        asked = Asked(graphs.model, given)
+        held = graphs._steps.pop(cache, None)
+        if held is None or held.asked != asked or not held.ready():
+            self.refused = asked.refused(cache)
+            soon = None if self.refused else not_yet(cache.blocks)
+            if self.refused or soon:
+                return None, self.refused or soon or ""
+            try:
+                held = RecordedStep(graphs.model, asked, given, graphs.record)
+            except RuntimeError as error:  # what CUDA cannot record: a step of this model that waits for the device
+                self.refused = f"it cannot be recorded: {str(error).partition(chr(10))[0]}"
+                return None, self.refused
+            graphs.recorded += 1
+        self.step = graphs._steps[cache] = held
+        return held, ""

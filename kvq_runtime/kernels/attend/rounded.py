@@ -1,0 +1,290 @@
+"""Split-K decode attention to keys and values that are rounded: a sub-block of up to 128 tokens at a time.
+
+All that multiplies single codes are the tensor cores: codes come as x = 1 + code / weight (fragment.py), steps scale
+the query or the scores, and the weights of the softmax; the ones are taken off sums, low ends are added to them.
+
+    keys, a scale a channel      s_t = Σ_c q_c (step_c code_tc + low_c) = weight (Σ (q step)_c x_tc - Σ (q step)_c) + Σ q low
+    keys, a scale a token        s_t = step_t weight (Σ q_c x_tc - Σ q_c) + low_t Σ q_c
+    values, a scale a token      Σ_t w_t (step_t code_tc + low_t) = Σ_t u_t x_tc + Σ_t (w_t low_t - u_t),  u = w step weight
+
+Channels or tokens that share a scale are a group; sums are by group. What the tensor cores take, q step and u, is
+rounded to float16 before the ones are counted, so that they leave exactly.
+
+The state of M query rows, w = 2^(s - top):
+
+    b_top    [M]        largest s so far, plus log2 of the largest step beside it, rounded up: w · step is at most 1
+    b_total  [16, M]    Σ w, by tokens of a tile
+    b_rest   [16, M]    Σ w low - u, in parts, a tuple: one of each run of channels
+    b_sums   [16 I, M]  Σ u x, a tuple: one of each run
+"""
+
+import triton
+import triton.language as tl
+
+from kvq_runtime.kernels.attend import fragment, rope
+from kvq_runtime.kernels.attend.block_table import CODES, LOW, SCALE, field_of
+from kvq_runtime.kernels.attend.query import load_query
+
+
+@triton.jit
+def scan(
+    q, q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h, start,
+    part, L: tl.constexpr, SCORES: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr, VS: tl.constexpr,
+):  # fmt: skip
+    """A scan, see per_token.py. SCORES is a function of this file: how keys are scored."""
+    M: tl.constexpr = L.M
+    SUBS: tl.constexpr = KS.SUBS
+    TILES: tl.constexpr = KS.TILES
+    b_q = ()
+    for run in tl.static_range(len(KS.RUNS)):
+        o_d = fragment.channels_of_head(KS.RUNS[run], L.D, KS.PAIRS)
+        b_head = load_query(q, scale, i_b * L.H + i_h, o_d, o_d < L.D, L)
+        b_q = b_q + (b_head if KS.PAIRS else b_head.to(tl.float16),)
+    b_top = tl.full((M,), float("-inf"), tl.float32)
+    b_total = tl.zeros((16, M), tl.float32)
+    b_rest = (b_total,) * len(VS.RUNS)
+    b_sums = ()
+    for run in tl.static_range(len(VS.RUNS)):
+        b_sums = b_sums + (tl.zeros((16 * VS.RUNS[run].COUNT, M), tl.float32),)
+    i_first = tl.maximum(i_first, start // L.T)
+    for i in tl.range(i_first * SUBS, i_last * SUBS, disable_licm=True):
+        i_block, i_sub = i // SUBS, i % SUBS
+        p_k = field_of(p_keys, i_block, i_b, CODES, 2 + KS.HAS_LOW, L.H * SUBS * KS.BYTES, tl.uint8)
+        p_v = field_of(p_values, i_block, i_b, CODES, 2 + VS.HAS_LOW, L.H * SUBS * VS.BYTES, tl.uint8)
+        b_k = fragment.load_words(p_k + (i_h * SUBS + i_sub) * KS.BYTES, KS)
+        b_mean = rope.mean_of_block(q_exact, scale, None if KS.PAIRS else p_rope, i_b, i_h, i_block, L)
+        b_s = SCORES(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L, KS)
+        b_v = fragment.load_words(p_v + (i_h * SUBS + i_sub) * VS.BYTES, VS)
+        b_steps, b_lows = _numbers(p_values, i_block, i_sub, i_b, i_h, L, VS)
+        b_seen = ()
+        b_highest = tl.full((16, M), float("-inf"), tl.float32)
+        b_widest = b_steps[0]
+        for tile in tl.static_range(TILES):
+            o_t = (i_sub * TILES + tile) * 16 + tl.arange(0, 16)
+            b_one = rope.add_mean(b_s[tile], b_mean, p_rope, o_t, o_t < L.T, L)
+            b_one = tl.where((i_block * L.T + o_t >= start)[:, None], b_one, float("-inf"))
+            b_highest = tl.maximum(b_highest, b_one)
+            b_seen = b_seen + (b_one,)
+        for number in tl.static_range(VS.GROUPS * TILES):
+            b_widest = tl.maximum(b_widest, b_steps[number])
+        b_level = tl.maximum(b_top, tl.max(b_highest, 0) + _exponent(tl.max(b_widest.to(tl.float32), 0)))
+        b_base = tl.where(b_level == float("-inf"), 0.0, b_level)
+        b_fade = tl.exp2(b_top - b_base)
+        b_top = b_level
+        b_total = b_total * b_fade[None, :]
+        b_rest = _faded(b_rest, b_fade)
+        b_sums = _faded(b_sums, b_fade)
+        for tile in tl.static_range(TILES):
+            b_w = tl.exp2(b_seen[tile] - b_base[None, :])
+            b_total += b_w
+            b_left = ()
+            b_more = ()
+            for run in tl.static_range(len(VS.RUNS)):
+                weight = fragment.weight(VS.RUNS[run].PLANES, tile)
+                b_step = b_steps[VS.RUNS[run].GROUP * TILES + tile].to(tl.float32)
+                b_low = _low(b_lows, VS.RUNS[run].GROUP * TILES + tile, b_step, VS)
+                b_u = (b_w * (b_step * weight)[:, None]).to(tl.float16)
+                b_one = tl.dot(tl.full((16, 16), -1 / 16, tl.float16), b_u, b_rest[run])  # in each of 16 rows
+                b_left = b_left + (b_one + b_w * b_low[:, None],)
+                b_x = fragment.rows_of_channels(fragment.operand(b_v, tile, VS.RUNS[run]), VS.RUNS[run])
+                b_more = b_more + (tl.dot(b_x, b_u, b_sums[run]),)
+            b_rest = b_left
+            b_sums = b_more
+    _store((b_top, b_total, b_rest, b_sums), part, L, VS)
+
+
+@triton.jit
+def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
+    """Scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a channel and group of tokens."""
+    NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
+    TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
+    p_step = field_of(p_keys, i_block, i_b, SCALE, 2 + S.HAS_LOW, NUMBERS, tl.float16)
+    if S.HAS_LOW == 1:
+        p_low = field_of(p_keys, i_block, i_b, LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16)
+    else:
+        p_low = p_step
+    b_s = ()
+    for first in tl.static_range(0, S.TILES, TOGETHER):
+        o_group = (i_h * (L.T // S.GROUP) + (i_sub * S.TILES + first) * 16 // S.GROUP) * L.D
+        b_scaled = ()
+        b_ones = ()
+        b_base = tl.zeros((16, L.M), tl.float32)
+        for run in tl.static_range(len(S.RUNS)):
+            o_d = fragment.channels(S.RUNS[run])
+            b_step = tl.load(p_step + o_group + o_d)
+            if S.HAS_LOW == 1:
+                b_low = tl.load(p_low + o_group + o_d)
+            else:
+                b_low = (b_step.to(tl.float32) * (-((1 << S.BITS) - 1) / 2)).to(tl.float16)
+            b_times = b_q[run] * b_step[:, None]
+            b_scaled = b_scaled + (b_times,)
+            b_ones = b_ones + (tl.dot(tl.full((16, 16 * S.RUNS[run].COUNT), 1.0, tl.float16), b_times),)
+            b_base = tl.dot(tl.full((16, 16 * S.RUNS[run].COUNT), 1.0, tl.float16), b_q[run] * b_low[:, None], b_base)
+        for tile in tl.static_range(TOGETHER):
+            b_one = b_base
+            for run in tl.static_range(len(S.RUNS)):
+                weight = fragment.weight(S.RUNS[run].PLANES, first + tile)
+                b_one -= b_ones[run] * weight
+            for run in tl.static_range(len(S.RUNS)):
+                weight = fragment.weight(S.RUNS[run].PLANES, first + tile)
+                b_x = fragment.operand(b_k, first + tile, S.RUNS[run])
+                b_one += tl.dot(fragment.rows_of_tokens(b_x, S.RUNS[run]), b_scaled[run]) * weight
+            b_s = b_s + (b_one,)
+    return b_s
+
+
+@triton.jit
+def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
+    """As `per_channel`, of keys before RoPE: decoded in the tile, and rotated as if the block began at position 0.
+
+    The query is rotated back by the block's first position. A mean that was removed joins the lows.
+    """
+    NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
+    TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
+    p_step = field_of(p_keys, i_block, i_b, SCALE, 2 + S.HAS_LOW, NUMBERS, tl.float16)
+    if S.HAS_LOW == 1:
+        p_low = field_of(p_keys, i_block, i_b, LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16)
+    else:
+        p_low = p_step
+    b_turned = ()
+    for run in tl.static_range(len(S.RUNS)):
+        b_one = _turned_query(b_q[run], p_rope.leads + i_b * L.D, -1.0, L, S.RUNS[run])
+        b_one = _turned_query(b_one, p_rope.bases + i_block * L.D, 1.0, L, S.RUNS[run])
+        b_turned = b_turned + (b_one.to(tl.float16),)
+    b_s = ()
+    for first in tl.static_range(0, S.TILES, TOGETHER):
+        o_group = (i_h * (L.T // S.GROUP) + (i_sub * S.TILES + first) * 16 // S.GROUP) * L.D
+        b_steps = ()
+        b_lows = ()
+        for run in tl.static_range(len(S.RUNS)):
+            o_d = fragment.channels(S.RUNS[run])
+            b_step = tl.load(p_step + o_group + o_d).to(tl.float32)
+            if S.HAS_LOW == 1:
+                b_low = tl.load(p_low + o_group + o_d).to(tl.float32)
+            else:
+                b_low = b_step * (-((1 << S.BITS) - 1) / 2)
+            if p_rope.mean is not None:
+                b_low += tl.load(p_rope.mean + i_h * L.D + fragment.channels_of_head(S.RUNS[run], L.D, 1))
+            b_steps = b_steps + (b_step,)
+            b_lows = b_lows + (b_low,)
+        for tile in tl.static_range(TOGETHER):
+            b_one = tl.zeros((16, L.M), tl.float32)
+            for run in tl.static_range(len(S.RUNS)):
+                weight = fragment.weight(S.RUNS[run].PLANES, first + tile)
+                b_x = fragment.rows_of_tokens(fragment.operand(b_k, first + tile, S.RUNS[run]), S.RUNS[run])
+                b_step = (b_steps[run] * weight).to(tl.float16)
+                b_low = b_lows[run].to(tl.float16)
+                b_k16 = (b_x - 1.0) * b_step[None, :] + b_low[None, :]
+                b_cos, b_sin = fragment.angles_of_tile(
+                    p_rope.block, i_sub * S.TILES + first + tile, S.RUNS[run], L.D // 16
+                )
+                b_k16 = b_k16 * b_cos + fragment.partners(b_k16) * b_sin
+                b_one = tl.dot(b_k16, b_turned[run], b_one)
+            b_s = b_s + (b_one,)
+    return b_s
+
+
+@triton.jit
+def _turned_query(b_q, p_angles, sign, L: tl.constexpr, RUN: tl.constexpr):
+    """A query [16 I, M], channels in pairs, turned back by the angles whose cos and sin are at a pointer, [2, D / 2].
+
+    sign   1: back; -1: forward
+    """
+    o_f = fragment.frequencies(RUN)
+    b_cos, b_sin = tl.load(p_angles + o_f), tl.load(p_angles + L.D // 2 + o_f) * sign
+    b_sin = tl.where(fragment.is_left(RUN), b_sin, -b_sin)
+    return b_q * b_cos[:, None] + tl.trans(fragment.partners(tl.trans(b_q))) * b_sin[:, None]
+
+
+@triton.jit
+def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
+    """Scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a token and group of channels."""
+    b_steps, b_lows = _numbers(p_keys, i_block, i_sub, i_b, i_h, L, S)
+    b_ones = ()
+    b_whole = (tl.zeros((L.M,), tl.float32),) * S.GROUPS
+    for run in tl.static_range(len(S.RUNS)):
+        b_ones = b_ones + (tl.sum(b_q[run].to(tl.float32), 0),)
+        b_whole = _added(b_whole, S.RUNS[run].GROUP, b_ones[run])
+    b_s = ()
+    for tile in tl.static_range(S.TILES):
+        b_parts = (tl.zeros((16, L.M), tl.float32),) * S.GROUPS
+        for run in tl.static_range(len(S.RUNS)):
+            weight = fragment.weight(S.RUNS[run].PLANES, tile)
+            b_x = fragment.operand(b_k, tile, S.RUNS[run])
+            b_one = tl.dot(fragment.rows_of_tokens(b_x, S.RUNS[run]), b_q[run])
+            b_parts = _added(b_parts, S.RUNS[run].GROUP, (b_one - b_ones[run][None, :]) * weight)
+        b_sum = tl.zeros((16, L.M), tl.float32)
+        for group in tl.static_range(S.GROUPS):
+            b_step = b_steps[group * S.TILES + tile].to(tl.float32)
+            b_low = _low(b_lows, group * S.TILES + tile, b_step, S)
+            b_sum += b_parts[group] * b_step[:, None] + b_low[:, None] * b_whole[group][None, :]
+        b_s = b_s + (b_sum,)
+    return b_s
+
+
+@triton.jit
+def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
+    """Steps and lows of a sub-block's tokens, float16 [16], by group and tile; no lows where they follow from steps."""
+    NUMBERS: tl.constexpr = L.H * S.GROUPS * L.T * 2
+    o_t = i_h * S.GROUPS * L.T + i_sub * (16 * S.TILES) + tl.arange(0, 16)
+    p_step = field_of(p_table, i_block, i_b, SCALE, 2 + S.HAS_LOW, NUMBERS, tl.float16) + o_t
+    b_steps = ()
+    b_lows = ()
+    for number in tl.static_range(S.GROUPS * S.TILES):
+        b_steps = b_steps + (tl.load(p_step + number // S.TILES * L.T + number % S.TILES * 16),)
+    if S.HAS_LOW == 1:
+        p_low = field_of(p_table, i_block, i_b, LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16) + o_t
+        for number in tl.static_range(S.GROUPS * S.TILES):
+            b_lows = b_lows + (tl.load(p_low + number // S.TILES * L.T + number % S.TILES * 16),)
+    return b_steps, b_lows
+
+
+@triton.jit
+def _low(b_lows, NUMBER: tl.constexpr, b_step, S: tl.constexpr):
+    """The low end beside a step, float32 [16]."""
+    if S.HAS_LOW == 1:
+        b_low = b_lows[NUMBER].to(tl.float32)
+    else:
+        b_low = b_step * (-((1 << S.BITS) - 1) / 2)
+    return b_low
+
+
+@triton.jit
+def _faded(b_tiles, b_fade):
+    """Each [N, M] of a tuple times [M]."""
+    b_faded = ()
+    for i in tl.static_range(len(b_tiles)):
+        b_faded = b_faded + (b_tiles[i] * b_fade[None, :],)
+    return b_faded
+
+
+@triton.jit
+def _added(b_tiles, PLACE: tl.constexpr, b_more):
+    """The tuple with something added to the entry at PLACE."""
+    b_found = ()
+    for i in tl.static_range(len(b_tiles)):
+        if i == PLACE:
+            b_found = b_found + (b_tiles[i] + b_more,)
+        else:
+            b_found = b_found + (b_tiles[i],)
+    return b_found
+
+
+@triton.jit
+def _exponent(x):
+    """log2 of a float32 rounded up, from its bits, at least -24."""
+    return tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 102).to(tl.float32) - 126.0
+
+
+@triton.jit
+def _store(b_state, part, L: tl.constexpr, S: tl.constexpr):
+    """Write a split's mean of the values, and log2 Σ 2^s, of no token 0 and -inf."""
+    b_top, b_total = b_state[0], tl.sum(b_state[1], 0)
+    o_m = tl.arange(0, L.M)
+    b_share = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total, 1.0), 0.0)
+    p = part.mean + ((part.line * part.parts + part.number) * part.rows + o_m)[None, :] * L.D
+    for run in tl.static_range(len(S.RUNS)):
+        b_mean = (b_state[3][run] + tl.sum(b_state[2][run], 0)[None, :]) * b_share[None, :]
+        tl.store(p + fragment.channels(S.RUNS[run])[:, None], b_mean, mask=(o_m < part.rows)[None, :])
+    b_lse = tl.where(b_total > 0, b_top + tl.log2(tl.where(b_total > 0, b_total, 1.0)), float("-inf"))
+    tl.store(part.lse + (part.line * part.rows + o_m) * part.parts + part.number, b_lse, mask=o_m < part.rows)

@@ -1,0 +1,111 @@
+"""Order the codes of blocks in slabs as the decode kernel reads them, and back; artifacts and codecs know nothing of it.
+
+Codes that are rounded lie as the tensor core takes them (ops/fragment.py), head by head; beside them, contiguous, the
+numbers of a head: of channels, group after group of tokens, or of tokens, group after group of channels.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry, Role
+from kvq_runtime.ops import fragment, pack
+from kvq_runtime.stages import groups
+from kvq_runtime.stages.stage import Scheme
+
+
+@dataclass(frozen=True)
+class KernelOrder:
+    """Of the blocks of one side of a layer.
+
+    geometry   of the model, and `block`, the tokens of a block
+    role       keys are multiplied from the right, by the query, values from the left, by weights: see `rows`
+    axis       of its scheme: "channel", a scale for each channel and group of tokens; "token"
+    group      tokens, or channels, with one scale
+    pairs      whether channel c is stored beside c + D / 2, with which RoPE rotates it
+    order      of a head's block
+
+    Shapes: [B, n, ...], n blocks · H heads · T tokens of a block · D channels of a head · M groups.
+    """
+
+    geometry: Geometry
+    block: int
+    role: Role
+    axis: str
+    group: int
+    pairs: bool
+    order: fragment.Order
+
+    def arranged(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What slabs hold, of fields [B, n, ...] as a codec encodes them: codes [B, n, H, bytes], numbers [B, n, H, M,
+        D] (axis "channel") or [B, n, H, M, T]; of as many bytes."""
+        found = {name: self._numbers(x) for name, x in fields.items() if name != "codes"}
+        return {"codes": fragment.arrange(self._codes(fields["codes"]), self.order, self.rows)} | found
+
+    def collected(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Undo `arranged`."""
+        heads, size = self.geometry.kv_heads, self.geometry.head_size
+        codes_TD = fragment.collect(fields["codes"], self.order, self.rows)
+        if self.axis == "channel":
+            rows = codes_TD.mT[..., self._back, :].flatten(-3, -2)  # [B, n, C, T]
+        else:
+            rows = codes_TD.transpose(-3, -2).reshape(*codes_TD.shape[:2], self.block, heads * size)
+        found = {"codes": pack.pack(rows.unflatten(-1, (-1, self.group)), self.order.BITS)}
+        for name, x in fields.items():
+            if name != "codes" and self.axis == "channel":
+                found[name] = x[..., self._back].mT.flatten(-3, -2)
+            elif name != "codes":
+                found[name] = x.permute(0, 1, 4, 2, 3).flatten(-2)
+        return found
+
+    @property
+    def rows(self) -> str:
+        """Rows of the operand: what is not summed over."""
+        return "tokens" if self.role == "key" else "channels"
+
+    @property
+    def _places(self) -> Tensor:
+        """The head's channel in each stored place."""
+        return _places(self.geometry.head_size, self.pairs)
+
+    @property
+    def _back(self) -> Tensor:
+        """The stored place of each of the head's channels."""
+        return self._places.argsort()
+
+    def _codes(self, codes: Tensor) -> Tensor:
+        """[B, n, H, T, D]"""
+        x = pack.unpack(codes, self.order.BITS, self.group).flatten(-2)
+        heads = (self.geometry.kv_heads, self.geometry.head_size)
+        if self.axis == "channel":
+            return x.unflatten(-2, heads)[..., self._places, :].mT
+        return x.unflatten(-1, heads).transpose(-3, -2)
+
+    def _numbers(self, x: Tensor) -> Tensor:
+        heads = self.geometry.kv_heads
+        if self.axis == "channel":
+            return x.unflatten(-2, (heads, -1)).mT[..., self._places].contiguous()
+        return x.unflatten(-1, (heads, -1)).permute(0, 1, 3, 4, 2).contiguous()
+
+
+def kernel_order(scheme: Scheme, block: int, geometry: Geometry, role: Role, before_rope: bool) -> KernelOrder | None:
+    """The order of what a scheme rounds; None where codes stay as they are encoded: no kernel reads these otherwise."""
+    quantize, size = scheme.quantize, geometry.head_size
+    if quantize.kernel != "uniform":
+        return None
+    channel = scheme.axis == "channel"
+    group = groups.size(quantize.group, block if channel else geometry.width, geometry)
+    if group % fragment.EDGE or group > (block if channel else size) or (channel and group & (group - 1)):
+        return None
+    order = fragment.order(quantize.bits, block, size, 1 if channel else size // group)
+    return order and KernelOrder(geometry, block, role, scheme.axis, group, before_rope, order)
+
+
+@lru_cache(maxsize=32)
+def _places(size: int, pairs: bool) -> Tensor:
+    if not pairs:
+        return torch.arange(size)
+    return torch.arange(size).view(2, -1, 8).transpose(0, 1).flatten()  # 8 of the first half, 8 of the second

@@ -1,0 +1,482 @@
+"""`model.generate` under CudaGraphs: the tokens and logits of eager steps, replayed, and a reason for every other step.
+
+There is no graph here: `frozen` repeats the step while all that the host counts stays as it was when it was recorded.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from feeding import RECIPES
+from frozen import frozen
+from fused_driver import with_kernels  # noqa: F401
+from generating import padded
+from models import prompt, random_model
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from kvq_runtime import CudaGraphs, KVQCache
+from kvq_runtime.ops import dispatch
+
+pytest.importorskip("triton")
+
+RECIPE = RECIPES["rtn-2bit"]  # recent 12, blocks of 16
+NEW = 24
+
+
+def model_of(attention: str = "kvq", layers: int = 2, **settings: Any) -> PreTrainedModel:
+    return random_model("llama", attention, num_hidden_layers=layers, **settings)
+
+
+def exact_alone(q_BHTD: Tensor, keys: Any, values: Any, exact: Any, lengths: Tensor, starts_B: Tensor, *rest: Any):
+    """Attention in place of the kernel's: to the window alone, found as the kernel finds it, by what the device counts.
+
+    How many blocks there are, and where rows start, changes the result too.
+    """
+    blocks, first, count = lengths.unbind()
+    k_window, v_window, heads = exact.k_window, exact.v_window, keys.layout.geometry.kv_heads
+    place = torch.arange(k_window.shape[1])
+    seen = (place >= first) & (place < first + count)
+    k, v = (
+        x.unflatten(-1, (heads, -1)).transpose(1, 2).repeat_interleave(q_BHTD.shape[1] // heads, 1)
+        for x in (k_window.nan_to_num(), v_window.nan_to_num())
+    )
+    scores = (q_BHTD @ k.mT / 6).masked_fill(~seen, -torch.inf)
+    out = scores.softmax(-1) @ v * (1 + 0.05 * blocks) + 0.02 * starts_B[:, None, None, None]
+    return out, scores.logsumexp(-1)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel in the interpreter: what is compared are two ways to take a step, not what it computes."""
+    monkeypatch.setattr("kvq_runtime.kernels.attend.host.attend", exact_alone)
+
+
+@contextmanager
+def graphs_of(model: PreTrainedModel, *caches: KVQCache) -> Iterator[CudaGraphs]:
+    """CudaGraphs with the stand-in; the cache that is being recorded is the one whose pass is tried."""
+
+    def record(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        (cache,) = [cache for cache in caches if cache.blocks.positions.recorded]
+        return frozen(cache.blocks, step, torch.empty(cache.blocks.rows, 1, model.config.vocab_size))
+
+    with CudaGraphs(model, record) as graphs:
+        yield graphs
+
+
+def generate(model: PreTrainedModel, ids: Tensor, cache: KVQCache, **settings: Any) -> Any:
+    given = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 1} | settings
+    given |= {"return_dict_in_generate": True, "output_logits": True}
+    torch.manual_seed(7)
+    return model.generate(ids, past_key_values=cache, **given)
+
+
+def compared(model: PreTrainedModel, ids: Tensor, **settings: Any) -> tuple[CudaGraphs, Any]:
+    """Generate eagerly and with graphs: the same tokens, and the same logits bit for bit."""
+    cache, other = KVQCache(RECIPE, model), KVQCache(RECIPE, model)
+    wanted = generate(model, ids, other, **settings)
+    with graphs_of(model, cache) as graphs:
+        found = generate(model, ids, cache, **settings)
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert torch.equal(torch.stack(found.logits), torch.stack(wanted.logits))
+    assert cache.get_seq_length() == other.get_seq_length() == found.sequences.shape[1] - 1
+    for layer, store in cache.blocks.layers.items():
+        assert store.blocks == other.blocks.layers[layer].blocks
+    return graphs, found
+
+
+# ---- steps that are replays --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_kernels_own_step_is_replayed():
+    graphs, _ = compared(model_of(layers=1), prompt(1, 40), max_new_tokens=4)
+    assert (graphs.replayed, graphs.recorded, graphs.reason) == (3, 1, None)
+
+
+@pytest.mark.parametrize("way", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 23)], ids=["whole", "padded"])
+def test_tokens_and_logits_are_those_of_eager_steps(way, lengths, quick):
+    ids, mask = padded(prompt(2, 40), *lengths)
+    graphs, found = compared(model_of(), ids, attention_mask=mask, **way)
+    assert (graphs.replayed, graphs.recorded, dict(graphs.eager)) == (NEW - 1, 1, {})
+    assert found.past_key_values.blocks.layers[0].blocks == 3  # two of them in replayed steps
+    assert "23 steps replayed, 1 graphs recorded" in repr(graphs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records a CUDA graph")
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 23)], ids=["whole", "padded"])
+def test_a_gpu_replays_what_it_recorded(lengths):
+    model: Any = model_of()
+    model.to("cuda")
+    ids, mask = (x.to("cuda") for x in padded(prompt(2, 40), *lengths))
+    wanted = generate(model, ids, KVQCache(RECIPE, model), attention_mask=mask)
+    with CudaGraphs(model) as graphs:
+        found = generate(model, ids, KVQCache(RECIPE, model), attention_mask=mask)
+    assert (graphs.replayed, graphs.recorded, dict(graphs.eager)) == (NEW - 1, 1, {})
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-3, atol=1e-3)
+
+
+def test_logits_are_the_callers_to_keep(quick):
+    model = model_of()
+    cache = KVQCache(RECIPE, model)
+    with graphs_of(model, cache) as graphs, torch.no_grad():
+        generate(model, prompt(1, 40), cache, max_new_tokens=3)
+        given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1, "return_dict": True}
+        graphs._may_compile(given, model.generation_config)
+        call, found, copies = model.get_compiled_call(None), [], []
+        for token in (5, 6):
+            places = torch.tensor([[cache.get_seq_length()]])
+            found.append(call(input_ids=torch.tensor([[token]]), position_ids=places, **given).logits)
+            copies.append(found[-1].clone())
+    assert graphs.replayed == 4 and torch.equal(found[0], copies[0]) and not torch.equal(*found)
+
+
+class Spoken(BaseStreamer):
+    def __init__(self):
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+class Until(StoppingCriteria):
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **settings: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+def test_streamers_and_stopping_criteria(quick):
+    spoken = Spoken()
+    graphs, found = compared(model_of(), prompt(1, 40), stopping_criteria=StoppingCriteriaList([Until(49)]))
+    assert found.sequences.shape[1] == 49 and graphs.replayed == 8
+    model = model_of()
+    cache = KVQCache(RECIPE, model)
+    with graphs_of(model, cache):
+        found = generate(model, prompt(1, 40), cache, streamer=spoken)
+    assert spoken.tokens == [*found.sequences[0].tolist(), -1]
+
+
+def test_a_row_that_has_ended_goes_on_as_in_eager_steps(quick):
+    ids = prompt(2, 40)
+    model = model_of()
+    free = generate(model, ids, KVQCache(RECIPE, model)).sequences[:, 40:]
+    ends = next(int(token) for token in free[0, 3:] if token not in free[1] and token not in free[0, :3])
+    graphs, found = compared(model, ids, eos_token_id=ends)
+    assert (found.sequences[0, 40:] == 1).any() and graphs.replayed == NEW - 1
+
+
+def turns(model: PreTrainedModel, cache: KVQCache, change: Callable[[KVQCache, Tensor], Tensor]) -> list[Tensor]:
+    """Two turns with one cache, of 40 and 30 tokens, and a change between them; the logits of both."""
+    first = generate(model, prompt(2, 40), cache, max_new_tokens=7)
+    text = change(cache, first.sequences)
+    second = generate(model, torch.cat([text, prompt(2, 30, seed=3)], 1), cache, max_new_tokens=9)
+    return [torch.stack(turn.logits) for turn in (first, second)]
+
+
+def same(cache: KVQCache, text: Tensor) -> Tensor:
+    return text
+
+
+def cropped(cache: KVQCache, text: Tensor) -> Tensor:
+    cache.crop(-20)  # into a block
+    return text[:, :-20]
+
+
+def swapped(cache: KVQCache, text: Tensor) -> Tensor:
+    cache.reorder_cache(torch.tensor([1, 0]))
+    return text[[1, 0]]
+
+
+def emptied(cache: KVQCache, text: Tensor) -> Tensor:
+    cache.reset()
+    return text
+
+
+def refilled(cache: KVQCache, text: Tensor) -> Tensor:
+    cache.crop(-cache.get_seq_length())
+    return text
+
+
+@pytest.mark.parametrize("change, recorded", [(same, 1), (cropped, 1), (swapped, 1), (emptied, 2), (refilled, 2)])
+def test_a_second_turn_replays_the_graph_where_it_is_still_good(change, recorded, quick):
+    model = model_of()
+    one, two = KVQCache(RECIPE, model), KVQCache(RECIPE, model)
+    with graphs_of(model, one) as graphs:
+        found = turns(model, one, change)
+    wanted = turns(model, two, change)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert (graphs.replayed, graphs.recorded) == (6 + 8, recorded)
+
+
+def test_each_cache_has_its_own_graph(quick):
+    model = model_of()
+    caches = [KVQCache(RECIPE, model) for _ in range(2)]
+    with graphs_of(model, *caches) as graphs:
+        for _ in range(2):
+            for rows, cache in enumerate(caches, 1):
+                ids = prompt(rows, 40 + cache.get_seq_length())
+                generate(model, ids, cache, max_new_tokens=5)
+    assert (graphs.replayed, graphs.recorded) == (16, 2)
+
+
+def test_a_graph_is_not_replayed_under_another_attention(quick):
+    model = model_of()
+    cache = KVQCache(RECIPE, model)
+    with graphs_of(model, cache) as graphs:
+        first = generate(model, prompt(1, 40), cache, max_new_tokens=5).sequences
+        model.set_attn_implementation("sdpa")
+        generate(model, first, cache, max_new_tokens=5)
+    assert (graphs.replayed, graphs.recorded) == (4, 1) and "sdpa attention" in str(graphs.reason)
+
+
+def test_weights_that_are_others_are_recorded_anew(quick):
+    model = model_of()
+    cache = KVQCache(RECIPE, model)
+    with graphs_of(model, cache) as graphs:
+        first = generate(model, prompt(1, 40), cache, max_new_tokens=5).sequences
+        generate(model, first, cache, max_new_tokens=5)
+        assert graphs.recorded == 1
+        model.model.norm.weight = torch.nn.Parameter(2 * model.model.norm.weight)
+        generate(model, cache_text(first, cache), cache, max_new_tokens=5)
+        assert graphs.recorded == 2
+
+
+def cache_text(start: Tensor, cache: KVQCache) -> Tensor:
+    """Some text that goes on after all that a cache holds."""
+    more = cache.get_seq_length() + 1 - start.shape[1]
+    return torch.cat([start, prompt(len(start), more)], 1)
+
+
+def test_tables_that_are_outgrown_are_recorded_anew(quick):
+    """Room for 32 blocks of 16 tokens: the 33rd comes in a replayed step."""
+    model = model_of(max_position_embeddings=512)
+    graphs, found = compared(model, prompt(1, 530), max_new_tokens=20)
+    store = found.past_key_values.blocks.layers[0]
+    assert store.blocks == 33 and len(store.index.tables[0]) == 4
+    assert (graphs.replayed, graphs.recorded) == (19, 2)
+
+
+def test_tables_that_a_prompt_outgrows_are_recorded_anew(quick):
+    model = model_of()
+    one, two = KVQCache(RECIPE, model), KVQCache(RECIPE, model)
+    found = []
+    for cache in (one, two):
+        with graphs_of(model, cache) as graphs:
+            if cache is two:
+                graphs.close()
+            first = generate(model, prompt(1, 40), cache, max_new_tokens=5).sequences
+            text = torch.cat([first, prompt(1, 512)], 1)
+            found.append(torch.stack(generate(model, text, cache, max_new_tokens=5).logits))
+        if cache is one:
+            assert (graphs.replayed, graphs.recorded) == (8, 2)
+    assert torch.equal(*found)
+
+
+def test_a_prompt_in_chunks(quick):
+    graphs, _ = compared(model_of(), prompt(2, 40), prefill_chunk_size=13)
+    assert (graphs.replayed, graphs.recorded, dict(graphs.eager)) == (NEW, 1, {})  # a token is left for the last chunk
+
+
+# ---- steps that are not ------------------------------------------------------------------------------------------
+
+
+def eager(graphs: CudaGraphs, says: str, steps: int = NEW - 1) -> None:
+    """All steps were eager, for one reason."""
+    (reason,) = graphs.eager
+    assert says in reason and graphs.eager[reason] == steps and graphs.reason == reason
+    assert graphs.replayed == graphs.recorded == 0
+    assert f"{steps} eager: {reason}" in repr(graphs)
+
+
+def test_a_step_that_encodes_a_block_is_not_recorded_but_the_next(quick):
+    graphs, _ = compared(model_of(), prompt(1, 43))
+    assert dict(graphs.eager) == {"the next step encodes a block; take it first, then record": 1}
+    assert (graphs.replayed, graphs.recorded, graphs.reason) == (NEW - 2, 1, None)
+
+
+def test_without_a_gpu(caplog):
+    model = model_of()
+    cache = KVQCache(RECIPE, model)
+    with dispatch.forced(False), CudaGraphs(model) as graphs, caplog.at_level(logging.WARNING, "kvq_runtime"):
+        assert graphs.reason is None
+        generate(model, prompt(1, 40), cache)
+    eager(graphs, "the cache is on cpu, and graphs are of CUDA devices")
+    (line,) = caplog.messages
+    assert graphs.reason in line
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("higgs-2bit", "there is no kernel for its keys"),
+        ("subkv-2bit", "the dynamic policy of subkv-2bit asks the host"),
+    ],
+)
+def test_recipes_that_are_not_recorded_say_why(name, says, quick):
+    model = model_of()
+    cache = KVQCache(RECIPES[name], model)
+    with graphs_of(model, cache) as graphs:
+        generate(model, prompt(1, 40), cache, max_new_tokens=5)
+    eager(graphs, says, 4)
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"output_hidden_states": True}, "the model gives hidden_states beside logits"),
+        ({"output_attentions": True}, "the model gives attentions beside logits"),
+        ({"num_beams": 2}, "beam search"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted decoding"),
+        ({"disable_compile": True}, "disable_compile"),
+    ],
+)
+def test_ways_of_generating_that_are_not_replayed_say_why(settings, says, quick):
+    model = model_of()
+    found = []
+    for on in (True, False):
+        cache = KVQCache(RECIPE, model)
+        with graphs_of(model, cache) as graphs:
+            if not on:
+                graphs.close()
+            found.append(generate(model, prompt(1, 40), cache, **settings).sequences)
+        if on:
+            (reason,) = graphs.eager
+            assert says in reason and graphs.reason == reason
+            assert graphs.replayed == graphs.recorded == 0 < graphs.eager[reason] < NEW
+    assert torch.equal(*found)
+
+
+def test_another_attention_says_so(quick):
+    graphs, _ = compared(model_of("sdpa"), prompt(1, 40))
+    eager(graphs, 'sdpa attention decodes the history at each step; call model.set_attn_implementation("kvq")')
+
+
+def test_autocast_says_so(quick):
+    with torch.autocast("cpu", torch.bfloat16):
+        graphs, _ = compared(model_of(), prompt(1, 40), max_new_tokens=5)
+    eager(graphs, "autocast is on", 4)
+
+
+def test_padding_inside_a_row_says_so(quick):
+    ids, mask = prompt(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[0, 20:23] = 0
+    graphs, _ = compared(model_of(), ids, attention_mask=mask, max_new_tokens=5)
+    eager(graphs, "padding is not on the left", 4)
+
+
+def test_sinks_that_have_not_come_are_waited_for(quick):
+    """A row of two real tokens, where four are exact."""
+    ids, mask = padded(prompt(2, 40), 40, 2)
+    graphs, _ = compared(model_of(), ids, attention_mask=mask)
+    ((reason, steps),) = graphs.eager.items()
+    assert "fewer than its" in reason and graphs.replayed == NEW - 1 - steps > 0
+
+
+def test_layers_that_transformers_holds_say_so(quick):
+    model = random_model("qwen2", "kvq", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    cache = KVQCache(RECIPE, model)
+    assert len(cache.blocks.held) < len(cache.layers)
+    with graphs_of(model, cache) as graphs:
+        generate(model, prompt(1, 40), cache, max_new_tokens=5)
+    assert len(graphs.eager) == 1 and "transformers' own classes" in str(graphs.reason)
+
+
+def test_what_cuda_cannot_record_is_taken_eagerly(quick):
+    def record(step: Callable[[], Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    model = model_of()
+    cache, other = KVQCache(RECIPE, model), KVQCache(RECIPE, model)
+    wanted = generate(model, prompt(1, 40), other)
+    with CudaGraphs(model, record) as graphs:
+        found = generate(model, prompt(1, 40), cache)
+    eager(graphs, "it cannot be recorded: operation not permitted when stream is capturing")
+    assert torch.equal(torch.stack(found.logits), torch.stack(wanted.logits))
+
+
+def test_tensors_that_a_replay_would_not_take_say_so(quick):
+    """A mask in which the newest token of a prompt's chunk is padding; and arguments that only the model knows."""
+    model = model_of()
+    cache = KVQCache(RECIPE, model)
+    with graphs_of(model, cache) as graphs, torch.no_grad():
+        generate(model, prompt(1, 40), cache, max_new_tokens=3)
+        ids = torch.tensor([[5]])
+        seen = cache.get_seq_length()
+        given = {"input_ids": ids, "position_ids": torch.tensor([[seen]]), "past_key_values": cache}
+        for more, says in (
+            ({"cache_position": torch.tensor([seen])}, "cache_position"),
+            ({"attention_mask": torch.ones(1, 1, 1, seen + 1, dtype=torch.bool)}, "a mask of the caller's own"),
+            ({"position_ids": None}, "no position_ids"),
+        ):
+            graphs._may_compile(given, model.generation_config)
+            model.get_compiled_call(None)(**given | more)
+            cache.crop(-1)
+            assert says in str(graphs.reason)
+        model.generation_config.prefill_chunk_size = 1
+        graphs._may_compile(given, model.generation_config)
+        mask = torch.arange(seen + 1)[None] < seen
+        model.get_compiled_call(None)(**given, attention_mask=mask.long())
+        assert "is padding" in str(graphs.reason)
+
+
+# ---- on and off --------------------------------------------------------------------------------------------------
+
+
+def test_it_ends_with_the_block(quick):
+    model = model_of()
+    before = dict(vars(model))
+    with graphs_of(model) as graphs:
+        with pytest.raises(RuntimeError, match="has CudaGraphs already"):
+            CudaGraphs(model)
+        assert "get_compiled_call" in vars(model)
+    assert vars(model) == before and not model._forward_pre_hooks
+    generate(model, prompt(1, 40), KVQCache(RECIPE, model), max_new_tokens=3)
+    assert not graphs.eager and not graphs.replayed
+
+
+def test_other_caches_are_transformers_business(quick):
+    model = model_of("sdpa")
+    ids = prompt(1, 40)
+    wanted = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)
+    with graphs_of(model) as graphs:
+        found = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)
+        assert model._valid_auto_compile_criteria({"past_key_values": None}, model.generation_config) is False
+    assert torch.equal(found, wanted) and not graphs.eager
+
+
+def test_what_does_not_generate_is_refused():
+    with pytest.raises(TypeError, match="give the model that has"):
+        CudaGraphs(model_of().model)
+    with pytest.raises(TypeError, match="loaded transformers model"):
+        CudaGraphs("a-name")  # type: ignore[arg-type]
+
+
+def test_a_cache_that_is_gone_takes_its_graph_along(quick):
+    import gc
+
+    class Replay:
+        def __call__(self) -> None: ...
+
+    model = model_of()
+    cache = KVQCache(RECIPE, model)
+
+    def record(step: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        return step().clone(), Replay()
+
+    with CudaGraphs(model, record) as graphs:
+        generate(model, prompt(1, 40), cache, max_new_tokens=3)
+        assert len(graphs._steps) == 1
+        del cache
+        gc.collect()
+        assert not graphs._steps
