@@ -29,7 +29,6 @@ from unittest.mock import patch
 if __name__ == "__main__":  # before triton is imported
     os.environ.pop("TRITON_INTERPRET", None)
 
-import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 

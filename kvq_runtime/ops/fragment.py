@@ -10,7 +10,7 @@ group of 16 channels after another.
     keys     rows of the operand are tokens:   row g + 8 r, column 2 t + h + 8 w
     values   rows of the operand are channels: likewise, transposed
 
-Shapes: N blocks of all kinds · T tokens · D channels of a head · J = D / 16 groups of channels · S tiles of a sub-block.
+Shapes: T tokens of a block · D channels of a head · J = D / 16 groups of channels · S tiles of a sub-block.
 
 Source: the fragment layout of mma.m16n8k16, PTX ISA 9.7.14; storing codes so: Du et al., 2025 (BitDecoding).
 """

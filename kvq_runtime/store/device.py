@@ -7,7 +7,7 @@ recorded as a graph. The host says what it has changed when it next publishes (`
 import torch
 from torch import Tensor
 
-from kvq_runtime.store.order import KernelOrder
+from kvq_runtime.codec.kernel_order import KernelOrder
 from kvq_runtime.store.storage import lasting
 
 SLACK = 64  # tokens that one step may add where the window is

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
+from kvq_runtime.codec.kernel_order import KernelOrder
 from kvq_runtime.codec.packed import PackedBlocks
 from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.geometry import SLAB, Window
 from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.window import append as append_to_window
 from kvq_runtime.store.device import SLACK, DeviceIndex
-from kvq_runtime.store.order import KernelOrder
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import lasting, storage_bytes

@@ -29,7 +29,7 @@ NEW = 24
 
 
 def model_of(attention: str = "kvq", layers: int = 2, **settings: Any) -> PreTrainedModel:
-    return random_model("llama", attention, num_hidden_layers=layers, **settings)
+    return random_model("llama", attention, num_hidden_layers=layers, head_dim=64, **settings)
 
 
 def exact_alone(q_BHTD: Tensor, keys: Any, values: Any, exact: Any, lengths: Tensor, starts_B: Tensor, *rest: Any):
@@ -37,7 +37,7 @@ def exact_alone(q_BHTD: Tensor, keys: Any, values: Any, exact: Any, lengths: Ten
 
     How many blocks there are, and where rows start, changes the result too.
     """
-    blocks, first, count = lengths.unbind()
+    blocks, first, count = lengths[:3].unbind()
     k_window, v_window, heads = exact.k_window, exact.v_window, keys.layout.geometry.kv_heads
     place = torch.arange(k_window.shape[1])
     seen = (place >= first) & (place < first + count)

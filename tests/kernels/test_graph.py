@@ -200,7 +200,7 @@ def test_a_replay_asks_no_more_of_the_host_with_more_layers():
 def test_an_eager_step_with_a_mask_waits_for_the_device(padded, waits):
     """Once to see that nothing is padded; with padding once for transformers' mask, once for the newest slot."""
     with host_work.no_kernels(), torch.no_grad():
-        model = random_model("llama", attention="kvq")
+        model = random_model("llama", attention="kvq", head_dim=64)
         cache, ids, mask = KVQCache(RECIPES["rtn-2bit"], model), prompt(2, 20), torch.ones(2, 26, dtype=torch.long)
         mask[0, :5] = not padded
         places, found = (mask.cumsum(1) - 1).clamp(min=0), []

@@ -61,10 +61,10 @@ def test_a_cache_chooses_once_by_the_room_that_it_has(monkeypatch):
     driver = Driver(FAMILIES["rtn-2bit"])
     driver.step(58, expected=False)
     before = driver.cache.layers[0].blocks
-    for count in (1, 15, 1, 15, 1):
+    for count in (1, 3, 1, 3, 1):
         driver.step(count, expected=False)
     block = FAMILIES["rtn-2bit"].window.block
-    assert asked == [256 // block] * 2  # for one query token, and for fifteen
+    assert asked == [256 // block] * 2  # for one query token, and for three
     assert len(cut) == 5 and len({*cut[::2]}) == 1
     assert driver.cache.layers[0].blocks > before
 

@@ -30,10 +30,10 @@ def test_slots_are_a_head_or_a_group(size):
             read = made.settings
             seen.add(type(read))
             if isinstance(read, settings.RoundedSettings):
-                assert read.SUBS * read.BYTES == recipe.window.block * size * read.BITS // 8
-                assert read.SUBS * read.TILES * 16 == recipe.window.block
-                assert sorted(j for run in read.RUNS for j in range(run.FIRST, run.FIRST + run.COUNT * run.STEP, run.STEP)
-                              ) == list(range(size // 16))  # fmt: skip
+                assert recipe.window.block * size * read.BITS // 8 == read.SUBS * read.BYTES
+                assert recipe.window.block == read.SUBS * read.TILES * 16
+                groups = [run.FIRST + i * run.STEP for run in read.RUNS for i in range(run.COUNT)]
+                assert sorted(groups) == list(range(size // 16))
                 continue
             assert size == read.SLOTS * read.COLUMNS
             assert max(16, read.COLUMNS) <= read.P and read.P & (read.P - 1) == 0

@@ -100,7 +100,7 @@ def _rounded(keys: Layout, values: Layout) -> Launch:
     spills then costs more than the third warp gives, as benchmarks/results/kernels_predicted.jsonl has it.
     """
     few = all(scheme.settings.GROUPS == 1 and scheme.bits in (1, 2, 4) for scheme in (keys, values))
-    plain = few and not keys.pre_rope and not keys.adds_mean and keys.settings.GROUP >= min(keys.block, 128)
+    plain = few and not keys.pre_rope and not keys.adds_mean and min(keys.block, 128) <= keys.settings.GROUP
     return Launch(warps=1, registers=168 if plain else 255)
 
 

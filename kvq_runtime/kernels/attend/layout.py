@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kvq_runtime.codec.kernel_order import KernelOrder, kernel_order
 from kvq_runtime.geometry import MATRIX_SIZES, Geometry
 from kvq_runtime.kernels.attend import per_token, read, read_polar, rounded
 from kvq_runtime.kernels.attend.settings import (
@@ -25,12 +26,10 @@ from kvq_runtime.kernels.attend.settings import (
     TileSettings,
 )
 from kvq_runtime.kernels.encode import polar as angles
-from kvq_runtime.ops import fragment, grid, lloyd, pack, polar
+from kvq_runtime.ops import grid, lloyd, pack, polar
 from kvq_runtime.recipe import Role, Scheme
-from kvq_runtime.stages import groups
 from kvq_runtime.stages import polar as polar_stage
 from kvq_runtime.stages.polar import Polar
-from kvq_runtime.store.order import KernelOrder, kernel_order
 
 Tensors = Mapping[str, Tensor]
 RUN = 32  # columns of a slot of angles, at most
@@ -54,7 +53,7 @@ class Layout:
 
     What a launch depends on (launch.py):
 
-    order               how slabs order the codes for it: store/order.py; None: as they are encoded
+    order               how slabs order the codes for it: codec/kernel_order.py; None: as they are encoded
     pre_rope            keys are stored before RoPE
     gathers             codes are looked up in memory; `settings` are CodebookSettings
     interleaves         elements are interleaved level by level, across threads

@@ -3,11 +3,12 @@
 All that multiplies single codes are the tensor cores: codes come as x = 1 + code / weight (fragment.py), steps scale
 the query or the scores, and the weights of the softmax; the ones are taken off sums, low ends are added to them.
 
-    keys, a scale a channel      s_t = Σ_c q_c (step_c code_tc + low_c) = weight (Σ (q step)_c x_tc - Σ (q step)_c) + Σ q low
-    keys, a scale a token        s_t = step_t weight (Σ q_c x_tc - Σ q_c) + low_t Σ q_c
-    values, a scale a token      Σ_t w_t (step_t code_tc + low_t) = Σ_t u_t x_tc + Σ_t (w_t low_t - u_t),  u = w step weight
+    keys, a scale a channel   s_t = Σ_c q_c (step_c code_tc + low_c) = weight (Σ k_c x_tc - Σ k_c) + Σ q_c low_c,
+                              k = q step
+    keys, a scale a token     s_t = step_t weight (Σ q_c x_tc - Σ q_c) + low_t Σ q_c
+    values, a scale a token   Σ_t w_t (step_t code_tc + low_t) = Σ u_t x_tc + Σ (w_t low_t - u_t),  u = w step weight
 
-Channels or tokens that share a scale are a group; sums are by group. What the tensor cores take, q step and u, is
+Channels or tokens that share a scale are a group; sums are by group. What the tensor cores take, k and u, is
 rounded to float16 before the ones are counted, so that they leave exactly.
 
 The state of M query rows, w = 2^(s - top):
@@ -99,10 +100,7 @@ def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
     NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
     TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
     p_step = field_of(p_keys, i_block, i_b, SCALE, 2 + S.HAS_LOW, NUMBERS, tl.float16)
-    if S.HAS_LOW == 1:
-        p_low = field_of(p_keys, i_block, i_b, LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16)
-    else:
-        p_low = p_step
+    p_low = field_of(p_keys, i_block, i_b, 1 + S.HAS_LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16)  # the step where none is
     b_s = ()
     for first in tl.static_range(0, S.TILES, TOGETHER):
         o_group = (i_h * (L.T // S.GROUP) + (i_sub * S.TILES + first) * 16 // S.GROUP) * L.D
@@ -142,10 +140,7 @@ def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
     NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
     TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
     p_step = field_of(p_keys, i_block, i_b, SCALE, 2 + S.HAS_LOW, NUMBERS, tl.float16)
-    if S.HAS_LOW == 1:
-        p_low = field_of(p_keys, i_block, i_b, LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16)
-    else:
-        p_low = p_step
+    p_low = field_of(p_keys, i_block, i_b, 1 + S.HAS_LOW, 2 + S.HAS_LOW, NUMBERS, tl.float16)  # the step where none is
     b_turned = ()
     for run in tl.static_range(len(S.RUNS)):
         b_one = _turned_query(b_q[run], p_rope.leads + i_b * L.D, -1.0, L, S.RUNS[run])
@@ -242,11 +237,7 @@ def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr
 @triton.jit
 def _low(b_lows, NUMBER: tl.constexpr, b_step, S: tl.constexpr):
     """The low end beside a step, float32 [16]."""
-    if S.HAS_LOW == 1:
-        b_low = b_lows[NUMBER].to(tl.float32)
-    else:
-        b_low = b_step * (-((1 << S.BITS) - 1) / 2)
-    return b_low
+    return b_lows[NUMBER].to(tl.float32) if S.HAS_LOW == 1 else b_step * (-((1 << S.BITS) - 1) / 2)
 
 
 @triton.jit
@@ -263,10 +254,7 @@ def _added(b_tiles, PLACE: tl.constexpr, b_more):
     """The tuple with something added to the entry at PLACE."""
     b_found = ()
     for i in tl.static_range(len(b_tiles)):
-        if i == PLACE:
-            b_found = b_found + (b_tiles[i] + b_more,)
-        else:
-            b_found = b_found + (b_tiles[i],)
+        b_found = b_found + ((b_tiles[i] + b_more) if i == PLACE else b_tiles[i],)
     return b_found
 
 

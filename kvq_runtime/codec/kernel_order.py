@@ -1,4 +1,4 @@
-"""Order the codes of blocks in slabs as the decode kernel reads them, and back; artifacts and codecs know nothing of it.
+"""Order the codes of blocks in slabs as the decode kernel reads them, and back; artifacts know nothing of it.
 
 Codes that are rounded lie as the tensor core takes them (ops/fragment.py), head by head; beside them, contiguous, the
 numbers of a head: of channels, group after group of tokens, or of tokens, group after group of channels.
