@@ -62,6 +62,7 @@ kernels-table: env ## predict the kernels' times on an H200 from machine code: b
 oldest-triton: env ## compile and launch the kernels, for sm_90, with the oldest Triton that pyproject.toml admits; KERNELS_ARGS=--write
 	$(INSTALL) --no-deps --upgrade --target build/oldest-triton 'triton==$(shell sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
 	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_launch.py
+	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_bench_compiling.py -k left_to_compile
 	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 --each-kind $(or $(KERNELS_ARGS),--check)
 
 oldest-transformers: env ## generation, graphs and every architecture with the oldest transformers that pyproject.toml admits
@@ -70,6 +71,8 @@ oldest-transformers: env ## generation, graphs and every architecture with the o
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/hf -m 'not slow and not all_recipes'
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_graph.py tests/kernels/test_fused.py \
 	    -k 'replays or mask_of_the_moment or models_generate or not_recorded'
+	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_bench_gpu.py \
+	    -k 'generation or row_repeated or unmasked'
 
 format: env ## let ruff format and fix
 	$(VENV)/bin/ruff format .
@@ -83,8 +86,10 @@ compare: env ## measure all families of recipes and write docs/compare.md; COMPA
 	$(RUN) -m scripts.compare_models $(COMPARE_ARGS)
 
 bench-gpu: env ## measure the kernels where there is a GPU; BENCH_ARGS=..., without one BENCH_ARGS=--dry-run
-	env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) benchmarks/gpu.py --minutes 5 $(BENCH_ARGS)
-	[ -n "$(BENCH_ARGS)" ] || env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) benchmarks/generation.py
+	@code=0; export PYTHONPATH=.; unset TRITON_INTERPRET; \
+	$(RUN) -m benchmarks.gpu $(BENCH_ARGS) || code=$$?; \
+	[ -n "$(BENCH_ARGS)" ] || $(RUN) -m benchmarks.generation || code=$$?; \
+	exit $$code
 
 flows-up: env ## start a Prefect server and a worker here, deploy flows.yaml; FLOWS_PORT=4200 WEBHOOK=https://...
 	$(RUN) -m pipelines.service up $(if $(FLOWS_PORT),--port $(FLOWS_PORT)) $(if $(WEBHOOK),--webhook "$(WEBHOOK)")

@@ -1,4 +1,7 @@
-"""Say which decode steps the GPU benchmark measures, how many bytes each must read, and build one over random codes."""
+"""Say which decode steps the GPU benchmark measures, how many bytes each must read, and build one over random codes.
+
+The most telling come first: what is cut off by a deadline is what matters least.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -8,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq_runtime.codec import codec
 from kvq_runtime.geometry import ROLES, SLAB, Geometry
 from kvq_runtime.recipe import Recipe, preset
 
 FAMILIES = (
-    *("kivi-2bit-g128", "kivi-4bit-g128", "rtn-2bit", "rtn-4bit", "quarot-head-4bit"),
-    *("higgs-head-2bit", "higgs-head-3bit", "higgs-head-4bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit", "polar-3bit"),
-    *("polar-paper", "kivi-2bit", "squat-pre-2bit", "mean-higgs-head-2bit-post"),
+    *("kivi-2bit-g128", "rtn-2bit", "lloyd-2bit", "higgs-head-2bit", "kivi-4bit-g128", "rtn-4bit", "quarot-head-4bit"),
+    *("lloyd-4bit", "higgs-head-4bit", "polar-3bit", "higgs-head-3bit", "lloyd-3bit", "kivi-2bit", "squat-pre-2bit"),
+    *("mean-higgs-head-2bit-post", "polar-paper"),
 )
-LENGTHS = (2048, 4096, 16384, 32768, 131072)
-BATCHES = (1, 8, 64)
+LENGTHS = (32768, 16384, 131072, 4096, 2048)
+BATCHES = (8, 1, 64)
 LIMIT = 8 << 30  # bytes of bfloat16 history that a case may stand for
+MAX_TOKENS = 131072  # of the models below: what the product chooses the number of splits for, whatever it holds
 
 
 @dataclass(frozen=True)
@@ -74,15 +79,15 @@ class Case:
         return 4 * self.batch * self.tokens * self.model.geometry.width
 
     def products(self) -> int:
-        """Multiplications and additions on the tensor cores, the query tile padded to 16 rows."""
-        rows = max(16, 1 << (self.model.q_heads // self.model.kv_heads - 1).bit_length())
+        """Multiplications and additions on the tensor cores, the tile of queries padded to 8 columns."""
+        rows = max(8, 1 << (self.model.q_heads // self.model.kv_heads - 1).bit_length())
         return 4 * self.batch * self.tokens * self.model.geometry.width * rows
 
 
 def cases(models: list[str], recipes: list[str], lengths: list[int], batches: list[int]) -> Iterator[Case]:
-    """Every case that fits."""
+    """Every case that fits: model by model, shape by shape, all recipes of a shape together."""
     chosen = [model for model in MODELS if model.name in models]
-    for model, recipe, tokens, batch in itertools.product(chosen, recipes, lengths, batches):
+    for model, tokens, batch, recipe in itertools.product(chosen, lengths, batches, recipes):
         case = Case(model, recipe, tokens, batch)
         if case.dense() <= LIMIT:
             yield case
@@ -119,7 +124,7 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
     shape = (case.batch, tokens, geometry.width)
     window = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
     exact = attention.Exact(*window, *(x[:, :sinks].clone() for x in window))
-    lengths = torch.tensor([case.blocks, 0, tokens], dtype=torch.int32, device=device)
+    lengths = torch.tensor([case.blocks, 0, tokens, 0], dtype=torch.int32, device=device)
     starts = torch.zeros(case.batch, dtype=torch.int32, device=device)
     cuts, rope = {}, None
     if "positions" in recipe.needs:
@@ -130,11 +135,25 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
         assert alive
         given = (q, schemes[0], schemes[1], exact, lengths, starts)
         if how not in cuts:
-            cuts[how] = attention.choose_splits(*given, case.blocks, rope, how)
+            cuts[how] = attention.choose_splits(*given, MAX_TOKENS // recipe.window.block, rope, how)
         scale = case.model.head_size**-0.5
         return attention.attend(*given, scale, cuts[how], rope, how)
 
     return step
+
+
+def queries(case: Case, device: torch.device) -> Tensor:
+    """One token's, bfloat16 [B, Hq, 1, D]."""
+    model = case.model
+    return torch.randn(case.batch, model.q_heads, 1, model.head_size, device=device, dtype=torch.bfloat16)
+
+
+def encoder(model: Model, recipe: str, role: str, device: torch.device) -> tuple[Callable[[], Any], int]:
+    """What encodes 64 blocks of one layer's keys or values, and the bytes of bfloat16 that it reads."""
+    chosen = preset(recipe)
+    one = codec.Codec(chosen, 0, role, model.geometry, {}).to(device)
+    x = torch.randn(64, chosen.window.block, model.geometry.width, device=device, dtype=torch.bfloat16)
+    return lambda: one.encode(x, codec.Context()), x.nbytes
 
 
 def random_slab(

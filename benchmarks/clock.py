@@ -1,43 +1,149 @@
-"""Time what runs on a GPU, and measure the rates its times are compared with."""
+"""Time what runs on a GPU, from cold caches and without its launch, and measure the rates that times are compared with.
 
-from collections.abc import Callable
-from statistics import median
-from typing import Any
+Before each sample more is written, and read again, than any cache holds: what is timed finds its operands in memory,
+and no cache line that has yet to be written back. Then the device spins while the host queues the call between two
+events, so that the launch is over when the first event is. Every call is timed so, ours and what it is compared with.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import quantiles
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-L2 = 256 << 20  # more than any cache
+SCRATCH = 256 << 20  # bytes, more than any GPU's last-level cache; four times that of this one, if it is larger
+REPEATS = 30  # samples
+SPIN = 200_000  # cycles, about 0.1 ms: several times what queueing a graph takes
+LONGEST = 64 * SPIN
+T = TypeVar("T")
 
 
-def timed(calls: list[Callable[[], Any]], repeats: int = 30) -> float:
-    """The median microseconds of a call, each time another of `calls`, as one captured graph each."""
-    graphs = []
-    for call in calls:
-        for _ in range(2):
-            call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        graphs.append(graph)
-    times = []
-    for i in range(repeats):
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of a call: median and quartiles of its samples.
+
+    late   samples that are left out, since the device had to wait for their launch; all are in where no other is
+    """
+
+    median: float
+    low: float
+    high: float
+    late: int = 0
+
+    def row(self) -> dict[str, float]:
+        """For a line of results; `late` where there were any."""
+        found = {"microseconds": round(self.median, 1), "low": round(self.low, 1), "high": round(self.high, 1)}
+        return found | ({"late": self.late} if self.late else {})
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the device was measured to do.
+
+    copy     bytes a second, read and written
+    read     bytes a second, of a sum over a tensor
+    product  float16 operations a second, of a large matrix product
+    floor    microseconds of a graph that sets one number: no time is less
+    """
+
+    copy: float
+    read: float
+    product: float
+    floor: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second, the better of the two."""
+        return max(self.copy, self.read)
+
+
+class Deadline:
+    """So many seconds from now."""
+
+    def __init__(self, seconds: float):
+        self.end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds, at least 0."""
+        return max(0.0, self.end - time.monotonic())
+
+    def part(self, share: float) -> "Deadline":
+        """A share of what is left."""
+        return Deadline(share * self.left)
+
+
+@lru_cache(maxsize=1)
+def scratch() -> Tensor:
+    """What `evict` writes, kept."""
+    cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0)
+    return torch.empty(max(SCRATCH, 4 * cache) // 4, dtype=torch.float32, device="cuda")
+
+
+def evict() -> None:
+    """Leave nothing in the device's caches but clean lines of `scratch`."""
+    scratch().zero_()
+    scratch().sum()
+
+
+@contextmanager
+def unsynchronized() -> Iterator[None]:
+    """Inside, a call that would wait for the device raises, as far as PyTorch knows: a graph of it cannot be captured.
+
+    A capture that fails midway may leave PyTorch's allocator of no use to what follows.
+    """
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(call: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    """The call as a CUDA graph: its result, which every replay writes, and what replays it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return out, graph.replay
+
+
+def timed(call: Callable[[], Any], repeats: int = REPEATS, graph: bool = True) -> Timing:
+    """Time a call, which has to be warm after two: as one captured graph, or launched as it is."""
+    call()
+    with unsynchronized() if graph else nullcontext():
+        call()
+    run = captured(call)[1] if graph else call
+    good: list[float] = []
+    late: list[float] = []
+    spin = SPIN
+    while len(good) < repeats and len(good) + len(late) < 2 * repeats:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        evict()
+        torch.cuda._sleep(spin)
         begin.record()
-        graphs[i % len(graphs)].replay()
+        run()
         end.record()
+        waited = begin.query()  # the spin was over before all was queued
         end.synchronize()
-        times.append(1000 * begin.elapsed_time(end))
-    return median(times[len(graphs) :] or times)
+        (late if waited else good).append(1000 * begin.elapsed_time(end))
+        spin = min(2 * spin, LONGEST) if waited else spin
+    low, median, high = quantiles(good if len(good) > 1 else late + good, n=4, method="inclusive")
+    return Timing(median, low, high, len(late))
 
 
-def bandwidth() -> float:
-    """Bytes per second of a copy, read and written."""
-    a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    return 2e6 * a.numel() / timed([lambda: b.copy_(a)])
-
-
-def tensor_rate() -> float:
-    """Float16 operations per second of a large matrix product."""
-    a = torch.randn(8192, 8192, dtype=torch.float16, device="cuda")
-    return 2e6 * 8192**3 / timed([lambda: a @ a], 10)
+def rates() -> Rates:
+    """Measure the device."""
+    a = torch.empty(1 << 28, dtype=torch.float32, device="cuda").normal_()
+    b, one = torch.empty_like(a), torch.zeros(1, device="cuda")
+    x = torch.randn(8192, 8192, dtype=torch.float16, device="cuda")
+    return Rates(
+        copy=2e6 * a.nbytes / timed(lambda: b.copy_(a), 10).median,
+        read=1e6 * a.nbytes / timed(a.sum, 10).median,
+        product=2e6 * 8192**3 / timed(lambda: x @ x, 10).median,
+        floor=timed(one.zero_, 10).median,
+    )

@@ -1,144 +1,120 @@
-"""Generate with a model of random weights: tokens per second and peak memory, kvq against transformers' DynamicCache.
+"""Generate with a model of random weights: time of a step and peak memory, kvq against 16-bit caches of transformers.
 
-A prompt of random tokens is taken in, 2048 at a time, then tokens are generated greedily, one forward pass each. Time
-is that of the generated tokens; memory is what was allocated at the most, weights included, and what the cache holds at
-the end. Batches: those asked for, and with "most" the largest power of two that fits. Under "kvq" attention and, on a
-GPU, as a CUDA graph too, where the recipe can.
+A prompt of one row of random tokens is taken in, in one pass; the cache is repeated for a batch; then 128 tokens are
+generated greedily, one forward pass each, in which a block of every row is encoded once. Caches:
 
-python -m benchmarks.generation [--models llama-3.1-8b] [--recipes kivi-2bit-g128] [--prompt 16384] [--batches 1,most]
-python -m benchmarks.generation --device cpu --layers 2 --prompt 256: the same, small, on any machine
+dynamic           DynamicCache, eager: it copies its history at every step
+static            StaticCache, as a CUDA graph: masked attention over the whole buffer, as transformers does it
+static unmasked   StaticCache, as a CUDA graph, without the mask: as fast as PyTorch's attention is over as many tokens.
+                  The buffer has room for a few tokens that are not there yet, and attends to them: what it generates is
+                  not to be used. It is the bar for a 16-bit cache
+a recipe          KVQCache under "kvq" attention, eager, and as a CUDA graph where the recipe can
+
+Time is that of the generated tokens: the steps' median and quartiles, the worst (where a block is encoded), and tokens
+per second of all. Memory is what was allocated at the most, weights included, and what the cache holds at the end.
+Batches: those asked for, and with "most" the largest power of two that fits. On a GPU all kernels are compiled before,
+in all cores. Results are added to benchmarks/results/generation-<device>.jsonl, or to $OUT, and not measured again.
+
+python -m benchmarks.generation [--models llama-3.1-8b] [--recipes kivi-2bit-g128] [--prompt 16384] [--batches 8,1,most]
+python -m benchmarks.generation --device cpu --layers 2 --prompt 256 --batches 1: the same, small, on any machine
 """
 
 import argparse
+import itertools
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel, Qwen2Config
 
-from benchmarks.lines import RESULTS, gpu_name, keep
-from kvq_runtime.hf import KVQCache
+from benchmarks import compiling, report
+from benchmarks.caches import CONFIGS, Way, random_model, ways
+from benchmarks.clock import Deadline
+from benchmarks.jobs import Job
+from benchmarks.lines import RESULTS, Line, attempt, gpu_name, keep, known, name_of, place
+from benchmarks.run import LOST, usable
+from benchmarks.steps import NEW, generate, warm
 
-CONFIGS = {
-    "llama-3.1-8b": LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256, max_position_embeddings=131072,
-    ),
-    "qwen2.5-7b": Qwen2Config(
-        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        vocab_size=152064, max_position_embeddings=131072,
-    ),
-}  # fmt: skip
-CHUNK = 2048  # tokens of a prompt that are taken in at once
-Step = Callable[[], torch.Tensor]
+COMPILE = 0.4  # of the time
 
 
-def random_model(name: str, device: str, layers: int | None = None) -> PreTrainedModel:
-    """A model of that geometry, bfloat16."""
-    config = CONFIGS[name]
-    if layers is not None:
-        config = type(config)(**(config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}))
-    torch.manual_seed(0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+def batches(text: str) -> Iterator[int]:
+    """Those asked for; with "most", powers of two beyond them, without end."""
+    asked = [int(n) for n in text.split(",") if n != "most"]
+    yield from asked
+    if "most" in text.split(","):
+        yield from (2**n for n in range(11) if 2**n > max(asked, default=0))
 
 
-@torch.inference_mode()
-def generate(model: PreTrainedModel, cache: Cache, batch: int, prompt: int, new: int, graph: bool) -> dict[str, Any]:
-    """Take in a prompt, generate `new` tokens, and say how it went."""
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (batch, prompt), device=device, generator=generator)
-    begun = _now(device)
-    for chunk in ids.split(CHUNK, 1):
-        logits = model(chunk, past_key_values=cache, logits_to_keep=1).logits
-    taken = _now(device) - begun
-    token, place = logits[:, -1:].argmax(-1), torch.full((batch, 1), prompt, device=device)
-
-    def step() -> torch.Tensor:
-        out = model(token, position_ids=place, past_key_values=cache, logits_to_keep=1).logits
-        return out[:, -1:].argmax(-1)
-
-    forward = _recorded(cache, step, token, place) if graph else step
-    begun, made = _now(device), 0
-    for _ in range(new):
-        token.copy_(forward())
-        place += 1
-        made += batch
-    seconds = _now(device) - begun
-    held = cache.memory_report().total_bytes if isinstance(cache, KVQCache) else _bytes(cache)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    return {
-        "tokens_per_s": round(made / seconds, 2),
-        "ms_per_step": round(1e3 * seconds / new, 3),
-        "prompt_s": round(taken, 3),
-        "cache_bytes": held,
-        "peak_bytes": peak,
-    }
+def planned(given: argparse.Namespace, before: dict[tuple, Line]) -> list[tuple[Line, Way]]:
+    """(the line to come, way) of all that is asked for and was not measured before, in its order."""
+    gpu, found = given.device.startswith("cuda"), []
+    for name, batch in itertools.product(given.models.split(","), batches(given.batches)):
+        for way in ways(given.recipes.split(","), gpu):
+            layers = given.layers or CONFIGS[name].num_hidden_layers
+            about = {"what": "generate", "model": name, "cache": way.cache, "graph": way.graph, "batch": batch}
+            about |= {"prompt": given.prompt, "layers": layers}
+            if "error" in before.get(name_of(about), {"error": "never tried"}):
+                found.append((about, way))
+    return found
 
 
-def _recorded(cache: Cache, step: Step, token: torch.Tensor, place: torch.Tensor) -> Step:
-    """The step as a CUDA graph, once it does not encode a block: eager steps come first."""
-    from kvq_runtime.attention.cuda_graph import captured
-
-    assert isinstance(cache, KVQCache)
-    while any(store.beyond(store.recent, 1) for store in cache.blocks.layers.values()):
-        token.copy_(step())
-        place += 1
-    return captured(cache.blocks, step)
+def jobs(found: list[tuple[Line, Way]]) -> list[Job]:
+    """What is compiled before, of batches up to 64: larger ones are asked for to find out what fits."""
+    return [
+        Job("generate", about["model"], way.cache, about["batch"], prompt=about["prompt"])
+        for about, way in found
+        if way.attention == "kvq" and about["batch"] <= 64
+    ]
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _bytes(cache: Cache) -> int:
-    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))  # type: ignore[attr-defined]
-
-
-def ways(model: PreTrainedModel, recipes: list[str]) -> Iterator[tuple[str, bool, Callable[[], Cache]]]:
-    """(name, as a graph, what makes its cache) of everything that takes part."""
-    yield "dynamic", False, lambda: DynamicCache(config=model.config)
-    for name in recipes:
-        yield name, False, lambda name=name: KVQCache.from_recipe(name, model)
-        if next(model.parameters()).is_cuda and KVQCache.from_recipe(name, model).refusal is None:
-            yield name, True, lambda name=name: KVQCache.from_recipe(name, model)
-
-
-def rows(name: str, model: PreTrainedModel, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A line for every cache and batch; `most` doubles the batch until memory is full."""
-    for cache, graph, make in ways(model, given.recipes.split(",")):
-        model.set_attn_implementation("sdpa" if cache == "dynamic" else "kvq")
-        most, asked = "most" in given.batches, [int(n) for n in given.batches.split(",") if n != "most"]
-        batches = asked + ([2**n for n in range(11) if 2**n > max(asked, default=0)] if most else [])
-        for batch in batches:
-            about = {"model": name, "cache": cache, "graph": graph, "batch": batch, "prompt": given.prompt}
-            if given.device.startswith("cuda"):
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            try:
-                yield about | generate(model, make(), batch, given.prompt, given.new, graph)
-            except torch.OutOfMemoryError:
-                yield about | {"out_of_memory": True}
-                break
+def lines(given: argparse.Namespace, before: dict[tuple, Line]) -> Iterator[Line]:
+    """A line of every cache, batch by batch; of one that is out of memory at a batch, no larger one."""
+    deadline, gpu, found = Deadline(60 * given.minutes), given.device.startswith("cuda"), planned(given, before)
+    wanted, begun = jobs(found), time.monotonic()
+    if gpu and wanted:
+        done = compiling.stage(wanted, deadline.part(COMPILE))
+        yield compiling.summary(wanted, done, time.monotonic() - begun)
+    name, model, full = "", None, {}
+    for i, (about, way) in enumerate(found):
+        if about["batch"] > full.get((about["model"], way), about["batch"]):
+            continue
+        if not deadline.left:
+            yield {"what": "stopped", "why": "the time is over", "left": len(found) - i}
+            return
+        if about["model"] != name:
+            model, name = None, about["model"]  # the last is forgotten before the next is made
+            model = random_model(name, given.device, num_hidden_layers=about["layers"])
+            warm(model, given.prompt)
+        if gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        measure = partial(generate, model, way, about["batch"], given.prompt, given.new)
+        line = attempt(about, compiling.alone(measure) if gpu else measure)
+        yield line
+        if line.get("out_of_memory"):
+            full[name, way] = about["batch"]
+        if gpu and "error" in line and not usable():
+            yield {"what": "stopped", "why": LOST, "left": len(found) - i - 1}
+            return
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(CONFIGS), help="of " + ", ".join(CONFIGS))
-    parser.add_argument("--recipes", default="kivi-2bit-g128,higgs-head-2bit", help="which need no calibration")
+    parser.add_argument("--models", default="llama-3.1-8b", help="of " + ", ".join(CONFIGS))
+    parser.add_argument("--recipes", default="kivi-2bit-g128,rtn-4bit", help="which need no calibration")
     parser.add_argument("--prompt", type=int, default=16384, help="tokens of a row's prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens generated in a row")
-    parser.add_argument("--batches", default="1,most", help='numbers of rows, and "most"')
+    parser.add_argument("--new", type=int, default=NEW, help="tokens generated in a row")
+    parser.add_argument("--batches", default="8,1,32", help='numbers of rows, and "most"')
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
-    parser.add_argument("--out", type=Path, help="JSON lines, by default benchmarks/results/generation-<device>.jsonl")
+    parser.add_argument("--minutes", type=float, default=2.3, help="of the whole run")
+    parser.add_argument("--out", type=Path, help="JSON lines, by default as above")
+    parser.add_argument("--again", action="store_true", help="measure what was measured before, too")
     return parser.parse_args(given)
 
 
@@ -152,14 +128,13 @@ def main(arguments_given: list[str] | None = None) -> int:
     if not on_gpu and "most" in given.batches:
         print('--batches with "most" needs a GPU, whose memory is the bound; give numbers', file=sys.stderr)
         return 2
-    found = (
-        line
-        for name in given.models.split(",")
-        for line in rows(name, random_model(name, given.device, given.layers), given)
-    )
-    keep(found, given.out or RESULTS / f"generation-{gpu_name() if on_gpu else 'cpu'}.jsonl")
+    out = given.out or place("generation", gpu_name() if on_gpu else "cpu")
+    before = {} if given.again else known(RESULTS / out.name, out)
+    found = keep(lines(given, before), out)
+    print("\n".join(report.page([*before.values(), *found])), file=sys.stderr)
     return 0
 
 
 if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
     sys.exit(main())

@@ -3,6 +3,7 @@
 import csv
 import json
 from collections import defaultdict
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 from transformers import LlamaConfig
 
-from benchmarks import cases, generation, gpu, lines, settings
+from benchmarks import caches, cases, clock, generation, gpu, lines, measure, settings, steps
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.host import Layout, constants, layout
@@ -81,8 +82,11 @@ def test_settings_are_tried_from_the_default_on(name):
     )
     assert keys is not None and values is not None
     hows = settings.candidates(keys, values, 4)
-    assert hows[0] == launch.default(keys, values, 4) and len(hows) == len(set(hows)) >= 12
-    assert {how.tile for how in hows} == ({64} if keys.rounded else {16, 32, 64, 128})
+    assert hows[0] == launch.default(keys, values, 4) and len(hows) == len(set(hows)) >= 6
+    varied = {64}, {1}, {168, 255}
+    if not keys.rounded:
+        varied = {16, 32, 64, 128}, {1, 2, 4, 8}, {255}
+    assert ({how.tile for how in hows}, {how.warps for how in hows}, {how.registers for how in hows}) == varied
 
 
 def test_the_fastest_setting_wins_until_the_deadline(monkeypatch):
@@ -127,7 +131,7 @@ def test_settings_are_told_apart():
     measured = defaultdict(set)
     for name, size, rows in product(cases.FAMILIES, (64, 128), (4, 7, 8, 9, 32, 64)):
         keys, values = layouts(name, size)
-        layer, *kernel = constants(keys, values, 1, rows, 4, 1, launch.Launch())
+        layer, *kernel = constants(keys, values, rows, 4, launch.Launch())
         for arch in (80, 90):
             measured[launch.key(arch, keys, values, rows)].add((arch, layer.M, keys.adds_mean, *kernel))
     assert len(measured) > 100 and all(len(kernels) == 1 for kernels in measured.values())
@@ -139,20 +143,159 @@ def test_every_family_has_its_instructions_counted():
     assert {f"attend {name}" for name in cases.FAMILIES} <= named
 
 
-def test_generation_measures_every_cache(tmp_path, monkeypatch):
-    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
-    config = LlamaConfig(**small, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)
-    monkeypatch.setattr(generation, "CONFIGS", {"small": config})
-    given = ["--models", "small", "--recipes", "kivi-2bit-g128", "--prompt", "400", "--new", "3", "--batches", "1,2"]
+SMALL = LlamaConfig(
+    hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=64, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=1024,
+)  # fmt: skip
+GIVEN = ["--models", "small", "--recipes", "kivi-2bit-g128", "--prompt", "400", "--new", "3", "--device", "cpu"]
+
+
+@pytest.fixture
+def generated(tmp_path, monkeypatch):
+    """What a call of benchmarks.generation with a small model adds to its results."""
+    monkeypatch.setattr(caches, "CONFIGS", {"small": SMALL})
+    monkeypatch.setattr(generation, "CONFIGS", {"small": SMALL})
     out = tmp_path / "found.jsonl"
-    assert generation.main([*given, "--device", "cpu", "--out", str(out)]) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["cache"], row["batch"]) for row in rows] == [
-        ("dynamic", 1), ("dynamic", 2), ("kivi-2bit-g128", 1), ("kivi-2bit-g128", 2)
-    ]  # fmt: skip
-    assert all(row["tokens_per_s"] > 0 for row in rows)
-    assert rows[1]["cache_bytes"] == 2 * 2 * 2 * 403 * 32 * 2  # rows, layers, keys and values, tokens, width, bfloat16
-    assert generation.main([*given, "--device", "cpu", "--batches", "1,most"]) == 2
+
+    def run(*given: str) -> list[dict]:
+        before = len(list(lines.read(out)))
+        assert generation.main([*GIVEN, "--out", str(out), *given]) == 0
+        return list(lines.read(out))[before:]
+
+    return run
+
+
+def test_generation_measures_every_cache(generated):
+    rows = generated("--batches", "2,1")
+    names = ["kivi-2bit-g128", "static", "static unmasked", "dynamic"]
+    assert [(row["batch"], row["cache"]) for row in rows] == list(product([2, 1], names))
+    assert all(0 < row["low_ms"] <= row["ms_per_step"] <= row["high_ms"] <= row["worst_ms"] for row in rows)
+    of = {(row["cache"], row["batch"]): row for row in rows}
+    token = 2 * 2 * 2 * 32  # bytes of a row: layers, keys and values, bfloat16, width
+    assert of["dynamic", 2]["cache_bytes"] == 2 * (403 + steps.WARM) * token
+    assert of["static", 2]["cache_bytes"] == 2 * (403 + steps.SPARE) * token
+    assert of["kivi-2bit-g128", 2]["cache_bytes"] > of["kivi-2bit-g128", 1]["cache_bytes"]
+
+
+def test_generation_does_what_is_missing(generated):
+    generated("--batches", "1")
+    assert {row["batch"] for row in generated("--batches", "1,2")} == {2}
+    assert generated("--batches", "1,2") == []
+    assert len(generated("--batches", "1", "--again")) == 4
+    assert [row["what"] for row in generated("--batches", "1", "--again", "--minutes", "0")] == ["stopped"]
+
+
+def test_what_is_out_of_memory_takes_no_larger_batch(generated, monkeypatch):
+    asked = []
+
+    def generate(model, way, batch, prompt, new):
+        asked.append((way.cache, batch))
+        if way.cache == "dynamic" and batch > 1:
+            raise torch.OutOfMemoryError("too much")
+        raise ValueError("something else")
+
+    monkeypatch.setattr(generation, "generate", generate)
+    rows = generated("--batches", "1,2,4")
+    assert [batch for cache, batch in asked if cache == "dynamic"] == [1, 2]
+    assert [batch for cache, batch in asked if cache == "static"] == [1, 2, 4], "other errors say nothing of the next"
+    assert sum("error" in row for row in rows) == 10 and sum("out_of_memory" in row for row in rows) == 1
+
+
+def test_most_rows_are_for_a_gpu(capsys):
+    assert generation.main([*GIVEN, "--batches", "1,most"]) == 2
+    assert list(generation.batches("8,1,32,most"))[:5] == [8, 1, 32, 64, 128]
+
+
+def small_model(attention: str):
+    model = caches.random_model("small", "cpu").float()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def test_a_batch_is_one_row_repeated(monkeypatch):
+    """A prompt is taken in once: then every row of every cache gives what the row alone gives."""
+    monkeypatch.setattr(caches, "CONFIGS", {"small": SMALL})
+    ids = torch.randint(64, (1, 300), generator=torch.Generator().manual_seed(1))
+    for way in caches.ways(["kivi-2bit-g128"], gpu=False):
+        if way.cache == "static unmasked":
+            continue
+        model = small_model(way.attention)
+        found = []
+        for rows in (1, 3):
+            cache = way.make(model, 310)
+            with torch.inference_mode():
+                model(ids, past_key_values=cache)
+                caches.repeat(cache, rows)
+                token, place = torch.full((rows, 1), 5), torch.full((rows, 1), 300)
+                found.append(model(token, position_ids=place, past_key_values=cache).logits)
+        assert torch.allclose(found[1], found[0].expand(3, -1, -1), atol=1e-5), way
+
+
+def test_a_recorded_step_of_a_static_cache(monkeypatch):
+    """Replayed, it generates what steps of a DynamicCache do: tokens, places and the buffer's end go on together."""
+    monkeypatch.setattr(caches, "CONFIGS", {"small": SMALL})
+    model = small_model("sdpa")
+    ids = torch.randint(64, (1, 300), generator=torch.Generator().manual_seed(1))
+
+    def capture(call):
+        """What a graph is: recorded without being run; replayed from the same tensors into the same result."""
+        held = [layer.cumulative_length.clone() for layer in cache.layers]
+        out = call()
+        for layer, length in zip(cache.layers, held, strict=True):
+            layer.cumulative_length.copy_(length)
+        return out.fill_(-1), lambda: out.copy_(call())
+
+    monkeypatch.setattr(steps, "captured", capture)
+    monkeypatch.setattr(steps, "unsynchronized", nullcontext)
+    said = {}
+    for way in (caches.Way("dynamic", "sdpa", False), caches.Way("static", "sdpa", True)):
+        cache = way.make(model, 320)
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            token, place, found = torch.full((1, 1), 5), torch.full((1, 1), 300), []
+
+            def step(cache=cache, token=token, place=place) -> torch.Tensor:
+                return model(token, position_ids=place, past_key_values=cache).logits[:, -1:].argmax(-1)
+
+            forward = steps.recorded(cache, step, token, place) if way.graph else step
+            if not way.graph:
+                token.copy_(step())  # that one is taken before the graph is recorded
+                place += 1
+            for _ in range(8):
+                token.copy_(forward())
+                place += 1
+                found.append(int(token))
+        said[way.cache] = found
+    assert said["static"] == said["dynamic"] and len(set(said["static"])) > 1
+
+
+def test_the_unmasked_buffer_is_read_whole(monkeypatch):
+    """Without a mask a step reads every token of the buffer: as fast as a full one, and right where it is full."""
+    monkeypatch.setattr(caches, "CONFIGS", {"small": SMALL})
+    ids = torch.randint(64, (1, 300), generator=torch.Generator().manual_seed(1))
+    last = []
+    for name, attention, room in (
+        *(("static", "sdpa", 301), ("static unmasked", "unmasked", 301), ("static unmasked", "unmasked", 310)),
+    ):
+        model = small_model(attention)
+        cache = caches.Way(name, attention, False).make(model, room)
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            step = {"position_ids": torch.full((1, 1), 300), "past_key_values": cache}
+            last.append(model(torch.full((1, 1), 5), **step).logits)
+    assert torch.allclose(last[0], last[1], atol=1e-5) and not torch.allclose(last[0], last[2], atol=1e-5)
+
+
+def test_generation_is_rehearsed_with_the_heads_of_the_model(monkeypatch):
+    monkeypatch.setattr(caches, "CONFIGS", {"small": SMALL})
+    seen = []
+    monkeypatch.setattr(steps, "generate", lambda *given: seen.append(given))
+    steps.rehearse("small", "kivi-2bit-g128", 8, 400, torch.device("cpu"))
+    model, way, batch, prompt, new = seen[0]
+    config = model.config
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (1, 4, 2)
+    assert (config.head_dim, way.cache, way.attention, batch, prompt) == (16, "kivi-2bit-g128", "kvq", 8, 400)
+    assert new > 128, "a block is encoded"
 
 
 @pytest.mark.gpu
@@ -169,4 +312,4 @@ def test_a_step_is_one_graph():
     out.zero_()
     graph.replay()
     assert torch.equal(out, wanted)
-    assert gpu.attend(case, 1e12, 1e14)["microseconds"] > 0
+    assert measure.Attention(clock.Rates(1e12, 1e12, 1e14, 1.0)).measure(case)["microseconds"] > 0

@@ -1,0 +1,181 @@
+"""Compile what a run will launch before it times anything: side by side, in processes that share Triton's cache.
+
+A process takes one job after another (jobs.py). One that fails a job, or dies of it, is ended, since a GPU's error
+stays with its process, and a new one goes on; one that works at the deadline is killed, with the compilers it started.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.clock import Deadline
+from benchmarks.jobs import Job, settle_keys
+from benchmarks.lines import ROOT, Line
+
+MOST = 14  # processes
+COMMAND = (sys.executable, "-m", "benchmarks.jobs")
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a job ended: after how many seconds, and with which error, if any."""
+
+    job: Job
+    seconds: float
+    error: str | None = None
+
+
+class _Worker:
+    """A process that takes jobs, in a session of its own, which the compilers it starts belong to."""
+
+    def __init__(self, command: tuple[str, ...]):
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+
+    def take(self, job: Job) -> str | None:
+        """The job's error; None: it went well."""
+        pipes = self.process.stdin, self.process.stdout
+        assert pipes[0] is not None and pipes[1] is not None
+        try:
+            pipes[0].write(json.dumps(asdict(job)) + "\n")
+            pipes[0].flush()
+            answer = pipes[1].readline()
+        except (BrokenPipeError, ValueError):
+            answer = ""
+        return json.loads(answer)["error"] if answer else f"the process ended with {self.process.wait()}"
+
+    def end(self) -> None:
+        """Kill it, with what it started; may be called again."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def close(self) -> None:
+        """End it, and close its pipes: for the thread that uses them."""
+        self.end()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(BrokenPipeError):
+                pipe and pipe.close()
+
+
+def compiled(
+    jobs: Iterable[Job], deadline: Deadline, processes: int, command: tuple[str, ...] = COMMAND
+) -> Iterator[Done]:
+    """Every job as it is done, in as many processes at once; at the deadline it ends, with some of them not done."""
+    waiting, found, workers, over = deque(jobs), queue.SimpleQueue(), list[_Worker](), threading.Event()
+    count = len(waiting)
+
+    def work() -> None:
+        worker = None
+        while waiting and not over.is_set():
+            try:
+                job = waiting.popleft()
+            except IndexError:  # another took the last
+                break
+            if worker is None:
+                workers.append(worker := _Worker(command))
+            begun = time.monotonic()
+            error = worker.take(job)
+            if not over.is_set():
+                found.put(Done(job, time.monotonic() - begun, error))
+            if error is not None:
+                worker.close()
+                worker = None
+        if worker is not None:
+            worker.close()
+
+    threads = [threading.Thread(target=work) for _ in range(min(processes, count))]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(count):
+            yield found.get(timeout=deadline.left)
+    except queue.Empty:
+        pass
+    finally:
+        over.set()
+        while any(thread.is_alive() for thread in threads):
+            for worker in list(workers):
+                worker.end()
+            for thread in threads:
+                thread.join(0.1)
+
+
+def stage(jobs: list[Job], deadline: Deadline, command: tuple[str, ...] = COMMAND) -> dict[Job, Done]:
+    """Compile these, and say on stderr how far it is."""
+    settle_keys()
+    done: dict[Job, Done] = {}
+    begun = time.monotonic()
+    jobs = list(dict.fromkeys(jobs))
+    processes = min(os.cpu_count() or 1, MOST)
+    print(f"compiling {len(jobs)} in {processes} processes", file=sys.stderr, flush=True)
+    for each in compiled(jobs, deadline, processes, command):
+        done[each.job] = each
+        end = f"FAILED, {each.error}" if each.error else f"{each.seconds:.0f} s"
+        passed = time.monotonic() - begun
+        print(
+            f"compiled {len(done)} of {len(jobs)} after {passed:.0f} s: {each.job}, {end}", file=sys.stderr, flush=True
+        )
+    return done
+
+
+def summary(jobs: list[Job], done: dict[Job, Done], seconds: float) -> Line:
+    """A line of results: how many were compiled, and which were not."""
+    wanted = dict.fromkeys(jobs)
+    slowest = max(done.values(), key=lambda each: each.seconds, default=None)
+    return {
+        "what": "compile",
+        "jobs": len(wanted),
+        "compiled": sum(each.error is None for each in done.values()),
+        "seconds": round(seconds, 1),
+        "slowest": slowest and f"{slowest.job}, {slowest.seconds:.0f} s",
+        "failed": {str(each.job): each.error for each in done.values() if each.error},
+        "not_done": [str(job) for job in wanted if job not in done],
+    }
+
+
+def alone(measure: Callable[[], Line]) -> Callable[[], Line]:
+    """The same measurement, whose line says which kernels were compiled meanwhile, if any were."""
+
+    def measured() -> Line:
+        with watched() as found:
+            line = measure()
+        return line | ({"compiled_meanwhile": found} if found else {})
+
+    return measured
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """The kernels that Triton compiles meanwhile, rather than find in its cache: while timing, there should be none."""
+    from triton import knobs
+
+    found: list[str] = []
+    before: Callable[..., Any] | None = knobs.compilation.listener
+
+    def heard(*, src: Any, cache_hit: bool, **given: Any) -> None:
+        if not cache_hit:
+            found.append(getattr(src, "name", None) or src.fn.__name__)
+        if before is not None:
+            before(src=src, cache_hit=cache_hit, **given)
+
+    knobs.compilation.listener = heard
+    try:
+        yield found
+    finally:
+        knobs.compilation.listener = before

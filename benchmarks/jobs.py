@@ -1,0 +1,111 @@
+"""Launch once, in small, what will be timed, so that Triton compiles it; a process that does so for others.
+
+A job has as few tokens as the kernel takes, but the heads of the case it stands for: the very kernel that will be
+timed, which serves any batch and number of splits. `python -m benchmarks.jobs` takes jobs, a line of JSON each, and
+answers each.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import walk_packages
+
+import torch
+
+from benchmarks import cases
+from kvq_runtime import kernels
+
+SHORT = 512  # tokens of a case that is launched to be compiled
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to launch once.
+
+    kind    attend: a decode step; encode: a flush; paged: the bfloat16 kernel of paged.py; generate: a model's steps
+    batch   of paged and generate, whose kernels depend on it
+    role    of encode: key or value
+    launch  of attend: tile, warps, stages, registers; None: the package's choice
+    prompt  of generate: tokens
+    """
+
+    kind: str
+    model: str
+    recipe: str = ""
+    batch: int = 1
+    role: str = ""
+    launch: tuple[int, ...] | None = None
+    prompt: int = 0
+
+    def __str__(self) -> str:
+        batch = f"batch {self.batch}" if self.kind in ("paged", "generate") else ""
+        parts = (self.kind, self.model, self.recipe, self.role, batch, self.launch)
+        return " ".join(str(part) for part in parts if part)
+
+
+def job_of(case: cases.Case, launch: tuple[int, ...] | None = None) -> Job:
+    """What compiles a case's kernel, for all its tokens and batches."""
+    return Job("attend", case.model.name, case.recipe, launch=launch)
+
+
+def launched(job: Job, device: torch.device) -> None:
+    """Launch what a job names, once."""
+    if job.kind == "generate":
+        from benchmarks import steps
+
+        return steps.rehearse(job.model, job.recipe, job.batch, job.prompt, device)
+    model = next(model for model in cases.MODELS if model.name == job.model)
+    if job.kind == "encode":
+        cases.encoder(model, job.recipe, job.role, device)[0]()
+        return None
+    case = cases.Case(model, job.recipe, SHORT, job.batch)
+    if job.kind == "paged":
+        from benchmarks import paged
+
+        paged.built(case, device)()
+        return None
+    from kvq_runtime.kernels.attend.launch import Launch
+
+    cases.built(case, device)(cases.queries(case, device), job.launch and Launch(*job.launch))
+    return None
+
+
+def settle_keys() -> None:
+    """Let Triton compute the keys of all kernels, in one order, before it compiles any.
+
+    With Triton 3.6 the key of a kernel, by which its disk cache finds it, depends on whether the keys of the functions
+    that it calls were computed before it: a process would compile again what another has compiled, only since it came
+    to its kernels in another order.
+    """
+    from benchmarks import paged
+
+    modules = [paged, *(import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}."))]
+    for module in modules:
+        for _, one in sorted(vars(module).items()):
+            getattr(one, "cache_key", None)  # a property; the interpreter's functions have none
+
+
+def serve(device: torch.device) -> None:
+    """Take jobs from stdin until it ends; what else is printed goes to stderr."""
+    settle_keys()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        given = json.loads(line)
+        error = None
+        try:
+            launched(Job(**given | {"launch": given["launch"] and tuple(given["launch"])}), device)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"[:400]
+        answers.write(json.dumps({"error": error}) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    serve(torch.device("cuda"))
