@@ -52,7 +52,7 @@ ALLOCATIONS = ("empty", "new_empty", "_unsafe_view")
 def predicted(case: Case, loop: Loop) -> dict[str, Any]:
     """One row."""
     lines = case.batch * case.model.kv_heads
-    cut, window = occupancy.splits(lines, case.blocks, MULTIPROCESSORS, loop.room), attention.EXACT.value
+    cut, window = splits(case, loop.room), attention.EXACT.value
     launched, others = launches(case, cut)
     took = LAUNCH * (len(launched) + others) + sum(
         attend_cycles(loop, lines, case.blocks, cut, window) if one.function.__name__ == "attend"
@@ -69,6 +69,11 @@ def predicted(case: Case, loop: Loop) -> dict[str, Any]:
         "bf16_microseconds": round(theirs, 1), "binds": most if shares[most] >= BINDS else "latency",
         "share": round(shares[most], 2), "error": "+-35%", "triton": triton.__version__,
     }  # fmt: skip
+
+
+def splits(case: Case, room: int) -> int:
+    """What the host would cut the blocks into on an H200, whose multiprocessors have room for so many programs."""
+    return occupancy.splits(case.batch * case.model.kv_heads, case.blocks, MULTIPROCESSORS, room)
 
 
 def launches(case: Case, cut: int) -> tuple[list[Recorded], int]:

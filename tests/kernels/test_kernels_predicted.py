@@ -99,7 +99,8 @@ def test_splits_are_those_of_an_h200():
     """Enough for its multiprocessors, whatever the batch; the host here, which has no GPU, would say fewer."""
     for batch in predicted.BATCHES:
         case = Case(MODELS[0], "rtn-2bit", 131072, batch)
-        assert predicted.splits(case) * batch * 8 >= MULTIPROCESSORS and predicted.splits(case) <= case.blocks
+        cut = predicted.splits(case, 12)
+        assert cut * batch * 8 >= MULTIPROCESSORS and cut <= case.blocks
 
 
 def test_waves_of_programs():
@@ -128,7 +129,7 @@ def test_a_share_is_of_the_whole_call(monkeypatch):
     """A loop that the ALU binds: nearly all of a long call, little of a short one."""
     attend = SimpleNamespace(function=SimpleNamespace(__name__="attend"))
     monkeypatch.setattr(predicted, "launches", lambda case, cut: ([attend], 2))
-    monkeypatch.setattr(predicted, "splits", lambda case: 4)
+    monkeypatch.setattr(predicted, "splits", lambda case, room: 4)
     loop = Loop([step("alu", 2)] * 2_000, 1, 4, 2)
     long, short = (predicted.predicted(Case(MODELS[0], "rtn-2bit", tokens, 8), loop) for tokens in (131264, 320))
     assert long["binds"] == "alu" and long["share"] > 0.9

@@ -3,6 +3,8 @@
 import pytest
 
 pytest.importorskip("triton")
+from machine_code import written
+
 from benchmarks import sass, units
 from benchmarks.addresses import load_kinds
 from benchmarks.sass import NONE
@@ -30,18 +32,6 @@ PART = """
  /*1560*/ VIADD R153, R153, 0x1 ;                          /* 0x0000000199997836 */ /* 0x000fe20000000000 */
  /*1570*/ @P5 BRA `(.L_x_5) ;                              /* 0xffffffa800545947 */ /* 0x000fea000383ffff */
 """
-
-
-def written(*lines: str) -> list[sass.Instruction]:
-    """Instructions from `text | stall sets frees waits`; what is left out is 1 and no scoreboard."""
-    found = []
-    for i, line in enumerate(lines):
-        text, _, control = line.partition("|")
-        given = [int(part, 0) for part in control.split()]
-        stall, sets, frees, waits = given + [1, NONE, NONE, 0][len(given) :]
-        word = (stall | sets << 5 | frees << 8 | waits << 11) << 41
-        found.append(f"/*{16 * i:04x}*/ {text.strip()} ; /* 0x{0:016x} */ /* 0x{word:016x} */")
-    return sass.instructions("\n".join(found))
 
 
 def test_control_words_of_compiled_code():

@@ -5,10 +5,11 @@ from math import ceil
 import pytest
 
 pytest.importorskip("triton")
+from machine_code import written
+
 from benchmarks.sass import NONE
 from benchmarks.simulate import LATENCY, Step, simulate
 from benchmarks.simulate import steps as steps_of
-from tests.kernels.test_sass import written
 
 
 def step(

@@ -281,8 +281,8 @@ MUTANTS = [
         "merge-maximum",
         "splits are merged without the largest score: large ones overflow",
         "kvq_runtime/kernels/attend/merge.py",
-        "b_higher = tl.maximum(b_top, tl.max(b_exact, 0))",
-        "b_higher = tl.zeros_like(b_top)",
+        "b_higher = tl.maximum(tl.max(b_top, 0), tl.max(b_exact, 0))",
+        "b_higher = tl.max(b_exact, 0) * 0",
         ("kernels/test_merge.py",),
     ),
     Mutant(

@@ -139,12 +139,13 @@ def test_a_recipe_holds_it_under_the_key_for_policies(monkeypatch):
 
 def test_the_kernel_reads_its_blocks_unless_it_says_why_not():
     plain = replace(RECIPES["rtn-2bit"], policies=(Patience(),))
-    assert refusal(plain, GEOMETRY) is None
+    wide = replace(GEOMETRY, head_size=64)
+    assert refusal(plain, wide) is None
 
     class Impatient(Patience):
         unpacked: ClassVar[str | None] = "blocks wait for a bus"
 
-    assert "rtn-2bit, layer 0: blocks wait for a bus" in str(refusal(replace(plain, policies=(Impatient(),)), GEOMETRY))
+    assert "rtn-2bit, layer 0: blocks wait for a bus" in str(refusal(replace(plain, policies=(Impatient(),)), wide))
 
 
 def test_every_policy_of_the_folder_is_found_by_its_kind():
