@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("triton")
+from machine_code import step
+
 from benchmarks import kernels_predicted as predicted
 from benchmarks.cases import MODELS, Case
 from benchmarks.kernels_aot import FAMILIES
 from benchmarks.predict import START, WINDOW, Loop, attend_cycles
 from benchmarks.simulate import BANDWIDTH, CLOCK, MULTIPROCESSORS
-from tests.kernels.test_simulate import step
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("rtn-2bit", "higgs-head-2bit")
@@ -81,10 +82,9 @@ def test_kernels_of_a_step_are_counted_as_the_host_launches_them(monkeypatch):
             return lambda *args, **options: None
 
     monkeypatch.setattr(host, "attend_kernel", One())
-    monkeypatch.setattr(host, "merge", One())
+    monkeypatch.setattr(host, "merge_parts", lambda *given: None)
     seen = {name: predicted.launches(Case(MODELS[0], name, 4096, 1), 8)[1] for name in ("rtn-2bit", "higgs-head-2bit")}
-    assert seen["rtn-2bit"] == 0
-    assert seen["higgs-head-2bit"] >= 2
+    assert seen == {"rtn-2bit": 0, "higgs-head-2bit": 0}  # the query is rotated in the kernel
     count = predicted._Seen()
     with count:
         x = torch.ones(2, 3)

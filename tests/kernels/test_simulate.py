@@ -5,19 +5,10 @@ from math import ceil
 import pytest
 
 pytest.importorskip("triton")
-from machine_code import written
+from machine_code import step, written
 
-from benchmarks.sass import NONE
-from benchmarks.simulate import LATENCY, Step, simulate
+from benchmarks.simulate import LATENCY, simulate
 from benchmarks.simulate import steps as steps_of
-
-
-def step(
-    unit="", busy=0, wavefronts=0, size=0.0, answers=24, stall=1, sets=NONE, frees=NONE, waits=(), **marks
-) -> Step:
-    marks = {"copies": False, "groups": False, "barrier": False} | marks
-    return Step(unit, busy, wavefronts, size, answers, stall, sets, frees, waits, **marks)
-
 
 ALU = step("alu", 2)
 LOAD = step("lsu", 2, 4, 512.0, LATENCY, sets=0)
