@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +19,12 @@ def check(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch, which, least", [(90, (), 100), (80, ("--each-kind",), 20), (100, ("--each-kind",), 20)])
-def test_no_kernel_got_worse(arch, which, least):
-    done = check("--arch", str(arch), *which, "--check")
+@pytest.mark.parametrize("arch", [90, 80, 100])
+def test_no_kernel_got_worse(arch):
+    """One of each kind; all of them take a quarter of an hour."""
+    done = check("--arch", str(arch), "--each-kind", "--check")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert int(done.stdout.split()[0]) > least, "so many were compiled"
+    assert int(done.stdout.split()[0]) > 20, "so many were compiled"
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +99,8 @@ def test_the_table_has_what_binds(aot):
             w * programs(int(row["registers"]), int(row["shared"]), w, arch) for w in (1, 2, 4, 8, 16)
         }
     parts = ("alu", "fma", "tensor")
-    for (_, name, arch), row in attends.items():
-        rows = re.search(r" m(\d+)$", name)
-        least = 32 / 256 * (int(rows[1]) / 8 if rows else 1)  # a product has 256 elements of a block, and 8 query rows
-        assert arch == 100 or row["tensor_per_element"] >= least, name
+    for (_, name, arch), row in attends.items():  # a product has 256 elements of a block, and 8 query rows
+        assert arch == 100 or row["tensor_per_element"] >= 32 / 256, name
         assert sum(row[f"{part}_per_element"] for part in parts) < row["instructions_per_element"]
         assert row["exposed_loads"] > 0
 
