@@ -47,6 +47,7 @@ examples
     kvq push qwen2.5-7b-aqua-2bit@1.2.0 hf://my-org    to a Hugging Face Hub
     kvq copy --all hf://my-org file:///mnt/mirror      a whole registry, to a folder
     kvq search --corpus redpajama hf://my-org          versions fitted on a corpus, to a model, a revision
+    kvq prefix verify prefixes                         every block that a PrefixStore keeps there
     kvq list --json | jq '.[].name'                    every table can be printed as JSON
 
 {EXIT_CODES}
@@ -96,7 +97,7 @@ _RETRIES = _first_retry()
 
 def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:
     """{command: its function}, of the commands that `parser` itself adds."""
-    from kvq_runtime.cli import commands, exchange, recipes, sign, size, transfer
+    from kvq_runtime.cli import commands, exchange, prefix, recipes, sign, size, transfer
 
     return {
         "list": commands.list_names,
@@ -115,6 +116,7 @@ def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:
         "diff": commands.diff,
         "gc": commands.gc,
         "doctor": commands.doctor,
+        "prefix": prefix.prefix,
         "recipes": recipes.recipes,
         "bytes": size.held,
     }
@@ -204,6 +206,20 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--dry-run", action="store_true", help="print what would be removed")
     _where(add("doctor", "check a registry, and say what to do about faults", "kvq doctor"))
+    text = "the folder of a prefix store: its sets of blocks, whether they are whole, and what may go"
+    example = "kvq prefix list prefixes\n    kvq prefix gc prefixes --budget 5GB --dry-run"
+    command = add("prefix", text, example, registry=False)
+    about = "list: what is kept, and since when unused; verify: read every block with every check; gc: remove drafts of"
+    command.add_argument("action", choices=["list", "verify", "gc"], help=f"{about} killed processes")
+    command.add_argument("folder", metavar="FOLDER", help="the path of a PrefixStore")
+    command.add_argument(
+        "--budget", metavar="SIZE", help="gc: the least recently used go until SIZE is left, as in 5GB"
+    )
+    command.add_argument("--damaged", action="store_true", help="gc: damaged blocks go as well")
+    command.add_argument(
+        "--grace", type=seconds, default=600.0, metavar="TIME", help="gc: minimum age of drafts (default: 10m)"
+    )
+    command.add_argument("--dry-run", action="store_true", help="gc: print what would be removed")
     text = "which recipe to take, and all that come with kvq"
     command = add("recipes", text, "kvq recipes --bits 2-2.5 --unfitted", registry=False)
     command.add_argument("name", metavar="RECIPE", nargs="?", help="all settings of this one")

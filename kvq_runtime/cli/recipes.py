@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from kvq_runtime.artifact import describe, recipe_text
+from kvq_runtime.attention import absorbed, fused
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.errors import NotFound
 from kvq_runtime.recipe import Recipe, families, preset
@@ -21,7 +22,8 @@ BITS = f"""
 bits: per element of an encoded token, scales and all metadata included, on {MODEL};
 a first layer in 4 bits weighs more on smaller models. kvq bytes RECIPE --model M computes whole caches, exact tokens
 included."""
-ALL = "kvq recipes --family NAME, --bits 2.5, --fitted or --all list single recipes; kvq recipes NAME has all of one."
+ALL = """kvq recipes --family NAME, --bits 2.5, --fitted or --all list single recipes; kvq recipes NAME has all of one,
+and what its decode step reads."""
 
 
 def recipes(args: Namespace) -> int:
@@ -51,11 +53,13 @@ def recipes(args: Namespace) -> int:
 def _one(args: Namespace) -> int:
     chosen = recipe_text.read(args.name, args.set)
     row = describe.recipe_row(chosen, describe.REFERENCE_MODEL)
+    row["decode"] = absorbed.reads(chosen, describe.REFERENCE_MODEL) or fused.reads(chosen, describe.REFERENCE_MODEL)
     print_record(row | ({"settings": chosen.to_json()} if args.json else {}), args.json)
     if not args.json:
         print("\nsettings, as --set takes them")
         print("\n".join(f"{path}={value}" for path, value in recipe_text.settings(chosen).items()))
         print(f"{BITS}\nwindow: exact first tokens / exact newest tokens / tokens encoded together.")
+        print(f"decode: what a step reads on a GPU under kvq attention, on {MODEL}; expected, not measured.")
     return 0
 
 

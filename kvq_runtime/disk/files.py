@@ -119,11 +119,15 @@ def replace(path: Path, data: bytes, temporary: Path, mode: int = 0o444) -> None
 
 def save(path: Path, data: bytes) -> None:
     """`replace` with the draft beside the file; drafts of dead processes in that folder are removed."""
-    for draft in path.parent.glob(".*.tmp"):
-        written_by = _DRAFT.fullmatch(draft.name)
-        if written_by and not _is_alive(int(written_by[1])):
-            draft.unlink(missing_ok=True)
+    for draft in orphans(path.parent):
+        draft.unlink(missing_ok=True)
     replace(path, data, path.parent, mode=0o644)
+
+
+def orphans(folder: Path) -> list[Path]:
+    """Drafts in a folder whose process is dead."""
+    drafts = [(path, _DRAFT.fullmatch(path.name)) for path in sorted(folder.glob(".*.tmp"))]
+    return [path for path, written_by in drafts if written_by and not _is_alive(int(written_by[1]))]
 
 
 def _is_alive(process: int) -> bool:
@@ -156,7 +160,7 @@ def _draft(data: bytes, temporary: Path, mode: int = 0o444) -> Path:
     return draft
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, mode: int = 0o777) -> None:
     """Create a folder and its parents durably; an existing one is synced, as its creator may have died before that."""
     if path.is_dir():
         with suppress(PermissionError):  # without access to the parent, this process did not create the folder
@@ -164,7 +168,7 @@ def make_folder(path: Path) -> None:
         return
     make_folder(path.parent)
     faults.point("folder.begun")
-    path.mkdir(exist_ok=True)
+    path.mkdir(mode, exist_ok=True)
     faults.point("folder.made")
     sync(path.parent)
     faults.point("folder.synced")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.geometry import Geometry
@@ -158,3 +159,12 @@ def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> list[nn.
                 )
         found.append(module)
     return found
+
+
+def rotary_of_config(config: Any, dtype: torch.dtype) -> Rotary:
+    """The rotation of a model that is not loaded, from its decoder's configuration; ValueError if it varies."""
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in rope.FIXED_TYPES:
+        raise ValueError(f"rope_type={kind}; known without a model are {', '.join(rope.FIXED_TYPES)}")
+    module = LlamaRotaryEmbedding(config)
+    return Rotary(torch.as_tensor(module.inv_freq).float(), float(module.attention_scaling), dtype)

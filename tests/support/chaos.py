@@ -18,6 +18,7 @@ import huggingface_hub
 import pytest
 import tiny
 import tiny_artifact
+import torch
 from hub_faults import Faults
 from hub_server import Hub
 from power_cut import Disk
@@ -27,6 +28,11 @@ from kvq_calib.cli import calibrate as calibrate_cli
 from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import files
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.prefix import folder as prefix_folder
+from kvq_runtime.prefix import upkeep as prefix_upkeep
+from kvq_runtime.prefix.store import PrefixBlocks
+from kvq_runtime.recipe import preset
 from kvq_runtime.registry.hub import upkeep as hub_upkeep
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.local import upkeep
@@ -116,6 +122,28 @@ def _orphans_on_the_hub(folder: Path) -> None:
         )
 
 
+def _prefixes(folder: Path) -> PrefixBlocks:
+    """A store with room for one prefix of three blocks, and no second one."""
+    recipe, shape = preset("kivi-2bit"), Geometry(layers=1, kv_heads=4, head_size=64)
+    return PrefixBlocks(folder / "prefixes", recipe, shape, model="m", dtype=torch.float32, budget=96000)
+
+
+def _keep(folder: Path, first: int) -> None:
+    rows = [torch.linspace(first, first + 1, 384 * 256).view(384, 256)]
+    assert _prefixes(folder).put([first + n % 50 for n in range(384)], rows, rows) == 384
+
+
+def _keep_another(folder: Path) -> int:
+    """Keep a prefix, which evicts one, and remove what killed processes left."""
+    try:
+        _keep(folder, 60)
+        prefix_upkeep.collect(folder / "prefixes", grace=0)
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
 PULL = ("-o", "DIR/out", "--lock", "DIR/kvq.lock")
 COMMANDS = {
     "calibrate": Command(_a_model, _calibrate),
@@ -124,6 +152,7 @@ COMMANDS = {
     "promote": Command(_two_versions, _kvq("promote", f"{NAME}@1.0.1")),
     "pull": Command(_two_versions, _kvq("pull", NAME, *PULL)),
     "gc": Command(_orphans, _kvq("gc", "--grace", "0s")),
+    "keep a prefix": Command(lambda folder: _keep(folder, 5), _keep_another),
     "push": Command(_a_version, _kvq("push", f"{NAME}@1.0.0", "hf://org")),
     "promote on a Hub": Command(_pushed, _kvq("promote", f"hf://org/{NAME}@1.0.1")),
     "pull from a Hub": Command(_pushed, _kvq("pull", f"hf://org/{NAME}", *PULL)),
@@ -147,8 +176,11 @@ def observe(folder: Path) -> dict:
             for entry in version.files.values():
                 assert files.digest(registry.blob(entry["sha256"])) == (entry["sha256"], entry["size"])
         names[name] = {v.version: (v.sha256, v.files) for v in state.versions.values()}, state.aliases
-    lock = folder / "kvq.lock"
+    lock, prefixes = folder / "kvq.lock", folder / "prefixes"
+    if prefixes.exists():
+        assert not [*prefix_upkeep.damaged(prefixes)]
     return {
+        "prefixes": {one.path.name for one in prefix_folder.all_blocks(prefixes)},
         "registry": names,
         "pulled": {path.name: files.digest(path) for path in folder.glob("out/[!.]*")},
         "lock": read_lock(lock).sha256 if lock.exists() else None,

@@ -1,0 +1,211 @@
+"""Keep the prefixes of a loaded model's prompts, and generate from them: prefix/store.py for transformers."""
+
+import logging
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from kvq_runtime.artifact import fingerprint, recipe_text
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.disk import strict_json
+from kvq_runtime.hf.cache import KVQCache
+from kvq_runtime.hf.layer import KVQLayer
+from kvq_runtime.hf.model import fingerprint_of, geometry_of
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.prefix import chain, coder
+from kvq_runtime.prefix.block_file import Block
+from kvq_runtime.prefix.store import PrefixBlocks, check
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.registry.resolve import load_artifact
+
+_log = logging.getLogger(__name__)
+# of a configuration: where it came from, and how it is run, which keys and values do not depend on
+_PLACE = {"_name_or_path", "architectures", "dtype", "id2label", "label2id", "torch_dtype", "transformers_version",
+          "use_cache", "return_dict"}  # fmt: skip
+
+
+class PrefixStore:
+    """Encoded prefixes of prompts, on disk or in memory, from which a model goes on without computing them again.
+
+        store = PrefixStore("prefixes", "qwen2.5-7b-aqua-2bit", model=model, budget="20GB")
+        out = store.generate(**inputs, max_new_tokens=100)    # the second time, and after a restart, from the store
+
+    or, in steps, `cache = store.load(input_ids)`, `model.generate(input_ids, past_key_values=cache)`,
+    `store.put(cache, output[0])`. What is kept are whole blocks of 128 tokens, packed as the cache holds them; what a
+    prompt shares with another is kept once. docs/prefix.md says what is guaranteed.
+
+    path      a folder, which processes may share; None: this process' memory
+    recipe    an Artifact, a Recipe, or text: the name of a recipe, or a reference to an artifact
+    model     the loaded model
+    budget    bytes in the folder, or in memory: a number, or text such as "20GB"; the least recently used go first
+    salt      of a tenant: what is put under one is found under no other
+    registry  where a reference is looked up, as for `load_artifact`
+    allow_other_weights  take an artifact that was calibrated on other weights of the same shape
+
+    Raises ValueError for a recipe whose blocks cannot be kept (fitted to the prompt, dependent on arrival, choosing
+    tokens) and for a model with layers that do not attend to all tokens; ArtifactError for an artifact of another
+    model, and for a folder that others can write to; OSError where the disk refuses.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        recipe: str | Artifact | Recipe,
+        model: PreTrainedModel,
+        budget: str | int = "20GB",
+        *,
+        salt: str = "",
+        registry: str | Path | None = None,
+        allow_other_weights: bool = False,
+    ):
+        found: Any = recipe
+        if isinstance(recipe, str):
+            found = recipe_text.read(recipe) if recipe_text.written(recipe) else load_artifact(recipe, registry)
+        artifact = found if isinstance(found, Artifact) else None
+        if artifact is not None:
+            fingerprint.check_match(
+                artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights
+            )
+            found = artifact.recipe
+        if not isinstance(found, Recipe):
+            raise TypeError(
+                f"recipe is of type {type(recipe).__name__}; give an Artifact, a Recipe, or the name of one"
+            )
+        check(found)
+        self.model, self.recipe, self._artifact = model, found, artifact
+        others = [n for n, layer in enumerate(self._empty().layers) if not isinstance(layer, KVQLayer)]
+        if others:
+            raise ValueError(
+                f"layers {others} of {type(model).__name__} do not attend to all tokens: what they hold at the end of "
+                "a prefix is not kept, so that nothing could go on from it"
+            )
+        self._blocks = PrefixBlocks(
+            path, found, geometry_of(model), artifact.tensors if artifact else None,
+            model=weights_digest(model), dtype=model.dtype, rotary=_rotary(model, found), salt=salt, budget=budget,
+        )  # fmt: skip
+
+    def longest(self, input_ids: Tensor | Iterable[int]) -> int:
+        """How many of these tokens, from the first on, are kept. Nothing is read."""
+        return self._blocks.longest(input_ids)
+
+    def load(self, input_ids: Tensor | Iterable[int], recent: int | None = None) -> KVQCache:
+        """A cache with the kept blocks that a prompt, [T] or [1, T], begins with, for the model to go on from.
+
+        recent   newest tokens that are left to the model, to be exact; None: as many as the recipe's window keeps.
+                 One token at least is left, as its logits are what generation begins with
+        With nothing kept the cache is empty. A damaged block is a miss, and a warning in the log.
+        """
+        cache = self._empty()
+        blocks = self._found(input_ids, recent)
+        if blocks:
+            coder.fill(cache.blocks, blocks, self.model.device)
+            for layer in cache.layers:
+                setattr(layer, "is_initialized", True)  # noqa: B010  # not every class of transformers' declares it
+        return cache
+
+    def load_decoded(self, input_ids: Tensor | Iterable[int], recent: int | None = None) -> DynamicCache:
+        """The same as transformers' own 16-bit cache, decoded: for what takes no other."""
+        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        blocks = self._found(input_ids, recent)
+        for layer, k_THD, v_THD in self._blocks.decode(blocks, self.model.device) if blocks else ():
+            cache.update(k_THD.transpose(0, 1)[None].clone(), v_THD.transpose(0, 1)[None].clone(), layer)
+        return cache
+
+    def put(self, cache: Cache, tokens: Tensor | Iterable[int], row: int = 0) -> int:
+        """Keep the whole blocks of a cache; returns how many tokens are kept now.
+
+        cache    a KVQCache of this recipe, whose blocks are kept as they are, or a DynamicCache, which is encoded
+        tokens   that the cache holds, [T] or [1, T], without padding; one more, as `generate` returns, does no harm
+        row      of the batch
+        Tokens whose block is kept already are not encoded again. OSError: the disk refused; what was kept stays.
+        """
+        if isinstance(cache, KVQCache):
+            if cache.blocks.recipe != self.recipe or cache.blocks.geometry != geometry_of(self.model):
+                raise ValueError(f"the cache is of {cache.blocks.recipe.name}, the store of {self.recipe.name}")
+            return self._blocks.put_cache(tokens, cache.blocks, row)
+        layers: list[Any] = [*cache.layers]
+        if len(layers) != geometry_of(self.model).layers or any(type(layer) is not DynamicLayer for layer in layers):
+            raise ValueError(f"{type(cache).__name__} cannot be kept; give a KVQCache or a DynamicCache of this model")
+        token_T = chain.token_row(tokens)[: cache.get_seq_length()]
+        if not len(token_T):
+            return 0
+        keys = [layer.keys[row].transpose(0, 1) for layer in layers]
+        values = [layer.values[row].transpose(0, 1) for layer in layers]
+        return self._blocks.put(token_T, keys, values)
+
+    def generate(self, input_ids: Tensor, **settings: Any) -> Any:
+        """`model.generate` of one prompt [1, T], from what is kept of it; then keep prompt and answer.
+
+        A disk that refuses is a warning in the log, and costs no answer.
+        """
+        mask = settings.get("attention_mask")
+        if len(input_ids) != 1 or (mask is not None and not bool(mask.all())):
+            raise ValueError(f"input_ids of shape {list(input_ids.shape)}; give one prompt at a time, without padding")
+        cache = self.load(input_ids)
+        rows = self._rows(settings)
+        if cache.blocks.rows and rows > 1:
+            cache.batch_repeat_interleave(rows)
+        generate: Any = self.model.generate
+        out = generate(input_ids, past_key_values=cache, **settings)
+        text = out if isinstance(out, Tensor) else out.sequences
+        try:
+            # of several rows, beams or samples, the prompt is what all have
+            self.put(cache, text[0] if cache.blocks.rows == 1 else input_ids)
+        except OSError as error:
+            _log.warning("the prefix is not kept: %s", error)
+        return out
+
+    def _rows(self, settings: dict[str, Any]) -> int:
+        """How many rows transformers makes of one prompt: beams, or samples."""
+        config = settings.get("generation_config") or self.model.generation_config
+        asked = [settings.get(name, getattr(config, name, None)) for name in ("num_beams", "num_return_sequences")]
+        return max(number or 1 for number in asked)
+
+    def _empty(self) -> KVQCache:
+        cache = KVQCache(self.recipe, self.model, self._artifact.tensors if self._artifact else None)
+        cache.artifact = self._artifact
+        return cache
+
+    def _found(self, input_ids: Tensor | Iterable[int], recent: int | None) -> list[Block]:
+        token_T = chain.token_row(input_ids)
+        left = self.recipe.window.recent if recent is None else recent
+        if left < 0:
+            raise ValueError(f"recent={recent}; use a number of tokens, 0 or more")
+        return self._blocks.load(token_T, len(token_T) - max(1, left))
+
+
+@torch.no_grad()
+def weights_digest(model: PreTrainedModel) -> str:
+    """sha256 of a configuration and of 64 evenly spaced elements of every parameter: a fine-tune has another."""
+    config = {n: x for n, x in model.config.get_text_config(decoder=True).to_dict().items() if n not in _PLACE}
+    digest = sha256(strict_json.dumps(_plain(config)).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        places = torch.arange(64, device=flat.device) * max(1, flat.numel()) // 64
+        sample = flat[places].float().cpu() if flat.numel() else torch.zeros(0)
+        digest.update(f"\0{name}\0{parameter.dtype}\0{list(parameter.shape)}\0".encode())
+        digest.update(sample.numpy().data)
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, str)) else repr(value)
+
+
+def _rotary(model: Any, recipe: Recipe) -> Rotary | None:
+    """The model's rotation, where a recipe needs it; making a cache has checked that it is one of ours."""
+    if "positions" not in recipe.needs:
+        return None
+    module = model.get_decoder().rotary_emb
+    frequencies_K = torch.as_tensor(module.inv_freq).float()
+    return Rotary(frequencies_K, float(getattr(module, "attention_scaling", 1.0)), model.dtype)

@@ -1,0 +1,193 @@
+"""Write and read the file of one block of tokens: the packed fields of all layers, as a cache holds them.
+
+    one safetensors file: key.{layer}.{field}, value.{layer}.{field}, sinks
+
+Neighbouring layers whose fields have the same shapes lie in one tensor, named after the first of them, [layers, ...].
+`sinks` [2, layers, S, C] are the exact tokens among the block's own, keys and values, in the model's dtype; blocks
+after the first have none. The metadata key `kvq` holds the chain (root, previous, number, tokens) and `content`, a
+sha256 of that and of every tensor.
+
+What a file may contain follows from recipe, geometry and dtype alone, so that reading takes no size from the file:
+longer ones are not read, and every name, shape and dtype has to be the expected one.
+"""
+
+import io
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import groupby
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from kvq_runtime.artifact import header
+from kvq_runtime.disk import strict_json
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.layer import Slab
+
+CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite")
+_NAMES = re.compile(r"sinks|(key|value)\.(0|[1-9][0-9]{0,3})\.[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A block's place in a chain: root of the chain, name of the block before (or the root), number, token ids."""
+
+    root: str
+    previous: str
+    number: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One encoded block.
+
+    fields       by layer, of keys and of values, as their codecs encode them, without batch: [...] a field
+    sinks_2LSC   exact tokens among the block's own, of the layers in order; S may be 0
+    """
+
+    fields: Mapping[int, tuple[Slab, Slab]]
+    sinks_2LSC: Tensor
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """What the file of a block holds.
+
+    held    layers, in rising order
+    dtype   of the model's keys and values
+    """
+
+    recipe: Recipe
+    geometry: Geometry
+    held: tuple[int, ...]
+    dtype: torch.dtype
+
+    def sinks(self, number: int) -> int:
+        """How many of a block's tokens are sinks."""
+        window = self.recipe.window
+        return min(max(window.sinks - number * window.block, 0), window.block)
+
+    @cached_property
+    def _runs(self) -> list[tuple[str, int, str, tuple[int, ...], tuple[int, ...], torch.dtype]]:
+        """(tensor, role, field, its layers, shape of one layer, dtype)"""
+        found = []
+        for role, name in enumerate(ROLES):
+            fields = {n: self._fields(n, role) for n in self.held}
+            for specs, run in groupby(self.held, fields.__getitem__):
+                layers = tuple(run)
+                for field, shape, dtype in specs:
+                    found.append((f"{name}.{layers[0]}.{field}", role, field, layers, shape, dtype))
+        return found
+
+    def _fields(self, layer: int, role: int) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+        scheme = self.recipe.scheme(layer, ROLES[role])
+        specs = scheme.fields(self.recipe.window.block, self.geometry, self.dtype)
+        return tuple((name, tuple(shape), dtype) for name, (shape, dtype) in specs.items())
+
+    def specs(self, number: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Every tensor of a block's file: {name: (shape, dtype)}."""
+        specs = {name: ((len(layers), *shape), dtype) for name, _, _, layers, shape, dtype in self._runs}
+        shape = (2, len(self.held), self.sinks(number), self.geometry.width)
+        return specs | ({"sinks": (shape, self.dtype)} if shape[2] else {})
+
+    def data_bytes(self, number: int) -> int:
+        """Bytes of a block's tensors."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(number).values())
+
+    def largest(self) -> int:
+        """Bytes that no block's file exceeds."""
+        described = 200 * (len(self._runs) + 1) + 1024 + 12 * self.recipe.window.block
+        return self.data_bytes(0) + described
+
+    def to_bytes(self, block: Block, link: Link) -> bytes:
+        """The file of a block. Fields of another shape or dtype are a ValueError."""
+        tensors: dict[str, Tensor] = {}
+        for name, role, field, layers, shape, dtype in self._runs:
+            parts = [block.fields[layer][role][field].detach().cpu() for layer in layers]
+            tensors[name] = torch.stack(parts)
+            if tensors[name].shape[1:] != shape or tensors[name].dtype != dtype:
+                raise ValueError(f"{name}: {_spec(tensors[name])}; the recipe stores {list(shape)}, {dtype} a layer")
+        if self.sinks(link.number):
+            tensors["sinks"] = block.sinks_2LSC.detach().to("cpu", self.dtype).contiguous()
+        about = _about(link)
+        about["content"] = _content(about, tensors)
+        return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(about)})
+
+    def from_bytes(self, data: bytes, link: Link) -> Block:
+        """The block of a file, which has to be this one; raises ArtifactError, which begins with the check."""
+        head = header.read(io.BytesIO(data), len(data), _NAMES)
+        stated = _stated(head)
+        if (stated.root, stated.previous, stated.number) != (link.root, link.previous, link.number):
+            raise ArtifactError("chain: the file is of another place in a chain; it will be written again")
+        if stated.tokens != link.tokens:
+            raise ArtifactError("tokens: the file holds other tokens under this name; it will be written again")
+        return self._read(data, head, link)
+
+    def read(self, data: bytes) -> tuple[Link, Block]:
+        """The block of a file, whatever its place in a chain; the same checks."""
+        head = header.read(io.BytesIO(data), len(data), _NAMES)
+        link = _stated(head)
+        if len(link.tokens) != self.recipe.window.block:
+            raise ArtifactError(f"tokens: {len(link.tokens)} of them; a block has {self.recipe.window.block}")
+        return link, self._read(data, head, link)
+
+    def _read(self, data: bytes, head: header.Header, link: Link) -> Block:
+        expected, listed = self.specs(link.number), head.specs()
+        if listed != expected:
+            differ = sorted(name for name in {*listed, *expected} if listed.get(name) != expected.get(name))
+            raise ArtifactError(f"tensors: {differ[:3]} are not as recipe {self.recipe.name} stores them")
+        try:
+            tensors = safetensors.torch.load(data)
+        except safetensors.SafetensorError as error:
+            raise ArtifactError(f"header: safetensors refuses it: {error}") from None
+        if _content(_about(link), tensors) != strict_json.loads(head.kvq, "header: kvq")["content"]:
+            raise ArtifactError("content: the digest of the data is another than stated; the file was changed")
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise ArtifactError(f"finite: {name} has NaN or infinity")
+        fields: dict[int, tuple[Slab, Slab]] = {layer: ({}, {}) for layer in self.held}
+        for name, role, field, layers, _, _ in self._runs:
+            for place, layer in enumerate(layers):
+                fields[layer][role][field] = tensors[name][place]
+        nothing = torch.empty(2, len(self.held), 0, self.geometry.width, dtype=self.dtype)
+        return Block(fields, tensors.get("sinks", nothing))
+
+
+def _about(link: Link) -> dict[str, Any]:
+    return {"root": link.root, "previous": link.previous, "number": link.number, "tokens": list(link.tokens)}
+
+
+def _stated(head: header.Header) -> Link:
+    """The place in a chain that a file states."""
+    about = strict_json.loads(head.kvq, "header: kvq")
+    strict_json.keys(about, {"root", "previous", "number", "tokens", "content"}, "header: kvq")
+    tokens, number = about["tokens"], about["number"]
+    texts = [about[name] for name in ("root", "previous", "content")]
+    if not all(isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text) for text in texts):
+        raise ArtifactError("header: kvq: root, previous and content must be 64 hex digits")
+    whole = [number, *tokens] if isinstance(tokens, list) else [None]
+    if not all(type(n) is int and 0 <= n < 1 << 31 for n in whole):
+        raise ArtifactError("header: kvq: number and tokens must be whole numbers from 0 to 2^31 - 1")
+    return Link(about["root"], about["previous"], number, tuple(tokens))
+
+
+def _content(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    digest = sha256(strict_json.dumps(dict(about)).encode())
+    for name in sorted(tensors):
+        digest.update(f"\0{name}\0".encode())
+        digest.update(tensors[name].view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _spec(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[1:])}"

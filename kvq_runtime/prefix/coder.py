@@ -1,0 +1,171 @@
+"""Encode one block of tokens of all layers wherever it stands in a text, and decode blocks in a row.
+
+The bytes are those that a cache makes of the same keys and values (`store/encode.py`): the same codecs, prepared by the
+same `block_input`. A block needs nothing of the blocks before it; under a recipe that predicts across layers it needs
+its own tokens of the layers below, which are decoded here on the way up.
+
+Shapes: T tokens of one block · C all heads of a token · S sinks among the tokens.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.codec import shared
+from kvq_runtime.codec.block_input import block_input
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.prefix.block_file import Block
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.layer import Slab
+from kvq_runtime.store.positions import Positions
+
+Rows = Mapping[int, tuple[Tensor, Tensor]]  # by layer, keys (after RoPE) and values [T, C]
+
+
+class Coder:
+    """Codecs of a recipe for tokens at positions that count from 0.
+
+    held     layers, in rising order
+    rotary   the model's rotation, where the recipe needs positions; may be set later
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        geometry: Geometry,
+        tensors: Mapping[str, Tensor],
+        held: Sequence[int],
+        rotary: Rotary | None = None,
+    ):
+        self.recipe, self.geometry, self.tensors = recipe.check(geometry), geometry, tensors
+        self.held, self.rotary = tuple(held), rotary
+        self._codecs = shared.build(recipe, geometry, tensors)
+
+    def encode(self, number: int, rows: Rows) -> Block:
+        """Encode the tokens of block `number` of a text. ValueError for NaN or infinity among them."""
+        window, positions = self.recipe.window, self._positions()
+        start, stop = number * window.block, (number + 1) * window.block
+        source_NS = positions.source(start, stop, window.sinks)
+        tables = positions.rope(start, stop) if "positions" in self.recipe.needs else None
+        decoded: dict[int, tuple[Tensor, Tensor]] = {}
+        fields: dict[int, tuple[Slab, Slab]] = {}
+        sinks = min(max(window.sinks - start, 0), window.block)
+        for layer in self.held:
+            self._check(layer, number, rows[layer])
+            k_NTC, v_NTC = (x_TC[None] for x_TC in rows[layer])
+            keys, values = (shared.moved(codec, k_NTC.device) for codec in self._codecs[layer])
+            below = [decoded[layer - depth] for depth in range(1, _reads((keys, values)) + 1)]
+            x_NTC, rope = k_NTC.clone(), None
+            if tables is not None:
+                undo = "undo" if self.recipe.position == "pre" else None
+                cos, sin = (table.to(k_NTC.device) for table in tables)
+                x_NTC, rope = block_input(x_NTC, source_NS, (cos, sin), undo, self.geometry.kv_heads)
+                x_NTC = x_NTC.to(k_NTC.dtype) if keys.scheme.quantize.keeps_dtype else x_NTC
+            else:
+                x_NTC, _ = block_input(x_NTC, source_NS)
+            k_fields = keys.encode(x_NTC, Context(rope, None, below))
+            k_decoded = keys.decode(k_fields, Context(below=below)) if self.recipe.cross_layer else None
+            v_NTC, _ = block_input(v_NTC.clone(), source_NS)
+            v_fields = values.encode(v_NTC, Context(keys=k_decoded, below=below))
+            if k_decoded is not None:
+                decoded[layer] = k_decoded, values.decode(v_fields, Context(keys=k_decoded, below=below))
+            fields[layer] = _first(k_fields), _first(v_fields)
+        exact = [torch.stack(rows[layer])[:, :sinks] for layer in self.held]
+        return Block(fields, torch.stack(exact, 1))
+
+    def cache(self, blocks: Sequence[Block], device: torch.device | str = "cpu", tokens: int = 1 << 17) -> BlockCache:
+        """A cache of one row that holds these blocks, the first of a text, and no window."""
+        found = BlockCache(self.recipe, self.geometry, self.tensors, self.held, tokens)
+        fill(found, blocks, device)
+        return found
+
+    def decode(
+        self, blocks: Sequence[Block], device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(layer, keys after RoPE, values) [tokens, heads, head size] of the layers in order, in the stored dtype.
+
+        The two are valid until the next layer's, which are decoded into the same memory.
+        """
+        cache = self.cache(blocks, device)
+        if self.rotary is not None:
+            near = Rotary(self.rotary.frequencies_K.to(device), self.rotary.scaling, self.rotary.dtype)
+            cache.positions.announce(None, None, near)
+        for layer in self.held:
+            k_BTC, v_BTC = cache.decoder.whole(layer)
+            heads = (self.geometry.kv_heads, self.geometry.head_size)
+            yield layer, k_BTC[0].unflatten(-1, heads), v_BTC[0].unflatten(-1, heads)
+            cache.decoder.forget(layer, layer == self.held[-1])
+
+    def _positions(self) -> Positions:
+        positions = Positions()
+        positions.announce(None, None, self.rotary)
+        return positions
+
+    def _check(self, layer: int, number: int, pair: tuple[Tensor, Tensor]) -> None:
+        for role, x_TC in zip(ROLES, pair, strict=True):
+            if x_TC.shape != (self.recipe.window.block, self.geometry.width):
+                raise ValueError(
+                    f"layer {layer}: {role}s of shape {list(x_TC.shape)}; a block is "
+                    f"[{self.recipe.window.block}, {self.geometry.width}]"
+                )
+            if not bool(torch.isfinite(x_TC).all()):
+                raise ValueError(
+                    f"layer {layer}, block {number}: NaN or infinity in the {role}s; nothing is kept of it"
+                )
+
+
+def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str) -> None:
+    """Put a text's first blocks into an empty cache, as one row."""
+    layers = sorted(cache.held)
+    fields = {
+        layer: tuple(_stacked([block.fields[layer][role] for block in blocks], device) for role in (0, 1))
+        for layer in layers
+    }
+    sinks_2LSC = torch.cat([block.sinks_2LSC for block in blocks], 2).to(device)
+    sinks = {layer: sinks_2LSC[:, place][:, None] for place, layer in enumerate(layers)}
+    cache.adopt(len(blocks), fields, sinks)  # type: ignore[arg-type]
+
+
+def held(cache: BlockCache, numbers: range, row: int = 0) -> Iterator[Block]:
+    """Encoded blocks of one row of a cache, as it holds them, on the CPU."""
+    layers, window = sorted(cache.held), cache.recipe.window
+    runs = {}
+    for layer in layers:
+        store = cache.layers[layer]
+        runs[layer] = [_run(store, role, numbers, row) for role in (0, 1)]
+    sinks_2LSC = torch.stack([cache.layers[layer].sinks_2BSC[:, row] for layer in layers], 1)
+    for place, number in enumerate(numbers):
+        fields = {
+            layer: tuple({name: field[place] for name, field in part.items()} for part in parts)
+            for layer, parts in runs.items()
+        }
+        start = number * window.block
+        yield Block(fields, sinks_2LSC[:, :, start : start + window.block])  # type: ignore[arg-type]
+
+
+def _run(store, role: int, numbers: range, row: int) -> Slab:
+    """The fields of blocks of one row, [n, ...], on the CPU; a slab at a time."""
+    parts = []
+    for first, stop in store.runs():
+        begin, end = max(first, numbers.start), min(stop, numbers.stop)
+        if begin < end:
+            parts.append({name: x[row].cpu() for name, x in store.fields(role, begin, end).items()})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def _stacked(parts: list[Slab], device: torch.device | str) -> Slab:
+    """[1, n, ...] of the fields of n blocks."""
+    return {name: torch.stack([part[name] for part in parts])[None].to(device) for name in parts[0]}
+
+
+def _first(fields: Slab) -> Slab:
+    return {name: field[0] for name, field in fields.items()}
+
+
+def _reads(pair: tuple[Codec, Codec]) -> int:
+    """How many layers underneath the predictions of a layer read."""
+    return max(max(codec.below, default=0) for codec in pair)

@@ -1,0 +1,273 @@
+"""Keep prefixes encoded: token ids and rows of keys and values in, blocks on a shelf, the same rows out.
+
+Knows nothing of transformers; `hf/prefix.py` is this for a loaded model. A serving engine's connector gives its
+rows to `put`, and takes `load` and `decode`.
+
+    tokens [T] + K, V of all layers [T, H, D], after RoPE → blocks of 128 tokens → files → K, V [T, H, D]
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.disk import strict_json
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.prefix import chain, coder
+from kvq_runtime.prefix.block_file import Block, BlockFormat, Link
+from kvq_runtime.prefix.coder import Coder, Rows
+from kvq_runtime.prefix.folder import Folder
+from kvq_runtime.prefix.shelf import Memory, Shelf, parse_bytes
+from kvq_runtime.recipe import Recipe
+
+FORMAT = 1  # of names, folders and files; another one finds nothing of it
+LARGEST_BLOCK = 1 << 14  # tokens, whose ids stand in the header of a file
+_log = logging.getLogger(__name__)
+
+
+class PrefixBlocks:
+    """Encoded blocks of prefixes, of one model under one recipe.
+
+    path       a folder that processes share; None: this process' memory
+    recipe     how tokens are encoded;   geometry   of the model;   tensors   of an artifact, if the recipe is fitted
+    model      text that differs for models whose keys and values differ: weights, revision, and part of the model,
+               where processes hold parts
+    dtype      of the model's keys and values
+    rotary     the model's rotation; needed where "positions" is among `recipe.needs`
+    held       layers, if not all
+    salt       of a tenant: blocks that are put under one are found under no other
+    budget     bytes on the shelf: a number, or text such as "20GB"
+
+    Raises ValueError for a recipe whose blocks cannot be kept, ArtifactError for a folder that others can write to.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        recipe: Recipe,
+        geometry: Geometry,
+        tensors: Mapping[str, Tensor] | None = None,
+        *,
+        model: str,
+        dtype: torch.dtype = torch.bfloat16,
+        rotary: Rotary | None = None,
+        held: Iterable[int] | None = None,
+        salt: str = "",
+        budget: str | int = "20GB",
+    ):
+        check(recipe)
+        layers = tuple(sorted(range(geometry.layers) if held is None else held))
+        self.coder = Coder(recipe, geometry, tensors or {}, layers, rotary)
+        self.format = BlockFormat(recipe, geometry, layers, dtype)
+        self.budget = parse_bytes(budget)
+        if self.format.largest() > self.budget:
+            raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.largest()} bytes")
+        about = describe(self.format, model, tensors or {})
+        digest = set_digest(about)
+        self.root = chain.root(digest, salt)
+        self.shelf: Shelf = (
+            Memory(self.budget) if path is None else Folder(Path(path).expanduser(), about, digest, self.budget)
+        )
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block."""
+        return self.format.recipe.window.block
+
+    def longest(self, tokens: Tensor | Iterable[int]) -> int:
+        """How many of these tokens, from the first on, are kept; their blocks are not read, so not checked."""
+        count = 0
+        for name in chain.names(self.root, chain.token_row(tokens), self.block):
+            if not self.shelf.has(name):
+                break
+            count += 1
+        return count * self.block
+
+    def put(
+        self, tokens: Tensor | Iterable[int], keys: Sequence[Tensor], values: Sequence[Tensor], start: int = 0
+    ) -> int:
+        """Keep the whole blocks of a prefix; returns how many tokens of it are kept now.
+
+        keys     of each held layer, after RoPE, [T, H, D] or [T, C]: those of tokens `start` to start + T
+        values   the same
+        start    the first token that rows are given for, a multiple of `block`; all before it should be kept already
+        Blocks that are kept are not encoded again. OSError: the disk refused; the blocks before it are kept.
+        """
+        if start % self.block:
+            raise ValueError(f"start={start}; give rows from a multiple of {self.block} on")
+        if not len(keys) == len(values) == len(self.format.held):
+            raise ValueError(f"rows of {len(keys)} and {len(values)} layers; the store holds {len(self.format.held)}")
+        pairs = [(k.flatten(1), v.flatten(1)) for k, v in zip(keys, values, strict=True)]
+        self._check_dtype(pairs[0][1].dtype)
+        stop = start + min(len(x) for pair in pairs for x in pair)
+
+        def rows(number: int) -> Block:
+            span = slice(number * self.block - start, (number + 1) * self.block - start)
+            return self.coder.encode(
+                number, {n: (k[span], v[span]) for n, (k, v) in zip(self.format.held, pairs, strict=True)}
+            )
+
+        return self._keep(chain.token_row(tokens)[:stop], rows, start // self.block)
+
+    def put_cache(self, tokens: Tensor | Iterable[int], cache: BlockCache, row: int = 0) -> int:
+        """The same of one row of a cache, whose encoded blocks are kept as they are; whole blocks of the exact window
+        are encoded. Raises ValueError for a cache with padding, or with positions that do not count from 0."""
+        positions = cache.positions
+        if positions.real_BT is not None or positions.positions_BT is not None or positions.dropped:
+            raise ValueError(
+                "the cache has padded or dropped slots, or positions that do not count from 0; keep rows one by one, "
+                "without padding"
+            )
+        token_T = chain.token_row(tokens)[: cache.length]
+        if not len(token_T):
+            return 0
+        self._check_dtype(next(iter(cache.layers.values())).buffer_2BTC.dtype)
+        encoded = min(store.blocks for store in cache.layers.values())
+
+        def one(number: int) -> Block:
+            if number < encoded:
+                return next(coder.held(cache, range(number, number + 1), row))
+            return self.coder.encode(number, _window_rows(cache, number, row))
+
+        return self._keep(token_T, one, 0)
+
+    def load(self, tokens: Tensor | Iterable[int], limit: int | None = None) -> list[Block]:
+        """The kept blocks that these tokens begin with, checked: at most so many tokens of them.
+
+        A damaged block, and all after it, are missing; it is removed, and a warning says so.
+        """
+        token_T, found = chain.token_row(tokens), []
+        token_T = token_T if limit is None else token_T[: max(0, limit)]
+        names = chain.names(self.root, token_T, self.block)
+        for number, name in enumerate(names):
+            block = self._get(name, self._link(names, token_T, number))
+            if block is None:
+                break
+            found.append(block)
+        self.shelf.used(names[: len(found)])
+        return found
+
+    def decode(
+        self, blocks: Sequence[Block], device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(layer, keys after RoPE, values), [tokens, H, D] in the model's dtype, of the layers in order.
+
+        The two are valid until the next layer is asked for, which is decoded into the same memory.
+        """
+        return self.coder.decode(blocks, device)
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        if dtype != self.format.dtype:
+            raise ValueError(
+                f"keys and values are {dtype}, the store's {self.format.dtype}; make a store of their dtype, or do not "
+                "run the model under autocast"
+            )
+
+    def _keep(self, token_T: Tensor, encoded: Callable[[int], Block], first: int) -> int:
+        names = chain.names(self.root, token_T, self.block)[: max(1, self.budget // self.format.largest())]
+        kept = 0
+        for number, name in enumerate(names):
+            if not self.shelf.has(name):
+                if number < first:
+                    break  # what follows could not be found
+                data = self.format.to_bytes(encoded(number), self._link(names, token_T, number))
+                self.shelf.put(name, data)
+            kept = number + 1
+        self.shelf.used(names[:kept])
+        return kept * self.block
+
+    def _link(self, names: Sequence[str], token_T: Tensor, number: int) -> Link:
+        span = slice(number * self.block, (number + 1) * self.block)
+        return Link(self.root, names[number - 1] if number else self.root, number, tuple(token_T[span].tolist()))
+
+    def _get(self, name: str, link: Link) -> Block | None:
+        try:
+            data = self.shelf.get(name, self.format.largest())
+            return None if data is None else self.format.from_bytes(data, link)
+        except ArtifactError as error:
+            _log.warning("block %d of a kept prefix is damaged, and removed: %s: %s", link.number, name, error)
+            self.shelf.drop(name)
+        except OSError as error:
+            _log.warning("block %d of a kept prefix cannot be read: %s", link.number, error)
+        return None
+
+
+def check(recipe: Recipe) -> None:
+    """Raise ValueError, a sentence, for a recipe whose blocks mean nothing in another cache."""
+    why = None
+    if recipe.fits_prompt:
+        why = "is fitted to each prompt, so that its blocks mean nothing in another cache; use the calibrated recipe"
+    elif recipe.arrival_dependent:
+        why = (
+            "decides by how tokens arrive what is held, so that equal tokens do not have equal blocks; use the recipe "
+            "without that choice"
+        )
+    elif recipe.policies:
+        kinds = " and ".join(policy.kind for policy in recipe.policies)
+        why = f"reads what {kinds} stores beside a block, which is not kept; use the recipe without it"
+    elif recipe.window.block > LARGEST_BLOCK:
+        why = f"encodes {recipe.window.block} tokens together; at most {LARGEST_BLOCK} are kept as one block"
+    if why is not None:
+        raise ValueError(f"{recipe.name} {why}")
+
+
+def describe(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What decides how tokens become bytes, as JSON; its digest is the name of a set of blocks."""
+    fit = None
+    if tensors:
+        digest = sha256()
+        for name in sorted(tensors):
+            tensor = tensors[name].detach().cpu().contiguous()
+            digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+            digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        fit = digest.hexdigest()
+    return {
+        "format": FORMAT,
+        "model": model,
+        "recipe": form.recipe.to_json(),
+        "fit": fit,
+        "geometry": asdict(form.geometry),
+        "layers": list(form.held),
+        "dtype": str(form.dtype).removeprefix("torch."),
+    }
+
+
+def set_digest(about: Mapping[str, Any]) -> str:
+    """sha256 of what `describe` says."""
+    return sha256(strict_json.dumps(dict(about)).encode()).hexdigest()
+
+
+def format_of(about: Any) -> BlockFormat:
+    """The format of the blocks of a set, of its about.json. ArtifactError for anything but what `describe` gives."""
+    names = {"format", "model", "recipe", "fit", "geometry", "layers", "dtype"}
+    strict_json.keys(about, names, "about")
+    if about["format"] != FORMAT:
+        raise ArtifactError(f"about: format {about['format']!r:.40}; this version reads {FORMAT}")
+    try:
+        geometry = Geometry(**strict_json.keys(about["geometry"], {"layers", "kv_heads", "head_size"}, "about"))
+        recipe = Recipe.from_json(about["recipe"]).check(geometry)
+        dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[about["dtype"]]
+        layers = tuple(about["layers"])
+        if list(layers) != sorted(set(layers)) or not layers or not set(layers) <= set(range(geometry.layers)):
+            raise ValueError(f"layers {layers}")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArtifactError(f"about: {error}") from None
+    return BlockFormat(recipe, geometry, layers, dtype)
+
+
+def _window_rows(cache: BlockCache, number: int, row: int) -> Rows:
+    """Exact keys and values [T, C] of a block that is still in the window."""
+    size, found = cache.recipe.window.block, {}
+    for layer in sorted(cache.held):
+        store = cache.layers[layer]
+        ahead = number * size - store.encoded
+        found[layer] = tuple(store.window_2BTC[:, row, ahead : ahead + size])
+    return found

@@ -1,0 +1,90 @@
+"""List, check and clean the sets of blocks in a folder, whatever model or recipe they are of."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvq_runtime.disk import files
+from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.prefix import chain, folder, store
+from kvq_runtime.prefix.folder import GRACE, SUFFIX, Kept
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file, and what is wrong with it."""
+
+    path: Path
+    fault: str
+
+
+def existing(root: Path) -> Path:
+    """The root, if it is a folder; NotFound else."""
+    if not root.is_dir():
+        raise NotFound(f"no folder {root}; a PrefixStore makes it")
+    return root
+
+
+def listed(root: Path) -> list[dict[str, Any]]:
+    """A record a set: what its blocks are of, how many there are, their bytes, and how long ago one was last used."""
+    rows = []
+    for place in folder.sets(existing(root)):
+        kept = [*folder.blocks(place)]
+        row: dict[str, Any] = {"set": place.name[:12]}
+        try:
+            about = folder.read_about(place)
+            form = store.format_of(about)
+            row |= {"recipe": form.recipe.name, "model": str(about["model"])[:12], "dtype": about["dtype"]}
+            row |= {"blocks": len(kept), "tokens": len(kept) * form.recipe.window.block}
+        except ArtifactError as error:
+            row |= {"recipe": f"cannot be read: {error}", "blocks": len(kept)}
+        newest = max((one.used for one in kept), default=None)
+        idle = None if newest is None else round(max(0.0, time.time() - newest), 1)
+        rows.append(row | {"bytes": sum(one.size for one in kept), "idle_seconds": idle})
+    return rows
+
+
+def damaged(root: Path) -> Iterator[Damage]:
+    """Read every block of every set with every check that a load makes; yields those that fail one."""
+    for place in folder.sets(existing(root)):
+        try:
+            about = folder.read_about(place)
+            form = store.format_of(about)
+            if store.set_digest(about) != place.name:
+                raise ArtifactError("about: its digest is not the folder's name")
+        except ArtifactError as error:
+            yield Damage(place / "about.json", str(error))
+            continue
+        for one in folder.blocks(place):
+            try:
+                link, _ = form.read(files.read(one.path, form.largest()))
+                if chain.name(link.previous, link.tokens) != one.path.name.removesuffix(SUFFIX):
+                    raise ArtifactError("chain: the file's name is not that of its tokens")
+                if (link.number == 0) != (link.previous == link.root):
+                    raise ArtifactError("chain: the first block, and no other, follows the root")
+            except NotFound:  # another process has removed it
+                continue
+            except ArtifactError as error:
+                yield Damage(one.path, str(error))
+
+
+def collect(
+    root: Path, budget: int | None = None, grace: float = GRACE, remove_damaged: bool = False, dry_run: bool = False
+) -> list[Kept]:
+    """Remove drafts of dead processes; damaged blocks, if asked; then the least recently used, down to a budget.
+
+    grace     seconds that a draft has to be old
+    dry_run   remove nothing; what would be is returned either way
+    """
+    found = [one for place in folder.sets(existing(root)) for one in folder.old_drafts(place, grace)]
+    if remove_damaged:
+        faulty = {one.path for one in damaged(root)}
+        found += [one for place in folder.sets(root) for one in folder.blocks(place) if one.path in faulty]
+    if budget is not None:
+        gone = {one.path for one in found}
+        found += folder.oldest([one for one in folder.all_blocks(root) if one.path not in gone], budget)
+    for one in () if dry_run else found:
+        folder.remove(one)
+    return found
