@@ -18,7 +18,10 @@ from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 
 LIMIT = 1 << 20
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8, "I32": torch.int32}
+DTYPES = {
+    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32},
+    **{"U8": torch.uint8, "I16": torch.int16, "I32": torch.int32},
+}
 _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(key|value)\.[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*")
 
 
@@ -40,8 +43,11 @@ class Header:
         return {name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in self.entries.items()}
 
 
-def read(file: BinaryIO, size: int) -> Header:
-    """Read and check the header of a file of `size` bytes; no tensor data is read. Raises ArtifactError."""
+def read(file: BinaryIO, size: int, names: re.Pattern[str] = _NAME) -> Header:
+    """Read and check the header of a file of `size` bytes; no tensor data is read. Raises ArtifactError.
+
+    names   of tensors that are allowed; those of an artifact
+    """
     prefix = file.read(8)
     if len(prefix) < 8:
         raise ArtifactError(
@@ -61,15 +67,16 @@ def read(file: BinaryIO, size: int) -> Header:
     metadata = strict_json.keys(entries.pop("__metadata__", None), {"kvq"}, "header: __metadata__")
     if not isinstance(metadata["kvq"], str):
         raise ArtifactError("header: __metadata__.kvq must be text")
-    _check_entries(entries, size - 8 - length)
+    _check_entries(entries, size - 8 - length, names)
     return Header(prefix + text, metadata["kvq"], entries)
 
 
-def _check_entries(entries: dict[str, Any], data: int) -> None:
+def _check_entries(entries: dict[str, Any], data: int, names: re.Pattern[str]) -> None:
     ranges = []
     for name, entry in entries.items():
-        if not _NAME.fullmatch(name):
-            raise ArtifactError(f"header: tensor name {name!r:.80}; expected layers.N.key|value.stage.field")
+        if not names.fullmatch(name):
+            known = "layers.N.key|value.stage.field" if names is _NAME else names.pattern
+            raise ArtifactError(f"header: tensor name {name!r:.80}; expected {known}")
         ranges.append((*_range(name, entry), name))
     end = 0
     for begin, stop, name in sorted(ranges):

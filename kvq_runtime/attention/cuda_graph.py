@@ -99,8 +99,7 @@ def captured(cache: RecordableCache, step: Callable[[], T], record: Record = gra
         raise RuntimeError(f"a step of this cache is no graph: {reason}")
     with cache.trial():
         step()
-    for layer, store in cache.layers.items():
-        cache.fused.publish(store, layer)
+    cache.fused.publish(cache.layers)
     with cache.trial():
         out, replay = record(step)
     return Recorded(cache, out, replay)
@@ -154,8 +153,7 @@ class Recorded(Generic[T]):
         cache = self._cache
         if any(cache.layers.get(layer) is not store for layer, store in self._stores.items()):
             return False
-        for layer, store in self._stores.items():
-            cache.fused.publish(store, layer)
+        cache.fused.publish(self._stores)
         first = self._first[1]
         cache.fused.look(first.rows, 1, first.buffer_2BTC.device)
         return cache.fused.regular and self._where() == self._places

@@ -22,10 +22,10 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import ROLES, SLAB, Geometry
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe, Role, Scheme
-from kvq_runtime.store.device import DeviceIndex
+from kvq_runtime.store.device import DeviceIndex, send
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.storage import storage_bytes
+from kvq_runtime.store.storage import lasting, storage_bytes
 
 COST = "at every step its history is decoded, a slab at a time: 4 · tokens · width bytes written and read in a layer"
 
@@ -45,18 +45,41 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     for policy in recipe.policies:
         if policy.unpacked is not None:
             return policy.unpacked
-    layouts = []
-    for role, scheme in zip(ROLES, (key, value), strict=True):
-        layouts.append(_kernels().layout(scheme, recipe.window.block, geometry, role, recipe.position))
-        if layouts[-1] is None:
+    layouts = _layouts(recipe, geometry, layer)
+    for role, scheme, layout in zip(ROLES, (key, value), layouts, strict=True):
+        if layout is None:
             turned = scheme.rotate is not None and "fit" in scheme.rotate.needs
             why = "; kernels take one rotation for all heads, known without a fit" if turned else ""
             return f"there is no kernel for its {role}s{why}"
     if layouts[0].rounded != layouts[1].rounded:
-        return "kernels read keys and values of one kind, both rounded, or both by codebooks or angles"
+        return "kernels read keys and values of one kind: both in operand order, or both by gathers or angles"
     if key.predict is not None and recipe.position == "post" and geometry.head_size > MOST:
         return f"heads of more than {MOST} channels leave no registers for the mean of keys after RoPE"
     return None
+
+
+def _layouts(recipe: Recipe, geometry: Geometry, layer: int) -> list[Any]:
+    """How the kernel reads keys and values of a layer; None where it does not."""
+    given = zip(recipe.at(layer), ROLES, strict=True)
+    return [_kernels().layout(one, recipe.window.block, geometry, role, recipe.position) for one, role in given]
+
+
+def reads(recipe: Recipe, geometry: Geometry) -> str:
+    """What a decode step under kvq attention reads on a GPU, and what is expected to bind; or why no kernel attends.
+
+    The first layer that a kernel refuses speaks for all, as in `KVQCache.refusal`.
+    """
+    layers = {recipe.at(layer): layer for layer in reversed(range(geometry.layers))}
+    for layer in sorted(layers.values()):
+        reason = _reason(recipe, geometry, layer)
+        if reason is not None:
+            return f"decoded blocks, by torch, in layer {layer}: {reason}"
+    found = {layer: _layouts(recipe, geometry, layer) for layer in sorted(layers.values())}
+    said = dict.fromkeys(
+        f"{role}s: {one.reads}" for pair in found.values() for role, one in zip(ROLES, pair, strict=True)
+    )
+    same = {text.partition(": ")[2] for text in said}
+    return same.pop() if len(same) == 1 else "; ".join(said)
 
 
 def _kernels() -> ModuleType:
@@ -123,6 +146,7 @@ class Fused(Path):
         self.shared: list[Tensor] = []
         self._readers: dict[int, list[Any]] = {}  # by layer, of keys and of values
         self._rope: Any = None
+        self._counts_L4: Tensor | None = None
         self._splits: dict[tuple[int, int, int], int] = {}  # by layer, rows of the batch and query tokens
 
     def __reduce__(self):
@@ -151,7 +175,15 @@ class Fused(Path):
         columns = [1 + len(reader.layout.names) for reader in readers]
         sinks_2BSC = k_BTC.new_zeros(2, len(k_BTC), window.sinks, k_BTC.shape[2])
         orders = readers[0].layout.order, readers[1].layout.order
-        return DeviceIndex((columns[0], columns[1]), -(-self.max_tokens // (SLAB * window.block)), sinks_2BSC, orders)
+        slabs = -(-self.max_tokens // (SLAB * window.block))
+        return DeviceIndex(self._counts(k_BTC.device)[layer], (columns[0], columns[1]), slabs, sinks_2BSC, orders)
+
+    @lasting
+    def _counts(self, device: torch.device) -> Tensor:
+        """What counts blocks and tokens of all layers on the device, int32 [L, 4]."""
+        if self._counts_L4 is None or self._counts_L4.device != device:
+            self._counts_L4 = torch.zeros(self.geometry.layers, 4, dtype=torch.int32, device=device)
+        return self._counts_L4
 
     def attend(
         self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
@@ -161,15 +193,15 @@ class Fused(Path):
         A mask is taken to be that of the padding announced with this pass; one that was not announced is not for the
         kernel, except in a step that is recorded: its token sees all that is real. Nor are padded slots after a row's
         first real one, or, before RoPE or with a mean, keys that RoPE rotates in part, or not by their place after the
-        padding; nor more rows of queries than a tile has.
+        padding; nor more query tokens than are worth it.
         """
         index = self._found(store, q_BHTD, mask)
         if index is None:
             return None
-        if not self.fits(layer, q_BHTD) or not self.regular:
+        if not self.fits(q_BHTD) or not self.regular:
             return None
         host = _kernels()
-        self.publish(store, layer)
+        self.publish({layer: store})
         keys, values = self._read(layer, index)
         exact = host.Exact(*store.buffer_2BTC, *index.sinks_2BSC)
         rope = self._tables(store, index) if self.recipe.position == "pre" or keys.mean is not None else None
@@ -183,11 +215,10 @@ class Fused(Path):
         """Whether the layer is read by the kernel, and padding is as it wants it, whatever the number of queries."""
         return self._found(store, q_BHTD, mask) is not None
 
-    def fits(self, layer: int, q_BHTD: Tensor) -> bool:
-        """Whether a tile has room for so many rows of queries."""
-        keys, values = self._readers[layer]
-        ratio = q_BHTD.shape[1] // self.geometry.kv_heads
-        return bool(_kernels().heads_per_launch(keys.layout, values.layout, ratio, q_BHTD.shape[2]))
+    def fits(self, q_BHTD: Tensor) -> bool:
+        """Whether the kernel takes so many rows of queries."""
+        (batch, q_heads, tokens, _), heads = q_BHTD.shape, self.geometry.kv_heads
+        return _kernels().takes(batch * heads, q_heads // heads, tokens)
 
     @property
     def regular(self) -> bool:
@@ -207,34 +238,46 @@ class Fused(Path):
         else:
             rope.start_at(padding.starts_B)
 
-    def publish(self, store: LayerStore, layer: int) -> None:
-        """Tell the device what it does not know yet of a layer."""
+    def publish(self, stores: Mapping[int, LayerStore]) -> None:
+        """Tell the device what it does not know yet of layers: counts of all of them in one copy; waits for nothing."""
+        stale = [layer for layer, store in stores.items() if store.index is not None and store.index.stale]
+        if not stale:
+            return
+        for layer in stale:
+            self._publish_places(stores[layer], layer)
+        assert self._counts_L4 is not None
+        first, last = min(stores), max(stores) + 1
+        counts = [_counted(stores.get(layer)) for layer in range(first, last)]
+        send(torch.tensor(counts, dtype=torch.int32), self._counts_L4[first:last])
+
+    def _publish_places(self, store: LayerStore, layer: int) -> None:
+        """Tell the device where slabs are that it has not seen, and which tokens are sinks."""
         index = store.index
         assert index is not None
-        if not index.stale:
-            return
         if len(store.slabs[0]) > len(index.tables[0]):
             index.make_tables(2 * len(store.slabs[0]))
         for role, reader in enumerate(self._readers[layer]):
-            names, table, listed = reader.layout.names, index.tables[role], index.listed[role]
-            for place, slab in enumerate(store.slabs[role]):
-                address = (slab[names[0]].data_ptr(), slab[names[0]].shape[1])
-                if listed[place : place + 1] != [address]:
-                    listed[place:] = [address]
-                    row = _kernels().block_table([slab], names, 1, table.device)
-                    table[place : place + 1].copy_(row)
-        live = store.window_2BTC.shape[2]
-        index.counts.copy_(torch.tensor([store.blocks, store.window_start, live, 0], dtype=torch.int32))
-        if index.sinks_2BSC.shape == store.sinks_2BSC.shape:
-            index.sinks_2BSC.copy_(store.sinks_2BSC)
-        else:
-            with torch.inference_mode(False):
-                index.sinks_2BSC = store.sinks_2BSC.clone(memory_format=torch.contiguous_format)
-        index.stale = False
+            names, listed = reader.layout.names, index.listed[role]
+            found = [(slab[names[0]].data_ptr(), slab[names[0]].shape[1]) for slab in store.slabs[role]]
+            pairs = enumerate(zip(listed, found, strict=False))
+            same = next((place for place, (one, other) in pairs if one != other), len(listed))
+            if same < len(found):
+                new = store.slabs[role][same:]
+                rows = _kernels().block_table(new, names, len(new), torch.device("cpu"))
+                send(rows, index.tables[role][same : len(found)])
+            index.listed[role] = found
+        if index.sinks_stale:
+            if index.sinks_2BSC.shape == store.sinks_2BSC.shape:
+                index.sinks_2BSC.copy_(store.sinks_2BSC)
+            else:
+                with torch.inference_mode(False):
+                    index.sinks_2BSC = store.sinks_2BSC.clone(memory_format=torch.contiguous_format)
+        index.stale = index.sinks_stale = False
 
     def bytes(self) -> dict[str, int]:
         """Allocated bytes, by kind, of what is held beside the layers."""
-        tables = storage_bytes([self.padding.starts_B, *(() if self._rope is None else self._rope[:5])])
+        rope, counts = self._rope or (), () if self._counts_L4 is None else (self._counts_L4,)
+        tables = storage_bytes([self.padding.starts_B, *counts, *rope[:5]])
         return {"tables": tables} if tables else {}
 
     def _found(self, store: LayerStore, q_BHTD: Tensor, mask: Tensor | None) -> DeviceIndex | None:
@@ -270,3 +313,10 @@ class Fused(Path):
                     self.recipe.position,
                 )
         return self._rope
+
+
+def _counted(store: LayerStore | None) -> list[int]:
+    """What the device counts with of a layer; zeros for one that no kernel reads."""
+    if store is None or store.index is None:
+        return [0, 0, 0, 0]
+    return [store.blocks, store.window_start, store.window_2BTC.shape[2], 0]

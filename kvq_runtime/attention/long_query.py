@@ -71,7 +71,7 @@ class LongQuery(Path):
         self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
     ) -> Attended | None:
         """As `Path.attend`, causal, of rows that are padded on the left, or not at all."""
-        if not self.fused.takes(store, q_BHTD, mask) or self.fused.fits(layer, q_BHTD):
+        if not self.fused.takes(store, q_BHTD, mask) or self.fused.fits(q_BHTD):
             return None
         starts_B, decoder = self.fused.padding.starts_B, self.decoder
         (batch, _, count, size), heads = q_BHTD.shape, decoder.geometry.kv_heads

@@ -1,6 +1,6 @@
 """The contract of a path: one way to answer queries from what a layer holds. A cache asks its paths in order.
 
-paths of policies (`Policy.attend`)  →  fused  →  long_query  →  reference
+paths of policies (`Policy.attend`)  →  fused  →  long_query  →  absorbed  →  reference
 """
 
 from abc import ABC, abstractmethod

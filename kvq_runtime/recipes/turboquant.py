@@ -7,13 +7,15 @@ sphere, whatever the data: a scalar codebook and one norm per head suffice. It i
     turboquant-*         the decoded vector made as long as the original ("norm correction")
     lloyd-*              after a signed Hadamard, with the least-squares scale: least squared error
     mean-lloyd-*         the same before RoPE, with the mean removed; *-post: after RoPE, as `mean-higgs-head-*-post`
+    *-even-2bit          by evenly spaced levels: 1% more squared error, and the decode kernel needs no table
 
 Source: Zandieh et al., 2025 (TurboQuant, arXiv 2504.19874), algorithm 1; the correction as in vLLM's `turboquant_*_nc`
-cache types.
+cache types; even levels: Max, 1960.
 Differs: no residual sketch (see the stage), no extra bits for outlier channels: removing the mean gains more.
 """
 
 from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.stages.even import Even
 from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard, Random
@@ -40,4 +42,8 @@ def recipes() -> list[Recipe]:
         found.append(Recipe(f"mean-lloyd-{bits}bit", mean, mean, "pre", summary=f"the same, {bits} bits, mean removed"))
         summary = f"the same, {bits} bits, mean removed after RoPE"
         found.append(Recipe(f"mean-lloyd-{bits}bit-post", mean, mean, summary=summary))
+    for start, predict, summary in (("", None, ""), ("mean-", Mean(), ", mean removed after RoPE")):
+        even = Scheme(quantize=Even(2), rotate=Hadamard("head"), predict=predict)
+        name = f"{start}lloyd-even-2bit" + "-post" * bool(predict)
+        found.append(Recipe(name, even, even, summary="evenly spaced levels, 2 bits" + summary))
     return found

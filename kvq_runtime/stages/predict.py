@@ -51,17 +51,23 @@ class Linear(Predictor):
     fit     "decoded": on the inputs that inference will see (quantizer-specific); "clean": on exact ones (agnostic)
     ridge   added to the diagonal of the inputs' covariance, relative to its mean
     both    of the layers below, values are inputs of keys, and keys of values, too
+    anchor_every   g: layers 0, g, 2 g, ... are anchors, which predict their mean, and nothing is read across one; 0:
+                   layer 0 alone is one
+    reads   "below": the layers that `below` names, as far as the anchor; "anchor": the nearest anchor below, alone
     """
 
     kind: ClassVar[str] = "linear"
     cross_layer: ClassVar[bool] = True
-    later: ClassVar[frozenset[str]] = frozenset({"both"})
+    linear: ClassVar[bool] = True
+    later: ClassVar[frozenset[str]] = frozenset({"both", "anchor_every", "reads"})
     below: tuple[int, ...] = (1,)
     keys: bool = True
     storage: Literal["bf16", "gptq4"] = "bf16"
     fit: Literal["decoded", "clean"] = "decoded"
     ridge: float = 1e-3
     both: bool = False
+    anchor_every: int = 0
+    reads: Literal["below", "anchor"] = "below"
 
     def __post_init__(self):
         object.__setattr__(self, "below", tuple(self.below))
@@ -71,7 +77,17 @@ class Linear(Predictor):
             raise ValueError("a linear prediction without inputs; use predict=mean")
         if self.both and not self.below:
             raise ValueError("both=True reads keys and values of layers below; name them in below, as (1,)")
-        for name, allowed in (("storage", ("bf16", "gptq4")), ("fit", ("decoded", "clean"))):
+        if not 0 <= self.anchor_every <= 64 or self.anchor_every == 1:
+            raise ValueError(
+                f"anchor_every={self.anchor_every}; use 2 to 64, 0 for layer 0 alone, or predict=mean in all layers"
+            )
+        if self.reads == "anchor" and (self.anchor_every == 0 or self.below != (1,)):
+            raise ValueError(
+                f'reads="anchor" with below={list(self.below)}, anchor_every={self.anchor_every}; leave below at [1], '
+                "and say by anchor_every, 2 to 64, which layers are anchors"
+            )
+        choices = (("storage", ("bf16", "gptq4")), ("fit", ("decoded", "clean")), ("reads", ("below", "anchor")))
+        for name, allowed in choices:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; use one of {allowed}")
         if not 0 <= self.ridge < 1:
@@ -84,7 +100,11 @@ class Linear(Predictor):
         return fields | four_bits.specs(inputs, width)
 
     def inputs(self, layer: int, role: Role) -> Inputs:
-        below = tuple(depth for depth in self.below if depth <= layer)
+        above = layer % self.anchor_every if self.anchor_every else layer
+        if self.reads == "anchor":
+            below = (above,) if above else ()
+        else:
+            below = tuple(depth for depth in self.below if depth <= above)
         keys = role == "value" and self.keys and bool(below or not self.below)
         return Inputs(keys, below, self.both and bool(below))
 
@@ -101,6 +121,9 @@ class Linear(Predictor):
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
         """The centred prediction, in the dtype of the inputs."""
         return _affine(z_NTI, self.weight(tensors, z_NTI.shape[-1]).to(z_NTI.dtype), tensors["bias"])
+
+    def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
+        return self.weight(tensors, inputs)
 
     def weight(self, tensors: Tensors, inputs: int) -> Tensor:
         """W, [inputs, width], unpacked if it is stored in 4 bits."""
@@ -140,6 +163,9 @@ class LowRank(Linear):
         inner = z_NTI @ tensors["down"].to(z_NTI.dtype)
         return _affine(inner, tensors["up"].to(z_NTI.dtype), tensors["bias"])
 
+    def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
+        return tensors["down"].float() @ tensors["up"].float()
+
 
 @dataclass(frozen=True)
 class MLP(Linear):
@@ -152,6 +178,7 @@ class MLP(Linear):
     """
 
     kind: ClassVar[str] = "mlp"
+    linear: ClassVar[bool] = False
     later: ClassVar[frozenset[str]] = Linear.later | {"hidden", "tokens"}
     norm: Literal["layer", "none"] = "layer"
     hidden: Literal["inputs", "width"] = "inputs"

@@ -82,11 +82,13 @@ class Predictor(Stage):
     """What is subtracted from keys or values before they are rotated and rounded: a mean at least.
 
     cross_layer   whether it reads other decoded tensors, so that layers are encoded and decoded in order
+    linear        whether its prediction is z W + b, as `matrix` says it
     """
 
     slot = "predict"
     needs = frozenset({"fit"})
     cross_layer: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     @property
     def fitted_on_exact(self) -> bool:
@@ -112,6 +114,10 @@ class Predictor(Stage):
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor | None:
         """The centred prediction [N, T, C] from inputs side by side, in their dtype; None: only a mean is removed."""
         return None
+
+    def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
+        """W, [inputs, width], of a `linear` one; b is its tensor "bias"."""
+        raise NotImplementedError(f"{self.kind} does not predict linearly")
 
 
 class Rotation(Stage):
