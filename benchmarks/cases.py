@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvq_runtime.codec import codec
 from kvq_runtime.geometry import ROLES, SLAB, Geometry
+from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe, preset
 
 FAMILIES = (
@@ -104,8 +105,7 @@ def row(case: Case) -> dict[str, Any]:
 
 def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """The decode step over random codes: a function of the query (and launch settings)."""
-    from kvq_runtime.kernels.attend import host as attention
-
+    attention = dispatch.kernels("attend.host")
     geometry, recipe = case.model.geometry, case.schemes()
     schemes, alive = [], []
     for role, scheme in zip(ROLES, (recipe.key, recipe.value), strict=True):

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.clock import Deadline
-from benchmarks.jobs import Job, settle_keys
+from benchmarks.jobs import Job
 from benchmarks.lines import ROOT, Line
 
 MOST = 14  # processes
@@ -118,7 +118,6 @@ def compiled(
 
 def stage(jobs: list[Job], deadline: Deadline, command: tuple[str, ...] = COMMAND) -> dict[Job, Done]:
     """Compile these, and say on stderr how far it is."""
-    settle_keys()
     done: dict[Job, Done] = {}
     begun = time.monotonic()
     jobs = list(dict.fromkeys(jobs))

@@ -33,7 +33,6 @@ import torch
 from benchmarks import counters, report, settings
 from benchmarks.cases import BATCHES, FAMILIES, LENGTHS, MODELS, Case, built, queries, row
 from benchmarks.clock import Deadline
-from benchmarks.jobs import settle_keys
 from benchmarks.lines import RESULTS, gpu_name, keep, known, place
 from benchmarks.run import chosen, lines, listed
 
@@ -58,7 +57,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def once(text: str) -> None:
     """Launch one case a few times, for a profiler to look at."""
-    settle_keys()
     name, recipe, tokens, batch = text.split(",")
     case = Case(next(model for model in MODELS if model.name == name), recipe, int(tokens), int(batch))
     step, q = built(case, torch.device("cuda")), queries(case, torch.device("cuda"))

@@ -9,13 +9,10 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from importlib import import_module
-from pkgutil import walk_packages
 
 import torch
 
 from benchmarks import cases
-from kvq_runtime import kernels
 
 SHORT = 512  # tokens of a case that is launched to be compiled
 
@@ -72,24 +69,8 @@ def launched(job: Job, device: torch.device) -> None:
     return None
 
 
-def settle_keys() -> None:
-    """Let Triton compute the keys of all kernels, in one order, before it compiles any.
-
-    With Triton 3.6 the key of a kernel, by which its disk cache finds it, depends on whether the keys of the functions
-    that it calls were computed before it: a process would compile again what another has compiled, only since it came
-    to its kernels in another order.
-    """
-    from benchmarks import paged
-
-    modules = [paged, *(import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}."))]
-    for module in modules:
-        for _, one in sorted(vars(module).items()):
-            getattr(one, "cache_key", None)  # a property; the interpreter's functions have none
-
-
 def serve(device: torch.device) -> None:
     """Take jobs from stdin until it ends; what else is printed goes to stderr."""
-    settle_keys()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -12,7 +12,7 @@ A kernel gets worse if it takes more of anything than the table says, or leaves 
 of two Tritons, the newest of its time and the oldest allowed; what spills is in it. With any other a kernel has to
 compile and to fit.
 
-PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME] [--each-kind] [--write | --check]
+PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME ...] [--each-kind] [--write | --check]
 """
 
 import argparse
@@ -21,7 +21,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -59,6 +59,7 @@ FAMILIES = (
     *("rtn-2bit", "rtn-3bit", "rtn-4bit", "rtn-8bit", "rtn-absmax-4bit"),
     *("quarot-head-2bit", "quarot-head-4bit", "higgs-head-1bit", "higgs-head-1.5bit", "higgs-head-2bit"),
     *("higgs-head-3bit", "higgs-head-4bit", "turboquant-3bit", "lloyd-2bit", "lloyd-3bit", "lloyd-4bit"),
+    "lloyd-even-2bit",
     *("mean-higgs-head-1bit-post", "mean-higgs-head-2bit-post", "mean-higgs-head-3bit-post"),
     *("mean-higgs-head-4bit-post", "mean-lloyd-2bit-post", "mean-lloyd-3bit-post", "mean-lloyd-4bit-post"),
     *("polar-paper", "polar-radius8", "polar-2.5bit", "polar-3bit", "polar-4bit"),
@@ -91,7 +92,7 @@ def attends(
         rope = None
         if position == "pre" or recipe.key.predict is not None:
             rope = attention.RopeTables.of(torch.ones(size // 2), 1.0, recipe.window.block, 8, starts, position)
-        how = launch.default(*layouts, launch.heads_per_launch(*layouts, ratio, tokens) * tokens)
+        how = launch.default(*layouts, ratio * tokens)
         attention.attend(q, *schemes, exact, lengths, starts, size**-0.5, splits, rope, how)
 
     return call
@@ -143,12 +144,12 @@ def _ops() -> dict[str, Callable[[], Any]]:
     }
 
 
-def launches(only: str) -> dict[str, Recorded]:
+def launches(only: Sequence[str] = ()) -> dict[str, Recorded]:
     """Every launch once, under the first name that makes it; attention under all of them."""
     found: dict[str, Recorded] = {}
     with dispatch.forced(True):
         for name, call in calls().items():
-            if only not in name:
+            if only and not any(part in name for part in only):
                 continue
             with recorded() as made:
                 call()
@@ -166,10 +167,14 @@ def _same(one: Recorded, other: Recorded) -> bool:
 
 
 def of_each_kind(found: dict[str, Recorded]) -> dict[str, Recorded]:
-    """The first launch of each kind: same kernel, same readers, settings of the same types; bits and sizes differ."""
+    """The first launch of each kind: same kernel, same readers, settings of the same types, with tables or without;
+    bits and sizes differ."""
     chosen: dict[Any, str] = {}
     for name, one in found.items():
-        parts = [(type(part), getattr(part, "__name__", None)) for part in one.constants.values()]
+        parts = [
+            (type(part), getattr(part, "__name__", None), bool(getattr(part, "TABLES", ())))
+            for part in one.constants.values()
+        ]
         chosen.setdefault((one.function, tuple(zip(one.constants, parts, strict=True))), name)
     return {name: found[name] for name in chosen.values()}
 
@@ -241,7 +246,7 @@ def _order(version: str) -> tuple[int, ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", default=",".join(map(str, ARCHS)), help="compute capabilities")
-    parser.add_argument("--only", default="", help="kernels whose name has this")
+    parser.add_argument("--only", nargs="*", default=[], help="kernels whose name has one of these")
     parser.add_argument("--each-kind", action="store_true", help="one kernel of each kind, not every width and size")
     parser.add_argument("--write", action="store_true", help="write the table")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a kernel got worse")

@@ -56,7 +56,7 @@ def predicted(case: Case, loop: Loop) -> dict[str, Any]:
     launched, others = launches(case, cut)
     took = LAUNCH * (len(launched) + others) + sum(
         attend_cycles(loop, lines, case.blocks, cut, window) if one.function.__name__ == "attend"
-        else whole_cycles(one, cut + window)
+        else whole_cycles(one, min(cut, case.blocks))
         for one in launched
     ) / CLOCK * 1e6  # fmt: skip
     theirs = case.dense() / BANDWIDTH * 1e6 + BF16_LAUNCH

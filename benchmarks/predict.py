@@ -72,14 +72,15 @@ def attend_cycles(loop: Loop, lines: int, blocks: int, splits: int, window: int)
     """Cycles of attention's grid.
 
     lines    batch rows times KV heads
-    blocks   of a line, shared out over `splits` programs; `window` more attend to what is exact
+    blocks   of a line, shared out over `splits` programs, the longer ones first; `window` more attend to what is exact
     """
-    each = ceil(blocks / splits)
-    left, places, cycles, free = ceil(blocks / each) * lines, loop.room * MULTIPROCESSORS, 0.0, 0
+    used = min(blocks, splits)
+    each, more = divmod(blocks, max(1, used))
+    left, long, places, cycles, free = used * lines, more * lines, loop.room * MULTIPROCESSORS, 0.0, 0
     while left > 0:
         now = min(left, places)
-        cycles += START + each * loop.each(ceil(now / MULTIPROCESSORS))
-        left, free = left - now, places - now
+        cycles += START + (each + (long > 0)) * loop.each(ceil(now / MULTIPROCESSORS))
+        left, long, free = left - now, long - now, places - now
     last = START + WINDOW if window else 0
     return max(cycles, last) if window * lines <= free else cycles + last
 

@@ -11,7 +11,8 @@
 
 Importing KVQCache registers the attention "kvq" with transformers; `import kvq_runtime` alone imports neither torch nor
 transformers. The names of `__all__` are the public interface; modules may move between versions. A name is imported on
-first use: KVQCache and CudaGraphs need transformers (extra `hf`), the others torch, safetensors and huggingface-hub.
+first use: KVQCache, PrefixStore and CudaGraphs need transformers (extra `hf`), the others torch, safetensors and
+huggingface-hub.
 """
 
 from importlib import import_module, metadata
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from kvq_runtime.artifact.artifact import Artifact
     from kvq_runtime.artifact.folder import save_pretrained
     from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-    from kvq_runtime.hf import CudaGraphs, KVQCache
+    from kvq_runtime.hf import CudaGraphs, KVQCache, PrefixStore
     from kvq_runtime.recipe import Recipe, preset, presets
     from kvq_runtime.registry.push import push_to_hub
     from kvq_runtime.registry.resolve import load_artifact
@@ -37,6 +38,7 @@ __all__ = [
     "KVQCache",
     "MemoryReport",
     "NotFound",
+    "PrefixStore",
     "Recipe",
     "__version__",
     "load_artifact",
@@ -54,6 +56,7 @@ _MODULES = {
     "KVQCache": "hf",
     "MemoryReport": "store.memory",
     "NotFound": "errors",
+    "PrefixStore": "hf",
     "Recipe": "recipe",
     "load_artifact": "registry.resolve",
     "preset": "recipe",

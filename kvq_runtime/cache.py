@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq_runtime.attention.absorbed import Absorbed
 from kvq_runtime.attention.fused import Explanation, Fused, refusal
 from kvq_runtime.attention.long_query import LongQuery
 from kvq_runtime.attention.path import Path
@@ -24,6 +25,7 @@ from kvq_runtime.attention.reference import Reference
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import dispatch
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.recipes import higgs
@@ -87,7 +89,8 @@ class BlockCache:
         self.policies: list[Policy] = [setting.policy(parts) for setting in recipe.policies]
         weigh = self._weighed if self.policies else None
         reference = Reference(self.decoder, self.positions, weigh)
-        self.paths: list[Path] = [self.fused, LongQuery(self.decoder, self.fused), reference]
+        self.absorbed = Absorbed(self.decoder, self.positions, weigh)
+        self.paths: list[Path] = [self.fused, LongQuery(self.decoder, self.fused), self.absorbed, reference]
         self._told: set[int] = set()  # layers whose path the log has
         self.reencoded = 0
         self.step: Step | None = None  # the forward pass under way
@@ -136,6 +139,22 @@ class BlockCache:
         except Exception:
             self.settle()
             raise
+
+    def adopt(self, count: int, fields: Mapping[int, tuple[Slab, Slab]], sinks: Mapping[int, Tensor]) -> None:
+        """Begin with `count` blocks that were encoded elsewhere, of a text's first tokens; the cache is empty.
+
+        fields   by layer, of keys and of values, as codecs encode them, [B, count, ...] a field
+        sinks    by layer, the exact tokens among them, [2, B, sinks, C], in the model's dtype and on its device
+        RuntimeError where a policy would have had to see the tokens arrive.
+        """
+        if self.layers or self.policies:
+            what = "the cache holds tokens: reset() it" if self.layers else f"{self.recipe.name} chooses among tokens"
+            raise RuntimeError(f"blocks that were encoded elsewhere cannot be taken in; {what}")
+        for layer in sorted(self.held):
+            store = self.layers[layer] = self._store(layer, sinks[layer][0])
+            store.adopt(count, *fields[layer], sinks[layer])
+        first = self.layers[min(self.held)]
+        self.positions.extend(first.rows, count * self.recipe.window.block, first.buffer_2BTC.device)
 
     def take_queries(self, layer: int, q_BHTD: Tensor) -> None:
         """Take the queries [B, query heads, T, D] of what `take` took in, for a recipe that is fitted to them."""
@@ -212,8 +231,9 @@ class BlockCache:
     def _append(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> bool:
         """Take in new tokens; whether they are the layer's first."""
         store = self._arrive(layer, k_BTC)
-        if not k_BTC.is_cuda and not _finite(k_BTC, v_BTC):
-            self.encoder.refuse_nan(layer, torch.stack([k_BTC, v_BTC]), store.length)
+        if not dispatch.is_waited_for(k_BTC) and not _finite(k_BTC, v_BTC):
+            self.encoder.watch(layer, torch.stack([k_BTC, v_BTC]), store.length)
+            self.encoder.refuse_nan()
         first = store.length == 0
         store.append(k_BTC, v_BTC)
         return first
@@ -229,8 +249,10 @@ class BlockCache:
         if step is not None:
             step.done.add(layer)
             if len(step.done) == len(self.held) and not self._tried:
+                self.encoder.refuse_nan()
                 for policy in self.policies:
                     policy.end(step)
+                self.positions.forget_factors()  # a policy may have encoded
                 step.commit()
                 self.step = None
 
@@ -276,6 +298,7 @@ class BlockCache:
         step.on_undo(self.positions.restore, *self.positions.state)
         for policy in self.policies:
             policy.begin(step)
+        self.fused.publish(self.layers)
         self.positions.extend(batch, count, device)
         if "positions" in self.recipe.needs:
             self.positions.require()
@@ -306,6 +329,7 @@ class BlockCache:
     def _undo(self, step: Step) -> None:
         self.step = None
         step.undo()
+        self.encoder.forget()
         self.decoder.clear()
 
     # ---- the whole cache ---------------------------------------------------------------------------------------
@@ -364,7 +388,8 @@ class BlockCache:
         others = [self.fused.bytes(), *(policy.bytes() for policy in self.policies)]
         if self.step is not None:
             others.append({"undo": storage_bytes(self.step.tensors)})
-        shared = shared_bytes([codec for pair in self.codecs for codec in pair], self.fused.shared)
+        others_shared = [*self.fused.shared, *self.absorbed.shared]
+        shared = shared_bytes([codec for pair in self.codecs for codec in pair], others_shared)
         over_higgs = smaller_from(self.recipe, self.geometry, shared, higgs.plain(), asymptotic_bits)
         stores, over_16bit = self.layers.values(), self._break_even.of(self.layers.values())
         counted = self.recipe, self.geometry, stores, self.positions, self.length, others, shared

@@ -55,7 +55,7 @@ PAPERS = {"aqua": "AQUA-KV", "squat": "SQuat", "polar": "PolarQuant", "svdq": "S
 COMBINED = ("auto", "aqua-klt", "aqua-metric", "aqua-polar", "aqua-lloyd", "aqua-svdq", "aqua-trellis",
             "aqua-zipcache", "aqua-h2o", "aqua-2bit-quarot", "squat-hadamard", "subkv-aqua", "wush-higgs")  # fmt: skip
 
-OURS = (*COMBINED, "mean-")  # recipes that no paper has
+OURS = (*COMBINED, "mean-", "aqua-absorbed")  # recipes that no paper has
 
 
 @dataclass(frozen=True)

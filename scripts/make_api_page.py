@@ -14,7 +14,7 @@ import kvq_runtime
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
 SECTIONS = {
-    "Serve a model": ["KVQCache", "CudaGraphs", "MemoryReport"],
+    "Serve a model": ["KVQCache", "PrefixStore", "CudaGraphs", "MemoryReport"],
     "Load an artifact": ["load_artifact", "Artifact", "save_pretrained", "push_to_hub"],
     "Choose a recipe": ["preset", "presets", "Recipe"],
     "Errors": ["ArtifactError", "NotFound", "Conflict"],
@@ -39,9 +39,9 @@ private, whatever its name: modules of `kvq_runtime` and `kvq_calib` may move or
 reached through public ones (`Scheme`, `Window`, `Fingerprint`, stages and policies of a recipe) can be read, compared
 and printed; do not construct them or import their classes.
 
-Names are imported on first use. `KVQCache` and `CudaGraphs` need transformers (`pip install 'kvq-runtime[hf]'`); the
-others need torch, safetensors and huggingface-hub alone. Shapes: `B` rows, `H` KV heads, `T` tokens, `D` head size,
-`C` = H·D.
+Names are imported on first use. `KVQCache`, `PrefixStore` and `CudaGraphs` need transformers
+(`pip install 'kvq-runtime[hf]'`); the others need torch, safetensors and huggingface-hub alone. Shapes: `B` rows, `H`
+KV heads, `T` tokens, `D` head size, `C` = H·D.
 """
 
 

@@ -35,6 +35,7 @@ METHODS = (
     "mean-higgs-2bit", "mean-higgs-3bit", "aqua-1bit", "aqua-1.5bit", "aqua-2bit", "aqua-3bit", "aqua-4bit",
     "aqua-2bit-rrr", "aqua-2bit-mlp", "aqua-2bit-gptq", "aqua-2bit-post", "aqua-2bit-quarot",
     "aqua-2bit-channel", "aqua-2bit-below-1-2", "aqua-2bit-first-16bit",
+    "aqua-absorbed-2bit-2", "aqua-absorbed-2bit-4-star",
     "mean-lloyd-2bit", "mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
     "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output", "kvquant-3bit",
     "polar-3bit-fitted-plain", "aqua-svdq-2bit", "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
@@ -44,7 +45,8 @@ METHODS = (
 )  # fmt: skip
 UNFITTED = (
     "rtn-2bit", "kivi-2bit", "kivi-2bit-outliers", "gear-2bit", "gear-l-2bit", "quarot-2bit", "higgs-2bit",
-    "lloyd-1bit", "turboquant-3bit", "polar-hadamard", "polar-radius8", "trellis-head-1bit", "subkv-2bit",
+    "lloyd-1bit", "lloyd-even-2bit", "turboquant-3bit", "polar-hadamard", "polar-radius8", "trellis-head-1bit",
+    "subkv-2bit",
 )  # fmt: skip
 SHOWN = 16  # of what an unfitted recipe decodes, every sixteenth token is kept
 

@@ -13,7 +13,7 @@ import torch
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.text import corpus
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe
 
 CHUNK_TOKENS = 8192
@@ -95,10 +95,11 @@ class Plan:
     @property
     def depth(self) -> int:
         """How many decoded layers underneath a layer may read."""
-        schemes = [scheme for recipe in self.recipes for scheme in recipe.schemes]
-        return max(
-            (depth for scheme in schemes for depth in scheme.inputs(self.geometry.layers, "value").below), default=0
-        )
+        inputs = (
+            recipe.scheme(layer, role).inputs(layer, role)
+            for recipe in self.recipes for layer in range(self.geometry.layers) for role in ROLES
+        )  # fmt: skip
+        return max((depth for one in inputs for depth in one.below), default=0)
 
     def to_json(self) -> dict:
         """The plan as JSON: no clock, no host, no path."""

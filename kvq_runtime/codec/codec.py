@@ -158,11 +158,13 @@ class Codec:
         out   a float32 [N, T, C] to decode into, where nothing is predicted; what is returned may be another tensor
         """
         predicted = self.predicted(context)
-        plain = predicted is None and self.scheme.correct is None
-        x = self._unround(fields, out if plain else None)
-        if self.scheme.correct is not None:
-            x = self.scheme.correct.apply(x, fields)
+        x = self.decode_residual(fields, out if predicted is None else None)
         return x if predicted is None else predicted.add_(x.to(torch.bfloat16))
+
+    def decode_residual(self, fields: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """Decode what blocks hold beside the prediction, [N, T, C]: float32, or the stored dtype of `exact`."""
+        x = self._unround(fields, out if self.scheme.correct is None else None)
+        return x if self.scheme.correct is None else self.scheme.correct.apply(x, fields)
 
     def tokens(self, fields: Mapping[str, Tensor], block_N: Tensor, place_N: Tensor, channels: slice) -> Tensor:
         """These channels of single tokens, one in each of these blocks, with their mean: [N, channels].
@@ -231,7 +233,12 @@ class Codec:
 
     def mean(self, context: Context) -> Tensor:
         """The mean that is removed, float32: [C], or [N, T, C] where it turns with the position."""
-        return self.turned(self._own["predict"]["mean"], context)
+        return self.turned(self.centre, context)
+
+    @property
+    def centre(self) -> Tensor:
+        """The mean of values, or of keys before RoPE, that is removed: [C], float32."""
+        return self._own["predict"]["mean"]
 
     def turned(self, mean_C: Tensor, context: Context) -> Tensor:
         """A mean of values, or of keys before RoPE, where this scheme's tokens are: [C] or [N, T, C]."""
@@ -256,6 +263,13 @@ class Codec:
         if self.predictor is None or not self.predictor.cross_layer:
             return None
         return self.predictor.apply(self.inputs(context), self._own["predict"])
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """W [I, C] and b [C], float32, of a linear prediction z W + b from `inputs` z."""
+        assert self.predictor is not None
+        own, width = self._own["predict"], self.geometry.width
+        inputs = width * self.scheme.inputs(self.layer, self.role).tokens
+        return self.predictor.matrix(own, inputs).float(), own["bias"]
 
     def fields(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of one encoded block; `dtype` is the model's."""

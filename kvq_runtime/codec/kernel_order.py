@@ -1,7 +1,8 @@
 """Order the codes of blocks in slabs as the decode kernel reads them, and back; artifacts know nothing of it.
 
-Codes that are rounded lie as the tensor core takes them (ops/fragment.py), head by head; beside them, contiguous, the
-numbers of a head: of channels, group after group of tokens, or of tokens, group after group of channels.
+Codes lie as the tensor core takes them (ops/fragment.py), head by head; beside them, contiguous, the numbers of a head:
+of channels, group after group of tokens, or of tokens, group after group of channels. Codes of a codebook are stored as
+a kernel looks them up in registers: of a symmetric one by sign and magnitude.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops import fragment, pack
-from kvq_runtime.stages import groups
 from kvq_runtime.stages.stage import Scheme
 
 
@@ -27,8 +27,10 @@ class KernelOrder:
     group      tokens, or channels, with one scale
     pairs      whether channel c is stored beside c + D / 2, with which RoPE rotates it
     order      of a head's block
+    elements   that a code stands for: 2, channels c and c + D / 2, or 1
+    stored     what each code is stored as; (): as it is
 
-    Shapes: [B, n, ...], n blocks · H heads · T tokens of a block · D channels of a head · M groups.
+    Shapes: [B, n, ...], n blocks · H heads · T tokens of a block · D codes of a head's token · M groups.
     """
 
     geometry: Geometry
@@ -38,6 +40,8 @@ class KernelOrder:
     group: int
     pairs: bool
     order: fragment.Order
+    elements: int = 1
+    stored: tuple[int, ...] = ()
 
     def arranged(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What slabs hold, of fields [B, n, ...] as a codec encodes them: codes [B, n, H, bytes], numbers [B, n, H, M,
@@ -47,13 +51,12 @@ class KernelOrder:
 
     def collected(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Undo `arranged`."""
-        heads, size = self.geometry.kv_heads, self.geometry.head_size
-        codes_TD = fragment.collect(fields["codes"], self.order, self.rows)
+        codes_TD = _renamed(fragment.collect(fields["codes"], self.order, self.rows), _inverse(self.stored))
         if self.axis == "channel":
             rows = codes_TD.mT[..., self._back, :].flatten(-3, -2)  # [B, n, C, T]
         else:
-            rows = codes_TD.transpose(-3, -2).reshape(*codes_TD.shape[:2], self.block, heads * size)
-        found = {"codes": pack.pack(rows.unflatten(-1, (-1, self.group)), self.order.BITS)}
+            rows = codes_TD.transpose(-3, -2).flatten(-2)
+        found = {"codes": pack.pack(rows.unflatten(-1, (-1, self.group // self.elements)), self.order.BITS)}
         for name, x in fields.items():
             if name != "codes" and self.axis == "channel":
                 found[name] = x[..., self._back].mT.flatten(-3, -2)
@@ -78,8 +81,8 @@ class KernelOrder:
 
     def _codes(self, codes: Tensor) -> Tensor:
         """[B, n, H, T, D]"""
-        x = pack.unpack(codes, self.order.BITS, self.group).flatten(-2)
-        heads = (self.geometry.kv_heads, self.geometry.head_size)
+        x = _renamed(pack.unpack(codes, self.order.BITS, self.group // self.elements).flatten(-2), self.stored)
+        heads = (self.geometry.kv_heads, self.geometry.head_size // self.elements)
         if self.axis == "channel":
             return x.unflatten(-2, heads)[..., self._places, :].mT
         return x.unflatten(-1, heads).transpose(-3, -2)
@@ -92,16 +95,44 @@ class KernelOrder:
 
 
 def kernel_order(scheme: Scheme, block: int, geometry: Geometry, role: Role, before_rope: bool) -> KernelOrder | None:
-    """The order of what a scheme rounds; None where codes stay as they are encoded: no kernel reads these otherwise."""
-    quantize, size = scheme.quantize, geometry.head_size
-    if quantize.kernel != "uniform":
+    """The order of a scheme's codes; None where they stay as they are encoded: no kernel reads these otherwise."""
+    quantize, size, elements = scheme.quantize, geometry.head_size, 1
+    if quantize.kernel not in ("uniform", "lloyd", "grid"):
         return None
     channel = scheme.axis == "channel"
-    group = groups.size(quantize.group, block if channel else geometry.width, geometry)
+    group = quantize.group_size(block if channel else geometry.width, geometry)
     if group % fragment.EDGE or group > (block if channel else size) or (channel and group & (group - 1)):
         return None
-    order = fragment.order(quantize.bits, block, size, 1 if channel else size // group)
-    return order and KernelOrder(geometry, block, role, scheme.axis, group, before_rope, order)
+    if quantize.kernel != "uniform" and (channel or before_rope):
+        return None
+    if quantize.kernel == "grid":
+        elements = quantize.dim
+        if elements != 2 or quantize.bits != 4 or group != size:  # what registers have room for
+            return None
+    order = fragment.order(quantize.bits, block, size // elements, 1 if channel else size // group)
+    stored = _SIGNED[quantize.bits] if quantize.kernel == "lloyd" else ()
+    return order and KernelOrder(geometry, block, role, scheme.axis, group, before_rope, order, elements, stored)
+
+
+# codes of a symmetric codebook, the negative half first, as sign (set where positive) and magnitude: of 3 bits the sign
+# is the lowest bit, which has a plane of its own
+_SIGNED: dict[int, tuple[int, ...]] = {
+    1: (), 2: (), 3: (6, 4, 2, 0, 1, 3, 5, 7), 4: (7, 6, 5, 4, 3, 2, 1, 0, 8, 9, 10, 11, 12, 13, 14, 15)
+}  # fmt: skip
+
+
+def _inverse(stored: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(stored)), key=stored.__getitem__))
+
+
+def _renamed(codes: Tensor, names: tuple[int, ...]) -> Tensor:
+    """Each code's entry of a table; without a table the codes."""
+    return _table(names, codes.device)[codes.int()] if names else codes
+
+
+@lru_cache(maxsize=32)
+def _table(names: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(names, dtype=torch.uint8, device=device)
 
 
 @lru_cache(maxsize=32)

@@ -43,15 +43,23 @@ def runs_kernel(x: torch.Tensor) -> bool:
     return _forced[-1] if _forced else x.is_cuda and available()
 
 
+def is_waited_for(x: torch.Tensor) -> bool:
+    """Whether reading a value of it makes the host wait for a device."""
+    return x.is_cuda
+
+
 def kernel(name: str) -> Callable[..., Any]:
     """The kernel of an op, "module.name"."""
     module, function = name.split(".")
     return getattr(kernels(f"encode.{module}"), function)
 
 
+@cache
 def kernels(module: str) -> ModuleType:
     """A module of kernels, imported when the first is needed."""
-    return import_module(f"kvq_runtime.kernels.{module}")
+    found = import_module(f"kvq_runtime.kernels.{module}")
+    import_module("kvq_runtime.kernels.keys").settle()
+    return found
 
 
 def paired(body: Callable[P, R]) -> Callable[P, R]:

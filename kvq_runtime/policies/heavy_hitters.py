@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, Window
+from kvq_runtime.ops import dispatch
 from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
@@ -131,8 +132,9 @@ class HeavyHittersPolicy(Policy):
             return
         stores, encoder = self.cache.stores, self.cache.encoder
         for layer, store in stores.items():
-            if store.buffer_2BTC.is_cuda:
-                encoder.refuse_nan(layer, store.window_2BTC, store.encoded)
+            if dispatch.is_waited_for(store.buffer_2BTC):
+                encoder.watch(layer, store.window_2BTC, store.encoded)
+        encoder.refuse_nan()
         encoded = self.positions.length - self.mass_BW.shape[1]
         kept_BK, left = self.choose()
         blocks = left // self.window.block

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.fit import row
 from kvq_runtime.geometry import ROLES, Geometry, Role
-from kvq_runtime.ops import rope
+from kvq_runtime.ops import dispatch, rope
 from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
@@ -130,8 +130,9 @@ class PromptFitPolicy(Policy):
 
     def _fit(self, layer: int, store: LayerStore, role: Role, rank_BT: Tensor, q_BTC: Tensor | None) -> RowCodec:
         recipe, positions, scheme = self.recipe, self.cache.positions, self.recipe.scheme(layer, role)
-        if store.buffer_2BTC.is_cuda:
-            self.cache.encoder.refuse_nan(layer, store.window_2BTC, 0)
+        if dispatch.is_waited_for(store.buffer_2BTC):
+            self.cache.encoder.watch(layer, store.window_2BTC, 0)
+            self.cache.encoder.refuse_nan()
         last = rank_BT.shape[1] if self.setting.fit_tokens == "prompt" else self.setting.fit_tokens
         x_BTC, codecs = store.window_2BTC[ROLES.index(role)], []
         for index, rank_T in enumerate(rank_BT):

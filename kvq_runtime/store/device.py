@@ -1,7 +1,8 @@
 """What a kernel on the device finds a layer by: block tables, counts, and a window that stays in its place.
 
 What a decode step changes on the device depends on these alone, not on what the host counts, so that the step can be
-recorded as a graph. The host says what it has changed when it next publishes (`attention/fused.py`).
+recorded as a graph. The host says what it has changed when it next publishes (`attention/fused.py`), and waits for
+nothing then.
 """
 
 import torch
@@ -17,30 +18,31 @@ class DeviceIndex:
     """Of one layer.
 
     counts       int32 [4]: blocks, the window's first place in its buffer, its tokens, and what `ops.window.append`
-                 counts with
+                 counts with; a row of a tensor of all layers
     tables       of keys and of values, the addresses of their slabs: see kernels/attend/block_table.py
     sinks_2BSC   a copy of the exact first tokens, keys and values
     window_2BTC  where sinks and window are, but for a prompt that has no room there; None before they first are
     orders       how the codes of keys and of values lie in slabs, for its kernel; None: as they are encoded
     stale        whether the device does not know yet how many blocks and tokens there are, and where
+    sinks_stale  whether it has other sinks
     """
 
     @lasting
     def __init__(
         self,
+        counts: Tensor,
         columns: tuple[int, int],
         slabs: int,
         sinks_2BSC: Tensor,
         orders: tuple[KernelOrder | None, KernelOrder | None] = (None, None),
     ):
-        device = sinks_2BSC.device
         self.orders = orders
-        self.counts = torch.zeros(4, dtype=torch.int32, device=device)
+        self.counts = counts
         self.columns = columns
         self.make_tables(slabs)
         self.sinks_2BSC = sinks_2BSC.clone()
         self.window_2BTC: Tensor | None = None
-        self.stale = True
+        self.stale = self.sinks_stale = True
 
     @lasting
     def make_tables(self, slabs: int) -> None:
@@ -56,5 +58,10 @@ class DeviceIndex:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is stored, but for the window."""
-        return [self.counts, *self.tables, self.sinks_2BSC]
+        """What is stored, but for window and counts."""
+        return [*self.tables, self.sinks_2BSC]
+
+
+def send(rows: Tensor, place: Tensor) -> None:
+    """Copy rows from the host to the same rows on a device, without waiting for it."""
+    place.copy_(rows.pin_memory() if place.is_cuda else rows, non_blocking=True)

@@ -1,6 +1,5 @@
 """Encode the oldest tokens of a layer's window, one whole block at a time, when they are due."""
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import ROLES, SLAB
+from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore, Slab
@@ -27,14 +27,15 @@ class Encoder:
     def __init__(self, recipe: Recipe, positions: Positions, decoder: Decoder, extra: Extra):
         self.recipe, self.positions, self.decoder, self.extra = recipe, positions, decoder, extra
         self.stores = decoder.stores
+        self._watched: list[tuple[int, int, Tensor]] = []  # (layer, first slot, largest |x| of each token, [2, B, T])
 
     def flush(self, layer: int) -> None:
         """Encode every block of a layer that is due."""
         store = self.stores[layer]
         if not store.due:
             return
-        if store.buffer_2BTC.is_cuda:  # here, where the device is waited for anyway
-            self.refuse_nan(layer, store.window_2BTC[:, :, : store.due * store.window.block], store.encoded)
+        if dispatch.is_waited_for(store.buffer_2BTC):  # else looked at as it arrived
+            self.watch(layer, store.window_2BTC[:, :, : store.due * store.window.block], store.encoded)
         self.encode(layer, store.due)
 
     def encode(self, layer: int, count: int) -> None:
@@ -50,20 +51,37 @@ class Encoder:
             extra = {name: field[:, None] for name, field in self.extra(layer, store).items()}
             store.add_blocks(some, *parts, extra)
 
-    def refuse_nan(self, layer: int, x_2BTC: Tensor, start: int) -> None:
-        """Raise a ValueError if a real token, from slot `start` on, holds a NaN or an infinity."""
-        for role, x_BTC in zip(ROLES, x_2BTC, strict=True):
-            if math.isfinite(x_BTC.sum().item()):
-                continue
-            bad_BT = ~torch.isfinite(x_BTC).all(-1)
-            if self.positions.real_BT is not None:
-                bad_BT &= self.positions.real_BT[:, start : start + x_BTC.shape[1]]
-            if bool(bad_BT.any()):
-                slot = start + int(bad_BT.any(0).int().argmax())
-                raise ValueError(
-                    f"layer {layer}, block {slot // self.recipe.window.block}: NaN or infinity in the model's {role}s "
-                    f"at token {slot + self.positions.dropped}; the cache keeps the tokens before this forward pass"
-                )
+    def watch(self, layer: int, x_2BTC: Tensor, start: int) -> None:
+        """Have `refuse_nan` look for NaN and infinity in these tokens, from slot `start` on; waits for nothing."""
+        peak_2BT = torch.linalg.vector_norm(x_2BTC, torch.inf, -1)  # NaN where there is one
+        if self.positions.real_BT is not None:
+            real_BT = self.positions.real_BT[:, start : start + x_2BTC.shape[2]]
+            peak_2BT = peak_2BT.where(real_BT, 0)
+        self._watched.append((layer, start, peak_2BT))
+
+    def forget(self) -> None:
+        """Watch nothing any more: the pass is undone."""
+        self._watched.clear()
+
+    def refuse_nan(self) -> None:
+        """Raise a ValueError if a real token that was watched holds a NaN or an infinity.
+
+        Waits for the device, once for all layers; not where nothing was watched.
+        """
+        watched = self._watched.copy()
+        self.forget()
+        if not watched or bool(torch.cat([peak_2BT.flatten() for *_, peak_2BT in watched]).isfinite().all()):
+            return
+        for layer, start, peak_2BT in watched:
+            for role, peak_BT in zip(ROLES, peak_2BT, strict=True):
+                bad_T = ~peak_BT.isfinite().all(0)
+                if bool(bad_T.any()):
+                    slot = start + int(bad_T.int().argmax())
+                    raise ValueError(
+                        f"layer {layer}, block {slot // self.recipe.window.block}: NaN or infinity in the model's "
+                        f"{role}s at token {slot + self.positions.dropped}; the cache keeps the tokens before this "
+                        "forward pass"
+                    )
 
     def _encoded(self, store: LayerStore, count: int) -> tuple[Slab, Slab]:
         """The fields of the window's oldest blocks of keys and of values, [B, count, ...] each."""
@@ -100,8 +118,9 @@ class Encoder:
         """A block of the window as its codec wants it."""
         size = store.window.block
         start, ahead = block * size, (block - store.blocks) * size
-        # cloned, because `exact` keeps it, and the window's place is the sinks' next
-        x_BTC = store.window_2BTC[role, :, ahead : ahead + size].clone()
+        # A copy, because `exact` keeps it, and the window's place is the sinks' next. What is not finite is refused
+        # when the pass has ended, or padding: until then, no index is made of it.
+        x_BTC = torch.nan_to_num(store.window_2BTC[role, :, ahead : ahead + size], 0.0, 0.0, 0.0)
         source = self.positions.source(start, start + size, store.window.sinks)
         if ROLES[role] == "value" or "positions" not in self.recipe.needs:
             return block_input(x_BTC, source)[0], Context()

@@ -210,16 +210,32 @@ class LayerStore:
         extra          what policies store beside them, [B, count, ...] a field; of every block the same fields
         """
         self._save_window()
+        self._take_blocks(count, keys, values, extra)
+        sinks_2BSC = self.sinks_2BSC.clone()
+        self._start += count * self.window.block
+        self.sinks_2BSC.copy_(sinks_2BSC)
+        self._changed()
+
+    @lasting
+    def adopt(self, count: int, keys: Slab, values: Slab, sinks_2BSC: Tensor) -> None:
+        """Begin with blocks that were encoded elsewhere, and the sinks among their tokens; nothing is held yet.
+
+        keys, values   as their codecs encode them, [B, count, ...] a field
+        """
+        while self.blocks < count:
+            stop = min(self.blocks + SLAB, count)
+            own, other = ({n: x[:, self.blocks : stop] for n, x in fields.items()} for fields in (keys, values))
+            self._take_blocks(stop - self.blocks, own, other, {})
+        self.sinks_2BSC[:, :, : sinks_2BSC.shape[2]] = sinks_2BSC
+        self._changed()
+
+    def _take_blocks(self, count: int, keys: Slab, values: Slab, extra: Slab) -> None:
         for part, fields in enumerate((keys, values, extra)):
             if fields:
                 order = self._order(part)
                 self._store(part, count, fields if order is None else order.arranged(fields))
         self.blocks += count
         self._count_blocks()
-        sinks_2BSC = self.sinks_2BSC.clone()
-        self._start += count * self.window.block
-        self.sinks_2BSC.copy_(sinks_2BSC)
-        self._changed()
 
     @lasting
     def drop(self, kept_BK: Tensor) -> None:
@@ -251,6 +267,7 @@ class LayerStore:
         self._hold(self.buffer_2BTC.index_select(1, rows))
         if self.index is not None:
             self.index.forget_slabs()
+            self.index.sinks_stale = True
             home = self.index.window_2BTC
             if home is not None and home.shape == self.buffer_2BTC.shape:
                 self._hold(home.copy_(self.buffer_2BTC))
@@ -275,13 +292,19 @@ class LayerStore:
         sinks, first = self.window.sinks, self.length - k_BTC.shape[1]
         if sinks == 0 or first >= self.positions.complete(sinks, first):
             return
+        if self.positions.real_BT is None:  # known without asking the device
+            stop = min(sinks, self.length)
+            for role, x_BTC in enumerate((k_BTC, v_BTC)):
+                self.sinks_2BSC[role, :, first:stop] = x_BTC[:, : stop - first]
+            self._changed(sinks=True)
+            return
         slots, arrived = self.positions.sink_slots(sinks, k_BTC.shape[0], k_BTC.device)
         here = arrived & (slots >= first) & (slots < self.length)
         if bool(here.any()):
             rows, ranks = here.nonzero(as_tuple=True)
             for role, x_BTC in enumerate((k_BTC, v_BTC)):
                 self.sinks_2BSC[role, rows, ranks] = x_BTC[rows, slots[rows, ranks] - first]
-            self._changed()
+            self._changed(sinks=True)
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -321,10 +344,11 @@ class LayerStore:
         self._keys, self._values = buffer_2BTC.unbind(0)
         self._by_head = [x[0] if len(x) == 1 else x for x in x_2BHTD]
 
-    def _changed(self) -> None:
+    def _changed(self, sinks: bool = False) -> None:
         """The host has moved something that the device has to be told of."""
         if self.index is not None:
             self.index.stale = True
+            self.index.sinks_stale |= sinks
 
     def _count_blocks(self) -> None:
         self.encoded = self.blocks * self.window.block  # tokens in blocks

@@ -26,6 +26,7 @@ class Positions:
         self.positions_BT: Tensor | None = None
         self.rotary: Rotary | None = None
         self._spread: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._sources: dict[tuple[int, int, int], Tensor | None] = {}
         self._next: tuple[Tensor | None, Tensor | None] = (None, None)
         self._complete: dict[int, int] = {}
         self.told = False  # whether padding was announced with the newest tokens
@@ -51,7 +52,7 @@ class Positions:
             self.length, self.told = self.length + count, False
             return
         self.told = real is not None
-        self._spread.clear()
+        self.forget_factors()
         if positions is not None and positions.shape[-1] != count:
             raise RuntimeError(f"positions for {positions.shape[-1]} tokens were announced, but {count} arrived")
         if self.real_BT is None and real is not None and not bool(real.all()):
@@ -77,7 +78,7 @@ class Positions:
 
     def drop(self, kept_BT: Tensor) -> None:
         """Keep these slots of each row, in rising order, as many of all rows; the others are forgotten."""
-        self._spread.clear()
+        self.forget_factors()
         self._complete.clear()
         held = torch.arange(self.length, dtype=torch.int32, device=kept_BT.device).expand(len(kept_BT), -1)
         self.tokens_BT = (held if self.tokens_BT is None else self.tokens_BT).gather(1, kept_BT)
@@ -93,13 +94,13 @@ class Positions:
 
     def restore(self, *state: Any) -> None:
         """Go back to a state."""
-        self._spread.clear()
+        self.forget_factors()
         self._complete.clear()
         self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT = state
 
     def crop(self, length: int) -> None:
         """Forget every slot from `length` on."""
-        self._spread.clear()
+        self.forget_factors()
         self._complete.clear()
         self.length = length
         self.dropped = self.dropped if length else 0
@@ -109,7 +110,7 @@ class Positions:
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
-        self._spread.clear()
+        self.forget_factors()
         self._complete.clear()
         self.tokens_BT = self.tokens_BT[rows] if self.tokens_BT is not None else None
         self.real_BT = self.real_BT[rows] if self.real_BT is not None else None
@@ -165,8 +166,9 @@ class Positions:
         return self._spread[key]
 
     def forget_factors(self) -> None:
-        """Drop what `spread` kept."""
+        """Drop what `spread` and `source` kept."""
         self._spread.clear()
+        self._sources.clear()
 
     def sink_slots(self, sinks: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where each row's first `sinks` real tokens are, [B, sinks], and which of them have arrived."""
@@ -212,7 +214,14 @@ class Positions:
         """Which slot of a block each of its slots is encoded as: itself; for a sink or a padded slot the nearest token.
 
         [B or 1, T], counted from `start`; None where every slot stands for itself; -1 where the block holds no token.
+        Kept for the layers above: with padding, the device is asked.
         """
+        key = (start, stop, sinks)
+        if key not in self._sources:
+            self._sources[key] = self._source(*key)
+        return self._sources[key]
+
+    def _source(self, start: int, stop: int, sinks: int) -> Tensor | None:
         if self.real_BT is None:
             if start >= sinks:
                 return None

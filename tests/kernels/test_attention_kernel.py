@@ -8,6 +8,10 @@ from attention_case import FAMILIES, Case, centred, kivi, run, same, scheme, squ
 from parity import error, poisoned
 from tiers import each_once, some, together
 
+from kvq_runtime.kernels.attend import host, launch
+from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.lloyd import Lloyd
+from kvq_runtime.stages.rotate import Hadamard, Random
 from kvq_runtime.stages.rtn import Rtn
 
 # float16 operands of the matrix products, float32 sums; the window's products are in the model's dtype
@@ -31,6 +35,13 @@ READERS += ("higgs-8-256", "lloyd-3", "polar", "polar-radius8", "polar-low", "mi
 @pytest.mark.parametrize("name", some(FAMILIES, *READERS))
 def test_families(name, monkeypatch):
     check(Case(*FAMILIES[name], **(ALONE if name.startswith("polar") else {})), monkeypatch)
+
+
+@pytest.mark.parametrize("key, value", together([2, 4], [4, 2]))
+def test_widths_whose_sub_blocks_differ(key, value, monkeypatch):
+    """128 tokens of 2 bits are read at once, and 64 of 4 bits."""
+    pair = scheme(Rtn(key, "head"), block=128), scheme(Lloyd(value, "head"), Random("head"), block=128)
+    check(Case(*pair, heads=1, batch=1, blocks=2, starts=(70,)), monkeypatch)
 
 
 @pytest.mark.parametrize("bits, starts", [(1, (7, 40)), (2, (0, 0)), (4, (7, 40))])
@@ -94,18 +105,37 @@ def test_means_in_corners(corner, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, ratio, tokens",
-    [("kivi-2", 9, 1), pytest.param("polar", 3, 4, marks=pytest.mark.slow), ("mean", 9, 1)],
-)
-def test_query_heads_take_turns(name, ratio, tokens, monkeypatch):
-    """Where one launch has no room for all of them."""
-    pair = centred(FAMILIES["higgs-2-16"]) if name == "mean" else FAMILIES[name]
-    check(Case(*pair, ratio=ratio, tokens=tokens, heads=2, blocks=2), monkeypatch)
+    [("kivi-2", 9, 1), ("kivi-2", 1, 21), pytest.param("polar", 3, 4, marks=pytest.mark.slow), ("mean", 9, 1),
+     ("higgs-2-64", 5, 4), ("higgs-2-64", 33, 2)],
+)  # fmt: skip
+def test_queries_of_several_tiles(name, ratio, tokens, monkeypatch):
+    """In one launch, whatever their heads and tokens; of codebooks two of 16 rows, two of 64."""
+    pair, grids = centred(FAMILIES["higgs-2-16"]) if name == "mean" else FAMILIES[name], []
+    kernel = host.attend_kernel
+    monkeypatch.setattr(host, "attend_kernel", Gridded(kernel, grids))
+    case = Case(*pair, ratio=ratio, tokens=tokens, heads=2, blocks=2)
+    check(case, monkeypatch)
+    tile = {"higgs-2-64": 16 if ratio * tokens <= 32 else 64}.get(name, 8)
+    assert [grid[:2] for grid in grids] == [(-(-ratio * tokens // tile), case.batch * case.heads)]
+
+
+class Gridded:
+    """A kernel that writes down its grids."""
+
+    def __init__(self, kernel, grids: list):
+        self.kernel, self.grids = kernel, grids
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return self.kernel[grid]
 
 
 def test_too_many_query_tokens():
-    for pair, tokens in ((centred(FAMILIES["higgs-2-16"]), 9), (FAMILIES["kivi-2"], 65)):
-        with pytest.raises(ValueError, match=f"{tokens} rows per KV head: too many for a tile"):
-            run(Case(*pair, ratio=1, tokens=tokens, heads=1, blocks=1))
+    for pair in (centred(FAMILIES["higgs-2-16"]), FAMILIES["kivi-2"]):
+        with pytest.raises(
+            ValueError, match="65 rows of queries of each; the kernel takes .* 64 rows of queries, or 8 tokens"
+        ):
+            run(Case(*pair, ratio=1, tokens=65, heads=1, blocks=1))
 
 
 def test_a_mean_and_scaled_rope(monkeypatch):
@@ -139,12 +169,44 @@ def test_splits_of_very_large_scores(monkeypatch):
     assert error(out, wanted) < 5e-3 and float((level.double() - levels).abs().max()) < 0.1
 
 
+REAL = {
+    "a scale a channel": kivi(2, block=128),
+    "a scale a token": same(scheme(Rtn(2, "head"), block=128)),
+    "groups of 32": squat(2, 32, 128),
+    "looked up": same(scheme(Grid(2, 16, "head"), Hadamard("head"), block=128)),
+}
+
+
+class FirstHeads:
+    """A kernel that is launched for the first two KV heads alone."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return self.kernel[grid[0], 2, grid[2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL)
+def test_real_sizes_as_a_gpu_would_be_launched(name, monkeypatch):
+    """8 KV heads of 128, blocks of 128 tokens in two slabs, a window of 192. Two of the heads are attended to: the
+    interpreter takes half a minute for all."""
+    monkeypatch.setattr(host, "attend_kernel", FirstHeads(host.attend_kernel))
+    sizes = Case(*REAL[name], size=128, heads=8, ratio=4, batch=1, blocks=33, window=192, splits=7, starts=(0,))
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # what other heads leave to the merge
+    case = replace(sizes, settings=launch.default, dtype=torch.bfloat16)
+    out, level, wanted, levels = (x[:, : 2 * case.ratio] for x in run(case))
+    assert error(out, wanted) <= TOLERANCE[case.dtype]
+    assert float((level.double() - levels).abs().max()) <= 0.02
+
+
 REPRESENTATIVE = ["kivi-2", "rtn-3", "higgs-2-16", "lloyd-2", "polar"]
 
 
 @pytest.mark.parametrize("name, size", each_once(REPRESENTATIVE, [80, 96, 128, 256]))
 def test_head_sizes(name, size, monkeypatch):
-    pair = tuple(replace(one, block=128) for one in FAMILIES[name]) if name in ("kivi-2", "rtn-3") else FAMILIES[name]
+    pair = tuple(replace(one, block=128) for one in FAMILIES[name]) if name in ("kivi-2", "rtn-3", "lloyd-2") else FAMILIES[name]
     check(Case(*pair, size=size, heads=1, blocks=2), monkeypatch)
 
 

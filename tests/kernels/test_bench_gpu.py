@@ -134,7 +134,7 @@ def test_settings_are_told_apart():
         layer, *kernel = constants(keys, values, rows, 4, launch.Launch())
         for arch in (80, 90):
             measured[launch.key(arch, keys, values, rows)].add((arch, layer.M, keys.adds_mean, *kernel))
-    assert len(measured) > 100 and all(len(kernels) == 1 for kernels in measured.values())
+    assert len(measured) > 60 and all(len(kernels) == 1 for kernels in measured.values())
 
 
 def test_every_family_has_its_instructions_counted():

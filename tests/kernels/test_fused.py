@@ -22,7 +22,7 @@ from kvq_runtime.recipe import preset, presets
 pytest.importorskip("triton")
 from kvq_runtime.attention import long_query
 from kvq_runtime.attention.cuda_graph import captured
-from kvq_runtime.attention.fused import refusal
+from kvq_runtime.attention.fused import reads, refusal
 
 # one of each layout for `make test`; beside whole rows, padded ones for every other family
 WHOLE = ("kivi-2-post-32", "kivi-2-pre-16", "higgs-head-2bit", "polar-3bit-fitted", "mean-higgs-head-2bit-post")
@@ -88,9 +88,9 @@ def test_reset_crop_and_other_rows():
 @pytest.mark.parametrize("name", some(["kivi-2-pre-16", "higgs-head-2bit", "lloyd-3bit"], "kivi-2-pre-16"))
 def test_blocks_are_the_same_however_many_are_due(name):
     one, two = Driver(FAMILIES[name], PADDED), Driver(FAMILIES[name], PADDED)
-    one.step(58, expected=False)
+    one.step(80, expected=False)
     for _ in range(2):
-        two.step(29, expected=False)
+        two.step(40, expected=False)
     a, b = one.cache.layers[0], two.cache.layers[0]
     assert a.blocks == b.blocks > 1
     for role in (0, 1):
@@ -121,6 +121,32 @@ def test_other_recipes_say_so(name, says):
     assert refusal(preset("polar-3bit-fitted-plain"), ONE) is None  # whatever is fitted
     assert refusal(preset("mean-higgs-head-2bit-post"), ONE) is None
     assert "registers" in str(refusal(preset("mean-higgs-head-2bit-post"), replace(ONE, head_size=256)))
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("rtn-2bit", "by arithmetic"),
+        ("lloyd-even-2bit", "by arithmetic"),
+        ("lloyd-3bit", "codebook in registers"),
+        ("higgs-head-2bit", "codebook in registers"),
+        ("higgs-head-4bit", "gathers"),
+        ("polar-3bit", "cos and sin in registers"),
+        ("aqua-2bit-quanto-post", "by torch, in layer 1: there is no kernel for its keys"),
+        ("polar-online", "by torch, in layer 0: each row has a codec"),
+    ],
+)
+def test_what_a_step_reads_is_said(name, says):
+    geometry = replace(ONE, layers=3, head_size=128)
+    said, recipe = reads(preset(name), geometry), preset(name)
+    assert says in said
+    assert any(refusal(recipe, geometry, layer) for layer in range(3)) == said.startswith("decoded blocks")
+
+
+def test_keys_and_values_that_are_read_otherwise_are_told_apart():
+    recipe = replace(preset("rtn-2bit"), value=preset("lloyd-4bit").value)
+    keys, values = reads(recipe, ONE).split("; values: ")
+    assert keys.startswith("keys: ") and "arithmetic" in keys and "registers" in values
 
 
 @pytest.mark.parametrize("name", [name for name in presets() if name.startswith("squat-pre-") and "online" not in name])

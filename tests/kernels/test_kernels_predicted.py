@@ -21,6 +21,7 @@ from benchmarks.simulate import BANDWIDTH, CLOCK, MULTIPROCESSORS
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("rtn-2bit", "higgs-head-2bit")
+LOOKED_UP = ("lloyd-even-2bit", "lloyd-2bit", "lloyd-4bit", "higgs-head-2bit", "higgs-head-4bit")
 
 
 def committed() -> dict[tuple[str, int, int], dict]:
@@ -47,7 +48,16 @@ def test_results_say_what_the_table_says():
     text = (ROOT / "docs" / "results.md").read_text().partition("| predicted, bfloat16 = 1 |")[2].partition("\n\n")[0]
     said = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
     table, columns = committed(), ((1, 4096), (1, 16384), (1, 131072), (8, 16384), (32, 131072))
-    named = ("kivi-2bit-g128", "kivi-4bit-g128", "rtn-2bit", "rtn-4bit", "polar-3bit", "higgs-head-2bit", "kivi-2bit")
+    named = (
+        "kivi-2bit-g128",
+        "kivi-4bit-g128",
+        "rtn-2bit",
+        "rtn-4bit",
+        "polar-3bit",
+        *LOOKED_UP,
+        "kivi-2bit",
+        "kivi-3bit",
+    )
     assert len(said) == len(named)
     for (_, *ratios), name in zip(said, named, strict=True):
         assert ratios == [f"{table[name, *column]['ratio']:.1f}" for column in columns], name
@@ -108,10 +118,12 @@ def test_waves_of_programs():
     loop = Loop([step(stall=10)] * 5, 2, 1, 2)
     assert [loop.each(count) for count in (1, 2)] == [100, 100]
     assert attend_cycles(loop, 132, 10, 2, 0) == START + 5 * 100
-    assert attend_cycles(loop, 132, 10, 3, 0) == 2 * START + 4 * 100 + 4 * 100  # 3 programs a line
+    assert attend_cycles(loop, 132, 10, 3, 0) == 2 * START + 4 * 100 + 3 * 100  # 4, 3 and 3
     assert attend_cycles(loop, 132, 10, 1, 1) == START + WINDOW  # beside the blocks', and longer
     assert attend_cycles(loop, 132, 10, 2, 1) == START + 5 * 100 + START + WINDOW  # no room beside them
-    assert attend_cycles(loop, 1, 5, 4, 0) == START + 2 * 100  # 2, 2 and 1 blocks: one split has none
+    assert attend_cycles(loop, 1, 5, 4, 0) == START + 2 * 100  # 2, 1, 1 and 1 blocks
+    assert attend_cycles(loop, 264, 3, 2, 0) == 2 * START + 2 * 100 + 100  # those of two blocks run first
+    assert attend_cycles(loop, 1, 2, 4, 0) == START + 100  # two splits have none
 
 
 def test_programs_share_a_multiprocessor():

@@ -6,7 +6,7 @@ from parity import DEVICE, error, normal, poisoned
 
 pytest.importorskip("triton")
 from kvq_runtime.kernels.attend.kernel import EXACT
-from kvq_runtime.kernels.attend.merge import LOADED, merge_parts, merged
+from kvq_runtime.kernels.attend.merge import merge_parts, merged
 
 EXACTS, LINES, HEADS, ROWS = EXACT.value, 4, 2, 3
 
@@ -32,7 +32,7 @@ def reference(part, lse, rotation, mean, used) -> tuple[torch.Tensor, torch.Tens
 )
 def test_merge(size, splits, blocks, turned, centred, levels, monkeypatch):
     used = min(splits, blocks)
-    assert size != 80 or splits < 300 or used > 2 * (LOADED // merged(size, turned)[0])  # several turns of its loop
+    assert size != 80 or splits < 300 or used > 2 * merged(size, splits, turned)[2]  # several turns of its loop
     part = normal(LINES, EXACTS + splits, ROWS, size)
     lse = 4 * normal(LINES, ROWS, EXACTS + splits, seed=1)
     lse[..., EXACTS:] += levels  # no 2^300 is a float32

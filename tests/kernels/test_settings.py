@@ -30,7 +30,9 @@ def test_slots_are_a_head_or_a_group(size):
             read = made.settings
             seen.add(type(read))
             if isinstance(read, settings.RoundedSettings):
-                assert recipe.window.block * size * read.BITS // 8 == read.SUBS * read.BYTES
+                codes = size // max(1, len(read.TABLES))
+                assert recipe.window.block * codes * read.BITS // 8 == read.SUBS * read.BYTES
+                assert all(len(table) == 2**read.BITS for table in read.TABLES)
                 assert recipe.window.block == read.SUBS * read.TILES * 16
                 groups = [run.FIRST + i * run.STEP for run in read.RUNS for i in range(run.COUNT)]
                 assert sorted(groups) == list(range(size // 16))

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kvq_runtime.kernels.attend import fragment, read_polar, unpack, words
+from kvq_runtime.kernels.attend import fragment, levels, read_polar, unpack, words
 from kvq_runtime.ops.fragment import order
 
 COLUMNS = 16  # bytes of a run
@@ -46,8 +46,8 @@ def followed(text: str, operands: list[np.ndarray], outputs: int) -> list[np.nda
             selected = np.where(nibbles & 8, (selected >> 7) * np.uint8(255), selected)
             held[to] = np.ascontiguousarray(selected).view(np.uint32)[:, 0]
         elif name == "lop3.b32":
-            assert rest[3] == "0xEA"  # (a & b) | c
-            held[to] = (a & b) | value(rest[2])
+            c = value(rest[2])
+            held[to] = {"0xEA": (a & b) | c, "0xAE": (~a & b) | c, "0xD8": (b & c) | (a & ~c)}[rest[3]]
         elif name in ("sub.rn.f16x2", "mul.rn.f16x2"):
             held[to] = {"s": np.subtract, "m": np.multiply}[name[0]](floats(a), floats(b)).view(np.uint32)
         elif name == "fma.rn.f16x2":
@@ -87,13 +87,37 @@ def test_operands(bits, block, size):
             assert (found == 1 + code / fragment.weight.fn(run.PLANES, tile)).all()
 
 
-@pytest.mark.parametrize("bits, paired", [*((bits, 0) for bits in range(1, 8)), *((bits, 1) for bits in range(1, 5))])
-def test_indices(bits, paired):
+@pytest.mark.parametrize("bits, block, size, signed", [(1, 128, 128, True), (2, 128, 128, False), (2, 32, 64, False),
+                                                       (3, 128, 80, True), (3, 128, 128, True), (4, 128, 96, True),
+                                                       (4, 32, 64, False)])  # fmt: skip
+def test_levels(bits, block, size, signed):
+    """Two containers become what their codes stand for, wherever in them a tile's codes are."""
+    made = order(bits, block, size)
+    assert made is not None
+    drawn = np.random.default_rng(bits)
+    table = drawn.integers(0, 1 << 16, 1 << bits, dtype=np.uint16)
+    if signed:  # the sign, set where positive, is the lowest bit of three, else the highest
+        sign = 1 if bits == 3 else 1 << (bits - 1)
+        positive = np.arange(1 << bits) & sign > 0
+        table = np.where(positive, table & 0x7FFF, table[np.arange(1 << bits) ^ sign] | 0x8000).astype(np.uint16)
+    for run in made.RUNS:
+        widths = [made.WORDS[plane.WORDS].BITS for plane in run.PLANES]
+        containers = [drawn.integers(0, 1 << width, 64, dtype=np.uint16) for width in widths]
+        for tile in range(made.TILES):
+            code = np.zeros(64, np.int64)
+            for plane, container in zip(run.PLANES, containers, strict=True):
+                part = (container >> (plane.WIDTH * (plane.SLOT + tile))) & ((1 << plane.WIDTH) - 1)
+                code |= part.astype(np.int64) << plane.UP
+            words = [container.view(np.uint32) for container in containers]
+            text = levels.assembly.fn(run.PLANES, tile, tuple(table.tolist()))
+            assert (followed(text, words, 1)[0].view(np.uint16) == table[code]).all()
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_indices(bits):
     codes, runs = packed(bits)
-    streams = len(codes) >> paired
-    for stream in range(streams):
-        found = followed(unpack._indices.fn(stream, streams, bits, paired), runs, 1)[0].view(np.uint8)
-        wanted = codes[stream] | (codes[streams + stream] << bits if paired else 0)
+    for stream, wanted in enumerate(codes):
+        found = followed(unpack._indices.fn(stream, bits), runs, 1)[0].view(np.uint8)
         assert (found == wanted).all()
 
 

@@ -141,9 +141,9 @@ MUTANTS = [
         "nan-padding",
         "a NaN in a padded slot stops the model",
         "kvq_runtime/store/encode.py",
-        "bad_BT &= self.positions.real_BT[:, start : start + x_BTC.shape[1]]",
+        "peak_2BT = peak_2BT.where(real_BT, 0)",
         "pass",
-        ("recipes/test_edges.py",),
+        ("recipes/test_edges.py", "store/test_waits.py"),
     ),
     Mutant(
         "report-exact",
@@ -294,12 +294,12 @@ MUTANTS = [
         ("kernels/test_merge.py",),
     ),
     Mutant(
-        "unpack-pair",
-        "of two codes looked up at once the second is lost in the first",
-        "kvq_runtime/kernels/attend/unpack.py",
-        "b_index |= codes_int32(b_runs, STREAMS + STREAM, BITS) << BITS",
-        "b_index |= codes_int32(b_runs, STREAMS + STREAM, BITS)",
-        ("kernels/test_unpack.py", "kernels/test_attention_kernel.py"),
+        "levels-joined",
+        "of two codes looked up at once the first is taken twice",
+        "kvq_runtime/kernels/attend/levels.py",
+        "{'0x7351' if second else '0x6240'}",
+        "{'0x6240' if second else '0x6240'}",
+        ("kernels/test_unpack.py",),
     ),
     # ---- stages
     Mutant(

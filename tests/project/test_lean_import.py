@@ -10,7 +10,8 @@ from lean import ABSENT, BLOCKED
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").rglob("*.safetensors"))
-OPTIONAL = ("kvq_runtime.hf", "kvq_runtime.kernels")  # need the extras hf and triton
+VLLM = tuple(f"kvq_runtime.vllm.{name}" for name in ("backend", "plugin", "stock"))
+OPTIONAL = ("kvq_runtime.hf", "kvq_runtime.kernels", *VLLM)  # need the extras hf, triton and vllm
 
 
 def run(body: str, *arguments: str, home: Path) -> subprocess.CompletedProcess:

@@ -1,5 +1,6 @@
 """A layer's packed cache and a query, attended to by the kernel and by softmax in float64 over what it decodes to."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,6 +12,7 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import SLAB, Geometry
 from kvq_runtime.ops import grid, pack, rope
 from kvq_runtime.recipe import Recipe, Role, Scheme, Window
+from kvq_runtime.stages.even import Even
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.polar import Polar
@@ -20,6 +22,7 @@ from kvq_runtime.stages.rtn import Rtn
 
 pytest.importorskip("triton")
 from kvq_runtime.kernels.attend.host import Encoded, Exact, RopeTables, attend, block_table, layout
+from kvq_runtime.kernels.attend.launch import Launch
 
 FREQUENCIES = 10000.0
 
@@ -51,6 +54,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     scaling: float = 1.0  # of cos and sin
     slow: float = 3.0  # the means of slow channels; those of the others are around 1
+    settings: Callable[..., Launch] | None = None  # of the launch, for layouts and rows; None: those of a CPU
 
 
 def scheme(quantize, rotate=None, axis="token", sinks=4, block=32) -> Sized:
@@ -89,6 +93,7 @@ FAMILIES = {
     **{f"higgs-{dim}-{size}": same(scheme(Grid(dim, size, "head"), Hadamard("head"))) for dim, size in
        ((2, 16), (2, 64), (2, 256), (4, 64), (4, 256), (8, 256))},
     **{f"lloyd-{bits}": same(scheme(Lloyd(bits, "head"), Random("head"))) for bits in (1, 2, 3, 4)},
+    "even": same(scheme(Even(2), Hadamard("head"))),
     "polar": same(scheme(Polar(), Random())),
     "polar-radius8": same(scheme(Polar(radius="log8"), Random())),
     "polar-full": same(scheme(Polar((4, 2), levels=0, points="mean"), Random())),
@@ -199,7 +204,8 @@ def run(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tables = RopeTables.of(frequencies(case.size), case.scaling, block, case.blocks + 1, starts, case.position)
     exact = Exact(*buffers, kept["key"], kept["value"])
     scale = case.size**-0.5
-    out, level = attend(query, read["key"], read["value"], exact, lengths, starts, scale, case.splits, tables)
+    how = case.settings and case.settings(read["key"].layout, read["value"].layout, case.ratio * case.tokens)
+    out, level = attend(query, read["key"], read["value"], exact, lengths, starts, scale, case.splits, tables, how)
     return out, level, *reference(case, query, whole["key"], whole["value"], scale)
 
 

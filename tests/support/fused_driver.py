@@ -42,11 +42,12 @@ def centred(position: str, roles: str = "key value") -> Recipe:
 # families (a) and (b) of the kernel
 FAMILIES = {
     **{recipe.name: recipe for recipe in (kivi(2), kivi(2, block=32), kivi(2, "pre"), kivi(2, "pre", 32))},
-    **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit", "lloyd-3bit")},
+    **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit")},
+    **{name: replace(RECIPES[name], window=Window(2, 8, 32)) for name in ("lloyd-3bit", "mean-lloyd-3bit-post")},
     **{name: RECIPES[name] for name in ("polar-3bit", "polar-3bit-fitted")},
 }
 MEANS = {
-    **{name: RECIPES[name] for name in ("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post")},
+    **{name: RECIPES[name] for name in ("mean-higgs-head-2bit-post",)},
     **{one.name: one for one in (centred("post"), centred("pre"), centred("post", "value"), centred("post", "key"))},
 }
 FAMILIES |= MEANS

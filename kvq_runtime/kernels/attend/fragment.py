@@ -1,7 +1,8 @@
 """Read codes that lie as the tensor core's operand A: see ops/fragment.py. A lane's load is its share; nothing moves.
 
 A code is left in its container and put under the exponent of 1: a float16 x = 1 + code / `weight`. One operation does
-that for two containers (LOP3). Whoever multiplies takes the ones off again, in float32, for a whole sum at once.
+that for two containers (LOP3). Whoever multiplies takes the ones off again, in float32, for a whole sum at once. Codes
+that have tables are looked up instead: see levels.py.
 
 Letters beside those of settings.py: I groups of 16 channels of a run · S tiles of tokens of a sub-block.
 """
@@ -9,6 +10,7 @@ Letters beside those of settings.py: I groups of 16 channels of a run · S tiles
 import triton
 import triton.language as tl
 
+from kvq_runtime.kernels.attend import levels
 from kvq_runtime.kernels.attend.settings import COMPILED
 
 
@@ -84,12 +86,14 @@ def _load(p_codes, S: tl.constexpr, NUMBER: tl.constexpr):
 
 @triton.jit
 def operand(b_words, TILE: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
-    """1 + code / weight of one tile of tokens and a run of channels, as loaded: float16 [I, 8, 32]."""
+    """1 + code / weight of one tile of tokens and a run of channels, or what is looked up: float16 [I, 8, 32]."""
     R: tl.constexpr = S.RUNS[RUN]
     b_planes = ()
     for number in tl.static_range(len(R.PLANES)):
         b_planes = b_planes + (b_words[R.PLANES[number].WORDS],)
-    if COMPILED:
+    if len(S.TABLES) > 0:
+        b_x = levels.operand(b_planes, TILE, S, RUN)
+    elif COMPILED:
         b_x = tl.inline_asm_elementwise(
             _assembly(R.PLANES, TILE), "=r" + ",r" * len(b_planes), b_planes, dtype=tl.float16, is_pure=True, pack=2
         )

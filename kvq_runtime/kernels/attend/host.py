@@ -16,15 +16,14 @@ from kvq_runtime.kernels.attend import occupancy
 from kvq_runtime.kernels.attend.block_table import block_table
 from kvq_runtime.kernels.attend.kernel import EXACT
 from kvq_runtime.kernels.attend.kernel import attend as attend_kernel
-from kvq_runtime.kernels.attend.launch import Launch, choose, heads_per_launch, padded_rows
+from kvq_runtime.kernels.attend.launch import LINES, ROWS, TOKENS, Launch, choose, takes, tile_rows
 from kvq_runtime.kernels.attend.layout import Layout, layout, tile
 from kvq_runtime.kernels.attend.merge import merge_parts
 from kvq_runtime.kernels.attend.rope import RopeTables
 from kvq_runtime.kernels.attend.settings import LayerSettings
 from kvq_runtime.kernels.encode.tile import FUSED, on
 
-__all__ = ["Encoded", "Exact", "Layout", "RopeTables", "attend", "block_table", "choose_splits"]
-__all__ += ["heads_per_launch", "layout"]
+__all__ = ["Encoded", "Exact", "Layout", "RopeTables", "attend", "block_table", "choose_splits", "layout", "takes"]
 
 REGISTERS = 65536  # of a multiprocessor; ptxas would rather spill than take more than its own guess
 LOG2E = 1.4426950408889634
@@ -78,7 +77,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The attention of query tokens that are the last of the window: out [B, Hq, Tq, D] and log2 Σ 2^s [B, Hq, Tq].
 
-    Query heads that one launch has no room for are launched in turn, and read the blocks again: `heads_per_launch`.
+    Queries that one tile has no room for are several, which read the blocks again: `tile_rows` of launch.py.
 
     lengths    int32 [3]: encoded blocks, the window's first place in its buffer, its tokens
     starts_B   int32: the first real slot of each row
@@ -86,21 +85,18 @@ def attend(
     splits     parts that the blocks are cut into, see `choose_splits`
     rope       for keys before RoPE, and for keys after it whose mean was removed
 
-    ValueError: the query tokens of one head are more rows than a tile has.
+    ValueError: there are more query tokens than `takes` allows.
     """
     q_BHTD = q_BHTD.contiguous()
     batch, q_heads, tokens, size = q_BHTD.shape
     heads = keys.layout.geometry.kv_heads
     ratio, lines = q_heads // heads, batch * heads
-    few = heads_per_launch(keys.layout, values.layout, ratio, tokens)
-    if not few:
-        rows = ratio * tokens
-        raise ValueError(f"{q_heads} query heads and {tokens} tokens are {rows} rows per KV head: too many for a tile")
-    if few < ratio:
-        rest = (keys, values, exact, lengths, starts_B, scale, splits, rope, launch)
-        done = [attend(part.flatten(1, 2), *rest) for part in q_BHTD.unflatten(1, (heads, ratio)).split(few, 2)]
-        out, lse = (torch.cat([x.unflatten(1, (heads, -1)) for x in parts], 2) for parts in zip(*done, strict=True))
-        return out.flatten(1, 2), lse.flatten(1, 2)
+    if not takes(lines, ratio, tokens):
+        raise ValueError(
+            f"{batch} rows of {heads} KV heads, {ratio * tokens} rows of queries of each; the kernel takes up to "
+            f"{LINES} KV heads of all rows, and {ROWS} rows of queries, or {TOKENS} tokens of any number of heads: "
+            "give it fewer"
+        )
     parts, rows = EXACT.value + splits, ratio * tokens
     part = torch.empty(lines, parts, rows, size, dtype=torch.float32, device=q_BHTD.device)
     part_lse = torch.empty(lines, rows, parts, dtype=torch.float32, device=q_BHTD.device)
@@ -109,7 +105,7 @@ def attend(
         q_BHTD, keys, values, exact, lengths, starts_B, scale, splits, rope, launch, part, part_lse
     )
     with on(q_BHTD):
-        attend_kernel[(lines, parts)](*arguments, **options)
+        attend_kernel[(_tiles(keys, values, rows), lines, parts)](*arguments, **options)
     merge_parts(part, part_lse, values.rotation, values.mean, lengths, out, lse)
     return out, lse
 
@@ -133,14 +129,19 @@ def choose_splits(
     """
     batch, q_heads, tokens, _ = q_BHTD.shape
     heads = keys.layout.geometry.kv_heads
+    lines = batch * heads * _tiles(keys, values, q_heads // heads * tokens)
     if not q_BHTD.is_cuda:
-        return occupancy.splits(batch * heads, blocks, 4, 3)
-    few = heads_per_launch(keys.layout, values.layout, q_heads // heads, tokens)
-    given = (q_BHTD[:, : few * heads], keys, values, exact, lengths, starts_B, 1.0, 1, rope, launch)
+        return occupancy.splits(lines, blocks, 4, 3)
+    given = (q_BHTD, keys, values, exact, lengths, starts_B, 1.0, 1, rope, launch)
     limits = torch.cuda.get_device_properties(q_BHTD.device)
     with on(q_BHTD):
         resident = _resident(*_launched(*given, torch.float32, torch.float32), limits)
-    return occupancy.splits(batch * heads, blocks, limits.multi_processor_count, resident)
+    return occupancy.splits(lines, blocks, limits.multi_processor_count, resident)
+
+
+def _tiles(keys: Encoded, values: Encoded, rows: int) -> int:
+    """Into how many tiles the query rows of a KV head fall."""
+    return -(-rows // tile_rows(keys.layout, values.layout, rows))
 
 
 def _resident(arguments: tuple, options: dict[str, Any], limits: Any) -> int:
@@ -181,5 +182,5 @@ def _launched(
 def constants(keys: Layout, values: Layout, rows: int, sinks: int, launch: Launch) -> tuple:
     """The compile-time arguments of the kernel, in its order."""
     heads, size = keys.geometry.kv_heads, keys.geometry.head_size
-    layer = LayerSettings(heads, size, keys.block, padded_rows(keys, rows), launch.tile, sinks)
+    layer = LayerSettings(heads, size, keys.block, tile_rows(keys, values, rows), launch.tile, sinks)
     return layer, keys.scan, keys.read, keys.settings, values.read, values.settings, tile(1, size)

@@ -1,8 +1,9 @@
 """Split-K decode attention (flash decoding) over a layer's packed blocks, sinks and window.
 
-One program per (batch row, KV head) and split of the tokens. All query heads of a KV head, times the query tokens, are
-the M columns of one tile, so that every byte is read once. The first EXACT splits are not of blocks: they share the
-window, which is exact, and the first of them has the sinks, for slots that are encoded. The blocks are shared out
+One program per (batch row, KV head), tile of queries and split of the tokens. The query heads of a KV head, times the
+query tokens, are the M columns of one tile, so that every byte is read once; where they are more, their tiles are
+neighbours in the grid, which read the same bytes at the same time. The first EXACT splits are not of blocks: they share
+the window, which is exact, and the first of them has the sinks, for slots that are encoded. The blocks are shared out
 evenly over the splits after them, whose number is fixed; how many blocks there are is read on the device, and where
 they are fewer than the splits, the last of these write nothing. Tokens are rows and queries columns of the tensor
 cores' products, whose tiles are 16 rows and 8 columns at least: as many tokens there always are, but seldom more
@@ -50,13 +51,14 @@ def attend(
     READ_VALUES      reads a tile of values, in per_token.py
     XS               TileSettings of exact tokens
     """
-    i_bh = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0) * L.M
+    i_bh = tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // L.H, i_bh % L.H
-    i_part = tl.program_id(1)
+    i_part = tl.program_id(2)
     blocks = tl.load(p_lengths)
     start = tl.load(p_starts + i_b)
-    q_exact = Query(p_q, None, rows)
-    part = Part(p_part, p_lse, i_bh, i_part, EXACT + splits, rows)
+    q_exact = Query(p_q, None, rows, first)
+    part = Part(p_part, p_lse, i_bh, i_part, EXACT + splits, rows, first)
     if i_part < EXACT:
         b_exact = _exact(
             q_exact, scale, p_k_window, p_v_window, p_k_sinks, p_v_sinks, window_stride, p_lengths, blocks * L.T,
@@ -70,8 +72,8 @@ def attend(
             i_first = i_split * each + tl.minimum(i_split, more)
             i_last = i_first + each + (i_split < more).to(tl.int32)
             SCAN(
-                Query(p_q, p_rotation, rows), q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup,
-                i_first, i_last, i_b, i_h, start + L.SINKS, part, L, READ_KEYS, KS, READ_VALUES, VS,
+                Query(p_q, p_rotation, rows, first), q_exact, scale, p_rope, p_keys, p_values, p_key_lookup,
+                p_value_lookup, i_first, i_last, i_b, i_h, start + L.SINKS, part, L, READ_KEYS, KS, READ_VALUES, VS,
             )  # fmt: skip
 
 
@@ -103,7 +105,7 @@ def _exact(
             b_s = tl.where(m_t[:, None], b_s, float("-inf"))
             b_top, b_total, b_sums = softmax.add(b_top, b_total, b_sums, b_s, (b_v.to(DTYPE),), ())
     place, count = tl.load(p_lengths + 1), tl.load(p_lengths + 2)
-    o_latest = count - tokens + tl.arange(0, L.M) % tokens  # in the window, of each query token
+    o_latest = count - tokens + (q.first + tl.arange(0, L.M)) % tokens  # in the window, of each query token
     each = tl.cdiv(count, EXACT)
     last = tl.minimum((i_split + 1) * each, count)
     for i in tl.range(i_split * each, last, N, num_stages=2):

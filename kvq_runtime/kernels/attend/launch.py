@@ -10,6 +10,8 @@ import torch
 from kvq_runtime.kernels.attend.layout import Layout
 
 ROWS = 64  # query heads of a KV head, times query tokens, that one tile has, at most
+TOKENS = 8  # of a query, that any number of heads may have
+LINES = 65535  # KV heads of all rows of a batch: an axis of the grid
 
 
 @dataclass(frozen=True)
@@ -34,28 +36,29 @@ def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
     For example "sm90-d128-codebook8x2-mean-codebook8x2-m8", a mean added to the scores.
     """
     mean = "-mean" if keys.adds_mean else ""
-    return f"sm{arch}-d{keys.geometry.head_size}-{keys.reader}{mean}-{values.reader}-m{padded_rows(keys, rows)}"
+    return f"sm{arch}-d{keys.geometry.head_size}-{keys.reader}{mean}-{values.reader}-m{tile_rows(keys, values, rows)}"
 
 
-def heads_per_launch(keys: Layout, values: Layout, ratio: int, tokens: int) -> int:
-    """How many of the `ratio` query heads of a KV head one launch takes; 0: even one has more rows than a tile.
+def takes(lines: int, ratio: int, tokens: int) -> bool:
+    """Whether the kernel takes so many query tokens: every tile of them reads the blocks again.
 
-    tokens   of the query
+    lines   batch rows times KV heads
+    ratio   query heads of a KV head
+    """
+    return lines <= LINES and (tokens <= TOKENS or ratio * tokens <= ROWS)
+
+
+def tile_rows(keys: Layout, values: Layout, rows: int) -> int:
+    """Columns of a tile for so many query rows of a KV head: 8, 16, 32 or 64. More rows are several tiles.
 
     Beside a mean's operands, angles, or the scores of a sub-block of rounded tokens, there are registers for 8 rows;
     where codes are looked up, a tile of 32 costs more than two of 16, which do not spill.
     """
-    rows = ratio * tokens
     if keys.rounded or keys.adds_mean or 2 in (keys.tokens_per_thread, values.tokens_per_thread):
-        return min(ratio, 8 // tokens)
-    if (keys.gathers or values.gathers) and 16 < rows <= 32 and tokens <= 16:
-        return 16 // tokens
-    return ratio if rows <= ROWS else 0
-
-
-def padded_rows(keys: Layout, rows: int) -> int:
-    """What query rows are padded to."""
-    return next(size for size in (8, 16, 32, 64) if rows <= size)
+        return 8
+    if (keys.gathers or values.gathers) and 16 < rows <= 32:
+        return 16
+    return next((size for size in (8, 16, 32) if rows <= size), ROWS)
 
 
 @lru_cache(maxsize=1)
@@ -80,7 +83,7 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
     """
     if keys.rounded:
         return _rounded(keys, values)
-    size, many, both = keys.geometry.head_size, padded_rows(keys, rows) // 8, (keys, values)
+    size, many, both = keys.geometry.head_size, tile_rows(keys, values, rows) // 8, (keys, values)
     pairs = [scheme for scheme in both if scheme.tokens_per_thread == 2]
     if pairs:  # three bits are two planes, which take more registers
         return Launch(tile=64 if any(scheme.bits == 3 for scheme in pairs) else 128)
@@ -88,18 +91,19 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
         return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * many))
     columns = min(scheme.settings.COLUMNS for scheme in both)
     if keys.adds_mean:
-        paired = any(scheme.gathers and scheme.settings.PAIRED for scheme in both)
-        return Launch(32) if columns > 16 else Launch(16, 2 if paired else 1)
+        return Launch(32) if columns > 16 else Launch(16, 1)
     return _gathering(columns, size, many)
 
 
 def _rounded(keys: Layout, values: Layout) -> Launch:
     """The default where codes are rounded: one warp, so that nothing waits at a barrier.
 
-    With 168 registers a scheduler has three warps, with more two; where steps are many, heads wide, or codes of two
-    planes, what spills then costs more than the third warp gives, as benchmarks/results/kernels_predicted.jsonl has it.
+    With 168 registers a scheduler has three warps, with more two; where steps are many, heads wide, codes of two planes
+    or looked up, what spills then costs more than the third warp gives, as
+    benchmarks/results/kernels_predicted.jsonl has it.
     """
     few = all(scheme.settings.GROUPS == 1 and scheme.bits in (1, 2, 4) for scheme in (keys, values))
+    few = few and all(scheme.bits == 1 or not scheme.settings.TABLES for scheme in (keys, values))
     few = few and min(keys.block, 128) <= keys.settings.GROUP
     plain = not keys.pre_rope and not keys.adds_mean and keys.geometry.head_size <= 128
     return Launch(warps=1, registers=168 if few and plain else 255)

@@ -1,7 +1,7 @@
 """Choose how the kernel reads one scheme of a layer: reader, its settings and its tables; None where none reads it.
 
-The kernel takes groups of one head, or of a part of it where they are rounded, and groups of one channel in a block;
-anything else is decoded first. A mean may have been removed, whatever the codes. Keys and values are both rounded, or
+The kernel takes groups of one head, or of a part of it where codes are ordered, and groups of one channel in a block;
+anything else is decoded first. A mean may have been removed, whatever the codes. Keys and values are both ordered, or
 neither is: the two kinds lie differently.
 """
 
@@ -26,7 +26,7 @@ from kvq_runtime.kernels.attend.settings import (
     TileSettings,
 )
 from kvq_runtime.kernels.encode import polar as angles
-from kvq_runtime.ops import grid, lloyd, pack, polar
+from kvq_runtime.ops import fragment, grid, lloyd, pack, polar
 from kvq_runtime.recipe import Role, Scheme
 from kvq_runtime.stages import polar as polar_stage
 from kvq_runtime.stages.polar import Polar
@@ -79,8 +79,21 @@ class Layout:
 
     @property
     def rounded(self) -> bool:
-        """Whether codes are rounded, and lie as the tensor core reads them."""
+        """Whether codes lie as the tensor core reads them: rounded ones, or indices of what registers hold."""
         return self.order is not None
+
+    @property
+    def reads(self) -> str:
+        """What a step reads of it, and what is expected to bind: benchmarks/results/kernels_predicted.jsonl."""
+        if self.order is not None and not self.settings.TABLES:
+            return "codes in operand order, by arithmetic; memory bandwidth or latency binds"
+        if self.order is not None:
+            return "codes in operand order, by a codebook in registers; integer instructions bind"
+        if self.gathers:
+            return "codes by gathers from a codebook in L1, which bind; slower than 16 bits"
+        if self.interleaves:
+            return "angles by gathers of cos and sin from L1, which bind: slower than 16 bits"
+        return "angles by cos and sin in registers; integer instructions or latency bind"
 
     @property
     def adds_mean(self) -> bool:
@@ -107,9 +120,10 @@ def layout(
     rotation = _rotation(scheme, geometry)
     if scheme.rotate is not None and (rotation is None or scheme.axis == "channel"):
         return None
-    if scheme.quantize.kernel == "uniform":
-        return _rounded(scheme, block, geometry, role, role == "key" and position == "pre", rotation)
-    maker = {"grid": _grid, "lloyd": _lloyd, "polar": partial(_polar, tensors=tensors)}.get(scheme.quantize.kernel)
+    ordered = _rounded(scheme, block, geometry, role, role == "key" and position == "pre", rotation)
+    if ordered is not None:
+        return ordered
+    maker = {"grid": _grid, "polar": partial(_polar, tensors=tensors)}.get(scheme.quantize.kernel)
     size = geometry.head_size
     if (
         (role == "key" and position != "post")
@@ -148,21 +162,43 @@ def _rounded(
     found = kernel_order(scheme, block, geometry, role, pairs)
     if found is None:
         return None
-    quantize, order = scheme.quantize, found.order
-    low, channel = int(quantize.range == "minmax"), scheme.axis == "channel"
+    quantize, order, tables = scheme.quantize, found.order, _tables(scheme, found)
+    channel = scheme.axis == "channel"
     if pairs and not channel:
         return None
+    low = int(not tables and quantize.range == "minmax")
     group, groups = (found.group, 1) if channel else (block, geometry.head_size // found.group)
+    runs = tuple(
+        run._replace(FIRST=run.FIRST + part * geometry.head_size // (fragment.EDGE * found.elements))
+        for part in range(found.elements) for run in order.RUNS
+    )  # fmt: skip
     settings = RoundedSettings(
-        quantize.bits, low, group, groups, int(pairs), order.TILES, order.SUBS, order.BYTES, order.WORDS, order.RUNS
+        quantize.bits, low, group, groups, int(pairs), order.TILES, order.SUBS, order.BYTES, order.WORDS, runs, tables
     )
-    kind = "pre_rope" if pairs else "channel" if channel else "token"
+    kind = "pre_rope" if pairs else "channel" if channel else "levels" * bool(tables) or "token"
+    bits = f"{quantize.bits}x{found.elements}" if tables else quantize.bits
     score = rounded.before_rope if pairs else rounded.per_channel if channel else rounded.per_token
-    names = ("codes", "step", "low")[: 2 + low]
+    names = ("codes", "scale") if tables else ("codes", "step", "low")[: 2 + low]
     return Layout(
-        geometry, block, f"{kind}{quantize.bits}g{found.group}", quantize.bits, rounded.scan, score, settings, names,
+        geometry, block, f"{kind}{bits}g{found.group}", quantize.bits, rounded.scan, score, settings, names,
         rotation=rotation, order=found, pre_rope=pairs,
     )  # fmt: skip
+
+
+def _tables(scheme: Scheme, found: KernelOrder) -> tuple[tuple[int, ...], ...]:
+    """The bits of a float16 for every stored code, for each element that it stands for; () where it is rounded evenly.
+
+    Centroids of `lloyd` are rounded to bfloat16, as the stage looks them up, and so exact in float16.
+    """
+    quantize = scheme.quantize
+    if quantize.kernel == "uniform":
+        return ()
+    if quantize.kernel == "lloyd":
+        points = lloyd.sphere(found.group, quantize.bits)[1].bfloat16()[:, None]
+    else:
+        points = grid.points(quantize.dim, quantize.size)
+    stored = torch.tensor(found.stored or range(len(points)))
+    return tuple(tuple(part[stored.argsort()].half().view(torch.uint16).tolist()) for part in points.mT)
 
 
 def _rotation(scheme: Scheme, geometry: Geometry) -> Tensor | None:
@@ -186,28 +222,13 @@ def _grid(scheme: Scheme, block: int, geometry: Geometry) -> Layout | None:
     return _codebook(scheme, block, geometry, points, bits, count)
 
 
-def _lloyd(scheme: Scheme, block: int, geometry: Geometry) -> Layout | None:
-    bits = scheme.quantize.bits
-    centroids = lloyd.sphere(geometry.head_size, bits)[1].bfloat16().float()  # as the stage looks them up
-    size, each = geometry.head_size, 8 // bits
-    if bits != 3:
-        byte = torch.arange(256)[:, None]
-        codes = (byte >> (bits * torch.arange(each))) & (2**bits - 1)
-        return _codebook(scheme, block, geometry, centroids[codes], 8, size // each) if size % each == 0 else None
-    index = torch.arange(64)  # two codes of 3 bits
-    points = torch.stack([centroids[index & 7], centroids[index >> 3]], 1)
-    return _codebook(scheme, block, geometry, points, 3, size // 2, paired=1)
-
-
-def _codebook(
-    scheme: Scheme, block: int, geometry: Geometry, points: Tensor, bits: int, indices: int, paired: int = 0
-) -> Layout | None:
-    """A codebook [entries, elements] of so many indices, each of `bits`, or of twice that if it is two codes."""
-    streams, elements = _streams(bits) >> paired, points.shape[1]
+def _codebook(scheme: Scheme, block: int, geometry: Geometry, points: Tensor, bits: int, indices: int) -> Layout | None:
+    """A codebook [entries, elements] of so many indices, each of `bits`."""
+    streams, elements = _streams(bits), points.shape[1]
     if indices % streams or elements not in (1, 2, 4, 8):
         return None
     settings = CodebookSettings(
-        *tile(streams * elements, indices // streams), BITS=bits, STREAMS=streams, ELEMENTS=elements, PAIRED=paired
+        *tile(streams * elements, indices // streams), BITS=bits, STREAMS=streams, ELEMENTS=elements
     )
     word = {1: torch.int16, 2: torch.int32}.get(elements, torch.int64)
     lookup, names = points.half().contiguous().view(word), ("codes", "scale")

@@ -2,9 +2,10 @@
 
 out = (Σ 2^(lse_i - top) · mean_i) / Σ 2^(lse_i - top); the blocks' part is multiplied with the rotation first.
 
-A pass over the splits loads levels and means side by side: no load waits for another one's result. Each of CHUNK places
-sums up every CHUNK-th split by its own largest level so far; places are added up at the end, once. Splits that no block
-came to are neither written nor read.
+A pass over the splits loads levels and means side by side: no load waits for another one's result. It takes as many
+splits as there are, up to MOST; where they are few a program is one warp, for of a large batch there are thousands of
+programs. Each of CHUNK places sums up every CHUNK-th split by its own largest level so far; places are added up at the
+end, once. Splits that no block came to are neither written nor read.
 """
 
 import triton
@@ -15,8 +16,9 @@ from kvq_runtime.kernels.attend.kernel import EXACT
 from kvq_runtime.kernels.attend.layout import padded
 from kvq_runtime.kernels.encode.tile import FUSED, on
 
-COLUMNS = 32  # channels of a program, where nothing is rotated
-LOADED = 4096  # elements of partial results that a program loads at once
+LOADED = 1024  # elements of partial results that a warp loads at once
+FEW, MOST = 16, 128  # splits that a program takes at a time
+WARPS = 4  # of a program that rotates; of any other, at most
 ROTATION = 16384  # elements of a rotation that it multiplies with at once
 
 
@@ -31,19 +33,26 @@ def merge_parts(
 ) -> None:
     """Launch the merge: its arguments are the kernel's; `out` is [B, Hq, tokens, D]."""
     lines, parts, rows, size = part.shape
-    wide, each = merged(size, rotation is not None)
+    splits = parts - EXACT.value
+    wide, each, chunk, warps = merged(size, splits, rotation is not None)
     with on(part):
         merge[(lines, rows, triton.cdiv(size, wide))](
-            part, part_lse, rotation, mean, lengths, out, lse, parts - EXACT.value,
-            lines // len(out), size, wide, each, LOADED // wide,
-            num_warps=4, maxnreg=255, **FUSED,
+            part, part_lse, rotation, mean, lengths, out, lse, splits,
+            lines // len(out), size, wide, each, chunk,
+            num_warps=warps, maxnreg=255, **FUSED,
         )  # fmt: skip
 
 
-def merged(size: int, rotates: bool) -> tuple[int, int]:
-    """(channels of a program of the merge, channels that it writes at a time); a rotation needs all of a head."""
-    wide = padded(size)
-    return (wide, min(wide, ROTATION // wide)) if rotates else (min(wide, COLUMNS), min(wide, COLUMNS))
+def merged(size: int, splits: int, rotates: bool) -> tuple[int, int, int, int]:
+    """(channels of a program, channels that it writes at a time, splits that it takes at a time, warps).
+
+    A rotation needs all channels of a head. Of splits there are four classes, so that few merges are compiled.
+    """
+    wide, some = padded(size), min(MOST, max(FEW, triton.next_power_of_2(splits)))
+    if rotates:
+        return wide, min(wide, ROTATION // wide), min(some, WARPS * LOADED // wide), WARPS
+    wide = min(wide, 64 if some == FEW else 32)
+    return wide, wide, some, max(1, some * wide // LOADED)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -52,7 +52,7 @@ def codebook(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr, S:
     A row of `p_lookup` is what an index stands for: ELEMENTS float16, in words of up to 64 bits, so that one gather
     serves up to four elements.
     """
-    BYTES: tl.constexpr = S.COLUMNS * S.STREAMS * (1 + S.PAIRED) * S.BITS // 8
+    BYTES: tl.constexpr = S.COLUMNS * S.STREAMS * S.BITS // 8
     p_codes = field_of(p_table, i_block, i_b, CODES, 2, L.H * L.T * BYTES, tl.uint8)
     b_runs = _load_runs(p_codes, o_t, m_t, i_h, BYTES, BYTES // S.COLUMNS, L, S)
     WORDS: tl.constexpr = (S.ELEMENTS + 3) // 4
@@ -61,7 +61,7 @@ def codebook(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr, S:
     for word in tl.static_range(WORDS):
         b_words = ()
         for stream in tl.static_range(tl.constexpr(S.STREAMS)):
-            b_index = unpack.indices(b_runs, stream, S.STREAMS, S.BITS, S.PAIRED)
+            b_index = unpack.indices(b_runs, stream, S.BITS)
             b_words = b_words + (tl.load(p_lookup + b_index * WORDS + word),)
         for element in tl.static_range(EACH):
             for stream in tl.static_range(tl.constexpr(S.STREAMS)):

@@ -1,4 +1,5 @@
-"""Split-K decode attention to keys and values that are rounded: a sub-block of up to 128 tokens at a time.
+"""Split-K decode attention to keys and values in the order of the operand: a sub-block of up to 128 tokens at a time,
+as many of keys as make one of values, or the other way round.
 
 All that multiplies single codes are the tensor cores: codes come as x = 1 + code / weight (fragment.py), steps scale
 the query or the scores, and the weights of the softmax; the ones are taken off sums, low ends are added to them.
@@ -9,13 +10,14 @@ the query or the scores, and the weights of the softmax; the ones are taken off 
     values, a scale a token   Σ_t w_t (step_t code_tc + low_t) = Σ u_t x_tc + Σ (w_t low_t - u_t),  u = w step weight
 
 Channels or tokens that share a scale are a group; sums are by group. What the tensor cores take, k and u, is
-rounded to float16 before the ones are counted, so that they leave exactly.
+rounded to float16 before the ones are counted, so that they leave exactly. Codes that have tables (levels.py) are what
+they stand for: x without ones, weight or low end, per token.
 
 The state of M query rows, w = 2^(s - top):
 
     b_top    [M]        largest s so far, plus log2 of the largest step beside it, rounded up: w · step is at most 1
     b_total  [16, M]    Σ w, by tokens of a tile
-    b_rest   [16, M]    Σ w low - u, in parts, a tuple: one of each run of channels
+    b_rest   [16, M]    Σ w low - u, in parts, a tuple: one of each run of channels; none where codes have tables
     b_sums   [16 I, M]  Σ u x, a tuple: one of each run
 """
 
@@ -34,8 +36,10 @@ def scan(
 ):  # fmt: skip
     """A scan, see per_token.py. SCORES is a function of this file: how keys are scored."""
     M: tl.constexpr = L.M
-    SUBS: tl.constexpr = KS.SUBS
-    TILES: tl.constexpr = KS.TILES
+    TILES: tl.constexpr = max(KS.TILES, VS.TILES)  # of a turn: whole sub-blocks of both
+    SUBS: tl.constexpr = L.T // (16 * TILES)
+    KEYS: tl.constexpr = TILES // KS.TILES
+    VALUES: tl.constexpr = TILES // VS.TILES
     b_q = ()
     for run in tl.static_range(len(KS.RUNS)):
         o_d = fragment.channels_of_head(KS, run, L)
@@ -43,20 +47,28 @@ def scan(
         b_q = b_q + (b_head if KS.PAIRS else b_head.to(tl.float16),)
     b_top = tl.full((M,), float("-inf"), tl.float32)
     b_total = tl.zeros((16, M), tl.float32)
-    b_rest = (b_total,) * len(VS.RUNS)
+    b_rest = ()
     b_sums = ()
     for run in tl.static_range(len(VS.RUNS)):
         b_sums = b_sums + (fragment.no_sums(VS, run, M),)
+        if len(VS.TABLES) == 0:
+            b_rest = b_rest + (b_total,)
     i_first = tl.maximum(i_first, start // L.T)
     for i in tl.range(i_first * SUBS, i_last * SUBS, disable_licm=True):
         i_block, i_sub = i // SUBS, i % SUBS
-        p_k = field_of(p_keys, i_block, i_b, CODES, 2 + KS.HAS_LOW, L.H * SUBS * KS.BYTES, tl.uint8)
-        p_v = field_of(p_values, i_block, i_b, CODES, 2 + VS.HAS_LOW, L.H * SUBS * VS.BYTES, tl.uint8)
-        b_k = fragment.load_words(p_k + (i_h * SUBS + i_sub) * KS.BYTES, KS)
+        p_k = field_of(p_keys, i_block, i_b, CODES, 2 + KS.HAS_LOW, L.H * KS.SUBS * KS.BYTES, tl.uint8)
+        p_v = field_of(p_values, i_block, i_b, CODES, 2 + VS.HAS_LOW, L.H * VS.SUBS * VS.BYTES, tl.uint8)
+        b_k = ()
+        for one in tl.static_range(KEYS):
+            b_k = b_k + (fragment.load_words(p_k + (i_h * KS.SUBS + i_sub * KEYS + one) * KS.BYTES, KS),)
         b_mean = rope.mean_of_block(q_exact, scale, None if KS.PAIRS else p_rope, i_b, i_h, i_block, L)
-        b_s = SCORES(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L, KS)
-        b_v = fragment.load_words(p_v + (i_h * SUBS + i_sub) * VS.BYTES, VS)
-        b_steps, b_lows = _numbers(p_values, i_block, i_sub, i_b, i_h, L, VS)
+        b_s = ()
+        for one in tl.static_range(KEYS):
+            b_s = b_s + SCORES(b_q, b_k[one], p_keys, p_rope, i_block, i_sub * KEYS + one, i_b, i_h, L, KS)
+        b_v = ()
+        for one in tl.static_range(VALUES):
+            b_v = b_v + (fragment.load_words(p_v + (i_h * VS.SUBS + i_sub * VALUES + one) * VS.BYTES, VS),)
+        b_steps, b_lows = _numbers(p_values, i_block, i_sub, i_b, i_h, L, VS, TILES)
         b_seen = ()
         b_highest = tl.full((16, M), float("-inf"), tl.float32)
         b_widest = b_steps[0]
@@ -66,7 +78,7 @@ def scan(
             b_one = tl.where((i_block * L.T + o_t >= start)[:, None], b_one, float("-inf"))
             b_highest = tl.maximum(b_highest, b_one)
             b_seen = b_seen + (b_one,)
-        for number in tl.static_range(tl.constexpr(VS.GROUPS * TILES)):
+        for number in tl.static_range(tl.constexpr(VS.GROUPS) * TILES):
             b_widest = tl.maximum(b_widest, b_steps[number])
         b_level = tl.maximum(b_top, tl.max(b_highest, 0) + _exponent(tl.max(b_widest.to(tl.float32), 0)))
         b_base = tl.where(b_level == float("-inf"), 0.0, b_level)
@@ -81,13 +93,18 @@ def scan(
             b_left = ()
             b_more = ()
             for run in tl.static_range(len(VS.RUNS)):
-                weight = fragment.weight(VS.RUNS[run].PLANES, tile)
                 b_step = b_steps[VS.RUNS[run].GROUP * TILES + tile].to(tl.float32)
-                b_low = _low(b_lows, VS.RUNS[run].GROUP * TILES + tile, b_step, VS)
-                b_u = (b_w * (b_step * weight)[:, None]).to(tl.float16)
-                b_one = tl.dot(tl.full((16, 16), -1 / 16, tl.float16), b_u, b_rest[run])  # in each of 16 rows
-                b_left = b_left + (b_one + b_w * b_low[:, None],)
-                b_x = fragment.rows_of_channels(fragment.operand(b_v, tile, VS, run), VS, run)
+                if len(VS.TABLES) > 0:
+                    b_u = (b_w * b_step[:, None]).to(tl.float16)
+                else:
+                    weight = fragment.weight(VS.RUNS[run].PLANES, tile % VS.TILES)
+                    b_low = _low(b_lows, VS.RUNS[run].GROUP * TILES + tile, b_step, VS)
+                    b_u = (b_w * (b_step * weight)[:, None]).to(tl.float16)
+                    b_one = tl.dot(tl.full((16, 16), -1 / 16, tl.float16), b_u, b_rest[run])  # in each of 16 rows
+                    b_left = b_left + (b_one + b_w * b_low[:, None],)
+                b_x = fragment.rows_of_channels(
+                    fragment.operand(b_v[tile // VS.TILES], tile % VS.TILES, VS, run), VS, run
+                )
                 b_more = b_more + (tl.dot(b_x, b_u, b_sums[run]),)
             b_rest = b_left
             b_sums = b_more
@@ -104,17 +121,24 @@ def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
     LAST: tl.constexpr = 1 + S.HAS_LOW
     p_step = field_of(p_keys, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16)
     p_low = field_of(p_keys, i_block, i_b, LAST, FIELDS, NUMBERS, tl.float16)  # the step where none is
+    b_steps = ()
+    b_lows = ()
+    for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):  # at once: none waits for another
+        o_group = (i_h * (L.T // S.GROUP) + (i_sub * S.TILES + first) * 16 // S.GROUP) * L.D
+        for run in tl.static_range(len(S.RUNS)):
+            o_d = fragment.channels(S, run)
+            b_steps = b_steps + (tl.load(p_step + o_group + o_d),)
+            if S.HAS_LOW == 1:
+                b_lows = b_lows + (tl.load(p_low + o_group + o_d),)
     b_s = ()
     for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):
-        o_group = (i_h * (L.T // S.GROUP) + (i_sub * S.TILES + first) * 16 // S.GROUP) * L.D
         b_scaled = ()
         b_ones = ()
         b_base = tl.zeros((16, M), tl.float32)
         for run in tl.static_range(len(S.RUNS)):
-            o_d = fragment.channels(S, run)
-            b_step = tl.load(p_step + o_group + o_d)
+            b_step = b_steps[first // TOGETHER * len(S.RUNS) + run]
             if S.HAS_LOW == 1:
-                b_low = tl.load(p_low + o_group + o_d)
+                b_low = b_lows[first // TOGETHER * len(S.RUNS) + run]
             else:
                 b_low = (b_step.to(tl.float32) * (-((1 << S.BITS) - 1) / 2)).to(tl.float16)
             b_times = b_q[run] * b_step[:, None]
@@ -199,7 +223,7 @@ def _turned_query(b_q, p_angles, sign, L: tl.constexpr, S: tl.constexpr, RUN: tl
 def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
     """Scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a token and group of channels."""
     M: tl.constexpr = L.M
-    b_steps, b_lows = _numbers(p_keys, i_block, i_sub, i_b, i_h, L, S)
+    b_steps, b_lows = _numbers(p_keys, i_block, i_sub, i_b, i_h, L, S, S.TILES)
     b_ones = ()
     b_whole = (tl.zeros((M,), tl.float32),) * tl.constexpr(S.GROUPS)
     for run in tl.static_range(len(S.RUNS)):
@@ -209,34 +233,39 @@ def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexp
     for tile in tl.static_range(tl.constexpr(S.TILES)):
         b_parts = (tl.zeros((16, M), tl.float32),) * tl.constexpr(S.GROUPS)
         for run in tl.static_range(len(S.RUNS)):
-            weight = fragment.weight(S.RUNS[run].PLANES, tile)
             b_x = fragment.operand(b_k, tile, S, run)
             b_one = tl.dot(fragment.rows_of_tokens(b_x, S, run), b_q[run])
-            b_parts = _added(b_parts, S.RUNS[run].GROUP, (b_one - b_ones[run][None, :]) * weight)
+            if len(S.TABLES) == 0:
+                b_one = (b_one - b_ones[run][None, :]) * fragment.weight(S.RUNS[run].PLANES, tile)
+            b_parts = _added(b_parts, S.RUNS[run].GROUP, b_one)
         b_sum = tl.zeros((16, M), tl.float32)
         for group in tl.static_range(tl.constexpr(S.GROUPS)):
             b_step = b_steps[group * S.TILES + tile].to(tl.float32)
-            b_low = _low(b_lows, group * S.TILES + tile, b_step, S)
-            b_sum += b_parts[group] * b_step[:, None] + b_low[:, None] * b_whole[group][None, :]
+            b_sum += b_parts[group] * b_step[:, None]
+            if len(S.TABLES) == 0:
+                b_sum += _low(b_lows, group * S.TILES + tile, b_step, S)[:, None] * b_whole[group][None, :]
         b_s = b_s + (b_sum,)
     return b_s
 
 
 @triton.jit
-def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
-    """Steps and lows of a sub-block's tokens, float16 [16], by group and tile; no lows where they follow from steps."""
+def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr, TILES: tl.constexpr):
+    """Steps and lows of the tokens of TILES tiles, the i_sub-th of so many: float16 [16], by group and tile.
+
+    No lows where they follow from steps.
+    """
     NUMBERS: tl.constexpr = L.H * S.GROUPS * L.T * 2
     FIELDS: tl.constexpr = 2 + S.HAS_LOW
-    o_t = i_h * S.GROUPS * L.T + i_sub * (16 * S.TILES) + tl.arange(0, 16)
+    o_t = i_h * S.GROUPS * L.T + i_sub * (16 * TILES) + tl.arange(0, 16)
     p_step = field_of(p_table, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16) + o_t
     b_steps = ()
     b_lows = ()
-    for number in tl.static_range(tl.constexpr(S.GROUPS * S.TILES)):
-        b_steps = b_steps + (tl.load(p_step + number // S.TILES * L.T + number % S.TILES * 16),)
+    for number in tl.static_range(tl.constexpr(S.GROUPS) * TILES):
+        b_steps = b_steps + (tl.load(p_step + number // TILES * L.T + number % TILES * 16),)
     if S.HAS_LOW == 1:
         p_low = field_of(p_table, i_block, i_b, LOW, FIELDS, NUMBERS, tl.float16) + o_t
-        for number in tl.static_range(tl.constexpr(S.GROUPS * S.TILES)):
-            b_lows = b_lows + (tl.load(p_low + number // S.TILES * L.T + number % S.TILES * 16),)
+        for number in tl.static_range(tl.constexpr(S.GROUPS) * TILES):
+            b_lows = b_lows + (tl.load(p_low + number // TILES * L.T + number % TILES * 16),)
     return b_steps, b_lows
 
 
@@ -274,11 +303,14 @@ def _exponent(x):
 def _store(b_state, part, L: tl.constexpr, S: tl.constexpr):
     """Write a split's mean of the values, and log2 Σ 2^s, of no token 0 and -inf."""
     b_top, b_total = b_state[0], tl.sum(b_state[1], 0)
-    o_m = tl.arange(0, L.M)
+    o_m = part.first + tl.arange(0, L.M)
     b_share = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total, 1.0), 0.0)
     p = part.mean + ((part.line * part.parts + part.number) * part.rows + o_m)[None, :] * L.D
     for run in tl.static_range(len(S.RUNS)):
-        b_mean = (b_state[3][run] + tl.sum(b_state[2][run], 0)[None, :]) * b_share[None, :]
+        b_mean = b_state[3][run]
+        if len(S.TABLES) == 0:
+            b_mean += tl.sum(b_state[2][run], 0)[None, :]
+        b_mean = b_mean * b_share[None, :]
         tl.store(p + fragment.channels(S, run)[:, None], b_mean, mask=(o_m < part.rows)[None, :])
     b_lse = tl.where(b_total > 0, b_top + tl.log2(tl.where(b_total > 0, b_total, 1.0)), float("-inf"))
     tl.store(part.lse + (part.line * part.rows + o_m) * part.parts + part.number, b_lse, mask=o_m < part.rows)

@@ -54,14 +54,16 @@ class TileSettings(NamedTuple):
 
 
 class RoundedSettings(NamedTuple):
-    """Codes rounded to nearest, ordered as the tensor core reads them: rounded.py.
+    """Codes ordered as the tensor core reads them: rounded.py.
 
     BITS      of a code: 1, 2, 3, 4 or 8
     HAS_LOW   1: scale and low are stored; 0: symmetric, low follows from the scale
     GROUP     tokens with one scale, of keys per channel: 16 times a power of two, which divides T; else T
     GROUPS    parts of a head's channels with scales of their own, of what is rounded per token; else 1
     PAIRS     1: channel c is stored beside c + D / 2, which RoPE rotates it with
-    TILES, SUBS, BYTES, WORDS, RUNS   as in `Order` of ops/fragment.py
+    TILES, SUBS, BYTES, WORDS, RUNS   as in `Order` of ops/fragment.py; runs for each table, one after another
+    TABLES    for each element that a code stands for, the bits of a float16 for every stored code: levels.py; (): codes
+              are rounded evenly
     """
 
     BITS: int
@@ -74,6 +76,7 @@ class RoundedSettings(NamedTuple):
     BYTES: int
     WORDS: tuple[Words, ...]
     RUNS: tuple[Run, ...]
+    TABLES: tuple[tuple[int, ...], ...] = ()
 
 
 class CodebookSettings(NamedTuple):
@@ -82,7 +85,6 @@ class CodebookSettings(NamedTuple):
     BITS       of a code, 1 to 8
     STREAMS    of indices in a head's bytes, COLUMNS indices each
     ELEMENTS   that an index stands for: 1, 2, 4 or 8
-    PAIRED     1: an index is two codes, of streams s and STREAMS + s; 0: it is BITS bits, one code or a byte of several
     """
 
     SLOTS: int
@@ -91,7 +93,6 @@ class CodebookSettings(NamedTuple):
     BITS: int
     STREAMS: int
     ELEMENTS: int
-    PAIRED: int
 
 
 class LevelSettings(NamedTuple):

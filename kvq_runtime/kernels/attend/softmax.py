@@ -19,7 +19,7 @@ class Part(NamedTuple):
 
     mean, lse       pointers to float32 [lines, parts, rows, D] and [lines, rows, parts]
     line, number    which of the lines and parts; parts, how many
-    rows            of queries
+    rows, first     of queries, and the program's first
     """
 
     mean: Any
@@ -28,6 +28,7 @@ class Part(NamedTuple):
     number: Any
     parts: Any
     rows: Any
+    first: Any
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def _exponent(b_x):
 def store(b_state, part, L: tl.constexpr, S: tl.constexpr):
     """Write a split's mean of the values and log2 Σ 2^s, of no token 0 and -inf."""
     b_top, b_total, b_sums = b_state[0], tl.sum(b_state[1], 0), b_state[2]
-    o_m = tl.arange(0, L.M)
+    o_m = part.first + tl.arange(0, L.M)
     m_m = (o_m < part.rows)[None, :]
     b_share = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total, 1.0), 0.0)
     o_c = tl.arange(0, S.P)[:, None]

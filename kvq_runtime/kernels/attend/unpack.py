@@ -29,11 +29,11 @@ def codes_int32(b_runs, STREAM: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def indices(b_runs, STREAM: tl.constexpr, STREAMS: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr):
-    """What one stream looks up: int32 [N, P]; PAIRED, the codes of stream STREAMS + STREAM are above its own."""
+def indices(b_runs, STREAM: tl.constexpr, BITS: tl.constexpr):
+    """What one stream looks up: int32 [N, P]."""
     if COMPILED and BITS != 8:
         b_index = tl.inline_asm_elementwise(
-            _indices(STREAM, STREAMS, BITS, PAIRED),
+            _indices(STREAM, BITS),
             "=r" + ",r" * len(b_runs),
             b_runs,
             dtype=tl.uint8,
@@ -42,36 +42,27 @@ def indices(b_runs, STREAM: tl.constexpr, STREAMS: tl.constexpr, BITS: tl.conste
         ).to(tl.int32)
     else:
         b_index = codes_int32(b_runs, STREAM, BITS)
-        if PAIRED:
-            b_index |= codes_int32(b_runs, STREAMS + STREAM, BITS) << BITS
     return b_index
 
 
 @triton.constexpr_function
-def _indices(stream, streams, bits, paired):
+def _indices(stream, bits):
     """Assembly for the codes of four bytes at a time, a byte each."""
-    above = _collected(streams + stream, bits, bits, 1) if paired else ""
-    return f"""{{
-        .reg .b32 four, field;
-        mov.b32 four, 0;
-        {_collected(stream, bits, 0, 1)} {above}
-        mov.b32 $0, four;
-    }}"""
-
-
-@triton.constexpr_function
-def _collected(stream, bits, place, first):
-    """Assembly that adds a stream's codes to the bytes of `four`, at bit `place`; runs are operands `first` and on."""
     streams, lines = 8 // (bits & -bits), []
     for width in (8, 4, 2, 1):
         if bits & width:
             runs, up = streams * width // 8, bits - bits % (2 * width)
-            run, move = streams * up // 8 + stream % runs, place + up - stream // runs * width
+            run, move = streams * up // 8 + stream % runs, up - stream // runs * width
             shift = "shl" if move > 0 else "shr"
-            mask = (((1 << width) - 1) << (place + up)) * 0x01010101
+            mask = (((1 << width) - 1) << up) * 0x01010101
             lines += [
-                f"{shift}.b32 field, ${first + run}, {abs(move)};",
+                f"{shift}.b32 field, ${1 + run}, {abs(move)};",
                 f"and.b32 field, field, {mask:#x};",
                 "or.b32 four, four, field;",
             ]
-    return " ".join(lines)
+    return f"""{{
+        .reg .b32 four, field;
+        mov.b32 four, 0;
+        {" ".join(lines)}
+        mov.b32 $0, four;
+    }}"""

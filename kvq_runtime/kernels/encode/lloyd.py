@@ -12,12 +12,22 @@ from torch import Tensor
 
 from kvq_runtime.kernels.encode.pack import pack
 from kvq_runtime.kernels.encode.tile import Rows, load_rows, on, rotated, store_codes
-from kvq_runtime.ops.lloyd import Scale, sphere
+from kvq_runtime.ops.lloyd import Scale, even, sphere
 from kvq_runtime.ops.pack import packed_size
 from kvq_runtime.ops.rotation import Rotation
 
 
 def encode(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
+    return _launch(x, bits, scale, rotation, _codebook(x.shape[-1], bits, x.device))
+
+
+def encode_even(x: Tensor, bits: int, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
+    return _launch(x, bits, "least_squares", rotation, _even(x.shape[-1], bits, x.device))
+
+
+def _launch(
+    x: Tensor, bits: int, scale: Scale, rotation: Rotation, codebook: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     rows = Rows.of(x, rotation)
     stored, size = rows.stored(bits), x.shape[-1]
     codes = torch.empty(*x.shape[:-1], packed_size(size, stored), dtype=torch.uint8, device=x.device)
@@ -25,7 +35,7 @@ def encode(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) -> tup
     if rows.count:
         with on(x):
             _encode[rows.grid](
-                rows.x, codes, scales, *rows.rotation, *_codebook(size, bits, x.device), *rows.layout,
+                rows.x, codes, scales, *rows.rotation, *codebook, *rows.layout,
                 bits, stored, scale, *rows.sizes, **rows.options,
             )  # fmt: skip
     return codes if stored == bits else pack(codes, bits), scales
@@ -36,6 +46,13 @@ def _codebook(size: int, bits: int, device: torch.device) -> tuple[Tensor, Tenso
     """Boundaries, and centroids rounded to bfloat16 as they are decoded, float32 on the device."""
     boundaries, centroids = sphere(size, bits)
     return boundaries.to(device), centroids.to(device).bfloat16().float()
+
+
+@lru_cache(maxsize=16)
+def _even(size: int, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same of evenly spaced centroids."""
+    boundaries, centroids = even(size, bits)
+    return boundaries.to(device), centroids.to(device)
 
 
 @triton.jit

@@ -1,0 +1,55 @@
+"""Blocks in the order of the decode kernel: the same bytes, and the same codes when they are taken back."""
+
+import pytest
+import torch
+
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.codec.kernel_order import kernel_order
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe, Scheme, Window
+from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.lloyd import Lloyd
+from kvq_runtime.stages.rotate import Hadamard
+from kvq_runtime.stages.rtn import Rtn
+
+GEOMETRY = Geometry(1, 2, 64)
+QUANTIZERS = [Rtn(3, 32), Grid(2, 16, "head"), *(Lloyd(bits, "head") for bits in (1, 2, 3, 4)), Lloyd(2, 32)]
+
+
+@pytest.mark.parametrize("quantize", QUANTIZERS, ids=str)
+@pytest.mark.parametrize("role", ["key", "value"])
+def test_there_and_back(quantize, role):
+    scheme = Scheme(quantize, rotate=Hadamard("head"))
+    order = kernel_order(scheme, 32, GEOMETRY, role, False)
+    assert order is not None
+    codec = Codec(Recipe("test", scheme, scheme, window=Window(0, 0, 32)), 0, role, GEOMETRY, {})
+    fields = codec.encode(torch.randn(6, 32, GEOMETRY.width), Context())
+    blocks = {name: x.unflatten(0, (2, 3)) for name, x in fields.items()}
+    arranged = order.arranged(blocks)
+    assert {name: x.nbytes for name, x in arranged.items()} == {name: x.nbytes for name, x in blocks.items()}
+    found = order.collected(arranged)
+    assert all(torch.equal(found[name], x) for name, x in blocks.items())
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_codes_of_a_symmetric_codebook_are_stored_as_sign_and_magnitude(bits):
+    order = kernel_order(Scheme(Lloyd(bits, "head")), 32, GEOMETRY, "value", False)
+    assert order is not None
+    sign = 1 if bits == 3 else 8  # set where positive
+    codes = torch.arange(2**bits)
+    stored = torch.tensor(order.stored)
+    assert torch.equal(stored & sign > 0, codes >= 2 ** (bits - 1))
+    assert torch.equal(stored.flip(0), stored ^ sign)
+
+
+@pytest.mark.parametrize(
+    "quantize",
+    [Grid(2, 64, "head"), Grid(2, 256, "head"), Grid(4, 256, "head"), Grid(2, 16, 32), Lloyd(2, "all")],
+    ids=str,
+)
+def test_what_registers_have_no_room_for_stays_as_it_is(quantize):
+    assert kernel_order(Scheme(quantize), 32, GEOMETRY, "value", False) is None
+
+
+def test_keys_before_rope_are_looked_up_nowhere():
+    assert kernel_order(Scheme(Lloyd(2, "head")), 32, GEOMETRY, "key", True) is None
