@@ -49,7 +49,7 @@ def replayed(name: str, starts: Tensor | None, record: Callable | None, count: i
     one, two = Driver(FAMILIES[name], starts), Driver(FAMILIES[name], starts)
     recent, block = FAMILIES[name].window.recent, FAMILIES[name].window.block
     for driver in (one, two):
-        driver.step(recent + 4 * block - 3, expected=False)  # the third step from here encodes a block
+        driver.step(recent + 3 * block - 3, expected=False)  # the third step from here encodes a block
         driver.silent = True
         driver.step(1, expected=False)
         driver.cache.crop(driver.at - 1)

@@ -17,7 +17,7 @@ from kvq_runtime.kernels.attend.kernel import EXACT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter, which a GPU replaces")
 
-CASE = {"blocks": 6, "splits": 3, "batch": 2, "starts": (0, 0), "size": 64, "window": 33}
+CASE = {"blocks": 6, "splits": 3, "starts": (0, 0), "size": 64, "window": 33}
 
 
 class Traffic:
@@ -81,7 +81,7 @@ def ideal(case: Case, parts: list[dict[str, torch.Tensor]]) -> int:
 def test_blocks_are_read_once(name, traffic, slabs):
     """Of two heads, which may share a byte; rows of a batch are apart."""
     schemes = [replace(scheme, sinks=0) for scheme in FAMILIES[name]]
-    case = Case(*schemes, **CASE | {"batch": 1, "starts": (0,)})
+    case = Case(*schemes, **CASE | {"starts": (0,)})
     run(case)
     for half in ("key", "value"):
         fields = [field for part in slabs[half] for field in part.values()]
@@ -96,7 +96,7 @@ def test_tiles_are_padded_bytes_are_not(name, size, traffic, slabs):
     block = 128 if name in ("kivi-2", "lloyd-2") else 32  # 5 · 2 tiles are no words
     case = Case(
         *(replace(scheme, sinks=0, block=block) for scheme in FAMILIES[name]),
-        **CASE | {"size": size, "heads": 1, "batch": 1, "starts": (0,)},
+        **CASE | {"size": size, "heads": 1, "starts": (0,)},
     )
     run(replace(case, blocks=2))
     for half in ("key", "value"):
@@ -111,7 +111,7 @@ def test_tiles_are_padded_bytes_are_not(name, size, traffic, slabs):
 def test_blocks_of_padding_are_not_read(name, traffic, slabs):
     """Of a row that begins inside the fourth of six blocks, three are read."""
     schemes = [replace(scheme, sinks=0) for scheme in FAMILIES[name]]
-    case = Case(*schemes, **CASE | {"batch": 1, "starts": (3 * 32 + 5,)})
+    case = Case(*schemes, **CASE | {"starts": (3 * 32 + 5,)})
     run(case)
     for half in ("key", "value"):
         fields = [field for part in slabs[half] for field in part.values()]

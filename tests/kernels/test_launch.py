@@ -14,7 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-ATTEND = ("rtn-2bit", "kivi-2bit-g128 pre", "squat-pre-2bit", "higgs-head-2bit", "mean-lloyd-2bit-post", "polar-3bit")
+ATTEND = ("kivi-2bit-g128 pre", "mean-lloyd-2bit-post", "higgs-head-3bit", "polar-3bit")
 OPS = {
     "encode rtn 2 per channel": "_encode",
     "encode grid 2 256 rotated": "_encode",
@@ -53,9 +53,7 @@ def on_the_driver(driver: Path, script: str, *arguments: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are launched on the GPU")
-@pytest.mark.parametrize(
-    "names", [[f"attend {name}" for name in ATTEND[:3]], [f"attend {name}" for name in ATTEND[3:]], list(OPS)]
-)
+@pytest.mark.parametrize("names", [[f"attend {name}" for name in ATTEND], list(OPS)])
 def test_launches_reach_the_driver(names, driver):
     made = [line.split()[0] for line in on_the_driver(driver, "launched.py", *names)]
     wanted = [kernel for name in names for kernel in ([OPS[name]] if name in OPS else ["attend", "merge"]) * 2]

@@ -45,16 +45,19 @@ class Case:
     heads: int = 2
     ratio: int = 2
     tokens: int = 1  # of the query
-    batch: int = 2
     blocks: int = 3
     window: int = 20
     splits: int = 2
-    starts: tuple[int, ...] = (0, 0)
+    starts: tuple[int, ...] = (0,)  # of each row
     position: str = "post"
     dtype: torch.dtype = torch.float32
     scaling: float = 1.0  # of cos and sin
     slow: float = 3.0  # the means of slow channels; those of the others are around 1
     settings: Callable[..., Launch] | None = None  # of the launch, for layouts and rows; None: those of a CPU
+
+    @property
+    def batch(self) -> int:
+        return len(self.starts)
 
 
 def scheme(quantize, rotate=None, axis="token", sinks=4, block=32) -> Sized:

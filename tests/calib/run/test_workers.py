@@ -18,6 +18,12 @@ workers = pytest.importorskip(
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
+@pytest.fixture(autouse=True)
+def not_nice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other tests, Ray's workers at their niceness of 15 would hardly run."""
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
