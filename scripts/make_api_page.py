@@ -39,9 +39,9 @@ private, whatever its name: modules of `kvq_runtime` and `kvq_calib` may move or
 reached through public ones (`Scheme`, `Window`, `Fingerprint`, stages and policies of a recipe) can be read, compared
 and printed; do not construct them or import their classes.
 
-Names are imported on first use. `KVQCache`, `PrefixStore` and `CudaGraphs` need transformers
-(`pip install 'kvq-runtime[hf]'`); the others need torch, safetensors and huggingface-hub alone. Shapes: `B` rows, `H`
-KV heads, `T` tokens, `D` head size, `C` = H·D.
+Names are imported on first use. `KVQCache`, `PrefixStore` and `CudaGraphs` need transformers, the extra `hf`; the
+others need torch, safetensors and huggingface-hub alone. Shapes: `B` rows, `H` KV heads, `T` tokens, `D` head size,
+`C` = H·D.
 """
 
 

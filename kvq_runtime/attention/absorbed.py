@@ -1,14 +1,15 @@
 """Attend to predicted layers without rebuilding them: a query reads the residuals of its layer and of those underneath.
 
-Where decoded keys after RoPE are a linear map of those below, decoding is linear along the chain of layers:
+Where decoded keys after RoPE are a linear map of those below, decoding is linear along the chain of layers. Of a token
+at position t, with the mean μ, which RoPE turns by R_t, and the residual r, which is what blocks hold:
 
-    k_l = R_t μ + z_l,   z_l = Σ_d z_{l-d} W_d + b + r_l     W_d: of the layer d below, [C, C]; r: what blocks hold
+    k_l = R_t μ + z_l,   z_l = Σ_d z_{l-d} W_d + b + r_l     W_d: prediction from the layer d below, [C, C]
     q · k_l    = q · R_t μ + q · b + q · r_l + Σ_d (q W_dᵀ) · z_{l-d}         and so on, down to the anchor
     Σ_t p_t v_l = μ Σp + b Σp + Σ_t p_t r_l + Σ_d (Σ_t p_t z_{l-d}) W_d
 
-So the query goes down the chain once, the sums of the values come up it once, and what grows with the tokens are a
-product of queries and of weights with each layer's residuals, packed where their codes can be read so. The mean
-turns with the position: q · R_t μ is a sum over the K frequencies, for which no key is made either.
+So the query goes down the chain once, and the sums of values come up it once. Only two products grow with the tokens:
+of queries and of weights p with each layer's residuals, which stay packed where their codes can be read so. q · R_t μ
+is a sum over the K frequencies of RoPE, for which no key is made either.
 
 A query of one head meets all C channels of a layer below, as in multi-head latent attention: 4 · tokens · query heads
 · C operations for keys and values both, where rebuilding takes 4 · tokens · C² a layer, whatever the queries.

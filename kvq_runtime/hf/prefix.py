@@ -182,7 +182,7 @@ class PrefixStore:
 
 @torch.no_grad()
 def weights_digest(model: PreTrainedModel) -> str:
-    """sha256 of a configuration and of 64 evenly spaced elements of every parameter: a fine-tune has another."""
+    """sha256 of a configuration and of 64 evenly spaced elements of every parameter: what changes none has the same."""
     config = {n: x for n, x in model.config.get_text_config(decoder=True).to_dict().items() if n not in _PLACE}
     digest = sha256(strict_json.dumps(_plain(config)).encode())
     for name, parameter in sorted(model.named_parameters()):

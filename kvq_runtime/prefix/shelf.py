@@ -1,6 +1,6 @@
 """Hold files of blocks by name, in memory, within a budget: the least recently used go first.
 
-`Memory` here and `Folder` (folder.py) answer the same four questions; a shelf knows nothing of what is in a file.
+`Memory` here and `Folder` (folder.py) have the methods of `Shelf`; a shelf knows nothing of what is in a file.
 """
 
 import re

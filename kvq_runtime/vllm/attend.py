@@ -1,8 +1,8 @@
 """Attend to pages, requests of like length together, run by run of pages: torch, for any device.
 
-A request with many queries, a chunk of a prompt, goes alone; requests with as many queries as each other, one each when
-decoding, go together, as many as `TOKENS` hold. Of each, `TOKENS` tokens at most are decoded at once, and the runs are
-merged by their largest score: no history is ever whole in memory.
+Requests with equally many queries, one each when decoding, go together in a group, as long as its tokens are at most
+`TOKENS`; a longer one goes alone. Pages are read in runs of at most `TOKENS` tokens of the whole group, and runs are
+merged as in an online softmax, by their largest score: no longer history is ever decoded whole.
 
 R requests of a group · Y = R · H · M = G · queries of a request, G query heads per KV head.
 """

@@ -1,8 +1,8 @@
 """Remember which physical pages begin a sequence, and where that sequence's first tokens are kept exact.
 
-A page that begins a sequence has an entry, a place in a pool beside the pages. Requests that share a prefix share its
-first page, so its entry; a page that vLLM keeps for a later request keeps it. When a page is written as another part of
-a sequence, its entry is free again: there are never more entries than pages that begin one.
+A page that begins a sequence has an entry: an index into a pool beside the pages. Requests that share a prefix share
+its first page, and so its entry; a page that vLLM keeps for a later request keeps its own. When a page is written
+again, as a later part of a sequence, its entry is free: no more entries are in use than pages that begin a sequence.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Read codes that lie as the tensor core's operand A: see ops/fragment.py. A lane's load is its share; nothing moves.
+"""Read codes that lie as the tensor core's operand A (ops/fragment.py): what a lane loads is its share, nothing moves.
 
-A code is left in its container and put under the exponent of 1: a float16 x = 1 + code / `weight`. One operation does
-that for two containers (LOP3). Whoever multiplies takes the ones off again, in float32, for a whole sum at once. Codes
-that have tables are looked up instead: see levels.py.
+A code stays in its 16-bit container and becomes the mantissa of a float16 with the exponent of 1: x = 1 + code /
+`weight`. One operation does that for two containers (LOP3). Products are of x; the ones are subtracted afterwards, in
+float32, from a whole sum at once. Codes of a codebook are looked up instead: see levels.py.
 
 Letters beside those of settings.py: I groups of 16 channels of a run · S tiles of tokens of a sub-block.
 """

@@ -1,8 +1,8 @@
-"""Look codes up in registers, in the order of ops/fragment.py: float16 numbers of at most 16 codes, without memory.
+"""Look codes up in registers: a codebook of at most 16 float16 numbers, without a load. Codes lie as in fragment.py.
 
-A table is cut into low and high bytes. PRMT picks four bytes of eight by a nibble each; so one picks the low bytes of
-four elements, another the high ones, and a third puts those of two elements together, which is what a register of the
-operand holds. How the codes of a width are stored (`STORED`) and looked up:
+The codebook is cut into a table of low bytes and one of high bytes. PRMT, a byte permute, picks four bytes of eight by
+a nibble each: one picks the low bytes of four elements, another their high bytes, and a third puts those of two
+together, which is what a register of the operand holds. How codes of a width are stored (`STORED`) and looked up:
 
     1 bit     the sign of one number
     2 bits    the code; four low bytes and four high ones are one table
