@@ -95,7 +95,8 @@ test-engines: engines ## serve the embedded model by vLLM, and ask it; PYTEST_AR
 # LMCache asks for CUDA's libraries, and for older packages than .venv has; it works without them. So it lies beside
 # .venv, as the oldest Triton does, with what it imports alone: some hundred megabytes, and no vLLM.
 LMCACHE := lmcache==0.5.6 numba llvmlite nvtx aiofiles blake3 msgspec pyzmq py-cpuinfo cachetools cryptography cffi \
-    pycparser opentelemetry-sdk opentelemetry-exporter-prometheus opentelemetry-semantic-conventions
+    pycparser opentelemetry-sdk opentelemetry-exporter-prometheus opentelemetry-semantic-conventions aiohttp \
+    aiohappyeyeballs aiosignal attrs frozenlist idna multidict propcache yarl
 
 build/lmcache/.installed: $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/lmcache $(LMCACHE)

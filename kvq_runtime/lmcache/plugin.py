@@ -5,14 +5,16 @@
      "serde": {"type": "kvq", "cache": "lloyd-3bit", "model": "Qwen/Qwen2.5-7B"}}
 
 `adapter_params` is any adapter of LMCache's, which is made as it stands: the plugin is how a module comes in before the
-serde of an adapter is looked up by name. A chunk that cannot be read is removed from the adapters that were made so,
-since LMCache keeps what it has under a key: so the next request writes it again.
+serde of an adapter is looked up by name. A chunk that cannot be read is removed from the adapter, since LMCache
+keeps what it has under a key: so the next request writes it again.
 
 Pinned to LMCache 0.5.6.
 """
 
 import json
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ from kvq_runtime.lmcache.settings import Chunks
 
 NAME = "kvq"
 logger = init_logger("lmcache.kvq")
-_adapters: "weakref.WeakSet[L2AdapterInterface]" = weakref.WeakSet()
+_made = threading.local()  # `last`: the adapter whose serde LMCache makes next, in the same thread
 
 
 class Adapter(L2AdapterInterface):
@@ -51,7 +53,7 @@ class Adapter(L2AdapterInterface):
         config = get_l2_adapter_config_class(kind).from_dict(adapter_params)
         config.persist_config = PersistConfig(bool(adapter_params.get("persist_enabled", True)))
         made = create_l2_adapter(config, l1_memory_desc)
-        _adapters.add(made)
+        _made.last = weakref.ref(made)
         return made
 
 
@@ -77,17 +79,21 @@ class KVQSerializer(Serializer):
 
 
 class KVQDeserializer(Deserializer):
-    """Bytes into chunks; bytes that are not the chunk's are an error, which LMCache takes for a miss."""
+    """Bytes into chunks; bytes that are not the chunk's are an error, which LMCache takes for a miss.
 
-    def __init__(self, chunks: Chunks):
-        self.chunks = chunks
+    adapter   that has the bytes, and gives up those that are none
+    """
+
+    def __init__(self, chunks: Chunks, adapter: Callable[[], L2AdapterInterface | None]):
+        self.chunks, self.adapter = chunks, adapter
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
         data, out = _tensor(src), _tensor(dst)
         try:
             _codec(self.chunks, out, key).decode(data, key_bytes(key), out)
         except ArtifactError as error:
-            for adapter in list(_adapters):
+            adapter = self.adapter()
+            if adapter is not None:
                 adapter.delete([key])
             raise ArtifactError(f"chunk {key.chunk_hash.hex()} of {key.model_name}: {error}") from None
 
@@ -104,8 +110,8 @@ def build(given: dict[str, object]) -> SerdeProcessor:
     recipe = found.source.recipe
     bits = nearest.bits(recipe, found.geometry or settings.typical(found.head_size))
     logger.info("kvq: %s, %.4g bits per element", recipe.name, bits)
-    chunks = Chunks(found)
-    return AsyncSerdeProcessor(KVQSerializer(chunks), KVQDeserializer(chunks), max_workers=found.workers)
+    chunks, adapter = Chunks(found), _made.__dict__.pop("last", lambda: None)
+    return AsyncSerdeProcessor(KVQSerializer(chunks), KVQDeserializer(chunks, adapter), max_workers=found.workers)
 
 
 def _codec(chunks: Chunks, tensor: torch.Tensor, key: ObjectKey) -> ChunkCodec:
