@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env demo test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -93,6 +93,20 @@ build/engines/.installed: pyproject.toml
 test-engines: engines ## serve the embedded model by vLLM, and ask it; PYTEST_ARGS="-k capacity"
 	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false build/engines/bin/python -m pytest -q -s -c /dev/null \
 	    --rootdir=. --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines
+
+# LMCache asks for CUDA's libraries, and for older packages than .venv has; it works without them. So it lies beside
+# .venv, as the oldest Triton does, with what it imports alone: some hundred megabytes, and no vLLM.
+LMCACHE := lmcache==0.5.6 numba llvmlite nvtx aiofiles blake3 msgspec pyzmq py-cpuinfo cachetools cryptography cffi \
+    pycparser opentelemetry-sdk opentelemetry-exporter-prometheus opentelemetry-semantic-conventions aiohttp \
+    aiohappyeyeballs aiosignal attrs frozenlist idna multidict propcache yarl
+
+build/lmcache/.installed: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/lmcache $(LMCACHE)
+	@touch $@
+
+test-lmcache: build/lmcache/.installed ## keep chunks in a real LMCache's file tier, and load them in another process
+	LMCACHE_TRACK_USAGE=false PYTHONPATH=build/lmcache:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -c /dev/null --rootdir=. \
+	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lmcache.py
 
 format: env ## let ruff format and fix
 	$(VENV)/bin/ruff format .

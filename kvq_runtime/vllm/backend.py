@@ -34,11 +34,12 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
 from kvq_runtime.codec import shared
+from kvq_runtime.engines import heads, nearest
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.vllm import attend, heads, served, source
+from kvq_runtime.vllm import attend, served, source
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.first_tokens import Arrived, FirstTokens
 from kvq_runtime.vllm.layer import PagedLayer
@@ -77,7 +78,7 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     geometry, tensors = heads.narrowed(recipe, whole, found.tensors, share)
     rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
     codecs = shared.build(recipe, geometry, tensors)
-    kept = served.bits(recipe, geometry)
+    kept = nearest.bits(recipe, geometry)
     logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, kept, recipe.window.sinks)
     if not current_platform.is_cpu():
         logger.warning_once("kvq: pages are read by torch operations; there is no kernel for vLLM's pages yet")

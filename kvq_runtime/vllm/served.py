@@ -5,12 +5,11 @@ served if what a page stores can be computed from that page's keys and values, a
 """
 
 from dataclasses import replace
-from functools import lru_cache
 
-import torch
-
+from kvq_runtime.engines import nearest
+from kvq_runtime.engines.nearest import Engine
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe, Scheme, presets
+from kvq_runtime.recipe import Recipe, Scheme
 
 
 def refusal(recipe: Recipe, geometry: Geometry) -> str | None:
@@ -41,50 +40,14 @@ def _of_scheme(scheme: Scheme, geometry: Geometry) -> str | None:
     return None
 
 
-def bits(recipe: Recipe, geometry: Geometry) -> float:
-    """Asymptotic bits per element, the mean over layers, keys and values."""
-    block = recipe.window.block
-    if not recipe.layers:
-        geometry = replace(geometry, layers=1)
-    each = [
-        scheme.bits(block, geometry, torch.bfloat16) for layer in range(geometry.layers) for scheme in recipe.at(layer)
-    ]
-    return sum(each) / len(each)
-
-
-def nearest(recipe: Recipe, geometry: Geometry) -> Recipe:
-    """The recipe without calibration that can be served and whose bits are nearest."""
-    wanted = bits(recipe.of_vocabulary(1 << 17), geometry)  # of a large model; a token's number costs 17 bits
-    return min(plain(geometry), key=lambda one: abs(bits(one, geometry) - wanted))
-
-
-@lru_cache(maxsize=8)
-def plain(geometry: Geometry) -> tuple[Recipe, ...]:
-    """The recipes that need no artifact and can be served on this shape."""
-    found = (recipe for recipe in presets().values() if not recipe.fitted and refusal(recipe, geometry) is None)
-    return tuple(recipe for recipe in found if _fits(recipe, geometry))
+VLLM = Engine("vLLM cannot serve", "serve", refusal)
 
 
 def check(recipe: Recipe, geometry: Geometry) -> None:
     """Raise ValueError, a sentence that names the nearest recipe that can be served, unless this one can."""
-    reason = refusal(recipe, geometry)
-    if reason is not None:
-        near = nearest(recipe, geometry)
-        raise ValueError(
-            f"vLLM cannot serve {recipe.name}: {reason}; the nearest recipe that it can serve is {near.name}, "
-            f"{bits(near, geometry):.3g} bits (docs/serve-vllm.md lists all)"
-        )
-    recipe.check(geometry)
+    nearest.check(VLLM, recipe, geometry)
 
 
 def paged(recipe: Recipe, tokens: int) -> Recipe:
     """The recipe with blocks of as many tokens as a page has."""
     return replace(recipe, window=replace(recipe.window, block=tokens))
-
-
-def _fits(recipe: Recipe, geometry: Geometry) -> bool:
-    try:
-        recipe.check(geometry)
-    except ValueError:
-        return False
-    return True

@@ -1,50 +1,18 @@
-"""Find what the variable KVQ_CACHE names, and check it against the model that is served.
-
-KVQ_CACHE=lloyd-3bit                        a recipe that needs no artifact, with settings if wanted (+key.bits=4)
-KVQ_CACHE=qwen2.5-7b-lloyd-3bit@production  an artifact of the registry $KVQ_REGISTRY
-KVQ_CACHE=hf://my-org/my-artifact@1.2.0     of a Hub
-KVQ_CACHE=artifacts/mine.safetensors        a file, or a folder with kvq.safetensors
-KVQ_CACHE=production.lock                   what a lock file pins; its name ends in .lock or .lock.json
-"""
+"""Find what the variable KVQ_CACHE names (`kvq_runtime/engines/source.py`), and check that vLLM can serve it."""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import safetensors
-import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
-from torch import Tensor
-
-from kvq_runtime.artifact import fingerprint, recipe_text
-from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.engines import source
+from kvq_runtime.engines.source import Source
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import MODELS, Geometry
-from kvq_runtime.recipe import Recipe
-from kvq_runtime.registry.lock import read_lock
-from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.vllm import served
 
 VARIABLE = "KVQ_CACHE"
-LOCKS = (".lock", ".lock.json")
 TYPICAL = MODELS["qwen2.5-7b"]  # asked before the model is known; it is asked again for the model itself
-
-
-@dataclass(frozen=True)
-class Source:
-    """What is served: a recipe, and the artifact it is of, if it is fitted."""
-
-    reference: str
-    recipe: Recipe
-    artifact: Artifact | None
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        return {} if self.artifact is None else self.artifact.tensors
 
 
 def asked() -> str | None:
@@ -56,70 +24,25 @@ def asked() -> str | None:
 def load(reference: str) -> Source:
     """Load it, once a process. Raises what `load_artifact` does, and ValueError, with the variable's name."""
     try:
-        return _load(reference)
+        found = source.read(reference)
+        served.check(found.recipe, TYPICAL if found.artifact is None else found.artifact.fingerprint.geometry)
     except (ValueError, OSError, RuntimeError) as error:
         error.args = (f"{VARIABLE}={reference}: {error}",)
         raise
+    return found
 
 
-def _load(reference: str) -> Source:
-    if reference.endswith(LOCKS):
-        artifact = load_artifact(read_lock(reference).reference, lock=reference)
-    elif recipe_text.written(reference):
-        recipe = recipe_text.read(reference)
-        if recipe.fitted:
-            raise ValueError(f"{recipe.name} has to be fitted to a model: kvq-calibrate --recipe {recipe.name}")
-        served.check(recipe, TYPICAL)
-        return Source(reference, recipe, None)
-    else:
-        artifact = load_artifact(reference)
-    served.check(artifact.recipe, artifact.fingerprint.geometry)
-    return Source(reference, artifact.recipe, artifact)
-
-
-def check_model(source: Source, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
+def check_model(found: Source, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
     """The shape of the served model. Raises ValueError or ArtifactError unless the recipe and the artifact are for it.
 
     config     of the model's decoder, as in config.json
     model      its folder or its id on a Hub, whose files vLLM has fetched: their projections are compared, where found
     """
-    geometry = Geometry.from_config(config)
     try:
-        if source.artifact is not None:
-            ours = fingerprint.from_config(config, _weights(model, revision))
-            fingerprint.check_match(source.artifact.fingerprint, ours)
-        served.check(source.recipe, geometry)
+        geometry = source.match(found, config, model, revision)
+        served.check(found.recipe, geometry)
     except ArtifactError as error:
-        raise ArtifactError(f"{VARIABLE}={source.reference}: {error}") from None
+        raise ArtifactError(f"{VARIABLE}={found.reference}: {error}") from None
     except ValueError as error:
-        raise ValueError(f"{VARIABLE}={source.reference}: {error}") from None
+        raise ValueError(f"{VARIABLE}={found.reference}: {error}") from None
     return geometry
-
-
-def _weights(model: str, revision: str | None) -> Callable[[int, str], Tensor | None]:
-    """(layer, "k_proj") → the matrix in the model's safetensors files; None for one that is not there by that name."""
-    folder = _folder(model, revision)
-    places: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
-        with safetensors.safe_open(path, "pt") as file:
-            places |= {name: path for name in file.keys() if name.endswith(("k_proj.weight", "v_proj.weight"))}  # noqa: SIM118
-
-    def weight(layer: int, projection: str) -> Tensor | None:
-        ends = f"layers.{layer}.self_attn.{projection}.weight"
-        name = next((name for name in places if name.endswith(ends)), None)
-        if name is None:
-            return None
-        with safetensors.safe_open(places[name], "pt") as file:
-            found: Tensor = file.get_tensor(name)
-        return found if found.dtype != torch.uint8 else None
-
-    return weight
-
-
-def _folder(model: str, revision: str | None) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, ValueError):
-        return None

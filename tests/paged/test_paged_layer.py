@@ -177,7 +177,7 @@ def test_what_cannot_be_served_is_refused_with_the_nearest_that_can(name: str, r
 
 def test_workers_encode_their_heads_as_one_would():
     """Tensor parallelism: each worker's codes are its heads' part of everyone's."""
-    from kvq_runtime.vllm import heads
+    from kvq_runtime.engines import heads
 
     for name in ("lloyd-3bit", "mean-higgs-head-2bit-post", "wush-2bit"):
         recipe = served.paged(preset(name), PAGE)
@@ -197,7 +197,7 @@ def test_workers_encode_their_heads_as_one_would():
 
 
 def test_a_recipe_that_joins_heads_is_not_split():
-    from kvq_runtime.vllm import heads
+    from kvq_runtime.engines import heads
 
     with pytest.raises(ValueError, match="several KV heads together"):
         heads.narrowed(preset("higgs-2bit"), replace(SIZE, kv_heads=4), {}, heads.Share(0, 2))

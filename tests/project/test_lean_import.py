@@ -11,7 +11,8 @@ from lean import ABSENT, BLOCKED
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").rglob("*.safetensors"))
 VLLM = tuple(f"kvq_runtime.vllm.{name}" for name in ("backend", "plugin", "stock"))
-OPTIONAL = ("kvq_runtime.hf", "kvq_runtime.kernels", *VLLM)  # need the extras hf, triton and vllm
+LMCACHE = "kvq_runtime.lmcache.plugin"
+OPTIONAL = ("kvq_runtime.hf", "kvq_runtime.kernels", *VLLM, LMCACHE)  # need the extras hf, triton, vllm and lmcache
 
 
 def run(body: str, *arguments: str, home: Path) -> subprocess.CompletedProcess:

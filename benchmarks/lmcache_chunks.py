@@ -1,0 +1,162 @@
+"""Keep a prefix of the embedded model in LMCache's file tier: bytes, MB/s a core, and what the round trip costs.
+
+    PYTHONPATH=build/lmcache:. .venv/bin/python -m benchmarks.lmcache_chunks [--text FILE] [--json FILE] [RECIPE ...]
+
+A row each: without a serde, by LMCache's `fp8` and `turboquant` (bytes alone: its kernels want CUDA), and by kvq's
+recipes. A prompt of KEPT tokens is computed in bfloat16, stored in chunks of 256, and loaded by a storage manager that
+was started anew. Loss, and KL divergence (nats) from the pass without a serde, are of the TOKENS after it, in one pass
+that attends to what was loaded; divergence is the first of GREEDY tokens that differs from the text without a serde.
+MB are of 16-bit keys and values; times are processor seconds of one thread, the fastest of three, of the serde alone.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lmcache.v1.distributed.api import MemoryLayoutDesc
+from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import kvq_runtime.lmcache.plugin  # noqa: F401  registers "kvq"
+from benchmarks.lmcache_tier import Tier, keys
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "artifacts" / "demo-model"
+CHUNK, KEPT, TOKENS, GREEDY = 256, 1024, 512, 32
+RECIPES = ("exact", "rtn-4bit", "lloyd-3bit", "higgs-2bit", "kivi-2bit")
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print a row of JSON each, and write them all with --json."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top.add_argument("recipes", nargs="*", default=RECIPES)
+    top.add_argument("--text", type=Path, default=ROOT / "docs" / "architecture.md")
+    top.add_argument("--json", metavar="FILE")
+    args = top.parse_args()
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    text = args.text.read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(MODEL)(text, return_tensors="pt").input_ids[:, : KEPT + TOKENS]
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :KEPT], past_key_values=cache)
+    chunks = _chunks(cache)
+    head = model.config.head_dim
+    serdes: dict[str, dict[str, Any] | None] = {"none": None, "fp8": {"type": "fp8"}}
+    for bits in ("k8v4", "4bit_nc", "3bit_nc"):
+        serdes[f"turboquant_{bits}"] = {"type": "turboquant", "preset": f"turboquant_{bits}", "head_dim": head}
+    serdes |= {f"kvq {name}": {"type": "kvq", "cache": name, "model": str(MODEL)} for name in args.recipes}
+    rows, plain, exact = [], None, None
+    for name, serde in serdes.items():
+        row = {"serde": name, "bytes": _size(serde, chunks[0]) * len(chunks)}
+        row["times_smaller"] = round(sum(chunk.nbytes for chunk in chunks) / row["bytes"], 2)
+        if serde is None or serde["type"] != "turboquant":
+            loaded = _round_trip(serde, chunks, row["bytes"])
+            logits, answer = _logits(model, loaded, ids), _greedy(model, loaded, ids)
+            plain, exact = (logits, answer) if plain is None else (plain, exact)
+            row["loss"] = round(float(-logits.gather(1, ids[0, KEPT + 1 :, None]).mean()), 4)
+            row["kl"] = round(float((plain.exp() * (plain - logits)).sum(-1).mean()), 5)
+            differ = (answer != exact).nonzero()
+            row["first_divergence"] = int(differ[0]) if len(differ) else None
+        if serde is not None and serde["type"] != "turboquant":
+            row |= _times(serde, chunks)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if args.json:
+        record = {"benchmark": "lmcache", "model": "demo", "tokens": KEPT, "chunk": CHUNK, "rows": rows}
+        Path(args.json).write_text(json.dumps(record) + "\n")
+
+
+def _chunks(cache: DynamicCache) -> list[Tensor]:
+    """[2, L, CHUNK, C] each."""
+    pairs = [torch.stack([x[0].transpose(0, 1).flatten(1) for x in (one.keys, one.values)]) for one in cache.layers]
+    return [chunk.contiguous() for chunk in torch.stack(pairs, 1).split(CHUNK, 2)]
+
+
+def _cache(model, chunks: Sequence[Tensor]) -> DynamicCache:
+    """A cache that holds these chunks."""
+    cache, heads = DynamicCache(config=model.config), model.config.num_key_value_heads
+    for layer, pair in enumerate(torch.cat(list(chunks), 2).unbind(1)):
+        k_BHTD, v_BHTD = (x.unflatten(-1, (heads, -1)).transpose(0, 1)[None].contiguous() for x in pair)
+        cache.update(k_BHTD, v_BHTD, layer)
+    return cache
+
+
+def _size(serde: dict[str, Any] | None, chunk: Tensor) -> int:
+    if serde is None:
+        return chunk.nbytes
+    processor = create_serde_processor(SerdeConfig(serde["type"], {k: v for k, v in serde.items() if k != "type"}))
+    try:
+        return processor.estimate_serialized_size(MemoryLayoutDesc([chunk.shape], [chunk.dtype]))
+    finally:
+        processor.close()
+
+
+def _round_trip(serde: dict[str, Any] | None, chunks: list[Tensor], size: int) -> list[Tensor]:
+    """What another storage manager loads of what one has stored; the files have the bytes that were stated."""
+    with tempfile.TemporaryDirectory() as path:
+        folder, names = Path(path), keys("a prompt", len(chunks))
+        with Tier(folder, serde) as tier:
+            tier.put(names, chunks)
+        stored = sum(file.stat().st_size for file in folder.glob("*.data"))
+        assert stored == size, f"{stored} bytes in files, {size} stated"
+        with Tier(folder, serde) as tier:
+            loaded = tier.get(names, chunks[0])
+    assert len(loaded) == len(chunks), f"{len(loaded)} of {len(chunks)} chunks came back"
+    return loaded
+
+
+def _logits(model, loaded: Sequence[Tensor], ids: Tensor) -> Tensor:
+    """Log-probabilities of the tokens after the kept ones, the first of them aside: nothing loaded predicts it."""
+    logits = model(ids[:, KEPT:], past_key_values=_cache(model, loaded)).logits[0, :-1]
+    return logits.float().log_softmax(-1)
+
+
+def _greedy(model, loaded: Sequence[Tensor], ids: Tensor) -> Tensor:
+    """The answer to the kept tokens and one more."""
+    settings = {"max_new_tokens": GREEDY, "do_sample": False, "pad_token_id": 0}
+    prompt = ids[:, : KEPT + 1]
+    return model.generate(prompt, past_key_values=_cache(model, loaded), **settings)[0, KEPT + 1 :]
+
+
+def _times(serde: dict[str, Any], chunks: Sequence[Tensor]) -> dict[str, float]:
+    """MB of 16 bits a second that the serde's two halves take, on this thread."""
+    given = {k: v for k, v in serde.items() if k != "type"}
+    processor = create_serde_processor(SerdeConfig(serde["type"], given))
+    first, second = processor._serializer, processor._deserializer  # type: ignore[attr-defined]
+    names, out = keys("a prompt", len(chunks)), torch.empty_like(chunks[0])
+    room = [torch.zeros(_size(serde, chunk), dtype=torch.uint8) for chunk in chunks]
+
+    def there() -> None:
+        for name, chunk, data in zip(names, chunks, room, strict=True):
+            first.serialize(SimpleNamespace(tensor=chunk), SimpleNamespace(tensor=data), name)
+
+    def back() -> None:
+        for name, data in zip(names, room, strict=True):
+            second.deserialize(SimpleNamespace(tensor=data), SimpleNamespace(tensor=out), name)
+
+    megabytes = sum(chunk.nbytes for chunk in chunks) / 1e6
+    found = {"store_MB_per_s": round(megabytes / _fastest(there), 1)}
+    found["load_MB_per_s"] = round(megabytes / _fastest(back), 1)
+    processor.close()
+    return found
+
+
+def _fastest(work: Callable[[], None]) -> float:
+    times = []
+    for _ in range(3):
+        begun = time.thread_time()
+        work()
+        times.append(time.thread_time() - begun)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Read what an engine is told to keep its cache with, and compare it with the model that it serves.
+
+lloyd-3bit                        a recipe that needs no artifact, with settings if wanted (+key.bits=4)
+qwen2.5-7b-lloyd-3bit@production  an artifact of the registry $KVQ_REGISTRY
+hf://my-org/my-artifact@1.2.0     of a Hub
+artifacts/mine.safetensors        a file, or a folder with kvq.safetensors
+production.lock                   what a lock file pins; its name ends in .lock or .lock.json
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+from torch import Tensor
+
+from kvq_runtime.artifact import fingerprint, recipe_text
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.registry.lock import read_lock
+from kvq_runtime.registry.resolve import load_artifact
+
+LOCKS = (".lock", ".lock.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is served: a recipe, and the artifact it is of, if it is fitted."""
+
+    reference: str
+    recipe: Recipe
+    artifact: Artifact | None
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {} if self.artifact is None else self.artifact.tensors
+
+
+def read(reference: str) -> Source:
+    """What a reference names. Raises what `load_artifact` does, and ValueError for a recipe that has to be fitted."""
+    if reference.endswith(LOCKS):
+        artifact = load_artifact(read_lock(reference).reference, lock=reference)
+    elif recipe_text.written(reference):
+        recipe = recipe_text.read(reference)
+        if recipe.fitted:
+            raise ValueError(f"{recipe.name} has to be fitted to a model: kvq-calibrate --recipe {recipe.name}")
+        return Source(reference, recipe, None)
+    else:
+        artifact = load_artifact(reference)
+    return Source(reference, artifact.recipe, artifact)
+
+
+def match(source: Source, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
+    """The shape of the served model. Raises ArtifactError unless the artifact, if there is one, is for it.
+
+    config     of the model's decoder, as in config.json
+    model      its folder or its id on a Hub, whose files are on this machine: their projections are compared, if found
+    """
+    if source.artifact is not None:
+        ours = fingerprint.from_config(config, _weights(folder(model, revision)))
+        fingerprint.check_match(source.artifact.fingerprint, ours)
+    return Geometry.from_config(config)
+
+
+def folder(model: str, revision: str | None) -> Path | None:
+    """Where this machine has a model's files; None: nowhere."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        return None
+
+
+def _weights(files: Path | None) -> Callable[[int, str], Tensor | None]:
+    """(layer, "k_proj") → the matrix in a folder's safetensors files; None for one that is not there by that name."""
+    places: dict[str, Path] = {}
+    for path in sorted(files.glob("*.safetensors")) if files is not None else ():
+        with safetensors.safe_open(path, "pt") as file:
+            places |= {name: path for name in file.keys() if name.endswith(("k_proj.weight", "v_proj.weight"))}  # noqa: SIM118
+
+    def weight(layer: int, projection: str) -> Tensor | None:
+        ends = f"layers.{layer}.self_attn.{projection}.weight"
+        name = next((name for name in places if name.endswith(ends)), None)
+        if name is None:
+            return None
+        with safetensors.safe_open(places[name], "pt") as file:
+            found: Tensor = file.get_tensor(name)
+        return found if found.dtype != torch.uint8 else None
+
+    return weight

@@ -1,0 +1,167 @@
+"""Turn a chunk, keys and values of all layers of some tokens, into bytes, and the bytes into a chunk.
+
+    | "kvqchunk" 8 | version 4 | zero 4 | made by 16 | sha256 32 | the fields of all layers, wide elements first |
+
+The fields are those that the recipe's codecs give for the chunk's blocks, nothing beside them: after the 64 bytes
+of the header a chunk holds the bits that the recipe states. Their number follows from the chunk's shape, so that it is
+known ahead. `made by` is a digest of all that decides how numbers become bytes; the sha256 is of the chunk's key,
+everything before it and everything after it. So a chunk that was changed, moved to another key, or written by another
+recipe, artifact or shape is an ArtifactError, and nothing is decoded.
+
+N = blocks of a chunk · T tokens of a block · X bytes.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.codec import shared
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.disk import strict_json
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.lmcache import served
+from kvq_runtime.recipe import Recipe
+
+HEADER = 64
+_MAGIC = b"kvqchunk" + (1).to_bytes(4, "little") + bytes(4)
+_MADE_BY = slice(16, 32)
+_SUM = slice(32, 64)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a layer's keys or values, [N, ...], in bytes `start` to `stop` of a chunk."""
+
+    layer: int
+    role: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+class ChunkCodec:
+    """Encode and decode chunks of one shape.
+
+    recipe    that LMCache's chunks can be kept by (`served.check`)
+    tensors   of its fit, {} where there is none
+    tokens    of a chunk
+    dtype     of its keys and values
+    Raises ValueError if the recipe cannot encode so many tokens.
+    """
+
+    def __init__(
+        self, recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor], tokens: int, dtype: torch.dtype
+    ):
+        self.recipe, self.geometry = served.cut(recipe, tokens).check(geometry), geometry
+        self.dtype, self.shape_2LTC = dtype, (2, geometry.layers, tokens, geometry.width)
+        self._codecs = shared.build(self.recipe, geometry, tensors)
+        self._fields = _laid_out(self.recipe, geometry, tokens // self.recipe.window.block, dtype)
+        self.bytes = self._fields[-1].stop  # of an encoded chunk
+        self._made_by = _digest(self.recipe, tensors, self.shape_2LTC, dtype)
+
+    def encode(self, x_2LTC: Tensor, key: bytes, out_X: Tensor) -> int:
+        """Write a chunk into uint8 memory on the CPU; the bytes written. ValueError: NaN or infinity, another shape."""
+        self._check(x_2LTC)
+        if out_X.numel() < self.bytes:
+            raise ValueError(f"{out_X.numel()} bytes for a chunk that takes {self.bytes}")
+        if not bool(torch.isfinite(x_2LTC).all()):
+            raise ValueError("NaN or infinity among the keys or values; nothing is kept of the chunk")
+        encoded = {
+            (layer, role): codec.encode(self._blocks(x_2LTC[role, layer]), Context())
+            for layer, role, codec in self._each()
+        }
+        for field in self._fields:
+            part = encoded[field.layer, field.role][field.name]
+            if part.shape != field.shape or part.dtype != field.dtype:
+                raise RuntimeError(f"{field.name}: {part.dtype} {list(part.shape)}, stated {field.dtype} {field.shape}")
+            out_X[field.start : field.stop] = part.contiguous().view(-1).view(torch.uint8)
+        header = _MAGIC + self._made_by
+        out_X[: _SUM.start] = _bytes(header)
+        out_X[_SUM] = _bytes(_sum(header, key, out_X[HEADER : self.bytes]))
+        return self.bytes
+
+    def decode(self, data_X: Tensor, key: bytes, out_2LTC: Tensor) -> None:
+        """Read a chunk from uint8 memory on the CPU. ArtifactError, before anything is written, unless it is this one.
+
+        data_X   may be longer than the chunk
+        """
+        self._check(out_2LTC)
+        data_X = data_X.contiguous().view(-1)
+        if data_X.numel() < self.bytes:
+            raise ArtifactError(f"size: {data_X.numel()} bytes of a chunk that takes {self.bytes}; it was cut off")
+        header = data_X[: _SUM.start].numpy().tobytes()
+        if header[: _MADE_BY.start] != _MAGIC:
+            raise ArtifactError("header: this is no chunk of kvq's, or one of another version; it is computed again")
+        if header[_MADE_BY] != self._made_by:
+            raise ArtifactError("made by: another recipe, artifact or shape wrote this chunk; it is computed again")
+        if data_X[_SUM].numpy().tobytes() != _sum(header, key, data_X[HEADER : self.bytes]):
+            raise ArtifactError("sha256: the chunk was damaged, or is of another key; it is computed again")
+        parts: dict[tuple[int, int], dict[str, Tensor]] = {}
+        for field in self._fields:
+            part = data_X[field.start : field.stop]
+            part = part if part.storage_offset() % field.dtype.itemsize == 0 else part.clone()
+            parts.setdefault((field.layer, field.role), {})[field.name] = part.view(field.dtype).view(field.shape)
+        for layer, role, codec in self._each():
+            x_NTC = codec.restore(codec.decode(parts[layer, role], Context()), Context())
+            out_2LTC[role, layer] = x_NTC.flatten(0, 1).to(self.dtype)
+
+    def _each(self):
+        for layer, pair in enumerate(self._codecs):
+            for role, codec in enumerate(pair):
+                assert isinstance(codec, Codec)
+                yield layer, role, codec
+
+    def _blocks(self, x_TC: Tensor) -> Tensor:
+        return x_TC.unflatten(0, (-1, self.recipe.window.block))
+
+    def _check(self, x_2LTC: Tensor) -> None:
+        if tuple(x_2LTC.shape) != self.shape_2LTC or x_2LTC.dtype != self.dtype:
+            raise ValueError(
+                f"a chunk of {x_2LTC.dtype} {list(x_2LTC.shape)} for a codec of {self.dtype} {list(self.shape_2LTC)}"
+            )
+
+
+def _laid_out(recipe: Recipe, geometry: Geometry, blocks: int, dtype: torch.dtype) -> list[Field]:
+    """The fields of all layers one after another; wide elements first, so that each is where its dtype may begin."""
+    listed = [
+        (layer, role, name, (blocks, *shape), kind)
+        for layer in range(geometry.layers)
+        for role, scheme in enumerate(recipe.at(layer))
+        for name, (shape, kind) in scheme.fields(recipe.window.block, geometry, dtype).items()
+    ]
+    found, start = [], HEADER
+    for layer, role, name, shape, kind in sorted(listed, key=lambda each: -each[4].itemsize):
+        stop = start + math.prod(shape) * kind.itemsize
+        found.append(Field(layer, role, name, shape, kind, start, stop))
+        start = stop
+    return found
+
+
+def _digest(recipe: Recipe, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    """16 bytes that two ways to make a chunk share only if they are the same."""
+    stated = recipe.with_exact(sinks=0, recent=0).to_json()  # a chunk has neither
+    made = {name: setting for name, setting in stated.items() if name not in ("name", "summary")}
+    about = {"recipe": made, "shape": list(shape), "dtype": str(dtype), "roles": list(ROLES)}
+    digest = sha256(strict_json.dumps(about).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()[:16]
+
+
+def _sum(header: bytes, key: bytes, data_X: Tensor) -> bytes:
+    digest = sha256(len(key).to_bytes(8, "little") + key + header)
+    digest.update(data_X.numpy().data)
+    return digest.digest()
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,145 @@
+"""Read the settings of LMCache's serde `kvq`, and find the codec of a chunk's shape.
+
+{"type": "kvq", "cache": "lloyd-3bit", "model": "Qwen/Qwen2.5-7B"}
+
+cache      recipe, artifact or lock file: `kvq_runtime/engines/source.py`
+model      folder, or id on a Hub, of the served model; its files are on this machine, config.json at least
+revision   of a model on a Hub
+head_size  in place of `model`, of a recipe without artifact: elements of a head
+workers    threads that code chunks, 1 by default
+"""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.engines import heads, source
+from kvq_runtime.engines.source import Source
+from kvq_runtime.errors import NotFound
+from kvq_runtime.geometry import MODELS, Geometry
+from kvq_runtime.lmcache import served
+from kvq_runtime.lmcache.chunk import ChunkCodec
+
+NAMES = ("cache", "model", "revision", "head_size", "workers")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is served.
+
+    geometry   of the model, None where only `head_size` is known
+    """
+
+    source: Source
+    geometry: Geometry | None
+    head_size: int
+    workers: int
+
+
+def read(given: Mapping[str, Any]) -> Settings:
+    """Load and check what the settings name. Raises ValueError, ArtifactError, NotFound, OSError, RuntimeError, whose
+    messages begin with the serde's name."""
+    try:
+        return _read(given)
+    except (ValueError, OSError, RuntimeError) as error:
+        error.args = (f'serde "kvq": {error}',)
+        raise
+
+
+def _read(given: Mapping[str, Any]) -> Settings:
+    unknown = sorted(set(given) - set(NAMES))
+    if unknown:
+        raise ValueError(f"unknown settings {unknown}; there are {', '.join(NAMES)}")
+    for name in ("cache", "model", "revision"):
+        if not isinstance(given.get(name, ""), str):
+            raise ValueError(f"{name}={given[name]!r:.80}; give text")
+    for name in ("head_size", "workers"):
+        if type(given.get(name, 1)) is not int or given.get(name, 1) < 1:
+            raise ValueError(f"{name}={given[name]!r:.80}; give a whole number of at least 1")
+    if "cache" not in given:
+        raise ValueError('give "cache": a recipe, an artifact or a lock file')
+    if ("model" in given) == ("head_size" in given):
+        raise ValueError('give "model", a folder or an id, or for a recipe without artifact "head_size"; one of them')
+    found = source.read(given["cache"])
+    geometry = None
+    if "model" in given:
+        config = _config(given["model"], given.get("revision"))
+        geometry = source.match(found, config, given["model"], given.get("revision"))
+        head_size = geometry.head_size
+    elif found.artifact is not None:
+        raise ValueError('an artifact is of one model; give "model", so that it can be compared')
+    else:
+        head_size = given["head_size"]
+    served.check(found.recipe, geometry or typical(head_size))
+    return Settings(found, geometry, head_size, given.get("workers", 1))
+
+
+def typical(head_size: int) -> Geometry:
+    """A model's shape where no model is named: what is asked of it is asked again of each chunk's."""
+    return replace(MODELS["qwen2.5-7b"], head_size=head_size)
+
+
+def _config(model: str, revision: str | None) -> Mapping[str, Any]:
+    files = source.folder(model, revision)
+    path = None if files is None else Path(files) / "config.json"
+    if path is None or not path.is_file():
+        raise NotFound(
+            f"no config.json of {model} on this machine; fetch it (hf download {model} config.json), or name a folder "
+            "that has it"
+        )
+    config = json.loads(path.read_bytes())
+    return config.get("text_config", config)
+
+
+class Chunks:
+    """The codecs of all shapes of chunks that come."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._made: dict[tuple, ChunkCodec] = {}
+
+    def codec(self, shape: Sequence[int], dtype: torch.dtype, rank: int = 0, ranks: int | None = None) -> ChunkCodec:
+        """The codec of chunks [2, L, T, C] of this worker. Raises ValueError for chunks that the recipe cannot keep.
+
+        rank, ranks   the worker's number and how many there are; None: as many as the chunk's channels say
+        """
+        asked = (*shape, dtype, rank, ranks)
+        with self._lock:
+            if asked not in self._made:
+                geometry, tensors = self._part(tuple(shape), rank, ranks)
+                self._made[asked] = ChunkCodec(self.settings.source.recipe, geometry, tensors, shape[2], dtype)
+            return self._made[asked]
+
+    def _part(self, shape: tuple[int, ...], rank: int, ranks: int | None) -> tuple[Geometry, Mapping[str, Tensor]]:
+        """The geometry of a worker's chunk, and its heads' fit."""
+        found, whole, size = self.settings.source, self.settings.geometry, self.settings.head_size
+        if len(shape) != 4 or shape[0] != 2:
+            raise ValueError(
+                f"a chunk of shape {list(shape)}; kvq keeps keys and values of attention, [2, layers, tokens, channels]"
+            )
+        _, layers, _, width = shape
+        if width % size or (whole is not None and (whole.width % width or layers > whole.layers)):
+            raise ValueError(f"a chunk of {layers} layers and {width} channels; the model has {whole or size}")
+        if whole is not None and layers < whole.layers and (found.artifact is not None or found.recipe.layers):
+            raise ValueError(
+                f"a chunk of {layers} layers of a model with {whole.layers}, and LMCache does not say which; without "
+                "pipeline parallelism, or with a recipe that treats all layers alike, it can be kept"
+            )
+        own = Geometry(layers, width // size, size)
+        if found.artifact is None or own == whole:
+            return own, found.tensors
+        assert whole is not None, "an artifact without its model's shape"
+        share = heads.share_of(whole, rank, ranks or whole.width // width)
+        own_of_share, tensors = heads.narrowed(found.recipe, whole, found.tensors, share)
+        if own_of_share != own:
+            raise ValueError(
+                f"a chunk of {own.kv_heads} heads where {share.parts} workers have {own_of_share.kv_heads}"
+            )
+        return own, tensors

@@ -1,0 +1,198 @@
+"""Chunks as LMCache hands them out, without LMCache: the codec's numbers, the recipe's bytes, no damaged ones."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from kvq_runtime.artifact import artifact, fingerprint, recipe_text
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec.codec import Context
+from kvq_runtime.engines.source import Source
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.lmcache import served, settings
+from kvq_runtime.lmcache.chunk import HEADER, ChunkCodec
+from kvq_runtime.lmcache.settings import Chunks, Settings
+from kvq_runtime.recipe import preset
+
+SIZE = Geometry(2, 2, 32)
+TOKENS = 64
+KEY = b"a chunk"
+RECIPES = [
+    "exact", "rtn-2bit", "quarot-2bit", "higgs-2bit", "higgs-head-3bit", "turboquant-3bit", "lloyd-1bit", "polar-3bit",
+    "trellis-head-2bit", "lloyd-3bit+value.quantize.bits=2", "oscar-2bit", "wush-higgs-2bit",
+    "kivi-2bit-r32", "squat-2bit+window.block=32",
+]  # fmt: skip
+
+
+def _tensors(name: str, size: Geometry, seed: int = 0) -> Mapping[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    specs = codecs.all_specs(recipe_text.read(name), size)
+    return {name: torch.randn(shape, generator=random).to(dtype) for name, (shape, dtype) in specs.items()}
+
+
+def _codec(name: str, tokens: int = TOKENS, size: Geometry = SIZE, seed: int = 0, dtype=torch.bfloat16) -> ChunkCodec:
+    recipe = recipe_text.read(name)
+    served.check(recipe, size)
+    return ChunkCodec(recipe, size, _tensors(name, size, seed), tokens, dtype)
+
+
+def _kept(codec: ChunkCodec, chunk: Tensor, key: bytes = KEY) -> Tensor:
+    data = torch.zeros(codec.bytes, dtype=torch.uint8)
+    assert codec.encode(chunk, key, data) == codec.bytes
+    return data
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_chunk_is_what_its_blocks_are(name: str):
+    """Encoded and decoded by each layer's codecs as they are; in the bytes that the recipe states, and a header."""
+    codec, recipe = _codec(name), recipe_text.read(name)
+    chunk = torch.randn(codec.shape_2LTC).to(codec.dtype)
+    data = _kept(codec, chunk)
+    found = torch.empty_like(chunk)
+    codec.decode(data, KEY, found)
+    block = recipe.window.block if TOKENS % recipe.window.block == 0 else TOKENS
+    bits = 0.0
+    for layer, pair in enumerate(codecs.build(codec.recipe, SIZE, _tensors(name, SIZE))):
+        for role, one in enumerate(pair):
+            fields = one.encode(chunk[role, layer].unflatten(0, (-1, block)), Context())
+            wanted = one.restore(one.decode(fields, Context()), Context())
+            assert torch.equal(found[role, layer], wanted.flatten(0, 1).to(codec.dtype))
+            bits += one.bits(codec.dtype) * TOKENS * SIZE.width
+    assert len(data) - HEADER == bits / 8
+
+
+def test_chunks_are_told_from_all_others():
+    """Whatever is changed, cut, moved to another key, or written otherwise is an error, and nothing is decoded."""
+    codec = _codec("oscar-2bit")
+    chunk = torch.randn(codec.shape_2LTC).to(codec.dtype)
+    data = _kept(codec, chunk)
+    out = torch.full_like(chunk, 7.0)
+    for place in [*range(HEADER), HEADER, len(data) // 2, len(data) - 1]:
+        damaged = data.clone()
+        damaged[place] ^= 1 << place % 8
+        with pytest.raises(ArtifactError, match="computed again"):
+            codec.decode(damaged, KEY, out)
+    with pytest.raises(ArtifactError, match="size: .* cut off"):
+        codec.decode(data[:-1], KEY, out)
+    with pytest.raises(ArtifactError, match="of another key"):
+        codec.decode(data, b"another chunk", out)
+    for other in (_codec("oscar-2bit", seed=1), _codec("oscar-output-2bit"), _codec("wush-2bit")):
+        with pytest.raises(ArtifactError, match="made by: another recipe"):
+            other.decode(torch.cat([data, data]), KEY, out)
+    assert bool((out == 7.0).all())
+    codec.decode(torch.cat([data, data]), KEY, out)  # what is behind it does not matter
+    found = torch.empty_like(chunk)
+    codec.decode(torch.cat([data.new_zeros(3), data])[3:], KEY, found)  # nor where in memory it begins
+    assert torch.equal(found, out)
+
+
+def test_what_is_not_finite_is_not_kept():
+    codec = _codec("rtn-4bit")
+    chunk = torch.randn(codec.shape_2LTC).to(codec.dtype)
+    chunk[1, 1, 5, 3] = math.nan
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        _kept(codec, chunk)
+    with pytest.raises(ValueError, match="a chunk of .* for a codec of"):
+        _kept(codec, chunk[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("aqua-2bit", "before RoPE"), ("mean-higgs-2bit", "before RoPE"), ("svdq-3bit-v4", "before RoPE"),
+        ("mean-lloyd-3bit-post", "mean turns"), ("aqua-2bit-post", "mean turns"), ("polar-online", "waits for a"),
+    ],
+)  # fmt: skip
+def test_what_needs_positions_is_refused_with_the_nearest_that_does_not(name: str, reason: str):
+    with pytest.raises(ValueError, match=reason) as refused:
+        served.check(preset(name), Geometry(28, 4, 128))
+    assert f"LMCache's chunks cannot be kept by {name}: " in str(refused.value)
+    near = str(refused.value).partition("keep them by is ")[2].partition(",")[0]
+    served.check(preset(near), Geometry(28, 4, 128))
+
+
+def test_chunks_of_any_length_where_tokens_are_rounded_alone():
+    """Else a chunk is whole blocks, and what says so names the option."""
+    codec = _codec("lloyd-3bit", tokens=50)
+    chunk = torch.randn(codec.shape_2LTC).to(codec.dtype)
+    found = torch.empty_like(chunk)
+    codec.decode(_kept(codec, chunk), KEY, found)
+    assert (found - chunk).norm() < 0.3 * chunk.norm()
+    with pytest.raises(ValueError, match="--chunk-size that 32 divides"):
+        _codec("kivi-2bit-r32", tokens=50)
+
+
+def _artifact(name: str, size: Geometry) -> Artifact:
+    probes = {name: torch.randn(shape).to(dtype) for name, (shape, dtype) in fingerprint.specs(size).items()}
+    print_of = fingerprint.Fingerprint(size, {"rope_type": "default", "rope_theta": 1e4}, False, probes)
+    return Artifact(preset(name), print_of, _tensors(name, size), {}, {})
+
+
+def test_each_worker_keeps_its_own_heads():
+    """Tensor parallelism: what ranks decode, side by side, is what one worker would, by an artifact of all heads."""
+    whole = Geometry(2, 4, 32)
+    fitted = _artifact("oscar-3bit", whole)
+    chunks = Chunks(Settings(Source("mine", fitted.recipe, fitted), whole, 32, 1))
+    codec = chunks.codec((2, 2, TOKENS, whole.width), torch.float32)
+    chunk = torch.randn(codec.shape_2LTC)
+    wanted, parts = torch.empty_like(chunk), []
+    codec.decode(_kept(codec, chunk), KEY, wanted)
+    for rank, part in enumerate(chunk.chunk(2, -1)):
+        own = chunks.codec(tuple(part.shape), torch.float32, rank, 2)
+        parts.append(torch.empty_like(part))
+        own.decode(_kept(own, part.contiguous()), KEY, parts[-1])
+    torch.testing.assert_close(torch.cat(parts, -1), wanted)
+    one, other = (chunks.codec((2, 2, TOKENS, whole.width // 2), torch.float32, rank, 2) for rank in range(2))
+    with pytest.raises(ArtifactError, match="made by"):
+        other.decode(_kept(one, chunk[..., : whole.width // 2].contiguous()), KEY, torch.empty_like(parts[0]))
+
+
+def test_chunks_that_an_artifact_says_nothing_of_are_refused():
+    whole = Geometry(4, 2, 32)
+    fitted = _artifact("oscar-3bit", whole)
+    chunks = Chunks(Settings(Source("mine", fitted.recipe, fitted), whole, 32, 1))
+    for shape, message in [
+        ((2, 2, TOKENS, 64), "pipeline parallelism"), ((4, TOKENS, 64), "attention"),
+        ((2, 4, TOKENS, 96), "96 channels"), ((2, 8, TOKENS, 64), "8 layers"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            chunks.codec(shape, torch.bfloat16)
+    alike = Chunks(Settings(Source("lloyd-3bit", preset("lloyd-3bit"), None), whole, 32, 1))
+    assert alike.codec((2, 2, TOKENS, 64), torch.bfloat16).geometry == Geometry(2, 2, 32)
+
+
+def test_settings_are_checked_before_anything_is_served(demo_model: Path, tmp_path: Path):
+    """A recipe and a model, or a head's size; an artifact and its own model."""
+    demo = str(demo_model)
+    assert settings.read({"cache": "lloyd-3bit", "model": demo}).geometry == Geometry(6, 2, 64)
+    assert settings.read({"cache": "lloyd-3bit", "head_size": 64, "workers": 2}).workers == 2
+    config = json.loads((demo_model / "config.json").read_text())
+    weights = safetensors.torch.load_file(demo_model / "model.safetensors")
+    ours = fingerprint.from_config(config, lambda n, name: weights[f"model.layers.{n}.self_attn.{name}.weight"])
+    path = str(tmp_path / "mine.safetensors")
+    artifact.save(Artifact(preset("oscar-2bit"), ours, _tensors("oscar-2bit", ours.geometry), {}, {}), path)
+    found = settings.read({"cache": path, "model": demo})
+    assert found.source.recipe.name == "oscar-2bit" and found.geometry == Geometry(6, 2, 64)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5, "rope_parameters": None}))
+    for given, message in [
+        ({"model": demo}, 'give "cache"'), ({"cache": "lloyd-3bit"}, "one of them"),
+        ({"cache": "lloyd-3bit", "model": demo, "head_size": 64}, "one of them"),
+        ({"cache": "lloyd-3bit", "modle": demo}, r"unknown settings \['modle'\]"),
+        ({"cache": "lloyd-3bit", "head_size": "64"}, "head_size='64'; give a whole number"),
+        ({"cache": 3, "model": demo}, "cache=3; give text"), ({"cache": path, "head_size": 64}, "an artifact is"),
+        ({"cache": "no-such-name", "model": demo}, "no-such-name"), ({"cache": "oscar-2bit", "model": demo}, "fitted"),
+        ({"cache": "lloyd-3bit", "model": "no/such"}, "no config.json of no/such"),
+        ({"cache": path, "model": str(tmp_path / "other")}, "rope is .* in the model"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message) as refused:
+            settings.read(given)
+        assert str(refused.value).startswith('serde "kvq": ')
