@@ -1,7 +1,7 @@
 """Read what an engine is told to keep its cache with, and compare it with the model that it serves.
 
 lloyd-3bit                        a recipe that needs no artifact, with settings if wanted (+key.bits=4)
-qwen2.5-7b-lloyd-3bit@production  an artifact of the registry $KVQ_REGISTRY
+qwen2.5-7b-mean-lloyd-3bit-post@production  an artifact of the registry $KVQ_REGISTRY
 hf://my-org/my-artifact@1.2.0     of a Hub
 artifacts/mine.safetensors        a file, or a folder with kvq.safetensors
 production.lock                   what a lock file pins; its name ends in .lock or .lock.json
