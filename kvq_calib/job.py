@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,11 @@ class Job:
     """One calibration as asked for; None means the model's default.
 
     model      a catalog name, a folder or a Hub id; `revision` of a Hub model
-    recipes    names, files, either with settings: what `recipe_text.read` takes; or "auto"
+    recipes    names, files, either with settings: what `recipe_text.read` takes; "auto", or "auto-vocab", whose first
+               layer may be stored by token
     name       of the artifact; by default MODEL-RECIPE
     version    its number; by default the next one
-    bits       of the recipe "auto": an artifact for each
+    bits       of these two: an artifact for each
     transfer   with `bits`: a text of another kind, on whose fit part settings are measured as well; None: an embedded
                one; "none": none
     workers    processes that share the chunks (`workers.py`); None: this one does all; the bytes are the same
@@ -122,21 +124,26 @@ class Job:
         files   of the model, where it was found already: `models.look_up`, for a plan without its weights
         """
         files = files or models.resolve(self.model, self.revision)
-        if ("auto" in self.recipes) != bool(self.bits):
+        automatic = [text for text in self.recipes if text in budget.AUTOMATIC]
+        if bool(automatic) != bool(self.bits):
             raise ValueError(
                 f"recipes {list(self.recipes)}, bits {list(self.bits)}: --bits says what --recipe auto may cost; "
                 "give both, as in --recipe auto --bits 2.1, or neither"
             )
-        recipes = [recipe_text.read(text) for text in self.recipes if text != "auto"]
-        chosen = [budget.recipe(bits, files.geometry) for bits in self.bits]
-        budgets = {recipe.name: bits for recipe, bits in zip(chosen, self.bits, strict=True)}
+        recipes = [recipe_text.read(text) for text in self.recipes if text not in automatic]
+        budgets, vocabularies = {}, {}
+        for text, bits in product(automatic, self.bits):
+            tokens = files.vocabulary if text == budget.BY_TOKEN else 0
+            recipes.append(budget.recipe(bits, files.geometry, tokens))
+            budgets[recipes[-1].name] = bits
+            vocabularies |= {recipes[-1].name: tokens} if tokens else {}
         text = (self.corpus, self.samples, self.seq_len, self.seed, self.held_out)
         machine = (self.device, self.dtype, self.threads)
         if self.transfer not in (None, others.NONE) and not self.bits:
             raise ValueError(
                 f"--transfer {self.transfer} is what --recipe auto chooses on; give --bits, or leave it out"
             )
-        plan = make(files, (*recipes, *chosen), *text, *machine, budgets, self._transfer(files))
+        plan = make(files, recipes, *text, *machine, budgets, vocabularies, self._transfer(files))
         return Run(plan, files, Path(self.run) if self.run else home() / "runs" / plan.digest[:16], listener)
 
     def _transfer(self, files: ModelFiles) -> str | None:

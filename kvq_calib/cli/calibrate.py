@@ -177,11 +177,13 @@ def parser() -> argparse.ArgumentParser:
         "--recipe",
         action="append",
         metavar="RECIPE",
-        help="a name or FILE.json, either with +PATH=VALUE; or auto; repeat for several (default aqua-2bit)",
+        help="a name or FILE.json, either with +PATH=VALUE; or auto, or auto-vocab, whose first layer may be stored by "
+        "token; repeat for several (default aqua-2bit)",
     )
     add_settings(what, "of every --recipe")
     add("--bits", action="append", type=float, metavar="B",
-        help="with --recipe auto: choose settings by layer within B bits per element; repeat for several")  # fmt: skip
+        help="with --recipe auto or auto-vocab: choose settings by layer within B bits per element; repeat for several"
+    )  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]")
     add("--transfer", metavar="FILE|HUB-ID",
         help="with --bits: a text of another kind whose fit part settings are measured on, too; or none "

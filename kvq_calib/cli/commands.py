@@ -136,7 +136,12 @@ def add_compare(subparsers: Any) -> None:
     )
     _settings(command)
     command.add_argument(
-        "--bits", metavar="B", type=float, nargs="+", default=[], help="also auto: bits by layer, within B per element"
+        "--bits",
+        metavar="B",
+        type=float,
+        nargs="+",
+        default=[],
+        help="also auto, or auto-vocab where that is among the recipes: bits by layer, within B per element",
     )
     command.add_argument(
         "--transfer", metavar="FILE|HUB-ID",

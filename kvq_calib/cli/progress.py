@@ -23,14 +23,14 @@ class Bar:
         self._plan, self._off = plan, quiet or not sys.stderr.isatty()
         self._status = Status("kvq-calibrate", quiet)
         self._at: tuple[int, int] | None = None
-        self._bar = self._drawn("choosing the text", self._work(0))
+        self._bar = self._drawn("choosing the text", self._work(0, 0))
 
     def __call__(self, progress: Progress) -> None:
         whole = progress.layer < 0
         if (progress.round, progress.layer) != self._at:
             again = f"round {progress.round}, " if progress.round else ""
             said = progress.stage if whole else f"{again}layer {progress.layer + 1}/{progress.layers}"
-            self._next(said, progress.total if whole else self._work(progress.round))
+            self._next(said, progress.total if whole else self._work(progress.round, progress.layer))
             self._at = (progress.round, progress.layer)
         if whole:
             self._bar.update(progress.tokens)
@@ -53,13 +53,14 @@ class Bar:
     def _drawn(self, said: str, total: int) -> tqdm:
         return tqdm(total=total, unit="tok", unit_scale=True, disable=self._off, desc=said)
 
-    def _work(self, round: int) -> int:
+    def _work(self, round: int, layer: int) -> int:
         """Tokens of a layer, each as often as it is worked on; in later rounds of the budgets, at most."""
         plan = self._plan
         again = len(plan.budgets) + (sum(map(share.wanted, plan.recipes)) if round == 1 else 0)
         recipes = again if round else len(plan.recipes)
         measured = sum(len(plan.chunks[index]) for index in sensitivity.chunks(plan)) * plan.seq_len
-        settings = 2 * (1 + len(budget.options(plan.geometry, "key"))) * len(plan.budgets)
+        sizes = [0 if layer else plan.vocabularies.get(name, 0) for name in plan.budgets]
+        settings = sum(2 * (1 + len(budget.options(plan.geometry, "key", size))) for size in sizes)
         return (1 + 2 * recipes) * plan.tokens + settings * measured
 
     def close(self) -> None:

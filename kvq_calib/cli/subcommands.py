@@ -79,14 +79,16 @@ def compare(args: argparse.Namespace) -> int:
     from kvq_calib.evaluate.subject import Subject
     from kvq_calib.model import find as models
     from kvq_calib.report import plots, points, tables
+    from kvq_calib.run import budget
     from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
     from kvq_runtime.registry.reference import home
 
     files = models.resolve(args.model)
     length = args.length or min(files.entry.seq_len, files.context)
-    texts = recipe_text.with_settings(args.recipes, args.set)
-    chosen, notes = comparing.choose(texts, files.geometry)
+    automatic = [text for text in args.recipes if text in budget.AUTOMATIC] or (["auto"] if args.bits else [])
+    texts = recipe_text.with_settings([text for text in args.recipes if text not in automatic], args.set)
+    chosen, notes = comparing.choose(texts, files.geometry) if texts or not args.recipes else ([], [])
     for note in notes:
         print(f"kvq: {note}", file=sys.stderr)
     source, device = corpus.pin(args.corpus or files.entry.corpus), _device(args.device)
@@ -96,7 +98,7 @@ def compare(args: argparse.Namespace) -> int:
     subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
     asked_as = {recipe_text.read(text).name: text for text in texts if recipe_text.written(text)}
     fitted = tuple(asked_as.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted)
-    fitted += ("auto",) if args.bits else ()
+    fitted += tuple(automatic)
     if fitted:
         asked = job.Job(
             args.model, fitted, tuple(args.bits), corpus=source, samples=args.samples, seq_len=length, seed=args.seed,

@@ -15,7 +15,7 @@ Source: Shutova et al., 2025 (AQUA-KV), algorithm 1.
 Differs: each row's exact sinks are left out of the fit (they are never encoded); the authors fit on all positions.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -145,14 +145,17 @@ class SchemeFit(Fitting):
         moment_CC = moments.xx_II + torch.outer(moments.mean_x_I, moments.mean_x_I)
         return Residuals(moment_CC, sample.rows_RC.to(moment_CC.device))
 
-    def with_rounding(self, scheme: Scheme, statistics: Statistics) -> "SchemeFit":
-        """The same prediction with the stages of another scheme after it, fitted to what the prediction leaves."""
+    def with_rounding(self, scheme: Scheme, statistics: Statistics, collect: Callable[[str], Any]) -> "SchemeFit":
+        """The same prediction with the stages of another scheme after it, fitted to what the prediction leaves.
+
+        collect   gives what `statistics` does not have yet
+        """
         assert scheme.predict == self.scheme.predict, "the prediction is kept"
         other = copy(self)
         other.scheme, other.statistics = scheme, statistics
         other.tensors = {name: tensor for name, tensor in self.tensors.items() if name.startswith("predict.")}
         other.hold({})
-        other.solve(_collected_before, SLOTS[1:])
+        other.solve(collect, SLOTS[1:])
         return other
 
     def decode(self, data: Blocks, context: Context) -> Tensor:
@@ -169,10 +172,6 @@ class SchemeFit(Fitting):
         mask = data.mask_NT[..., None]
         sums = [(part.double().square() * mask).sum() for part in (x, centred, residual, error)]
         return torch.stack([*sums, data.mask_NT.sum().double()])
-
-
-def _collected_before(field: str) -> Any:
-    raise AssertionError(f"{field}: not collected before")
 
 
 def summary(sums: Tensor) -> dict[str, float]:

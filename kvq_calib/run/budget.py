@@ -9,8 +9,9 @@ Of all rounds, the one with the least measured sum is the artifact: its recipe n
 sees a recipe like any other. A round is a run of its own, in a folder of its own, so it resumes like any other.
 
 Settings are AQUA-KV's prediction, from keys and values below both, with what rounds the rest: a basis in the metric of
-what errors cost with water-filled bits, with or without a gain, or a HIGGS grid. The first layer's `vocabulary`, whose
-table can be larger than a cache, is no setting: that is for who asks for it.
+what errors cost with water-filled bits, with or without a gain, or a HIGGS grid. Of the recipe `auto-vocab` the first
+layer's keys and values may also be stored by token (`vocabulary`): a budget is of bits that grow with tokens, and the
+table does not, so that whoever asks for it accepts the table.
 
 Source: Shoham and Gersho, 1988 (allocation among arbitrary quantizers by measured error); Li et al., 2025 (KVTuner:
 precision pairs of keys and values by layer, searched offline).
@@ -35,7 +36,10 @@ from kvq_runtime.recipes.aqua_metric import GAIN
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear
 from kvq_runtime.stages.rotate import OutputBasis, QueryBasis
+from kvq_runtime.stages.vocabulary import Vocabulary
 
+BY_TOKEN = "auto-vocab"  # whose first layer may be stored by token
+AUTOMATIC = ("auto", BY_TOKEN)
 # bits over a basis: of codes, and of codes and gain
 WIDTHS = (0.125, 0.25, 0.375, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6)
 PLAIN = (0.125, 0.25, 0.5)  # without a gain, whose bits count most where there are few
@@ -47,16 +51,23 @@ TOLERANCE = 0.05
 
 
 @lru_cache(maxsize=8)
-def options(geometry: Geometry, role: Role) -> list[Scheme]:
-    """The settings that each layer's keys, or values, choose from, cheapest first; bases in the metric of errors."""
+def options(geometry: Geometry, role: Role, vocabulary: int = 0) -> list[Scheme]:
+    """The settings that each layer's keys, or values, choose from, cheapest first; bases in the metric of errors.
+
+    vocabulary   tokens of it, in a first layer that may be stored by token; 0: it may not
+    """
     roundings = [Mixed(target=width, gain=GAIN) for width in WIDTHS] + [Mixed(target=width) for width in PLAIN]
     schemes = [Scheme(rounding, rotate=BASES[role]) for rounding in roundings]
     schemes += map(higgs.scheme, GRIDS)
-    found = [replace(scheme, predict=PREDICT) for scheme in schemes]
-    return sorted(
-        (scheme for scheme in found if _possible(scheme, geometry, role)),
-        key=lambda scheme: scheme.bits(Window().block, geometry),
-    )
+    everywhere = [replace(scheme, predict=PREDICT) for scheme in schemes]
+    found = [scheme for scheme in everywhere if _possible(scheme, geometry, role)]
+    found += [by_token(vocabulary)] if vocabulary else []
+    return sorted(found, key=lambda scheme: scheme.bits(Window().block, geometry))
+
+
+def by_token(vocabulary: int) -> Scheme:
+    """The first layer's keys, or values, by the number of their token."""
+    return Scheme(Vocabulary(size=vocabulary), predict=PREDICT)
 
 
 def _possible(scheme: Scheme, geometry: Geometry, role: Role) -> bool:
@@ -69,16 +80,21 @@ def _possible(scheme: Scheme, geometry: Geometry, role: Role) -> bool:
     return True
 
 
-def recipe(bits: float, geometry: Geometry) -> Recipe:
-    """The recipe of round 0: in every layer the dearest basis within the budget. ValueError: no such budget."""
+def recipe(bits: float, geometry: Geometry, vocabulary: int = 0) -> Recipe:
+    """The recipe of round 0: in every layer the dearest basis within the budget, and a first one by token, if it may
+    be and is within it. ValueError: no such budget."""
     schemes = {role: options(geometry, role) for role in ROLES}
     ends = [[own[end].bits(Window().block, geometry) for own in schemes.values()] for end in (0, -1)]
     low, high = (math.fsum(own) / len(own) for own in ends)
     if not low <= bits <= high:
         raise ValueError(f"--bits {bits:g}; this model can have {math.ceil(1e3 * low) / 1e3:g} to {high:.3f}")
     key, value = (_dearest(schemes[role], bits, geometry) for role in ROLES)
-    name = f"auto-{bits:g}bit"
-    return Recipe(name, key, value, "pre", summary=f"bits by layer, chosen by attention's error, {bits:g} in all")
+    name = f"auto-{bits:g}bit{'-vocab' if vocabulary else ''}"
+    summary = f"bits by layer, chosen by attention's error, {bits:g} in all"
+    layers = {}
+    if vocabulary and (first := by_token(vocabulary)).bits(Window().block, geometry) <= bits:
+        layers = {0: (first, first)}
+    return Recipe(name, key, value, "pre", layers, summary)
 
 
 def _dearest(schemes: list[Scheme], bits: float, geometry: Geometry) -> Scheme:
@@ -87,13 +103,17 @@ def _dearest(schemes: list[Scheme], bits: float, geometry: Geometry) -> Scheme:
     return [scheme for scheme in bases if scheme.bits(Window().block, geometry) <= bits][-1]
 
 
-def allocated(asked: Recipe, bits: float, geometry: Geometry, notes: list[dict]) -> tuple[Recipe, float]:
+def allocated(
+    asked: Recipe, bits: float, geometry: Geometry, notes: list[dict], vocabulary: int = 0
+) -> tuple[Recipe, float]:
     """The recipe with the best settings within the budget, and the error that they promise.
 
-    notes   of each layer, what `sensitivity.attention_errors` found
+    notes        of each layer, what `sensitivity.attention_errors` found
+    vocabulary   tokens of it, if the first layer may be stored by token
     """
     block = asked.window.block * geometry.width
-    places = [options(geometry, role) for _ in range(geometry.layers) for role in ROLES]
+    sizes = [vocabulary, *([0] * (geometry.layers - 1))]
+    places = [options(geometry, role, size) for size in sizes for role in ROLES]
     costs = [[round(scheme.bits(Window().block, geometry) * block) for scheme in own] for own in places]
     errors = [note[role][1:] for note in notes for role in ROLES]
     picks = choose(costs, errors, math.floor(bits * block * len(errors) + 1e-6))
@@ -121,8 +141,12 @@ def rounds(run: Run) -> Iterator[Run]:
             return
         budgets = {recipe.name: run.plan.budgets[recipe.name] for recipe in waiting}
         chosen = [
-            allocated(recipe, budgets[recipe.name], run.plan.geometry, _notes(part, recipe.name)) for recipe in waiting
-        ]
+            allocated(
+                recipe, budgets[recipe.name], run.plan.geometry, _notes(part, recipe.name),
+                run.plan.vocabularies.get(recipe.name, 0),
+            )
+            for recipe in waiting
+        ]  # fmt: skip
         shared = [
             share.shared_out(recipe, run.plan.geometry, _notes(run, recipe.name, "variances"))
             for recipe in sharing

@@ -28,6 +28,7 @@ class Plan:
     chunk               sequences per chunk, the unit of work: never a matter of workers or free memory
     dtype, threads      of the forward pass; `environment` has the versions and the device beside them
     budgets             bits per element of the recipes, by name, whose settings are chosen by layer (`budget.py`)
+    vocabularies        tokens of the model's, by name of those of them whose first layer may be stored by token
     transfer            a text of another kind, on whose fit part settings are measured too; None: none
     transfer_samples    sequences of it, after all others: nothing is fitted on them
     """
@@ -47,6 +48,7 @@ class Plan:
     threads: int = 1
     environment: dict = field(default_factory=dict)
     budgets: dict[str, float] = field(default_factory=dict)
+    vocabularies: dict[str, int] = field(default_factory=dict)
     transfer: str | None = None
     transfer_samples: int = 0
 
@@ -106,6 +108,8 @@ class Plan:
         given = asdict(self) | {"recipes": [recipe.to_json() for recipe in self.recipes]}
         if not self.budgets:
             del given["budgets"]  # as in plans older than budgets
+        if not self.vocabularies:
+            del given["vocabularies"]
         if self.transfer is None:
             del given["transfer"], given["transfer_samples"]
         return given | {"geometry": asdict(self.geometry)}
@@ -163,6 +167,7 @@ def make(
     dtype: str | None = None,
     threads: int = 1,
     budgets: dict[str, float] | None = None,
+    vocabularies: dict[str, int] | None = None,
     transfer: str | None = None,
 ) -> Plan:
     """Complete a plan with the model's defaults; a Hub corpus is pinned to a revision here.
@@ -194,6 +199,7 @@ def make(
         threads=threads,
         environment=environment(device, kind, threads),
         budgets=budgets or {},
+        vocabularies=vocabularies or {},
         transfer=corpus.pin(transfer) if transfer else None,
         transfer_samples=min(held_out or samples, MEASURED * chunk) if transfer else 0,
     )

@@ -17,10 +17,12 @@ where the plan has one: the error is then the mean of the two.
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from kvq_calib.fit import vocabulary
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model import attention
 from kvq_calib.model.attention import AttentionInputs, apply_rope
@@ -86,7 +88,13 @@ def _fits(work: RecipeWork, role: Role, options: Sequence[Scheme], metric_CC: Te
     residuals = own.merged("residuals", partials)
     kept = own.statistics
     shared = Statistics(kept.mean_C, metric=metric_CC, residuals=residuals, seed=kept.seed)
-    return [own, *(own.with_rounding(scheme, shared) for scheme in options)]
+    return [own, *(own.with_rounding(scheme, shared, partial(_more, work, role)) for scheme in options)]
+
+
+def _more(work: RecipeWork, role: Role, field: str) -> Tensor:
+    """A field of `Statistics` that is collected where a setting needs it, and once for all settings."""
+    assert field == "vocabulary", f"{field}: not collected before"
+    return vocabulary.vocabulary(work.stream, role)
 
 
 def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ from kvq_runtime.stages.rotate import OutputBasis, QueryBasis
 from kvq_runtime.stages.vocabulary import Vocabulary
 
 WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+BY_TOKEN = (0.4,)  # widths that only `-vocab` has
 GAIN = 3
 FIRST = 4.0
 PACKED = (
@@ -57,9 +58,10 @@ def recipe(name: str, rounding: Mixed, first: Mixed | Vocabulary, summary: str) 
 def recipes() -> list[Recipe]:
     """0.25 to 2 bits above a first layer of 4 bits, or of token numbers, and half a bit in all layers."""
     found, how = [], "AQUA-KV from keys and values, bases in the metric of errors, bits shared out"
-    for bits in WIDTHS:
+    for bits in sorted((*WIDTHS, *BY_TOKEN)):
         rounding, first = Mixed(target=bits, gain=GAIN, shared=True), Mixed(target=FIRST, gain=GAIN)
-        found.append(recipe(f"{bits:g}bit", rounding, first, f"{how}, {bits:g} bits"))
+        if bits in WIDTHS:
+            found.append(recipe(f"{bits:g}bit", rounding, first, f"{how}, {bits:g} bits"))
         found.append(
             recipe(f"{bits:g}bit-vocab", rounding, Vocabulary(), f"{how}, {bits:g} bits, first layer by token")
         )

@@ -21,13 +21,14 @@ from kvq_runtime.stages.stage import Feedback, Queries, Scheme, Site, Specs, Ten
 
 Axis = Literal["token", "channel"]
 Normalize = Literal["paper", "length-invariant"]
+MOST = 256  # blocks of a head
 
 
 @dataclass(frozen=True)
 class QueryOrthogonal(Feedback):
     """Keep the rounding error of keys out of the directions of queries: P = I + λ C, for each KV head.
 
-    blocks      of channels in a head, rounded one after the other
+    blocks      of channels in a head, rounded one after the other, 2 to 256; as many as channels: one by one
     lam         λ, at least 0: 0 is plain rounding
     rank        leading directions of C that count; 0: all
     normalize   "paper": C is the sum of q qᵀ over a calibration sequence and all query heads of the KV head, so that
@@ -45,8 +46,8 @@ class QueryOrthogonal(Feedback):
     queries: Queries = "after"
 
     def __post_init__(self):
-        if not 2 <= self.blocks <= 64:
-            raise ValueError(f"blocks={self.blocks}; use 2 to 64: the last block has nothing to move")
+        if not 2 <= self.blocks <= MOST:
+            raise ValueError(f"blocks={self.blocks}; use 2 to {MOST}: the last block has nothing to move")
         if not 0 <= self.lam <= 1e6:
             raise ValueError(f"lam={self.lam}; use 0 to 1000000")
         if self.rank < 0:
@@ -73,7 +74,7 @@ class QueryOrthogonal(Feedback):
         """Groups must lie inside the blocks of channels, and rotations inside heads."""
         head = geometry.head_size
         if head % self.blocks:
-            fitting = [n for n in range(2, min(head, 64) + 1) if head % n == 0]
+            fitting = [n for n in range(2, min(head, MOST) + 1) if head % n == 0]
             raise ValueError(f"feedback: blocks={self.blocks} does not divide head size {head}; use one of {fitting}")
         if scheme.axis == "channel":
             return

@@ -48,7 +48,9 @@ def test_commands_that_a_page_shows_parse_and_name_recipes_that_exist(page):
         named = [one for key in ("recipe", "recipes", "baseline") for one in _list(given.get(key))]
         for one in named:
             plain = one.partition("+")[0]
-            assert plain == "auto" or plain.endswith(".json") or plain in presets(), f"{page.name}: no recipe {one}"
+            assert plain in ("auto", "auto-vocab") or plain.endswith(".json") or plain in presets(), (
+                f"{page.name}: no recipe {one}"
+            )
 
 
 def _list(value) -> list[str]:

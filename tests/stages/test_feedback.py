@@ -218,6 +218,15 @@ def test_what_cannot_be_is_refused(key, value, message):
         Recipe("r", key, value or Scheme(Rtn(2, 32))).check(GEOMETRY)
 
 
+def test_channels_of_any_head_may_be_rounded_one_by_one():
+    for head in (64, 128, 256):
+        one_by_one = Scheme(Rtn(2, 32), axis="channel", feedback=QueryOrthogonal(blocks=head))
+        Recipe("r", one_by_one, Scheme(Rtn(2, 32))).check(Geometry(1, 1, head))
+        with pytest.raises(ValueError, match="blocks=512; use 2 to 256" if head == 256 else "does not divide"):
+            two = replace(one_by_one, feedback=QueryOrthogonal(blocks=2 * head))
+            Recipe("r", two, Scheme(Rtn(2, 32))).check(Geometry(1, 1, head))
+
+
 @pytest.mark.parametrize("given", [{"blocks": 1}, {"lam": -1.0}, {"rank": -1}, {"normalize": "no"}, {"queries": "x"}])
 def test_settings_that_the_stage_does_not_have(given):
     with pytest.raises(ValueError, match="; use"):

@@ -116,6 +116,28 @@ def test_budgets_and_equal_exact_tokens(model, tmp_path, capsys):
     assert found["auto-2.1bit"]["artifact"] != found["aqua-2bit"]["artifact"]
 
 
+@pytest.mark.parametrize(
+    "words, fitted",
+    [
+        (["--recipes", "kivi-2bit", "aqua-2bit", "--bits", "0.4"], ("aqua-2bit", "auto")),
+        (["--recipes", "auto-vocab", "aqua-2bit", "auto", "--bits", "0.4"], ("aqua-2bit", "auto-vocab", "auto")),
+        (["--recipes", "auto-vocab", "--bits", "0.4", "0.8"], ("auto-vocab",)),
+        (["--recipes", "auto-vocab"], ("auto-vocab",)),  # which is then refused: it says no bits
+    ],
+)
+def test_what_chooses_bits_is_named_like_a_recipe(model, tmp_path, monkeypatch, words, fitted):
+    jobs = []
+
+    def prepare(job):
+        jobs.append(job)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(Job, "prepare", prepare)
+    with pytest.raises(RuntimeError, match="far enough"):
+        run(model, tmp_path, *words)
+    assert jobs[0].recipes == fitted
+
+
 def test_every_family_is_represented_by_default():
     chosen = {recipe.name for recipe in compare.choose([], Geometry(6, 2, 64))[0]}
     for name, recipes in families().items():

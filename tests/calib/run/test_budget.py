@@ -100,3 +100,35 @@ def test_every_setting_shares_the_prediction_and_the_window():
         bases = [scheme for scheme in schemes if scheme.rotate is not None and scheme.rotate.latents]
         assert {scheme.rotate.kind for scheme in bases} == {"query_basis" if role == "key" else "output_basis"}
         assert {bool(scheme.quantize.gain) for scheme in bases} == {True, False}
+
+
+# ---- the first layer by token
+
+
+TOKENS = 2048  # 11 bits of a number
+
+
+@pytest.mark.parametrize("asked", [0.14, 0.4, 2.1])
+def test_the_first_layer_alone_may_be_by_token(asked):
+    """Where that has no error, it is taken, and its bits are spent above: they count as those of a number."""
+    first = budget.recipe(asked, GEOMETRY, TOKENS)
+    plain = budget.recipe(asked, GEOMETRY)
+    assert first.name == f"{plain.name}-vocab" and (first.key, first.value) == (plain.key, plain.value)
+    notes = curves([1, 1, 1, 1])
+    for role in ROLES:
+        schemes = budget.options(GEOMETRY, role, TOKENS)
+        place = next(i for i, one in enumerate(schemes) if one.quantize.kind == "vocabulary")
+        assert [one for one in schemes if one is not schemes[place]] == budget.options(GEOMETRY, role)
+        notes[0][role].insert(1 + place, 0.0)
+    chosen, promised = budget.allocated(first, asked, GEOMETRY, notes, TOKENS)
+    kinds = [{chosen.scheme(layer, role).quantize.kind for role in ROLES} for layer in range(4)]
+    assert kinds[0] == {"vocabulary"} and not any("vocabulary" in kind for kind in kinds[1:])
+    assert bits_of(chosen, 0) == 11 / 128
+    assert asked - 0.06 < asymptotic_bits(chosen.check(GEOMETRY), GEOMETRY) <= asked
+    assert promised < budget.allocated(plain, asked, GEOMETRY, curves([1, 1, 1, 1]))[1]
+
+
+def test_a_token_that_costs_more_than_the_budget_is_not_in_the_first_round():
+    narrow = Geometry(4, 1, 16)
+    small, large = (budget.recipe(bits, narrow, TOKENS) for bits in (0.5, 0.75))
+    assert (list(small.layers), list(large.layers)) == ([], [0])  # 11 bits of 16 channels

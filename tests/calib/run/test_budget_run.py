@@ -171,6 +171,27 @@ def test_interrupted_in_every_round_it_resumes_to_the_same_bytes(model, undistur
         assert again == undisturbed[1]
 
 
+def test_a_first_layer_by_token_is_chosen_where_it_may_be(model, tmp_path):
+    """256 tokens are 8 bits of 32 channels, and exact but for bfloat16: less error within the budget, measured so."""
+    work = a_run(asked(model, tmp_path, recipes=("auto", "auto-vocab")))
+    made = runs.calibrate(work)
+    plain, by_token = (made[f"auto-1.5bit{end}"] for end in ("", "-vocab"))
+    assert work.plan.vocabularies == {by_token.recipe.name: 256}
+    for role in ROLES:
+        kinds = [by_token.recipe.scheme(layer, role).quantize.kind for layer in range(3)]
+        assert kinds[0] == "vocabulary" and "vocabulary" not in kinds[1:]
+        assert f"layers.0.{role}.quantize.table" in by_token.tensors
+        assert plain.recipe.scheme(0, role).quantize.kind != "vocabulary"
+        assert by_token.fit["layers"][0][role]["attention_error"] < 1e-4
+        assert by_token.recipe.scheme(0, role).bits(128, work.plan.geometry) == 8 / 32
+        noted = (checkpoint.record(work.folder, 0) or {})["attention"][by_token.recipe.name][role][1:]
+        schemes = budget.options(work.plan.geometry, role, 256)
+        assert schemes[noted.index(min(noted))].quantize.kind == "vocabulary"
+        assert len(noted) == len(schemes) == 1 + len(budget.options(work.plan.geometry, role))
+    assert asymptotic_bits(by_token.recipe, work.plan.geometry) <= 1.5
+    assert min(by_token.fit["budget"]["rounds"]) < min(plain.fit["budget"]["rounds"]) / 2
+
+
 @pytest.mark.slow
 def test_a_budget_is_published_beside_another_recipe_with_what_was_chosen(model, capsys):
     given = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "128"]
@@ -224,5 +245,5 @@ def test_a_plan_without_budgets_is_the_plan_it_was(model):
     files = models.resolve(str(model))
     recipe = budget.recipe(2, files.geometry)
     made = plans.make(files, (recipe,), str(model / "corpus.txt"), samples=4, seq_len=128)
-    assert not {"budgets", "transfer", "transfer_samples"} & made.to_json().keys() and not made.budgets
+    assert not {"budgets", "vocabularies", "transfer", "transfer_samples"} & made.to_json().keys() and not made.budgets
     assert made.own_chunks == len(made.chunks)
