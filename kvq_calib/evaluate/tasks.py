@@ -84,7 +84,11 @@ def evaluate(
     about["model"]["parameters"] = model.num_parameters()
     found = []
     for subject in (None, *subjects):
-        parts = {name: _part(model, files, subject, plan, name, progress, ledger) for name in plan.protocols}
+        if subject is None:  # it has no cache to encode: one measurement stands under each protocol
+            parts = dict.fromkeys(plan.protocols, _part(model, files, None, plan, IN_USE, progress, ledger))
+            progress(work(plan, 0) - work(plan, 0) // len(plan.protocols))
+        else:
+            parts = {name: _part(model, files, subject, plan, name, progress, ledger) for name in plan.protocols}
         result = {"recipe": subject.recipe.name if subject else REFERENCE, "protocols": parts}
         if subject is not None:
             result["window"] = asdict(subject.recipe.window)
@@ -122,7 +126,7 @@ def _part(
         for task in plan.tasks:
             unit = {"task": task, "length": length, "plan": asdict(plan), "tasks": protocol if subject else REFERENCE}
             unit |= {"subject": [subject.sha256, subject.recipe.to_json()] if subject else None}
-            kept = ledger.read(**unit)
+            kept: dict[str, Any] | None = ledger.read(**unit)
             if kept is None:
                 kept = _scores(model, files, subject, task, length, plan, protocol)
                 ledger.write(kept, **unit)
@@ -148,7 +152,15 @@ def summary(scores: Sequence[float], whole: bool = True) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _scores(model, files: ModelFiles, subject: Subject | None, task: str, length: int, plan: Plan, protocol: str):
+def _scores(
+    model: PreTrainedModel,
+    files: ModelFiles,
+    subject: Subject | None,
+    task: str,
+    length: int,
+    plan: Plan,
+    protocol: str,
+) -> dict[str, Any]:
     """The scores of all texts of a task and length, by depth, and the least share of a text that was decoded."""
     if subject is not None and protocol == FULL:
         refused = full.refusal(subject.recipe) or (
