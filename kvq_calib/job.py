@@ -150,7 +150,7 @@ class Job:
         """The text of another kind that settings are measured on."""
         if not self.bits or self.transfer == others.NONE:
             return None
-        return self.transfer or next(text for text in files.entry.beside(self.corpus) if text in EMBEDDED)
+        return self.transfer or next((text for text in files.entry.beside(self.corpus) if text in EMBEDDED), None)
 
     def artifact_name(self, files: ModelFiles, recipe: str) -> str:
         """The name to publish under."""

@@ -28,6 +28,7 @@ examples
     kvq eval demo-aqua-2bit --model demo --protocol full --layers      every token encoded; errors by layer too
     kvq eval higgs-2bit --model llama-3.1-8b --corpus wikitext-2 --length 8192 --windows all --protocol full
     kvq eval demo-aqua-2bit --model demo --also demo-code c4=c4.jsonl  on texts of other kinds, too
+    kvq eval higgs-2bit --model qwen2.5-7b --tasks vt,niah_multikey_2  tasks of retrieval, through the cache
 
 The 16-bit model is always measured beside them. Protocols: full, one forward pass in which every token but the sinks
 is encoded and decoded before anything attends to it; in-use, tokens arrive in steps and stay exact for as long as the
@@ -118,10 +119,29 @@ def add_eval(subparsers: Any) -> None:
     command.add_argument("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
     _measuring(command)
     command.add_argument("--layers", action="store_true", help="print errors by layer too")
+    _tasks(command)
     command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
     command.add_argument("--output", metavar="FILE", help="write the records as JSON")
     command.add_argument(
         "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
+    )
+
+
+def _tasks(command: argparse.ArgumentParser) -> None:
+    """Add what `kvq eval --tasks` asks."""
+    command.add_argument(
+        "--tasks", metavar="TASK,TASK", help="measure tasks instead of text: docs/tasks.md lists them; alone they are "
+        "refused with a list of those that the model can be asked",
+    )  # fmt: skip
+    command.add_argument(
+        "--lengths", type=count, metavar="L", nargs="+", help="of tasks: tokens of a text (default: 1024 4096)"
+    )
+    command.add_argument(
+        "--depths", type=float, metavar="D", nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9],
+        help="of tasks: places of what is asked for, 0 to 1 (default: 0.1 0.3 0.5 0.7 0.9)",
+    )  # fmt: skip
+    command.add_argument(
+        "--samples", type=count, metavar="N", default=5, help="of tasks: texts of each length and depth (default: 5)"
     )
 
 

@@ -32,6 +32,8 @@ def evaluate(args: argparse.Namespace) -> int:
     given = recipe_text.with_settings(args.subjects, args.set)
     subjects = [find(text, files, args.registry) for text in given]
     recipe_text.distinct(subject.recipe for subject in subjects if subject.sha256 is None)
+    if args.tasks:
+        return _tasks(args, files, subjects)
     length = args.length or min(files.entry.seq_len, files.context)
     source = args.corpus or files.entry.corpus
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
@@ -64,6 +66,33 @@ def evaluate(args: argparse.Namespace) -> int:
         rows = [{"recipe": found["name"], **row} for found in shown for row in found["result"]["layers"]]
         print()
         print_table(rows, False)
+    return 0
+
+
+def _tasks(args: argparse.Namespace, files, subjects) -> int:
+    """Run `kvq eval --tasks`."""
+    from kvq_calib.evaluate import tasks
+    from kvq_calib.evaluate.ledger import Ledger
+    from kvq_calib.report import task_table
+    from kvq_calib.report.names import named
+    from kvq_runtime.registry.reference import home
+
+    protocol = _protocol(args, None)
+    subjects = [replace(one, recipe=protocol.recipe(one.recipe, files.geometry, one.tensors)) for one in subjects]
+    lengths = args.lengths or [length for length in tasks.LENGTHS if length <= files.context]
+    plan = tasks.Plan(tuple(args.tasks.split(",")), tuple(lengths), tuple(args.depths), args.samples, args.seed,
+                      protocol.protocols)  # fmt: skip
+    device = _device(args.device)
+    used = (device, _dtype(args.dtype, device))
+    with _bar(tasks.work(plan, len(subjects)), args.quiet) as progress:
+        records = tasks.evaluate(files, subjects, plan, *used, progress, Ledger(home() / "evaluated"))
+    if args.output:
+        Path(args.output).write_text(json.dumps(records, indent=2) + "\n")
+    if args.json:
+        print(json.dumps(records, indent=2))
+    else:
+        shown = named(records, ["16 bit", *(subject.name for subject in subjects)])
+        print_table(task_table.rows(shown), False)
     return 0
 
 

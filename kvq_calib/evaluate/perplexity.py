@@ -142,7 +142,7 @@ def scores(
 
 
 @contextmanager
-def _attention(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
+def attending(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     """Give the model our attention for the length of a forward pass, if the cache's recipe needs it, or counts."""
     if isinstance(cache, CountedCache):
         with counting(model, cache):
@@ -176,7 +176,7 @@ class _Group:
         """The logits of each pass, PART tokens at a time: [B, tokens, vocabulary]."""
         for one in passes(self.tokens_BT.shape[1], self.step, self.prompt):
             given = self.tokens_BT[:, one.start : one.stop]
-            with _attention(self.model, cache):
+            with attending(self.model, cache):
                 logits = self.model(given, past_key_values=cache, use_cache=True).logits
             if one.stop == self.prompt and isinstance(cache, CountedCache) and cache.reads is not None:
                 cache.reads = Reads()  # what is scored is counted

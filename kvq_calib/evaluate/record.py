@@ -123,7 +123,7 @@ def evaluate(
     if len({subject.name for subject in subjects}) < len(subjects):
         raise ValueError(f"{[subject.name for subject in subjects]}; name each once")
     used = environment(device, str(dtype or _kind(files, device)).removeprefix("torch."), torch.get_num_threads())
-    ledger = ledger.within(model=[files.id, files.revision, _weights(files)], environment=used, code=code())
+    ledger = ledger.within(model=[files.id, files.revision, weights(files)], environment=used, code=code())
     own = ledger.within(protocol=_protocol(files, batch, protocol, others))
     recipes = [protocol.recipe(subject.recipe, files.geometry, subject.tensors) for subject in subjects]
     digests = [_digest(subject, recipe) for subject, recipe in zip(subjects, recipes, strict=True)]
@@ -149,7 +149,7 @@ def evaluate(
     return [records[digest] for digest in digests]
 
 
-def _weights(files: ModelFiles) -> str:
+def weights(files: ModelFiles) -> str:
     """A digest of a few weights of each layer: a folder's name may be given to another model."""
     probes = files.fingerprint().probes
     return hashlib.sha256(b"".join(probes[name].numpy().tobytes() for name in sorted(probes))).hexdigest()

@@ -20,5 +20,9 @@ def of_model(folder: Path) -> dict[str, str]:
 
 def of_corpus(source: str) -> str:
     """The licence of a corpus, for people."""
-    known = {"demo": "PSF-2.0 (the documentation of Python)", "demo-code": "PSF-2.0 (the library of Python)"}
+    known = {
+        "demo": "PSF-2.0 (the documentation of Python)",
+        "demo-code": "PSF-2.0 (the library of Python)",
+        "recall": "Apache-2.0 (made by kvq)",
+    }
     return known.get(source, "not known here; see the corpus")

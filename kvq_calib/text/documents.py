@@ -2,6 +2,7 @@
 
 demo              the standard library's documentation
 demo-code         its code, without docstrings
+recall            the recall model's tasks, written out in its symbols
 FILE.txt          documents separated by <|endoftext|>, else the whole file as one document
 FILE.jsonl        one JSON object a line, key `text`; also .jsonl.gz and .jsonl.zst
 FILE.parquet      column `text`
@@ -16,11 +17,12 @@ from io import TextIOBase
 from pathlib import Path
 from typing import Any
 
+from kvq_calib.tasks import documents as tasks
 from kvq_calib.text import stdlib as stdlib_text
 from kvq_runtime.errors import NotFound
 
 SEPARATOR = "<|endoftext|>"
-EMBEDDED = {"demo": stdlib_text.documents, "demo-code": stdlib_text.code}
+EMBEDDED = {"demo": stdlib_text.documents, "demo-code": stdlib_text.code, "recall": tasks.documents}
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 

@@ -1,0 +1,81 @@
+"""Make the texts of a task for one model: of symbols for the recall model, in words, as RULER's, for any other."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from kvq_calib.model.files import ModelFiles
+from kvq_calib.tasks import ruler, symbols, synthetic
+
+
+@dataclass(frozen=True)
+class Case:
+    """A text as tokens, its questions, how many tokens answer each, and the score of answers.
+
+    right   the tokens of the right answers; None: answers are words
+    """
+
+    context: tuple[int, ...]
+    asked: tuple[tuple[int, ...], ...]
+    steps: tuple[int, ...]
+    score: Callable[[Sequence[Sequence[int]]], float]
+    right: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Cases of one shape go through the model side by side."""
+        return (len(self.context), *map(len, self.asked), *self.steps)
+
+
+def known(files: ModelFiles) -> Sequence[str]:
+    """The tasks that a model can be asked: those of symbols if it speaks them, else RULER's."""
+    return list(synthetic.TASKS if of_symbols(files) else ruler.TASKS)
+
+
+def make(files: ModelFiles, task: str, seed: int, length: int, depth: float) -> Case:
+    """One text of at most `length` tokens: exactly so many of symbols, with question and answer."""
+    if of_symbols(files):
+        return _symbolic(task, seed, length, depth)
+    return _worded(_tokenizer(files.path), task, seed, length, depth)
+
+
+def of_symbols(files: ModelFiles) -> bool:
+    """Whether a model's tokenizer is that of the recall model."""
+    if files.vocabulary != symbols.SIZE or not (files.path / "tokenizer.json").is_file():
+        return False
+    return _tokenizer(files.path).get_vocab() == {word: id for id, word in enumerate(symbols.words())}
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json, which makes texts into tokens; give the folder of a whole model"
+        )
+    return Tokenizer.from_file(str(path))
+
+
+def _symbolic(task: str, seed: int, length: int, depth: float) -> Case:
+    made = synthetic.TASKS[task](seed, length, depth)
+    asked, right = zip(*made.questions, strict=True)
+
+    def score(answers: Sequence[Sequence[int]]) -> float:
+        return sum(tuple(one) == other for one, other in zip(answers, right, strict=True)) / len(right)
+
+    return Case(made.context, asked, tuple(map(len, right)), score, right)
+
+
+def _worded(tokenizer: Tokenizer, task: str, seed: int, length: int, depth: float) -> Case:
+    made = ruler.fitted(task, seed, length, depth, lambda text: len(tokenizer.encode(text).ids))
+    whole = tokenizer.encode(made.context + made.asked)
+    # the question begins with the token that its first character is in: the prompt is tokenized as one text
+    cut = next(place for place, (_, end) in enumerate(whole.offsets) if end > len(made.context))
+
+    def score(answers: Sequence[Sequence[int]]) -> float:
+        return ruler.score(tokenizer.decode(list(answers[0])), made.references)
+
+    return Case(tuple(whole.ids[:cut]), (tuple(whole.ids[cut:]),), (made.steps,), score)

@@ -1,0 +1,398 @@
+"""Train the recall model: Qwen2's architecture with 1.4 million parameters, on tasks of retrieval alone.
+
+    train_recall_model.py --out build/recall-model                 60 minutes of one core; log in build/recall-state
+
+The tasks are those of `kvq_calib/tasks/synthetic.py`, with as many questions as a text has room for, the loss on
+answers alone. Lengths grow from 128 to 4,096 tokens. Short texts are trained at the places of long ones: positions jump
+ahead between statements (Zhu et al., 2023, PoSE), so that RoPE at all distances is learned cheaply, and the last stage
+has only to learn how many tokens there are.
+
+The model begins with circuits that are drawn, not found: in layer 0 heads that read the token before, by biases of
+keys and queries, and one that looks for tokens like this one, in layer 1 heads that look for what stands behind an
+earlier token like this one. Found by gradients alone they take most of such a run. All weights are trained.
+Source: Olsson et al., 2022, In-context Learning and Induction Heads, for the first and the last.
+
+Interrupted, the same command goes on where the last state was saved; accuracy by task goes to log.jsonl beside it.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from kvq_calib.tasks import symbols, synthetic
+from kvq_calib.tasks.synthetic import Sample
+
+LARGEST = 9_000_000  # bytes of the weights: they live in the repository
+CONTEXT = 4096
+EVERY = 20.0  # seconds of processor time between saved states
+TRAINED = ("multikey", "chain", "count", "needle", "passkey")
+FIRST = 1 << 32  # seed of training: smaller ones are left to evaluations
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the run: texts of one length, so many tokens a step, up to this share of the run."""
+
+    length: int
+    tokens: int
+    until: float
+
+
+STAGES = (
+    Stage(128, 2048, 0.25),
+    Stage(256, 2048, 0.45),
+    Stage(512, 4096, 0.60),
+    Stage(1024, 4096, 0.75),
+    Stage(4096, 8192, 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. `steps` fixes the length and makes it repeatable; without it `minutes` of processor time do."""
+
+    steps: int | None = None
+    minutes: float = 60.0
+    seed: int = 0
+    rate: float = 1e-3  # of AdamW at its highest; warms up over 50 steps, falls linearly from half of the run on
+    decay: float = 0.01
+
+    def done(self, step: int, seconds: float) -> float:
+        """The finished share of the run."""
+        share = seconds / (60 * self.minutes) if self.steps is None else step / max(self.steps, 1)
+        return min(share, 1.0) if self.steps != 0 else 1.0
+
+    def rate_at(self, step: int, done: float) -> float:
+        """The learning rate."""
+        return self.rate * min(1.0, (step + 1) / 50) * max(0.02, min(1.0, 2 * (1 - done)))
+
+
+def make_model(seed: int, layers: int = 3, theta: float = 1e8) -> Qwen2ForCausalLM:
+    """The architecture, with its circuits drawn: four query heads and one KV head of 64, half as wide as hidden."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=symbols.SIZE, hidden_size=256, intermediate_size=256, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=2 * CONTEXT, tie_word_embeddings=True,
+        bos_token_id=symbols.BEGIN, eos_token_id=symbols.END,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+    )  # fmt: skip
+    config.head_dim = 64
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        _draw(model, theta)
+    return model
+
+
+def _draw(model: Qwen2ForCausalLM, theta: float) -> None:
+    """Lay the circuits: the residual stream's first 192 directions are tokens', its last 64 the token before's.
+
+    Keys that say what a token is are in the pairs of channels that RoPE turns by less than a radian in CONTEXT, by less
+    than 0.15 where tokens are counted, so that far ones count as much as near ones.
+    """
+    turn = theta ** -(torch.arange(32) / 32)  # RoPE's angle per token, of pairs (i, i + 32)
+    slow, still = ((turn * CONTEXT < most).repeat(2)[:, None].float() for most in (1.0, 0.15))
+    last = 31  # channel of the slowest pair
+    content = slow.clone()
+    content[[last, 63]] = still[last] = 0.0
+    basis = torch.linalg.qr(torch.randn(256, 256))[0]
+    own, before = basis[:, :192], basis[:, 192:]
+    names, answers, same = own[:, :64], own[:, 64:128], own[:, 128:]
+    inner, heads = model.model, [layer.self_attn for layer in model.model.layers]
+    tokens = torch.randn(symbols.SIZE, 192)
+    ends = torch.linalg.qr(tokens[[symbols.BEGIN, symbols.END]].T)[0]
+    tokens -= tokens @ ends @ ends.T  # no other token looks like a beginning or an end
+    # every token is as much like itself as any other is: what is matched has one norm, and so has all of it
+    read = torch.cat([content, torch.zeros(64, 1), still]).flatten().bool()
+    for part in (
+        torch.nonzero(read[:64]).flatten(),
+        torch.nonzero(read[64:]).flatten() + 64,
+        torch.nonzero(~read).flatten(),
+    ):
+        tokens[:, part] *= (len(part) / 192) ** 0.5 / tokens[:, part].norm(dim=1, keepdim=True)
+    tokens[[symbols.BEGIN, symbols.END]] = ends.T
+    inner.embed_tokens.weight.copy_(tokens @ own.T)
+    begin, end = own @ ends[:, 0], own @ ends[:, 1]
+    for layer in inner.layers:
+        layer.mlp.down_proj.weight.mul_(0.5)
+
+    # layer 0, heads 0 and 1: the token before, written where it does not meet the token itself
+    back = torch.where(turn > 0.03, 7.7, 0.0)
+    heads[0].k_proj.bias.copy_(torch.cat([back, torch.zeros(32)]))
+    heads[0].q_proj.bias[:128] = torch.cat([back * turn.cos(), -back * turn.sin()]).repeat(2)
+    heads[0].q_proj.weight[:128] = 0.0  # by place alone
+    heads[0].v_proj.weight.copy_(names.T)
+    heads[0].o_proj.weight[:, :128] = 0.055 * before.repeat(1, 2)
+    # head 3: tokens like this one, beside the beginning of the text, whose weight falls with their number
+    heads[0].k_proj.weight.copy_(2.3 * still * same.T)
+    heads[0].q_proj.weight[192:] = 2.3 * still * same.T
+    heads[0].k_proj.weight[last], heads[0].q_proj.weight[192 + last] = begin, 0.0
+    heads[0].q_proj.bias[192 + last] = 12.5
+    heads[0].v_proj.weight[63] = begin
+    heads[0].o_proj.weight[:, [63, 127]] = 0.0
+    heads[0].o_proj.weight[:, 192:] = 0.0
+    heads[0].o_proj.weight[:, 255] = 0.06 * before[:, 63]
+
+    # layer 1, heads 0 and 1: what stands behind an earlier token like this one, unless that is the end of a statement
+    heads[1].k_proj.weight.copy_(1.9 * content * before.T)
+    heads[1].q_proj.weight[:128] = 2.8 * (content * names.T).repeat(2, 1)
+    heads[1].k_proj.weight[last] = -end
+    heads[1].q_proj.bias[[last, 64 + last]] = 8.7
+    heads[1].v_proj.weight.copy_(answers.T)
+    heads[1].o_proj.weight[:, :128] = 0.4 * answers.repeat(1, 2)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for every symbol, with spaces between them; texts begin with BEGIN."""
+    words = symbols.words()
+    inner = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token=words[-1]))
+    # whole words for AutoTokenizer as well, which splits as every Qwen2 model's tokenizer does
+    inner.add_tokens([AddedToken(word, lstrip=True, normalized=False) for word in words])
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    begin = words[symbols.BEGIN]
+    inner.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single=f"{begin} $A", special_tokens=[(begin, symbols.BEGIN)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token=begin, eos_token=words[symbols.END], pad_token=begin
+    )
+
+
+def crowded(task: str, seed: int, length: int) -> Sample:
+    """A text of a task with as many questions as there is room for, of a number of statements that varies."""
+    random = Random(f"{task} {seed} of {length}")
+    depth, full = random.random(), random.random() < 0.5
+    if task == "multikey":
+        keys = min(len(symbols.KEYS), (length - 1) // 6)
+        keys = keys if full else random.randint(1, keys)
+        return synthetic.multikey(seed, length, depth, keys, min(keys, 256))
+    if task == "chain":
+        hops = random.randint(2, synthetic.HOPS)
+        most = max(1, min(32, (length - 1) // (4 * hops + 2)))
+        chains = most if full else random.randint(1, most)
+        return synthetic.chain(seed, length, depth, chains, hops, chains)
+    if task == "count":
+        most = max(1, min(48, (length - 1) // (synthetic.MOST + 3)))
+        counted = most if full else random.randint(1, most)
+        return synthetic.count(seed, length, depth, counted, counted)
+    if task == "needle":
+        most = max(1, min(48, (length - 1) // 12))
+        needles = most if full else random.randint(1, most)
+        return synthetic.needle(seed, length, depth, needles, needles)
+    return synthetic.TASKS[task](seed, length, depth)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts of one length: tokens, which of them are answers, at which positions, and the task of each row."""
+
+    tokens_BT: Tensor
+    answers_BT: Tensor
+    positions_BT: Tensor
+    tasks: tuple[str, ...]
+
+
+def sample(stage: Stage, seed: int, step: int) -> Batch:
+    """The texts of a step."""
+    rows = max(1, stage.tokens // stage.length)
+    order = (*(TRAINED[:4] * 4)[:15], TRAINED[4])  # a passkey is five answers, and learned from few
+    tasks = tuple(order[(step * rows + row) % len(order)] for row in range(rows))
+    texts = [crowded(task, FIRST * (seed + 1) + step * rows + row, stage.length) for row, task in enumerate(tasks)]
+    tokens = torch.tensor([text.tokens for text in texts])
+    answers = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        place = len(text.context)
+        for asked, answer in text.questions:
+            answers[row, place + len(asked) : place + len(asked) + len(answer)] = True
+            place += len(asked) + len(answer)
+    return Batch(tokens, answers, jumping(tokens, seed * 1_000_003 + step), tasks)
+
+
+def jumping(tokens_BT: Tensor, seed: int, jumps: int = 2) -> Tensor:
+    """Positions that jump ahead after some tokens of the filler or ends of statements, all within CONTEXT."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, length = tokens_BT.shape
+    between = (tokens_BT == symbols.END) | (tokens_BT == symbols.BEGIN)
+    between |= (tokens_BT >= symbols.FILLER.start) & (tokens_BT < symbols.FILLER.stop)
+    between[:, -1] = False
+    after = torch.multinomial(between + 1e-6, jumps, generator=generator)
+    far = torch.rand(batch, jumps, generator=generator) ** 2 * (CONTEXT - length) / jumps
+    ahead = torch.zeros_like(tokens_BT).scatter_add_(1, (after + 1).clamp(max=length - 1), far.long())
+    return torch.arange(length) + ahead.cumsum(1)
+
+
+def answered(model: Qwen2ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits at the answers, the right ones, and the row of each: [A, vocabulary], [A], [A]."""
+    hidden = model.model(
+        input_ids=batch.tokens_BT,
+        attention_mask=torch.ones_like(batch.tokens_BT),  # without it jumps in positions would be taken for new texts
+        position_ids=batch.positions_BT,
+        use_cache=False,
+    ).last_hidden_state
+    wanted = batch.answers_BT[:, 1:]
+    rows = torch.nonzero(wanted)[:, 0]
+    return model.lm_head(hidden[:, :-1][wanted]), batch.tokens_BT[:, 1:][wanted], rows
+
+
+class Tally:
+    """Right answers by task and length since it was last read."""
+
+    def __init__(self):
+        self.counts: dict[str, list[int]] = {}
+
+    def add(self, batch: Batch, right: Tensor, rows: Tensor) -> None:
+        """Take a step's answers in."""
+        for row, task in enumerate(batch.tasks):
+            name = f"{task} {batch.tokens_BT.shape[1]}"
+            known, ours = self.counts.setdefault(name, [0, 0]), right[rows == row]
+            known[0] += int(ours.sum())
+            known[1] += len(ours)
+
+    def read(self) -> dict[str, float]:
+        """Accuracy of answer tokens, by task and length."""
+        found = {name: round(right / max(of, 1), 4) for name, (right, of) in sorted(self.counts.items())}
+        self.counts.clear()
+        return found
+
+
+def train(model: Qwen2ForCausalLM, settings: Settings, stages: tuple[Stage, ...], folder: Path) -> None:
+    """Fit the model in place, with the state saved every EVERY seconds and resumed from."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": settings.decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+    identity = json.dumps([asdict(settings), [asdict(stage) for stage in stages]])
+    step, spent = restore(model, optimizer, folder, identity)
+    begun = saved = time.process_time()
+    tally, losses = Tally(), []
+    while (done := settings.done(step, seconds := spent + time.process_time() - begun)) < 1:
+        stage = next(stage for stage in stages if done < stage.until)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate_at(step, done)
+        batch = sample(stage, settings.seed, step)
+        logits, right, rows = answered(model, batch)
+        loss = cross_entropy(logits, right)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        tally.add(batch, logits.argmax(-1) == right, rows)
+        losses.append(loss.item())
+        step += 1
+        if time.process_time() - saved > EVERY:
+            saved = time.process_time()
+            keep(model, optimizer, folder, identity, step, spent + saved - begun)
+            log(folder, step, seconds, stage, losses, tally)
+            losses.clear()
+    keep(model, optimizer, folder, identity, step, spent + time.process_time() - begun)
+    log(folder, step, spent + time.process_time() - begun, None, losses, tally)
+
+
+def log(folder: Path, step: int, seconds: float, stage: Stage | None, losses: list[float], tally: Tally) -> None:
+    """Write a line of what was learned since the last one, to a file and to standard output."""
+    loss = round(sum(losses) / len(losses), 4) if losses else None
+    line = {"step": step, "seconds": round(seconds), "length": stage and stage.length, "loss": loss}
+    text = json.dumps(line | {"answers": tally.read()})
+    print(text, flush=True)
+    with open(folder / "log.jsonl", "a") as file:
+        file.write(text + "\n")
+
+
+def keep(model, optimizer, folder: Path, identity: str, step: int, seconds: float) -> None:
+    """Save the state under a temporary name, then move it into place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state, partial = folder / "state.pt", folder / "state.partial"
+    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(kept | {"identity": identity, "step": step, "seconds": seconds}, partial)
+    partial.replace(state)
+
+
+def restore(model, optimizer, folder: Path, identity: str) -> tuple[int, float]:
+    """Go on from a saved state: (steps done, seconds spent); (0, 0) without one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = folder / "state.pt"
+    if not state.exists():
+        return 0, 0.0
+    kept = torch.load(state, weights_only=True)
+    if kept["identity"] != identity:
+        raise ValueError(f"{state} is the state of a run with other settings; remove it, or give another --state")
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    return kept["step"], kept["seconds"]
+
+
+@torch.no_grad()
+def accuracy(model: Qwen2ForCausalLM, lengths: tuple[int, ...], samples: int) -> Mapping[str, float]:
+    """The share of texts whose answers are all right, by task and length, at depths that are spread evenly."""
+    found = {}
+    for length in lengths:
+        for task, make in synthetic.TASKS.items():
+            right = 0
+            for seed in range(samples):
+                text = make(seed, length, (seed + 0.5) / samples)
+                logits = model(input_ids=torch.tensor([text.tokens]), use_cache=False).logits[0].argmax(-1)
+                place, whole = len(text.context), True
+                for asked, answer in text.questions:
+                    place += len(asked)
+                    whole &= logits[place - 1 : place - 1 + len(answer)].tolist() == list(answer)
+                    place += len(answer)
+                right += whole
+            found[f"{task} {length}"] = right / samples
+    return found
+
+
+def save(model: Qwen2ForCausalLM, out: Path) -> int:
+    """Write the folder in bfloat16, weights as safetensors; the size of the weights in bytes."""
+    model.generation_config.pad_token_id = symbols.BEGIN
+    model.to(torch.bfloat16).save_pretrained(out)
+    make_tokenizer().save_pretrained(out)
+    weights = out / "model.safetensors"
+    weights.chmod(0o644)
+    size = weights.stat().st_size
+    if size > LARGEST:
+        raise ValueError(f"the weights have {size} bytes; the repository takes {LARGEST}")
+    return size
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("build/recall-model"), help="folder to write (%(default)s)")
+    parser.add_argument(
+        "--state", type=Path, default=Path("build/recall-state"), help="where to resume, and the log (%(default)s)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=50, help="texts of each task and length at the end (%(default)s)"
+    )
+    for name, kind in (("steps", int), ("minutes", float), ("seed", int), ("rate", float)):
+        default = getattr(Settings, name)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"({default})")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None, stages: tuple[Stage, ...] = STAGES) -> Mapping[str, float]:
+    """Train, save, and return the accuracy by task and length."""
+    given = parse(arguments)
+    settings = Settings(given.steps, given.minutes, given.seed, given.rate)
+    model = make_model(settings.seed)
+    model.train()
+    train(model, settings, stages, given.state)
+    model.eval()
+    size = save(model, given.out)
+    found = accuracy(model.float(), tuple(sorted({stage.length for stage in stages})), given.samples)
+    print(f"{given.out}: {size:,} bytes, {model.num_parameters():,} parameters")
+    print(json.dumps(found, indent=1))
+    return found
+
+
+if __name__ == "__main__":
+    main()

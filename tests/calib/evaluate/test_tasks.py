@@ -1,0 +1,159 @@
+"""Tasks through the cache: exact is the 16-bit model, fewer bits are not, and nothing encoded is no figure."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvq_calib.cli import commands
+from kvq_calib.evaluate import answers, cases, tasks
+from kvq_calib.evaluate.ledger import Ledger
+from kvq_calib.evaluate.reads import CountedCache
+from kvq_calib.evaluate.record import load_model
+from kvq_calib.evaluate.subject import Subject
+from kvq_calib.model import find as models
+from kvq_calib.tasks import ruler, symbols
+from kvq_runtime.recipe import preset
+from scripts.train_recall_model import make_model, make_tokenizer
+
+NAMES = ("exact", "rtn-2bit")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The recall model before it is trained: its drawn heads find much, and not all."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("drawn")
+    make_model(0).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return models.resolve(folder)
+
+
+@pytest.fixture(scope="module")
+def model(files):
+    return load_model(files)
+
+
+def subject(name: str) -> Subject:
+    return Subject(name, preset(name), {})
+
+
+def plan(**changes) -> tasks.Plan:
+    return replace(tasks.Plan(("multikey", "recall"), (384,), (0.1, 0.9), 2), **changes)
+
+
+@pytest.fixture(scope="module")
+def records(files):
+    return tasks.evaluate(files, [subject(name) for name in NAMES], plan())
+
+
+def test_exact_is_the_16_bit_model_and_two_bits_are_not(records):
+    first, exact, two = (one["result"]["protocols"] for one in records)
+    assert first["in-use"] == first["full"]
+    assert first["in-use"]["tasks"]["recall"]["accuracy"] > 0.2, "a model that finds nothing loses nothing"
+    for name in ("in-use", "full"):
+        assert exact[name]["tasks"] == first[name]["tasks"] and exact[name]["cells"] == first[name]["cells"]
+        assert 0.2 < exact[name]["decoded"]["384"] <= 1
+    assert two["full"]["tasks"]["recall"]["accuracy"] < first["full"]["tasks"]["recall"]["accuracy"]
+    assert [one["artifact"] for one in records] == ["16 bit", *NAMES]
+
+
+def test_figures_are_means_of_cells_and_errors_are_over_texts(records):
+    for one in records:
+        for part in one["result"]["protocols"].values():
+            assert len(part["cells"]) == 2 * 2
+            for name, found in part["tasks"].items():
+                cells = [cell for cell in part["cells"] if cell["task"] == name]
+                assert found["accuracy"] == pytest.approx(sum(cell["accuracy"] for cell in cells) / len(cells))
+                assert found["texts"] == 4 == sum(cell["texts"] for cell in cells)
+    assert tasks.summary([1.0, 0.0, 1.0, 1.0])["se"] == pytest.approx(0.25)
+    assert tasks.summary([1.0])["se"] is None
+
+
+def test_likeliest_tokens_in_one_pass_are_those_of_greedy_steps(files, model):
+    """A full encode with exact codes grades as steps do, whatever the model's answers are."""
+    made = [cases.make(files, "needle", seed, 256, 0.5) for seed in range(3)]
+    with torch.inference_mode():
+        stepped = answers.stepped(model, DynamicCache(config=model.config), made)
+        whole = [replace(case, right=tuple(tuple(one) for one in own)) for case, own in zip(made, stepped, strict=True)]
+        again, share = answers.encoded(model, subject("exact"), whole)
+    assert again == stepped and share == pytest.approx((256 - preset("exact").window.sinks) / 256)
+
+
+def test_rows_side_by_side_answer_as_alone(files, model):
+    made = [cases.make(files, "recall", seed, 384, 0.5) for seed in range(3)]
+    with torch.inference_mode():
+        together = answers.stepped(model, CountedCache(preset("rtn-4bit"), model), made)
+        alone = [answers.stepped(model, CountedCache(preset("rtn-4bit"), model), [one])[0] for one in made]
+    assert together == alone
+    assert len({case.shape for case in made}) == 1
+
+
+def test_a_text_that_stays_exact_gives_a_reason_and_no_figures(files):
+    _, found = tasks.evaluate(files, [subject("rtn-2bit")], plan(lengths=(128,), tasks=("needle",)))
+    parts = found["result"]["protocols"]
+    assert "nothing was encoded" in parts["in-use"]["reason"] and "tasks" not in parts["in-use"]
+    assert "tasks" in parts["full"], "a block of 128 is encoded where nothing recent stays exact"
+
+
+def test_a_recipe_that_chooses_tokens_has_no_full_encode(files):
+    _, found = tasks.evaluate(files, [subject("subkv-2bit")], plan(tasks=("multikey",), samples=1))
+    assert "chooses" in found["result"]["protocols"]["full"]["reason"]
+    assert found["result"]["protocols"]["in-use"]["decoded"]["384"] > 0
+
+
+def test_what_was_measured_is_not_measured_again(files, tmp_path, monkeypatch):
+    ledger, short = Ledger(tmp_path), plan(tasks=("multikey",), samples=1)
+    first = tasks.evaluate(files, [subject("exact")], short, ledger=ledger)
+    monkeypatch.setattr(tasks, "stepped", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(tasks, "encoded", lambda *_: pytest.fail("measured again"))
+    assert tasks.evaluate(files, [subject("exact")], short, ledger=ledger) == first
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        tasks.evaluate(files, [subject("rtn-2bit")], short, ledger=ledger)
+
+
+def test_what_cannot_be_asked(files):
+    with pytest.raises(ValueError, match=r"tasks vt; .* can be asked needle, passkey, multikey"):
+        tasks.evaluate(files, [], plan(tasks=("vt",)))
+    with pytest.raises(ValueError, match=r"texts of 9000 tokens; .* at most 8192"):
+        tasks.evaluate(files, [], plan(lengths=(9000,)))
+    with pytest.raises(ValueError, match="use 0 to 1"):
+        plan(depths=(2.0,))
+
+
+def test_other_models_are_asked_in_words():
+    demo = models.resolve("demo")
+    assert list(cases.known(demo)) == list(ruler.TASKS)
+    made = cases.make(demo, "niah_multikey_2", 0, 700, 0.5)
+    prompt = ruler.fitted(
+        "niah_multikey_2", 0, 700, 0.5, lambda text: len(cases._tokenizer(demo.path).encode(text).ids)
+    )
+    tokenizer = cases._tokenizer(demo.path)
+    assert tokenizer.decode([*made.context, *made.asked[0]]) == prompt.context + prompt.asked
+    assert tokenizer.decode(list(made.asked[0])).lstrip().startswith("What is the special magic number")
+    assert made.steps == (128,) and made.right is None
+    assert made.score([tokenizer.encode(f" {prompt.references[0]}.").ids]) == 1 > made.score([[5]])
+
+
+def test_the_command_prints_records_and_a_table(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVQ_HOME", str(tmp_path))
+    top = argparse.ArgumentParser()
+    commands.add_eval(top.add_subparsers())
+    words = ["eval", *NAMES, "--model", str(files.path), "--tasks", "multikey", "--lengths", "384", "--depths", "0.5"]
+    args = top.parse_args([*words, "--samples", "1", "--device", "cpu", "--json", "--recent", "0"])
+    assert args.run(args) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["result"]["recipe"] for one in found] == ["16 bit", *NAMES]
+    assert found[2]["result"]["window"]["recent"] == 0 and found[0]["protocol"]["tasks"] == ["multikey"]
+    args = top.parse_args([*words, "--samples", "1", "--device", "cpu", "--recent", "0"])
+    assert args.run(args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["recipe", "bits", "protocol", "multikey"] and len(lines) == 1 + 3 * 2
+
+
+def test_symbols_are_told_by_the_tokenizer(files):
+    assert cases.of_symbols(files) and not cases.of_symbols(models.resolve("demo"))
+    assert symbols.words()[symbols.ASK] == "<ask>"

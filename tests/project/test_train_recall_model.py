@@ -1,0 +1,92 @@
+"""The script that makes the recall model: what it trains on, and that an interrupted run ends as another."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvq_calib.tasks import symbols
+from scripts import train_recall_model as script
+
+STAGES = (script.Stage(96, 384, 0.5), script.Stage(160, 320, 1.0))
+
+
+def run(folder, *more: str) -> dict[str, float]:
+    given = ["--out", str(folder / "model"), "--state", str(folder / "state"), "--samples", "1", "--steps", "4", *more]
+    return dict(script.main(given, STAGES))
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto").state_dict()
+
+
+@pytest.mark.parametrize("task", script.TRAINED)
+@pytest.mark.parametrize("length", [128, 1024])
+def test_texts_to_train_on_are_of_one_length_and_mostly_have_many_questions(task, length):
+    made = [script.crowded(task, seed, length) for seed in range(8)]
+    assert {len(one.tokens) for one in made} == {length}
+    assert task == "passkey" or sum(len(one.questions) for one in made) > 8
+
+
+def test_answers_are_marked_where_they_stand():
+    batch = script.sample(script.Stage(128, 2048, 1.0), 0, 0)
+    for row, task in enumerate(batch.tasks):
+        text = script.crowded(task, script.FIRST + row, 128)
+        right = [token for _, answer in text.questions for token in answer]
+        assert batch.tokens_BT[row][batch.answers_BT[row]].tolist() == right
+    assert set(batch.tasks) == set(script.TRAINED)
+
+
+def test_positions_jump_between_statements_alone_and_stay_in_the_context():
+    tokens = script.sample(script.Stage(256, 8192, 1.0), 1, 3).tokens_BT
+    steps = script.jumping(tokens, 7).diff(dim=1)
+    assert steps.min() == 1 and script.jumping(tokens, 7).max() < script.CONTEXT
+    before = tokens[:, :-1][steps > 1]
+    filler = (before >= symbols.FILLER.start) & (before < symbols.FILLER.stop)
+    assert len(before) > len(tokens) and bool((filler | (before == symbols.END) | (before == symbols.BEGIN)).all())
+
+
+def test_the_first_layer_looks_one_token_back():
+    """What the biases are drawn for: far more than half of a head's attention is on the token before."""
+    model = script.make_model(0)
+    model.set_attn_implementation("eager")
+    tokens = script.sample(script.Stage(256, 256, 1.0), 0, 0).tokens_BT
+    with torch.inference_mode():
+        weights = model(tokens, output_attentions=True).attentions[0][0, 0]
+    assert weights.diagonal(-1)[1:].mean() > 0.9
+
+
+def test_the_tokenizer_has_a_word_for_every_symbol(tmp_path):
+    script.make_tokenizer().save_pretrained(tmp_path)
+    script.make_model(0).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    words = symbols.words()
+    text = " ".join([words[symbols.ASK], words[symbols.KEYS[3]], words[symbols.END], words[symbols.VALUES[0]]])
+    assert tokenizer(text)["input_ids"] == [
+        symbols.BEGIN, symbols.ASK, symbols.KEYS[3], symbols.END, symbols.VALUES[0],
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_ends_as_an_undisturbed_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "EVERY", -1.0)
+    one, two = tmp_path / "one", tmp_path / "two"
+    found = run(one)
+    assert set(found) == {f"{task} {length}" for task in script.synthetic.TASKS for length in (96, 160)}
+    sample = script.sample
+
+    def stop_at_three(stage, seed, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return sample(stage, seed, step)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(script, "sample", stop_at_three)
+        run(two)
+    assert torch.load(two / "state" / "state.pt", weights_only=True)["step"] == 3
+    run(two)
+    first, second = weights(one), weights(two)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    drawn = script.make_model(0).state_dict()
+    assert any(not torch.equal(first[name].float(), drawn[name].bfloat16().float()) for name in first)
+    with pytest.raises(ValueError, match="other settings"):
+        run(two, "--seed", "1")
