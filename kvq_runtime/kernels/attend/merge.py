@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.attend.kernel import EXACT
+from kvq_runtime.kernels.attend.kernel import EXACT, share
 from kvq_runtime.kernels.attend.layout import padded
 from kvq_runtime.kernels.encode.tile import FUSED, on
 
@@ -79,7 +79,8 @@ def merge(
     first = tl.program_id(2) * WIDE
     o_d, o_e = first + tl.arange(0, WIDE), tl.arange(0, EXACT)
     b_exact = tl.load(p_lse + o_e)
-    used = tl.minimum(splits, tl.load(p_lengths))
+    blocks = tl.load(p_lengths)
+    used = tl.cdiv(blocks, share(splits, blocks))
     p_blocks = p_part + EXACT * rows * D + o_d
     b_top, b_total, b_sums = _blocks(p_blocks, p_lse + EXACT, used, rows * D, o_d < D, CHUNK)
     b_higher = tl.maximum(tl.max(b_top, 0), tl.max(b_exact, 0))
