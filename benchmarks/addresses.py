@@ -1,7 +1,8 @@
 """Tell the loads of a loop apart by where their addresses come from, register by register.
 
 stream   memory that nobody has read before: codes, steps, lows
-table    the same in every pass, or the block table, read by address after address: in the first-level cache
+table    the same in every pass, or in every other one, which a counter's lowest bits choose; or the block table, read
+         by address after address: in the first-level cache
 gather   at places that were read before: codebooks, in the first-level cache
 """
 
@@ -13,6 +14,7 @@ from benchmarks.sass import Instruction
 REGISTER = re.compile(r"\b(U?R)(\d+)(\.64)?")
 LOADS = ("LDG", "LDGSTS", "LD")
 NO_RESULT = ("STG", "STS", "STSM", "STL", "ST", "BAR", "BRA", "RED", "LDGSTS")
+FEW = 16  # addresses that a counter's lowest bits choose among, at most
 # What registers come from, beside (i, word), a 32-bit word of the pass's load i: shared memory; pass after pass.
 DATA, PASS = (-1, 0), (-2, 0)
 
@@ -37,6 +39,8 @@ def load_kinds(passed: list[Instruction], once: bool = False) -> dict[int, str]:
                 read = any(load != PASS[0] and load not in pointers for load, _ in both)
                 kinds[i] = "gather" if read else "stream" if both else "table"
             _follow(i, one, comes)
+            if not once and _repeats(one):
+                comes |= {name: comes[name] - {PASS} for name in _registers(one)[0]}
     return {i: "table" if i in pointers else kind for i, kind in kinds.items()}
 
 
@@ -75,6 +79,12 @@ def _follow(i: int, one: Instruction, comes: dict[str, frozenset]) -> None:
         halves = [[comes[name] for name, half in sources if half in (None, word)] for word in (0, 1)]
         made = [frozenset().union(*parts) for parts in halves][: len(target)]
     comes.update(zip(target, made, strict=True))
+
+
+def _repeats(one: Instruction) -> bool:
+    """Whether a result is one of FEW: the lowest bits of something."""
+    masks = [int(operand, 16) for operand in one.operands[1:3] if re.fullmatch("0x[0-9a-f]+", operand)]
+    return one.name in ("LOP3", "ULOP3") and "0xc0" in one.operands[4:] and any(mask < FEW for mask in masks)
 
 
 def _registers(one: Instruction) -> tuple[list[str], list[tuple[str, int | None]]]:

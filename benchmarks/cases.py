@@ -104,7 +104,7 @@ def row(case: Case) -> dict[str, Any]:
 
 
 def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The decode step over random codes: a function of the query (and launch settings)."""
+    """The decode step over random codes: a function of the query (and launch settings, and the number of splits)."""
     attention = dispatch.kernels("attend.host")
     geometry, recipe = case.model.geometry, case.schemes()
     schemes, alive = [], []
@@ -131,13 +131,13 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
         speed = 10_000.0 ** (-torch.arange(geometry.head_size // 2, device=device) * 2 / geometry.head_size)
         rope = attention.RopeTables.of(speed, 1.0, 128, case.blocks + 1, starts, recipe.position)
 
-    def step(q: Tensor, how: Any = None) -> tuple[Tensor, Tensor]:
+    def step(q: Tensor, how: Any = None, splits: int | None = None) -> tuple[Tensor, Tensor]:
         assert alive
         given = (q, schemes[0], schemes[1], exact, lengths, starts)
-        if how not in cuts:
+        if splits is None and how not in cuts:
             cuts[how] = attention.choose_splits(*given, MAX_TOKENS // recipe.window.block, rope, how)
         scale = case.model.head_size**-0.5
-        return attention.attend(*given, scale, cuts[how], rope, how)
+        return attention.attend(*given, scale, splits or cuts[how], rope, how)
 
     return step
 

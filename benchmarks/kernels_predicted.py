@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.cases import MODELS, Case
 from benchmarks.kernels_aot import FAMILIES, attends, main_pass
 from benchmarks.lines import RESULTS
-from benchmarks.predict import Loop, attend_cycles, loop_of, whole_cycles
+from benchmarks.predict import Loop, attend_cycles, loop_of, used_splits, whole_cycles
 from benchmarks.recorded import Recorded, recorded
 from benchmarks.simulate import BANDWIDTH, CLOCK, MULTIPROCESSORS
 from kvq_runtime.kernels.attend import host as attention
@@ -56,7 +56,7 @@ def predicted(case: Case, loop: Loop) -> dict[str, Any]:
     launched, others = launches(case, cut)
     took = LAUNCH * (len(launched) + others) + sum(
         attend_cycles(loop, lines, case.blocks, cut, window) if one.function.__name__ == "attend"
-        else whole_cycles(one, min(cut, case.blocks))
+        else whole_cycles(one, used_splits(case.blocks, cut))
         for one in launched
     ) / CLOCK * 1e6  # fmt: skip
     theirs = case.dense() / BANDWIDTH * 1e6 + BF16_LAUNCH

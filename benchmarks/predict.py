@@ -50,6 +50,11 @@ class Loop:
         return {name: share * run.each * self.passes for name, share in run.busy.items()}
 
 
+def used_splits(blocks: int, splits: int) -> int:
+    """Programs that a line's blocks take of at most `splits`, as kernel.py shares them out."""
+    return ceil(blocks / ceil(blocks / splits)) if blocks else 0
+
+
 @cache
 def _simulated(loop: Loop, count: int) -> Run:
     return simulate(loop.steps, count, loop.warps)
@@ -72,15 +77,17 @@ def attend_cycles(loop: Loop, lines: int, blocks: int, splits: int, window: int)
     """Cycles of attention's grid.
 
     lines    batch rows times KV heads
-    blocks   of a line, shared out over `splits` programs, the longer ones first; `window` more attend to what is exact
+    blocks   of a line, shared out over at most `splits` programs as kernel.py does; `window` more attend to what is
+             exact
     """
-    used = min(blocks, splits)
-    each, more = divmod(blocks, max(1, used))
-    left, long, places, cycles, free = used * lines, more * lines, loop.room * MULTIPROCESSORS, 0.0, 0
+    each = ceil(blocks / splits)
+    used = used_splits(blocks, splits)
+    left, places, cycles, free = used * lines, loop.room * MULTIPROCESSORS, 0.0, 0
     while left > 0:
         now = min(left, places)
-        cycles += START + (each + (long > 0)) * loop.each(ceil(now / MULTIPROCESSORS))
-        left, long, free = left - now, long - now, places - now
+        longest = each if left > lines else blocks - (used - 1) * each  # a line's last program is the shorter one
+        cycles += START + longest * loop.each(ceil(now / MULTIPROCESSORS))
+        left, free = left - now, places - now
     last = START + WINDOW if window else 0
     return max(cycles, last) if window * lines <= free else cycles + last
 

@@ -8,7 +8,8 @@ the ALU and 32 / E wavefronts. An H200's memory gives about 63 elements at 2.25 
 Source of rates: NVIDIA, CUDA C++ Programming Guide, throughput of native arithmetic instructions, column 9.0.
 
 Not seen in machine code, and left out: bank conflicts and addresses that are not side by side, except that a gather is
-taken to need GATHER wavefronts for each of its 32-bit registers.
+taken to need GATHER wavefronts for each of its 32-bit registers, and that lanes read the same of a table where they
+read less than VECTOR registers at once.
 """
 
 from collections import Counter, defaultdict
@@ -31,6 +32,7 @@ NAMES = {
 UNITS = {name: unit for unit, names in NAMES.items() for name in names.split()}
 LSU = ("shared", "global")
 MULTIPLICATIONS = {"FMUL", "FFMA", "HMUL2", "HFMA2", "FMUL2", "FFMA2", "IMUL"}
+VECTOR = 4
 GATHER = 5  # of 32 lanes that read 32 bits each anywhere the fullest of 32 banks has 3 or 4, and tags take time too
 
 
@@ -67,7 +69,9 @@ def wavefronts(one: Instruction, kind: str) -> int:
         return 0
     if one.name in ("LDSM", "STSM"):
         return one.tiles
-    return {"gather": GATHER * one.width, "table": 1}.get(kind, one.width)
+    if kind == "table" and one.width < VECTOR:
+        return 1
+    return one.width * (GATHER if kind == "gather" else 1)
 
 
 def awaited(one: Instruction) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from tiers import each_once, some, together
 from kvq_runtime.kernels.attend import host, launch
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.lloyd import Lloyd
+from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.rotate import Hadamard, Random
 from kvq_runtime.stages.rtn import Rtn
 
@@ -75,7 +76,11 @@ PADDED = {"starts": (7, 40), "blocks": 5, "splits": 3}
 
 
 @pytest.mark.parametrize(
-    "name", some(["kivi-2", "kivi-groups-2", "rtn-4", "quarot", "higgs-2-16", "lloyd-3", "polar"], "kivi-2", "lloyd-3")
+    "name",
+    some(
+        ["kivi-2", "kivi-groups-2", "rtn-4", "quarot", "higgs-2-16", "higgs-2-64", "lloyd-3", "polar"],
+        *("kivi-2", "higgs-2-64", "lloyd-3"),
+    ),
 )
 def test_means(name, monkeypatch):
     check(Case(*centred(FAMILIES[name]), **PADDED), monkeypatch)
@@ -170,10 +175,13 @@ def test_splits_of_very_large_scores(monkeypatch):
 
 
 REAL = {
-    "a scale a channel": kivi(2, block=128),
-    "a scale a token": same(scheme(Rtn(2, "head"), block=128)),
-    "groups of 32": squat(2, 32, 128),
-    "looked up": same(scheme(Grid(2, 16, "head"), Hadamard("head"), block=128)),
+    "a scale a channel": (kivi(2, block=128), {}),
+    "a scale a token": (same(scheme(Rtn(2, "head"), block=128)), {}),
+    "groups of 32": (squat(2, 32, 128), {}),
+    "looked up": (same(scheme(Grid(2, 16, "head"), Hadamard("head"), block=128)), {}),
+    "before RoPE": (squat(2, 32, 128), {"position": "pre", "starts": (21,)}),
+    # what padding leaves of a slab each; the interpreter takes long
+    "angles": (same(scheme(Polar(), Random(), block=128)), {"starts": (31 * 128 + 5,)}),
 }
 
 
@@ -193,9 +201,10 @@ def test_real_sizes_as_a_gpu_would_be_launched(name, monkeypatch):
     """8 KV heads of 128, blocks of 128 tokens in two slabs, a window of 192. Two of the heads are attended to: the
     interpreter takes half a minute for all."""
     monkeypatch.setattr(host, "attend_kernel", FirstHeads(host.attend_kernel))
-    sizes = Case(*REAL[name], size=128, heads=8, ratio=4, blocks=33, window=192, splits=7, starts=(0,))
+    sizes = {"size": 128, "heads": 8, "ratio": 4, "blocks": 33, "window": 192, "splits": 7}
+    pair, given = REAL[name]
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what other heads leave to the merge
-    case = replace(sizes, settings=launch.default, dtype=torch.bfloat16)
+    case = Case(*pair, **sizes | given, settings=launch.default, dtype=torch.bfloat16)
     out, level, wanted, levels = (x[:, : 2 * case.ratio] for x in run(case))
     assert error(out, wanted) <= TOLERANCE[case.dtype]
     assert float((level.double() - levels).abs().max()) <= 0.02

@@ -89,16 +89,17 @@ def launches(monkeypatch):
     return taken
 
 
-@pytest.mark.xfail(reason="the merge is another kernel for few splits, which no job compiles ahead", strict=True)
 @pytest.mark.parametrize("model", [model.name for model in cases.MODELS])
 def test_what_is_timed_was_compiled(model, launches):
-    """Every kernel of every decode step of a whole run, beside the kernel over pages."""
+    """Every kernel of every decode step of a whole run, beside the kernel over pages; and of merges, those of a class
+    of splits that a batch of the run does not ask for."""
     tasks = run.tasks(gpu.arguments(["--only", "attend,profile", "--models", model]), None, None)
     compiled, timed = {}, defaultdict(set)
     for job in run.jobs_of(tasks):
         jobs.launched(job, META)
         compiled[job] = launches()
-        assert len(compiled[job]) == 2, job
+        merges = {kernel for kernel in compiled[job] if kernel[0] == "merge"}
+        assert len(compiled[job] - merges) == 2 - (job.kind == "attend") and len(merges) <= len(merge.CLASSES), job
     ends = (min(cases.LENGTHS), max(cases.LENGTHS))
     for case in run.chosen(gpu.arguments(["--models", model])):
         if case.tokens not in ends and case.recipe != cases.FAMILIES[0]:
@@ -108,7 +109,8 @@ def test_what_is_timed_was_compiled(model, launches):
         if case.recipe == cases.FAMILIES[0]:
             paged.built(case, META)()
             timed[Job("paged", model, batch=case.batch)] |= launches()
-    assert {job: frozenset(kernels) for job, kernels in timed.items()} == compiled
+    assert timed.keys() == compiled.keys() and all(timed[job] <= compiled[job] for job in compiled)
+    assert all({kernel[0] for kernel in timed[job]} == {kernel[0] for kernel in compiled[job]} for job in compiled)
     assert {job.batch for job in compiled if job.kind == "paged"} == set(cases.BATCHES)
     assert [job.recipe for job in compiled if job.kind == "attend"] == list(cases.FAMILIES), "one for all batches"
 

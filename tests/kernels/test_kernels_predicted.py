@@ -118,11 +118,12 @@ def test_waves_of_programs():
     loop = Loop([step(stall=10)] * 5, 2, 1, 2)
     assert [loop.each(count) for count in (1, 2)] == [100, 100]
     assert attend_cycles(loop, 132, 10, 2, 0) == START + 5 * 100
-    assert attend_cycles(loop, 132, 10, 3, 0) == 2 * START + 4 * 100 + 3 * 100  # 4, 3 and 3
+    assert attend_cycles(loop, 132, 10, 3, 0) == 2 * START + 4 * 100 + 2 * 100  # 4, 4 and 2
     assert attend_cycles(loop, 132, 10, 1, 1) == START + WINDOW  # beside the blocks', and longer
     assert attend_cycles(loop, 132, 10, 2, 1) == START + 5 * 100 + START + WINDOW  # no room beside them
-    assert attend_cycles(loop, 1, 5, 4, 0) == START + 2 * 100  # 2, 1, 1 and 1 blocks
+    assert attend_cycles(loop, 1, 5, 4, 0) == START + 2 * 100  # 2, 2, 1 and no block
     assert attend_cycles(loop, 264, 3, 2, 0) == 2 * START + 2 * 100 + 100  # those of two blocks run first
+    assert attend_cycles(loop, 132, 5, 4, 0) == 2 * START + 2 * 100 + 100  # three programs for two places
     assert attend_cycles(loop, 1, 2, 4, 0) == START + 100  # two splits have none
 
 

@@ -112,6 +112,16 @@ def test_loads_are_told_apart():
     )
     assert load_kinds(gathers) == {0: "stream", 3: "gather", 4: "table", 9: "gather"}
     assert load_kinds(gathers, once=True)[4] == "stream"  # nobody has read it before
+    chosen = written(
+        "IADD3 R4, R4, 0x1, RZ",
+        "LOP3.LUT R6, R4, 0x1, RZ, 0xc0, !PT",
+        "IMAD.WIDE R8, R6, 0x1000, R20",
+        "LDG.E.128 R12, desc[UR4][R8.64]",
+        "IMAD.WIDE R8, R4, 0x1000, R20",
+        "LDG.E.128 R12, desc[UR4][R8.64]",
+    )
+    assert load_kinds(chosen) == {3: "table", 5: "stream"}
+    assert [need.wavefronts for need in units.needs(chosen) if need.kind] == [4, 4]
 
 
 def test_a_spilled_address_stays_one():

@@ -4,6 +4,9 @@ A code stays in its 16-bit container and becomes the mantissa of a float16 with 
 `weight`. One operation does that for two containers (LOP3). Products are of x; the ones are subtracted afterwards, in
 float32, from a whole sum at once. Codes of a codebook are looked up instead: see levels.py.
 
+A tile in registers is [I, 256 = (8 g, 4 t, 2 r, 2 w, 2 h)]: of two dimensions every Triton gives a warp's lanes the
+last one, 16 bytes each, so that tiles are loaded as they are multiplied.
+
 Letters beside those of settings.py: I groups of 16 channels of a run · S tiles of tokens of a sub-block.
 """
 
@@ -12,6 +15,15 @@ import triton.language as tl
 
 from kvq_runtime.kernels.attend import levels
 from kvq_runtime.kernels.attend.settings import COMPILED
+
+# two channels of a pair, of two float16 each: $0, $1 = rotated (x - 1) step + low, see scores_of_pairs
+ROTATED = tl.constexpr("""{
+    .reg .b32 m, a, b, s, t;
+    mov.b32 m, 0xBC00BC00; add.rn.f16x2 a, $2, m; add.rn.f16x2 b, $3, m;
+    fma.rn.f16x2 a, a, $4, $6; fma.rn.f16x2 b, b, $5, $7;
+    mul.rn.f16x2 s, b, $9; neg.f16x2 s, s; mul.rn.f16x2 t, a, $9;
+    fma.rn.f16x2 $0, a, $8, s; fma.rn.f16x2 $1, b, $8, t;
+}""")
 
 
 @triton.constexpr_function
@@ -60,7 +72,7 @@ def _assembly(planes, tile):
 
 @triton.jit
 def load_words(p_codes, S: tl.constexpr):
-    """All words of a sub-block, S of RoundedSettings: a tuple of int16 [I, 8 g, 32 = (4 t, 2 r, 2 w, 2 h)]."""
+    """All words of a sub-block, S of RoundedSettings: a tuple of int16 [I, 256]."""
     b_words = ()
     for number in tl.static_range(len(S.WORDS)):
         b_words = b_words + (_load(p_codes, S, number),)
@@ -69,13 +81,12 @@ def load_words(p_codes, S: tl.constexpr):
 
 @triton.jit
 def _load(p_codes, S: tl.constexpr, NUMBER: tl.constexpr):
-    """The words that one of WORDS says: int16 [I, 8, 32]."""
+    """The words that one of WORDS says: int16 [I, 256]."""
     W: tl.constexpr = S.WORDS[NUMBER]
     START: tl.constexpr = W.START  # Triton 3.6 does not compute with a plain number
     STRIDE: tl.constexpr = W.STRIDE
     COUNT: tl.constexpr = W.COUNT
-    o_i = tl.arange(0, COUNT)[:, None, None]
-    o_lane = tl.arange(0, 8)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    o_i, o_lane = tl.arange(0, COUNT)[:, None], tl.arange(0, 256)[None, :]
     if W.BITS == 16:
         p = (p_codes + START).to(tl.pointer_type(tl.int16), bitcast=True)
         b_word = tl.load(p + (o_i * (STRIDE // 2) + o_lane))
@@ -86,7 +97,7 @@ def _load(p_codes, S: tl.constexpr, NUMBER: tl.constexpr):
 
 @triton.jit
 def operand(b_words, TILE: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
-    """1 + code / weight of one tile of tokens and a run of channels, or what is looked up: float16 [I, 8, 32]."""
+    """1 + code / weight of one tile of tokens and a run of channels, or what is looked up: float16 [I, 256]."""
     R: tl.constexpr = S.RUNS[RUN]
     b_planes = ()
     for number in tl.static_range(len(R.PLANES)):
@@ -109,7 +120,7 @@ def operand(b_words, TILE: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def rows_of_tokens(b_x, S: tl.constexpr, RUN: tl.constexpr):
-    """[I, 8, 32] as the operand [16 tokens, 16 · I channels]."""
+    """[I, 256] as the operand [16 tokens, 16 · I channels]."""
     R: tl.constexpr = S.RUNS[RUN]
     COUNT: tl.constexpr = R.COUNT
     b_x = tl.permute(tl.reshape(b_x, (COUNT, 8, 4, 2, 2, 2)), (3, 1, 0, 4, 2, 5))
@@ -118,7 +129,7 @@ def rows_of_tokens(b_x, S: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def rows_of_channels(b_x, S: tl.constexpr, RUN: tl.constexpr):
-    """[I, 8, 32] as the operand [16 · I channels, 16 tokens]."""
+    """[I, 256] as the operand [16 · I channels, 16 tokens]."""
     R: tl.constexpr = S.RUNS[RUN]
     COUNT: tl.constexpr = R.COUNT
     b_x = tl.permute(tl.reshape(b_x, (COUNT, 8, 4, 2, 2, 2)), (0, 3, 1, 4, 2, 5))
@@ -152,56 +163,77 @@ def no_sums(S: tl.constexpr, RUN: tl.constexpr, M: tl.constexpr):
     return tl.zeros((16 * COUNT, M), tl.float32)
 
 
+# ---- heads in pairs: channels 16 i + f and 16 i + 8 + f are those that RoPE rotates together, f below 8 -------------
+
+
 @triton.jit
 def frequencies(S: tl.constexpr, RUN: tl.constexpr):
-    """RoPE's frequency of each stored channel of a run, of a head in pairs: int32 [16 · I]."""
-    o_c = channels(S, RUN)
-    return o_c // 16 * 8 + o_c % 8
+    """RoPE's frequencies of a run: int32 [8 · I]."""
+    R: tl.constexpr = S.RUNS[RUN]
+    FIRST: tl.constexpr = R.FIRST
+    STEP: tl.constexpr = R.STEP
+    COUNT: tl.constexpr = R.COUNT
+    o_f = tl.arange(0, 8 * COUNT)
+    return (FIRST + o_f // 8 * STEP) * 8 + o_f % 8
 
 
 @triton.jit
-def is_left(S: tl.constexpr, RUN: tl.constexpr):
-    """Whether a stored channel is of the head's first half, of a head in pairs: [16 · I]."""
-    return channels(S, RUN) % 16 < 8
-
-
-@triton.jit
-def channels_of_head(S: tl.constexpr, RUN: tl.constexpr, L: tl.constexpr):
-    """The head's channels in the order in which a run stores them: int32 [16 · I]."""
-    return frequencies(S, RUN) + tl.where(is_left(S, RUN), 0, L.D // 2) if S.PAIRS else channels(S, RUN)
-
-
-@triton.jit
-def partners(b_x):
-    """[N, 16 · I], stored channels in pairs: in place of each the one that RoPE rotates it with."""
-    N: tl.constexpr = b_x.shape[0]
-    C: tl.constexpr = b_x.shape[1]
-    b_left, b_right = tl.split(tl.permute(tl.reshape(b_x, (N, C // 16, 2, 8)), (0, 1, 3, 2)))
-    return tl.reshape(tl.permute(tl.join(b_right, b_left), (0, 1, 3, 2)), (N, C))
+def frequencies_of_lanes(S: tl.constexpr, RUN: tl.constexpr):
+    """The same, as lanes hold them: int32 [I, 4 t, 2 h]. The left channel of f is stored at f + f // 8 · 8."""
+    R: tl.constexpr = S.RUNS[RUN]
+    FIRST: tl.constexpr = R.FIRST
+    STEP: tl.constexpr = R.STEP
+    COUNT: tl.constexpr = R.COUNT
+    o_f = tl.arange(0, 4)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+    return (FIRST + tl.arange(0, COUNT)[:, None, None] * STEP) * 8 + o_f
 
 
 @triton.jit
 def angles_of_tile(p_table, i_tile, L: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
-    """cos, and sin with the sign that a channel's partner gets, of a tile's positions in its block: float16 [16 tokens,
-    16 · I stored channels] each.
+    """cos and sin of the positions of a tile in its block: float16 [I, 8 g, 4 t, 2 r, 2 h] each.
 
-    p_table   [tiles, D / 16, 2, 8 g, 4 t, 2 r, 2 h], see rope.py
+    p_table   as `RopeTables.block` has them, for keys before RoPE
     """
     R: tl.constexpr = S.RUNS[RUN]
     FIRST: tl.constexpr = R.FIRST
     STEP: tl.constexpr = R.STEP
     COUNT: tl.constexpr = R.COUNT
-    o_i = tl.arange(0, COUNT)[:, None, None]
-    o_lane = tl.arange(0, 8)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    p = p_table + (i_tile * (L.D // 16) + FIRST + o_i * STEP) * 256 + o_lane
-    b_cos, b_sin = tl.load(p), tl.load(p + 128)
-    return _both_halves(b_cos, b_cos, S, RUN), _both_halves(-b_sin, b_sin, S, RUN)
+    o_i, o_lane = tl.arange(0, COUNT)[:, None], tl.arange(0, 256)[None, :]
+    b_both = tl.load(p_table + (i_tile * (L.D // 16) + FIRST + o_i * STEP) * 256 + o_lane)
+    return tl.split(tl.permute(tl.reshape(b_both, (COUNT, 8, 4, 2, 2, 2)), (0, 1, 2, 4, 5, 3)))
 
 
 @triton.jit
-def _both_halves(b_left, b_right, S: tl.constexpr, RUN: tl.constexpr):
-    """[I, 8, 16 = (4 t, 2 r, 2 h)] of frequencies, for left and right channels, as [16 tokens, 16 · I channels]."""
+def scores_of_pairs(b_x, b_steps, b_lows, b_angles, b_q, b_s, S: tl.constexpr, RUN: tl.constexpr):
+    """Scores b_s [16, M] plus those of a tile whose channels are decoded and rotated: (x - 1) step + low.
+
+    b_x               [I, 256], see `operand`
+    b_steps, b_lows   of left and right channels, float16 [I, 4 t, 2 h] each
+    b_angles          cos and sin, float16 [I, 8 g, 4 t, 2 r, 2 h]
+    b_q               left and right channels of the query, float16 [8 · I, M]
+    """
     R: tl.constexpr = S.RUNS[RUN]
     COUNT: tl.constexpr = R.COUNT
-    b_x = tl.join(tl.reshape(b_left, (COUNT, 8, 4, 2, 2)), tl.reshape(b_right, (COUNT, 8, 4, 2, 2)))
-    return tl.reshape(tl.permute(b_x, (3, 1, 0, 5, 2, 4)), (16, 16 * COUNT))
+    M: tl.constexpr = b_s.shape[1]
+    b_left, b_right = tl.split(tl.permute(tl.reshape(b_x, (COUNT, 8, 4, 2, 2, 2)), (0, 1, 2, 3, 5, 4)))
+    b_step1, b_step2 = b_steps[0][:, None, :, None, :], b_steps[1][:, None, :, None, :]
+    b_low1, b_low2 = b_lows[0][:, None, :, None, :], b_lows[1][:, None, :, None, :]
+    b_cos, b_sin = b_angles
+    if COMPILED:
+        b_left, b_right = tl.inline_asm_elementwise(
+            ROTATED, "=&r,=&r,r,r,r,r,r,r,r,r",
+            [b_left, b_right, b_step1, b_step2, b_low1, b_low2, b_cos, b_sin],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        b_left, b_right = (b_left - 1.0) * b_step1 + b_low1, (b_right - 1.0) * b_step2 + b_low2
+        b_left, b_right = b_left * b_cos - b_right * b_sin, b_right * b_cos + b_left * b_sin
+        b_left, b_right = b_left.to(tl.float16), b_right.to(tl.float16)
+    if COUNT == 1:  # a product takes no fewer than 16 channels
+        b_k = tl.permute(tl.join(b_left, b_right), (3, 1, 0, 5, 2, 4))
+        b_both = tl.permute(tl.join(b_q[0], b_q[1]), (2, 0, 1))
+        b_s = tl.dot(tl.reshape(b_k, (16, 16)), tl.reshape(b_both, (16, M)), b_s)
+    else:
+        b_s = tl.dot(tl.reshape(tl.permute(b_left, (3, 1, 0, 2, 4)), (16, 8 * COUNT)), b_q[0], b_s)
+        b_s = tl.dot(tl.reshape(tl.permute(b_right, (3, 1, 0, 2, 4)), (16, 8 * COUNT)), b_q[1], b_s)
+    return b_s

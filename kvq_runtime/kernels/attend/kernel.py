@@ -4,10 +4,10 @@ One program per (batch row, KV head), tile of queries and split of the tokens. T
 query tokens, are the M columns of one tile, so that every byte is read once; where they are more, their tiles are
 neighbours in the grid, which read the same bytes at the same time. The first EXACT splits are not of blocks: they share
 the window, which is exact, and the first of them has the sinks, for slots that are encoded. The blocks are shared out
-evenly over the splits after them, whose number is fixed; how many blocks there are is read on the device, and where
-they are fewer than the splits, the last of these write nothing. Tokens are rows and queries columns of the tensor
-cores' products, whose tiles are 16 rows and 8 columns at least: as many tokens there always are, but seldom more
-queries.
+over the splits after them, whose number is fixed, each as long as the longest has to be; how many blocks there are is
+read on the device, and splits that none are left for write nothing: so no split is waited for, and programs are few.
+Tokens are rows and queries columns of the tensor cores' products, whose tiles are 16 rows and 8 columns at least: as
+many tokens there always are, but seldom more queries.
 
 Names, in all files of this folder: p_ pointers · b_ tiles (blocks of numbers in registers) · i_ indices · o_ offsets
 along a dimension · m_ masks of them · capitals, what is known at compile time: see settings.py.
@@ -66,15 +66,19 @@ def attend(
         )  # fmt: skip
         softmax.store(b_exact, part, L, XS)
     else:
-        i_split, used = i_part - EXACT, tl.minimum(splits, blocks)
-        if i_split < used:
-            each, more = blocks // used, blocks % used  # the first `more` splits have a block more
-            i_first = i_split * each + tl.minimum(i_split, more)
-            i_last = i_first + each + (i_split < more).to(tl.int32)
+        i_first = (i_part - EXACT) * share(splits, blocks)
+        i_last = tl.minimum(i_first + share(splits, blocks), blocks)
+        if i_first < i_last:
             SCAN(
                 Query(p_q, p_rotation, rows, first), q_exact, scale, p_rope, p_keys, p_values, p_key_lookup,
                 p_value_lookup, i_first, i_last, i_b, i_h, start + L.SINKS, part, L, READ_KEYS, KS, READ_VALUES, VS,
             )  # fmt: skip
+
+
+@triton.jit
+def share(splits, blocks):
+    """Blocks of a split, at least 1; the last that has any may have fewer."""
+    return tl.maximum(tl.cdiv(blocks, splits), 1)
 
 
 @triton.jit

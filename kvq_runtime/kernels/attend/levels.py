@@ -23,7 +23,7 @@ PAIRED = tl.constexpr("0x3120")  # the two containers' bytes, those of the same 
 
 @triton.jit
 def operand(b_planes, TILE: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
-    """The numbers of one tile of tokens and a run of channels, as loaded: float16 [I, 8, 32].
+    """The numbers of one tile of tokens and a run of channels, as loaded: float16 [I, 256].
 
     b_planes   the containers of each plane
     """

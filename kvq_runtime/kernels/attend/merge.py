@@ -3,21 +3,21 @@
 out = (Σ 2^(lse_i - top) · mean_i) / Σ 2^(lse_i - top); the blocks' part is multiplied with the rotation first.
 
 A pass over the splits loads levels and means side by side: no load waits for another one's result. It takes as many
-splits as there are, up to MOST; where they are few a program is one warp, for of a large batch there are thousands of
-programs. Each of CHUNK places sums up every CHUNK-th split by its own largest level so far; places are added up at the
-end, once. Splits that no block came to are neither written nor read.
+splits as there are, up to the last of CLASSES; where they are few a program is one warp, for of a large batch there are
+thousands of programs. Each of CHUNK places sums up every CHUNK-th split by its own largest level so far; places are
+added up at the end, once. Splits that no block came to are neither written nor read.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.attend.kernel import EXACT
+from kvq_runtime.kernels.attend.kernel import EXACT, share
 from kvq_runtime.kernels.attend.layout import padded
 from kvq_runtime.kernels.encode.tile import FUSED, on
 
 LOADED = 1024  # elements of partial results that a warp loads at once
-FEW, MOST = 16, 128  # splits that a program takes at a time
+CLASSES = (16, 32, 64, 128)  # splits that a program takes at a time: as few as there are, at most the last
 WARPS = 4  # of a program that rotates; of any other, at most
 ROTATION = 16384  # elements of a rotation that it multiplies with at once
 
@@ -46,12 +46,12 @@ def merge_parts(
 def merged(size: int, splits: int, rotates: bool) -> tuple[int, int, int, int]:
     """(channels of a program, channels that it writes at a time, splits that it takes at a time, warps).
 
-    A rotation needs all channels of a head. Of splits there are four classes, so that few merges are compiled.
+    A rotation needs all channels of a head. Splits of one of CLASSES share a merge, so that few are compiled.
     """
-    wide, some = padded(size), min(MOST, max(FEW, triton.next_power_of_2(splits)))
+    wide, some = padded(size), next((count for count in CLASSES if splits <= count), CLASSES[-1])
     if rotates:
         return wide, min(wide, ROTATION // wide), min(some, WARPS * LOADED // wide), WARPS
-    wide = min(wide, 64 if some == FEW else 32)
+    wide = min(wide, 64 if some == CLASSES[0] else 32)
     return wide, wide, some, max(1, some * wide // LOADED)
 
 
@@ -79,7 +79,8 @@ def merge(
     first = tl.program_id(2) * WIDE
     o_d, o_e = first + tl.arange(0, WIDE), tl.arange(0, EXACT)
     b_exact = tl.load(p_lse + o_e)
-    used = tl.minimum(splits, tl.load(p_lengths))
+    blocks = tl.load(p_lengths)
+    used = tl.cdiv(blocks, share(splits, blocks))
     p_blocks = p_part + EXACT * rows * D + o_d
     b_top, b_total, b_sums = _blocks(p_blocks, p_lse + EXACT, used, rows * D, o_d < D, CHUNK)
     b_higher = tl.maximum(tl.max(b_top, 0), tl.max(b_exact, 0))

@@ -2,22 +2,20 @@
 
 from typing import Any
 
-WAVES = 2  # rounds of programs
-
 
 def splits(lines: int, blocks: int, multiprocessors: int, resident: int) -> int:
-    """How many parts to cut the blocks into: WAVES rounds of programs, or fewer where there are fewer blocks.
+    """Into how many parts to cut the blocks at most: what the device runs at once, or fewer where blocks are fewer.
 
-    All splits of a step are equally long, to within a block. One round, full, would be as fast if all programs took the
-    same time; of two, early ones make room for later ones. More rounds mean more partial results to write and merge. It
-    is rounded down: a few programs more than fill the rounds would take one more, almost empty. Nothing here depends on
-    how many tokens there are, so that a recorded step stays right as they become more.
+    Splits are equally long (kernel.py), so that a second round would begin when the first one ends: it would read
+    lengths and queries again, and leave more partial results to merge. It is rounded down: a few programs more would
+    take a round of their own. Nothing here depends on how many tokens there are, so that a recorded step stays right as
+    they become more.
 
     lines      batch rows times KV heads
     blocks     that there is room for
     resident   programs that a multiprocessor runs at once, see `resident`
     """
-    return max(1, min(blocks, WAVES * multiprocessors * resident // max(1, lines)))
+    return max(1, min(blocks, multiprocessors * resident // max(1, lines)))
 
 
 def resident(registers: int, shared: int, warps: int, limits: Any) -> int:

@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq_runtime.kernels.attend.query import load_query
+from kvq_runtime.kernels.attend.settings import COMPILED
+from kvq_runtime.ops.fragment import EDGE
 
-CHUNK = tl.constexpr(32)  # channels that a product takes at a time: more would lie in registers
+CHUNK = tl.constexpr(32)  # frequencies that a product takes at a time: more would lie in registers
 
 
 class RopePointers(NamedTuple):
@@ -40,9 +42,10 @@ class RopePointers(NamedTuple):
 class RopeTables(NamedTuple):
     """Cos and sin by positions: constant but for `leads`. K = D / 2 frequencies.
 
-    block           of the positions of a block, float16: cos and sin for keys before RoPE, as lanes hold a tile of 16
-                    tokens and 8 frequencies, [T / 16, K / 8, 2, 8 g, 4 t, 2 r, 2 h], token g + 8 r, frequency 2 t + h;
-                    cos - 1 and sin [T, 2, K] for the mean of keys after it
+    block           of the positions of a block, float16, as lanes hold a tile of 16 tokens, T and K rounded up, zeros
+                    beyond K: cos and sin for keys before RoPE, [T / 16, K / 8, 8 g, 4 t, 2, 2 r, 2 h], token g + 8 r,
+                    frequency 2 t + h; cos - 1 and sin for the mean of keys after it, of 16 frequencies, the operand A
+                    of ops/fragment.py, [T / 16, K / 16, 2, 8 g, 4 t, 2 r, 2 w, 2 h], frequency 2 t + h + 8 w
     step_2K         of T, float32
     bases_N2K       of every block's first position, float32
     leads_B2K       of every row's start, float32, times `scaling`
@@ -66,14 +69,19 @@ class RopeTables(NamedTuple):
         starts_B   the first real slot of each row
         """
         frequencies_K = frequencies_K.double()
-        inside_T2K = _circle(torch.arange(block), frequencies_K)
+        inside_T2K = _circle(torch.arange(-(-block // EDGE) * EDGE), frequencies_K)
         if position == "pre":
             tiles = inside_T2K.view(-1, 2, 8, 2, len(frequencies_K) // 8, 4, 2)  # T / 16, r, g, 2, K / 8, t, h
-            table = tiles.permute(0, 4, 3, 2, 5, 1, 6)
+            table = tiles.permute(0, 4, 2, 5, 3, 1, 6)
         else:
-            # 1 - cos x = 2 sin²(x / 2), which loses nothing where cos is near 1
-            half_TK = _circle(torch.arange(block) / 2, frequencies_K)[:, 1]
-            table = torch.stack([-2 * half_TK.square(), inside_T2K[:, 1]], 1)
+            # cos x - 1 = -2 sin²(x / 2), which loses nothing where cos is near 1
+            half_TK = _circle(torch.arange(len(inside_T2K)) / 2, frequencies_K)[:, 1]
+            both_T2K = torch.stack([-2 * half_TK.square(), inside_T2K[:, 1]], 1)
+            padded_T2K = torch.nn.functional.pad(both_T2K, (0, -len(frequencies_K) % CHUNK.value))
+            table = padded_T2K.view(
+                -1, 2, 8, 2, padded_T2K.shape[2] // EDGE, 2, 4, 2
+            )  # T / 16, r, g, 2, K / 16, w, t, h
+            table = table.permute(0, 4, 3, 2, 6, 1, 5, 7)
         step_2K = _circle(torch.tensor([block]), frequencies_K)[0].float()
         bases_N2K = _circle(torch.arange(blocks) * block, frequencies_K).float()
         leads_B2K = _leads(starts_B, frequencies_K, scaling)
@@ -99,18 +107,32 @@ def _circle(positions_N: Tensor, frequencies_K: Tensor) -> Tensor:
 
 
 @triton.jit
-def to_block(b_left, b_right, o_k, p_rope, i_b, i_block, HALF: tl.constexpr):
-    """A pair [K, M] of position 0, of channels o_k below HALF, rotated to the first token of a block of row i_b."""
-    m_k = o_k < HALF
-    b_cos = tl.load(p_rope.leads + i_b * (2 * HALF) + o_k, mask=m_k, other=1.0)[:, None]
-    b_sin = tl.load(p_rope.leads + i_b * (2 * HALF) + HALF + o_k, mask=m_k, other=0.0)[:, None]
-    b_left, b_right = b_left * b_cos - b_right * b_sin, b_right * b_cos + b_left * b_sin
-    return _rotated(b_left, b_right, o_k, p_rope.bases + i_block * (2 * HALF), HALF)
+def zero(i):
+    """0, which Triton takes for a multiple of 128 that depends on a loop's counter: what is loaded from an address
+    beside it stays in the loop.
+
+    Triton moves loads that no pass changes out of a loop, all of a table at once, where they lie in registers.
+    """
+    if COMPILED:
+        i = tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [i], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        i = 0 * i
+    return i * 128
 
 
 @triton.jit
-def _rotated(b_left, b_right, o_k, p_angles, HALF: tl.constexpr):
-    """A pair [K, M] rotated by the angles whose cos and sin, float32 [2, HALF], are at a pointer."""
+def to_row(b_left, b_right, o_k, p_rope, i_b, HALF: tl.constexpr):
+    """A pair [K, M] of position 0, of channels o_k below HALF, rotated to the first slot of row i_b."""
+    m_k = o_k < HALF
+    b_cos = tl.load(p_rope.leads + i_b * (2 * HALF) + o_k, mask=m_k, other=1.0)[:, None]
+    b_sin = tl.load(p_rope.leads + i_b * (2 * HALF) + HALF + o_k, mask=m_k, other=0.0)[:, None]
+    return b_left * b_cos - b_right * b_sin, b_right * b_cos + b_left * b_sin
+
+
+@triton.jit
+def to_block(b_left, b_right, o_k, p_rope, i_block, HALF: tl.constexpr):
+    """A pair [K, M] of a row's first slot, rotated to the first token of a block."""
+    p_angles = p_rope.bases + i_block * (2 * HALF)
     b_cos = tl.load(p_angles + o_k, mask=o_k < HALF, other=1.0)[:, None]
     b_sin = tl.load(p_angles + HALF + o_k, mask=o_k < HALF, other=0.0)[:, None]
     return b_left * b_cos + b_right * b_sin, b_right * b_cos - b_left * b_sin
@@ -120,13 +142,14 @@ def _rotated(b_left, b_right, o_k, p_angles, HALF: tl.constexpr):
 def mean_of_block(p_q, scale, p_rope, i_b, i_h, i_block, L: tl.constexpr):
     """The mean's share of the scores of a block, or () where none was removed.
 
-    A, B, A, B, ... float16 [CHUNK, M], of CHUNK channels each; at last Σ A, float32 [M]. It is computed anew for every
-    block: kept from one to the next it would lie in registers.
+    A, B, A, B, ... float16 [CHUNK, M], of CHUNK frequencies each; at last Σ A, float32 [M]. It is computed anew for
+    every block: kept from one to the next it would lie in registers.
     """
     M: tl.constexpr = L.M
     b_mean = ()
     if p_rope is not None:
         b_base = tl.zeros((M,), tl.float32)
+        i_b, i_h = i_b + zero(i_block), i_h + zero(i_block)
         for chunk in tl.static_range((L.D // 2 + CHUNK - 1) // CHUNK):
             o_k = chunk * CHUNK + tl.arange(0, CHUNK)
             m_k = o_k < L.D // 2
@@ -135,7 +158,8 @@ def mean_of_block(p_q, scale, p_rope, i_b, i_h, i_block, L: tl.constexpr):
             b_mean1 = tl.load(p_rope.mean + i_h * L.D + o_k, mask=m_k, other=0.0)[:, None]
             b_mean2 = tl.load(p_rope.mean + i_h * L.D + L.D // 2 + o_k, mask=m_k, other=0.0)[:, None]
             b_a, b_b = b_left * b_mean1 + b_right * b_mean2, b_right * b_mean1 - b_left * b_mean2
-            b_a, b_b = to_block(b_a, b_b, o_k, p_rope, i_b, i_block, L.D // 2)
+            b_a, b_b = to_row(b_a, b_b, o_k, p_rope, i_b, L.D // 2)
+            b_a, b_b = to_block(b_a, b_b, o_k, p_rope, i_block, L.D // 2)
             b_mean = b_mean + (b_a.to(tl.float16), b_b.to(tl.float16))
             b_base += tl.sum(b_a, 0)
         b_mean = b_mean + (b_base,)
@@ -143,12 +167,26 @@ def mean_of_block(p_q, scale, p_rope, i_b, i_h, i_block, L: tl.constexpr):
 
 
 @triton.jit
-def add_mean(b_s, b_mean, p_rope, o_t, m_t, L: tl.constexpr):
-    """Scores [N, M] of tokens o_t of the block, plus what `mean_of_block` gave for it."""
+def add_mean(b_s, b_mean, p_rope, i_tile, i_block, L: tl.constexpr):
+    """Scores [N, M] of the i_tile-th N tokens of a block, plus what `mean_of_block` gave for it."""
     if len(b_mean) > 0:
+        p_table = p_rope.block + zero(i_block)
         for i in tl.static_range(len(b_mean) - 1):
-            o_k = i // 2 * CHUNK + tl.arange(0, CHUNK)
-            p, m = p_rope.block + o_t[:, None] * L.D + o_k[None, :], m_t[:, None] & (o_k < L.D // 2)[None, :]
-            b_s = tl.dot(tl.load(p + i % 2 * (L.D // 2), mask=m, other=0.0), b_mean[i], b_s)
+            b_s = tl.dot(_angles(p_table, i_tile, i // 2, i % 2, b_s.shape[0], L), b_mean[i], b_s)
         b_s += b_mean[len(b_mean) - 1][None, :]
     return b_s
+
+
+@triton.jit
+def _angles(p_table, i_tile, FIRST: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, L: tl.constexpr):
+    """cos - 1, PART 0, or sin, PART 1, of N tokens and the FIRST-th CHUNK frequencies: float16 [N, CHUNK]."""
+    TILES: tl.constexpr = N // 16
+    WIDE: tl.constexpr = CHUNK // 16
+    CHUNKS: tl.constexpr = (L.D // 2 + CHUNK - 1) // CHUNK
+    o_tile = i_tile * TILES + tl.arange(0, TILES)[:, None, None]
+    o_k = FIRST * WIDE + tl.arange(0, WIDE)[None, :, None]
+    o_lane = tl.arange(0, 256)[None, None, :]
+    p = p_table + ((o_tile * (CHUNKS * WIDE) + o_k) * 2 + PART) * 256 + o_lane
+    b_x = tl.load(p) if tl.constexpr(L.T) % N == 0 else tl.load(p, mask=o_tile < (L.T + 15) // 16, other=0.0)
+    b_x = tl.permute(tl.reshape(b_x, (TILES, WIDE, 8, 4, 2, 2, 2)), (0, 4, 2, 1, 5, 3, 6))
+    return tl.reshape(b_x, (N, CHUNK))

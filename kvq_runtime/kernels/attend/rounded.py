@@ -42,9 +42,11 @@ def scan(
     VALUES: tl.constexpr = TILES // VS.TILES
     b_q = ()
     for run in tl.static_range(len(KS.RUNS)):
-        o_d = fragment.channels_of_head(KS, run, L)
-        b_head = load_query(q, scale, i_b * L.H + i_h, o_d, o_d < L.D, L)
-        b_q = b_q + (b_head if KS.PAIRS else b_head.to(tl.float16),)
+        if KS.PAIRS:
+            b_q = b_q + _pair_of_row(q, scale, p_rope, i_b, i_h, L, KS, run)
+        else:
+            o_d = fragment.channels(KS, run)
+            b_q = b_q + (load_query(q, scale, i_b * L.H + i_h, o_d, o_d < L.D, L).to(tl.float16),)
     b_top = tl.full((M,), float("-inf"), tl.float32)
     b_total = tl.zeros((16, M), tl.float32)
     b_rest = ()
@@ -55,7 +57,7 @@ def scan(
             b_rest = b_rest + (b_total,)
     i_first = tl.maximum(i_first, start // L.T)
     for i in tl.range(i_first * SUBS, i_last * SUBS, disable_licm=True):
-        i_block, i_sub = i // SUBS, i % SUBS
+        i_block, i_sub = i // SUBS, i & (SUBS - 1)
         p_k = field_of(p_keys, i_block, i_b, CODES, 2 + KS.HAS_LOW, L.H * KS.SUBS * KS.BYTES, tl.uint8)
         p_v = field_of(p_values, i_block, i_b, CODES, 2 + VS.HAS_LOW, L.H * VS.SUBS * VS.BYTES, tl.uint8)
         b_k = ()
@@ -74,7 +76,7 @@ def scan(
         b_widest = b_steps[0]
         for tile in tl.static_range(TILES):
             o_t = (i_sub * TILES + tile) * 16 + tl.arange(0, 16)
-            b_one = rope.add_mean(b_s[tile], b_mean, p_rope, o_t, o_t < L.T, L)
+            b_one = rope.add_mean(b_s[tile], b_mean, p_rope, i_sub * TILES + tile, i_block, L)
             b_one = tl.where((i_block * L.T + o_t >= start)[:, None], b_one, float("-inf"))
             b_highest = tl.maximum(b_highest, b_one)
             b_seen = b_seen + (b_one,)
@@ -162,7 +164,8 @@ def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
 def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
     """As `per_channel`, of keys before RoPE: decoded in the tile, and rotated as if the block began at position 0.
 
-    The query is rotated back by the block's first position. A mean that was removed joins the lows.
+    The query, left and right channels of each run in turn, is rotated back by the block's first position. A mean that
+    was removed joins the lows.
     """
     M: tl.constexpr = L.M
     NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
@@ -171,52 +174,62 @@ def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
     LAST: tl.constexpr = 1 + S.HAS_LOW
     p_step = field_of(p_keys, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16)
     p_low = field_of(p_keys, i_block, i_b, LAST, FIELDS, NUMBERS, tl.float16)  # the step where none is
+    p_angles = p_rope.block + rope.zero(i_block)
+    b_steps = ()
+    b_lows = ()
+    for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):  # at once: none waits for another
+        o_group = (i_h * (L.T // S.GROUP) + (i_sub * S.TILES + first) * 16 // S.GROUP) * L.D
+        for run in tl.static_range(len(S.RUNS)):
+            o_f = fragment.frequencies_of_lanes(S, run)
+            for half in tl.static_range(2):
+                o_d = o_group + o_f + o_f // 8 * 8 + half * 8
+                b_steps = b_steps + (tl.load(p_step + o_d),)
+                if S.HAS_LOW == 1:
+                    b_lows = b_lows + (tl.load(p_low + o_d),)
+    b_means = ()
     b_turned = ()
     for run in tl.static_range(len(S.RUNS)):
-        b_one = _turned_query(b_q[run], p_rope.leads + i_b * L.D, -1.0, L, S, run)
-        b_one = _turned_query(b_one, p_rope.bases + i_block * L.D, 1.0, L, S, run)
-        b_turned = b_turned + (b_one.to(tl.float16),)
+        if p_rope.mean is not None:
+            p_mean = p_rope.mean + (i_h + rope.zero(i_block)) * L.D + fragment.frequencies_of_lanes(S, run)
+            b_means = b_means + (tl.load(p_mean), tl.load(p_mean + L.D // 2))
+        o_k = fragment.frequencies(S, run)
+        b_left, b_right = rope.to_block(b_q[2 * run], b_q[2 * run + 1], o_k, p_rope, i_block, L.D // 2)
+        b_turned = b_turned + (b_left.to(tl.float16), b_right.to(tl.float16))
     b_s = ()
     for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):
-        o_group = (i_h * (L.T // S.GROUP) + (i_sub * S.TILES + first) * 16 // S.GROUP) * L.D
-        b_steps = ()
-        b_lows = ()
-        for run in tl.static_range(len(S.RUNS)):
-            o_d = fragment.channels(S, run)
-            b_step = tl.load(p_step + o_group + o_d).to(tl.float32)
-            if S.HAS_LOW == 1:
-                b_low = tl.load(p_low + o_group + o_d).to(tl.float32)
-            else:
-                b_low = b_step * (-((1 << S.BITS) - 1) / 2)
+        b_bases = ()
+        for side in tl.static_range(2 * len(S.RUNS)):
+            b_step = b_steps[first // TOGETHER * 2 * len(S.RUNS) + side].to(tl.float32)
+            b_low = _low(b_lows, first // TOGETHER * 2 * len(S.RUNS) + side, b_step, S)
             if p_rope.mean is not None:
-                b_low += tl.load(p_rope.mean + i_h * L.D + fragment.channels_of_head(S, run, L))
-            b_steps = b_steps + (b_step,)
-            b_lows = b_lows + (b_low,)
+                b_low += b_means[side]
+            b_bases = b_bases + (b_low.to(tl.float16),)
         for tile in tl.static_range(TOGETHER):
             b_one = tl.zeros((16, M), tl.float32)
             for run in tl.static_range(len(S.RUNS)):
-                weight = fragment.weight(S.RUNS[run].PLANES, first + tile)
-                b_x = fragment.rows_of_tokens(fragment.operand(b_k, first + tile, S, run), S, run)
-                b_step = (b_steps[run] * weight).to(tl.float16)
-                b_low = b_lows[run].to(tl.float16)
-                b_k16 = (b_x - 1.0) * b_step[None, :] + b_low[None, :]
-                b_cos, b_sin = fragment.angles_of_tile(p_rope.block, i_sub * S.TILES + first + tile, L, S, run)
-                b_k16 = b_k16 * b_cos + fragment.partners(b_k16) * b_sin
-                b_one = tl.dot(b_k16, b_turned[run], b_one)
+                b_weight = tl.full((1, 1, 1), fragment.weight(S.RUNS[run].PLANES, first + tile), tl.float16)
+                b_left = b_steps[first // TOGETHER * 2 * len(S.RUNS) + 2 * run] * b_weight
+                b_right = b_steps[first // TOGETHER * 2 * len(S.RUNS) + 2 * run + 1] * b_weight
+                b_x = fragment.operand(b_k, first + tile, S, run)
+                b_angles = fragment.angles_of_tile(p_angles, i_sub * S.TILES + first + tile, L, S, run)
+                b_one = fragment.scores_of_pairs(
+                    b_x, (b_left, b_right), (b_bases[2 * run], b_bases[2 * run + 1]), b_angles,
+                    (b_turned[2 * run], b_turned[2 * run + 1]), b_one, S, run,
+                )  # fmt: skip
             b_s = b_s + (b_one,)
     return b_s
 
 
 @triton.jit
-def _turned_query(b_q, p_angles, sign, L: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
-    """A query [16 I, M], channels in pairs, turned back by the angles whose cos and sin are at a pointer, [2, D / 2].
+def _pair_of_row(q, scale, p_rope, i_b, i_h, L: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
+    """Left and right channels of a run of the query, float32 [8 · I, M] each, as keys before RoPE of the row meet it.
 
-    sign   1: back; -1: forward
+    Keys of slot t are rotated by t less the row's start: so the query is rotated forward by that.
     """
-    o_f = fragment.frequencies(S, RUN)
-    b_cos, b_sin = tl.load(p_angles + o_f), tl.load(p_angles + L.D // 2 + o_f) * sign
-    b_sin = tl.where(fragment.is_left(S, RUN), b_sin, -b_sin)
-    return b_q * b_cos[:, None] + tl.trans(fragment.partners(tl.trans(b_q))) * b_sin[:, None]
+    o_k = fragment.frequencies(S, RUN)
+    b_left = load_query(q, scale, i_b * L.H + i_h, o_k, o_k < L.D // 2, L)
+    b_right = load_query(q, scale, i_b * L.H + i_h, L.D // 2 + o_k, o_k < L.D // 2, L)
+    return rope.to_row(b_left, b_right, o_k, p_rope, i_b, L.D // 2)
 
 
 @triton.jit
