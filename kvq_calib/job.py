@@ -42,7 +42,9 @@ from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.reference import check_name, check_version, home
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.memory import asymptotic_bits
+from kvq_runtime.vllm import served
 
+ENGINES = ("vllm",)
 PLAIN = "higgs-2bit"  # it needs no fit, and suits every model
 
 
@@ -55,6 +57,7 @@ class Job:
     name       of the artifact; by default MODEL-RECIPE
     version    its number; by default the next one
     bits       of the recipe "auto": an artifact for each
+    engine     "vllm": artifacts that it can serve from its pages; the recipe "auto" then chooses among such settings
     transfer   with `bits`: a text of another kind, on whose fit part settings are measured as well; None: an embedded
                one; "none": none
     workers    processes that share the chunks (`workers.py`); None: this one does all; the bytes are the same
@@ -71,6 +74,7 @@ class Job:
     model: str
     recipes: tuple[str, ...] = ("aqua-2bit",)
     bits: tuple[float, ...] = ()
+    engine: str | None = None
     revision: str | None = None
     corpus: str | None = None
     transfer: str | None = None
@@ -128,7 +132,11 @@ class Job:
                 "give both, as in --recipe auto --bits 2.1, or neither"
             )
         recipes = [recipe_text.read(text) for text in self.recipes if text != "auto"]
-        chosen = [budget.recipe(bits, files.geometry) for bits in self.bits]
+        if self.engine not in (None, *ENGINES):
+            raise ValueError(f"--for {self.engine}; use {' or '.join(ENGINES)}, or leave it out")
+        for recipe in recipes if self.engine else ():
+            served.check(recipe, files.geometry)
+        chosen = [budget.recipe(bits, files.geometry, self.engine) for bits in self.bits]
         budgets = {recipe.name: bits for recipe, bits in zip(chosen, self.bits, strict=True)}
         text = (self.corpus, self.samples, self.seq_len, self.seed, self.held_out)
         machine = (self.device, self.dtype, self.threads)

@@ -59,7 +59,8 @@ class Bar:
         again = len(plan.budgets) + (sum(map(share.wanted, plan.recipes)) if round == 1 else 0)
         recipes = again if round else len(plan.recipes)
         measured = sum(len(plan.chunks[index]) for index in sensitivity.chunks(plan)) * plan.seq_len
-        settings = 2 * (1 + len(budget.options(plan.geometry, "key"))) * len(plan.budgets)
+        chosen = [recipe for recipe in plan.recipes if recipe.name in plan.budgets]
+        settings = sum(2 * (1 + len(budget.settings(recipe, plan.geometry, "key"))) for recipe in chosen)
         return (1 + 2 * recipes) * plan.tokens + settings * measured
 
     def close(self) -> None:

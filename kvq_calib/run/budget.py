@@ -12,6 +12,9 @@ Settings are AQUA-KV's prediction, from keys and values below both, with what ro
 what errors cost with water-filled bits, with or without a gain, or a HIGGS grid. The first layer's `vocabulary`, whose
 table can be larger than a cache, is no setting: that is for who asks for it.
 
+For an engine whose layers see their own pages alone (`--for vllm`) the recipe is one after RoPE, and its settings are
+those that can be served there: the mean removed, and the widths of what rounds each head of a token by itself.
+
 Source: Shoham and Gersho, 1988 (allocation among arbitrary quantizers by measured error); Li et al., 2025 (KVTuner:
 precision pairs of keys and values by layer, searched offline).
 Differs: KVTuner prunes and searches with NSGA-II on the model's accuracy; here errors are measured once a setting, are
@@ -30,11 +33,13 @@ from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme, Window
-from kvq_runtime.recipes import higgs
+from kvq_runtime.recipes import higgs, turboquant
 from kvq_runtime.recipes.aqua_metric import GAIN
 from kvq_runtime.stages.mixed import Mixed
-from kvq_runtime.stages.predict import Linear
-from kvq_runtime.stages.rotate import OutputBasis, QueryBasis
+from kvq_runtime.stages.predict import Linear, Mean
+from kvq_runtime.stages.rotate import Hadamard, OutputBasis, QueryBasis
+from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.vllm import served
 
 # bits over a basis: of codes, and of codes and gain
 WIDTHS = (0.125, 0.25, 0.375, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6)
@@ -42,6 +47,8 @@ PLAIN = (0.125, 0.25, 0.5)  # without a gain, whose bits count most where there 
 GRIDS = ("1bit", "2bit", "3bit", "4bit")
 BASES = {"key": QueryBasis(queries="averaged"), "value": OutputBasis()}
 PREDICT = Linear(both=True)
+MEAN = Mean()
+SERVED = (4, 8)  # bits of plain rounding among the settings of an engine: where codebooks end
 ROUNDS = 3
 TOLERANCE = 0.05
 
@@ -59,6 +66,30 @@ def options(geometry: Geometry, role: Role) -> list[Scheme]:
     )
 
 
+@lru_cache(maxsize=8)
+def served_options(geometry: Geometry, role: Role) -> list[Scheme]:
+    """The settings of a recipe that vLLM is to serve, cheapest first: of equal bits, each of them."""
+    found = [higgs.scheme(bits, "head", MEAN) for bits in GRIDS]
+    found += [turboquant.scheme(bits, predict=MEAN) for bits in turboquant.BITS]
+    found += [Scheme(Rtn(bits, "head"), rotate=Hadamard("head"), predict=MEAN) for bits in SERVED]
+    return sorted(
+        (one for one in found if _servable(one, geometry)), key=lambda one: one.bits(Window().block, geometry)
+    )
+
+
+def _servable(scheme: Scheme, geometry: Geometry) -> bool:
+    try:
+        served.check(Recipe("option", scheme, scheme), geometry)
+    except ValueError:
+        return False
+    return True
+
+
+def settings(recipe: Recipe, geometry: Geometry, role: Role) -> list[Scheme]:
+    """What a recipe with a budget chooses from: its position says for whom."""
+    return (served_options if recipe.position == "post" else options)(geometry, role)
+
+
 def _possible(scheme: Scheme, geometry: Geometry, role: Role) -> bool:
     plain = replace(higgs.scheme("2bit"), predict=PREDICT)
     pair = (scheme, plain) if role == "key" else (plain, scheme)
@@ -69,22 +100,29 @@ def _possible(scheme: Scheme, geometry: Geometry, role: Role) -> bool:
     return True
 
 
-def recipe(bits: float, geometry: Geometry) -> Recipe:
-    """The recipe of round 0: in every layer the dearest basis within the budget. ValueError: no such budget."""
-    schemes = {role: options(geometry, role) for role in ROLES}
+def recipe(bits: float, geometry: Geometry, engine: str | None = None) -> Recipe:
+    """The recipe of round 0: in every layer the dearest setting within the budget. ValueError: no such budget.
+
+    engine   "vllm": of what vLLM can serve; None: of everything
+    """
+    among = options if engine is None else served_options
+    schemes = {role: among(geometry, role) for role in ROLES}
     ends = [[own[end].bits(Window().block, geometry) for own in schemes.values()] for end in (0, -1)]
     low, high = (math.fsum(own) / len(own) for own in ends)
     if not low <= bits <= high:
-        raise ValueError(f"--bits {bits:g}; this model can have {math.ceil(1e3 * low) / 1e3:g} to {high:.3f}")
-    key, value = (_dearest(schemes[role], bits, geometry) for role in ROLES)
-    name = f"auto-{bits:g}bit"
-    return Recipe(name, key, value, "pre", summary=f"bits by layer, chosen by attention's error, {bits:g} in all")
+        where = "this model" if engine is None else f"this model, for {engine},"
+        raise ValueError(f"--bits {bits:g}; {where} can have {math.ceil(1e3 * low) / 1e3:g} to {high:.3f}")
+    key, value = (_dearest(schemes[role], bits, geometry, engine is None) for role in ROLES)
+    name, kind = f"auto-{bits:g}bit", f"bits by layer, chosen by attention's error, {bits:g} in all"
+    if engine is None:
+        return Recipe(name, key, value, "pre", summary=kind)
+    return Recipe(f"{name}-{engine}", key, value, summary=f"{kind}, for {engine}")
 
 
-def _dearest(schemes: list[Scheme], bits: float, geometry: Geometry) -> Scheme:
-    """The dearest basis within the budget."""
-    bases = (scheme for scheme in schemes if scheme.quantize.takes_latents)
-    return [scheme for scheme in bases if scheme.bits(Window().block, geometry) <= bits][-1]
+def _dearest(schemes: list[Scheme], bits: float, geometry: Geometry, bases: bool) -> Scheme:
+    """The dearest setting within the budget; of bases, where there are any."""
+    fitting = (scheme for scheme in schemes if scheme.quantize.takes_latents or not bases)
+    return [scheme for scheme in fitting if scheme.bits(Window().block, geometry) <= bits][-1]
 
 
 def allocated(asked: Recipe, bits: float, geometry: Geometry, notes: list[dict]) -> tuple[Recipe, float]:
@@ -93,7 +131,7 @@ def allocated(asked: Recipe, bits: float, geometry: Geometry, notes: list[dict])
     notes   of each layer, what `sensitivity.attention_errors` found
     """
     block = asked.window.block * geometry.width
-    places = [options(geometry, role) for _ in range(geometry.layers) for role in ROLES]
+    places = [settings(asked, geometry, role) for _ in range(geometry.layers) for role in ROLES]
     costs = [[round(scheme.bits(Window().block, geometry) * block) for scheme in own] for own in places]
     errors = [note[role][1:] for note in notes for role in ROLES]
     picks = choose(costs, errors, math.floor(bits * block * len(errors) + 1e-6))

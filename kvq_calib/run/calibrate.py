@@ -118,7 +118,9 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
             if share.wanted(recipe):
                 record["variances"][recipe.name] = _variances(work, collected)
             if recipe.name in plan.budgets:
-                options: dict[Role, list[Scheme]] = {role: budget.options(plan.geometry, role) for role in ROLES}
+                options: dict[Role, list[Scheme]] = {
+                    role: budget.settings(recipe, plan.geometry, role) for role in ROLES
+                }
                 metrics: dict[Role, Tensor] = {
                     role: _metric(work, budget.BASES[role].read_by, collected) for role in ROLES
                 }

@@ -91,11 +91,13 @@ def _fits(work: RecipeWork, role: Role, options: Sequence[Scheme], metric_CC: Te
 
 def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values that attention reads, one of them decoded: `found` in blocks, the sinks and the rest exact."""
-    role, sinks = fit.codec.role, fit.window.sinks
-    exact = chunk.k_pre if role == "key" else chunk.v
+    role, sinks, turn = fit.codec.role, fit.window.sinks, fit.codec.recipe.position == "pre"
+    exact = chunk.v if role == "value" else chunk.k_pre if turn else chunk.k
     rows = found.reshape(len(exact), -1, exact.shape[-1])
     x = torch.cat([exact[:, :sinks], rows[:, sinks:], exact[:, rows.shape[1] :]], 1)
-    return (apply_rope(x, chunk.rope, fit.codec.geometry.kv_heads), chunk.v) if role == "key" else (chunk.k, x)
+    if role == "value":
+        return chunk.k, x
+    return (apply_rope(x, chunk.rope, fit.codec.geometry.kv_heads) if turn else x), chunk.v
 
 
 def _attended(chunk: AttentionInputs, k_NTC: Tensor, v_NTC: Tensor) -> Tensor:

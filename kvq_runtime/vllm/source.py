@@ -63,18 +63,30 @@ def load(reference: str) -> Source:
 
 
 def _load(reference: str) -> Source:
-    if reference.endswith(LOCKS):
-        artifact = load_artifact(read_lock(reference).reference, lock=reference)
-    elif recipe_text.written(reference):
+    source = find(reference)
+    served.check(source.recipe, TYPICAL if source.artifact is None else source.artifact.fingerprint.geometry)
+    return source
+
+
+def find(reference: str) -> Source:
+    """What a reference names, whether it can be served or not. Raises what `load_artifact` does, and ValueError."""
+    if recipe_text.written(reference) and not reference.endswith(LOCKS):
         recipe = recipe_text.read(reference)
         if recipe.fitted:
             raise ValueError(f"{recipe.name} has to be fitted to a model: kvq-calibrate --recipe {recipe.name}")
-        served.check(recipe, TYPICAL)
         return Source(reference, recipe, None)
-    else:
-        artifact = load_artifact(reference)
-    served.check(artifact.recipe, artifact.fingerprint.geometry)
+    lock = reference if reference.endswith(LOCKS) else None
+    artifact = load_artifact(read_lock(lock).reference, lock=lock) if lock else load_artifact(reference)
     return Source(reference, artifact.recipe, artifact)
+
+
+def match(source: Source, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
+    """The shape of the served model; ArtifactError unless the artifact is of it. Arguments as for `check_model`."""
+    geometry = Geometry.from_config(config)
+    if source.artifact is not None:
+        ours = fingerprint.from_config(config, _weights(model, revision))
+        fingerprint.check_match(source.artifact.fingerprint, ours)
+    return geometry
 
 
 def check_model(source: Source, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
@@ -83,11 +95,8 @@ def check_model(source: Source, config: Mapping[str, Any], model: str, revision:
     config     of the model's decoder, as in config.json
     model      its folder or its id on a Hub, whose files vLLM has fetched: their projections are compared, where found
     """
-    geometry = Geometry.from_config(config)
     try:
-        if source.artifact is not None:
-            ours = fingerprint.from_config(config, _weights(model, revision))
-            fingerprint.check_match(source.artifact.fingerprint, ours)
+        geometry = match(source, config, model, revision)
         served.check(source.recipe, geometry)
     except ArtifactError as error:
         raise ArtifactError(f"{VARIABLE}={source.reference}: {error}") from None
@@ -98,7 +107,7 @@ def check_model(source: Source, config: Mapping[str, Any], model: str, revision:
 
 def _weights(model: str, revision: str | None) -> Callable[[int, str], Tensor | None]:
     """(layer, "k_proj") → the matrix in the model's safetensors files; None for one that is not there by that name."""
-    folder = _folder(model, revision)
+    folder = folder_of(model, revision)
     places: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
         with safetensors.safe_open(path, "pt") as file:
@@ -116,7 +125,8 @@ def _weights(model: str, revision: str | None) -> Callable[[int, str], Tensor | 
     return weight
 
 
-def _folder(model: str, revision: str | None) -> Path | None:
+def folder_of(model: str, revision: str | None) -> Path | None:
+    """Where a model's files are on this machine; None: nowhere."""
     if Path(model).is_dir():
         return Path(model)
     try:

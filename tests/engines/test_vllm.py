@@ -1,11 +1,9 @@
 """A real vLLM on a CPU: the embedded model behind its OpenAI endpoint, with a compressed cache. `make test-engines`."""
 
-import json
-import os
+import http.client
 import re
+import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +18,7 @@ pytest.importorskip("vllm.v1", reason="vLLM has an environment of its own: make 
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_server import MODEL, PATIENCE, ROOT, Server
 
 from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.reads import counting
@@ -27,73 +26,20 @@ from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
-from kvq_runtime.vllm import backend
+from kvq_runtime.vllm.torch_defaults import own_defaults
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "artifacts" / "demo-model"
 RECIPE = "lloyd-3bit"
 BYTES = 3 << 20  # of the cache
-PATIENCE = 540  # seconds until a server answers
-ENVIRONMENT = os.environ | {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
-}  # fmt: skip
 
 
-class Server:
-    """A server of the embedded model, its log, and what it answers."""
-
-    def __init__(self, folder: Path, reference: str, *more: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.path = folder / f"{reference}.log"
-        command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--served-model-name",
-            "demo", "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes",
-            str(BYTES), "--max-num-batched-tokens", "256", "--host", "127.0.0.1", "--port", str(self.port), *more,
-        ]  # fmt: skip
-        with self.path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, env=ENVIRONMENT | {"KVQ_CACHE": reference}, stdout=log, stderr=subprocess.STDOUT, cwd=folder
-            )
-
-    @property
-    def log(self) -> str:
-        return self.path.read_text(errors="replace")
-
-    def wait(self) -> None:
-        """Return once it answers; fail with its log if it ends, or takes too long."""
-        until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5)
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(1)
-        pytest.fail(f"no server: {self.log[-4000:]}")
-
-    def complete(self, tokens: list[int], **settings: Any) -> dict[str, Any]:
-        """Complete a prompt, greedily unless told otherwise."""
-        body = {"model": "demo", "prompt": tokens, "max_tokens": 24, "temperature": 0, "logprobs": 0} | settings
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return json.load(answer)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+def served(folder: Path, reference: str, size: int = BYTES, *more: str, **variables: str) -> Server:
+    """A server whose pages hold what a reference names."""
+    return Server(folder, reference.replace("/", "_"), {"KVQ_CACHE": reference} | variables, size, *more)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = Server(tmp_path_factory.mktemp("server"), RECIPE)
+    started = served(tmp_path_factory.mktemp("server"), RECIPE)
     try:
         started.wait()
         yield started
@@ -174,7 +120,7 @@ def test_tokens_that_fit_are_the_recipes_bits(server: Server):
 )
 def test_what_cannot_be_served_stops_the_start(reference: str, message: str, tmp_path: Path):
     """With our sentence as the last, an exit code, and nothing left running."""
-    refused = Server(tmp_path, reference)
+    refused = served(tmp_path, reference)
     try:
         assert refused.process.wait(PATIENCE) != 0
     finally:
@@ -182,12 +128,76 @@ def test_what_cannot_be_served_stops_the_start(reference: str, message: str, tmp
     assert f"KVQ_CACHE={reference}" in refused.log.splitlines()[-1] and message in refused.log.splitlines()[-1]
 
 
+def test_a_registry_that_does_not_answer_stops_the_start(tmp_path: Path):
+    """A Hub that takes the connection and says nothing: a message in bounded time, and nothing left running."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(64)
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        started = served(
+            tmp_path, "hf://nobody/nothing@1.0.0", HF_ENDPOINT=address, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path)
+        )
+        try:
+            assert started.process.wait(PATIENCE) != 0
+        finally:
+            started.stop()
+    assert "KVQ_CACHE=hf://nobody/nothing@1.0.0: " in started.log.splitlines()[-1], started.log[-2000:]
+
+
+def test_preempted_requests_answer_as_alone(tmp_path: Path, text: list[int]):
+    """More requests than pages: vLLM drops some and computes them again, in other pages, with other first tokens."""
+    tight = served(tmp_path, RECIPE, 1 << 20, "--max-num-seqs", "8").wait()
+    try:
+        prompts = [text[100 * n : 100 * n + 90] for n in range(8)]
+        alone = [tight.complete(prompt, max_tokens=300)["choices"][0] for prompt in prompts]
+        assert tight.metric("vllm:num_preemptions_total") == 0
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda prompt: tight.complete(prompt, max_tokens=300), prompts)
+            together = [answer["choices"][0] for answer in answers]
+        preempted = tight.metric("vllm:num_preemptions_total")
+    finally:
+        tight.stop()
+    same = sum(one["text"] == other["text"] for one, other in zip(alone, together, strict=True))
+    print(f"{preempted:g} preemptions; {same} of {len(prompts)} texts of 300 tokens are the same")
+    assert preempted > 0 and same >= len(prompts) - 2
+
+
+def test_a_client_that_goes_away_leaves_nothing_behind(server: Server, text: list[int]):
+    """In the middle of an answer; its pages are free, and others are answered as before."""
+    before = server.complete(text[:150])["choices"][0]["text"]
+    with urllib.request.urlopen(server.request(text[:150], max_tokens=800, stream=True), timeout=300) as answer:
+        assert answer.readline()
+    until = time.monotonic() + 60
+    while server.metric("vllm:num_requests_running") and time.monotonic() < until:
+        time.sleep(0.5)
+    assert server.metric("vllm:num_requests_running") == server.metric("vllm:kv_cache_usage_perc") == 0
+    assert server.complete(text[:150])["choices"][0]["text"] == before
+
+
+def test_a_killed_server_ends_its_answers(tmp_path: Path, text: list[int]):
+    """A client in the middle of an answer has an end of it, and no process is left."""
+    doomed = served(tmp_path, RECIPE).wait()
+    try:
+        with urllib.request.urlopen(doomed.request(text[:150], max_tokens=800, stream=True), timeout=120) as answer:
+            assert answer.readline()
+            doomed.kill()
+            with pytest.raises((urllib.error.URLError, OSError, http.client.HTTPException)):
+                while answer.readline():
+                    pass
+                raise ConnectionResetError  # the stream has ended
+    finally:
+        doomed.stop()
+    assert doomed.process.returncode == -signal.SIGKILL
+    with pytest.raises(urllib.error.URLError):
+        doomed.complete(text[:10])
+
+
 def test_codecs_are_made_as_elsewhere():
     """While vLLM builds a model, its dtype is torch's default; a codec's matrices stay in float32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with backend._own_defaults():
+        with own_defaults():
             codec = codecs.build(preset("lloyd-3bit"), Geometry(1, 3, 32), {})[0][0]
     finally:
         torch.set_default_dtype(before)
