@@ -70,7 +70,7 @@ def attention_errors(
             data, context = work.data(index, role, clean=False)
             for place, fit in enumerate(fits[role]):
                 found = fit.codec.restore(fit.decode(data, context).float(), context)
-                out = _attended(chunk, *_read(fit, chunk, found))
+                out = _attended(chunk, *_read(fit, chunk, found, work.recipe.position))
                 error_NT = ((out - exact) @ weight_EC.mT).square().sum(-1) / energy_NT
                 sums[role][place] += share[index] * error_NT.sum(dtype=torch.float64).cpu()
                 done += 1
@@ -89,9 +89,9 @@ def _fits(work: RecipeWork, role: Role, options: Sequence[Scheme], metric_CC: Te
     return [own, *(own.with_rounding(scheme, shared) for scheme in options)]
 
 
-def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor) -> tuple[Tensor, Tensor]:
+def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor, position: str) -> tuple[Tensor, Tensor]:
     """Keys and values that attention reads, one of them decoded: `found` in blocks, the sinks and the rest exact."""
-    role, sinks, turn = fit.codec.role, fit.window.sinks, fit.codec.recipe.position == "pre"
+    role, sinks, turn = fit.codec.role, fit.window.sinks, position == "pre"
     exact = chunk.v if role == "value" else chunk.k_pre if turn else chunk.k
     rows = found.reshape(len(exact), -1, exact.shape[-1])
     x = torch.cat([exact[:, :sinks], rows[:, sinks:], exact[:, rows.shape[1] :]], 1)
