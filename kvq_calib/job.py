@@ -43,7 +43,9 @@ from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.reference import check_name, check_version, home
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.memory import asymptotic_bits
+from kvq_runtime.vllm import served
 
+ENGINES = ("vllm",)
 PLAIN = "higgs-2bit"  # it needs no fit, and suits every model
 
 
@@ -57,6 +59,7 @@ class Job:
     name       of the artifact; by default MODEL-RECIPE
     version    its number; by default the next one
     bits       of these two: an artifact for each
+    engine     "vllm": artifacts that it can serve from its pages; "auto" then chooses among such settings
     transfer   with `bits`: a text of another kind, on whose fit part settings are measured as well; None: an embedded
                one; "none": none
     workers    processes that share the chunks (`workers.py`); None: this one does all; the bytes are the same
@@ -73,6 +76,7 @@ class Job:
     model: str
     recipes: tuple[str, ...] = ("aqua-2bit",)
     bits: tuple[float, ...] = ()
+    engine: str | None = None
     revision: str | None = None
     corpus: str | None = None
     transfer: str | None = None
@@ -130,11 +134,20 @@ class Job:
                 f"recipes {list(self.recipes)}, bits {list(self.bits)}: --bits says what --recipe auto may cost; "
                 "give both, as in --recipe auto --bits 2.1, or neither"
             )
+        if self.engine not in (None, *ENGINES):
+            raise ValueError(f"--for {self.engine}; use {' or '.join(ENGINES)}, or leave it out")
+        if self.engine and budget.BY_TOKEN in automatic:
+            raise ValueError(
+                f"--recipe {budget.BY_TOKEN} --for {self.engine}: its first layer is stored before RoPE, which "
+                "pages cannot hold; use --recipe auto"
+            )
         recipes = [recipe_text.read(text) for text in self.recipes if text not in automatic]
+        for recipe in recipes if self.engine else ():
+            served.check(recipe, files.geometry)
         budgets, vocabularies = {}, {}
         for text, bits in product(automatic, self.bits):
             tokens = files.vocabulary if text == budget.BY_TOKEN else 0
-            recipes.append(budget.recipe(bits, files.geometry, tokens))
+            recipes.append(budget.recipe(bits, files.geometry, tokens, self.engine))
             budgets[recipes[-1].name] = bits
             vocabularies |= {recipes[-1].name: tokens} if tokens else {}
         text = (self.corpus, self.samples, self.seq_len, self.seed, self.held_out)

@@ -29,6 +29,7 @@ examples
     kvq-calibrate --model demo --recipe aqua-2bit+window.recent=32 --recipe my.json    of one of several; a file
     kvq-calibrate --model meta-llama/Llama-3.1-8B --device cuda --dry-run
     kvq-calibrate --model demo --recipe auto --bits 2.1         bits by layer, chosen within 2.1 per element
+    kvq-calibrate --model demo --recipe auto --bits 3.25 --for vllm     among what vLLM can serve from its pages
     kvq-calibrate --model qwen2.5-7b --push hf://my-org         and publish on the Hub
     kvq-calibrate --list-models
 
@@ -129,6 +130,7 @@ def _job(args: argparse.Namespace):
         raise ValueError("--model is missing: a name of --list-models, a folder, or a Hub id")
     names = ("model", "revision", "corpus", "transfer", "samples", "seq_len", "held_out", "seed", "device", "dtype")
     names += ("threads", "workers", "registry", "push", "name", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
+    names += ("engine",)
     given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
     given["device"] = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline or ())}
@@ -184,6 +186,8 @@ def parser() -> argparse.ArgumentParser:
     add("--bits", action="append", type=float, metavar="B",
         help="with --recipe auto or auto-vocab: choose settings by layer within B bits per element; repeat for several"
     )  # fmt: skip
+    add("--for", dest="engine", choices=("vllm",),
+        help="fit only what this engine can serve from its pages; auto then chooses among such settings")  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]")
     add("--transfer", metavar="FILE|HUB-ID",
         help="with --bits: a text of another kind whose fit part settings are measured on, too; or none "

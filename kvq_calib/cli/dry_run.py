@@ -101,7 +101,11 @@ def _rounds(plan: Plan) -> dict[str, Any]:
     if plan.budgets:
         return {
             "budgets": plan.budgets,
-            "settings_per_layer": len(budget.options(plan.geometry, "key")),
+            "settings_per_layer": max(
+                len(budget.settings(recipe, plan.geometry, "key"))
+                for recipe in plan.recipes
+                if recipe.name in plan.budgets
+            ),
             "sequences_measured": sum(len(plan.chunks[index]) for index in sensitivity.chunks(plan)),
             "transfer": plan.transfer,
             "sequences_of_transfer": plan.transfer_samples,

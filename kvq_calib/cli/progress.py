@@ -59,8 +59,11 @@ class Bar:
         again = len(plan.budgets) + (sum(map(share.wanted, plan.recipes)) if round == 1 else 0)
         recipes = again if round else len(plan.recipes)
         measured = sum(len(plan.chunks[index]) for index in sensitivity.chunks(plan)) * plan.seq_len
-        sizes = [0 if layer else plan.vocabularies.get(name, 0) for name in plan.budgets]
-        settings = sum(2 * (1 + len(budget.options(plan.geometry, "key", size))) for size in sizes)
+        chosen = [recipe for recipe in plan.recipes if recipe.name in plan.budgets]
+        settings = 0
+        for recipe in chosen:
+            size = 0 if layer else plan.vocabularies.get(recipe.name, 0)
+            settings += 2 * (1 + len(budget.settings(recipe, plan.geometry, "key", size)))
         return (1 + 2 * recipes) * plan.tokens + settings * measured
 
     def close(self) -> None:

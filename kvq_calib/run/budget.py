@@ -13,6 +13,9 @@ what errors cost with water-filled bits, with or without a gain, or a HIGGS grid
 layer's keys and values may also be stored by token (`vocabulary`): a budget is of bits that grow with tokens, and the
 table does not, so that whoever asks for it accepts the table.
 
+For an engine whose layers see their own pages alone (`--for vllm`) the recipe is one after RoPE, and its settings are
+those that can be served there: the mean removed, and the widths of what rounds each head of a token by itself.
+
 Source: Shoham and Gersho, 1988 (allocation among arbitrary quantizers by measured error); Li et al., 2025 (KVTuner:
 precision pairs of keys and values by layer, searched offline).
 Differs: KVTuner prunes and searches with NSGA-II on the model's accuracy; here errors are measured once a setting, are
@@ -31,12 +34,14 @@ from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme, Window
-from kvq_runtime.recipes import higgs
+from kvq_runtime.recipes import higgs, turboquant
 from kvq_runtime.recipes.aqua_metric import GAIN
 from kvq_runtime.stages.mixed import Mixed
-from kvq_runtime.stages.predict import Linear
-from kvq_runtime.stages.rotate import OutputBasis, QueryBasis
+from kvq_runtime.stages.predict import Linear, Mean
+from kvq_runtime.stages.rotate import Hadamard, OutputBasis, QueryBasis
+from kvq_runtime.stages.rtn import Rtn
 from kvq_runtime.stages.vocabulary import Vocabulary
+from kvq_runtime.vllm import served
 
 BY_TOKEN = "auto-vocab"  # whose first layer may be stored by token
 AUTOMATIC = ("auto", BY_TOKEN)
@@ -46,6 +51,8 @@ PLAIN = (0.125, 0.25, 0.5)  # without a gain, whose bits count most where there 
 GRIDS = ("1bit", "2bit", "3bit", "4bit")
 BASES = {"key": QueryBasis(queries="averaged"), "value": OutputBasis()}
 PREDICT = Linear(both=True)
+MEAN = Mean()
+SERVED = (4, 8)  # bits of plain rounding among the settings of an engine: where codebooks end
 ROUNDS = 3
 TOLERANCE = 0.05
 
@@ -70,6 +77,33 @@ def by_token(vocabulary: int) -> Scheme:
     return Scheme(Vocabulary(size=vocabulary), predict=PREDICT)
 
 
+@lru_cache(maxsize=8)
+def served_options(geometry: Geometry, role: Role) -> list[Scheme]:
+    """The settings of a recipe that vLLM is to serve, cheapest first: of equal bits, each of them."""
+    found = [higgs.scheme(bits, "head", MEAN) for bits in GRIDS]
+    found += [turboquant.scheme(bits, predict=MEAN) for bits in turboquant.BITS]
+    found += [Scheme(Rtn(bits, "head"), rotate=Hadamard("head"), predict=MEAN) for bits in SERVED]
+    return sorted(
+        (one for one in found if _servable(one, geometry)), key=lambda one: one.bits(Window().block, geometry)
+    )
+
+
+def _servable(scheme: Scheme, geometry: Geometry) -> bool:
+    try:
+        served.check(Recipe("option", scheme, scheme), geometry)
+    except ValueError:
+        return False
+    return True
+
+
+def settings(recipe: Recipe, geometry: Geometry, role: Role, vocabulary: int = 0) -> list[Scheme]:
+    """What a recipe with a budget chooses from: its position says for whom.
+
+    vocabulary   tokens of it, if this layer may be stored by token
+    """
+    return served_options(geometry, role) if recipe.position == "post" else options(geometry, role, vocabulary)
+
+
 def _possible(scheme: Scheme, geometry: Geometry, role: Role) -> bool:
     plain = replace(higgs.scheme("2bit"), predict=PREDICT)
     pair = (scheme, plain) if role == "key" else (plain, scheme)
@@ -80,27 +114,34 @@ def _possible(scheme: Scheme, geometry: Geometry, role: Role) -> bool:
     return True
 
 
-def recipe(bits: float, geometry: Geometry, vocabulary: int = 0) -> Recipe:
-    """The recipe of round 0: in every layer the dearest basis within the budget, and a first one by token, if it may
-    be and is within it. ValueError: no such budget."""
-    schemes = {role: options(geometry, role) for role in ROLES}
+def recipe(bits: float, geometry: Geometry, vocabulary: int = 0, engine: str | None = None) -> Recipe:
+    """The recipe of round 0: in every layer the dearest setting within the budget, and a first layer by token, if it
+    may be and is within it. ValueError: no such budget.
+
+    vocabulary   tokens of it, if the first layer may be stored by token
+    engine       "vllm": of what vLLM can serve; None: of everything
+    """
+    among = options if engine is None else served_options
+    schemes = {role: among(geometry, role) for role in ROLES}
     ends = [[own[end].bits(Window().block, geometry) for own in schemes.values()] for end in (0, -1)]
     low, high = (math.fsum(own) / len(own) for own in ends)
     if not low <= bits <= high:
-        raise ValueError(f"--bits {bits:g}; this model can have {math.ceil(1e3 * low) / 1e3:g} to {high:.3f}")
-    key, value = (_dearest(schemes[role], bits, geometry) for role in ROLES)
-    name = f"auto-{bits:g}bit{'-vocab' if vocabulary else ''}"
-    summary = f"bits by layer, chosen by attention's error, {bits:g} in all"
+        where = "this model" if engine is None else f"this model, for {engine},"
+        raise ValueError(f"--bits {bits:g}; {where} can have {math.ceil(1e3 * low) / 1e3:g} to {high:.3f}")
+    key, value = (_dearest(schemes[role], bits, geometry, engine is None) for role in ROLES)
+    name, summary = f"auto-{bits:g}bit", f"bits by layer, chosen by attention's error, {bits:g} in all"
+    if engine is not None:
+        return Recipe(f"{name}-{engine}", key, value, summary=f"{summary}, for {engine}")
     layers = {}
     if vocabulary and (first := by_token(vocabulary)).bits(Window().block, geometry) <= bits:
         layers = {0: (first, first)}
-    return Recipe(name, key, value, "pre", layers, summary)
+    return Recipe(f"{name}-vocab" if vocabulary else name, key, value, "pre", layers, summary)
 
 
-def _dearest(schemes: list[Scheme], bits: float, geometry: Geometry) -> Scheme:
-    """The dearest basis within the budget."""
-    bases = (scheme for scheme in schemes if scheme.quantize.takes_latents)
-    return [scheme for scheme in bases if scheme.bits(Window().block, geometry) <= bits][-1]
+def _dearest(schemes: list[Scheme], bits: float, geometry: Geometry, bases: bool) -> Scheme:
+    """The dearest setting within the budget; of bases, where there are any."""
+    fitting = (scheme for scheme in schemes if scheme.quantize.takes_latents or not bases)
+    return [scheme for scheme in fitting if scheme.bits(Window().block, geometry) <= bits][-1]
 
 
 def allocated(
@@ -113,7 +154,7 @@ def allocated(
     """
     block = asked.window.block * geometry.width
     sizes = [vocabulary, *([0] * (geometry.layers - 1))]
-    places = [options(geometry, role, size) for size in sizes for role in ROLES]
+    places = [settings(asked, geometry, role, size) for size in sizes for role in ROLES]
     costs = [[round(scheme.bits(Window().block, geometry) * block) for scheme in own] for own in places]
     errors = [note[role][1:] for note in notes for role in ROLES]
     picks = choose(costs, errors, math.floor(bits * block * len(errors) + 1e-6))

@@ -120,7 +120,7 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
             if recipe.name in plan.budgets:
                 tokens = 0 if layer else plan.vocabularies.get(recipe.name, 0)
                 options: dict[Role, list[Scheme]] = {
-                    role: budget.options(plan.geometry, role, tokens) for role in ROLES
+                    role: budget.settings(recipe, plan.geometry, role, tokens) for role in ROLES
                 }
                 metrics: dict[Role, Tensor] = {
                     role: _metric(work, budget.BASES[role].read_by, collected) for role in ROLES

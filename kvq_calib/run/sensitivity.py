@@ -72,7 +72,7 @@ def attention_errors(
             data, context = work.data(index, role, clean=False)
             for place, fit in enumerate(fits[role]):
                 found = fit.codec.restore(fit.decode(data, context).float(), context)
-                out = _attended(chunk, *_read(fit, chunk, found))
+                out = _attended(chunk, *_read(fit, chunk, found, work.recipe.position))
                 error_NT = ((out - exact) @ weight_EC.mT).square().sum(-1) / energy_NT
                 sums[role][place] += share[index] * error_NT.sum(dtype=torch.float64).cpu()
                 done += 1
@@ -97,13 +97,15 @@ def _more(work: RecipeWork, role: Role, field: str) -> Tensor:
     return vocabulary.vocabulary(work.stream, role)
 
 
-def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor) -> tuple[Tensor, Tensor]:
+def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor, position: str) -> tuple[Tensor, Tensor]:
     """Keys and values that attention reads, one of them decoded: `found` in blocks, the sinks and the rest exact."""
-    role, sinks = fit.codec.role, fit.window.sinks
-    exact = chunk.k_pre if role == "key" else chunk.v
+    role, sinks, turn = fit.codec.role, fit.window.sinks, position == "pre"
+    exact = chunk.v if role == "value" else chunk.k_pre if turn else chunk.k
     rows = found.reshape(len(exact), -1, exact.shape[-1])
     x = torch.cat([exact[:, :sinks], rows[:, sinks:], exact[:, rows.shape[1] :]], 1)
-    return (apply_rope(x, chunk.rope, fit.codec.geometry.kv_heads), chunk.v) if role == "key" else (chunk.k, x)
+    if role == "value":
+        return chunk.k, x
+    return (apply_rope(x, chunk.rope, fit.codec.geometry.kv_heads) if turn else x), chunk.v
 
 
 def _attended(chunk: AttentionInputs, k_NTC: Tensor, v_NTC: Tensor) -> Tensor:

@@ -38,9 +38,14 @@ def narrowed(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor], 
     if share.parts == 1:
         return geometry, tensors
     _check(recipe, geometry)
-    own = replace(geometry, kv_heads=geometry.kv_heads // share.parts)
+    own = narrower(geometry, share)
     whole, part = codec.all_specs(recipe, geometry), codec.all_specs(recipe, own)
     return own, {name: _run(tensors[name], whole[name][0], part[name][0], share) for name in part}
+
+
+def narrower(geometry: Geometry, share: Share) -> Geometry:
+    """The shape of a worker's part."""
+    return replace(geometry, kv_heads=geometry.kv_heads // share.parts)
 
 
 def _run(tensor: Tensor, whole: tuple[int, ...], part: tuple[int, ...], share: Share) -> Tensor:
@@ -52,6 +57,11 @@ def _run(tensor: Tensor, whole: tuple[int, ...], part: tuple[int, ...], share: S
 
 def _check(recipe: Recipe, geometry: Geometry) -> None:
     size = geometry.head_size
+    if recipe.cross_layer:
+        raise ValueError(
+            f"{recipe.name} predicts each head from all heads of the layer below, which a worker does not have; use "
+            "--tensor-parallel-size 1, or a recipe without prediction"
+        )
     for scheme in recipe.schemes:
         group = scheme.quantize.group_size(geometry.width, geometry)
         turned = scheme.rotate.size(geometry.width, geometry) if scheme.rotate is not None else 1

@@ -13,21 +13,17 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.disk import strict_json
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.layer import KVQLayer
 from kvq_runtime.hf.model import fingerprint_of, geometry_of
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import chain, coder
+from kvq_runtime.prefix import chain, coder, model_digest
 from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.resolve import load_artifact
 
 _log = logging.getLogger(__name__)
-# of a configuration: where it came from, and how it is run, which keys and values do not depend on
-_PLACE = {"_name_or_path", "architectures", "dtype", "id2label", "label2id", "torch_dtype", "transformers_version",
-          "use_cache", "return_dict"}  # fmt: skip
 
 
 class PrefixStore:
@@ -183,8 +179,7 @@ class PrefixStore:
 @torch.no_grad()
 def weights_digest(model: PreTrainedModel) -> str:
     """sha256 of a configuration and of 64 evenly spaced elements of every parameter: what changes none has the same."""
-    config = {n: x for n, x in model.config.get_text_config(decoder=True).to_dict().items() if n not in _PLACE}
-    digest = sha256(strict_json.dumps(_plain(config)).encode())
+    digest = sha256(model_digest.config_json(model.config.get_text_config(decoder=True).to_dict()))
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().reshape(-1)
         places = torch.arange(64, device=flat.device) * max(1, flat.numel()) // 64
@@ -192,14 +187,6 @@ def weights_digest(model: PreTrainedModel) -> str:
         digest.update(f"\0{name}\0{parameter.dtype}\0{list(parameter.shape)}\0".encode())
         digest.update(sample.numpy().data)
     return digest.hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, str)) else repr(value)
 
 
 def _rotary(model: Any, recipe: Recipe) -> Rotary | None:

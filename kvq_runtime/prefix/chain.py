@@ -8,6 +8,8 @@ So prompts share the blocks that they begin with. A name finds a block; whether 
 tokens that are stored in it.
 """
 
+import sys
+from array import array
 from collections.abc import Iterable
 from hashlib import sha256
 
@@ -40,8 +42,10 @@ def root(digest: str, salt: str) -> str:
 
 def name(previous: str, tokens: Iterable[int]) -> str:
     """The name of the block that holds these tokens after `previous`."""
-    ids = b"".join(int(token).to_bytes(4, "little") for token in tokens)
-    return sha256(b"kvq prefix block\0" + bytes.fromhex(previous) + ids).hexdigest()
+    ids = array("I", tokens)  # 4 bytes each
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return sha256(b"kvq prefix block\0" + bytes.fromhex(previous) + ids.tobytes()).hexdigest()
 
 
 def names(begin: str, tokens_T: Tensor, block: int) -> list[str]:

@@ -16,6 +16,7 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.codec.shared import Fitted
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix.block_file import Block
@@ -41,9 +42,10 @@ class Coder:
         held: Sequence[int],
         rotary: Rotary | None = None,
     ):
-        self.recipe, self.geometry, self.tensors = recipe.check(geometry), geometry, tensors
+        self.recipe, self.geometry = recipe.check(geometry), geometry
+        self.tensors = tensors if isinstance(tensors, Fitted) else Fitted(tensors)  # so that caches share the codecs
         self.held, self.rotary = tuple(held), rotary
-        self._codecs = shared.build(recipe, geometry, tensors)
+        self._codecs = shared.build(recipe, geometry, self.tensors)
 
     def encode(self, number: int, rows: Rows) -> Block:
         """Encode the tokens of block `number` of a text. ValueError for NaN or infinity among them."""
@@ -84,16 +86,21 @@ class Coder:
         return found
 
     def decode(
-        self, blocks: Sequence[Block], device: torch.device | str = "cpu"
+        self, blocks: Sequence[Block], device: torch.device | str = "cpu", start: int = 0
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(layer, keys after RoPE, values) [tokens, heads, head size] of the layers in order, in the stored dtype.
 
+        start   how many tokens are before the first of these blocks
         The two are valid until the next layer's, which are decoded into the same memory.
         """
-        cache = self.cache(blocks, device)
+        recipe = self.recipe.with_exact(sinks=max(0, self.recipe.window.sinks - start)) if start else self.recipe
+        cache = BlockCache(recipe, self.geometry, self.tensors, self.held)
+        near = None
         if self.rotary is not None:
             near = Rotary(self.rotary.frequencies_K.to(device), self.rotary.scaling, self.rotary.dtype)
-            cache.positions.announce(None, None, near)
+        stop = start + len(blocks) * recipe.window.block
+        cache.positions.announce(None, torch.arange(start, stop, device=device)[None] if start else None, near)
+        fill(cache, blocks, device)
         for layer in self.held:
             k_BTC, v_BTC = cache.decoder.whole(layer)
             heads = (self.geometry.kv_heads, self.geometry.head_size)

@@ -7,7 +7,9 @@ rows to `put`, and takes `load` and `decode`.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -71,11 +73,20 @@ class PrefixBlocks:
         if self.format.largest() > self.budget:
             raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.largest()} bytes")
         about = describe(self.format, model, tensors or {})
-        digest = set_digest(about)
-        self.root = chain.root(digest, salt)
+        self._digest, self._salt = set_digest(about), salt
+        self.root = chain.root(self._digest, salt)
         self.shelf: Shelf = (
-            Memory(self.budget) if path is None else Folder(Path(path).expanduser(), about, digest, self.budget)
+            Memory(self.budget) if path is None else Folder(Path(path).expanduser(), about, self._digest, self.budget)
         )
+        self.tally: Counter[str] = Counter()  # read, written: bytes of blocks; damaged, unreadable: blocks
+
+    def under(self, salt: str) -> "PrefixBlocks":
+        """The same store for a tenant of this one's: other chains, on the same shelf. Without a salt it is itself."""
+        if not salt:
+            return self
+        found = copy(self)
+        found.root = chain.root(self._digest, f"{len(self._salt)}:{self._salt}{salt}")
+        return found
 
     @property
     def block(self) -> int:
@@ -139,30 +150,41 @@ class PrefixBlocks:
 
         return self._keep(token_T, one, 0)
 
-    def load(self, tokens: Tensor | Iterable[int], limit: int | None = None) -> list[Block]:
-        """The kept blocks that these tokens begin with, checked: at most so many tokens of them.
+    def load(self, tokens: Tensor | Iterable[int], limit: int | None = None, start: int = 0) -> list[Block]:
+        """The kept blocks of these tokens from token `start` on, checked: of the first `limit` tokens at most.
 
         A damaged block, and all after it, are missing; it is removed, and a warning says so.
         """
-        token_T, found = chain.token_row(tokens), []
-        token_T = token_T if limit is None else token_T[: max(0, limit)]
-        names = chain.names(self.root, token_T, self.block)
-        for number, name in enumerate(names):
-            block = self._get(name, self._link(names, token_T, number))
-            if block is None:
-                break
-            found.append(block)
-        self.shelf.used(names[: len(found)])
-        return found
+        return [*self._found(tokens, limit, start)]
+
+    def checked(self, tokens: Tensor | Iterable[int], limit: int | None = None, start: int = 0) -> int:
+        """How many of these tokens `load` would find now, counted from the first; all before `start` are."""
+        return start + self.block * sum(1 for _ in self._found(tokens, limit, start))
 
     def decode(
-        self, blocks: Sequence[Block], device: torch.device | str = "cpu"
+        self, blocks: Sequence[Block], device: torch.device | str = "cpu", start: int = 0
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(layer, keys after RoPE, values), [tokens, H, D] in the model's dtype, of the layers in order.
 
+        start   how many tokens are before the first of these blocks
         The two are valid until the next layer is asked for, which is decoded into the same memory.
         """
-        return self.coder.decode(blocks, device)
+        return self.coder.decode(blocks, device, start)
+
+    def _found(self, tokens: Tensor | Iterable[int], limit: int | None, start: int) -> Iterator[Block]:
+        if start % self.block:
+            raise ValueError(f"start={start}; blocks begin at multiples of {self.block}")
+        token_T = chain.token_row(tokens)
+        token_T = token_T if limit is None else token_T[: max(0, limit)]
+        names = chain.names(self.root, token_T, self.block)
+        count = start // self.block
+        for number in range(count, len(names)):
+            block = self._get(names[number], self._link(names, token_T, number))
+            if block is None:
+                break
+            count = number + 1
+            yield block
+        self.shelf.used(names[:count])
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
         if dtype != self.format.dtype:
@@ -180,6 +202,7 @@ class PrefixBlocks:
                     break  # what follows could not be found
                 data = self.format.to_bytes(encoded(number), self._link(names, token_T, number))
                 self.shelf.put(name, data)
+                self.tally["written"] += len(data)
             kept = number + 1
         self.shelf.used(names[:kept])
         return kept * self.block
@@ -191,11 +214,17 @@ class PrefixBlocks:
     def _get(self, name: str, link: Link) -> Block | None:
         try:
             data = self.shelf.get(name, self.format.largest())
-            return None if data is None else self.format.from_bytes(data, link)
+            if data is None:
+                return None
+            block = self.format.from_bytes(data, link)
+            self.tally["read"] += len(data)
+            return block
         except ArtifactError as error:
+            self.tally["damaged"] += 1
             _log.warning("block %d of a kept prefix is damaged, and removed: %s: %s", link.number, name, error)
             self.shelf.drop(name)
         except OSError as error:
+            self.tally["unreadable"] += 1
             _log.warning("block %d of a kept prefix cannot be read: %s", link.number, error)
         return None
 

@@ -8,8 +8,6 @@ attend to all tokens keeps vLLM's own cache and attention.
 Pinned to vLLM 0.32 and 0.33: `customize_spec` is marked temporary there.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -45,6 +43,7 @@ from kvq_runtime.vllm.first_tokens import Arrived, FirstTokens
 from kvq_runtime.vllm.layer import PagedLayer
 from kvq_runtime.vllm.page import Page, page_of
 from kvq_runtime.vllm.stock import STOCK
+from kvq_runtime.vllm.torch_defaults import own_defaults
 
 logger = init_logger("vllm.kvq")  # below vllm's own, so that its level and form hold
 
@@ -109,22 +108,10 @@ class _Once:
     def of(self, config: VllmConfig) -> Served:
         if self.config is not config:
             parallel = config.parallel_config
-            with _own_defaults():
+            with own_defaults():
                 made = served_by(config, parallel.rank % parallel.tensor_parallel_size)
             self.config, self.served = config, made
         return self.served
-
-
-@contextmanager
-def _own_defaults() -> Iterator[None]:
-    """Make tensors as torch does by itself: vLLM builds a model with the model's dtype and device as defaults."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 _engine = _Once()

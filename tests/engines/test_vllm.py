@@ -1,14 +1,6 @@
 """A real vLLM on a CPU: the embedded model behind its OpenAI endpoint, with a compressed cache. `make test-engines`."""
 
-import json
-import os
 import re
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +12,7 @@ pytest.importorskip("vllm.v1", reason="vLLM has an environment of its own: make 
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_server import MODEL, PATIENCE, ROOT, Server
 
 from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.reads import counting
@@ -27,73 +20,20 @@ from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
-from kvq_runtime.vllm import backend
+from kvq_runtime.vllm.torch_defaults import own_defaults
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "artifacts" / "demo-model"
 RECIPE = "lloyd-3bit"
 BYTES = 3 << 20  # of the cache
-PATIENCE = 540  # seconds until a server answers
-ENVIRONMENT = os.environ | {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
-}  # fmt: skip
 
 
-class Server:
-    """A server of the embedded model, its log, and what it answers."""
-
-    def __init__(self, folder: Path, reference: str, *more: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.path = folder / f"{reference}.log"
-        command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--served-model-name",
-            "demo", "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes",
-            str(BYTES), "--max-num-batched-tokens", "256", "--host", "127.0.0.1", "--port", str(self.port), *more,
-        ]  # fmt: skip
-        with self.path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, env=ENVIRONMENT | {"KVQ_CACHE": reference}, stdout=log, stderr=subprocess.STDOUT, cwd=folder
-            )
-
-    @property
-    def log(self) -> str:
-        return self.path.read_text(errors="replace")
-
-    def wait(self) -> None:
-        """Return once it answers; fail with its log if it ends, or takes too long."""
-        until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5)
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(1)
-        pytest.fail(f"no server: {self.log[-4000:]}")
-
-    def complete(self, tokens: list[int], **settings: Any) -> dict[str, Any]:
-        """Complete a prompt, greedily unless told otherwise."""
-        body = {"model": "demo", "prompt": tokens, "max_tokens": 24, "temperature": 0, "logprobs": 0} | settings
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return json.load(answer)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+def served(folder: Path, reference: str, size: int = BYTES, *more: str, **variables: str) -> Server:
+    """A server whose pages hold what a reference names."""
+    return Server(folder, reference.replace("/", "_"), {"KVQ_CACHE": reference} | variables, size, *more)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = Server(tmp_path_factory.mktemp("server"), RECIPE)
+    started = served(tmp_path_factory.mktemp("server"), RECIPE)
     try:
         started.wait()
         yield started
@@ -174,7 +114,7 @@ def test_tokens_that_fit_are_the_recipes_bits(server: Server):
 )
 def test_what_cannot_be_served_stops_the_start(reference: str, message: str, tmp_path: Path):
     """With our sentence as the last, an exit code, and nothing left running."""
-    refused = Server(tmp_path, reference)
+    refused = served(tmp_path, reference)
     try:
         assert refused.process.wait(PATIENCE) != 0
     finally:
@@ -187,7 +127,7 @@ def test_codecs_are_made_as_elsewhere():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with backend._own_defaults():
+        with own_defaults():
             codec = codecs.build(preset("lloyd-3bit"), Geometry(1, 3, 32), {})[0][0]
     finally:
         torch.set_default_dtype(before)

@@ -143,11 +143,37 @@ def test_a_cache_is_kept_as_it_is(name):
     assert again.shelf._held == kept.shelf._held  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", each(FEW))
+def test_blocks_of_the_middle_decode_as_in_the_whole(name):
+    """From a token on: positions go on counting, and no sink is put where it is not."""
+    kept, _, tokens, _ = filled(name, torch.float32)
+    whole = {layer: (k.clone(), v.clone()) for layer, k, v in kept.decode(kept.load(tokens))}
+    for start in (kept.block, 3 * kept.block):
+        blocks = kept.load(tokens, start=start)
+        assert len(blocks) == 5 - start // kept.block == (kept.checked(tokens, start=start) - start) // kept.block
+        for layer, *pair in kept.decode(blocks, start=start):
+            for ours, theirs in zip(pair, whole[layer], strict=True):
+                assert torch.allclose(ours, theirs[start:], rtol=0.02, atol=0.02)
+    with pytest.raises(ValueError, match="multiples of"):
+        kept.load(tokens, start=3)
+
+
+def test_tenants_of_a_tenant(tmp_path):
+    """A salt inside a salt is another one than the two in a row, and needs both."""
+    kept, (keys, values) = store(tmp_path, salt="a"), rows(32)
+    kept.under("bc").put(ids(32), keys, values)
+    assert kept.under("bc").longest(ids(32)) == 32 and kept.under("") is kept
+    others = [kept, kept.under("b"), store(tmp_path, salt="ab").under("c"), store(tmp_path).under("bc")]
+    assert not any(other.longest(ids(32)) for other in [*others, store(tmp_path, salt="abc")])
+
+
 def test_sinks_longer_than_a_block_stay_exact():
     recipe = replace(RECIPES["rtn-2bit"], window=Window(sinks=20, recent=4, block=16))
     kept = PrefixBlocks(None, recipe, GEOMETRY, model="m", dtype=torch.bfloat16)
     keys, values = rows(48)
     kept.put(ids(48), keys, values)
+    for layer, k, _ in kept.decode(kept.load(ids(48), start=16), start=16):
+        assert torch.equal(k[:4], keys[layer][16:20]) and not torch.equal(k[4:], keys[layer][20:])
     for layer, k, v in kept.decode(kept.load(ids(48))):
         assert torch.equal(k[:20], keys[layer][:20]) and torch.equal(v[:20], values[layer][:20])
         assert not torch.equal(k[20:], keys[layer][20:])

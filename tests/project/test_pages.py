@@ -130,7 +130,8 @@ def test_a_paper_has_the_same_link_everywhere():
     for page in [*PAGES, ROOT / "CHANGELOG.md"]:
         for paper, link in re.findall(r"\[([A-Z][\w-]+)\]\((https://(?:arxiv|doi)\.org/[^)]+)\)", page.read_text()):
             seen.setdefault(paper, set()).add(link)
-    assert len(seen) > 10 and all(links()[paper] == link for paper, found in seen.items() for link in found)
+    assert len(seen) > 10 and all(len(found) == 1 for found in seen.values())
+    assert all(links()[paper] in found for paper, found in seen.items() if paper != "RULER")  # tasks, not a method
 
 
 def test_what_works_in_generate_is_tested():

@@ -10,6 +10,7 @@ from kvq_calib.run import budget
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.store.memory import asymptotic_bits
+from kvq_runtime.vllm import served
 
 GEOMETRY = Geometry(4, 2, 64)
 
@@ -62,9 +63,13 @@ def test_a_budget_below_the_cheapest_is_refused():
 # ---- bits of a recipe
 
 
-def curves(weights) -> list[dict[str, list[float]]]:
+def curves(weights, engine: str | None = None) -> list[dict[str, list[float]]]:
     """What measuring would find if every layer's error were its weight times 4^-bits: own first, as measured."""
-    left = {role: [4.0 ** -scheme.bits(128, GEOMETRY) for scheme in budget.options(GEOMETRY, role)] for role in ROLES}
+    first = budget.recipe(2, GEOMETRY, engine)
+    left = {
+        role: [4.0 ** -scheme.bits(128, GEOMETRY) for scheme in budget.settings(first, GEOMETRY, role)]
+        for role in ROLES
+    }
     return [{role: [0.0, *(weight * part for part in left[role])] for role in ROLES} for weight in weights]
 
 
@@ -132,3 +137,24 @@ def test_a_token_that_costs_more_than_the_budget_is_not_in_the_first_round():
     narrow = Geometry(4, 1, 16)
     small, large = (budget.recipe(bits, narrow, TOKENS) for bits in (0.5, 0.75))
     assert (list(small.layers), list(large.layers)) == ([], [0])  # 11 bits of 16 channels
+
+
+# ---- for an engine
+
+
+@pytest.mark.parametrize("asked", [1.25, 2.5, 3.1, 6.0])
+def test_what_is_chosen_for_an_engine_can_be_served_by_it(asked):
+    """Whatever was measured: every layer, keys and values, from pages of its own."""
+    first = budget.recipe(asked, GEOMETRY, engine="vllm")
+    chosen, promised = budget.allocated(first, asked, GEOMETRY, curves([1, 3, 0.1, 1], "vllm"))
+    for recipe in (first, chosen):
+        assert served.refusal(recipe.check(GEOMETRY), GEOMETRY) is None
+        assert asymptotic_bits(recipe, GEOMETRY) <= asked
+    assert asymptotic_bits(chosen, GEOMETRY) > asked - 0.6  # a step between two settings of a layer
+    assert promised > 0 and chosen.name == f"auto-{asked:g}bit-vllm" and sorted(chosen.layers) == [0, 1, 2, 3]
+    assert served.refusal(budget.recipe(asked, GEOMETRY), GEOMETRY) is not None
+
+
+def test_a_budget_that_an_engine_cannot_have_is_refused():
+    with pytest.raises(ValueError, match=r"--bits 0.5; this model, for vllm, can have 1\.\d+ to 8\.\d+"):
+        budget.recipe(0.5, GEOMETRY, engine="vllm")

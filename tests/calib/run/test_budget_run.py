@@ -24,6 +24,7 @@ from kvq_runtime.ops import rope
 from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.store.memory import asymptotic_bits
+from kvq_runtime.vllm import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("budget")]  # one worker calibrates for all
 
@@ -45,9 +46,11 @@ def few():
         patch.setattr(budget, "WIDTHS", (0.5, 1, 2, 4))
         patch.setattr(budget, "PLAIN", (0.5,))
         patch.setattr(budget, "GRIDS", ("2bit",))
-        budget.options.cache_clear()
+        for cached in (budget.options, budget.served_options):
+            cached.cache_clear()
         yield
-    budget.options.cache_clear()
+    for cached in (budget.options, budget.served_options):
+        cached.cache_clear()
 
 
 def asked(model: Path, folder: Path, bits=(1.5,), **settings) -> Job:
@@ -239,6 +242,29 @@ def test_the_flow_makes_the_same_bytes_as_the_process(model, undisturbed, monkey
     there, _ = flow.run(asked(model, tmp_path / "there"))
     assert [made.sha256 for made in there] == [hashlib.sha256(undisturbed[1]["auto-1.5bit"]).hexdigest()]
     assert there[0].layers
+
+
+def test_for_an_engine_errors_are_those_of_keys_after_rope(model, tmp_path):
+    """What is chosen is what vLLM serves, and its measured error is attention's with keys decoded after RoPE."""
+    work = a_run(asked(model, tmp_path, bits=(3.0,), engine="vllm"))
+    (made,) = runs.calibrate(work).values()
+    assert served.refusal(made.recipe, work.plan.geometry) is None and made.recipe.position == "post"
+    assert asymptotic_bits(made.recipe, work.plan.geometry) <= 3.0
+    notes = [checkpoint.record(work.folder, layer)["attention"]["auto-3bit-vllm"] for layer in range(3)]
+    settings = budget.settings(work.plan.recipes[0], work.plan.geometry, "key")
+    costs = [scheme.bits(128, work.plan.geometry) for scheme in settings]
+    for note in notes:
+        for role in ROLES:
+            own, *errors = note[role]
+            assert min(errors) > 0 and own in [pytest.approx(error, rel=0.2) for error in errors]
+            assert errors[costs.index(max(costs))] < 0.2 * errors[costs.index(min(costs))] < 1
+
+
+def test_what_an_engine_cannot_serve_is_refused_before_a_run(model, tmp_path):
+    with pytest.raises(ValueError, match="vLLM cannot serve aqua-2bit"):
+        asked(model, tmp_path, bits=(), recipes=("aqua-2bit",), engine="vllm", transfer=None).prepare()
+    with pytest.raises(ValueError, match="--for sglang; use vllm"):
+        asked(model, tmp_path, engine="sglang").prepare()
 
 
 def test_a_plan_without_budgets_is_the_plan_it_was(model):

@@ -1,0 +1,220 @@
+"""Keep vLLM's prefixes encoded in a folder, and load them from there: a KV connector.
+
+vLLM's own cache stays as it is, in 16 bits; what has left it, or was computed by another server or before a restart,
+comes from the folder. Every layer of a prefix is at hand here, with its positions, so that recipes which predict across
+layers or encode keys before RoPE are kept as all others. The parts: options (kept.py), what is to be done (orders.py,
+in the scheduler's process), the doing of it (keeper.py, in each worker), and how a page is laid out (page_order.py).
+
+Loads go by vLLM's asynchronous way: a request waits while it is loaded, and where a block turns out damaged then, it is
+computed from there on. Pinned to vLLM 0.32 and 0.33, which call this interface experimental.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kvq_runtime.hf.model import rotary_of_config
+from kvq_runtime.prefix.shelf import parse_bytes
+from kvq_runtime.vllm import kept, page_order, source
+from kvq_runtime.vllm.connector_stats import Metrics, Stats
+from kvq_runtime.vllm.keeper import Keeper, Pages
+from kvq_runtime.vllm.orders import Orders, Planner
+from kvq_runtime.vllm.torch_defaults import own_defaults
+
+logger = init_logger("vllm.kvq")
+
+
+@dataclass
+class Metadata(Orders, KVConnectorMetadata):
+    """A step's orders, as vLLM hands them to workers."""
+
+
+class KVQConnector(KVConnectorBase_V1):
+    """Loads and keeps prefixes; its options are those of `kept.Settings`."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        super().__init__(vllm_config, role, kv_cache_config)
+        _check_engine(vllm_config, kv_cache_config)
+        self._settings = kept.settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._page = vllm_config.cache_config.block_size
+        parallel = vllm_config.parallel_config
+        ranks, rank = parallel.tensor_parallel_size, None
+        if role is KVConnectorRole.WORKER:
+            rank = parallel.rank % ranks
+        with own_defaults():
+            self._stores = kept.opened(self._settings, _served(vllm_config), ranks, rank)
+        self._recipe = self._stores[0].format.recipe
+        self._keeper: Keeper | None = None
+        self._planner: Planner | None = None
+        if rank is None:
+            recent = self._settings.recent
+            self._planner = Planner(self._stores, self._page, self._recipe.window.recent if recent is None else recent)
+            logger.info("kvq: prefixes are kept in %s as %s", self._settings.path, self._recipe.name)
+
+    # ---- in the scheduler's process
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # what is not kept is a miss later
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        count = self._plan.matched(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._plan.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        cached = scheduler_output.scheduled_cached_reqs
+        before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        before |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        counts = {name: before[name] + n for name, n in scheduler_output.num_scheduled_tokens.items() if name in before}
+        made = self._plan.orders(counts, self._pages_of)
+        return Metadata(made.loads, made.keeps)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._plan.finished([request.request_id])
+        return False, None
+
+    @property
+    def _plan(self) -> Planner:
+        assert self._planner is not None, "asked for a plan in a worker"
+        return self._planner
+
+    def _pages_of(self, request: str) -> Sequence[int]:
+        assert self._kv_cache_manager is not None
+        return self._kv_cache_manager.get_block_ids(request)[0]
+
+    # ---- in a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        modules = self._vllm_config.compilation_config.static_forward_context
+        names = sorted(kv_caches, key=extract_layer_index)
+        store = self._stores[0]
+        if [extract_layer_index(name) for name in names] != list(store.format.held):
+            raise ValueError(
+                f"KVQConnector: vLLM has caches of {len(names)} layers ({', '.join(names[:3])}, ...), the model "
+                f"{len(store.format.held)}; models whose layers share caches, and draft models, are not kept"
+            )
+        geometry, known, layers = store.format.geometry, {}, []
+        for name in names:
+            module, cache = modules[name], kv_caches[name]
+            kind = type(module.impl), cache.shape, cache.stride(), cache.dtype
+            if kind not in known:
+                known[kind] = _order_of(module, cache, geometry.kv_heads, geometry.head_size)
+            layers.append(Pages(cache, known[kind]))
+        self._keeper = Keeper(store, layers, self._page, parse_bytes(self._settings.pending))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._keeper is not None:
+            self._keeper.begin(self._orders.loads)
+            self._keeper.go_on()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request that is loaded is in no step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: `wait_for_save` has all layers."""
+
+    def wait_for_save(self) -> None:
+        if self._keeper is not None:
+            for order in self._orders.keeps:
+                self._keeper.keep(order)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._keeper.take_loaded() if self._keeper is not None else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._keeper.take_failed() if self._keeper is not None else set()
+
+    def shutdown(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+
+    @property
+    def _orders(self) -> Orders:
+        found = self._get_connector_metadata()
+        assert isinstance(found, Metadata)
+        return found
+
+    # ---- metrics
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        teller = self._planner or self._keeper
+        counts = dict(teller.take_counts()) if teller is not None else {}
+        return Stats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics | None:
+        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _served(config: VllmConfig) -> kept.Served:
+    model = config.model_config
+    text = model.hf_text_config
+
+    def rotary():
+        return rotary_of_config(text, model.dtype)
+
+    return kept.Served(text.to_dict(), model.model, model.revision, model.dtype, model.quantization, rotary)
+
+
+def _order_of(module: Any, cache: Tensor, heads: int, size: int) -> page_order.PageOrder:
+    def write(k_THD: Tensor, v_THD: Tensor, cache_BHNC: Tensor, slots_T: Tensor) -> None:
+        module.impl.do_kv_cache_update(module, k_THD, v_THD, cache_BHNC, slots_T)
+
+    try:
+        with torch.inference_mode():
+            return page_order.asked(cache, heads, size, write)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"KVQConnector cannot read the cache of {type(module.impl).__name__}: {error}; "
+            "choose another --attention-backend"
+        ) from None
+
+
+def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:
+    """Raise ValueError, a sentence, for a server whose prefixes cannot be kept."""
+    parallel, transfer, speculative = config.parallel_config, config.kv_transfer_config, config.speculative_config
+    assert transfer is not None
+    why = None
+    if source.asked() is not None:
+        why = f"{source.VARIABLE} is set: vLLM's pages hold packed codes, not 16-bit rows; unset it"
+    elif transfer.kv_load_failure_policy != "recompute":
+        why = 'a damaged block has to be computed: add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
+    elif transfer.kv_role != "kv_both":
+        why = f'kv_role is "{transfer.kv_role}"; what it loads it also keeps: use "kv_both"'
+    elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        why = "a worker has to hold all layers and tokens of its heads; drop pipeline and context parallelism"
+    elif speculative is not None and speculative.method != "ngram":
+        why = f"layers of a draft model are not kept (speculative method {speculative.method}); use ngram"
+    elif config.cache_config.cache_dtype != "auto":
+        why = f"vLLM's cache has to be in the model's dtype; drop --kv-cache-dtype {config.cache_config.cache_dtype}"
+    elif len(caches.kv_cache_groups) != 1 or not _plain(caches.kv_cache_groups[0].kv_cache_spec):
+        why = "some layers of the model do not attend to all tokens; what they hold is not kept"
+    if why is not None:
+        raise ValueError(f"KVQConnector: {why}")
+
+
+def _plain(spec: Any) -> bool:
+    return type(spec) is FullAttentionSpec and spec.sliding_window is None

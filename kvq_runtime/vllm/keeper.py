@@ -1,0 +1,224 @@
+"""Carry out in a worker what was ordered: decode blocks into pages, and encode pages into blocks.
+
+A load is done in slices, one a step, so that the requests that run beside it wait for a slice and not for a prompt.
+What is kept is copied out of its pages when the step has been computed, and encoded and written by a thread of its own;
+what would exceed `pending` bytes of copies is not kept, and counted.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.prefix import chain
+from kvq_runtime.prefix.store import PrefixBlocks
+from kvq_runtime.vllm.orders import Order
+from kvq_runtime.vllm.page_order import PageOrder
+
+SLICE = 1024  # tokens of a load that are decoded in one step
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A layer's cache, [B, H, N, 2 D], and the order of a page in it."""
+
+    cache: Tensor
+    order: PageOrder
+
+    def split(self, pages: Sequence[int], page: int) -> list[int]:
+        """The cache's own pages of the engine's, each of `page` tokens, which may be several of the cache's."""
+        parts = page // self.order.tokens
+        return [first * parts + n for first in pages for n in range(parts)]
+
+
+@dataclass
+class _Load:
+    order: Order
+    done: int
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Rows of the last blocks of a text, keys and values [T, C] of each layer, on the host.
+
+    tokens   of the text, up to the end of the rows
+    start    token of the first row
+    names    of the blocks
+    """
+
+    tokens: tuple[int, ...]
+    salt: str
+    start: int
+    rows: list[tuple[Tensor, Tensor]]
+    names: list[str]
+    bytes: int
+
+
+class Keeper:
+    """One worker's pages and kept prefixes.
+
+    layers    pages of the store's layers, in order
+    page      tokens of one of the engine's pages; divides a block, and is a multiple of the caches' own
+    pending   bytes of copies that may wait to be encoded
+    """
+
+    def __init__(self, store: PrefixBlocks, layers: Sequence[Pages], page: int, pending: int):
+        if store.block % page:
+            raise ValueError(
+                f"pages of {page} tokens do not divide {store.format.recipe.name}'s blocks of {store.block}; "
+                f"use --block-size {store.block}, or a divisor of it"
+            )
+        self.store, self.layers, self.page, self.pending = store, layers, page, pending
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        self._loads: deque[_Load] = deque()
+        self._loaded: set[str] = set()
+        self._failed: set[int] = set()
+        self._copies: queue.Queue[_Copy | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._waiting, self._held = 0, set[str]()  # bytes of copies, and names of blocks, that are not written yet
+        width = store.format.geometry.width
+        self._block_bytes = 2 * len(layers) * store.block * width * store.format.dtype.itemsize
+        self._thread: threading.Thread | None = None
+
+    # ---- loads
+
+    def begin(self, loads: Iterable[Order]) -> None:
+        """Take loads in."""
+        self._loads.extend(_Load(order, order.start) for order in loads)
+
+    @torch.inference_mode()
+    def go_on(self) -> None:
+        """Decode the next slice of the oldest load into its pages."""
+        if not self._loads:
+            return
+        began, load = time.monotonic(), self._loads[0]
+        order, block = load.order, self.store.block
+        first = load.done // block * block
+        stop = min(order.stop, first + max(1, SLICE // block) * block)
+        before = self.store.tally["read"]
+        try:
+            found = self._load(order, first, stop)
+        except (ValueError, RuntimeError) as error:  # of this request alone: it is computed
+            _log.warning("a kept prefix cannot be decoded, and is computed: %s", error)
+            found = first
+        self._count("bytes_loaded", self.store.tally["read"] - before)
+        self._count("tokens_loaded", max(0, found - load.done))
+        load.done = max(load.done, found)
+        if found < stop:
+            self._count("loads_failed", 1)
+            self._failed.update(order.pages[(load.done - order.start) // self.page :])
+        if found < stop or stop == order.stop:
+            self._count("loads", 1)
+            self._loaded.add(order.request)
+            self._loads.popleft()
+        self._count("seconds_loading", time.monotonic() - began)
+
+    def _load(self, order: Order, first: int, stop: int) -> int:
+        """Blocks from token `first` to `stop` into their pages; how far they were found."""
+        store = self.store.under(order.salt)
+        blocks = store.load(order.tokens, stop, first)
+        end = first + len(blocks) * store.block
+        start = max(first, order.start)  # of the first block, some pages may be there
+        if end <= start:
+            return end
+        pages = order.pages[(start - order.start) // self.page : (end - order.start) // self.page]
+        device = self.layers[0].cache.device
+        for layer, (_, k_THD, v_THD) in zip(self.layers, store.decode(blocks, device, first), strict=True):
+            taken = slice(start - first, end - first)
+            layer.order.write(layer.cache, layer.split(pages, self.page), k_THD[taken], v_THD[taken])
+        return end
+
+    def take_loaded(self) -> set[str]:
+        """Requests whose loads have ended since the last call, whole or not."""
+        found, self._loaded = self._loaded, set()
+        return found
+
+    def take_failed(self) -> set[int]:
+        """The engine's pages that were to be loaded and are not."""
+        found, self._failed = self._failed, set()
+        return found
+
+    # ---- what is kept
+
+    @torch.inference_mode()
+    def keep(self, order: Order) -> None:
+        """Copy the blocks that are not kept out of their pages, to be encoded; pages may be reused at once."""
+        store, block = self.store.under(order.salt), self.store.block
+        names = chain.names(store.root, chain.token_row(order.tokens), block)
+        first = order.start // block
+        while first < len(names) and self._has(names[first]):
+            first += 1
+        if first == len(names) or (first and not self._has(names[first - 1])):
+            return
+        room = max(0, (self.pending - self._waiting) // self._block_bytes)
+        last = min(len(names), first + room)
+        self._count("tokens_dropped", (len(names) - last) * block)
+        if last > first:
+            self._copy(order, first, names[first:last])
+
+    def _copy(self, order: Order, first: int, names: list[str]) -> None:
+        block, size = self.store.block, len(names) * self._block_bytes
+        start, stop = first * block, (first + len(names)) * block
+        pages = order.pages[(start - order.start) // self.page : (stop - order.start) // self.page]
+        rows = []
+        for layer in self.layers:
+            k_TC, v_TC = layer.order.read(layer.cache, layer.split(pages, self.page))
+            rows.append((k_TC.cpu(), v_TC.cpu()))
+        with self._lock:
+            self._waiting += size
+            self._held.update(names)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write, name="kvq-keeper", daemon=True)
+            self._thread.start()
+        self._copies.put(_Copy(order.tokens[:stop], order.salt, start, rows, names, size))
+
+    def _has(self, name: str) -> bool:
+        return name in self._held or self.store.shelf.has(name)
+
+    @torch.inference_mode()
+    def _write(self) -> None:
+        while (copy := self._copies.get()) is not None:
+            began, before = time.monotonic(), self.store.tally["written"]
+            device, heads = self.layers[0].cache.device, (self.store.format.geometry.kv_heads, -1)
+            try:
+                keys, values = (
+                    [x.to(device).unflatten(1, heads) for x in part] for part in zip(*copy.rows, strict=True)
+                )
+                self.store.under(copy.salt).put(copy.tokens, keys, values, copy.start)
+            except (OSError, ValueError, RuntimeError) as error:
+                self._count("blocks_refused", len(copy.names))
+                _log.warning("blocks of a prefix are not kept: %s", error)
+            self._count("bytes_kept", self.store.tally["written"] - before)
+            self._count("tokens_kept", self.store.block * sum(map(self.store.shelf.has, copy.names)))
+            self._count("seconds_keeping", time.monotonic() - began)
+            with self._lock:
+                self._waiting -= copy.bytes
+                self._held.difference_update(copy.names)
+            self._copies.task_done()
+        self._copies.task_done()
+
+    def _count(self, name: str, number: float) -> None:
+        with self._lock:
+            self.counts[name] += number
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Write what waits, for so many seconds at most."""
+        if self._thread is not None:
+            self._copies.put(None)
+            self._thread.join(seconds)
+            self._thread = None
+
+    def take_counts(self) -> Mapping[str, float]:
+        """What happened since the last call."""
+        with self._lock:
+            found, self.counts = self.counts, defaultdict(float)
+        found["blocks_damaged"] += self.store.tally.pop("damaged", 0)
+        found["blocks_unreadable"] += self.store.tally.pop("unreadable", 0)
+        return {name: count for name, count in found.items() if count}

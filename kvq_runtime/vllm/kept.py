@@ -1,0 +1,111 @@
+"""Open the kept prefixes that a server's options name, for the model that it serves.
+
+--kv-transfer-config '{"kv_connector": "KVQConnector", "kv_connector_module_path": "kvq_runtime.vllm.connector",
+    "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"path": "/var/prefixes", "recipe": "qwen2.5-7b-aqua-2bit@production"}}'
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvq_runtime.engines import heads, source
+from kvq_runtime.engines.heads import Share
+from kvq_runtime.engines.source import Source
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.prefix import model_digest
+from kvq_runtime.prefix.shelf import parse_bytes
+from kvq_runtime.prefix.store import PrefixBlocks, check
+
+SALT = "KVQ_PREFIX_SALT"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """kv_connector_extra_config.
+
+    path      folder of the kept prefixes, shared by workers and servers
+    recipe    name of a recipe, or a reference to an artifact, as for KVQ_CACHE
+    budget    bytes of the folder
+    recent    newest tokens of a prompt that are computed, to be exact; None: as many as the recipe's window keeps
+    pending   bytes of 16-bit keys and values that may wait to be encoded, in each worker
+    """
+
+    path: str
+    recipe: str
+    budget: str | int = "20GB"
+    recent: int | None = None
+    pending: str | int = "1GB"
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that a server serves: its decoder's configuration, its files, and what its keys and values are in.
+
+    rotary   its rotation, by its configuration; raises ValueError for one that is not known so
+    """
+
+    config: Mapping[str, Any]
+    name: str
+    revision: str | None
+    dtype: torch.dtype
+    quantization: str | None
+    rotary: Callable[[], Rotary]
+
+
+def settings(extra: Mapping[str, Any]) -> Settings:
+    """The settings of these options; ValueError, a sentence, for others."""
+    known = Settings.__dataclass_fields__
+    odd, missing = sorted(set(extra) - set(known)), [name for name in ("path", "recipe") if not extra.get(name)]
+    if odd or missing:
+        what = f"has {', '.join(odd)}" if odd else f"lacks {' and '.join(missing)}"
+        raise ValueError(f"kv_connector_extra_config {what}; KVQConnector takes {', '.join(known)}")
+    found = Settings(**extra)
+    if found.recent is not None and (type(found.recent) is not int or found.recent < 0):
+        raise ValueError(f"kv_connector_extra_config: recent={found.recent!r}; use a number of tokens, 0 or more")
+    parse_bytes(found.pending)
+    return found
+
+
+def opened(given: Settings, model: Served, ranks: int, rank: int | None = None) -> list[PrefixBlocks]:
+    """The store of a worker's part of the model; without a rank, those of all parts.
+
+    ranks   workers of tensor parallelism
+    Raises ValueError or ArtifactError, with the reference, for what cannot be kept, or is not of this model.
+    """
+    try:
+        return _opened(given, model, ranks, rank)
+    except ArtifactError as error:
+        raise ArtifactError(f"KVQConnector, recipe {given.recipe}: {error}") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"KVQConnector, recipe {given.recipe}: {error}") from None
+
+
+def _opened(given: Settings, model: Served, ranks: int, rank: int | None) -> list[PrefixBlocks]:
+    found = source.read(given.recipe)
+    check(found.recipe)
+    whole = source.match(found, model.config, model.name, model.revision)
+    folder = source.folder(model.name, model.revision)
+    if folder is None:
+        raise ArtifactError(f"the files of {model.name} are not on this machine; give its folder as the model")
+    digest = model_digest.of_files(folder, model.config, model.quantization or "")
+    rotary = model.rotary() if "positions" in found.recipe.needs else None
+    parts = heads.share_of(whole, 0, ranks).parts
+    mine = range(parts) if rank is None else [heads.share_of(whole, rank, ranks).part]
+    return [_store(given, found, model.dtype, f"{digest} {part}/{parts}", rotary, whole, Share(part, parts))
+            for part in mine]  # fmt: skip
+
+
+def _store(given: Settings, found: Source, dtype, text: str, rotary, whole, share: Share) -> PrefixBlocks:
+    geometry, tensors = heads.narrower(whole, share), {}
+    if found.recipe.fitted:
+        geometry, tensors = heads.narrowed(found.recipe, whole, found.tensors, share)
+    salt = os.environ.get(SALT, "")
+    return PrefixBlocks(
+        given.path, found.recipe, geometry, tensors, model=text, dtype=dtype, rotary=rotary, salt=salt,
+        budget=given.budget,
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""A real vLLM on a CPU with the embedded model, as a process of its own: start it, ask it, stop it."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "artifacts" / "demo-model"
+PATIENCE = 540  # seconds until a server answers
+ENVIRONMENT = os.environ | {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
+}  # fmt: skip
+
+
+class Server:
+    """A server of the embedded model, its log, and what it answers.
+
+    name       of its log
+    variables  of its environment
+    """
+
+    def __init__(self, folder: Path, name: str, variables: Mapping[str, str], size: int, *more: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.path = folder / f"{name}.log"
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--served-model-name",
+            "demo", "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes",
+            str(size), "--max-num-batched-tokens", "256", "--host", "127.0.0.1", "--port", str(self.port), *more,
+        ]  # fmt: skip
+        with self.path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, env=ENVIRONMENT | variables, stdout=log, stderr=subprocess.STDOUT, cwd=folder,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return self.path.read_text(errors="replace")
+
+    def wait(self) -> "Server":
+        """Return once it answers; fail with its log if it ends, or takes too long."""
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and self.process.poll() is None:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5)
+                return self
+            except (urllib.error.URLError, OSError):
+                time.sleep(1)
+        pytest.fail(f"no server: {self.log[-4000:]}")
+
+    def request(self, tokens: list[int], **settings: Any) -> urllib.request.Request:
+        """Complete a prompt, greedily unless told otherwise."""
+        body = {"model": "demo", "prompt": tokens, "max_tokens": 24, "temperature": 0, "logprobs": 0} | settings
+        return urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+
+    def complete(self, tokens: list[int], **settings: Any) -> dict[str, Any]:
+        with urllib.request.urlopen(self.request(tokens, **settings), timeout=300) as answer:
+            return json.load(answer)
+
+    def metric(self, name: str) -> float:
+        """The sum of a Prometheus metric over its labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        return sum(float(number) for number in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M))
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the server and the processes that it started, at once."""
+        os.killpg(self.process.pid, 9)
+        self.process.wait(60)
