@@ -120,7 +120,7 @@ def test_a_status_is_one_line_that_is_cleared(monkeypatch):
 
 def test_a_bar_is_there_at_once_and_none_stands_at_its_end(monkeypatch):
     terminal = a_terminal(monkeypatch)
-    monkeypatch.setattr(Bar, "_work", lambda self, round: 192)
+    monkeypatch.setattr(Bar, "_work", lambda self, round, layer: 192)
     plan = SimpleNamespace(chunks=[range(2)], seq_len=32)
     bar = Bar(plan)  # type: ignore[arg-type]
     assert "choosing the text:   0%" in terminal.getvalue()

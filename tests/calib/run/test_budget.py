@@ -65,7 +65,7 @@ def test_a_budget_below_the_cheapest_is_refused():
 
 def curves(weights, engine: str | None = None) -> list[dict[str, list[float]]]:
     """What measuring would find if every layer's error were its weight times 4^-bits: own first, as measured."""
-    first = budget.recipe(2, GEOMETRY, engine)
+    first = budget.recipe(2, GEOMETRY, engine=engine)
     left = {
         role: [4.0 ** -scheme.bits(128, GEOMETRY) for scheme in budget.settings(first, GEOMETRY, role)]
         for role in ROLES
