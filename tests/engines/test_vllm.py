@@ -1,6 +1,12 @@
 """A real vLLM on a CPU: the embedded model behind its OpenAI endpoint, with a compressed cache. `make test-engines`."""
 
+import http.client
 import re
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,6 +126,70 @@ def test_what_cannot_be_served_stops_the_start(reference: str, message: str, tmp
     finally:
         refused.stop()
     assert f"KVQ_CACHE={reference}" in refused.log.splitlines()[-1] and message in refused.log.splitlines()[-1]
+
+
+def test_a_registry_that_does_not_answer_stops_the_start(tmp_path: Path):
+    """A Hub that takes the connection and says nothing: a message in bounded time, and nothing left running."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(64)
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        started = served(
+            tmp_path, "hf://nobody/nothing@1.0.0", HF_ENDPOINT=address, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path)
+        )
+        try:
+            assert started.process.wait(PATIENCE) != 0
+        finally:
+            started.stop()
+    assert "KVQ_CACHE=hf://nobody/nothing@1.0.0: " in started.log.splitlines()[-1], started.log[-2000:]
+
+
+def test_preempted_requests_answer_as_alone(tmp_path: Path, text: list[int]):
+    """More requests than pages: vLLM drops some and computes them again, in other pages, with other first tokens."""
+    tight = served(tmp_path, RECIPE, 1 << 20, "--max-num-seqs", "8").wait()
+    try:
+        prompts = [text[100 * n : 100 * n + 90] for n in range(8)]
+        alone = [tight.complete(prompt, max_tokens=300)["choices"][0] for prompt in prompts]
+        assert tight.metric("vllm:num_preemptions_total") == 0
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda prompt: tight.complete(prompt, max_tokens=300), prompts)
+            together = [answer["choices"][0] for answer in answers]
+        preempted = tight.metric("vllm:num_preemptions_total")
+    finally:
+        tight.stop()
+    same = sum(one["text"] == other["text"] for one, other in zip(alone, together, strict=True))
+    print(f"{preempted:g} preemptions; {same} of {len(prompts)} texts of 300 tokens are the same")
+    assert preempted > 0 and same >= len(prompts) - 2
+
+
+def test_a_client_that_goes_away_leaves_nothing_behind(server: Server, text: list[int]):
+    """In the middle of an answer; its pages are free, and others are answered as before."""
+    before = server.complete(text[:150])["choices"][0]["text"]
+    with urllib.request.urlopen(server.request(text[:150], max_tokens=800, stream=True), timeout=300) as answer:
+        assert answer.readline()
+    until = time.monotonic() + 60
+    while server.metric("vllm:num_requests_running") and time.monotonic() < until:
+        time.sleep(0.5)
+    assert server.metric("vllm:num_requests_running") == server.metric("vllm:kv_cache_usage_perc") == 0
+    assert server.complete(text[:150])["choices"][0]["text"] == before
+
+
+def test_a_killed_server_ends_its_answers(tmp_path: Path, text: list[int]):
+    """A client in the middle of an answer has an end of it, and no process is left."""
+    doomed = served(tmp_path, RECIPE).wait()
+    try:
+        with urllib.request.urlopen(doomed.request(text[:150], max_tokens=800, stream=True), timeout=120) as answer:
+            assert answer.readline()
+            doomed.kill()
+            with pytest.raises((urllib.error.URLError, OSError, http.client.HTTPException)):
+                while answer.readline():
+                    pass
+                raise ConnectionResetError  # the stream has ended
+    finally:
+        doomed.stop()
+    assert doomed.process.returncode == -signal.SIGKILL
+    with pytest.raises(urllib.error.URLError):
+        doomed.complete(text[:10])
 
 
 def test_codecs_are_made_as_elsewhere():
