@@ -17,7 +17,7 @@ from kvq_runtime.kernels.attend import levels
 from kvq_runtime.kernels.attend.settings import COMPILED
 
 # two channels of a pair, of two float16 each: $0, $1 = rotated (x - 1) step + low, see scores_of_pairs
-ROTATED = tl.constexpr("""{
+TURNED_PAIR = tl.constexpr("""{
     .reg .b32 m, a, b, s, t;
     mov.b32 m, 0xBC00BC00; add.rn.f16x2 a, $2, m; add.rn.f16x2 b, $3, m;
     fma.rn.f16x2 a, a, $4, $6; fma.rn.f16x2 b, b, $5, $7;
@@ -221,7 +221,7 @@ def scores_of_pairs(b_x, b_steps, b_lows, b_angles, b_q, b_s, S: tl.constexpr, R
     b_cos, b_sin = b_angles
     if COMPILED:
         b_left, b_right = tl.inline_asm_elementwise(
-            ROTATED, "=&r,=&r,r,r,r,r,r,r,r,r",
+            TURNED_PAIR, "=&r,=&r,r,r,r,r,r,r,r,r",
             [b_left, b_right, b_step1, b_step2, b_low1, b_low2, b_cos, b_sin],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
