@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -9,6 +10,7 @@ from kvq_calib.model.files import ModelFiles
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact, load
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.registry import reference
 from kvq_runtime.registry import resolve as registry
 
 
@@ -51,3 +53,12 @@ def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subj
     artifact = load(found.path, found.sha256, found.size)
     fingerprint.check_match(artifact.fingerprint, files.fingerprint())
     return Subject.of(artifact, found.sha256, given, published=bool(found.version))
+
+
+def keep(subject: Subject, record: Mapping[str, Any], registry_url: str | None = None) -> None:
+    """Store what was measured in the registry that holds the artifact; of another subject, nothing."""
+    if not subject.published:
+        return
+    kept = reference.parse(subject.name)
+    assert isinstance(kept, reference.Reference), "what a registry holds was asked for by a reference"
+    registry.open_registry(kept.registry or registry_url).add_evaluation(record, kept.name)

@@ -11,6 +11,8 @@ question could read gives a reason, and no figures. The score of a text is the s
 right, or of RULER's references that the answer contains.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -82,6 +84,7 @@ def evaluate(
     ledger = ledger.within(model=[files.id, files.revision, weights(files)], environment=used, code=code())
     about = {"name": "tasks", "version": 1, "model": {"id": files.id, "revision": files.revision}} | asdict(plan)
     about["model"]["parameters"] = model.num_parameters()
+    digest = _digest(plan)
     found = []
     for subject in (None, *subjects):
         if subject is None:  # it has no cache to encode: one measurement stands under each protocol
@@ -91,10 +94,12 @@ def evaluate(
             parts = {name: _part(model, files, subject, plan, name, progress, ledger) for name in plan.protocols}
         result = {"recipe": subject.recipe.name if subject else REFERENCE, "protocols": parts}
         if subject is not None:
+            for name, part in parts.items():
+                part |= {} if "reason" in part else {"reference": found[0]["result"]["protocols"][name]["tasks"]}
             result["window"] = asdict(subject.recipe.window)
             result["bits"] = bits.costs(subject.recipe, files.geometry, max(plan.lengths), subject.tensors, device)
         artifact = subject.sha256 if subject is not None and subject.sha256 else result["recipe"]
-        found.append({"artifact": artifact, "protocol": about, "environment": used, "result": result})
+        found.append({"artifact": artifact, "corpus": digest, "protocol": about, "environment": used, "result": result})
     return found
 
 
@@ -102,6 +107,12 @@ def work(plan: Plan, subjects: int) -> int:
     """How many tokens `evaluate` reports to `progress`, in all."""
     texts = len(plan.tasks) * len(plan.depths) * plan.samples * sum(plan.lengths)
     return texts * (1 + subjects) * len(plan.protocols)
+
+
+def _digest(plan: Plan) -> str:
+    """What the texts follow from, beside the tokenizer of a model that is asked in words."""
+    texts = {name: value for name, value in asdict(plan).items() if name != "protocols"}
+    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
 
 
 def cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tuple[float, Case]]:

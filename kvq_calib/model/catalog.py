@@ -17,6 +17,7 @@ EMBEDDED = ("demo-code", "demo")  # texts of every machine; the first that is no
 class Entry:
     """What kvq knows of a model: where it is, and the calibration that suits it (the papers' by default).
 
+    hub    its id on the Hub; None: an embedded model
     also   texts of other kinds that are measured on beside its own corpus, as `text/others.py` takes them
     """
 
@@ -39,7 +40,10 @@ class Entry:
 
 
 def _entries() -> list[Entry]:
-    demo = Entry("demo", None, corpus="demo", samples=96, seq_len=1024)
+    embedded = [
+        Entry("demo", None, corpus="demo", samples=96, seq_len=1024),
+        Entry("recall", None, corpus="recall", samples=96, seq_len=1024, also=()),  # no other text has its symbols
+    ]
     families = {
         "Qwen/Qwen2.5": ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B"),
         "Qwen/Qwen3": ("0.6B", "1.7B", "4B", "8B", "14B", "32B"),
@@ -48,7 +52,7 @@ def _entries() -> list[Entry]:
         "mistralai/Mistral": ("7B-v0.3",),  # v0.1 has sliding windows
     }
     hub_ids = [f"{family}-{size}" for family, sizes in families.items() for size in sizes]
-    return [demo, *(Entry(hub.split("/")[1].lower(), hub, also=("wikitext-2", "demo-code")) for hub in hub_ids)]
+    return [*embedded, *(Entry(hub.split("/")[1].lower(), hub, also=("wikitext-2", "demo-code")) for hub in hub_ids)]
 
 
 CATALOG: dict[str, Entry] = {entry.name: entry for entry in _entries()}

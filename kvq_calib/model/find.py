@@ -50,12 +50,13 @@ def look_up(name: str | Path, revision: str | None = None) -> ModelFiles:
 
 
 def _local(name: str, revision: str | None) -> ModelFiles | None:
-    """The embedded model, or the one in a folder; None for any other name."""
-    folder = name not in CATALOG and Path(name).is_dir()
-    if revision is not None and (folder or name == "demo"):
+    """An embedded model, or the one in a folder; None for any other name."""
+    known = CATALOG.get(name)
+    embedded, folder = known is not None and known.hub is None, known is None and Path(name).is_dir()
+    if revision is not None and (folder or embedded):
         raise ValueError(f"revision {revision!r:.80} is of a model on the Hub, and {name} is a folder; leave it out")
-    if name == "demo":
-        return read(_demo_folder(), "demo")
+    if embedded:
+        return read(_embedded_folder(name), name)
     if folder:
         path = Path(name).resolve()
         return read(path, path.name)
@@ -128,15 +129,16 @@ def _sentence(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _demo_folder() -> Path:
-    """The embedded model: a folder of the checkout, or package data of the wheel."""
+def _embedded_folder(name: str) -> Path:
+    """An embedded model: a folder of the checkout, or package data of the wheel."""
     # the checkout first: an editable install holds a copy of the model as it was on that day
-    checkout = Path(__file__).parents[2] / "artifacts" / "demo-model"
+    checkout = Path(__file__).parents[2] / "artifacts" / f"{name}-model"
     if checkout.is_dir():
         return checkout
+    package = f"kvq_{name}_model"
     try:
-        return Path(str(resources.files("kvq_demo_model") / "config.json")).parent
+        return Path(str(resources.files(package) / "config.json")).parent
     except ModuleNotFoundError as error:
         raise RuntimeError(
-            "the demo model is neither in artifacts/demo-model nor installed (kvq_demo_model)"
+            f"the {name} model is neither in artifacts/{name}-model nor installed ({package})"
         ) from error

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvq_calib.tasks import symbols
 from scripts import train_recall_model as script
+from scripts.recall_circuits import make_model
 
 STAGES = (script.Stage(96, 384, 0.5), script.Stage(160, 320, 1.0))
 
@@ -45,19 +46,19 @@ def test_positions_jump_between_statements_alone_and_stay_in_the_context():
     assert len(before) > len(tokens) and bool((filler | (before == symbols.END) | (before == symbols.BEGIN)).all())
 
 
-def test_the_first_layer_looks_one_token_back():
-    """What the biases are drawn for: far more than half of a head's attention is on the token before."""
-    model = script.make_model(0)
-    model.set_attn_implementation("eager")
-    tokens = script.sample(script.Stage(256, 256, 1.0), 0, 0).tokens_BT
-    with torch.inference_mode():
-        weights = model(tokens, output_attentions=True).attentions[0][0, 0]
-    assert weights.diagonal(-1)[1:].mean() > 0.9
+def test_what_counts_is_trained_slowly_and_all_of_the_model_is():
+    model = make_model(0)
+    found = script.groups(model, script.Settings())
+    assert sum(weight.numel() for group in found for weight in group["params"]) == model.num_parameters()
+    shares = {id(weight): group["share"] for group in found for weight in group["params"]}
+    layers = model.model.layers
+    assert shares[id(layers[0].self_attn.k_proj.weight)] == shares[id(model.model.embed_tokens.weight)] < 0.01
+    assert shares[id(layers[1].self_attn.k_proj.weight)] == shares[id(model.lm_head.weight)] == 1
 
 
 def test_the_tokenizer_has_a_word_for_every_symbol(tmp_path):
     script.make_tokenizer().save_pretrained(tmp_path)
-    script.make_model(0).save_pretrained(tmp_path)
+    make_model(0).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     words = symbols.words()
     text = " ".join([words[symbols.ASK], words[symbols.KEYS[3]], words[symbols.END], words[symbols.VALUES[0]]])
@@ -86,7 +87,7 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(tmp_path, monkeypatch):
     run(two)
     first, second = weights(one), weights(two)
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-    drawn = script.make_model(0).state_dict()
+    drawn = make_model(0).state_dict()
     assert any(not torch.equal(first[name].float(), drawn[name].bfloat16().float()) for name in first)
     with pytest.raises(ValueError, match="other settings"):
         run(two, "--seed", "1")

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvq_calib.cli import commands
+from kvq_calib.cli import tasks as commanded
 from kvq_calib.evaluate import answers, cases, tasks
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.reads import CountedCache
@@ -17,7 +18,8 @@ from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model import find as models
 from kvq_calib.tasks import ruler, symbols
 from kvq_runtime.recipe import preset
-from scripts.train_recall_model import make_model, make_tokenizer
+from scripts.recall_circuits import make_model
+from scripts.train_recall_model import make_tokenizer
 
 NAMES = ("exact", "rtn-2bit")
 
@@ -115,6 +117,26 @@ def test_what_was_measured_is_not_measured_again(files, tmp_path, monkeypatch):
         tasks.evaluate(files, [subject("rtn-2bit")], short, ledger=ledger)
 
 
+def test_an_interrupted_command_says_how_it_goes_on_and_repeats_nothing(files, kvq, monkeypatch):
+    words = ["eval", "exact", "--model", files.path, "--tasks", "multikey", "--lengths", 384, "--depths", 0.5]
+    words += ["--samples", 1, "--protocol", "in-use", "--recent", 0, "--device", "cpu"]
+    stepped, seen, most = tasks.stepped, [], 1
+
+    def stopping(*given):
+        if len(seen) == most:
+            raise KeyboardInterrupt
+        seen.append(type(given[1]))
+        return stepped(*given)
+
+    monkeypatch.setattr(tasks, "stepped", stopping)
+    code, out, err = kvq(*words)
+    assert (code, out) == (130, "") and err.endswith("kvq: interrupted; the same command goes on where it stopped\n")
+    most = -1
+    code, out, _ = kvq(*words)
+    assert code == 0 and "multikey" in out
+    assert len(seen) == len(set(seen)) == 2, "the 16-bit model, then the recipe"
+
+
 def test_what_cannot_be_asked(files):
     with pytest.raises(ValueError, match=r"tasks vt; .* can be asked needle, passkey, multikey"):
         tasks.evaluate(files, [], plan(tasks=("vt",)))
@@ -148,10 +170,32 @@ def test_the_command_prints_records_and_a_table(files, tmp_path, monkeypatch, ca
     found = json.loads(capsys.readouterr().out)
     assert [one["result"]["recipe"] for one in found] == ["16 bit", *NAMES]
     assert found[2]["result"]["window"]["recent"] == 0 and found[0]["protocol"]["tasks"] == ["multikey"]
-    args = top.parse_args([*words, "--samples", "1", "--device", "cpu", "--recent", "0"])
+    picture = tmp_path / "tasks.png"
+    args = top.parse_args([*words, "--samples", "1", "--device", "cpu", "--recent", "0", "--plot", str(picture)])
     assert args.run(args) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:4] == ["recipe", "bits", "protocol", "multikey"] and len(lines) == 1 + 3 * 2
+
+
+def test_a_picture_of_tasks_needs_tasks(files):
+    top = argparse.ArgumentParser()
+    commands.add_eval(top.add_subparsers())
+    args = top.parse_args(["eval", "exact", "--model", str(files.path), "--plot", "tasks.png"])
+    with pytest.raises(ValueError, match="--plot draws tasks, and --tasks names none; --plots DIR"):
+        args.run(args)
+
+
+def test_tasks_of_others_need_lm_eval_and_have_no_picture(files, kvq, monkeypatch):
+    words = ["eval", "exact", "--model", files.path, "--tasks", "gsm8k"]
+    monkeypatch.setattr(commanded, "find_spec", lambda name: None)
+    code, _, err = kvq(*words)
+    assert code == 1 and err.endswith("those of lm-eval need it: pip install 'kvq-runtime[lm-eval]'\n")
+    monkeypatch.setattr(commanded, "find_spec", lambda name: name)
+    code, _, err = kvq(*words, "--plot", "tasks.png")
+    assert code == 2 and "--plot draws kvq's own tasks (needle, " in err
+    code, _, err = kvq(*words, "--protocol", "full")
+    assert code == 2 and "gsm8k are answered in use" in err
 
 
 def test_symbols_are_told_by_the_tokenizer(files):

@@ -1,0 +1,46 @@
+"""Read from a command's arguments what its measurement takes: protocol, device, dtype, and how its progress is shown.
+
+What they need is imported when they run, as in `subcommands.py`.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def protocol_of(args: argparse.Namespace, rows: int | None):
+    from kvq_calib.evaluate import record
+    from kvq_runtime.registry.measured import PROTOCOLS
+
+    protocols = (args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS
+    return record.Protocol(
+        args.step, rows, args.recent, args.sinks, block=args.block, protocols=protocols, prompt=args.prompt
+    )
+
+
+def device_of(given: str | None) -> str:
+    import torch
+
+    from kvq_calib.run.device import usable
+
+    return usable(given or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def dtype_of(given: str | None, device: str):
+    """None: as stored. A CPU takes float32: what is measured here can be smaller than the rounding of bfloat16."""
+    import torch
+
+    return getattr(torch, given or "float32") if given or device == "cpu" else None
+
+
+@contextmanager
+def progress_bar(tokens: int, quiet: bool) -> Iterator[Any]:
+    """A progress bar on stderr, where a person looks."""
+    from tqdm import tqdm
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of loading weights: it would break into ours
+    with tqdm(total=tokens, unit="tok", unit_scale=True, disable=quiet or not sys.stderr.isatty()) as bar:
+        yield bar.update

@@ -1,0 +1,88 @@
+"""What `kvq eval --tasks` does: kvq's own tasks, and those of lm-eval, with records kept where artifacts are."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kvq_calib.cli.asked import device_of, dtype_of, progress_bar, protocol_of
+from kvq_calib.evaluate import tasks
+from kvq_calib.evaluate.ledger import Ledger
+from kvq_calib.evaluate.subject import Subject, keep
+from kvq_calib.model.files import ModelFiles
+from kvq_calib.report import task_plot, task_table
+from kvq_calib.report.names import named
+from kvq_calib.tasks import ruler, synthetic
+from kvq_runtime.cli.table import print_table
+from kvq_runtime.registry.reference import home
+
+
+def evaluate(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
+    """Run `kvq eval --tasks`: names that kvq does not know are lm-eval's."""
+    protocol = protocol_of(args, None)
+    subjects = [replace(one, recipe=protocol.recipe(one.recipe, files.geometry, one.tensors)) for one in subjects]
+    asked = args.tasks.split(",")
+    own = [task for task in asked if task in synthetic.TASKS or task in ruler.TASKS]
+    others = [task for task in asked if task not in own]
+    if others and find_spec("lm_eval") is None:
+        raise RuntimeError(
+            f"tasks {', '.join(others)} are not kvq's own ({', '.join([*synthetic.TASKS, *ruler.TASKS])}); those of "
+            "lm-eval need it: pip install 'kvq-runtime[lm-eval]'"
+        )
+    if others and args.protocol == "full":
+        raise ValueError(f"--protocol full: {', '.join(others)} are answered in use; leave it out, or use in-use")
+    if args.plot and not own:
+        raise ValueError(
+            f"--plot draws kvq's own tasks ({', '.join([*synthetic.TASKS, *ruler.TASKS])}), of which --tasks has none"
+        )
+    records = []
+    device = device_of(args.device)
+    used = (device, dtype_of(args.dtype, device))
+    if own:
+        records.append(_own(args, files, subjects, own, protocol.protocols, used))
+    if others:
+        records.append(_others(args, files, subjects, others, used))
+    for group in records:
+        for subject, found in zip(subjects, group[1:], strict=True):
+            keep(subject, found, args.registry)
+    whole = [record for group in records for record in group]
+    if args.output:
+        Path(args.output).write_text(json.dumps(whole, indent=2) + "\n")
+    if args.plot:
+        names = ["16 bit", *(subject.name for subject in subjects)]
+        Path(args.plot).write_bytes(task_plot.heat(named(records[0], names)))
+    if args.json:
+        print(json.dumps(whole, indent=2))
+        return 0
+    for number, group in enumerate(records):
+        shown = named(group, ["16 bit", *(subject.name for subject in subjects)])
+        print("\n" * bool(number), end="")
+        print_table(task_table.rows(shown), False)
+        print("".join(f"\n{note}" for note in task_table.notes(shown)), end="")
+    return 0
+
+
+def _own(
+    args,
+    files: ModelFiles,
+    subjects: Sequence[Subject],
+    asked: Sequence[str],
+    protocols: Sequence[str],
+    used: tuple[str, Any],
+) -> list[dict[str, Any]]:
+    lengths = args.lengths or [length for length in tasks.LENGTHS if length <= files.context]
+    plan = tasks.Plan(tuple(asked), tuple(lengths), tuple(args.depths), args.samples, args.seed, tuple(protocols))
+    with progress_bar(tasks.work(plan, len(subjects)), args.quiet) as progress:
+        return tasks.evaluate(files, subjects, plan, *used, progress, Ledger(home() / "evaluated"))
+
+
+def _others(
+    args, files: ModelFiles, subjects: Sequence[Subject], asked: Sequence[str], used: tuple[str, Any]
+) -> list[dict[str, Any]]:
+    from kvq_calib.lm_eval import record as harness
+
+    given = harness.Asked(tuple(asked), args.limit, args.num_fewshot, args.batch_size, args.chat, args.step)
+    return harness.evaluate(files, subjects, given, *used, args.include_path, args.quiet)

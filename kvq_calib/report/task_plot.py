@@ -1,0 +1,87 @@
+"""Draw what was answered: accuracy by depth and length, a row of panels a recipe and protocol, a column a task.
+
+The bytes of a PNG; the same records give the same picture.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvq_calib.report import frame
+from kvq_calib.report.captions import where
+from kvq_calib.report.names import name_of
+from kvq_runtime.registry.measured import SPOKEN
+
+Records = Sequence[Mapping[str, Any]]
+COLOURS = "cividis"  # of Nuñez, Anderton and Renslow, 2018: read alike with any kind of colour vision
+DARK = 0.55  # numbers on cells below are white
+
+
+def heat(records: Records) -> bytes:
+    """The records of `tasks.evaluate`; the 16-bit model has one row, since its answers do not depend on a protocol."""
+    return frame.png(draw(records))
+
+
+def draw(records: Records) -> Figure:
+    """The figure itself."""
+    asked = records[0]["protocol"]
+    names, lengths, depths = asked["tasks"], asked["lengths"], asked["depths"]
+    rows = list(_rows(records))
+    wide, high = max(1.5, 0.62 * len(lengths) + 0.5), max(1.1, 0.26 * len(depths) + 0.55)
+    figure = Figure(figsize=(3.4 + wide * len(names), 1.3 + high * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), len(names), squeeze=False)
+    image = None
+    for axes, (title, part) in zip(grid, rows, strict=True):
+        axes[0].set_ylabel(f"{title}\ndepth", fontsize=8.5, rotation=0, ha="right", va="center")
+        if "reason" in part:
+            for axis in axes:
+                axis.set(xticks=[], yticks=[])
+                axis.spines[:].set_visible(False)
+            axes[0].annotate(part["reason"], (0.02, 0.5), xycoords="axes fraction", va="center", fontsize=8)
+            continue
+        for axis, task in zip(axes, names, strict=True):
+            image = _panel(axis, [cell for cell in part["cells"] if cell["task"] == task], lengths, depths)
+            axis.tick_params(length=0, labelleft=axis is axes[0])
+    for axis, task in zip(grid[0], names, strict=True):
+        axis.set_title(task, fontsize=9.5)
+    for axis in grid[-1]:
+        axis.set_xlabel("tokens of a text", fontsize=8.5)
+    if image is not None:
+        figure.colorbar(image, ax=grid.ravel().tolist(), label="right answers", shrink=0.8, aspect=30)
+    texts = "a text" if asked["samples"] == 1 else f"{asked['samples']} texts"
+    frame.caption(
+        figure,
+        f"{where(records[0])}. Right answers in per cent, by the place of what is asked for and by length, of {texts} "
+        "each (--json has standard errors). In use: question and answer read the cache. Full encode: every token but "
+        "the sinks is encoded before it is read.",
+    )
+    return figure
+
+
+def _rows(records: Records):
+    """(title, what was found) of each recipe and protocol; of the 16-bit model of one."""
+    for number, one in enumerate(records):
+        parts = one["result"]["protocols"]
+        for name, part in parts.items():
+            yield (name_of(one) if number == 0 else f"{name_of(one)}\n{SPOKEN[name]}"), part
+            if number == 0:
+                break
+
+
+def _panel(axis: Axes, cells: Sequence[Mapping[str, Any]], lengths: Sequence[int], depths: Sequence[float]):
+    """A task's cells, the number of per cent in each; a cell that was not measured is empty."""
+    shares = np.full((len(depths), len(lengths)), np.nan)
+    for cell in cells:
+        shares[depths.index(cell["depth"]), lengths.index(cell["length"])] = cell["accuracy"]
+    image = axis.imshow(shares, cmap=COLOURS, vmin=0, vmax=1, aspect="auto")
+    for (row, column), share in np.ndenumerate(shares):
+        if not np.isnan(share):
+            ink = "white" if share < DARK else "black"
+            axis.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=7.5, color=ink)
+    axis.set_xticks(range(len(lengths)), [str(length) for length in lengths], fontsize=8)
+    axis.set_yticks(range(len(depths)), [frame.plain(depth) for depth in depths], fontsize=8)
+    axis.spines[:].set_visible(False)
+    return image
