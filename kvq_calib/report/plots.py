@@ -18,11 +18,13 @@ from kvq_calib.report.captions import about, where
 from kvq_calib.report.looks import Look, family, looks
 from kvq_calib.report.names import name_of, named
 from kvq_calib.report.panels import TITLES, Panel
-from kvq_calib.report.points import ATTENTION, KL, PERPLEXITY, by_bits, points
+from kvq_calib.report.points import ATTENTION, KL, PERPLEXITY, by_bits, points, recommended
+from kvq_calib.report.points import frontier as frontier_of
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, figures
 
 Records = Sequence[Mapping[str, Any]]
+LINES = 7  # of a panel that are drawn in colour and named; of more records the others are thin and grey
 NAMED = 16  # points of a panel; of more, those of the frontier and one of each family have their names
 ERRORS = {
     "key_error": "keys",
@@ -34,7 +36,8 @@ ERRORS = {
 
 def error_by_layer(records: Records) -> bytes:
     """The error of keys and values over their variance, and of attention's output over its energy, in use and with all
-    tokens encoded: a panel each, a line per recipe."""
+    tokens encoded: a panel each, a line per recipe. Of more than can be told apart, those that `_lines` chooses are in
+    colour: the others are grey lines without names."""
     return frame.png(_error_by_layer(records))
 
 
@@ -42,13 +45,15 @@ def _error_by_layer(records: Records) -> Figure:
     records = _with_names(records)
     figure = Figure(figsize=(10.5, 7.2), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True)
-    chosen = looks([one["result"]["recipe"] for one in records])
+    spoken = [id(one) for one in _lines(records)]
+    chosen = iter(looks([one["result"]["recipe"] for one in records if id(one) in spoken]))
+    styles = [{"label": name_of(one), **next(chosen).line} if id(one) in spoken else _GREY for one in records]
     for axis, (key, title) in zip(axes.flat, ERRORS.items(), strict=True):
         heights = []
-        for record, look in zip(records, chosen, strict=True):
+        for record, style in zip(records, styles, strict=True):
             rows = [(row["layer"], row[key]) for row in record["result"]["layers"] if row[key]]
             if rows:
-                axis.plot(*zip(*rows, strict=True), label=name_of(record), **look.line)
+                axis.plot(*zip(*rows, strict=True), **style)
                 heights += [height for _, height in rows]
         axis.set_title(title, loc="left", fontsize=10)
         if heights:
@@ -72,6 +77,18 @@ def _error_by_layer(records: Records) -> Figure:
         "where the newest tokens, which it reads most, are exact.",
     )
     return figure
+
+
+_GREY = {"label": "others", "color": "0.8", "linewidth": 0.8, "zorder": 1}
+
+
+def _lines(records: Records) -> Records:
+    """Up to LINES records: the first, which the picture is about, the recommended, the frontier from the fewest bits
+    on, then the others in their order."""
+    found = [point for name in PROTOCOLS for point in points(records, KL, name)]
+    marked = recommended(found)
+    first = [records[0], *([marked.record] if marked else []), *(point.record for point in frontier_of(found))]
+    return list({id(one): one for one in [*first, *records]}.values())[:LINES]
 
 
 def perplexity_by_bits(records: Records, tokens: int = 4096) -> bytes:

@@ -1,5 +1,6 @@
-"""Check the device that a command names, before anything is loaded for it."""
+"""Check the device that a command names, before anything is loaded for it, and say how much memory it has."""
 
+import psutil
 import torch
 
 KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -22,3 +23,10 @@ def usable(device: str) -> str:
         text = f"device {device} cannot be used: torch {torch.__version__} finds none on this machine"
         raise RuntimeError(f"{text}; use --device cpu, or leave --device out") from None
     return device
+
+
+def memory_of(device: str) -> int:
+    """Bytes of a device's memory: of a GPU its own, elsewhere the machine's."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total

@@ -79,6 +79,20 @@ def test_no_two_lines_of_a_picture_are_alike():
     assert len({tuple(line[key] for key in keys) for line in lines}) == len(given)
 
 
+def test_no_picture_has_more_lines_than_can_be_told_apart():
+    """Of many recipes a few are in colour, ours and the frontier among them; the others are grey, as one in the key."""
+    given = {f"mine-{number}": (3.0 + number / 10, 0.1 + number) for number in range(20)}
+    given |= {"auto-2.1bit": (2.1, 0.001), "aqua-metric-2bit": (1.7, 0.002)}
+    figure = plots._error_by_layer(some(given))
+    (legend,) = figure.legends
+    said = {text.get_text() for text in legend.get_texts()}
+    assert len(said) == plots.LINES + 1 and {"mine-0", "auto-2.1bit", "aqua-metric-2bit", "others"} <= said
+    for axis in figure.axes:
+        assert len(axis.lines) == 22 and sum(line.get_color() == "0.8" for line in axis.lines) == 22 - plots.LINES
+    few = plots._error_by_layer(some())
+    assert "others" not in {text.get_text() for text in few.legends[0].get_texts()}
+
+
 def test_the_frontier_is_what_no_other_recipe_beats():
     chance = random.Random(3)
     for _ in range(50):

@@ -1,0 +1,94 @@
+"""Make figures of rounds: medians and quartiles of each cache at each context and batch, and ratios to 16 bit."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvq_calib.bench.rounds import Round
+from kvq_calib.bench.turn import FULL, Turn
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A cache as a row of figures names it.
+
+    recipe   the name of its recipe; "" of transformers' own
+    note     what a reader of the row has to know
+    absent   why it did not take part; "" if it did
+    """
+
+    name: str
+    recipe: str = ""
+    note: str = ""
+    absent: str = ""
+
+
+def figures(rounds: Iterable[Round], entrants: Sequence[Entrant], weights: int, memory: int) -> list[dict[str, Any]]:
+    """A row of each cache at each context and batch of which there is a round; of one that is absent, a row in all.
+
+    entrants  the first is what the others are compared to
+    weights   bytes of the model
+    memory    bytes that model and caches are to share
+    """
+    cells: dict[tuple[int, int], list[Round]] = {}
+    for one in rounds:
+        cells.setdefault((one.context, one.batch), []).append(one)
+    found = []
+    for number, ((context, batch), some) in enumerate(cells.items()):
+        base: Mapping[str, Any] = {}
+        for entrant in entrants:
+            if entrant.absent and number:
+                continue
+            row = {"context": context, "batch": batch, "cache": entrant.name, "recipe": entrant.recipe}
+            turns = [one.turns[entrant.name] for one in some if entrant.name in one.turns]
+            measured = _figures([turn for turn in turns if not turn.error], batch, weights, memory)
+            base = measured if entrant is entrants[0] else base
+            row |= measured | _ratios(measured, base)
+            why = dict.fromkeys([entrant.absent, *(turn.error for turn in turns)])
+            graphs = turns[-1].graphs if turns else ""
+            row["note"] = "; ".join(filter(None, [*why, entrant.note, graphs]))
+            row["measured"] = bool(measured)
+            found.append(row)
+    return found
+
+
+def _figures(turns: Sequence[Turn], batch: int, weights: int, memory: int) -> dict[str, Any]:
+    """Of the turns of one cache; {} if there are none."""
+    if not turns:
+        return {}
+    steps = np.array([step for turn in turns for step in turn.steps_s])
+    low, middle, high = np.quantile(steps, (0.25, 0.5, 0.75)).tolist()
+    last = turns[-1]
+    return {
+        "first_token_s": float(np.median([turn.first_s for turn in turns])),
+        "step_s": middle,
+        "step_s_quartiles": [low, high],
+        "step_s_mean": float(steps.mean()),
+        "step_s_most": float(steps.max()),
+        "steps": len(steps),
+        "tokens_per_s": batch / middle,
+        "cache_bytes": last.cache_bytes,
+        "shared_bytes": last.shared_bytes,
+        "peak_bytes": min((turn.peak_bytes for turn in turns if turn.peak_bytes is not None), default=None),
+        "largest_batch": largest_batch(last, batch, weights, memory),
+    }
+
+
+def failed(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Why recipes have no figures, where that is not for want of memory: sentences, each once."""
+    missing = [one for one in found if one["recipe"] and not one["measured"] and FULL not in one["note"]]
+    return list(dict.fromkeys(f"{one['cache']}: {one['note']}" for one in missing))
+
+
+def largest_batch(turn: Turn, batch: int, weights: int, memory: int) -> int:
+    """How many rows such as these fit beside the weights, computed: what a row holds was measured, and a pass needs
+    memory of its own, which is not counted."""
+    row = (turn.cache_bytes - turn.shared_bytes) / batch
+    return max(0, int((memory - weights - turn.shared_bytes) / row))
+
+
+def _ratios(row: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, float]:
+    names = ("first_token_s", "tokens_per_s", "cache_bytes") if row and base else ()
+    return {f"{name}_ratio": row[name] / base[name] for name in names}
