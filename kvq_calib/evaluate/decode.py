@@ -1,0 +1,262 @@
+"""Follow the 16-bit model's own greedy text with compressed caches, token by token: where, and how far, do they leave?
+
+A prompt of held-out text goes into every cache in one pass, which reads exact keys and values. Then the 16-bit model
+chooses its likeliest token, every cache reads that token, and so on for thousands of tokens. At each of them
+
+    kl      Σ p (log p - log q), in nats     p the 16-bit model's next token, q the model's with this cache
+    first   the first token in which the likeliest differ: up to there the cache's own greedy text is the 16-bit
+            model's, after it another. (A policy that decides for all rows together sees rows that would have left)
+    trend   by how much kl grows in 1,000 tokens, since something was encoded: least squares in each window
+
+Tokens that would end the text are passed over, by all alike. A small model's greedy text soon repeats itself, and is
+then so sure that no cache differs: the 16-bit model's entropy stands beside every figure.
+
+Differs from what arrives in steps (`perplexity.py`): the text is the model's own, and a pass is one token.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvq_calib.evaluate import bits
+from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code
+from kvq_calib.evaluate.perplexity import ROW_TOKENS, attending
+from kvq_calib.evaluate.record import load_model, weights
+from kvq_calib.evaluate.subject import Subject
+from kvq_calib.evaluate.witness import WitnessCache
+from kvq_calib.model.files import ModelFiles
+from kvq_calib.run.plan import environment
+from kvq_calib.text.corpus import Batch
+from kvq_runtime.registry.measured import DECODE
+
+PROMPT, LENGTH, BINS = 256, 4096, 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How far to follow.
+
+    length   tokens of prompt and continuation; the windows of the text are the prompts
+    bins     equal parts of the continuation that figures are given for
+    """
+
+    length: int = LENGTH
+    bins: int = BINS
+
+
+def evaluate(
+    files: ModelFiles,
+    batch: Batch,
+    subjects: Sequence[Subject],
+    plan: Plan = Plan(),
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int], object] = lambda tokens: None,
+    ledger: Ledger = NOWHERE,
+) -> list[dict[str, Any]]:
+    """One record per subject. `progress` is told how many of `work(...)` tokens were done.
+
+    Raises ValueError where the length leaves fewer tokens than bins, or is more than the model was made for.
+    """
+    windows, prompt = batch.tokens_BT.shape
+    count = plan.length - prompt
+    if plan.length > files.context or count < plan.bins:
+        raise ValueError(
+            f"prompts of {prompt} tokens, followed to {plan.length}; use at least {prompt + plan.bins}, and at most "
+            f"{files.context}, which {files.id} was made for"
+        )
+    model = load_model(files, device, dtype)
+    used = environment(device, str(model.dtype).removeprefix("torch."), torch.get_num_threads())
+    ledger = ledger.within(
+        model=[files.id, files.revision, weights(files)], environment=used, code=code(), decode=count
+    )
+    traces: list[list[dict[str, Any]]] = [[] for _ in subjects]
+    rows = max(1, ROW_TOKENS // plan.length)
+    for some_BT in batch.tokens_BT.split(rows):
+        for own, found in zip(traces, _kept(model, some_BT, subjects, count, progress, ledger), strict=True):
+            own.append(found)
+    about = {
+        "name": DECODE, "version": 1, "protocols": [DECODE], "prompt": prompt, **asdict(plan), "windows": windows,
+        "text": batch.description,
+        "model": {"id": files.id, "revision": files.revision, "parameters": model.num_parameters()},
+    }  # fmt: skip
+    return [
+        {
+            "artifact": subject.sha256 or subject.recipe.name,
+            "corpus": batch.description["corpus_digest"],
+            "protocol": about,
+            "environment": used,
+            "result": {
+                "recipe": subject.recipe.name,
+                "protocols": {DECODE: figures(subject, own, plan.bins, prompt)},
+                "window": asdict(subject.recipe.window),
+                "bits": bits.costs(subject.recipe, files.geometry, plan.length, subject.tensors, device),
+            },
+        }
+        for subject, own in zip(subjects, traces, strict=True)
+    ]
+
+
+def work(batch: Batch, subjects: int, plan: Plan) -> int:
+    """How many tokens `evaluate` reports to `progress`, in all."""
+    windows, prompt = batch.tokens_BT.shape
+    return windows * (plan.length - prompt) * subjects
+
+
+def _kept(model, tokens_BT: Tensor, subjects: Sequence[Subject], count: int, progress, ledger: Ledger):
+    """The trace of each subject on a few windows, of which only those that are not known are followed."""
+    prompts = hashlib.sha256(tokens_BT.numpy().astype("<i4").tobytes()).hexdigest()
+    units = [{"prompts": prompts, "subject": [one.sha256, one.recipe.to_json()]} for one in subjects]
+    found: list[Any] = [ledger.read(**unit) for unit in units]
+    left = [number for number, one in enumerate(found) if one is None]
+    progress(len(tokens_BT) * count * (len(subjects) - len(left)))
+    if left:
+        caches = [WitnessCache(subjects[number].recipe, model, subjects[number].tensors) for number in left]
+        made = traces(model, tokens_BT, caches, count, lambda: progress(len(tokens_BT) * len(left)))
+        for number, one in zip(left, made, strict=True):
+            ledger.write(one, **units[number])
+            found[number] = one
+    return found
+
+
+@torch.inference_mode()
+def traces(
+    model: PreTrainedModel, tokens_BT: Tensor, caches: Sequence[Cache], count: int, stepped: Callable[[], object]
+) -> list[dict[str, Any]]:
+    """Follow the 16-bit model's greedy text for `count` tokens after prompts, with each cache.
+
+    Of each cache, by row and token: {"kl", "agreed" (0 or 1), "entropy" of p in nats}; and by row and pass but the
+    first "decoded", the share of reads that were encoded; "tokens", the text that was followed.
+    """
+    exact, given = DynamicCache(config=model.config), tokens_BT.to(model.device).long()
+    ends = _ends(model)
+    path, entropies = [], []
+    kls: list[list[Tensor]] = [[] for _ in caches]
+    agreed: list[list[Tensor]] = [[] for _ in caches]
+    for _ in range(count):
+        logp_BV = _next(model, exact, given)
+        likeliest_B = _likeliest(logp_BV, ends)
+        entropies.append(-(logp_BV.exp() * logp_BV).sum(-1))
+        for number, cache in enumerate(caches):
+            logq_BV = _next(model, cache, given)
+            kls[number].append((logp_BV.exp() * (logp_BV - logq_BV)).sum(-1))
+            agreed[number].append(_likeliest(logq_BV, ends) == likeliest_B)
+        given = likeliest_B[:, None]
+        path.append(likeliest_B)
+        stepped()
+    common = {"entropy": torch.stack(entropies, 1).tolist(), "tokens": torch.stack(path, 1).tolist()}
+    rows = len(tokens_BT)
+    return [
+        {"kl": torch.stack(kl, 1).tolist(), "agreed": torch.stack(same, 1).int().tolist(), **common}
+        | {"decoded": _by_pass(cache, rows) if isinstance(cache, WitnessCache) else []}
+        for kl, same, cache in zip(kls, agreed, caches, strict=True)
+    ]
+
+
+def _next(model: PreTrainedModel, cache: Cache, given_BT: Tensor) -> Tensor:
+    """log of the distribution of the next token, [B, V], float64: float32's rounding is as large as a small kl."""
+    with attending(model, cache):
+        out = model(given_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits[:, -1].double().log_softmax(-1)
+
+
+def _ends(model: PreTrainedModel) -> list[int]:
+    """The tokens that end a text."""
+    given = getattr(model.generation_config, "eos_token_id", None)
+    return [] if given is None else [given] if isinstance(given, int) else list(given)
+
+
+def _likeliest(log_BV: Tensor, ends: Sequence[int]) -> Tensor:
+    if ends:
+        log_BV = log_BV.index_fill(-1, torch.tensor(ends, device=log_BV.device), -math.inf)
+    return log_BV.argmax(-1)
+
+
+def _by_pass(cache: WitnessCache, rows: int) -> list[list[float]]:
+    return [
+        [float(coded[row if len(coded) > 1 else 0] / read[row if len(read) > 1 else 0]) for read, coded in cache.passes]
+        for row in range(rows)
+    ]
+
+
+def figures(subject: Subject, found: Sequence[Mapping[str, Any]], bins: int, prompt: int) -> dict[str, Any]:
+    """What a record says: means over windows, each window, and each part of the continuation; or a reason."""
+    kl_WT, agreed_WT, entropy_WT, decoded_WT = (
+        torch.tensor([row for one in found for row in one[name]], dtype=torch.float64)
+        for name in ("kl", "agreed", "entropy", "decoded")
+    )
+    decoded_WT = torch.nn.functional.pad(decoded_WT, (1, 0))  # the first token is the prompt's own pass's
+    count, window = kl_WT.shape[1], subject.recipe.window
+    if not bool(decoded_WT.any()):
+        return {
+            "reason": f"nothing was encoded: texts of {prompt + count} tokens are shorter than {window.recent} recent "
+            f"tokens and a block of {window.block}"
+        }
+    mean, spread = _over_windows(kl_WT.mean(1))
+    begins = int(decoded_WT.any(0).int().argmax())
+    return {
+        "kl": mean,
+        "kl_se": spread,
+        "top1": float(agreed_WT.mean()),
+        "entropy": float(entropy_WT.mean()),
+        "encoded_from": begins,
+        "trend": dict(zip(("kl_per_1000", "se"), _over_windows(_slopes(kl_WT[:, begins:]) * 1000), strict=True)),
+        "windows": [_window(*row) for row in zip(kl_WT, agreed_WT, strict=True)],
+        "bins": [
+            {"from": start, "to": stop}
+            | _bin(*(values[:, start:stop] for values in (kl_WT, agreed_WT, entropy_WT, decoded_WT)))
+            for start, stop in _bounds(count, bins)
+        ],
+    }
+
+
+def _bounds(count: int, bins: int) -> list[tuple[int, int]]:
+    edges = [count * number // bins for number in range(bins + 1)]
+    return list(pairwise(edges))
+
+
+def _window(kl_T: Tensor, agreed_T: Tensor) -> dict[str, Any]:
+    """One window: `first` and `kl_max_at` count tokens of the continuation from 0; first None: it never left."""
+    left = (agreed_T == 0).nonzero()
+    return {
+        "first": int(left[0]) if len(left) else None,
+        "kl": float(kl_T.mean()),
+        "kl_max": float(kl_T.max()),
+        "kl_max_at": int(kl_T.argmax()),
+        "top1": float(agreed_T.mean()),
+    }
+
+
+def _bin(kl_WT: Tensor, agreed_WT: Tensor, entropy_WT: Tensor, decoded_WT: Tensor) -> dict[str, float | None]:
+    """A part of the continuation; kl_worst: of the window with the highest."""
+    mean, spread = _over_windows(kl_WT.mean(1))
+    return {
+        "kl": mean,
+        "kl_se": spread,
+        "kl_worst": float(kl_WT.mean(1).max()),
+        "kl_max": float(kl_WT.max()),
+        "top1": float(agreed_WT.mean()),
+        "entropy": float(entropy_WT.mean()),
+        "decoded": float(decoded_WT.mean()),
+    }
+
+
+def _over_windows(values_W: Tensor) -> tuple[float, float | None]:
+    """Mean and standard error; None of one window."""
+    count = len(values_W)
+    return float(values_W.mean()), float(values_W.std() / math.sqrt(count)) if count > 1 else None
+
+
+def _slopes(values_WT: Tensor) -> Tensor:
+    """Of each row the slope of a least-squares line, per token; 0 of a single token."""
+    place_T = torch.arange(values_WT.shape[1], dtype=torch.float64)
+    place_T = place_T - place_T.mean()
+    return (values_WT * place_T).sum(1) / place_T.square().sum().clamp(min=1)

@@ -1,0 +1,78 @@
+"""Lay out as rows where compressed caches left the 16-bit model's greedy text: for `kvq eval --protocol decode`."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from kvq_calib.report.names import name_of
+from kvq_runtime.registry.measured import DECODE
+
+QUARTERS = 4
+
+
+def rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row a recipe: where it left, KL in nats in each quarter of the continuation, its trend, the worst window."""
+    return [
+        {"recipe": name_of(one), "bits": one["result"]["bits"]["asymptotic"], **row(one["result"]["protocols"][DECODE])}
+        for one in records
+    ]
+
+
+def row(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of what one record found, without the recipe's; where there are no figures, why."""
+    if "reason" in part:
+        return {"first": part["reason"]}
+    found = {"first": _first(part["windows"]), "KL": _spread(part["kl"], part["kl_se"])}
+    found |= {f"KL {number + 1}/{QUARTERS}": kl for number, kl in enumerate(_quarters(part["bins"]))}
+    trend = part["trend"]
+    found |= {"KL per 1000 tokens": _spread(trend["kl_per_1000"], trend["se"], "+")}
+    found |= {"worst window": max(window["kl"] for window in part["windows"]), "top-1": f"{part['top1']:.2%}"}
+    return found | {"decoded": f"{part['bins'][-1]['decoded']:.0%} at the end"}
+
+
+def positions(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row a part of the continuation, of what one record found."""
+    return [
+        {
+            "tokens": f"{one['from']} to {one['to']}",
+            "KL": _spread(one["kl"], one["kl_se"]),
+            "worst window": one["kl_worst"],
+            "entropy": f"{one['entropy']:.2f}",
+            "decoded": f"{one['decoded']:.0%}",
+        }
+        for one in part.get("bins", [])
+    ]
+
+
+def about(records: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence on what was followed."""
+    given = records[0]["protocol"]
+    parts = [one["result"]["protocols"][DECODE] for one in records]
+    entropies = next((part["bins"] for part in parts if "bins" in part), [])
+    sure = (
+        f", from {entropies[0]['entropy']:.2f} nats of entropy to {entropies[-1]['entropy']:.2f}" if entropies else ""
+    )
+    return (
+        f"Greedy text of the 16-bit model{sure}: {given['windows']} windows, {given['prompt']} tokens of "
+        f"{given['text']['source']}, {given['text']['split']} part, continued to {given['length']}. first: the first "
+        "token chosen otherwise, median and least over windows."
+    )
+
+
+def _first(windows: Sequence[Mapping[str, Any]]) -> str:
+    left = sorted(window["first"] for window in windows if window["first"] is not None)
+    never = f"{len(windows) - len(left)} of {len(windows)} never" if len(left) < len(windows) else ""
+    said = f"{median(left):.0f}, least {left[0]}" if left else ""
+    return "; ".join(filter(None, (said, never)))
+
+
+def _quarters(bins: Sequence[Mapping[str, Any]]) -> list[float]:
+    """KL by quarter, over the bins that begin in each; as many as there are bins, if they are fewer."""
+    parts: list[list[float]] = [[] for _ in range(min(QUARTERS, len(bins)))]
+    for number, one in enumerate(bins):
+        parts[number * len(parts) // len(bins)].append(one["kl"])
+    return [sum(some) / len(some) for some in parts]
+
+
+def _spread(value: float, spread: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.3g}" + ("" if spread is None else f" ± {spread:.1g}")
