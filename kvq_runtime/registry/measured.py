@@ -4,7 +4,7 @@
     in-use   tokens arrived in steps, and a block was encoded when the cache would encode it
 
 A record holds `result.protocols`, {protocol: figures or {"reason": why there are none}}. Records of version 1 have one
-set of figures in `result` itself, which were measured in use.
+set of figures in `result` itself, which were measured in use. Records of tasks have answers in place of figures.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,6 +13,48 @@ from typing import Any
 FULL, IN_USE = "full", "in-use"
 PROTOCOLS = (FULL, IN_USE)
 SPOKEN = {FULL: "full encode", IN_USE: "in use"}
+
+
+TASKS = ("tasks", "lm-eval")  # names of the protocols under which questions are answered, and no text is predicted
+
+
+DECODE = "decode"  # name of the protocol under which the 16-bit model's own greedy text is followed
+
+
+def of_text(record: Mapping[str, Any]) -> bool:
+    """Whether a record is of text that was predicted, and so has what the rest of this file reads."""
+    return record["protocol"].get("name", "perplexity") == "perplexity"
+
+
+def of_tasks(record: Mapping[str, Any]) -> bool:
+    """Whether a record is of tasks."""
+    return record["protocol"].get("name") in TASKS
+
+
+def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of a record of tasks, for each protocol, task and metric: {"protocol", "task", "metric", "value", "se", "texts",
+    "reference"}, the last the 16-bit model's value, or None; of a task without figures {"protocol", "task", "reason"},
+    the task None where the reason is that of all."""
+    found: list[dict[str, Any]] = []
+    for protocol, part in record["result"]["protocols"].items():
+        if "reason" in part:
+            found.append({"protocol": protocol, "task": None, "reason": part["reason"]})
+        for task, one in part.get("tasks", {}).items():
+            about = {"protocol": protocol, "task": task}
+            if "reason" in one:
+                found.append(about | {"reason": one["reason"]})
+            exact = _metrics(part.get("reference", {}).get(task, {}))
+            for metric, value in _metrics(one).items():
+                known = {"texts": one.get("texts"), "reference": exact.get(metric, {}).get("value")}
+                found.append(about | {"metric": metric, **value, **known})
+    return found
+
+
+def _metrics(task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """{metric: {"value", "se"}}: lm-eval's by their names, the one of kvq's own tasks as accuracy."""
+    if "accuracy" in task:
+        return {"accuracy": {"value": task["accuracy"], "se": task["se"]}}
+    return task.get("metrics", {})
 
 
 def parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -1,0 +1,250 @@
+"""The model `kvq` of lm-eval: a model of transformers whose every answer is read from a compressed cache.
+
+    lm_eval.simple_evaluate("kvq", {"pretrained": "demo", "recipe": "higgs-2bit"}, tasks=["hellaswag"])
+
+Log-likelihoods arrive in steps through the cache (`evaluate/continuations.py`); lm-eval's own model takes each text in
+one pass without a cache, and gives the same figures whatever the recipe. What is generated is read from the cache from
+its second token on; its prompt is one pass, padded on the left where prompts of different lengths share a batch, which
+moves where their blocks begin. A task of which no request read anything that was encoded is refused.
+
+Finished batches are kept under KVQ_HOME: a command that was stopped repeats none of them.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvq_calib.evaluate.continuations import Continuation, loglikelihoods
+from kvq_calib.evaluate.ledger import Ledger, code
+from kvq_calib.evaluate.perplexity import REFERENCE, STEP, attending
+from kvq_calib.evaluate.record import load_model, weights
+from kvq_calib.evaluate.subject import Subject, find
+from kvq_calib.evaluate.witness import WitnessCache
+from kvq_calib.model import find as models
+from kvq_calib.run.device import usable
+from kvq_calib.run.plan import environment
+from kvq_runtime.registry.reference import home
+
+NONE = "none"  # as recipe: the 16-bit model, in the same steps
+# of lm-eval's own model
+OPTIONS = (
+    "add_bos_token", "chat_template_args", "enable_thinking", "max_length", "prefix_token_id", "think_end_token",
+    "truncation",
+)  # fmt: skip
+
+
+class NotThroughTheCache(RuntimeError):
+    """No request of a task read anything that had been encoded: its figures would be the 16-bit model's."""
+
+
+@register_model("kvq")
+class CompressedLM(HFLM):
+    """One model with one recipe or artifact.
+
+    through   by task: its requests, how many of them read what was encoded, and the mean share of reads that did
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        recipe: str | None = None,
+        step: int = STEP,
+        batch_size: int | str = 1,
+        device: str | None = None,
+        dtype: str | None = None,
+        revision: str | None = None,
+        registry: str | None = None,
+        *,
+        subject: Subject | None = None,
+        loaded: PreTrainedModel | None = None,
+        quiet: bool = False,
+        **options: Any,
+    ):
+        """Load the model, and find the recipe.
+
+        pretrained   as `kvq eval --model`: a name of the catalog, a folder, or a Hub id
+        recipe       as `kvq eval` takes it, settings included: higgs-2bit, kivi-2bit+window.recent=0, or an artifact's
+                     reference; "none": the 16-bit model, in the same steps
+        step         tokens per pass of what is scored
+        batch_size   requests side by side
+        device       None, or cuda: that where there is one, else the CPU; dtype: None: float32 on a CPU, else as stored
+        registry     of artifacts; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
+        subject      what `recipe` names, if it was found already; loaded: the model likewise
+        quiet        no progress bars
+        options      OPTIONS, of lm-eval's own model
+
+        Raises ValueError, NotFound and ArtifactError as `kvq eval` does, TypeError for an option that there is not.
+        """
+        options.pop("max_batch_size", None)  # lm-eval's command line gives it to every model
+        if unknown := sorted(set(options) - set(OPTIONS)):
+            raise TypeError(f"model_args {', '.join(unknown)}; use recipe, step, registry or {', '.join(OPTIONS)}")
+        if recipe is None:
+            raise TypeError(f"model_args has no recipe; give recipe=higgs-2bit, say, or recipe={NONE} for the model")
+        if not str(batch_size).isdecimal() or int(batch_size) < 1 or step < 1:
+            raise ValueError(f"batch_size={batch_size}, step={step}; use whole numbers of at least 1")
+        files = models.resolve(pretrained, revision)
+        if subject is None and recipe != NONE:
+            subject = find(recipe, files, registry)
+        if loaded is None:
+            # lm-eval's command line says cuda:0 where nobody has said anything, whatever there is
+            missing = not torch.cuda.is_available() and (device or "cuda").startswith("cuda")
+            device = "cpu" if missing else usable(device or "cuda")
+            loaded = load_model(files, device, getattr(torch, dtype) if dtype else None)
+        super().__init__(loaded, tokenizer=str(files.path), batch_size=int(batch_size), **options)
+        self.subject, self.step, self._quiet = subject, step, quiet
+        self.through: dict[str, dict[str, float]] = {}
+        self._shares: list[float] = []
+        used = environment(str(loaded.device), str(loaded.dtype).removeprefix("torch."), torch.get_num_threads())
+        about = [subject.sha256, subject.recipe.to_json()] if subject else REFERENCE
+        known = {"model": [files.id, files.revision, weights(files)], "environment": used, "code": code()}
+        self._ledger = Ledger(home() / "evaluated").within(**known, lm_eval=about)
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self._by_task(super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        return self._by_task(super().loglikelihood_rolling, requests, disable_tqdm)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        return self._by_task(super().generate_until, requests, disable_tqdm)
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Refuse lm-eval's store of answers."""
+        if cache_hook.dbdict is not None:
+            raise ValueError(
+                "--use_cache keeps answers by request alone, whatever recipe gave them; leave it out: finished batches "
+                "are kept under KVQ_HOME anyway"
+            )
+        super().set_cache_hook(cache_hook)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes beside its results."""
+        name = self.subject.recipe.name if self.subject else REFERENCE
+        artifact = self.subject.sha256 if self.subject else None
+        return super().get_model_info() | {
+            "kvq": {"recipe": name, "artifact": artifact, "step": self.step, "through_the_cache": self.through}
+        }
+
+    def _by_task(self, answer: Callable[..., list[Any]], requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
+        """Have each task's requests answered apart, and refuse a task that nothing encoded had a part in."""
+        tasks: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            tasks.setdefault(str(request.task_name), []).append(number)
+        found: list[Any] = [None] * len(requests)
+        for task, numbers in tasks.items():
+            self._shares = []
+            answers = answer([requests[number] for number in numbers], disable_tqdm=disable_tqdm or self._quiet)
+            for number, one in zip(numbers, answers, strict=True):
+                found[number] = one
+            self._judge(task)
+        return found
+
+    def _judge(self, task: str) -> None:
+        """Note what a task's requests read; raises NotThroughTheCache where nothing was encoded."""
+        shares = self._shares
+        if self.subject is None:
+            return
+        window = self.subject.recipe.window
+        if not any(shares):
+            raise NotThroughTheCache(
+                f"{task}: nothing was encoded that any of its {len(shares)} requests read, so that the figures would "
+                f"be the 16-bit model's: {window.recent} recent tokens and a block of {window.block} stay exact; ask "
+                "with more examples (num_fewshot), or a recipe+window.recent=0"
+            )
+        counted = {"requests": len(shares), "read_encoded": sum(share > 0 for share in shares)}
+        self.through[task] = {**counted, "decoded": sum(shares) / len(shares)}
+
+    def _cache(self) -> Cache:
+        if self.subject is None:
+            return DynamicCache(config=self.model.config)
+        return WitnessCache(self.subject.recipe, self.model, self.subject.tensors)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Answer (texts, context, continuation), the longest first, equal ones and those that differ in their last
+        token alone by one row; noted in the order of the requests."""
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for number, (_, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise ValueError(f"a continuation of {len(continuation)} tokens; the model takes {self.max_length}")
+            given = tuple([*context, *continuation][-(self.max_length + 1) :][:-1])
+            rows.setdefault(given, []).append(number)
+        found: list[Any] = [None] * len(requests)
+        hidden = disable_tqdm or self._quiet or "override_bs" in kwargs  # one window of a text
+        longest_first = sorted(rows, key=lambda row: (-len(row), row))
+        for batch in tqdm(list(_batches(longest_first, self.batch_size)), disable=hidden):
+            numbers = [number for row in batch for number in rows[row]]
+            places = [place for place, row in enumerate(batch) for _ in rows[row]]
+            asked = [
+                Continuation(place, tuple(requests[number][2])) for place, number in zip(places, numbers, strict=True)
+            ]
+            kept = self._kept(lambda batch=batch, asked=asked: self._scored(batch, asked), rows=batch, step=self.step,
+                              continuations=[[one.row, one.tokens] for one in asked])  # fmt: skip
+            for number, place, answer in zip(numbers, places, kept["answers"], strict=True):
+                found[number] = (tuple(answer), kept["shares"][place])
+        self._shares += [share for _, share in found]
+        return [answer for answer, _ in found]
+
+    def _scored(self, batch: Sequence[Sequence[int]], asked: Sequence[Continuation]) -> dict[str, Any]:
+        cache = self._cache()
+        answers = loglikelihoods(self.model, cache, batch, asked, self.step)
+        return {"answers": answers, "shares": _shares(cache, len(batch))}
+
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        raise NotImplementedError("logits without a cache: kvq answers log-likelihoods in steps")
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+        """Generate from a batch that is padded on the left, int64 [B, T]; its tokens with what follows them."""
+        mask = generation_kwargs["attention_mask"].tolist()
+        settings = {name: given for name, given in generation_kwargs.items() if name != "attention_mask"}
+        asked = {"context": context.tolist(), "mask": mask, "max_length": max_length, "stop": stop}
+
+        def generated() -> dict[str, Any]:
+            cache = self._cache()
+            with attending(self.model, cache), torch.inference_mode():
+                given = {"past_key_values": cache, **generation_kwargs}
+                tokens = HFLM._model_generate(self, context, max_length, stop, **given)
+            made = tokens[:, context.shape[1] :].tolist()
+            # the first token comes of the prompt's own pass; what follows the end of an answer is no part of it
+            passes = [max(0, self._length(row, stop) - 1) for row in made]
+            return {"tokens": tokens.tolist(), "shares": _shares(cache, len(made), passes)}
+
+        sampled = bool(settings.get("do_sample"))
+        kept = generated() if sampled else self._kept(generated, **asked, settings=settings)
+        self._shares += kept["shares"]
+        return torch.tensor(kept["tokens"], device=context.device)
+
+    def _length(self, tokens: Sequence[int], stop: Sequence[str]) -> int:
+        """How many tokens an answer has, the one that ends it included."""
+
+        def ended(count: int) -> bool:
+            text = self.tok_decode(tokens[:count], skip_special_tokens=False)
+            return any(one in text for one in stop)
+
+        return min(len(tokens), 1 + bisect_left(range(1, len(tokens) + 1), True, key=ended))
+
+    def _kept(self, work: Callable[[], dict[str, Any]], **unit: Any) -> dict[str, Any]:
+        """What was found for a unit before, or is now."""
+        found = self._ledger.read(**unit)
+        if found is None:
+            found = work()
+            self._ledger.write(found, **unit)
+        return found
+
+
+def _shares(cache: Cache, rows: int, passes: Sequence[int] | None = None) -> list[float]:
+    """Of each row: the share of its reads that were encoded; 0 of a cache of 16 bits."""
+    return cache.shares(rows, passes) if isinstance(cache, WitnessCache) else [0.0] * rows
+
+
+def _batches(rows: Sequence[Any], count: int) -> Iterable[Sequence[Any]]:
+    return (rows[start : start + count] for start in range(0, len(rows), count))

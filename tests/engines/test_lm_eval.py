@@ -1,0 +1,225 @@
+"""A real lm-eval: its command line with the model `kvq`, and `kvq eval --tasks`, on task files with data of their own.
+
+`make test-lm-eval`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="lm-eval is an extra of its own: make test-lm-eval")
+
+import lm_eval
+import torch
+from lm_eval.tasks import TaskManager
+
+from kvq_calib.evaluate.record import load_model
+from kvq_calib.evaluate.subject import find
+from kvq_calib.lm_eval import model as models_of
+from kvq_calib.lm_eval import record
+from kvq_calib.lm_eval.model import CompressedLM, NotThroughTheCache
+from kvq_calib.model.find import resolve
+
+ROOT = Path(__file__).parents[2]
+DEMO = resolve("demo")
+NAMES = ("exact+window.recent=0", "rtn-2bit+window.recent=0")
+TEXT = (ROOT / "docs" / "architecture.md").read_text()
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{text}}}}"
+metadata:
+  version: 1.0
+"""
+CHOICE = """\
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{right}}"
+metric_list:
+  - metric: acc
+"""
+ANSWER = """\
+doc_to_target: "{{answer}}"
+generation_kwargs:
+  until: ["\\n\\n"]
+  max_gen_toks: 24
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+  - metric: !function own.letters
+    aggregation: mean
+    higher_is_better: true
+"""
+LETTERS = """\
+def letters(references, predictions):
+    return sum(place * ord(letter) for place, letter in enumerate(predictions[0], 1)) / 1000
+"""  # a metric that every letter of an answer, and its place, has a part in
+WHOLE = """\
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: bits_per_byte
+"""
+
+
+def write(folder: Path, name: str, kind: str, rest: str, rows: list[dict]) -> None:
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = TASK.format(name=name, data=data, kind=kind) + rest
+    # of a text that is scored whole there is nothing before it
+    (folder / f"{name}.yaml").write_text(whole.replace('"{{text}}"', '""', 1) if rest is WHOLE else whole)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Texts of 300 tokens and more, of different lengths, and one task whose texts are too short to be encoded."""
+    made = tmp_path_factory.mktemp("tasks")
+    os.environ["HF_DATASETS_CACHE"] = str(made / "cache")
+    (made / "own.py").write_text(LETTERS)
+    texts = [TEXT[start : start + 1000 + 70 * number] for number, start in enumerate((500, 4000, 8000))]
+    choices = [{"text": text, "choices": [" the cache", " a token of the", " of"], "right": 1} for text in texts]
+    write(made, "own_choice", "multiple_choice", CHOICE, choices)
+    write(made, "own_answer", "generate_until", ANSWER, [{"text": text, "answer": "the"} for text in texts])
+    write(made, "own_text", "loglikelihood_rolling", WHOLE, [{"text": text} for text in texts])
+    write(made, "own_short", "multiple_choice", CHOICE, [{**choices[0], "text": "Short."}])
+    absent = TASK.format(name="own_absent", data="/nowhere.jsonl", kind="multiple_choice") + CHOICE
+    (made / "own_absent.yaml").write_text(absent.replace("dataset_path: json", "dataset_path: someone/absent"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.set_num_threads(1)
+    return load_model(DEMO)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVQ_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def lm(model, recipe: str | None, **settings) -> CompressedLM:
+    return CompressedLM("demo", "none", subject=recipe and find(recipe, DEMO), loaded=model, quiet=True, **settings)
+
+
+def results(folder: Path, lm, *names: str, **settings) -> dict:
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    return lm_eval.simple_evaluate(lm, tasks=list(names), task_manager=manager, **settings)["results"]
+
+
+def figures(found: dict) -> dict:
+    return {task: {name: value for name, value in row.items() if "," in name} for task, row in found.items()}
+
+
+ALL = ("own_choice", "own_answer", "own_text")
+
+
+def test_exact_is_the_16_bit_model_and_two_bits_are_not(folder, model):
+    first, exact, two = (figures(results(folder, lm(model, name), *ALL)) for name in (None, *NAMES))
+    assert exact == first
+    assert two["own_answer"]["letters,none"] != first["own_answer"]["letters,none"] > 0, "another text"
+    assert two["own_text"]["bits_per_byte,none"] > first["own_text"]["bits_per_byte,none"] + 0.01
+    stock = models_of.HFLM(model, tokenizer=str(DEMO.path), batch_size=2)
+    plain = figures(results(folder, stock, *ALL))
+    for task in ALL:
+        assert plain[task] == pytest.approx(first[task], rel=1e-5), "what lm-eval's own model gives"
+
+
+def test_batches_give_what_requests_alone_give(folder, model):
+    name = NAMES[1]
+    alone, together = (figures(results(folder, lm(model, name, batch_size=count), *ALL)) for count in (1, 3))
+    for task in ("own_choice", "own_text"):
+        assert together[task] == pytest.approx(alone[task], rel=1e-4)
+    assert together["own_answer"].keys() == alone["own_answer"].keys()
+
+
+def test_a_run_that_read_nothing_encoded_is_refused(folder, model):
+    with pytest.raises(NotThroughTheCache, match=r"own_short: nothing was encoded .* its 3 requests .* block of 128"):
+        results(folder, lm(model, NAMES[1]), "own_short")
+    assert results(folder, lm(model, None), "own_short")["own_short"]["acc,none"] in (0, 1)
+    given = record.Asked(("own_short", "own_choice"))
+    _, found = record.evaluate(DEMO, [find(NAMES[1], DEMO)], given, include_path=str(folder), quiet=True)
+    part = found["result"]["protocols"]["in-use"]
+    assert "nothing was encoded" in part["tasks"]["own_short"]["reason"]
+    assert part["through_the_cache"]["own_choice"]["read_encoded"] == 9 and part["tasks"]["own_choice"]["metrics"]
+
+
+def test_what_was_answered_is_not_answered_again(folder, model, monkeypatch):
+    first = results(folder, lm(model, NAMES[1]), *ALL)
+    monkeypatch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("answered again"))
+    assert figures(results(folder, lm(model, NAMES[1]), *ALL)) == figures(first)
+    with pytest.raises(pytest.fail.Exception, match="answered again"):
+        results(folder, lm(model, "rtn-4bit+window.recent=0"), "own_choice")
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(folder, model, monkeypatch):
+    scored, seen, most = CompressedLM._scored, [], 3
+
+    def stopping(self, batch, asked):
+        if len(seen) == most:
+            raise KeyboardInterrupt
+        seen.extend(batch)
+        return scored(self, batch, asked)
+
+    monkeypatch.setattr(CompressedLM, "_scored", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        results(folder, lm(model, NAMES[1]), "own_choice")
+    assert len(seen) == most
+    most = -1
+    found = results(folder, lm(model, NAMES[1]), "own_choice")
+    assert len(seen) == len(set(seen)) > 3 and "acc,none" in found["own_choice"]
+
+
+def test_what_it_refuses(folder, model, tmp_path):
+    with pytest.raises(TypeError, match="model_args has no recipe"):
+        CompressedLM("demo")
+    with pytest.raises(TypeError, match="model_args recip; use recipe"):
+        lm(model, NAMES[1], recip="exact")
+    with pytest.raises(ValueError, match="batch_size=auto, step=32; use whole numbers"):
+        lm(model, NAMES[1], batch_size="auto")
+    with pytest.raises(ValueError, match="--use_cache keeps answers by request alone"):
+        results(folder, lm(model, NAMES[1]), "own_choice", use_cache=str(tmp_path / "answers"))
+
+
+def test_both_command_lines_give_equal_figures(folder, tmp_path):
+    """`lm_eval --model kvq` and `kvq eval --tasks`, each a process of its own; then a task whose data are not here."""
+    names, out = ",".join(ALL), tmp_path / "out.json"
+    theirs = ["-m", "kvq_calib.lm_eval", "--model", "kvq", "--model_args", f"pretrained=demo,recipe={NAMES[1]}"]
+    theirs += ["--include_path", str(folder), "--tasks", names, "--limit", "2", "--output_path", str(tmp_path / "lm")]
+    ours = ["-m", "kvq_runtime.cli.main", "eval", NAMES[1], "--model", "demo", "--tasks", names, "--limit", "2"]
+    ours += ["--include-path", str(folder), "--quiet"]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+    def run(words: list[str], home: str) -> subprocess.CompletedProcess:
+        given = {**env, "KVQ_HOME": str(tmp_path / home)}
+        return subprocess.run([sys.executable, *words], env=given, capture_output=True, text=True, cwd=ROOT)
+
+    done = run(theirs, "a")
+    assert done.returncode == 0, done.stderr[-3000:]
+    written = json.loads(next((tmp_path / "lm").rglob("results*.json")).read_text())
+    assert written["config"]["kvq"]["through_the_cache"]["own_choice"]["read_encoded"] == 6
+    done = run([*ours, "--json", "--output", str(out)], "b")
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, found = json.loads(done.stdout)
+    assert json.loads(out.read_text()) == [first, found]
+    metrics = {task: one["metrics"] for task, one in found["result"]["protocols"]["in-use"]["tasks"].items()}
+    values = {task: {name: one["value"] for name, one in own.items()} for task, own in metrics.items()}
+    reported = figures(written["results"])
+    assert values == {
+        task: {name: value for name, value in reported[task].items() if "_stderr" not in name} for task in ALL
+    }
+    assert values["own_answer"]["letters,none"] > 0 and values["own_text"]["bits_per_byte,none"] > 0
+    exact = {task: one["metrics"] for task, one in first["result"]["protocols"]["in-use"]["tasks"].items()}
+    assert exact["own_text"] != metrics["own_text"], "the 16-bit model's figures are others"
+    absent = run([*ours[:6], "--tasks", "own_absent", "--include-path", str(folder)], "b")
+    assert absent.returncode != 0
+    assert "task own_absent asks about the data set someone/absent of the Hugging Face Hub" in absent.stderr
