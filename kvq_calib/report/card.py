@@ -11,8 +11,8 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from kvq_calib.report import asked, sections
 from kvq_calib.report import fit_plots as draw
-from kvq_calib.report import sections
 from kvq_calib.report.captions import size_of
 from kvq_calib.report.tables import by_layer
 from kvq_calib.text.documents import SUFFIXES
@@ -21,7 +21,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.recipe import OURS
 from kvq_runtime.registry.card import eval_results
-from kvq_runtime.registry.measured import texts
+from kvq_runtime.registry.measured import of_text, texts
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
 QUERIES = "query-deviation.png"
@@ -83,7 +83,8 @@ def card(
         "## Where it comes from\n\n" + sections.provenance(artifact, license or {}),
         "## Fit\n\n" + sections.fit(artifact),
         *(["## Queries\n\n" + _queries(artifact)] if QUERIES in plots else []),
-        "## Evaluation\n\n" + sections.evaluation(records),
+        "## Evaluation\n\n" + sections.evaluation([one for one in records if of_text(one)]),
+        *asked.sections(records),
         *(f"![{_spoken(plot)}]({plot})" for plot in plots if plot != QUERIES),
         "## Limits\n\n" + _limits(artifact, records),
     ]
@@ -164,7 +165,7 @@ def _limits(artifact: Artifact, records: Sequence[Mapping[str, Any]]) -> str:
             f"Every figure above is of a small model ({small} parameters). Such models have no massive outliers, and "
             "these say nothing about larger models, long contexts or tasks."
         )
-    names = [str(record["protocol"]["text"]["source"]) for record in records] + texts(records)
+    names = [str(record["protocol"]["text"]["source"]) for record in records if of_text(record)] + texts(records)
     where = "one text" if len(set(names)) < 2 else ", ".join(dict.fromkeys(names))
     lines.append(f"Perplexity was measured on {where}. Where the use is another, measure there: `kvq eval --also`.")
     if artifact.recipe.cross_layer:

@@ -64,7 +64,7 @@ def recipe(artifact: Artifact) -> str:
     }
     if not folded:
         return _pairs(rows)
-    table = _table([
+    table = markdown_table([
         {"layers": layers, "keys": f"`{keys}`", "values": f"`{values}`"} for layers, keys, values in exceptions
     ])  # fmt: skip
     return f"{_pairs(rows)}\n\n<details>\n<summary>Stages by layer</summary>\n\n{table}\n\n</details>"
@@ -88,7 +88,7 @@ def size(artifact: Artifact) -> str:
     begins = "is never smaller than 16 bit" if least is None else f"is smaller than 16 bit from {least:,} tokens on"
     return (
         "Computed from shapes, for one sequence: encoded blocks, sinks, recent window, and what is held once for all "
-        f"requests (predictors, bases, codebooks). Such a cache {begins}.\n\n{_table(rows)}"
+        f"requests (predictors, bases, codebooks). Such a cache {begins}.\n\n{markdown_table(rows)}"
     )
 
 
@@ -105,12 +105,12 @@ def provenance(artifact: Artifact, license: Mapping[str, str]) -> str:
     if "samples" in given:
         rows["sequences"] = f"{given['samples']} of {given.get('seq_len')} tokens, {given.get('held_out', 0)} held out"
     rows["seed"] = given.get("seed")
-    rows["environment"] = _machine(given.get("environment") or {})
+    rows["environment"] = machine_of(given.get("environment") or {})
     rows["fitted tensors"] = human(artifact_record(artifact)["tensor_bytes"])
     return _pairs({key: value for key, value in rows.items() if value not in (None, "")})
 
 
-def _machine(given: Mapping[str, Any]) -> str:
+def machine_of(given: Mapping[str, Any]) -> str:
     """Versions, then the device with its kind of processor, and the arithmetic, in words."""
     about = {"machine", "dtype", "threads", "device", "cpu"}
     said = [f"{name} {number}" for name, number in given.items() if name not in about]
@@ -135,7 +135,7 @@ def fit(artifact: Artifact) -> str:
     where = f"on {held} held-out sequences" if held else "on the sequences of the fit itself"
     return (
         "Explained: the share of the variance about the mean that the prediction takes away. Error: what is left of it "
-        f"after rounding. Measured {where}.{_CHOSEN.format(**chosen) if chosen else ''}\n\n{_table(rows)}"
+        f"after rounding. Measured {where}.{_CHOSEN.format(**chosen) if chosen else ''}\n\n{markdown_table(rows)}"
     )
 
 
@@ -168,7 +168,7 @@ def evaluation(records: Sequence[Mapping[str, Any]]) -> str:
         blocks.append(
             f"`{model['id']}`, **{size_of(model['parameters'])} parameters**; {tables.about_text(group[0])} {_SPOKEN}"
             f"In use: in steps of {given['step']} tokens with the compressed cache, recent window {recent}. {_DECODED}"
-            f"± is a standard error over windows.\n\n{_table(rows)}"
+            f"± is a standard error over windows.\n\n{markdown_table(rows)}"
         )
     verdict = records[0]["result"].get("gate")
     if verdict:
@@ -191,7 +191,8 @@ def _pairs(rows: Mapping[str, Any]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {key} | {_escaped(value)} |" for key, value in rows.items())])
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a table, a column for each name that any of them has."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [names, ["---", *["---:"] * (len(names) - 1)]]
     lines += [[_escaped(row.get(name)) for name in names] for row in rows]

@@ -10,6 +10,7 @@ from typing import Any
 from kvq_runtime.registry import measured
 
 UNMEASURED = "Not evaluated yet: `kvq eval` does that."  # what a card says until there are results
+TASKS = "## Tasks"  # the section of a card that has answers to tasks
 _METRICS = {  # {field of an evaluation's result: (the Hub's identifier, title)}
     "perplexity": ("perplexity", "perplexity with the compressed cache"),
     "relative": ("relative_perplexity", "perplexity against 16 bit, relative"),
@@ -40,23 +41,32 @@ def addressed(text: str, url: str, name: str, version: str | None = None) -> str
 
 
 def with_results(text: str, name: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """The card with evaluation records: as the Hub's model-index, and as a table in place of UNMEASURED."""
+    """The card with evaluation records: as the Hub's model-index, and as a table in place of UNMEASURED, or at its end
+    of answers to tasks that it does not have."""
     results = eval_results(records)
     if not results:
         return text
     card = _parsed(text)
     card.data.model_name, card.data.eval_results = name, results
+    whole = str(card).replace(UNMEASURED, _table(results))
+    answers = [result for record in records if measured.of_tasks(record) for result in eval_results([record])]
+    if not answers or TASKS in whole or UNMEASURED in text:
+        return whole
+    return f"{whole.rstrip()}\n\n{TASKS}\n\n{_table(answers)}\n"
+
+
+def _table(results: Sequence[Any]) -> str:
     rows = [f"| {result.dataset_name} | {result.metric_name} | {result.metric_value:.5g} |" for result in results]
-    table = "\n".join(["| text | measure | |", "|---|---|---:|", *rows])
-    return str(card).replace(UNMEASURED, table)
+    return "\n".join(["| text or task | measure | |", "|---|---|---:|", *rows])
 
 
 def eval_results(records: Sequence[Mapping[str, Any]]) -> list[Any]:
     """A huggingface_hub EvalResult for every metric in evaluation records."""
     from huggingface_hub import EvalResult
 
-    results = []
-    for record in (one for own in records for one in (own, *measured.elsewhere(own).values())):
+    results = [result for record in records if measured.of_tasks(record) for result in _answers(record, EvalResult)]
+    whole = [record for record in records if measured.of_text(record)]
+    for record in (one for own in whole for one in (own, *measured.elsewhere(own).values())):
         text, model = record["protocol"].get("text") or {}, record["protocol"].get("model") or {}
         source = str(text.get("source", "unnamed text"))[:200]
         args = {"corpus": record["corpus"], "model": model.get("id"), "length": record["protocol"].get("length")}
@@ -70,6 +80,22 @@ def eval_results(records: Sequence[Mapping[str, Any]]) -> list[Any]:
                     name = f"{title}, {measured.SPOKEN[protocol]}"
                     results.append(EvalResult(**about, metric_name=name, metric_type=kind, metric_value=value))
     return results
+
+
+def _answers(record: Mapping[str, Any], kind: Any) -> list[Any]:
+    """An EvalResult for every figure of a record of tasks: a task stands where a data set would."""
+    about = record["protocol"]
+    args = {"corpus": record["corpus"], "model": about["model"]["id"], "by": about["name"]}
+    found = []
+    for answer in (one for one in measured.answers(record) if "value" in one):
+        metric, _, chosen = answer["metric"].partition(",")
+        title = metric if chosen in ("", "none") else f"{metric} ({chosen})"
+        found.append(kind(
+            task_type="text-generation", dataset_type=answer["task"], dataset_name=answer["task"],
+            metric_type=metric, metric_name=f"{title}, {measured.SPOKEN[answer['protocol']]}",
+            metric_value=answer["value"], metric_args=args | {"texts": answer["texts"], "protocol": answer["protocol"]},
+        ))  # fmt: skip
+    return found
 
 
 def _dataset(source: str) -> str:

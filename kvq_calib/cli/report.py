@@ -1,0 +1,90 @@
+"""What `kvq report` does: gather what is known, write a page or print it as JSON."""
+
+import argparse
+import json
+import sys
+import webbrowser
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvq_calib.report.page import known, version, wall, whole
+from kvq_calib.report.page.losses import sound
+from kvq_runtime.artifact import artifact
+from kvq_runtime.cli import where
+from kvq_runtime.cli.exit_codes import say
+from kvq_runtime.cli.table import print_record
+from kvq_runtime.disk import files
+from kvq_runtime.registry.reference import Reference, parse
+from kvq_runtime.registry.resolve import choose, open_registry, resolve
+
+LIMIT = 1 << 28  # bytes of a file of records
+
+
+def report(args: argparse.Namespace) -> int:
+    """Run `kvq report`: 0, or 1 for a page of something that a check found damaged."""
+    if args.reference is None and args.registry is None:
+        raise ValueError("kvq report: give NAME for the page of a version, or --registry for that of all of them")
+    where.check_named(args)
+    if args.reference is None:
+        if args.compare:
+            raise ValueError("--compare FILE is for the page of a version; give its NAME")
+        found = whole.of_registry(open_registry(args.registry or None), datetime.now(UTC))
+        damaged = [f"{one['name']}: {one['reason']}" for one in found["faults"]]
+        damaged += [f"{row['name']} {row['version']}: {row['damage']}" for row in found["versions"] if row["damage"]]
+        return _give(args, found, wall.page, "registry.html", damaged)
+    found = _version(args)
+    damaged = [f"{row['check']}: {row['what']}" for row in found["health"] if _is_fault(row)]
+    name = f"{found['name']}-v{found['version']}.html" if found["version"] else f"{found['name']}.html"
+    return _give(args, found, version.page, name, damaged)
+
+
+def _is_fault(row: Mapping[str, Any]) -> bool:
+    return row["result"] == "failed" and row["check"] != "yanked"
+
+
+def _version(args: argparse.Namespace) -> dict[str, Any]:
+    """What is known of the version that the reference means."""
+    given, compared = parse_folder(args.reference), _records(args.compare)
+    if isinstance(given, Path):
+        resolved = resolve(args.reference, args.registry or None)
+        made = artifact.load(resolved.path, resolved.sha256, resolved.size)
+        return known.of_file(made, resolved.name, resolved.sha256, resolved.size, compared)
+    registry = open_registry(given.registry or args.registry or None)
+    chosen, _ = choose(registry.existing(given.name), given)
+    return known.of_version(registry, given.name, chosen.version, compared)
+
+
+def parse_folder(text: str) -> Reference | Path:
+    """The reference, or the path of a file or of a folder that holds one."""
+    return Path(text) if Path(text).is_dir() else parse(text)
+
+
+def _records(file: str | None) -> list[Mapping[str, Any]]:
+    """The records that `kvq compare --output` or `kvq eval --output` wrote; ValueError for other JSON."""
+    if file is None:
+        return []
+    try:
+        found = json.loads(files.read(Path(file), LIMIT))
+    except ValueError as error:
+        raise ValueError(f"--compare {file}: {error}; give what kvq compare --output wrote") from None
+    if not isinstance(found, list) or len(sound(found)) < len(found):
+        raise ValueError(f"--compare {file}: no list of records; give what kvq compare --output wrote")
+    return found
+
+
+def _give(args: argparse.Namespace, found: Mapping[str, Any], page: Any, name: str, damaged: list[str]) -> int:
+    """Print the data, or write the page and print where it is."""
+    if args.json:
+        print(json.dumps(found, indent=2, default=str))
+    if args.out or not args.json:
+        path = Path(args.out or name)
+        files.save(path, page(found).encode())
+        if not args.json:
+            print_record({"page": str(path), "bytes": path.stat().st_size}, json=False)
+        if args.open and not webbrowser.open(path.absolute().as_uri()):
+            print(f"kvq: no browser was found; open {path}", file=sys.stderr)
+    for fault in damaged:
+        say("kvq", fault)
+    return int(bool(damaged))

@@ -1,0 +1,161 @@
+"""Write the page of a registry from what is known of it (`whole.py`): what a team puts on a wall."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvq_calib.report.page import scatter, svg
+from kvq_calib.report.page.html import Html, document, section, table, tag
+from kvq_calib.report.page.words import figure
+from kvq_runtime.cli.table import percent
+from kvq_runtime.registry.measured import FULL, SPOKEN
+from kvq_runtime.store.memory import human
+
+Row = Mapping[str, Any]
+WORST = 6  # points of the picture that are named
+MARKS = {"": "all versions", "current": "current: production, else newest", "production": "production",
+         "newest": "newest", "attention": "to look at", "yanked": "yanked"}  # fmt: skip
+
+
+def page(whole: Mapping[str, Any]) -> str:
+    """The whole page."""
+    rows: Sequence[Row] = whole["versions"]
+    title = f"Registry: {_count(len({row['name'] for row in rows}), 'name')}, {_count(len(rows), 'version')}"
+    head = [tag("h1", title), tag("p", f"{whole['registry']}, as of {whole['made']}", class_="soft")]
+    body = [_tiles(whole), _look_at(whole), _picture(rows), section("All versions", _tools(), _table(rows))]
+    foot = tag("p", f"Made by kvq {whole['kvq']}. Nothing on this page is loaded from elsewhere.", class_="soft")
+    return document(title, *head, *body, foot, script=True, broad=True)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def current(rows: Sequence[Row]) -> list[Row]:
+    """Of each name the version that the name alone means: production, else the newest that is not yanked."""
+    chosen: dict[str, Row] = {}
+    for row in rows:
+        if row["production"] or (row["newest"] and row["name"] not in chosen):
+            chosen[row["name"]] = row
+    return list(chosen.values())
+
+
+def _tiles(whole: Mapping[str, Any]) -> Html:
+    rows = whole["versions"]
+    now = current(rows)
+    measured = sum(row["kl"] is not None for row in now)
+    tiles = {
+        "names": len({row["name"] for row in rows}),
+        "models": len({row["model"] for row in rows if row["model"]}),
+        "versions": len(rows),
+        "in production": sum(row["production"] for row in rows),
+        "production behind the newest": sum(row["production"] and not row["newest"] for row in rows),
+        "measured, of those that a name means": f"{measured} of {len(now)}",
+        "exceed their bounds": sum(bool(row["failed"]) for row in now),
+        "to look at": sum(bool(row["needs"]) for row in now) + len(whole["faults"]),
+        "all files": human(sum(row["size"] for row in rows)),
+    }
+    parts = (tag("div", tag("b", count), tag("span", said), class_="tile") for said, count in tiles.items())
+    return tag("div", parts, class_="tiles")
+
+
+def _look_at(whole: Mapping[str, Any]) -> Html | None:
+    """What somebody should look at, of the versions that are in use."""
+    rows = [{"name": f"{row['name']}@{row['version']}", "what": "; ".join(row["needs"])}
+            for row in current(whole["versions"]) if row["needs"]]  # fmt: skip
+    rows = [{"name": one["name"], "what": f"cannot be read: {one['reason']}"} for one in whole["faults"]] + rows
+    if not rows:
+        return section("To look at", tag("p", "Nothing.", class_="good"))
+    shown, more = rows[:20], len(rows) - 20
+    link = tag("a", "all in the table", href="#attention")
+    note = tag("p", f"And {more} more: ", link, class_="soft") if more > 0 else None
+    return section("To look at", table(shown), note)
+
+
+def _picture(rows: Sequence[Row]) -> Html | None:
+    points = [
+        {**row, "this": False}
+        for row in current(rows)
+        if row["kl"] and row["bits"] is not None and row["protocol"] == FULL and row["recipe"]
+    ]
+    if len(points) < 2:
+        return None
+    apart = {(one["bits"], one["kl"]): one for one in reversed(points)}  # of points in one place the first
+    worst = sorted(apart.values(), key=lambda one: -one["kl"])[:WORST]
+    return section(
+        "Loss against bits",
+        scatter.losses_by_bits(points, stairs=False, named=worst),
+        tag("p", f"Of each name the version in use, by full encode; {len(worst)} of the largest divergences are named. "
+            "They may be of different models and texts: the picture shows what stands out, not which recipe is better.",
+            class_="soft"),
+    )  # fmt: skip
+
+
+def _tools() -> Html:
+    choices = (tag("option", said, value=mark) for mark, said in MARKS.items())
+    return tag(
+        "div",
+        tag("input", type="search", placeholder="name, model, recipe", aria_label="rows that hold these words"),
+        tag("select", choices, aria_label="which versions"),
+        tag("output", class_="soft"),
+        class_="tools",
+        hidden=True,
+    )
+
+
+def _table(rows: Sequence[Row]) -> Html:
+    heads = ("name", "version", "", "recipe", "model", "bits", "KL, nats", "against 16 bit", "losses so far",
+             "drift", "days", "size", "to look at")  # fmt: skip
+    numbers = {"bits", "KL, nats", "against 16 bit", "drift", "days", "size"}
+    head = tag("tr", (tag("th", name, scope="col", class_="n" if name in numbers else None) for name in heads))
+    chosen = {id(row) for row in current(rows)}
+    body = tag("tbody", (_row(row, id(row) in chosen) for row in rows))
+    return tag("div", tag("table", tag("thead", head), body, class_="sorted"), class_="wide", tabindex="0")
+
+
+def _row(row: Row, chosen: bool) -> Html:
+    marks = [alias for alias in row["aliases"]] + (["yanked"] if row["yanked"] is not None else [])
+    badges = [tag("span", one, class_=f"badge {'bad' if one == 'yanked' else 'good'}") for one in marks]
+    needs = "; ".join(row["needs"])
+    cells = [
+        tag("td", row["name"]),
+        tag("td", row["version"]),
+        tag("td", [piece for badge in badges for piece in (badge, " ")]),
+        tag("td", row["recipe"]),
+        tag("td", row["model"]),
+        _number(row["bits"], ".3g"),
+        _loss(row),
+        tag(
+            "td",
+            "" if row["relative"] is None else percent(row["relative"]),
+            class_="n",
+            data_value=_exact(row["relative"]),
+        ),
+        tag("td", svg.spark(row["losses"], len(row["losses"]) - 1), data_value=_exact(row["kl"])),
+        _number(row["drift"], ".2f"),
+        _number(row["days"], "d"),
+        tag("td", human(row["size"]), class_="n", data_value=row["size"]),
+        tag("td", needs, class_="bad" if needs else None),
+    ]
+    return tag("tr", *cells, class_=_classes(row, chosen))
+
+
+def _classes(row: Row, chosen: bool) -> str | None:
+    found = [mark for mark in ("production", "newest") if row[mark]]
+    found += ["current"] if chosen else []
+    found += ["yanked"] if row["yanked"] is not None else []
+    found += ["attention"] if row["needs"] else []
+    return " ".join(found) or None
+
+
+def _loss(row: Row) -> Html:
+    """The divergence, by full encode unless it says otherwise."""
+    said = f" {SPOKEN[row['protocol']]}" if row["protocol"] not in (None, FULL) else ""
+    return tag("td", figure(row["kl"]) + said, class_="n", data_value=_exact(row["kl"]))
+
+
+def _number(value: float | None, form: str) -> Html:
+    return tag("td", "" if value is None else f"{value:{form}}", class_="n", data_value=_exact(value))
+
+
+def _exact(value: float | None) -> str:
+    return "" if value is None else repr(value)

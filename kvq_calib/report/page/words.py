@@ -1,0 +1,51 @@
+"""Say figures of a page in words that are the same everywhere, and what stands where nothing was measured."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from kvq_calib.report.page.html import Html, tag
+from kvq_runtime.cli.table import percent
+
+Known = Mapping[str, Any]
+
+
+def reference(known: Known) -> str:
+    """What loads the version."""
+    return f"{known['name']}@{known['version']}" if known["version"] else str(known["name"])
+
+
+def missing(*commands: str) -> Html:
+    """What stands where nothing was measured: the commands that measure it."""
+    return tag("div", tag("p", "Not measured. What measures it:", class_="soft"), tag("pre", "\n".join(commands)))
+
+
+def model_of(known: Known) -> str:
+    """The model, as a shell gives it to `--model`."""
+    given = (known.get("model") or {}).get("id")
+    return shlex.quote(str(given)) if given else "MODEL"
+
+
+def figure(value: float | None) -> str:
+    """Three digits that count; "" where it is not known."""
+    return "" if value is None else f"{value:.3g}"
+
+
+def fixed(value: float | None) -> str:
+    """Three decimals."""
+    return "" if value is None else f"{value:.3f}"
+
+
+def share(value: float | None, form: str = ".0%") -> str:
+    """A share in per cent."""
+    return "" if value is None else f"{value:{form}}"
+
+
+def spread(said: str, error: float | None, form: str) -> str:
+    """A figure with its standard error, if that is known."""
+    return said if error is None else f"{said} ± {error:{form}}"
+
+
+def change(value: float | None) -> str:
+    """A relative difference in per cent."""
+    return "" if value is None else percent(value)

@@ -1,0 +1,132 @@
+"""Pages in a real browser: light and dark, narrow and wide, sorting and filtering, and that nothing is loaded."""
+
+import io
+import re
+import threading
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import many_versions as many
+import numpy as np
+import pytest
+from browser import Page, browser
+from matplotlib.image import imread
+
+from kvq_calib.report.page import known, version, wall, whole
+from kvq_calib.report.page.html import Html, document
+from kvq_runtime.registry.local.registry import LocalRegistry
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def page():
+    with browser() as found:
+        yield found
+
+
+def light(page: Page) -> float:
+    """How light the picture is in the mean, 0 to 1; it must show something."""
+    seen = imread(io.BytesIO(page.picture()), format="png")[..., :3]
+    assert np.std(seen) > 0.02, "an empty picture"
+    return float(seen.mean())
+
+
+def saved(text: str, folder: Path) -> str:
+    path = folder / "page.html"
+    path.write_text(text)
+    return path.as_uri()
+
+
+def test_a_version_is_legible_in_light_and_dark_wide_and_narrow(page, tmp_path):
+    store = LocalRegistry(tmp_path / "registry")
+    many.published(store)
+    address = saved(version.page(known.of_version(store, "tiny-2bit", "1.1.0")), tmp_path)
+    for scheme, least, most in (("light", 0.85, 1.0), ("dark", 0.05, 0.3)):
+        for width in (1200, 400):
+            page.show(address, scheme, width)
+            assert page.problems == []
+            assert least < light(page) < most
+            assert page.run("document.documentElement.scrollWidth") <= width, "tables scroll, the page does not"
+    page.show(address, "dark", media="print")
+    assert light(page) > 0.85, "on paper it is light"
+    colours = "getComputedStyle(document.querySelector({})).{}"
+    assert page.run(colours.format("'svg text'", "fill")) != page.run(colours.format("'section'", "backgroundColor"))
+    assert page.run("document.querySelectorAll('section').length") == page.run("document.querySelectorAll('nav a').length")
+    assert page.run("performance.getEntriesByType('resource').length") == 0
+
+
+def test_names_of_points_do_not_lie_on_each_other(page, tmp_path):
+    store = LocalRegistry(tmp_path / "registry")
+    many.published(store)
+    names = ("aqua-2bit", "kivi-2bit", "auto-2.1bit", "higgs-2bit", "rtn-2bit", "aqua-3bit", "kivi-4bit", "quarot-2bit")
+    beside = [many.record(name, 0.03 / 1.4**n, recipe=name, bits=2 + n / 9) for n, name in enumerate(names)]
+    page.show(saved(version.page(known.of_version(store, "tiny-2bit", "1.1.0", beside)), tmp_path))
+    boxes = page.run("""Array.from(document.querySelectorAll('#frontier text.ink'), (text) => {
+        const box = text.getBoundingClientRect();
+        return [box.left, box.top, box.right, box.bottom, text.textContent]})""")
+    assert {"tiny-2bit@1.1.0 (this version)", "auto-2.1bit (recommended)"} <= {box[4] for box in boxes}
+    for place, one in enumerate(boxes):
+        for other in boxes[:place]:
+            across = min(one[2], other[2]) - max(one[0], other[0])
+            down = min(one[3], other[3]) - max(one[1], other[1])
+            assert across <= 1 or down <= 4, f"{one[4]} lies on {other[4]}"
+
+
+def test_a_registry_sorts_and_filters(page, tmp_path):
+    store = many.registry(tmp_path / "registry", names=12, versions=2)
+    address = saved(wall.page(whole.of_registry(store, datetime(2026, 11, 23, tzinfo=UTC))), tmp_path)
+    page.show(address)
+    assert page.problems == [] and page.run("document.querySelector('.tools').hidden") is False
+    column = "Array.from(document.querySelectorAll('tbody tr:not([hidden])'), (row) => row.cells[{}].textContent)"
+    column = column.replace("tbody", ".sorted tbody")
+    click = "Array.from(document.querySelectorAll('.sorted th')).find((head) => head.textContent === '{}').click()"
+    page.run(click.format("KL, nats"))
+    losses = [float(text) for text in page.run(column.format(6))]
+    assert losses == sorted(losses) and len(losses) == 24 and losses[0] < losses[-1]
+    page.run(click.format("KL, nats"))
+    assert page.run(column.format(6)) == [f"{loss:.3g}" for loss in sorted(losses, reverse=True)]
+    page.run(click.format("drift"))
+    drifts = page.run(column.format(9))
+    assert drifts[0] == "2.00" and drifts[-1] == "", "what is not known is last"
+    type_ = "const box = document.querySelector('input'); box.value = '{}'; box.dispatchEvent(new Event('input'))"
+    page.run("{" + type_.format("model-003 tiny") + "}")
+    assert set(page.run(column.format(0))) == {"model-003-tiny-2bit"}
+    assert page.run("document.querySelector('output').textContent") == "2 of 24"
+    page.show(address + "#production")
+    assert len(page.run(column.format(0))) == 12
+
+
+class _Heard(BaseHTTPRequestHandler):
+    asked: list[str]
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, format, *args):
+        pass
+
+
+def test_the_policy_stops_what_would_slip_through(page, tmp_path):
+    """Markup is forced into a page, as if escaping had failed: it neither runs nor loads; without a policy it does."""
+    heard = type("Heard", (_Heard,), {"asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), heard)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        there = f"http://127.0.0.1:{server.server_port}"
+        evil = f"<script>document.title='run'; fetch('{there}/fetch').catch(() => 0)</script><img src='{there}/image'>"
+        evil += f"<p style='color: red' onclick='0'>x</p><link rel=stylesheet href='{there}/style'>"
+        text = document("title", Html(evil), script=False)
+        page.show(saved(text, tmp_path))
+        assert page.run("document.title") == "title" and heard.asked == []
+        assert any("Content Security Policy" in problem for problem in page.problems)
+        without = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+        assert without != text
+        page.show(saved(without, tmp_path))
+        assert page.run("document.title") == "run" and {"/image", "/style"} <= set(heard.asked)
+    finally:
+        server.shutdown()
+        server.server_close()
