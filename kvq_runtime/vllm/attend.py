@@ -4,6 +4,8 @@ Requests with equally many queries, one each when decoding, go together in a gro
 `TOKENS`; a longer one goes alone. Pages are read in runs of at most `TOKENS` tokens of the whole group, and runs are
 merged as in an online softmax, by their largest score: no longer history is ever decoded whole.
 
+Where pages are encoded whole (`tails.py`) a query reads the pages before its own, and its own exact.
+
 R requests of a group · Y = R · H · M = G · queries of a request, G query heads per KV head.
 """
 
@@ -13,7 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvq_runtime.vllm.block_layer import BlockLayer
 from kvq_runtime.vllm.layer import PagedLayer, Run
+from kvq_runtime.vllm.own_page import OwnPages
+from kvq_runtime.vllm.tails import Step
 
 TOKENS = 1 << 13  # decoded at once, of one layer
 SCORES = 1 << 24  # held at once
@@ -28,6 +33,7 @@ class Batch:
     lengths  tokens of each in the cache, its queries among them, the newest
     table    physical page of each of its pages, int [requests, pages]; what lies beyond a length is anything
     entries  where its first tokens are kept exact, int64 [requests], -1: nowhere; None: nowhere for all
+    tails    of pages that are encoded whole, what the step does with them; None: every token is encoded at once
     """
 
     starts: Sequence[int]
@@ -35,6 +41,7 @@ class Batch:
     lengths: Sequence[int]
     table: Tensor
     entries: Tensor | None = None
+    tails: Step | None = None
 
 
 class _Sums:
@@ -87,19 +94,22 @@ def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, ou
     q_RQHGD = q_THD[taken_RQ].unflatten(2, (heads, shared))
     q_YMD = q_RQHGD.permute(0, 2, 3, 1, 4).reshape(rows * heads, shared * count, size).float() * scale
     latest_RQ = (lengths_R - count)[:, None] + torch.arange(count, device=device)
-    table_RP = batch.table[group].long()
-    sums = _Sums(q_YMD)
-    exact_R = _add_first(layer, batch, group, sums, q_YMD, latest_RQ)
-    longest = max(batch.lengths[i] for i in group)
-    pages = -(-longest // page)
+    table_RP, sums = batch.table[group].long(), _Sums(q_YMD)
+    written = [batch.lengths[i] if batch.tails is None else (batch.lengths[i] - 1) // page * page for i in group]
+    seen_RQ = latest_RQ + 1 if batch.tails is None else latest_RQ // page * page  # tokens that are read from pages
+    exact_R = _add_first(layer, batch, group, sums, q_YMD, seen_RQ)
+    if batch.tails is not None:
+        _add_own(layer, batch.tails, group, sums, q_YMD, latest_RQ)
+    pages_R = torch.tensor([-(-tokens // page) for tokens in written], device=device)
+    pages = -(-max(written) // page)
     step = max(1, min(TOKENS // (rows * page), SCORES // (q_YMD.shape[0] * q_YMD.shape[1] * page)))
     for start in range(0, pages, step):
         stop = min(start + step, pages)
-        held_RP = -(-lengths_R // page)[:, None] > torch.arange(start, stop, device=device)
+        held_RP = pages_R[:, None] > torch.arange(start, stop, device=device)
         run = Run(table_RP[:, start:stop].where(held_RP, 0), start * page)
         s_YMT = layer.scores(q_YMD, run)
         slots_T = torch.arange(start * page, stop * page, device=device)
-        hidden_RQT = slots_T > latest_RQ[..., None]
+        hidden_RQT = slots_T >= seen_RQ[..., None]
         if exact_R is not None:
             hidden_RQT |= slots_T < exact_R[:, None, None]
         _hide(s_YMT, hidden_RQT, heads, shared)
@@ -110,9 +120,9 @@ def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, ou
 
 
 def _add_first(
-    layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, q_YMD: Tensor, latest_RQ: Tensor
+    layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, q_YMD: Tensor, seen_RQ: Tensor
 ) -> Tensor | None:
-    """Add the exact first tokens; how many of each request they are, [R], or None."""
+    """Add the exact first tokens, in place of what pages have of them; how many each request has, [R], or None."""
     if batch.entries is None or layer.exact_E2SC is None:
         return None
     entries_R = batch.entries[group]
@@ -120,10 +130,21 @@ def _add_first(
     entries_R = entries_R.clamp(min=0)
     s_YMS = torch.bmm(q_YMD, layer.exact("key", entries_R).mT)
     slots_S = torch.arange(layer.sinks, device=q_YMD.device)
-    hidden_RQS = (slots_S > latest_RQ[..., None]) | (slots_S >= exact_R[:, None, None])
-    _hide(s_YMS, hidden_RQS, layer.geometry.kv_heads, s_YMS.shape[1] // latest_RQ.shape[1])
+    hidden_RQS = (slots_S >= seen_RQ[..., None]) | (slots_S >= exact_R[:, None, None])
+    _hide(s_YMS, hidden_RQS, layer.geometry.kv_heads, s_YMS.shape[1] // seen_RQ.shape[1])
     sums.add(s_YMS, lambda p_YMS: torch.bmm(p_YMS, layer.exact("value", entries_R)))
     return exact_R
+
+
+def _add_own(layer: PagedLayer, tails: Step, group: list[int], sums: _Sums, q_YMD: Tensor, latest_RQ: Tensor) -> None:
+    """Add the tokens of each query's own page, up to the query's."""
+    assert isinstance(layer, BlockLayer), "tails of a layer whose tokens are encoded one by one"
+    own = OwnPages(layer, tails, group, latest_RQ.shape[1])
+    s_YMN = own.scores(q_YMD)
+    places_N = torch.arange(layer.page.tokens, device=q_YMD.device)
+    hidden_RQN = places_N > (latest_RQ % layer.page.tokens)[..., None]
+    _hide(s_YMN, hidden_RQN, layer.geometry.kv_heads, s_YMN.shape[1] // latest_RQ.shape[1])
+    sums.add(s_YMN, own.mix)
 
 
 def _hide(s_YMT: Tensor, hidden_RQT: Tensor, heads: int, shared: int) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
@@ -31,90 +30,15 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
-from kvq_runtime.codec import shared
-from kvq_runtime.engines import heads, nearest
-from kvq_runtime.geometry import Geometry, Role
-from kvq_runtime.hf.model import rotary_of_config
-from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.recipe import Recipe
-from kvq_runtime.vllm import attend, served, source
+from kvq_runtime.geometry import Role
+from kvq_runtime.vllm import attend, engine
 from kvq_runtime.vllm.attend import Batch
+from kvq_runtime.vllm.block_layer import BlockLayer
+from kvq_runtime.vllm.engine import Served
 from kvq_runtime.vllm.first_tokens import Arrived, FirstTokens
 from kvq_runtime.vllm.layer import PagedLayer
-from kvq_runtime.vllm.page import Page, page_of
 from kvq_runtime.vllm.stock import STOCK
-from kvq_runtime.vllm.torch_defaults import own_defaults
-
-logger = init_logger("vllm.kvq")  # below vllm's own, so that its level and form hold
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a worker serves: the recipe with vLLM's pages as its blocks, and what is needed to encode its heads."""
-
-    recipe: Recipe
-    geometry: Geometry
-    codecs: list[Any]
-    rotary: Rotary | None
-    dtype: torch.dtype
-
-    def page(self, layer: int) -> Page:
-        return page_of(self.recipe, layer, self.geometry, self.dtype)
-
-
-def served_by(config: VllmConfig, rank: int) -> Served:
-    """Load and check what KVQ_CACHE names for the model of this configuration. Raises what `source` raises."""
-    reference = source.asked()
-    assert reference is not None, "kvq's attention without KVQ_CACHE"
-    found, model = source.load(reference), config.model_config
-    _check_engine(config)
-    whole = source.check_model(found, model.hf_text_config.to_dict(), model.model, model.revision)
-    recipe = served.paged(found.recipe, config.cache_config.block_size)
-    if config.kv_transfer_config is not None and recipe.window.sinks:
-        logger.warning("kvq: first tokens are encoded like all others, as a KV connector moves pages alone")
-        recipe = recipe.with_exact(sinks=0)
-    share = heads.share_of(whole, rank, config.parallel_config.tensor_parallel_size)
-    geometry, tensors = heads.narrowed(recipe, whole, found.tensors, share)
-    rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
-    codecs = shared.build(recipe, geometry, tensors)
-    kept = nearest.bits(recipe, geometry)
-    logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, kept, recipe.window.sinks)
-    if not current_platform.is_cpu():
-        logger.warning_once("kvq: pages are read by torch operations; there is no kernel for vLLM's pages yet")
-    return Served(recipe, geometry, codecs, rotary, model.dtype)
-
-
-def _check_engine(config: VllmConfig) -> None:
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method != "ngram":
-        raise ValueError(
-            f"KVQ_CACHE does not serve the layers of a draft model (speculative method {speculative.method}); use ngram"
-        )
-    if config.cache_config.cache_dtype != "auto":
-        raise ValueError(
-            f"KVQ_CACHE says how the cache is stored, and --kv-cache-dtype {config.cache_config.cache_dtype} says "
-            "otherwise; drop one"
-        )
-    if config.parallel_config.decode_context_parallel_size > 1:
-        raise ValueError("KVQ_CACHE does not serve decode context parallelism; drop it")
-
-
-class _Once:
-    """What all layers of an engine share, made with the first of them."""
-
-    config: VllmConfig | None = None
-    served: Served
-
-    def of(self, config: VllmConfig) -> Served:
-        if self.config is not config:
-            parallel = config.parallel_config
-            with own_defaults():
-                made = served_by(config, parallel.rank % parallel.tensor_parallel_size)
-            self.config, self.served = config, made
-        return self.served
-
-
-_engine = _Once()
+from kvq_runtime.vllm.tails import Tails
 
 
 @dataclass
@@ -140,8 +64,10 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: Any):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
-        impl = layers[layer_names[0]].impl
-        self._first = FirstTokens(impl.layer.sinks, impl.layer.page.tokens) if impl.layer.sinks else None
+        layer, speculative = layers[layer_names[0]].impl.layer, vllm_config.speculative_config
+        drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        self._first = FirstTokens(layer.sinks, layer.page.tokens) if layer.sinks else None
+        self._tails = Tails(layer.page.tokens, drafts) if isinstance(layer, BlockLayer) else None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -151,11 +77,16 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         starts, counts = edges[:-1], [stop - start for start, stop in pairwise(edges)]
         lengths, table = given.seq_lens.tolist(), given.block_table_tensor
         positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=False)]
-        arrived, entries, held = None, None, 0
-        if self._first is not None and bool((given.slot_mapping[: edges[-1]] >= 0).any()):  # a dry run has no slots
-            arrived, rows = self._first.step(starts, counts, lengths, table.tolist())
+        arrived, entries, held, tails, tables = None, None, 0, None, list[list[int]]()
+        real = bool((given.slot_mapping[: edges[-1]] >= 0).any())  # a dry run has no slots
+        if real and (self._first or self._tails):
+            tables = table.tolist()
+        if real and self._first is not None:
+            arrived, rows = self._first.step(starts, counts, lengths, tables)
             entries, held = torch.tensor(rows, device=table.device), self._first.held
-        batch = Batch(starts, counts, lengths, table, entries)
+        if real and self._tails is not None:
+            tails = self._tails.step(starts, counts, lengths, tables)
+        batch = Batch(starts, counts, lengths, table, entries, tails)
         return Metadata(batch, torch.cat(positions).clamp(min=0).to(table.device), arrived, held)
 
 
@@ -183,7 +114,12 @@ class KVQImpl(STOCK.get_impl_cls()):
         if plain and odd:
             raise ValueError(f"KVQ_CACHE does not serve attention with {odd[0]}, which this model has")
         if plain:
-            self._served = _engine.of(config)
+            self._served = engine.of(config)
+        elif engine.of(config).by_block:
+            raise ValueError(
+                f"KVQ_CACHE: {engine.of(config).recipe.name} encodes whole pages, which layers that attend to some "
+                "tokens alone would share; take a recipe that encodes token by token"
+            )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
@@ -191,11 +127,8 @@ class KVQImpl(STOCK.get_impl_cls()):
             return
         layers, made = self._config.compilation_config.static_forward_context, self._served
         name, module = next((name, one) for name, one in layers.items() if getattr(one, "impl", None) is self)
-        index = extract_layer_index(name)
-        page = made.page(index)
-        sinks = 0 if _exact(made.recipe, index) else made.recipe.window.sinks
-        self.layer = PagedLayer(made.codecs[index], page, made.geometry, made.rotary, sinks)
-        module.attn_backend = _backend_of(page.per_token, sinks)
+        self.layer = made.layer(extract_layer_index(name))
+        module.attn_backend = _backend_of(self.layer.page.per_token, self.layer.sinks)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -209,12 +142,14 @@ class KVQImpl(STOCK.get_impl_cls()):
         self.layer.bind(kv_cache)
         tokens = min(len(slot_mapping), len(step.positions))
         pair: dict[Role, Tensor] = {"key": key[:tokens].flatten(1), "value": value[:tokens].flatten(1)}
-        slots_T, positions_T, real_T = slot_mapping[:tokens], step.positions[:tokens], slot_mapping[:tokens] >= 0
-        if not bool(real_T.all()):
-            slots_T, positions_T = slots_T[real_T], positions_T[real_T]
-            self.layer.write({role: x[real_T] for role, x in pair.items()}, slots_T, positions_T)
+        if isinstance(self.layer, BlockLayer):
+            if step.batch.tails is not None:
+                self.layer.take(pair, step.batch.tails)
         else:
-            self.layer.write(pair, slots_T, positions_T)
+            real_T = slot_mapping[:tokens] >= 0
+            taken = slice(None) if bool(real_T.all()) else real_T
+            real: dict[Role, Tensor] = {role: x[taken] for role, x in pair.items()}
+            self.layer.write(real, slot_mapping[:tokens][taken], step.positions[:tokens][taken])
         if step.arrived is not None:
             self.layer.write_exact(pair, step.arrived.rows, step.arrived.entries, step.arrived.places, step.held)
         return None
@@ -227,14 +162,12 @@ class KVQImpl(STOCK.get_impl_cls()):
             )
         if attn_metadata is None or not kv_cache.numel():
             return output
+        if isinstance(self.layer, BlockLayer) and attn_metadata.batch.tails is None:
+            return output  # a dry run
         self.layer.bind(kv_cache)
         shape = (-1, self.num_heads, self.head_size)
         attend.attend(self.layer, attn_metadata.batch, query.view(shape), output.view(shape), self.scale)
         return output
-
-
-def _exact(recipe: Recipe, layer: int) -> bool:
-    return all(scheme.quantize.keeps_dtype for scheme in recipe.at(layer))
 
 
 class KVQBackend(STOCK):

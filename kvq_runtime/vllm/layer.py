@@ -5,13 +5,15 @@ Y = R · H · M = G · queries of a request.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, Geometry, Role
+from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.vllm.page import Fields, Page
 
@@ -31,7 +33,7 @@ class PagedLayer:
     """The keys and values of one layer in vLLM's pages.
 
     codecs   of keys and values, of this worker's heads
-    rotary   the model's rotation, where a mean is subtracted from keys after RoPE; else None
+    rotary   the model's rotation, where keys are encoded before it or less a mean after it; else None
     sinks    first tokens of a sequence that are kept exact as well, at least 0
     """
 
@@ -54,13 +56,13 @@ class PagedLayer:
             )
         self._cache, self._views = cache, self.page.views(raw_BX)
         self.codecs = {role: codec.to(cache.device) for role, codec in self.codecs.items()}
+        if self.rotary is not None:
+            self.rotary = replace(self.rotary, frequencies_K=self.rotary.frequencies_K.to(cache.device))
 
     def write(self, pair: Mapping[Role, Tensor], slots_T: Tensor, positions_T: Tensor) -> None:
         """Encode tokens [T, C] into the slots page · N + place, int64; positions are those in the text."""
         pages_T, places_T = slots_T // self.page.tokens, slots_T % self.page.tokens
-        context = self._context(positions_T[None])
-        for role in ROLES:
-            encoded = self.codecs[role].encode(pair[role][None], context)
+        for role, encoded in self._encoded({role: x[None] for role, x in pair.items()}, positions_T[None]).items():
             for name, view in self._views[role].items():
                 view[pages_T, places_T] = encoded[name][0].to(view.dtype)
 
@@ -104,19 +106,38 @@ class PagedLayer:
     def _decoded(self, role: Role, run: Run) -> Tensor:
         """Keys or values of a run, [Y, P · N, D], float32."""
         rows, pages = run.pages_RP.shape
-        codec, tokens = self.codecs[role], self.page.tokens
+        tokens = self.page.tokens
         positions_1T = run.first + torch.arange(pages * tokens, device=run.pages_RP.device)[None]
-        tables = self._context(positions_1T).rope
-        if tables is not None:
-            cos, sin = (x.view(1, pages, tokens, -1).expand(rows, -1, -1, -1).flatten(0, 1) for x in tables)
-            tables = cos, sin
-        context = Context(rope=tables)
+        positions_NT = positions_1T.view(1, pages, tokens).expand(rows, -1, -1).flatten(0, 1)
         fields = {name: part.flatten(0, 1) for name, part in self._fields(role, run).items()}
-        x_NTC = codec.restore(codec.decode(fields, context), context)
-        return self._by_head(x_NTC.view(rows, pages * tokens, -1))
+        return self._by_head(self._decode(role, fields, positions_NT).reshape(rows, pages * tokens, -1))
 
-    def _context(self, positions_NT: Tensor) -> Context:
-        return Context() if self.rotary is None else Context(rope=self.rotary.tables(positions_NT))
+    def _encoded(
+        self, pair: Mapping[Role, Tensor], positions_NT: Tensor, source_NS: Tensor | None = None
+    ) -> dict[Role, Fields]:
+        """Keys and values [N, T, C] encoded; `source` as in `block_input`."""
+        tables, found = self._tables(positions_NT), dict[Role, Fields]()
+        for role, codec in self.codecs.items():
+            turn = "undo" if codec.before_rope else None
+            taken = tables if role == "key" else None
+            x_NTC, turned = block_input(pair[role], source_NS, taken, turn, self.geometry.kv_heads)
+            x_NTC = x_NTC.to(pair[role].dtype) if codec.scheme.quantize.keeps_dtype else x_NTC
+            found[role] = codec.encode(x_NTC, Context(rope=turned))
+        return found
+
+    def _decode(self, role: Role, fields: Fields, positions_NT: Tensor) -> Tensor:
+        """Keys, after RoPE, or values of tokens [N, T, C]."""
+        codec, tables = self.codecs[role], self._tables(positions_NT)
+        context = Context(rope=tables)
+        x_NTC = codec.restore(codec.decode(fields, context), context)
+        if not codec.before_rope:
+            return x_NTC
+        assert tables is not None, "keys before RoPE without the model's rotation"
+        return rope.rotate(x_NTC.float().unflatten(-1, (self.geometry.kv_heads, -1)), *tables).flatten(-2)
+
+    def _tables(self, positions_NT: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of positions, where the recipe needs them."""
+        return None if self.rotary is None else self.rotary.tables(positions_NT)
 
     def _by_head(self, x_RTC: Tensor) -> Tensor:
         return x_RTC.float().unflatten(-1, (self.geometry.kv_heads, -1)).transpose(1, 2).flatten(0, 1)

@@ -1,10 +1,13 @@
 """Say whether vLLM can serve a recipe from its pages, why not, and which is the nearest that it can.
 
 vLLM owns the pages: it may begin one anywhere in a prompt, share it between requests and hand it on. So a recipe is
-served if what a page stores can be computed from that page's keys and values, and read back, alone.
+served if what a page stores can be computed from that page's keys and values, and read back, alone: token by token or,
+where codes belong to a whole block, when the page is full.
 """
 
 from dataclasses import replace
+
+import torch
 
 from kvq_runtime.engines import nearest
 from kvq_runtime.engines.nearest import Engine
@@ -19,25 +22,19 @@ def refusal(recipe: Recipe, geometry: Geometry) -> str | None:
         return f"it chooses among tokens, or waits for a prompt ({kinds}), and vLLM decides which pages are held"
     if recipe.cross_layer:
         return "each layer is predicted from the decoded layer below, and vLLM's layers see their own pages alone"
-    if recipe.position == "pre":
-        return "keys are encoded before RoPE, and no kernel here turns them as it reads pages"
-    for role, scheme in zip(("keys", "values") * len(recipe.pairs), recipe.schemes, strict=True):
-        reason = _of_scheme(scheme, geometry)
-        if reason is not None:
-            return f"{role}: {reason}"
     return None
 
 
-def _of_scheme(scheme: Scheme, geometry: Geometry) -> str | None:
-    if scheme.axis == "channel":
-        return "a code belongs to a channel of a whole block, and a page is written token by token"
-    if scheme.correct is not None:
-        return f"{scheme.correct.kind} corrects whole blocks, and a page is written token by token"
-    try:
-        scheme.quantize.check_tokens(geometry)
-    except ValueError as error:
-        return str(error).partition(",")[0]
-    return None
+def by_block(recipe: Recipe, geometry: Geometry) -> bool:
+    """Whether some codes of the recipe belong to a whole block, so that a page is encoded when it is full."""
+    return not all(_by_token(scheme, geometry) for scheme in recipe.schemes)
+
+
+def _by_token(scheme: Scheme, geometry: Geometry) -> bool:
+    if scheme.axis == "channel" or scheme.correct is not None:
+        return False
+    few, more = (scheme.fields(tokens, geometry, torch.bfloat16) for tokens in (64, 128))
+    return all(few[name][0] == (64, *more[name][0][1:]) and more[name][0][0] == 128 for name in few)
 
 
 VLLM = Engine("vLLM cannot serve", "serve", refusal)
@@ -48,6 +45,11 @@ def check(recipe: Recipe, geometry: Geometry) -> None:
     nearest.check(VLLM, recipe, geometry)
 
 
-def paged(recipe: Recipe, tokens: int) -> Recipe:
-    """The recipe with blocks of as many tokens as a page has."""
+def paged(recipe: Recipe, geometry: Geometry, tokens: int) -> Recipe:
+    """The recipe with blocks of as many tokens as a page has. ValueError if its codes belong to other blocks."""
+    block = recipe.window.block
+    if tokens != block and by_block(recipe, geometry):
+        raise ValueError(
+            f"{recipe.name} encodes blocks of {block} tokens, and a page has {tokens}: --block-size {block}"
+        )
     return replace(recipe, window=replace(recipe.window, block=tokens))

@@ -10,15 +10,14 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vLLM has an environment of its own: make test-engines")
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from vllm_server import MODEL, PATIENCE, ROOT, Server
+from transformers import AutoModelForCausalLM
+from vllm_server import MODEL, PATIENCE, Server, loss, served, tokens_of_a_text
 
 from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.reads import counting
@@ -32,14 +31,9 @@ RECIPE = "lloyd-3bit"
 BYTES = 3 << 20  # of the cache
 
 
-def served(folder: Path, reference: str, size: int = BYTES, *more: str, **variables: str) -> Server:
-    """A server whose pages hold what a reference names."""
-    return Server(folder, reference.replace("/", "_"), {"KVQ_CACHE": reference} | variables, size, *more)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = served(tmp_path_factory.mktemp("server"), RECIPE)
+    started = served(tmp_path_factory.mktemp("server"), RECIPE, BYTES)
     try:
         started.wait()
         yield started
@@ -49,14 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def text() -> list[int]:
-    """Tokens of a text that was in no calibration."""
-    return AutoTokenizer.from_pretrained(MODEL)((ROOT / "docs" / "architecture.md").read_text())["input_ids"]
-
-
-def _loss(answer: dict[str, Any], tokens: list[int]) -> float:
-    """Mean negative log-likelihood of a prompt, by `prompt_logprobs`."""
-    stated = answer["choices"][0]["prompt_logprobs"][1:]
-    return -sum(row[str(token)]["logprob"] for row, token in zip(stated, tokens[1:], strict=True)) / len(stated)
+    return tokens_of_a_text()
 
 
 def test_perplexity_is_that_of_a_full_encode(server: Server, text: list[int]):
@@ -72,7 +59,7 @@ def test_perplexity_is_that_of_a_full_encode(server: Server, text: list[int]):
         with torch.no_grad(), counting(model, cache):
             logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
         losses[name] = float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:])))
-    found = _loss(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
+    found = loss(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
     cost = losses[RECIPE] - losses["exact"]
     print(f"loss {found:.4f}; full encode {losses[RECIPE]:.4f}; 16 bit {losses['exact']:.4f}")
     assert cost > 0.01, "a recipe that costs nothing tells nothing"
@@ -116,11 +103,11 @@ def test_tokens_that_fit_are_the_recipes_bits(server: Server):
 
 @pytest.mark.parametrize(
     ("reference", "message"),
-    [("no-such-recipe", "no-such-recipe"), ("aqua-2bit", "has to be fitted"), ("kivi-2bit", "nearest recipe")],
+    [("no-such-recipe", "no-such-recipe"), ("aqua-2bit", "has to be fitted"), ("subkv-2bit", "nearest recipe")],
 )
 def test_what_cannot_be_served_stops_the_start(reference: str, message: str, tmp_path: Path):
     """With our sentence as the last, an exit code, and nothing left running."""
-    refused = served(tmp_path, reference)
+    refused = served(tmp_path, reference, BYTES)
     try:
         assert refused.process.wait(PATIENCE) != 0
     finally:
@@ -135,7 +122,7 @@ def test_a_registry_that_does_not_answer_stops_the_start(tmp_path: Path):
         silent.listen(64)
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         started = served(
-            tmp_path, "hf://nobody/nothing@1.0.0", HF_ENDPOINT=address, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path)
+            tmp_path, "hf://nobody/nothing@1.0.0", BYTES, HF_ENDPOINT=address, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path)
         )
         try:
             assert started.process.wait(PATIENCE) != 0
@@ -176,7 +163,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(server: Server, text: lis
 
 def test_a_killed_server_ends_its_answers(tmp_path: Path, text: list[int]):
     """A client in the middle of an answer has an end of it, and no process is left."""
-    doomed = served(tmp_path, RECIPE).wait()
+    doomed = served(tmp_path, RECIPE, BYTES).wait()
     try:
         with urllib.request.urlopen(doomed.request(text[:150], max_tokens=800, stream=True), timeout=120) as answer:
             assert answer.readline()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "artifacts" / "demo-model"
@@ -91,3 +92,19 @@ class Server:
         """End the server and the processes that it started, at once."""
         os.killpg(self.process.pid, 9)
         self.process.wait(60)
+
+
+def served(folder: Path, reference: str, size: int, *more: str, **variables: str) -> Server:
+    """A server whose pages, of so many bytes in all, hold what a reference names."""
+    return Server(folder, reference.replace("/", "_"), {"KVQ_CACHE": reference} | variables, size, *more)
+
+
+def tokens_of_a_text() -> list[int]:
+    """Of a text that was in no calibration."""
+    return AutoTokenizer.from_pretrained(MODEL)((ROOT / "docs" / "architecture.md").read_text())["input_ids"]
+
+
+def loss(answer: dict[str, Any], tokens: list[int]) -> float:
+    """Mean negative log-likelihood of a prompt, by `prompt_logprobs`."""
+    stated = answer["choices"][0]["prompt_logprobs"][1:]
+    return -sum(row[str(token)]["logprob"] for row, token in zip(stated, tokens[1:], strict=True)) / len(stated)

@@ -73,7 +73,7 @@ def test_what_is_not_there_or_cannot_be_served_is_said_before_a_model_is_read(tm
     artifact.save(tiny(), tmp_path / "tiny.safetensors")
     for reference, message in [
         ("no-such-name", "no-such-name"), ("aqua-2bit", "kvq-calibrate --recipe aqua-2bit"),
-        ("kivi-2bit", "nearest recipe"), (str(tmp_path / "tiny.safetensors"), "layer below"),
+        ("subkv-2bit", "nearest recipe"), (str(tmp_path / "tiny.safetensors"), "layer below"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message) as refused:
             source.load(reference)

@@ -1,0 +1,109 @@
+"""Load what a worker serves, once for all layers of an engine, and refuse an engine that it cannot be served in."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from kvq_runtime.codec import shared
+from kvq_runtime.engines import heads, nearest
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.hf.model import rotary_of_config
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.vllm import served, source
+from kvq_runtime.vllm.block_layer import BlockLayer
+from kvq_runtime.vllm.layer import PagedLayer
+from kvq_runtime.vllm.page import page_of
+from kvq_runtime.vllm.torch_defaults import own_defaults
+
+logger = init_logger("vllm.kvq")  # below vllm's own, so that its level and form hold
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a worker serves: the recipe with vLLM's pages as its blocks, and what is needed to encode its heads.
+
+    by_block   whether pages are encoded whole, when they are full
+    """
+
+    recipe: Recipe
+    geometry: Geometry
+    codecs: list[Any]
+    rotary: Rotary | None
+    dtype: torch.dtype
+    by_block: bool
+
+    def layer(self, index: int) -> PagedLayer:
+        """A layer's pages."""
+        kind, recipe = BlockLayer if self.by_block else PagedLayer, self.recipe
+        page = page_of(recipe, index, self.geometry, self.dtype)
+        exact = all(scheme.quantize.keeps_dtype for scheme in recipe.at(index))
+        return kind(self.codecs[index], page, self.geometry, self.rotary, 0 if exact else recipe.window.sinks)
+
+
+def served_by(config: VllmConfig, rank: int) -> Served:
+    """Load and check what KVQ_CACHE names for the model of this configuration. Raises what `source` raises."""
+    reference = source.asked()
+    assert reference is not None, "kvq's attention without KVQ_CACHE"
+    found, model = source.load(reference), config.model_config
+    _check(config)
+    whole = source.check_model(found, model.hf_text_config.to_dict(), model.model, model.revision)
+    by_block = served.by_block(found.recipe, whole)
+    try:
+        recipe = served.paged(found.recipe, whole, config.cache_config.block_size)
+    except ValueError as error:
+        raise ValueError(f"{source.VARIABLE}={reference}: {error}") from None
+    if by_block and model.is_hybrid:
+        raise ValueError(
+            f"{source.VARIABLE}={reference}: {recipe.name} encodes whole pages, which this model's layers of other "
+            "kinds would share; take a recipe that encodes token by token"
+        )
+    if by_block and config.kv_transfer_config is not None:
+        raise ValueError(
+            f"{source.VARIABLE}={reference}: a KV connector moves pages alone, and the newest tokens of {recipe.name}, "
+            "whose codes belong to whole blocks, are beside them; drop --kv-transfer-config, or take another recipe"
+        )
+    if config.kv_transfer_config is not None and recipe.window.sinks:
+        logger.warning("kvq: first tokens are encoded like all others, as a KV connector moves pages alone")
+        recipe = recipe.with_exact(sinks=0)
+    share = heads.share_of(whole, rank, config.parallel_config.tensor_parallel_size)
+    geometry, tensors = heads.narrowed(recipe, whole, found.tensors, share)
+    rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
+    codecs = shared.build(recipe, geometry, tensors)
+    kept = nearest.bits(recipe, geometry)
+    logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, kept, recipe.window.sinks)
+    if not current_platform.is_cpu():
+        logger.warning_once("kvq: pages are read by torch operations; there is no kernel for vLLM's pages yet")
+    return Served(recipe, geometry, codecs, rotary, model.dtype, by_block)
+
+
+def _check(config: VllmConfig) -> None:
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        raise ValueError(
+            f"KVQ_CACHE does not serve the layers of a draft model (speculative method {speculative.method}); use ngram"
+        )
+    if config.cache_config.cache_dtype != "auto":
+        raise ValueError(
+            f"KVQ_CACHE says how the cache is stored, and --kv-cache-dtype {config.cache_config.cache_dtype} says "
+            "otherwise; drop one"
+        )
+    if config.parallel_config.decode_context_parallel_size > 1:
+        raise ValueError("KVQ_CACHE does not serve decode context parallelism; drop it")
+
+
+_served: list[tuple[VllmConfig, Served]] = []  # by the engine of this process
+
+
+def of(config: VllmConfig) -> Served:
+    """What all layers of an engine share, made with the first of them."""
+    if not _served or _served[0][0] is not config:
+        parallel = config.parallel_config
+        with own_defaults():
+            made = served_by(config, parallel.rank % parallel.tensor_parallel_size)
+        _served[:] = [(config, made)]
+    return _served[0][1]

@@ -1,0 +1,145 @@
+"""One layer of pages as vLLM hands them out: shared, in no order, with tokens that come in any chunks."""
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.artifact import recipe_text
+from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec.codec import Context
+from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.ops import rope
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.vllm import attend, served
+from kvq_runtime.vllm.attend import Batch
+from kvq_runtime.vllm.block_layer import BlockLayer
+from kvq_runtime.vllm.first_tokens import FirstTokens
+from kvq_runtime.vllm.layer import PagedLayer
+from kvq_runtime.vllm.page import page_of
+from kvq_runtime.vllm.tails import Tails
+
+SIZE = Geometry(1, 2, 32)
+SHARED = 3  # query heads of a KV head
+PAGE = 16
+ROTARY = Rotary(1e4 ** -(torch.arange(16) / 16), 1.0, torch.float32)
+
+
+def tensors_of(recipe: Recipe) -> dict[str, Tensor]:
+    return {name: torch.randn(shape).to(dtype) for name, (shape, dtype) in codecs.all_specs(recipe, SIZE).items()}
+
+
+class PagedServer:
+    """One layer, with as many requests as wanted, in pages that are handed out in no order."""
+
+    def __init__(self, name: str, sinks: int = 0, drafts: int = 0):
+        recipe = recipe_text.read(name)
+        self.by_block = served.by_block(recipe, SIZE)
+        self.page = recipe.window.block if self.by_block else PAGE
+        self.recipe = served.paged(recipe, SIZE, self.page).with_exact(sinks=sinks)
+        served.check(self.recipe, SIZE)
+        self.pair = codecs.build(self.recipe, SIZE, tensors_of(self.recipe))[0]
+        page = page_of(self.recipe, 0, SIZE, torch.float32)
+        rotary = ROTARY if "positions" in self.recipe.needs else None
+        kind = BlockLayer if self.by_block else PagedLayer
+        self.layer = kind(self.pair, page, SIZE, rotary, sinks)
+        self.cache = torch.zeros(64, 1, self.page, page.per_token, dtype=torch.uint8)
+        if not self.by_block:
+            self.cache.random_(0, 60)
+        self.cache = self.cache.view(torch.float32)
+        self.layer.bind(self.cache)
+        self.first = FirstTokens(sinks, self.page) if sinks else None
+        self.tails = Tails(self.page, drafts) if self.by_block else None
+        self.free = (1 + torch.randperm(63)).tolist()  # page 0 is nobody's, and zeros, as in vLLM
+        self.tables: list[list[int]] = []
+        self.texts: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, tokens: int, like: int | None = None, shared: int = 0) -> int:
+        """A request of so many tokens, the first `shared` pages those of another."""
+        x = torch.randn(2, tokens, SIZE.width)
+        table = [self.free.pop() for _ in range(-(-tokens // self.page))]
+        if like is not None:
+            table[:shared] = self.tables[like][:shared]
+            for index in range(2):
+                x[index, : shared * self.page] = self.texts[like][index][: shared * self.page]
+        self.tables.append(table)
+        self.texts.append((x[0], x[1]))
+        return len(self.tables) - 1
+
+    def step(self, parts: dict[int, tuple[int, int]], queries: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Tokens start to stop of each request arrive together, with as many queries; what they attend to."""
+        starts, counts, lengths, row = [], [], [], 0
+        for start, stop in parts.values():
+            starts.append(row)
+            counts.append(stop - start)
+            lengths.append(stop)
+            row += stop - start
+        widest = max(len(self.tables[i]) for i in parts)
+        table = torch.tensor([self.tables[i] + [0] * (widest - len(self.tables[i])) for i in parts])
+        positions = torch.cat([torch.arange(*part) for part in parts.values()])
+        slots = torch.cat([
+            torch.tensor(self.tables[i])[torch.arange(*part) // self.page] * self.page + torch.arange(*part) % self.page
+            for i, part in parts.items()
+        ])  # fmt: skip
+        pair = {
+            role: torch.cat([self.texts[i][index][slice(*part)] for i, part in parts.items()])
+            for index, role in enumerate(ROLES)
+        }
+        entries, tails = None, None
+        if self.tails is not None:
+            assert isinstance(self.layer, BlockLayer)
+            tails = self.tails.step(starts, counts, lengths, table.tolist())
+            self.layer.take(pair, tails)
+        else:
+            self.layer.write(pair, slots, positions)
+        if self.first is not None:
+            arrived, rows = self.first.step(starts, counts, lengths, table.tolist())
+            entries = torch.tensor(rows)
+            if arrived is not None:
+                self.layer.write_exact(pair, arrived.rows, arrived.entries, arrived.places, self.first.held)
+        q = torch.cat([queries[i][slice(*part)] for i, part in parts.items()])
+        out = torch.empty_like(q).fill_(torch.nan)
+        attend.attend(self.layer, Batch(starts, counts, lengths, table, entries, tails), q, out, 0.2)
+        return {i: out[s : s + c] for i, s, c in zip(parts, starts, counts, strict=True)}
+
+    def expected(self, request: int, q_THD: Tensor) -> Tensor:
+        """Dense attention, in float64, over the whole text encoded at once and decoded; by blocks, a query's own block
+        is exact."""
+        count = len(q_THD)
+        parts = []
+        for index in range(2):
+            x_TC = self.texts[request][index][:count]
+            parts += [self._decoded(index, x_TC), x_TC]
+        decoded_K, exact_K, decoded_V, exact_V = (self._by_query_head(x_TC) for x_TC in parts)
+        places = torch.arange(count)
+        own = places[:, None] // self.page * self.page <= places if self.by_block else torch.zeros(count, count).bool()
+        own = (own | (places < self.recipe.window.sinks))[..., None].mT  # [queries, 1, tokens]
+        s = torch.where(own, torch.einsum("qhd,khd->qhk", q_THD.double(), exact_K),
+                        torch.einsum("qhd,khd->qhk", q_THD.double(), decoded_K)) * 0.2  # fmt: skip
+        p = s.masked_fill(torch.ones(count, count).triu(1).bool()[:, None], -torch.inf).softmax(-1)
+        out = torch.einsum("qhk,khd->qhd", p * own, exact_V) + torch.einsum("qhk,khd->qhd", p * ~own, decoded_V)
+        return out.float()
+
+    def _decoded(self, index: int, x_TC: Tensor) -> Tensor:
+        """A text encoded and decoded; by blocks, sinks as the token after them, and no block that is not full."""
+        codec, heads, count = self.pair[index], SIZE.kv_heads, len(x_TC)
+        positions = torch.arange(count)
+        if self.by_block:
+            count = count // self.page * self.page
+            positions = positions[:count].clamp(min=self.recipe.window.sinks)
+        size = self.page if self.by_block else count
+        tables = ROTARY.tables(positions.view(-1, size))
+        given = x_TC[positions].view(-1, size, SIZE.width)
+        if codec.before_rope:
+            given = rope.unrotate(given.unflatten(-1, (heads, -1)), *tables).flatten(-2)
+        context = Context(rope=tables)
+        found = codec.restore(codec.decode(codec.encode(given, context), context), context).float()
+        if codec.before_rope:
+            found = rope.rotate(found.unflatten(-1, (heads, -1)), *tables).flatten(-2)
+        return torch.cat([found.flatten(0, 1), torch.zeros(len(x_TC) - count, SIZE.width)])
+
+    def _by_query_head(self, x_TC: Tensor) -> Tensor:
+        return x_TC.unflatten(-1, (SIZE.kv_heads, -1)).repeat_interleave(SHARED, 1).double()
+
+
+def queries_of(count: int) -> Tensor:
+    return torch.randn(count, SIZE.kv_heads * SHARED, SIZE.head_size)
