@@ -19,17 +19,18 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, QuantizedCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
+from kvq_calib.bench.contenders import quantized, random_tensors
 from kvq_runtime.cli.table import print_table
-from kvq_runtime.codec import codec
 from kvq_runtime.hf import KVQCache, geometry_of
-from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.recipe import preset
 
 DEMO = Path(__file__).parent.parent / "artifacts" / "demo-model"
 PEERS = ("quanto-2bit", "hqq-2bit")
@@ -38,31 +39,19 @@ TURN = 16  # steps of one cache after another
 Makers = dict[str, Callable[[], Cache]]
 
 
-def random_tensors(recipe: Recipe, model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
-    """Tensors of the right shapes: time does not depend on what is in them."""
-    generator = torch.Generator().manual_seed(0)
-    found = {}
-    for name, (shape, dtype) in codec.all_specs(recipe, geometry_of(model)).items():
-        x = 0.02 * torch.randn(shape, generator=generator)
-        found[name] = x.to(dtype) if dtype.is_floating_point else (100 * x).to(dtype)
-    return found or None
-
-
 def makers(model: PreTrainedModel, recipes: list[str], artifacts: list[str]) -> Makers:
     """Every cache that takes part, by name."""
-    peer: dict[str, Any] = {"config": model.config, "nbits": 2, "q_group_size": 64, "residual_length": 128}
 
     def of_recipe(name: str) -> Callable[[], Cache]:
         recipe = preset(name.removesuffix(OURS))
-        return lambda: KVQCache(recipe, model, random_tensors(recipe, model))
+        return lambda: KVQCache(recipe, model, random_tensors(recipe, geometry_of(model)) or None)
 
     def of_artifact(reference: str) -> Callable[[], Cache]:
         return lambda: KVQCache.from_pretrained(reference, model)
 
     return {
         "dynamic": lambda: DynamicCache(config=model.config),
-        "quanto-2bit": lambda: QuantizedCache("quanto", axis_key=0, axis_value=0, **peer),
-        "hqq-2bit": lambda: QuantizedCache("hqq", axis_key=1, axis_value=1, **peer),
+        **{name: partial(quantized(name).make, model) for name in PEERS},
         **{name: of_recipe(name) for name in recipes},
         **{reference: of_artifact(reference) for reference in artifacts},
     }

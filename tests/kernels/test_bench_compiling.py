@@ -89,6 +89,7 @@ def launches(monkeypatch):
     return taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [model.name for model in cases.MODELS])
 def test_what_is_timed_was_compiled(model, launches):
     """Every kernel of every decode step of a whole run, beside the kernel over pages; and of merges, those of a class

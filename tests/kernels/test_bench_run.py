@@ -61,6 +61,7 @@ def bench(monkeypatch, tmp_path) -> Bench:
     return Bench(monkeypatch, tmp_path / "gpu.jsonl")
 
 
+@pytest.mark.slow
 def test_the_most_telling_come_first(bench):
     found = bench()
     assert [line["what"] for line in found[:3]] == ["device", "parity", "compile"]
@@ -254,6 +255,7 @@ def test_parity_is_run_and_ended_at_its_deadline(tmp_path):
     assert parity.run([sys.executable, "-c", script], clock.Deadline(30))["good"]
 
 
+@pytest.mark.slow
 def test_parity_is_found_on_a_bare_machine(tmp_path):
     """Nothing but PyTorch, Triton, transformers, safetensors, huggingface_hub, pytest and its xdist, and no install."""
     (tmp_path / "sitecustomize.py").write_text((ROOT / "tests" / "support" / "bare.py").read_text())
@@ -265,6 +267,7 @@ def test_parity_is_found_on_a_bare_machine(tmp_path):
     assert done.stdout.count("test_families[") > 30 and "test_a_step_is_one_graph[rtn-2bit-whole]" in done.stdout
 
 
+@pytest.mark.slow
 def test_it_imports_on_a_bare_machine(tmp_path):
     (tmp_path / "sitecustomize.py").write_text((ROOT / "tests" / "support" / "bare.py").read_text())
     modules = sorted(f"benchmarks.{name}" for name in (

@@ -151,7 +151,6 @@ def test_recording_is_refused_where_it_cannot_be():
         again()
 
 
-@pytest.mark.slow
 def test_rows_that_change_places_take_their_padding_along():
     """After the recording, without an eager step in between, which would look for it."""
     one, two = Driver(FAMILIES["rtn-2bit"], PADDED), Driver(FAMILIES["rtn-2bit"], PADDED)
@@ -184,6 +183,7 @@ def test_rows_that_change_places_take_their_padding_along():
     assert one.cache.length == two.cache.length == 60
 
 
+@pytest.mark.slow
 def test_a_replay_asks_no_more_of_the_host_with_more_layers():
     """Beside the model, generate itself has some operations, and waits once to know whether it is done."""
     eager, few, more = (

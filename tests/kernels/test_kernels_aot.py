@@ -96,7 +96,6 @@ def test_the_table_has_what_binds(aot):
     assert spilling <= {
         "attend higgs-head-2bit d256",
         "attend lloyd-3bit d256",  # tables in registers, twice the channels
-        "attend squat-pre-3bit",  # steps and lows of two planes, all loaded at once
     }
     assert all(row["local"] == 0 for (version, *_), row in table.items() if version == newest)
     attends = {key: row for key, row in table.items() if key[1].startswith("attend") and "merge" not in key[1]}

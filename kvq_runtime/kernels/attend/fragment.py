@@ -178,14 +178,27 @@ def frequencies(S: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def frequencies_of_lanes(S: tl.constexpr, RUN: tl.constexpr):
-    """The same, as lanes hold them: int32 [I, 4 t, 2 h]. The left channel of f is stored at f + f // 8 · 8."""
+def pairs_of_lanes(S: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr, APART: tl.constexpr):
+    """Where left and right channels of a run are, as lanes hold them: int32 [2 · I, 64 = (8 g, 4 t, 2 h)].
+
+    EACH    from one group of 16 channels to the next
+    APART   from a left channel to its right one
+    """
     R: tl.constexpr = S.RUNS[RUN]
     FIRST: tl.constexpr = R.FIRST
     STEP: tl.constexpr = R.STEP
     COUNT: tl.constexpr = R.COUNT
-    o_f = tl.arange(0, 4)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-    return (FIRST + tl.arange(0, COUNT)[:, None, None] * STEP) * 8 + o_f
+    o_r, o_c = tl.arange(0, 2 * COUNT)[:, None], tl.arange(0, 64)[None, :]
+    o_f = o_c // 2 % 4 * 2 + o_c % 2  # written as o_c % 8, Triton would give a lane all eight
+    return (FIRST + o_r // 2 * STEP) * EACH + o_r % 2 * APART + o_f
+
+
+@triton.jit
+def halves_of_pairs(b_x, S: tl.constexpr, RUN: tl.constexpr):
+    """What was loaded from `pairs_of_lanes`, of left and of right channels: [I, 8 g, 4 t, 2 h] each."""
+    R: tl.constexpr = S.RUNS[RUN]
+    COUNT: tl.constexpr = R.COUNT
+    return tl.split(tl.permute(tl.reshape(b_x, (COUNT, 2, 8, 4, 2)), (0, 2, 3, 4, 1)))
 
 
 @triton.jit
@@ -208,7 +221,7 @@ def scores_of_pairs(b_x, b_steps, b_lows, b_angles, b_q, b_s, S: tl.constexpr, R
     """Scores b_s [16, M] plus those of a tile whose channels are decoded and rotated: (x - 1) step + low.
 
     b_x               [I, 256], see `operand`
-    b_steps, b_lows   of left and right channels, float16 [I, 4 t, 2 h] each
+    b_steps, b_lows   of left and right channels, float16 [I, 8 g, 4 t, 2 h] each
     b_angles          cos and sin, float16 [I, 8 g, 4 t, 2 r, 2 h]
     b_q               left and right channels of the query, float16 [8 · I, M]
     """
@@ -216,8 +229,8 @@ def scores_of_pairs(b_x, b_steps, b_lows, b_angles, b_q, b_s, S: tl.constexpr, R
     COUNT: tl.constexpr = R.COUNT
     M: tl.constexpr = b_s.shape[1]
     b_left, b_right = tl.split(tl.permute(tl.reshape(b_x, (COUNT, 8, 4, 2, 2, 2)), (0, 1, 2, 3, 5, 4)))
-    b_step1, b_step2 = b_steps[0][:, None, :, None, :], b_steps[1][:, None, :, None, :]
-    b_low1, b_low2 = b_lows[0][:, None, :, None, :], b_lows[1][:, None, :, None, :]
+    b_step1, b_step2 = b_steps[0][:, :, :, None, :], b_steps[1][:, :, :, None, :]
+    b_low1, b_low2 = b_lows[0][:, :, :, None, :], b_lows[1][:, :, :, None, :]
     b_cos, b_sin = b_angles
     if COMPILED:
         b_left, b_right = tl.inline_asm_elementwise(

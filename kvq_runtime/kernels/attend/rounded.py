@@ -17,7 +17,8 @@ The state of M query rows, w = 2^(s - top):
 
     b_top    [M]        largest s so far, plus log2 of the largest step beside it, rounded up: w · step is at most 1
     b_total  [16, M]    Σ w, by tokens of a tile
-    b_rest   [16, M]    Σ w low - u, in parts, a tuple: one of each run of channels; none where codes have tables
+    b_rest   [16, M]    Σ w low - u, in parts, a tuple: one of each group of channels and weight of their codes; none
+                        where codes have tables
     b_sums   [16 I, M]  Σ u x, a tuple: one of each run
 """
 
@@ -53,7 +54,7 @@ def scan(
     b_sums = ()
     for run in tl.static_range(len(VS.RUNS)):
         b_sums = b_sums + (fragment.no_sums(VS, run, M),)
-        if len(VS.TABLES) == 0:
+        if len(VS.TABLES) == 0 and _rest(VS.RUNS, run) == len(b_rest):
             b_rest = b_rest + (b_total,)
     i_first = tl.maximum(i_first, start // L.T)
     for i in tl.range(i_first * SUBS, i_last * SUBS, disable_licm=True):
@@ -102,8 +103,9 @@ def scan(
                     weight = fragment.weight(VS.RUNS[run].PLANES, tile % VS.TILES)
                     b_low = _low(b_lows, VS.RUNS[run].GROUP * TILES + tile, b_step, VS)
                     b_u = (b_w * (b_step * weight)[:, None]).to(tl.float16)
-                    b_one = tl.dot(tl.full((16, 16), -1 / 16, tl.float16), b_u, b_rest[run])  # in each of 16 rows
-                    b_left = b_left + (b_one + b_w * b_low[:, None],)
+                    if _rest(VS.RUNS, run) == len(b_left):
+                        b_one = tl.dot(tl.full((16, 16), -1 / 16, tl.float16), b_u, b_rest[len(b_left)])
+                        b_left = b_left + (b_one + b_w * b_low[:, None],)  # b_one: in each of 16 rows
                 b_x = fragment.rows_of_channels(
                     fragment.operand(b_v[tile // VS.TILES], tile % VS.TILES, VS, run), VS, run
                 )
@@ -111,6 +113,18 @@ def scan(
             b_rest = b_left
             b_sums = b_more
     _store((b_top, b_total, b_rest, b_sums), part, L, VS)
+
+
+@triton.constexpr_function
+def _rest(runs, number):
+    """Which of b_rest a run shares with those before it that have the same scales and weight."""
+    kinds = []
+    for _, _, _, group, planes in runs[: number + 1]:
+        width, up, _, slot = planes[0]
+        if (group, width, up, slot) not in kinds:
+            kinds.append((group, width, up, slot))
+        last = kinds.index((group, width, up, slot))
+    return last
 
 
 @triton.jit
@@ -165,7 +179,8 @@ def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
     """As `per_channel`, of keys before RoPE: decoded in the tile, and rotated as if the block began at position 0.
 
     The query, left and right channels of each run in turn, is rotated back by the block's first position. A mean that
-    was removed joins the lows.
+    was removed joins the lows. Steps and lows are loaded a run and group ahead: all of a sub-block would lie in
+    registers.
     """
     M: tl.constexpr = L.M
     NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
@@ -174,50 +189,57 @@ def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
     LAST: tl.constexpr = 1 + S.HAS_LOW
     p_step = field_of(p_keys, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16)
     p_low = field_of(p_keys, i_block, i_b, LAST, FIELDS, NUMBERS, tl.float16)  # the step where none is
+    p_mean = None if p_rope.mean is None else p_rope.mean + (i_h + rope.zero(i_block)) * L.D
+    o_first = (i_h * (L.T // S.GROUP) + i_sub * S.TILES * 16 // S.GROUP) * L.D
+    b_next = _numbers_of_pairs(p_step + o_first, p_low + o_first, p_mean, L, S, 0)
     p_angles = p_rope.block + rope.zero(i_block)
-    b_steps = ()
-    b_lows = ()
-    for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):  # at once: none waits for another
-        o_group = (i_h * (L.T // S.GROUP) + (i_sub * S.TILES + first) * 16 // S.GROUP) * L.D
-        for run in tl.static_range(len(S.RUNS)):
-            o_f = fragment.frequencies_of_lanes(S, run)
-            for half in tl.static_range(2):
-                o_d = o_group + o_f + o_f // 8 * 8 + half * 8
-                b_steps = b_steps + (tl.load(p_step + o_d),)
-                if S.HAS_LOW == 1:
-                    b_lows = b_lows + (tl.load(p_low + o_d),)
-    b_means = ()
     b_turned = ()
     for run in tl.static_range(len(S.RUNS)):
-        if p_rope.mean is not None:
-            p_mean = p_rope.mean + (i_h + rope.zero(i_block)) * L.D + fragment.frequencies_of_lanes(S, run)
-            b_means = b_means + (tl.load(p_mean), tl.load(p_mean + L.D // 2))
         o_k = fragment.frequencies(S, run)
         b_left, b_right = rope.to_block(b_q[2 * run], b_q[2 * run + 1], o_k, p_rope, i_block, L.D // 2)
         b_turned = b_turned + (b_left.to(tl.float16), b_right.to(tl.float16))
     b_s = ()
     for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):
-        b_bases = ()
-        for side in tl.static_range(2 * len(S.RUNS)):
-            b_step = b_steps[first // TOGETHER * 2 * len(S.RUNS) + side].to(tl.float32)
-            b_low = _low(b_lows, first // TOGETHER * 2 * len(S.RUNS) + side, b_step, S)
-            if p_rope.mean is not None:
-                b_low += b_means[side]
-            b_bases = b_bases + (b_low.to(tl.float16),)
-        for tile in tl.static_range(TOGETHER):
-            b_one = tl.zeros((16, M), tl.float32)
-            for run in tl.static_range(len(S.RUNS)):
-                b_weight = tl.full((1, 1, 1), fragment.weight(S.RUNS[run].PLANES, first + tile), tl.float16)
-                b_left = b_steps[first // TOGETHER * 2 * len(S.RUNS) + 2 * run] * b_weight
-                b_right = b_steps[first // TOGETHER * 2 * len(S.RUNS) + 2 * run + 1] * b_weight
+        b_group = (tl.zeros((16, M), tl.float32),) * TOGETHER
+        for run in tl.static_range(len(S.RUNS)):
+            b_steps, b_lows = _steps_of_pairs(b_next, S, run)
+            o_group = o_first + (first // TOGETHER + (run + 1) // len(S.RUNS)) * L.D
+            if (run + 1) % len(S.RUNS) > 0 or first + TOGETHER < S.TILES:
+                b_next = _numbers_of_pairs(p_step + o_group, p_low + o_group, p_mean, L, S, (run + 1) % len(S.RUNS))
+            b_more = ()
+            for tile in tl.static_range(TOGETHER):
+                b_weight = tl.full((1, 1, 1, 1), fragment.weight(S.RUNS[run].PLANES, first + tile), tl.float16)
                 b_x = fragment.operand(b_k, first + tile, S, run)
                 b_angles = fragment.angles_of_tile(p_angles, i_sub * S.TILES + first + tile, L, S, run)
                 b_one = fragment.scores_of_pairs(
-                    b_x, (b_left, b_right), (b_bases[2 * run], b_bases[2 * run + 1]), b_angles,
-                    (b_turned[2 * run], b_turned[2 * run + 1]), b_one, S, run,
+                    b_x, (b_steps[0] * b_weight, b_steps[1] * b_weight), b_lows, b_angles,
+                    (b_turned[2 * run], b_turned[2 * run + 1]), b_group[tile], S, run,
                 )  # fmt: skip
-            b_s = b_s + (b_one,)
+                b_more = b_more + (b_one,)
+            b_group = b_more
+        b_s = b_s + b_group
     return b_s
+
+
+@triton.jit
+def _numbers_of_pairs(p_step, p_low, p_mean, L: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
+    """Steps, lows and means of a run's channels, of the last two what there is: see `fragment.pairs_of_lanes`."""
+    o_c = fragment.pairs_of_lanes(S, RUN, 16, 8)
+    b_numbers = (tl.load(p_step + o_c),)
+    if S.HAS_LOW == 1:
+        b_numbers = b_numbers + (tl.load(p_low + o_c),)
+    if p_mean is not None:
+        b_numbers = b_numbers + (tl.load(p_mean + fragment.pairs_of_lanes(S, RUN, 8, L.D // 2)),)
+    return b_numbers
+
+
+@triton.jit
+def _steps_of_pairs(b_numbers, S: tl.constexpr, RUN: tl.constexpr):
+    """Steps, and lows plus what was removed, float16: of left and right channels each."""
+    b_low = _low(b_numbers, 1, b_numbers[0].to(tl.float32), S)
+    if len(b_numbers) > 1 + S.HAS_LOW:
+        b_low += b_numbers[1 + S.HAS_LOW]
+    return fragment.halves_of_pairs(b_numbers[0], S, RUN), fragment.halves_of_pairs(b_low.to(tl.float16), S, RUN)
 
 
 @triton.jit
@@ -322,7 +344,7 @@ def _store(b_state, part, L: tl.constexpr, S: tl.constexpr):
     for run in tl.static_range(len(S.RUNS)):
         b_mean = b_state[3][run]
         if len(S.TABLES) == 0:
-            b_mean += tl.sum(b_state[2][run], 0)[None, :]
+            b_mean += tl.sum(b_state[2][_rest(S.RUNS, run)], 0)[None, :]
         b_mean = b_mean * b_share[None, :]
         tl.store(p + fragment.channels(S, run)[:, None], b_mean, mask=(o_m < part.rows)[None, :])
     b_lse = tl.where(b_total > 0, b_top + tl.log2(tl.where(b_total > 0, b_total, 1.0)), float("-inf"))
