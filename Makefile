@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env demo test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -36,8 +36,8 @@ test test-all: export TOKENIZERS_PARALLELISM ?= false
 # A worker that dies is not replaced: the run ends there and names its test.
 PYTEST := env -u TRITON_INTERPRET $(RUN) -m pytest --dist loadgroup --max-worker-restart=0
 
-test: export KVQ_MUTANTS ?= 500
-test: export KVQ_RECIPES ?= 800
+test: export KVQ_MUTANTS ?= 300
+test: export KVQ_RECIPES ?= 500
 test: env ## run the quick tests, one recipe of each class, on 2 processes; PYTEST_ARGS="-k window"
 	$(PYTEST) -n 2 -m 'not slow and not all_recipes' $(PYTEST_ARGS)
 
@@ -91,7 +91,7 @@ build/engines/.installed: pyproject.toml
 	@touch $@
 
 test-engines: engines ## serve the embedded model by vLLM, and ask it; PYTEST_ARGS="-k capacity"
-	PYTHONPATH=. HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false build/engines/bin/python -m pytest -q -s -c /dev/null \
+	PYTHONPATH=. OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false build/engines/bin/python -m pytest -q -s -c /dev/null \
 	    --rootdir=. --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines
 
 # LMCache asks for CUDA's libraries, and for older packages than .venv has; it works without them. So it lies beside
@@ -107,6 +107,18 @@ build/lmcache/.installed: $(VENV)/.installed
 test-lmcache: build/lmcache/.installed ## keep chunks in a real LMCache's file tier, and load them in another process
 	LMCACHE_TRACK_USAGE=false PYTHONPATH=build/lmcache:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -c /dev/null --rootdir=. \
 	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lmcache.py
+
+# Beside .venv likewise; what it also asks for is there.
+LM_EVAL := lm-eval==0.4.13 accelerate==1.15.0 evaluate sqlitedict sacrebleu portalocker tabulate colorama lxml rouge-score \
+    absl-py nltk pytablewriter DataProperty mbstrdecoder chardet==5.2.0 pathvalidate tabledata tcolorpy typepy word2number more_itertools
+
+build/lm-eval/.installed: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/lm-eval $(LM_EVAL)
+	@touch $@
+
+test-lm-eval: build/lm-eval/.installed ## answer tasks of a real lm-eval through the cache, by its command line and ours
+	PYTHONPATH=build/lm-eval:. HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -c /dev/null --rootdir=. \
+	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lm_eval.py
 
 format: env ## let ruff format and fix
 	$(VENV)/bin/ruff format .

@@ -26,7 +26,7 @@ from kvq_calib.model import find as models
 from kvq_calib.report import plots
 from kvq_calib.text.documents import EMBEDDED
 from kvq_runtime.registry.measured import FULL, figures
-from scripts.compare_page import BUDGETS, PICTURE, Model, page
+from scripts.compare_page import BUDGETS, OPENING, PICTURE, Model, page
 
 DOCS = Path(__file__).parents[1] / "docs"
 # of runs and of what was measured: a second call goes on where the first was, unless the code was changed since
@@ -96,7 +96,7 @@ def write(found: Found, absent: Mapping[Model, Sequence[str]], docs: Path) -> No
     measured = [records for records in found.values() if any(figures(one, FULL) for one in records)]
     if measured:
         (docs / PICTURE).write_bytes(plots.frontier(measured, width=13))
-        (docs / "frontier.png").write_bytes(plots.frontier(measured[:1], elsewhere=False, width=8, height=5))
+        (docs / OPENING).write_bytes(plots.frontier(measured[:1], elsewhere=False, width=8, height=5))
     (docs / "compare.md").write_text(page(found, absent))
 
 

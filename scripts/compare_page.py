@@ -13,10 +13,10 @@ from kvq_runtime.recipe import family
 from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN, elsewhere, figures, texts
 
 BUDGETS = (1.25, 2.1, 3.1)
-ABOUT_BITS = (0.5, 1, 1.5, 2, 2.5, 3, 4)  # of the table that the page opens with
+ABOUT_BITS = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4)  # of the table that the page opens with
 ROUND = 0.15  # bits more that still are about as many: scales
 EVEN, ODD = slice(0, None, 2), slice(1, None, 2)  # windows that recipes are chosen by, and that are reported
-PICTURE = "compare.png"
+OPENING, PICTURE = "frontier.png", "compare.png"  # of the first model; of all models and texts
 NEAR = 0.5  # bits more than the best combination that a paper's recipe may have
 ABOUT = """
 `make compare` measures and writes this page, under two protocols. Full: one forward pass in which every token but the
@@ -110,8 +110,10 @@ def page(found: Mapping[Model, Sequence[Mapping[str, Any]]], absent: Mapping[Mod
 
     absent   of each model, why recipes are not among the measured ones
     """
-    names = ", ".join(f"{model.name} ({_size(records)} parameters)" for model, records in found.items())
-    parts = ["# Recipes compared", f"![KL divergence by bits, by full encode: {names}]({PICTURE})", *_summary(found)]
+    drawn = {model: records for model, records in found.items() if any(figures(one, FULL) for one in records)}
+    parts = ["# Recipes compared", *_pictured(dict(list(drawn.items())[:1]), OPENING), *_summary(found)]
+    if len(drawn) > 1 or any(texts(records) for records in drawn.values()):
+        parts += [_folded("The same picture of every model, in and out of the domain", *_pictured(drawn, PICTURE))]
     for model, records in found.items():
         parts += [_section(model, records, absent[model])]
     equal = _at_equal_bits(found)
@@ -119,6 +121,12 @@ def page(found: Mapping[Model, Sequence[Mapping[str, Any]]], absent: Mapping[Mod
     parts += [_folded("Where the papers' rankings hold", _verdicts(found))]
     parts += [_folded("How this was measured, and what it does not say", " ".join(ABOUT.split()))]
     return "\n\n".join(parts) + "\n"
+
+
+def _pictured(found: Mapping[Model, Sequence[Mapping[str, Any]]], file: str) -> list[str]:
+    """The picture of these models, if there are any."""
+    names = ", ".join(f"{model.name} ({_size(records)} parameters)" for model, records in found.items())
+    return [f"![KL divergence by bits, by full encode: {names}]({file})"] if found else []
 
 
 def _folded(title: str, *parts: str) -> str:

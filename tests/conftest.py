@@ -96,7 +96,7 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "every test of every recipe; without it a recipe that another stands for goes through every third one"
+    text = "every test of every recipe; without it a recipe that another stands for goes through every fifth one"
     parser.addoption("--every-pair", action="store_true", help=text)
 
 
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark tests of one recipe among all, unless it stands for a class of recipes: see tests/support/representative.py.
 
     A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. A recipe that another stands for
-    goes through every third of these tests, its neighbour through the next third. What is asked for by its name runs.
+    goes through every fifth of these tests, its neighbour through the next ones. What is asked for by its name runs.
     """
     if "feeding" not in sys.modules:
         return
@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if place is not None:
             item.add_marker("all_recipes")
             turn = functions.setdefault(item.nodeid.partition("[")[0], len(functions))
-            if not every and (place + turn) % 3:
+            if not every and (place + turn) % 5:
                 left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

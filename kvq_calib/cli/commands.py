@@ -1,4 +1,4 @@
-"""Add `eval`, `compare`, `probe` and `import` to the `kvq` command, whose exit codes they share.
+"""Add `eval`, `compare`, `bench`, `probe`, `report` and `import` to the `kvq` command, whose exit codes they share.
 
 Imports nothing that takes long: `--help` and `kvq list` must not wait for it.
 """
@@ -28,15 +28,20 @@ examples
     kvq eval demo-aqua-2bit --model demo --protocol full --layers      every token encoded; errors by layer too
     kvq eval higgs-2bit --model llama-3.1-8b --corpus wikitext-2 --length 8192 --windows all --protocol full
     kvq eval demo-aqua-2bit --model demo --also demo-code c4=c4.jsonl  on texts of other kinds, too
+    kvq eval higgs-2bit --model demo --protocol decode --length 2304   greedy text: where the cache's leaves it
     kvq eval higgs-2bit --model qwen2.5-7b --tasks vt,niah_multikey_2  tasks of retrieval, through the cache
+    kvq eval higgs-2bit --model qwen2.5-7b --tasks gsm8k --limit 200   lm-eval's tasks, through the cache
+    kvq eval exact rtn-2bit --model recall --tasks needle,chain --json by task, length and depth, on a small model
 
 The 16-bit model is always measured beside them. Protocols: full, one forward pass in which every token but the sinks
 is encoded and decoded before anything attends to it; in-use, tokens arrive in steps and stay exact for as long as the
 cache keeps them so; both by default. What is read exactly in use, up to all of it in short windows, costs nothing, so
-that the full encode is nearer to a long context. A table of: bits per element, asymptotic and of a cache
-that holds a window, or 4096 tokens; perplexity, and its distance from 16 bit with the standard error over windows; KL
-divergence from the 16-bit model in nats; top-1 agreement with it; the share of attention's weight, and of what queries
-read, that was decoded. Records of published artifacts are kept in the registry.
+that the full encode is nearer to a long context. decode (docs/decode.md): along the 16-bit model's own greedy text, a
+token a pass, where the cache would first choose otherwise, and the divergence by position. For the others, a table of:
+bits per element, asymptotic and of a cache that holds a window, or 4096 tokens; perplexity, and its distance from 16
+bit with the standard error over windows; KL divergence from the 16-bit model in nats; top-1 agreement with it; the
+share of attention's weight, and of what queries read, that was decoded. Records of published
+artifacts are kept in the registry.
 
 """
     + _TEXT
@@ -65,7 +70,23 @@ recipes allow it. A full encode needs neither.
     + _TEXT
 )
 
+BENCH_EXAMPLES = """\
+examples
+    kvq bench higgs-2bit kivi-2bit --model demo --context 512,2048 --batch 1,4 --plot bench.png
+    kvq bench aqua-2bit rtn-4bit --model qwen2.5-7b --context 4096,16384 --batch 1,8 --device cuda --out b.jsonl
+    kvq bench kivi-2bit --model ./my-model --beside quanto-2bit,hqq-2bit --memory 80GB --json
+    kvq bench aqua-2bit --model demo --beside none --tokens 128
+
+Every cache reads the same random prompts and generates with model.generate, in turns: 16 bit (DynamicCache),
+transformers' quantized caches (extra bench; a row says what is not installed), and each recipe, under "kvq" attention,
+on a GPU with its steps as CUDA graphs. A recipe that is to be fitted takes part with its artifact or, where there is
+none, with random tensors: neither time nor bytes depend on them. A table of: seconds until the first token, tokens per
+second of the median step, bytes that the cache holds, the peak of memory where it can be asked for, and how many rows
+fit into --memory beside the weights, computed. What does not fit into this machine is a row that says so. --out keeps
+each finished round, and the same command goes on with the next."""
+
 INTERRUPTED = {
+    "bench": "interrupted; the same command goes on with the next round if it has --out",
     "evaluate": "interrupted; nothing was kept",
     "compare": "interrupted; the same command goes on where it stopped",
     "probe": "interrupted; nothing was kept",
@@ -87,6 +108,44 @@ examples
 
 Files are read as tensors and plain containers alone, and checked: every layer of the model, [D, D] or [H, D, D],
 orthogonal. The artifact is published under --name and not measured: kvq eval does that. kvq export writes it back."""
+
+
+REPORT_EXAMPLES = """\
+examples
+    kvq report qwen2.5-7b-aqua-2bit                                  the version that the name means
+    kvq report qwen2.5-7b-aqua-2bit@1.2.0 --out page.html --open     one version, shown in a browser
+    kvq report qwen2.5-7b-aqua-2bit --compare compare.json           with the frontier of kvq compare --output
+    kvq report --registry                                            all versions of your registry
+    kvq report --registry hf://my-org --out wall.html                of another one
+
+A page is one file, which loads nothing from elsewhere, in light and dark. Of a version: bits and errors by layer,
+losses in and out of the domain, tasks, the frontier, what changed since the last version, health, provenance, history.
+Where nothing was measured it names the command that does. A version that is damaged has a page too, and the command
+exits with 1."""
+
+
+def add_report(subparsers: Any) -> None:
+    """Add `kvq report`."""
+    text = "an HTML page of everything known of a version, or of all versions of a registry"
+    command = _command(subparsers, "report", text, REPORT_EXAMPLES, "report", "kvq_calib.cli.report")
+    command.add_argument(
+        "reference", metavar="REF", nargs="?",
+        help="NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX, a .safetensors file or a folder with one",
+    )  # fmt: skip
+    command.add_argument(
+        "--registry", metavar="URL", nargs="?", const="",
+        help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry); without REF the page is of "
+        "all its versions",
+    )  # fmt: skip
+    command.add_argument(
+        "--compare",
+        metavar="FILE",
+        help="records of the same model, of kvq compare --output or a run's evaluation.json",
+    )
+    command.add_argument(
+        "--out", metavar="FILE", help="the page (default: NAME-vVERSION.html or registry.html here; none with --json)"
+    )
+    command.add_argument("--open", action="store_true", help="show it in a browser")
 
 
 def add_import(subparsers: Any) -> None:
@@ -117,7 +176,7 @@ def add_eval(subparsers: Any) -> None:
     _settings(command)
     _source(command)
     command.add_argument("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
-    _measuring(command)
+    _measuring(command, decode=True)
     command.add_argument("--layers", action="store_true", help="print errors by layer too")
     _tasks(command)
     command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
@@ -130,8 +189,8 @@ def add_eval(subparsers: Any) -> None:
 def _tasks(command: argparse.ArgumentParser) -> None:
     """Add what `kvq eval --tasks` asks."""
     command.add_argument(
-        "--tasks", metavar="TASK,TASK", help="measure tasks instead of text: docs/tasks.md lists them; alone they are "
-        "refused with a list of those that the model can be asked",
+        "--tasks", metavar="TASK,TASK", help="measure tasks instead of text: docs/tasks.md lists them; other names are "
+        "lm-eval's (gsm8k, ifeval), which is an extra",
     )  # fmt: skip
     command.add_argument(
         "--lengths", type=count, metavar="L", nargs="+", help="of tasks: tokens of a text (default: 1024 4096)"
@@ -143,6 +202,22 @@ def _tasks(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--samples", type=count, metavar="N", default=5, help="of tasks: texts of each length and depth (default: 5)"
     )
+    command.add_argument("--plot", metavar="FILE", help="of tasks: write accuracy by length and depth, a PNG")
+    command.add_argument(
+        "--limit", type=count, metavar="N", help="of lm-eval's tasks: the first examples (default: all)"
+    )
+    command.add_argument("--num-fewshot", type=int, metavar="N", help="of lm-eval's tasks: worked examples in a prompt")
+    command.add_argument(
+        "--batch-size",
+        type=count,
+        metavar="N",
+        default=1,
+        help="of lm-eval's tasks: requests side by side (default: 1)",
+    )
+    command.add_argument(
+        "--include-path", metavar="DIR", help="of lm-eval's tasks: a folder of task files beside its own"
+    )
+    command.add_argument("--chat", action="store_true", help="of lm-eval's tasks: apply the model's chat template")
 
 
 def add_compare(subparsers: Any) -> None:
@@ -177,6 +252,37 @@ def add_compare(subparsers: Any) -> None:
     )
 
 
+def add_bench(subparsers: Any) -> None:
+    """Add `kvq bench`."""
+    text = "time to first token, tokens per second and memory, beside transformers' own caches"
+    command = _command(subparsers, "bench", text, BENCH_EXAMPLES, "bench")
+    command.add_argument("subjects", metavar="REF|RECIPE", nargs="+", help="references, .safetensors files, recipes")
+    _settings(command)
+    command.add_argument("--model", required=True, help="a name of the catalog (demo, qwen2.5-7b), folder, or Hub id")
+    command.add_argument(
+        "--context", type=counts, metavar="L,L", help="tokens of a prompt (default: 1024,4096 as far as the model goes)"
+    )
+    command.add_argument("--batch", type=counts, metavar="B,B", default=(1,), help="rows (default: 1)")
+    command.add_argument("--tokens", type=count, metavar="N", default=32, help="timed in a row and round (default: 32)")
+    command.add_argument("--rounds", type=count, metavar="N", default=3, help="turns of each cache (default: 3)")
+    command.add_argument(
+        "--beside", metavar="NAME,NAME",
+        help="transformers' quantized caches, or none (default: quanto-2bit,quanto-4bit,hqq-2bit,hqq-4bit,fp8)",
+    )  # fmt: skip
+    command.add_argument(
+        "--memory", metavar="SIZE", help="that weights and rows are to fit into, as in 80GB (default: the device's own)"
+    )
+    command.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    kinds = ("bfloat16", "float16", "float32")
+    command.add_argument("--dtype", choices=kinds, help="default: as stored; bfloat16 where that has 32 bits")
+    command.add_argument("--seed", type=int, default=0, help="chooses the prompts (default: 0)")
+    command.add_argument("--out", metavar="FILE", help="keep finished rounds here, and go on with what it has")
+    command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
+    command.add_argument(
+        "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
+    )
+
+
 def add_probe(subparsers: Any) -> None:
     """Add `kvq probe`."""
     command = _command(subparsers, "probe", "what keys and values can be predicted from", PROBE_EXAMPLES, "probe")
@@ -187,7 +293,7 @@ def add_probe(subparsers: Any) -> None:
     command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
 
 
-def _measuring(command: argparse.ArgumentParser) -> None:
+def _measuring(command: argparse.ArgumentParser, decode: bool = False) -> None:
     """Add what both measuring commands ask: on which texts, under which protocols, and what stays exact."""
     command.add_argument(
         "--windows", type=windows, default=16, metavar="N", help="windows of each text, or all (default: 16)"
@@ -198,14 +304,17 @@ def _measuring(command: argparse.ArgumentParser) -> None:
         "(default: the model's, demo-code beside a --corpus)",
     )  # fmt: skip
     command.add_argument(
-        "--protocol", choices=["full", "in-use", "both"], default="both",
-        help="every token but the sinks encoded before it is read; as the cache does it in use; or both (default)",
+        "--protocol", choices=["full", "in-use", "both", *(["decode"] if decode else [])], default="both",
+        help="every token but the sinks encoded before it is read; as the cache does it in use; or both (default)"
+        + ("; or along the 16-bit model's own greedy text, token by token" if decode else ""),
     )  # fmt: skip
     command.add_argument("--step", type=count, default=32, metavar="N", help="in use: tokens per pass (default: 32)")
     command.add_argument(
         "--prompt", type=int, default=0, metavar="N",
         help="in use: tokens of the first pass, which reads no cache and is not scored; recipes that are fitted to "
-        "their prompt are fitted to it (default: 0, the first pass is a step)",
+        "their prompt are fitted to it (default: 0, the first pass is a step)"
+        + ("; of decode: tokens of text before the continuation, which goes on to --length (default: 256 of 4096)"
+           if decode else ""),
     )  # fmt: skip
     command.add_argument("--sinks", type=int, metavar="N", help="exact first tokens (default: as each recipe says)")
     command.add_argument(
@@ -217,7 +326,10 @@ def _measuring(command: argparse.ArgumentParser) -> None:
     command.add_argument("--block", type=count, metavar="N", help="tokens encoded together (default: as each recipe)")
 
 
-def _command(subparsers: Any, name: str, idea: str, examples: str, function: str) -> argparse.ArgumentParser:
+def _command(
+    subparsers: Any, name: str, idea: str, examples: str, function: str, module: str = "kvq_calib.cli.subcommands"
+) -> argparse.ArgumentParser:
+    """A command that runs a function of a module, which is imported then."""
     from kvq_runtime.cli.main import EXIT_CODES
 
     command = subparsers.add_parser(
@@ -226,7 +338,7 @@ def _command(subparsers: Any, name: str, idea: str, examples: str, function: str
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--quiet", action="store_true", help="no progress bar")
-    command.set_defaults(run=lambda args: _run(function, args))
+    command.set_defaults(run=lambda args: _run(module, function, args))
     return command
 
 
@@ -237,20 +349,26 @@ def count(text: str) -> int:
     return int(text)
 
 
+def counts(text: str) -> tuple[int, ...]:
+    """The type of an option: whole numbers of at least 1, with commas between them."""
+    return tuple(count(part) for part in text.split(","))
+
+
 def windows(text: str) -> int | None:
     """The type of --windows: a count, or None for all."""
     return None if text == "all" else count(text)
 
 
-def _run(function: str, args: argparse.Namespace) -> int:
+def _run(module: str, function: str, args: argparse.Namespace) -> int:
     """Import what a command takes, and run it; without the calibration extra, name the extra that it needs."""
     warnings.filterwarnings(
         "ignore", "`torch.jit", DeprecationWarning
     )  # hqq's, which transformers imports if it is there
     try:
-        return getattr(import_module("kvq_calib.cli.subcommands"), function)(args)
+        return getattr(import_module(module), function)(args)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(INTERRUPTED.get(function, "interrupted")) from None
+        kept = function == "evaluate" and (args.tasks or args.protocol == "decode")
+        raise KeyboardInterrupt(INTERRUPTED.get("compare" if kept else function, "interrupted")) from None
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("kvq"):
             raise
@@ -264,7 +382,9 @@ def _settings(command: argparse.ArgumentParser) -> None:
 
 
 def _source(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", required=True, help="a name of the catalog (demo, qwen2.5-7b), folder, or Hub id")
+    command.add_argument(
+        "--model", required=True, help="a name of the catalog (demo, recall, qwen2.5-7b), folder, or Hub id"
+    )
     command.add_argument(
         "--corpus", metavar="FILE|HUB-ID", help="text, measured on its held-out part (default: model's)"
     )

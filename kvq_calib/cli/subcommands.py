@@ -1,4 +1,4 @@
-"""What `kvq eval`, `compare`, `probe` and `import` do: each takes parsed arguments, prints, and returns an exit code.
+"""What `kvq eval`, `compare`, `bench`, `probe` and `import` do: take parsed arguments, print, return an exit code.
 
 What they need is imported when they run: `kvq list` must not wait for it.
 """
@@ -6,49 +6,50 @@ What they need is imported when they run: `kvq list` must not wait for it.
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from kvq_calib.cli.asked import device_of, dtype_of, progress_bar, protocol_of
 from kvq_runtime.cli.table import print_table
 
 
 def evaluate(args: argparse.Namespace) -> int:
     """Run `kvq eval`."""
     from kvq_calib.evaluate import record
-    from kvq_calib.evaluate.subject import find
+    from kvq_calib.evaluate.subject import find, keep
     from kvq_calib.model import find as models
     from kvq_calib.report import plots
     from kvq_calib.report.names import named
     from kvq_calib.report.tables import about_texts, table
     from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
-    from kvq_runtime.registry import reference
-    from kvq_runtime.registry.resolve import open_registry
 
     files = models.resolve(args.model)
     given = recipe_text.with_settings(args.subjects, args.set)
     subjects = [find(text, files, args.registry) for text in given]
     recipe_text.distinct(subject.recipe for subject in subjects if subject.sha256 is None)
+    if args.plot and not args.tasks:
+        raise ValueError("--plot draws tasks, and --tasks names none; --plots DIR draws what is measured on text")
     if args.tasks:
-        return _tasks(args, files, subjects)
+        from kvq_calib.cli import tasks
+
+        return tasks.evaluate(args, files, subjects)
+    if args.protocol == "decode":
+        from kvq_calib.cli import decode
+
+        return decode.evaluate(args, files, subjects)
     length = args.length or min(files.entry.seq_len, files.context)
     source = args.corpus or files.entry.corpus
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
     also = files.entry.beside(args.corpus) if args.also is None else args.also
     beside = others.choose(also, source, files.path, args.windows, length, args.seed)
-    protocol = _protocol(args, args.rows)
-    with _bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
-        device = _device(args.device)
-        used = (device, _dtype(args.dtype, device))
+    protocol = protocol_of(args, args.rows)
+    with progress_bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
+        device = device_of(args.device)
+        used = (device, dtype_of(args.dtype, device))
         records = record.evaluate(files, batch, subjects, protocol, *used, progress, others=beside)
     for subject, found in zip(subjects, records, strict=True):
-        if subject.published:
-            kept = reference.parse(subject.name)
-            assert isinstance(kept, reference.Reference), "what a registry holds was asked for by a reference"
-            open_registry(kept.registry or args.registry).add_evaluation(found, kept.name)
+        keep(subject, found, args.registry)
     if args.output:
         Path(args.output).write_text(json.dumps(records, indent=2) + "\n")
     shown = named(records, [subject.name for subject in subjects])
@@ -66,33 +67,6 @@ def evaluate(args: argparse.Namespace) -> int:
         rows = [{"recipe": found["name"], **row} for found in shown for row in found["result"]["layers"]]
         print()
         print_table(rows, False)
-    return 0
-
-
-def _tasks(args: argparse.Namespace, files, subjects) -> int:
-    """Run `kvq eval --tasks`."""
-    from kvq_calib.evaluate import tasks
-    from kvq_calib.evaluate.ledger import Ledger
-    from kvq_calib.report import task_table
-    from kvq_calib.report.names import named
-    from kvq_runtime.registry.reference import home
-
-    protocol = _protocol(args, None)
-    subjects = [replace(one, recipe=protocol.recipe(one.recipe, files.geometry, one.tensors)) for one in subjects]
-    lengths = args.lengths or [length for length in tasks.LENGTHS if length <= files.context]
-    plan = tasks.Plan(tuple(args.tasks.split(",")), tuple(lengths), tuple(args.depths), args.samples, args.seed,
-                      protocol.protocols)  # fmt: skip
-    device = _device(args.device)
-    used = (device, _dtype(args.dtype, device))
-    with _bar(tasks.work(plan, len(subjects)), args.quiet) as progress:
-        records = tasks.evaluate(files, subjects, plan, *used, progress, Ledger(home() / "evaluated"))
-    if args.output:
-        Path(args.output).write_text(json.dumps(records, indent=2) + "\n")
-    if args.json:
-        print(json.dumps(records, indent=2))
-    else:
-        shown = named(records, ["16 bit", *(subject.name for subject in subjects)])
-        print_table(task_table.rows(shown), False)
     return 0
 
 
@@ -120,7 +94,7 @@ def compare(args: argparse.Namespace) -> int:
     chosen, notes = comparing.choose(texts, files.geometry) if texts or not args.recipes else ([], [])
     for note in notes:
         print(f"kvq: {note}", file=sys.stderr)
-    source, device = corpus.pin(args.corpus or files.entry.corpus), _device(args.device)
+    source, device = corpus.pin(args.corpus or files.entry.corpus), device_of(args.device)
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
     also = files.entry.beside(args.corpus) if args.also is None else args.also
     beside = others.choose(also, source, files.path, args.windows, length, args.seed)
@@ -141,15 +115,15 @@ def compare(args: argparse.Namespace) -> int:
             subjects |= {subject.name: subject for subject in job.fit(replace(work, listener=bar))}
         finally:
             bar.close()
-    protocol = _protocol(args, None)
+    protocol = protocol_of(args, None)
     uneven = sorted({block for one in subjects.values() if length % (block := args.block or one.recipe.window.block)})
     if uneven and args.protocol != "in-use":
         rests = ", ".join(f"{length % block} in blocks of {block}" for block in uneven)
         note = f"windows of {length} tokens: the last of them stay exact in a full encode, {rests}"
         print(f"kvq: {note}; use --length with a multiple of all blocks", file=sys.stderr)
     ledger = Ledger(home() / "evaluated" if args.folder is None else Path(args.folder) / "evaluated")
-    with _bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
-        used = (device, _dtype(args.dtype, device))
+    with progress_bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
+        used = (device, dtype_of(args.dtype, device))
         records = record.evaluate(
             files, batch, list(subjects.values()), protocol, *used, progress, ledger, others=beside
         )
@@ -166,6 +140,54 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def bench(args: argparse.Namespace) -> int:
+    """Run `kvq bench`: what was measured is printed, also when it is interrupted."""
+    from kvq_calib.bench import contenders, figures, rounds
+    from kvq_calib.model import find as models
+    from kvq_calib.report import bench_plot, bench_table
+    from kvq_calib.run.device import memory_of
+    from kvq_runtime.artifact import recipe_text
+    from kvq_runtime.prefix.shelf import parse_bytes
+
+    files, device = models.resolve(args.model), device_of(args.device)
+    asked = rounds.Plan(batches=args.batch, tokens=args.tokens, rounds=args.rounds, seed=args.seed)
+    fitting = tuple(length for length in rounds.CONTEXTS if asked.longest(length) <= files.context)
+    plan = replace(asked, contexts=args.context or fitting or rounds.CONTEXTS[:1]).check(files)
+    memory = parse_bytes(args.memory) if args.memory else memory_of(device)
+    ours = contenders.ours(recipe_text.with_settings(args.subjects, args.set), files, args.registry)
+    others = ",".join(contenders.BESIDE) if args.beside is None else args.beside
+    stock = [contenders.quantized(name) for name in ([] if others == "none" else others.split(","))]
+    dtype, interrupted = rounds.dtype_of(files, args.dtype), None
+    every = [contenders.plain(dtype), *stock, *ours]
+    with progress_bar(rounds.work(len(every), plan), args.quiet) as progress:
+        model = rounds.load(files, device, dtype)
+        absent = {one.name: contenders.absent(one, model) for one in stock}
+        able = [one for one in every if not absent.get(one.name)]
+        progress(rounds.work(len(every) - len(able), plan))
+        about = rounds.about(files, model, able, plan)
+        kept = rounds.Rounds(Path(args.out) if args.out else None, about)
+        try:
+            rounds.measure(model, able, plan, kept, progress)
+        except KeyboardInterrupt as error:
+            interrupted = error
+    entrants = [figures.Entrant(one.name, one.recipe, one.note, absent.get(one.name, "")) for one in every]
+    found = figures.figures(rounds.chosen(plan, kept), entrants, about["weights_bytes"], memory)
+    notes = bench_table.notes(found, about, memory) if found else []
+    if args.plot and found:
+        Path(args.plot).write_bytes(bench_plot.figures(found, notes))
+    if args.json:
+        print(json.dumps({"about": about | {"memory_bytes": memory}, "rows": found}, indent=2))
+    elif found:
+        print_table(bench_table.rows(found, memory), False)
+        print("".join(f"\n{note}" for note in notes))
+    if interrupted is not None:
+        raise interrupted
+    wrong = figures.failed(found)
+    if wrong:
+        raise RuntimeError(f"not measured: {'; '.join(wrong)}")
+    return 0
+
+
 def probe(args: argparse.Namespace) -> int:
     """Run `kvq probe`."""
     from kvq_calib.evaluate import probe as probes
@@ -174,9 +196,9 @@ def probe(args: argparse.Namespace) -> int:
 
     files = models.resolve(args.model)
     settings = probes.settings(files, args.corpus, args.samples, args.held_out, args.length, args.seed)
-    with _bar(settings.work(files), args.quiet) as progress:
-        device = _device(args.device)
-        found = probes.probe(files, settings, device, _dtype(args.dtype, device), progress)
+    with progress_bar(settings.work(files), args.quiet) as progress:
+        device = device_of(args.device)
+        found = probes.probe(files, settings, device, dtype_of(args.dtype, device), progress)
     if args.plot:
         Path(args.plot).write_bytes(fit_plots.probes(found))
     if args.json:
@@ -203,39 +225,3 @@ def import_files(args: argparse.Namespace) -> int:
     version = registry.publish(name, artifact.to_bytes(made))
     print_record({"artifact": f"{name}@{version.version}", "sha256": version.sha256, "recipe": args.recipe}, args.json)
     return 0
-
-
-def _protocol(args: argparse.Namespace, rows: int | None):
-    from kvq_calib.evaluate import record
-    from kvq_runtime.registry.measured import PROTOCOLS
-
-    protocols = PROTOCOLS if args.protocol == "both" else (args.protocol,)
-    return record.Protocol(
-        args.step, rows, args.recent, args.sinks, block=args.block, protocols=protocols, prompt=args.prompt
-    )
-
-
-def _device(given: str | None) -> str:
-    import torch
-
-    from kvq_calib.run.device import usable
-
-    return usable(given or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _dtype(given: str | None, device: str):
-    """None: as stored. A CPU takes float32: what is measured here can be smaller than the rounding of bfloat16."""
-    import torch
-
-    return getattr(torch, given or "float32") if given or device == "cpu" else None
-
-
-@contextmanager
-def _bar(tokens: int, quiet: bool) -> Iterator[Any]:
-    """A progress bar on stderr, where a person looks."""
-    from tqdm import tqdm
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # of loading weights: it would break into ours
-    with tqdm(total=tokens, unit="tok", unit_scale=True, disable=quiet or not sys.stderr.isatty()) as bar:
-        yield bar.update

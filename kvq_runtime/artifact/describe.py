@@ -44,12 +44,26 @@ def brief(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def tables(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """{title: rows} of the parts of a record that are tables: a row an evaluation, a row a layer of the fit."""
-    evaluations = [flatten(evaluation) for evaluation in record.get("evaluations", [])]
+    given = record.get("evaluations", [])
+    answered = [row for one in given for row in _answered(one)]
+    evaluations = [flatten(one) for one in given if "tasks" not in one["protocol"]]
     measured = [{name: flat[key] for name, key in MEASURED.items() if key in flat} for flat in evaluations]
     layers = record["fit"].get("layers")
     fit = [{"layer": i} | flatten(layer) for i, layer in enumerate(layers if isinstance(layers, list) else [])]
-    titled = {"evaluations (--json has all of each)": measured, "fit, by layer": fit}
+    titled = {"evaluations (--json has all of each)": measured, "tasks": answered, "fit, by layer": fit}
     return {title: rows for title, rows in titled.items() if rows}
+
+
+def _answered(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each task and protocol of an evaluation by tasks: its figures by metric, and how many texts."""
+    rows = []
+    for protocol, part in (evaluation["result"].get("protocols") or {}).items():
+        for task, found in part.get("tasks", {}).items():
+            figures = {name: one["value"] for name, one in found.get("metrics", {}).items()}
+            figures |= {name: found[name] for name in ("accuracy", "reason") if name in found}
+            spoken = ", ".join(f"{name} {value:.4g}" if name != "reason" else value for name, value in figures.items())
+            rows.append({"task": task, "protocol": protocol, "figures": spoken, "texts": found.get("texts")})
+    return rows
 
 
 def summary(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,6 +118,7 @@ def variants() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_two_recipes_have_one_name_and_a_name_can_be_published():
     """Over some hundred changes of single settings, and changes of two; the settings found make the recipe again."""
     chance, texts = random.Random(0), variants()

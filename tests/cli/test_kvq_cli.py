@@ -282,5 +282,5 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 128256}))
     assert as_json(*given[:3], str(tmp_path))[1]["shared MiB"] == wide
     code, _, err = kvq("bytes", "aqua-2bit", "--model", "gpt-5")
-    assert code == 3 and "--model gpt-5; use all, one of demo, qwen2.5-0.5b" in err
+    assert code == 3 and "--model gpt-5; use all, one of demo, recall, qwen2.5-0.5b" in err
     assert kvq("bytes", "aqua-2bit-quanto", "--model", "2x2x24")[0] == 2

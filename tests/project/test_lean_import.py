@@ -10,7 +10,9 @@ from lean import ABSENT, BLOCKED
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").rglob("*.safetensors"))
-VLLM = tuple(f"kvq_runtime.vllm.{name}" for name in ("backend", "connector", "connector_stats", "plugin", "stock"))
+VLLM = tuple(
+    f"kvq_runtime.vllm.{name}" for name in ("backend", "engine", "connector", "connector_stats", "plugin", "stock")
+)
 LMCACHE = "kvq_runtime.lmcache.plugin"
 OPTIONAL = ("kvq_runtime.hf", "kvq_runtime.kernels", *VLLM, LMCACHE)  # need the extras hf, triton, vllm and lmcache
 

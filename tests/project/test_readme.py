@@ -46,8 +46,9 @@ def test_the_first_block_runs_without_an_artifact_and_its_figures_are_the_readme
     tensors = fitted.tensors(recipe, geometry_of(model))
     made = Artifact(recipe, fingerprint_of(model), tensors, {"model": "demo"}, {"layers": [{}] * 6})
     open_registry().publish("demo-aqua-2bit", to_bytes(made))
-    exec(compile(serve, "README.md", "exec"), names)
-    assert model.config._attn_implementation == "kvq" and names["out"].shape == (1, 4064)
+    assert "max_new_tokens=64" in serve
+    exec(compile(serve.replace("=64", "=8"), "README.md", "exec"), names)
+    assert model.config._attn_implementation == "kvq" and names["out"].shape == (1, 4008)
     assert names["cache"].memory_report().recipe == "aqua-2bit"
 
 
@@ -84,7 +85,7 @@ def test_the_versions_are_those_of_the_project():
 
 
 def test_every_extra_has_a_row_or_is_for_contributors():
-    rows = set(re.findall(r"`([a-z]+)`", "".join(re.findall(r"^\|((?: `[a-z]+`,?)+) \|", TEXT, re.MULTILINE))))
+    rows = set(re.findall(r"`([a-z-]+)`", "".join(re.findall(r"^\|((?: `[a-z-]+`,?)+) \|", TEXT, re.MULTILINE))))
     contributors = set(
         re.findall(r"Extras for this work: `(\w+)`.*?`(\w+)`", (ROOT / "CONTRIBUTING.md").read_text())[0]
     )

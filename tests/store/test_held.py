@@ -96,4 +96,5 @@ def test_sixteen_bits_and_more_never_save():
 
 def test_geometries_are_those_of_the_catalog():
     assert MODELS.keys() == CATALOG.keys()
-    assert MODELS["demo"] == models.resolve("demo").geometry
+    for name in ("demo", "recall"):
+        assert MODELS[name] == models.resolve(name).geometry

@@ -39,6 +39,7 @@ def run(model: Path, folder: Path, *more: str) -> int:
     return args.run(args)
 
 
+@pytest.mark.slow
 def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, monkeypatch):
     layers, references = [], []
     fit, logits = graph.fit_layer, perplexity._Group.expected.func
@@ -246,10 +247,12 @@ def test_the_page_opens_with_the_best_at_some_budgets_chosen_by_other_windows():
     opening, *folded = text.split("<details>")
     assert (
         opening.count("![") == 1
-        and "m (4M parameters)" in opening
+        and "m (4M parameters)](frontier.png)" in opening
         and opening.count("\n| ") == 2 + len(script.best_at(records))
     )
-    assert "higgs-9bit is left out: why" in folded[0] and "| recipe |" in folded[0] and "web full KL" in folded[0]
+    every, of_model, *_ = folded
+    assert "(compare.png)" in every, "all models and texts are folded away"
+    assert "higgs-9bit is left out: why" in of_model and "| recipe |" in of_model and "web full KL" in of_model
     assert text.count("<details>") == text.count("</details>") >= 3
 
 
@@ -269,4 +272,4 @@ def test_page_and_pictures_are_made_from_records_without_measuring(tmp_path, mon
     made = {path.name for path in tmp_path.iterdir()} - {"demo.json", "stories260K.json"}
     assert made == {"compare.md", "compare.png", "compare-demo.png", "compare-stories260K.png", "frontier.png"}
     linked = set(re.findall(r"[(]([^)]*png)[)]", (tmp_path / "compare.md").read_text()))
-    assert linked == made - {"compare.md", "frontier.png"}
+    assert linked == made - {"compare.md"}

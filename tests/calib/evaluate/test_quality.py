@@ -24,7 +24,7 @@ def scores(files, batch, names) -> dict[str, Any]:
 def test_on_stories260k_aqua_is_closer_than_higgs_at_the_same_bits(test_data):
     model, text = test_data / "models" / "stories260K", test_data / "text" / "tinystories" / "stories_2M.txt"
     recipes = ("aqua-3bit", "aqua-4bit")
-    run(Job(str(model), recipes, corpus=str(text), samples=64, seq_len=512, threads=1, evaluate=False))
+    run(Job(str(model), recipes, corpus=str(text), samples=32, seq_len=512, threads=1, evaluate=False))
     files = models.resolve(str(model))
     batch = corpus.select(str(text), files.path, 6, 512, split="held-out")
     found = scores(files, batch, ["stories260k-aqua-3bit", "higgs-3bit", "stories260k-aqua-4bit", "higgs-4bit"])
@@ -37,9 +37,9 @@ def test_on_stories260k_aqua_is_closer_than_higgs_at_the_same_bits(test_data):
 @pytest.mark.slow
 @pytest.mark.xdist_group("quality")
 def test_on_the_demo_model_aqua_beats_the_mean_and_the_mean_beats_nothing():
-    run(Job("demo", recipes=("aqua-2bit", "mean-higgs-2bit"), samples=32, seq_len=512, threads=1, evaluate=False))
+    run(Job("demo", recipes=("aqua-2bit", "mean-higgs-2bit"), samples=16, seq_len=512, threads=1, evaluate=False))
     files = models.resolve("demo")
-    batch = corpus.select("demo", files.path, 12, 512, split="held-out")
+    batch = corpus.select("demo", files.path, 8, 512, split="held-out")
     found = scores(files, batch, ["demo-aqua-2bit", "demo-mean-higgs-2bit", "higgs-2bit"])
     aqua, mean, plain = found.values()
     assert aqua["kl"] < mean["kl"] / 3 and mean["kl"] < plain["kl"]

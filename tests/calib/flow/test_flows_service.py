@@ -66,7 +66,7 @@ def test_runs_are_killed_resumed_completed_and_cancelled_and_a_failed_gate_told(
     address, heard = hook
     model = tmp_path / "tiny-model"
     model.mkdir()
-    tiny.save(model, "llama", layers=16)
+    tiny.save(model, "llama", layers=6)
     tiny.text(model)
     for name, value in {"PREFECT_WORKER_QUERY_SECONDS": "2", "PREFECT_WORKER_PREFETCH_SECONDS": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -94,7 +94,7 @@ def test_runs_are_killed_resumed_completed_and_cancelled_and_a_failed_gate_told(
             crashed = until(lambda: (one := client.read_flow_run(killed)).state.is_crashed() and one)
             assert crashed.deployment_id is not None
             done = until(lambda: states(client, "nightly", "Completed"))
-            until(lambda: fitted(client).keys() == {f"layer-{n}-0" for n in range(16)})
+            until(lambda: fitted(client).keys() == {f"layer-{n}-0" for n in range(6)})
             assert [name for name, times in fitted(client).items() if times > 1] in ([], ["layer-3-0"])
             client.pause_deployment(done[0].deployment_id)
             assert registry.resolve("tiny-model-aqua-2bit").version == "1.0.0"
@@ -114,7 +114,7 @@ def test_runs_are_killed_resumed_completed_and_cancelled_and_a_failed_gate_told(
             before = fitted(client)
             second = client.create_flow_run_from_deployment(asked.id, parameters=again).id
             until(lambda: client.read_flow_run(second).state.is_completed())
-            until(lambda: fitted(client)["layer-15-0"] == before["layer-15-0"] + 1)
+            until(lambda: fitted(client)["layer-5-0"] == before["layer-5-0"] + 1)
             assert fitted(client)["layer-0-0"] == before["layer-0-0"]
             assert registry.resolve("tiny-model-aqua-2bit").version == "1.1.0"
             started += family(flows)

@@ -71,9 +71,15 @@ def a_run(job: Job, **settings) -> Run:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model, tmp_path_factory):
+def heard():
+    """What the undisturbed run says of its progress."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, heard, tmp_path_factory):
     """A run and its artifacts' bytes."""
-    work = a_run(asked(model, tmp_path_factory.mktemp("run"), bits=(1.5, 2.5)))
+    work = a_run(asked(model, tmp_path_factory.mktemp("run"), bits=(1.5, 2.5)), listener=heard.append)
     return work, {name: artifact.to_bytes(found) for name, found in runs.calibrate(work).items()}
 
 
@@ -153,9 +159,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.slow
-def test_interrupted_in_every_round_it_resumes_to_the_same_bytes(model, undisturbed, tmp_path):
-    heard = []
-    runs.calibrate(a_run(asked(model, tmp_path / "count", bits=(1.5, 2.5)), listener=heard.append))
+def test_interrupted_in_every_round_it_resumes_to_the_same_bytes(model, undisturbed, heard, tmp_path):
     stops = [next(i for i, said in enumerate(heard) if said.round == number and said.layer == 1) for number in (0, 1)]
     middle = next(i for i, said in enumerate(heard) if said.stage.endswith("settings") and said.layer == 1)
     for number, limit in enumerate([*stops, middle + 3]):
