@@ -24,10 +24,8 @@ from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import Recipe
 
 BESIDE = ("quanto-2bit", "quanto-4bit", "hqq-2bit", "hqq-4bit", "fp8")  # transformers' quantized caches, by default
-GROUP, RECENT = (
-    64,
-    128,
-)  # of quanto and hqq: elements with one scale, and tokens that stay exact; transformers' defaults
+GROUP = 64  # of quanto and hqq: elements with one scale; transformers' default
+RECENT = 128  # of quanto and hqq: tokens that stay exact; transformers' default
 AXIS = {"quanto": 0, "hqq": 1}  # that of the groups: what each backend is used with
 PACKAGE = {"quanto": "optimum-quanto", "hqq": "hqq"}
 RANDOM = "random tensors in place of fitted ones"

@@ -140,8 +140,8 @@ def test_nothing_of_a_registry_becomes_markup(store):
     record["result"]["texts"] = {EVIL: record["result"]["texts"]["demo-code"]}
     record["protocol"]["texts"] = {EVIL: record["protocol"]["texts"]["demo-code"]}
     record["result"]["layers"][0][EVIL] = EVIL
-    record["result"]["tasks"] = {EVIL: many.tasks(**{EVIL: 0.5})}
     store.add_evaluation(record)
+    store.add_evaluation(many.asked(published.sha256, many.tasks(**{EVIL: 0.5}), model={"id": EVIL}))
     for broken in ({"kl": EVIL}, {"windows": [EVIL]}, {"relative": None}):
         bad = many.record(published.sha256, 0.5)
         bad["result"]["protocols"]["full"] |= broken
@@ -163,10 +163,7 @@ def test_answers_are_read_from_records_of_tasks(store):
     own = many.tasks(needle=0.25) | {"reference": {"needle": {"accuracy": 1.0, "se": 0.0}}}
     named = {"tasks": {"arc": {"metrics": {"acc,none": {"value": 0.5, "se": 0.1}, "ppl,none": {"value": 17.5}}}}}
     for number, part in enumerate((own, named, {"tasks": {"gsm8k": {"reason": "why"}}}, {"reason": "why"})):
-        about = {"name": "tasks", "model": {"id": "m"}, "seed": number}
-        result = {"recipe": "tiny", "protocols": {"in-use": part}}
-        store.add_evaluation({"artifact": published.sha256, "corpus": "c", "protocol": about, "environment": {},
-                              "result": result})  # fmt: skip
+        store.add_evaluation(many.asked(published.sha256, part, seed=number))
     found = known.of_version(store, "tiny-2bit", "1.0.0")
     rows = {(row["task"], row["metric"]): row for row in found["tasks"]}
     assert set(rows) == {("needle", "accuracy"), ("arc", "acc,none"), ("arc", "ppl,none")}
@@ -210,11 +207,13 @@ def test_greedy_text_is_read_from_records_that_followed_it(store):
         assert fact in read.said, fact
 
 
-@pytest.mark.parametrize("shape", [{}, {"protocols": 3}, {"tasks": [1]}, {"layers": 5}, {"protocols": {"full": []}}])
-def test_a_record_of_another_form_is_left_out(store, shape):
+@pytest.mark.parametrize("name", ["perplexity", "tasks"])
+@pytest.mark.parametrize("shape", [{}, {"protocols": 3}, {"protocols": {"in-use": {"tasks": [1]}}}, {"layers": 5},
+                                   {"protocols": {"full": []}}])  # fmt: skip
+def test_a_record_of_another_form_is_left_out(store, shape, name):
     published = store.publish("tiny-2bit", tiny.data())
     strange = many.record(published.sha256, 0.5)
-    store.add_evaluation({**strange, "result": shape})
+    store.add_evaluation({**strange, "protocol": strange["protocol"] | {"name": name}, "result": shape})
     found = known.of_version(store, "tiny-2bit", "1.0.0")
     assert found["losses"] == [] and found["tasks"] == []
     harmless(version.page(found))
