@@ -53,7 +53,9 @@ def test_a_version_is_legible_in_light_and_dark_wide_and_narrow(page, tmp_path):
     assert light(page) > 0.85, "on paper it is light"
     colours = "getComputedStyle(document.querySelector({})).{}"
     assert page.run(colours.format("'svg text'", "fill")) != page.run(colours.format("'section'", "backgroundColor"))
-    assert page.run("document.querySelectorAll('section').length") == page.run("document.querySelectorAll('nav a').length")
+    assert page.run("document.querySelectorAll('section').length") == page.run(
+        "document.querySelectorAll('nav a').length"
+    )
     assert page.run("performance.getEntriesByType('resource').length") == 0
 
 
