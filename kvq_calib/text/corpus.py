@@ -134,10 +134,11 @@ def pin(source: str) -> str:
     found = _hub(source)
     if found is None or _COMMIT.fullmatch(found["revision"] or ""):
         return source
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
+    limit = constants.HF_HUB_ETAG_TIMEOUT  # seconds
     try:
-        commit = HfApi().dataset_info(found["repo"], revision=found["revision"]).sha
+        commit = HfApi().dataset_info(found["repo"], revision=found["revision"], timeout=limit).sha
     except Exception as error:  # whatever the HTTP client, the cause is in the message
         said = " ".join(str(error).split()).rstrip(".")
         raise RuntimeError(f"could not ask the Hub for {source}: {said}. Give a commit, {found['repo']}@<40 hex "

@@ -1,15 +1,19 @@
 """A registry on a Hub, whatever the network does: never half a version; asked as little as can be."""
 
+import socket
 import warnings
 from hashlib import sha256
 
+import huggingface_hub
 import pytest
 import tiny_artifact as tiny
 from hub_client import CARD, NAME, REPO, asked, clear, tidy
+from huggingface_hub import constants
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import resolve
+from kvq_runtime.registry.hub import client
 from kvq_runtime.registry.hub import index as hub_index
 from kvq_runtime.registry.hub.registry import HubRegistry
 
@@ -169,3 +173,17 @@ def test_a_hub_that_is_gone_is_a_warning_where_the_cache_knows(hub, store, monke
     clear(monkeypatch, tmp_path)
     with pytest.raises(RuntimeError, match="no answer from the Hub"):
         resolve.resolve(f"hf://org/{NAME}")
+
+
+def test_a_hub_that_takes_a_request_and_says_nothing_is_given_up(hub, store, monkeypatch):
+    """huggingface_hub itself would wait for ever."""
+    for module, name in ((constants, "HF_HUB_ETAG_TIMEOUT"), (client, "SILENCE")):
+        monkeypatch.setattr(module, name, 0.1)
+    huggingface_hub.close_session()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(64)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for ask in (lambda: resolve.resolve(f"hf://org/{NAME}"), lambda: store.publish(NAME, tiny.data())):
+            with pytest.raises(RuntimeError, match="no answer from the Hub at .* after 5 tries: .*timed out"):
+                ask()

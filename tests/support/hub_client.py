@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars
 from patience import PATIENCE
 
+from kvq_runtime.registry.hub import client
 from kvq_runtime.registry.hub import index as hub_index
 
 NAME = "tiny-2bit"
@@ -43,11 +44,10 @@ def use(monkeypatch: pytest.MonkeyPatch, url: str, folder: Path, token: str | No
         (folder / "harnesses.json").write_text("{}")  # else the client requests it from huggingface.co
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(folder / "harnesses.json"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    for name in (
-        "HF_HUB_ETAG_TIMEOUT",
-        "HF_HUB_DOWNLOAD_TIMEOUT",
-    ):  # 10 s by default; then it retries, or asks the cache
+    # 10 s by default; then it retries, or asks the cache
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
         monkeypatch.setattr(constants, name, PATIENCE)
+    monkeypatch.setattr(client, "SILENCE", PATIENCE)
     monkeypatch.setattr("time.sleep", _shorter)  # the client waits whole seconds between tries
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)

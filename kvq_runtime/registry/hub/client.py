@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TRIES = 5
 MAX_WAIT = 60.0  # seconds; a longer Retry-After is an error
+SILENCE = 60.0  # seconds without a byte of an answer after which a request has failed
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses after which the same request may succeed
 
 T = TypeVar("T")
@@ -73,11 +74,18 @@ def endpoint() -> str:
 
 
 def api() -> "HfApi":
-    """huggingface_hub's client. Self-hosted endpoints have no Xet, which the library does not detect: disable it."""
+    """huggingface_hub's client. Self-hosted endpoints have no Xet, which the library does not detect: disable it.
+
+    The library waits for an answer without end; where nobody has set a limit, its session gets one.
+    """
     from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils import get_session
 
     if urlsplit(endpoint()).hostname not in ("huggingface.co", "hub-ci.huggingface.co"):
         constants.HF_HUB_DISABLE_XET = True
+    session = get_session()
+    if session.timeout.read is None:
+        session.timeout = SILENCE
     return HfApi(endpoint=endpoint(), library_name="kvq", token=_access.get().token)
 
 

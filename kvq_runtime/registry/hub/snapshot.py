@@ -45,8 +45,11 @@ def read(repo: str, commit: str) -> Snapshot:
 
 def head(repo: str) -> str:
     """The commit at the head of main, asked of the Hub; raises huggingface_hub's error if offline."""
+    from huggingface_hub import constants
+
     client.check_online(repo)
-    commit = client.retry(lambda: client.api().model_info(repo, expand=["sha"]).sha)
+    limit = constants.HF_HUB_ETAG_TIMEOUT  # seconds; a small answer, which every other request waits for
+    commit = client.retry(lambda: client.api().model_info(repo, expand=["sha"], timeout=limit).sha)
     if commit is None:
         raise ArtifactError(f"{repo} has no commit, though the Hub creates every repository with one; delete it")
     cache.note_head(repo, commit)

@@ -189,7 +189,8 @@ COMMIT = "0123456789" * 4
 def test_a_hub_dataset_is_pinned_to_a_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path):
     asked = []
 
-    def info(_, repo, revision=None):
+    def info(_, repo, revision=None, timeout=None):
+        assert timeout is not None and timeout <= 60, "a Hub that says nothing is given up"
         asked.append((repo, revision))
         return SimpleNamespace(sha=COMMIT)
 
