@@ -90,9 +90,10 @@ build/engines/.installed: pyproject.toml
 	build/engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-test-engines: engines ## serve the embedded model by vLLM, and ask it; PYTEST_ARGS="-k capacity"
+ENGINES ?= tests/engines
+test-engines: engines ## serve the embedded model by vLLM, and ask it; ENGINES=tests/engines/test_vllm.py PYTEST_ARGS="-k fit"
 	PYTHONPATH=. OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false build/engines/bin/python -m pytest -q -s -c /dev/null \
-	    --rootdir=. --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines
+	    --rootdir=. --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) $(ENGINES)
 
 # LMCache asks for CUDA's libraries, and for older packages than .venv has; it works without them. So it lies beside
 # .venv, as the oldest Triton does, with what it imports alone: some hundred megabytes, and no vLLM.

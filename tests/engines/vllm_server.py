@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +106,20 @@ def tokens_of_a_text() -> list[int]:
     return AutoTokenizer.from_pretrained(MODEL)((ROOT / "LICENSE").read_text())["input_ids"]
 
 
-def loss(answer: dict[str, Any], tokens: list[int]) -> float:
-    """Mean negative log-likelihood of a prompt, by `prompt_logprobs`."""
+def losses(answer: dict[str, Any], tokens: list[int]) -> Tensor:
+    """Negative log-likelihoods of a prompt's tokens but the first, by `prompt_logprobs`: [T - 1]."""
     stated = answer["choices"][0]["prompt_logprobs"][1:]
-    return -sum(row[str(token)]["logprob"] for row, token in zip(stated, tokens[1:], strict=True)) / len(stated)
+    return torch.tensor([-row[str(token)]["logprob"] for row, token in zip(stated, tokens[1:], strict=True)])
+
+
+def alike(found_T: Tensor, expected_T: Tensor, exact_T: Tensor) -> str:
+    """Compare losses of tokens: those of the server, of the same recipe by transformers, and of 16 bit.
+
+    Tokens one by one, as losses of a text may cancel. Not to the last digit: a code on the edge between two falls to
+    the other side, and later layers feel it.
+    """
+    apart, cost = ((x_T - expected_T).abs().mean() for x_T in (found_T, exact_T))
+    assert cost > 0.01, "a recipe that changes nothing tells nothing"
+    assert apart < 0.2 * cost, f"{apart:.5f} nats apart, {cost:.5f} from 16 bit"
+    means = f"loss {found_T.mean():.4f}; by transformers {expected_T.mean():.4f}; 16 bit {exact_T.mean():.4f}"
+    return f"{means}; {apart:.5f} nats a token apart, {cost:.5f} from 16 bit"
