@@ -180,6 +180,24 @@ def test_a_block_that_is_damaged_after_the_check_is_computed(artifact, folder, f
     assert "Recovered from KV load failure" in late.log and "damaged, and removed" in late.log
 
 
+def test_two_workers_keep_and_load_the_heads_that_they_have(text, tmp_path):
+    """Tensor parallelism: a set of blocks each; another pair of workers loads them."""
+    given = [*options(tmp_path / "prefixes", "lloyd-3bit"), "--tensor-parallel-size", "2"]
+    answers = []
+    for name in ("one", "other"):
+        pair = Server(tmp_path, name, {}, BYTES, *given, "--no-enable-prefix-caching").wait()
+        try:
+            answers.append(answered(pair, text[:PROMPT]))
+            kept(tmp_path / "prefixes", 2 * ((PROMPT + ANSWER - 1) // BLOCK))
+            loaded = pair.metric("kvq_prefix_tokens_loaded_total")
+        finally:
+            pair.stop()
+        assert loaded == (2 * 512 if name == "other" else 0)  # summed over workers
+    same = sum(one == other for one, other in zip(answers[0][0], answers[1][0], strict=True))
+    print(f"{same} of {ANSWER} tokens are those of 16 bit; log-probabilities {answers[1][1]:.3f}, {answers[0][1]:.3f}")
+    assert same > ANSWER // 2
+
+
 @pytest.mark.parametrize(("recipe", "more", "message"), [
     ("subkv-2bit", {}, "KVQConnector, recipe subkv-2bit: subkv-2bit decides by how tokens arrive"),
     ("exact", {"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
