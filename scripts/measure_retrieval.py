@@ -26,11 +26,12 @@ TASKS = ("needle", "multikey", "chain", "count")
 PLACED = TASKS[:3]  # what is asked for is at one place; mentions of what is counted are anywhere
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 RECIPES = (  # trellis codes of more bits take minutes each
-    "rtn-2bit", "rtn-3bit", "rtn-4bit", "kivi-2bit", "kivi-3bit", "quarot-2bit", "quarot-3bit", "higgs-1bit",
-    "higgs-2bit", "higgs-3bit", "higgs-4bit", "lloyd-1bit", "lloyd-2bit", "lloyd-3bit", "turboquant-1bit",
-    "turboquant-2bit", "turboquant-3bit", "trellis-head-1bit", "zipcache-online-2bit", "svdq-online-2bit-v4",
-    "aqua-1bit", "aqua-2bit", "aqua-3bit", "aqua-metric-1bit", "aqua-metric-2bit", "svdq-wf-1bit-v4",
-    "svdq-wf-2bit-v4", "wush-2bit", "oscar-2bit",
+    "rtn-2bit", "rtn-3bit", "rtn-4bit", "kivi-2bit", "kivi-3bit", "gear-2bit", "squat-online-2bit", "quarot-2bit",
+    "quarot-3bit", "higgs-1bit", "higgs-2bit", "higgs-3bit", "higgs-4bit", "lloyd-1bit", "lloyd-2bit", "lloyd-3bit",
+    "turboquant-1bit", "turboquant-2bit", "turboquant-3bit", "polar-2.5bit", "polar-paper", "polar-online",
+    "trellis-head-1bit", "zipcache-online-2bit", "svdq-online-2bit-v4", "aqua-1bit", "aqua-2bit", "aqua-3bit",
+    "aqua-metric-1bit", "aqua-metric-2bit", "kvquant-2bit", "kvquant-3bit", "squat-2bit", "squat-3bit", "svdq-2bit-v4",
+    "svdq-3bit-v4", "svdq-wf-1bit-v4", "svdq-wf-2bit-v4", "wush-2bit", "oscar-2bit",
 )  # fmt: skip
 
 

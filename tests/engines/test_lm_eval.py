@@ -16,6 +16,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is an extra of its own: make test
 import lm_eval
 import torch
 from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
 
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.subject import find
@@ -78,9 +79,16 @@ def write(folder: Path, name: str, kind: str, rest: str, rows: list[dict]) -> No
     (folder / f"{name}.yaml").write_text(whole.replace('"{{text}}"', '""', 1) if rest is WHOLE else whole)
 
 
+def of_tokens(*counts: int) -> list[str]:
+    """Beginnings of a text that have exactly so many tokens."""
+    read = AutoTokenizer.from_pretrained(DEMO.path)
+    return [next(TEXT[:stop] for stop in range(count, len(TEXT)) if len(read(TEXT[:stop]).input_ids) == count)
+            for count in counts]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Texts of 300 tokens and more, of different lengths, and one task whose texts are too short to be encoded."""
+    """Texts of 270 tokens and more, of different lengths, and one task whose texts are too short to be encoded."""
     made = tmp_path_factory.mktemp("tasks")
     os.environ["HF_DATASETS_CACHE"] = str(made / "cache")
     (made / "own.py").write_text(LETTERS)
@@ -89,6 +97,8 @@ def folder(tmp_path_factory):
     write(made, "own_choice", "multiple_choice", CHOICE, choices)
     write(made, "own_answer", "generate_until", ANSWER, [{"text": text, "answer": "the"} for text in texts])
     write(made, "own_text", "loglikelihood_rolling", WHOLE, [{"text": text} for text in texts])
+    padded = [{"text": text, "answer": "the"} for text in of_tokens(270, 398, 526)]
+    write(made, "own_padded", "generate_until", ANSWER, padded)
     write(made, "own_short", "multiple_choice", CHOICE, [{**choices[0], "text": "Short."}])
     absent = TASK.format(name="own_absent", data="/nowhere.jsonl", kind="multiple_choice") + CHOICE
     (made / "own_absent.yaml").write_text(absent.replace("dataset_path: json", "dataset_path: someone/absent"))
@@ -120,6 +130,13 @@ def figures(found: dict) -> dict:
     return {task: {name: value for name, value in row.items() if "," in name} for task, row in found.items()}
 
 
+def answers(folder: Path, lm, task: str) -> list[str]:
+    """What was answered, by example: texts, or log-likelihoods and whether they are the likeliest."""
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    found = lm_eval.simple_evaluate(lm, tasks=[task], task_manager=manager)["samples"][task]
+    return [str(one["resps"]) for one in sorted(found, key=lambda one: one["doc_id"])]
+
+
 ALL = ("own_choice", "own_answer", "own_text")
 
 
@@ -135,11 +152,19 @@ def test_exact_is_the_16_bit_model_and_two_bits_are_not(folder, model):
 
 
 def test_batches_give_what_requests_alone_give(folder, model):
-    name = NAMES[1]
-    alone, together = (figures(results(folder, lm(model, name, batch_size=count), *ALL)) for count in (1, 3))
-    for task in ("own_choice", "own_text"):
+    """Scored rows begin together. Of prompts padded on the left: all in 16 bits; in 2 bits where they differ by whole
+    blocks, and blocks begin where they begin alone."""
+    scored, exact, two = ("own_choice", "own_text"), *NAMES
+    alone, together = (figures(results(folder, lm(model, two, batch_size=count), *scored)) for count in (1, 3))
+    for task in scored:
         assert together[task] == pytest.approx(alone[task], rel=1e-4)
-    assert together["own_answer"].keys() == alone["own_answer"].keys()
+    for name, task in ((exact, "own_answer"), (exact, "own_padded"), (two, "own_padded")):
+        one, three = (lm(model, name, batch_size=count) for count in (1, 3))
+        alone, together = (answers(folder, asked, task) for asked in (one, three))
+        assert together == alone and len(set(alone)) == 3, f"{name}, {task}"
+        if task == "own_padded":
+            assert three.through[task] == pytest.approx(one.through[task]), "as much was read of what was encoded"
+    assert answers(folder, lm(model, exact), "own_padded") != alone, "2 bits answer otherwise"
 
 
 def test_a_run_that_read_nothing_encoded_is_refused(folder, model):
@@ -161,7 +186,8 @@ def test_what_was_answered_is_not_answered_again(folder, model, monkeypatch):
         results(folder, lm(model, "rtn-4bit+window.recent=0"), "own_choice")
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(folder, model, monkeypatch):
+def test_a_run_that_was_stopped_goes_on_where_it_was(folder, model, monkeypatch, tmp_path):
+    """With the answers of one that was not stopped."""
     scored, seen, most = CompressedLM._scored, [], 3
 
     def stopping(self, batch, asked):
@@ -172,11 +198,14 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(folder, model, monkeypatch)
 
     monkeypatch.setattr(CompressedLM, "_scored", stopping)
     with pytest.raises(KeyboardInterrupt):
-        results(folder, lm(model, NAMES[1]), "own_choice")
+        answers(folder, lm(model, NAMES[1]), "own_choice")
     assert len(seen) == most
     most = -1
-    found = results(folder, lm(model, NAMES[1]), "own_choice")
-    assert len(seen) == len(set(seen)) > 3 and "acc,none" in found["own_choice"]
+    found = answers(folder, lm(model, NAMES[1]), "own_choice")
+    assert len(seen) == len(set(seen)) > 3
+    monkeypatch.setattr(CompressedLM, "_scored", scored)
+    monkeypatch.setenv("KVQ_HOME", str(tmp_path / "another"))
+    assert found == answers(folder, lm(model, NAMES[1]), "own_choice")
 
 
 def test_what_it_refuses(folder, model, tmp_path):
