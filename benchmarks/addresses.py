@@ -2,7 +2,7 @@
 
 stream   memory that nobody has read before: codes, steps, lows
 table    the same in every pass, or in every other one, which a counter's lowest bits choose; or the block table, read
-         by address after address: in the first-level cache
+         by address after address, or an engine's, by page after page: in the first-level cache
 gather   at places that were read before: codebooks, in the first-level cache
 """
 
@@ -19,14 +19,17 @@ FEW = 16  # addresses that a counter's lowest bits choose among, at most
 DATA, PASS = (-1, 0), (-2, 0)
 
 
-def load_kinds(passed: list[Instruction], once: bool = False) -> dict[int, str]:
+def load_kinds(passed: list[Instruction], once: bool = False, pages: bool = False) -> dict[int, str]:
     """The kind of every load from memory, by its place, of a pass through a loop.
 
-    once   it is all of a kernel: no pass before it has read anything
+    once    it is all of a kernel: no pass before it has read anything
+    pages   blocks are pages, which a table of numbers finds
 
-    An address out of the block table is a 64-bit word whose halves go into the halves of another address.
+    An address out of the block table is a 64-bit word whose halves go into the halves of another address; the number of
+    a page is a 32-bit word that a counter alone finds, and that goes into an address.
     """
     pointers: set[int] = set()
+    numbers: set[int] = set()  # what could be of pages
     kinds: dict[int, str] = {}
     comes: defaultdict[str, frozenset] = defaultdict(lambda: frozenset({PASS} if once else ()))
     comes |= {name: frozenset({PASS}) for name in _carried(passed)}
@@ -36,6 +39,9 @@ def load_kinds(passed: list[Instruction], once: bool = False) -> dict[int, str]:
                 low, high = _address(one, comes)
                 both = low | high
                 pointers |= {load for load, word in high if word == 1 and (load, 0) in low and (load, 1) not in low}
+                if pages:
+                    pointers |= {load for load, _ in both if load in numbers}
+                    numbers |= {i} if both == {PASS} and one.width == 1 else set()
                 read = any(load != PASS[0] and load not in pointers for load, _ in both)
                 kinds[i] = "gather" if read else "stream" if both else "table"
             _follow(i, one, comes)

@@ -36,7 +36,7 @@ import triton
 from benchmarks import sass, units
 from benchmarks.compiled import REGISTERS, SHARED, compiled, programs
 from benchmarks.recorded import Recorded, recorded
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import host as attention
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.layout import layout
@@ -44,6 +44,7 @@ from kvq_runtime.kernels.attend.settings import RoundedSettings
 from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, window
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.stages.predict import Mean
+from kvq_runtime.vllm.page import page_of
 
 TABLE = Path(__file__).parent / "results" / "kernels_aot.csv"
 COUNTED = (
@@ -64,6 +65,7 @@ FAMILIES = (
     *("mean-higgs-head-4bit-post", "mean-lloyd-2bit-post", "mean-lloyd-3bit-post", "mean-lloyd-4bit-post"),
     *("polar-paper", "polar-radius8", "polar-2.5bit", "polar-3bit", "polar-4bit"),
 )
+PAGES = ("kivi-2bit-g128", "kivi-2bit", "quarot-head-2bit")  # over a serving engine's pages as well
 
 
 def attends(
@@ -98,6 +100,39 @@ def attends(
     return call
 
 
+def attends_pages(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, batch: int = 2, splits: int = 32):
+    """A decode step over a serving engine's pages of this recipe, as the host would launch it."""
+    geometry, tokens = Geometry(1, heads, size), recipe.window.block
+    layouts = [
+        layout(scheme, tokens, geometry, role, recipe.position)
+        for scheme, role in zip((recipe.key, recipe.value), ROLES, strict=True)
+    ]
+    page = page_of(
+        recipe, 0, geometry, torch.bfloat16, dict(zip(ROLES, (one and one.order for one in layouts), strict=True))
+    )
+    views = page.views(torch.zeros(4, page.tokens * page.per_token, dtype=torch.uint8))
+
+    def call() -> None:
+        table = torch.zeros(batch, 256, dtype=torch.int32)
+        schemes = []
+        for one, role in zip(layouts, ROLES, strict=True):
+            read = attention.Encoded.of(one, torch.empty(0))
+            schemes.append(replace(read, addresses=attention.Pages.of(views[role], one.names, table)))
+        tails, sinks = (
+            torch.zeros(8, 2, count, geometry.width, dtype=torch.bfloat16) for count in (tokens, recipe.window.sinks)
+        )
+        exact = attention.Exact(*tails.unbind(1), *sinks.unbind(1))
+        q, lengths = torch.zeros(batch, heads * ratio, 1, size, dtype=torch.bfloat16), torch.zeros(batch, 4).int()
+        rope = None
+        if recipe.position == "pre" or recipe.key.predict is not None:
+            starts = torch.zeros(batch, dtype=torch.int32)
+            rope = attention.RopeTables.of(torch.ones(size // 2), 1.0, tokens, 8, starts, recipe.position)
+        how = launch.default(*layouts, ratio)
+        attention.attend(q, *schemes, exact, lengths, None, size**-0.5, splits, rope, how)
+
+    return call
+
+
 def calls() -> dict[str, Callable[[], Any]]:
     """Everything that is compiled, by name."""
     found: dict[str, Any] = {f"attend {name}": attends(preset(name)) for name in FAMILIES}
@@ -113,6 +148,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit"):
         for tokens in (2, 4, 8) if not name.startswith("kivi") else (8,):
             found[f"attend {name} m{8 * tokens}"] = attends(preset(name), ratio=8, tokens=tokens)
+    found |= {f"attend {name} pages": attends_pages(preset(name)) for name in PAGES}
     return {name: call for name, call in found.items() if call is not None} | _ops()
 
 
@@ -187,7 +223,7 @@ def usage(one: Recorded, arch: int) -> dict[str, Any]:
     if one.function.__name__ == "attend":
         layer, (tokens, turns) = one.named("L"), main_pass(one)
         passed = sass.main_loop(made.instructions(), turns)
-        counts = units.counted(passed, 32 * one.warps / (2 * tokens * layer.D), layer.T // tokens)
+        counts = units.counted(passed, 32 * one.warps / (2 * tokens * layer.D), layer.T // tokens, bool(layer.PAGED))
     taken = {name: getattr(made, name) for name in ("registers", "stack", "local", "shared")}
     held = one.warps * programs(made.registers, made.shared, one.warps, arch)
     return taken | {"warps": held} | {name: counts[name] for name in COUNTED}

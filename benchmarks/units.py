@@ -50,9 +50,9 @@ class Need:
     wavefronts: int
 
 
-def needs(passed: list[Instruction], once: bool = False) -> list[Need]:
+def needs(passed: list[Instruction], once: bool = False, pages: bool = False) -> list[Need]:
     """What each instruction of a pass through a loop, or of a whole kernel that runs once, needs."""
-    kinds = load_kinds(passed, once)
+    kinds = load_kinds(passed, once, pages)
     return [Need(unit(one), kinds.get(i, ""), wavefronts(one, kinds.get(i, ""))) for i, one in enumerate(passed)]
 
 
@@ -109,13 +109,14 @@ def exposed(passed: list[Instruction], needed: list[Need]) -> int:
     return waited - before
 
 
-def counted(passed: list[Instruction], lanes: float, passes: int) -> dict[str, float]:
+def counted(passed: list[Instruction], lanes: float, passes: int, pages: bool = False) -> dict[str, float]:
     """What a pass takes, per element and lane; then, of a block, how often a warp waits, and for how long at least.
 
     lanes    of the program, over the elements of keys and values that a pass reads
     passes   of a block
+    pages    as in `load_kinds`
     """
-    needed = needs(passed)
+    needed = needs(passed, pages=pages)
     units, wave = Counter(need.unit for need in needed), Counter()
     for need in needed:
         wave["gather" if need.kind == "gather" else need.unit] += need.wavefronts

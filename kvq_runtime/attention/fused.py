@@ -45,23 +45,23 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     for policy in recipe.policies:
         if policy.unpacked is not None:
             return policy.unpacked
-    layouts = _layouts(recipe, geometry, layer)
-    for role, scheme, layout in zip(ROLES, (key, value), layouts, strict=True):
+    found = layouts(recipe, geometry, layer)
+    for role, scheme, layout in zip(ROLES, (key, value), found, strict=True):
         if layout is None:
             turned = scheme.rotate is not None and "fit" in scheme.rotate.needs
             why = "; kernels take one rotation for all heads, known without a fit" if turned else ""
             return f"there is no kernel for its {role}s{why}"
-    if layouts[0].rounded != layouts[1].rounded:
+    if found[0].rounded != found[1].rounded:
         return "kernels read keys and values of one kind: both in operand order, or both by gathers or angles"
     if key.predict is not None and recipe.position == "post" and geometry.head_size > MOST:
         return f"heads of more than {MOST} channels leave no registers for the mean of keys after RoPE"
     return None
 
 
-def _layouts(recipe: Recipe, geometry: Geometry, layer: int) -> list[Any]:
+def layouts(recipe: Recipe, geometry: Geometry, layer: int) -> list[Any]:
     """How the kernel reads keys and values of a layer; None where it does not."""
     given = zip(recipe.at(layer), ROLES, strict=True)
-    return [_kernels().layout(one, recipe.window.block, geometry, role, recipe.position) for one, role in given]
+    return [kernels().layout(one, recipe.window.block, geometry, role, recipe.position) for one, role in given]
 
 
 def reads(recipe: Recipe, geometry: Geometry) -> str:
@@ -74,7 +74,7 @@ def reads(recipe: Recipe, geometry: Geometry) -> str:
         reason = _reason(recipe, geometry, layer)
         if reason is not None:
             return f"decoded blocks, by torch, in layer {layer}: {reason}"
-    found = {layer: _layouts(recipe, geometry, layer) for layer in sorted(layers.values())}
+    found = {layer: layouts(recipe, geometry, layer) for layer in sorted(layers.values())}
     said = dict.fromkeys(
         f"{role}s: {one.reads}" for pair in found.values() for role, one in zip(ROLES, pair, strict=True)
     )
@@ -82,16 +82,16 @@ def reads(recipe: Recipe, geometry: Geometry) -> str:
     return same.pop() if len(same) == 1 else "; ".join(said)
 
 
-def _kernels() -> ModuleType:
+def kernels() -> ModuleType:
     """The kernels' side of this: `__all__` of kernels/attend/host.py."""
     return dispatch.kernels("attend.host")
 
 
-def _reader(codec: Codec, position: str, device: torch.device) -> Any:
-    """How a scheme's blocks are read; what was fitted for a layer's quantizer is its own."""
-    if codec.fitted:
-        return _made(codec.scheme, codec.block, codec.geometry, codec.role, position, device, codec.fitted)
-    return _shared(codec.scheme, codec.block, codec.geometry, codec.role, position, device)
+def reader(codec: Codec, position: str, device: torch.device) -> Any:
+    """How a scheme's blocks are read, wherever they are; what was fitted for a layer is its own."""
+    given = (codec.scheme, codec.block, codec.geometry, codec.role, position, device)
+    made = _made(*given, codec.fitted) if codec.fitted else _shared(*given)
+    return replace(made, mean=codec.tensors.get("predict.mean"))
 
 
 @lru_cache(maxsize=64)
@@ -109,8 +109,8 @@ def _made(
     device: torch.device,
     fitted: Mapping[str, Tensor],
 ) -> Any:
-    layout = _kernels().layout(scheme, block, geometry, role, position, fitted)
-    return _kernels().Encoded.of(layout, torch.empty(0, device=device))
+    layout = kernels().layout(scheme, block, geometry, role, position, fitted)
+    return kernels().Encoded.of(layout, torch.empty(0, device=device))
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,10 @@ class Fused(Path):
         if not dispatch.runs_kernel(k_BTC) or _reason(self.recipe, self.geometry, layer):
             return None
         window = self.recipe.window
-        readers = [_reader(codec, self.recipe.position, k_BTC.device) for codec in codecs]
-        self.shared += [x for reader in readers for x in (reader.lookup, reader.rotation) if x is not None]
-        self._readers[layer] = [
-            replace(reader, mean=codec.tensors.get("predict.mean"))
-            for reader, codec in zip(readers, codecs, strict=True)
-        ]
-        columns = [1 + len(reader.layout.names) for reader in readers]
+        readers = [reader(codec, self.recipe.position, k_BTC.device) for codec in codecs]
+        self.shared += [x for one in readers for x in (one.lookup, one.rotation) if x is not None]
+        self._readers[layer] = readers
+        columns = [1 + len(one.layout.names) for one in readers]
         sinks_2BSC = k_BTC.new_zeros(2, len(k_BTC), window.sinks, k_BTC.shape[2])
         orders = readers[0].layout.order, readers[1].layout.order
         slabs = -(-self.max_tokens // (SLAB * window.block))
@@ -200,7 +197,7 @@ class Fused(Path):
             return None
         if not self.fits(q_BHTD) or not self.regular:
             return None
-        host = _kernels()
+        host = kernels()
         self.publish({layer: store})
         keys, values = self._read(layer, index)
         exact = host.Exact(*store.buffer_2BTC, *index.sinks_2BSC)
@@ -218,7 +215,7 @@ class Fused(Path):
     def fits(self, q_BHTD: Tensor) -> bool:
         """Whether the kernel takes so many rows of queries."""
         (batch, q_heads, tokens, _), heads = q_BHTD.shape, self.geometry.kv_heads
-        return _kernels().takes(batch * heads, q_heads // heads, tokens)
+        return kernels().takes(batch * heads, q_heads // heads, tokens)
 
     @property
     def regular(self) -> bool:
@@ -263,7 +260,7 @@ class Fused(Path):
             same = next((place for place, (one, other) in pairs if one != other), len(listed))
             if same < len(found):
                 new = store.slabs[role][same:]
-                rows = _kernels().block_table(new, names, len(new), torch.device("cpu"))
+                rows = kernels().block_table(new, names, len(new), torch.device("cpu"))
                 send(rows, index.tables[role][same : len(found)])
             index.listed[role] = found
         if index.sinks_stale:
@@ -304,7 +301,7 @@ class Fused(Path):
         if self._rope is None or len(self._rope.bases_N2K) < blocks:
             frequencies_K = rotary.frequencies_K.to(index.counts.device)
             with torch.inference_mode(False):
-                self._rope = _kernels().RopeTables.of(
+                self._rope = kernels().RopeTables.of(
                     frequencies_K,
                     rotary.scaling,
                     store.window.block,

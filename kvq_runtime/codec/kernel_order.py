@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops import fragment, pack
-from kvq_runtime.stages.stage import Scheme
+from kvq_runtime.stages.stage import Scheme, Specs
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,19 @@ class KernelOrder:
                 found[name] = x[..., self._back].mT.flatten(-3, -2)
             elif name != "codes":
                 found[name] = x.permute(0, 1, 4, 2, 3).flatten(-2)
+        return found
+
+    def specs(self, encoded: Specs) -> Specs:
+        """The fields of a block as they are arranged, of those that a codec encodes."""
+        heads = self.geometry.kv_heads
+        found: Specs = {}
+        for name, (shape, dtype) in encoded.items():
+            if name == "codes":
+                found[name] = (heads, self.order.SUBS * self.order.BYTES), dtype
+            elif self.axis == "channel":
+                found[name] = (heads, shape[1], shape[0] // heads), dtype
+            else:
+                found[name] = (heads, shape[1] // heads, shape[0]), dtype
         return found
 
     @property

@@ -1,5 +1,7 @@
 """Attend to pages, requests of like length together, run by run of pages: torch, for any device.
 
+What the decode kernel reads, it answers first (`fused.py`); the rest is for here.
+
 Requests with equally many queries, one each when decoding, go together in a group, as long as its tokens are at most
 `TOKENS`; a longer one goes alone. Pages are read in runs of at most `TOKENS` tokens of the whole group, and runs are
 merged as in an online softmax, by their largest score: no longer history is ever decoded whole.
@@ -9,12 +11,13 @@ Where pages are encoded whole (`tails.py`) a query reads the pages before its ow
 R requests of a group · Y = R · H · M = G · queries of a request, G query heads per KV head.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from kvq_runtime.vllm import fused
+from kvq_runtime.vllm.batch import Batch
 from kvq_runtime.vllm.block_layer import BlockLayer
 from kvq_runtime.vllm.layer import PagedLayer, Run
 from kvq_runtime.vllm.own_page import OwnPages
@@ -22,26 +25,6 @@ from kvq_runtime.vllm.tails import Step
 
 TOKENS = 1 << 13  # decoded at once, of one layer
 SCORES = 1 << 24  # held at once
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The requests of a step.
-
-    starts   row of the first query of each, in the step's tokens
-    counts   queries of each
-    lengths  tokens of each in the cache, its queries among them, the newest
-    table    physical page of each of its pages, int [requests, pages]; what lies beyond a length is anything
-    entries  where its first tokens are kept exact, int64 [requests], -1: nowhere; None: nowhere for all
-    tails    of pages that are encoded whole, what the step does with them; None: every token is encoded at once
-    """
-
-    starts: Sequence[int]
-    counts: Sequence[int]
-    lengths: Sequence[int]
-    table: Tensor
-    entries: Tensor | None = None
-    tails: Step | None = None
 
 
 class _Sums:
@@ -64,15 +47,16 @@ class _Sums:
 
 def attend(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> None:
     """Write the attention of queries [T, query heads, D] into `out`, of the same shape: causal, over all tokens."""
-    for group in _groups(batch, layer.page.tokens):
+    left = range(len(batch.counts))
+    if isinstance(layer, BlockLayer):
+        left = fused.attend(layer, batch, q_THD, out_THD, scale)
+    for group in _groups(batch, left, layer.page.tokens):
         _attend(layer, batch, group, q_THD, out_THD, scale)
 
 
-def _groups(batch: Batch, page: int) -> Iterator[list[int]]:
+def _groups(batch: Batch, requests: Iterable[int], page: int) -> Iterator[list[int]]:
     """Requests that go together: of equal queries, next to each other in length, within `TOKENS` if more than one."""
-    order = sorted(
-        (i for i, count in enumerate(batch.counts) if count), key=lambda i: (batch.counts[i], batch.lengths[i])
-    )
+    order = sorted((i for i in requests if batch.counts[i]), key=lambda i: (batch.counts[i], batch.lengths[i]))
     group: list[int] = []
     for index in order:
         slots = (len(group) + 1) * -(-batch.lengths[index] // page) * page

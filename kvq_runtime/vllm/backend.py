@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 
 from kvq_runtime.geometry import Role
 from kvq_runtime.vllm import attend, engine
-from kvq_runtime.vllm.attend import Batch
+from kvq_runtime.vllm.batch import Batch
 from kvq_runtime.vllm.block_layer import BlockLayer
 from kvq_runtime.vllm.engine import Served
 from kvq_runtime.vllm.first_tokens import Arrived, FirstTokens
@@ -167,6 +167,8 @@ class KVQImpl(STOCK.get_impl_cls()):
         self.layer.bind(kv_cache)
         shape = (-1, self.num_heads, self.head_size)
         attend.attend(self.layer, attn_metadata.batch, query.view(shape), output.view(shape), self.scale)
+        if isinstance(self.layer, BlockLayer):
+            self.layer.release()
         return output
 
 

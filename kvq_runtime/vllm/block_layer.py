@@ -5,50 +5,91 @@ pool.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import ROLES, Role
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.geometry import ROLES, Geometry, Role
+from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.vllm.layer import PagedLayer
+from kvq_runtime.vllm.page import Page
+from kvq_runtime.vllm.page_reader import PageReader
 from kvq_runtime.vllm.tails import Step
 
 
 class BlockLayer(PagedLayer):
-    """The keys and values of one layer in vLLM's pages, each one block, and its tails, exact."""
+    """The keys and values of one layer in vLLM's pages, each one block, and its tails, exact.
 
-    def __init__(self, *settings: Any):
-        super().__init__(*settings)
+    reader   has the decode kernel read the pages, in whose order they are; None: torch alone reads them
+    """
+
+    def __init__(
+        self,
+        codecs: tuple[Codec, Codec],
+        page: Page,
+        geometry: Geometry,
+        rotary: Rotary | None,
+        sinks: int,
+        reader: PageReader | None = None,
+    ):
+        super().__init__(codecs, page, geometry, rotary, sinks)
+        self.reader = reader
         self.tails_E2NC: Tensor | None = None
-        self._own: dict[Role, Tensor] = {}
+        self._step: tuple[Mapping[Role, Tensor], Step] | None = None
+
+    def bind(self, cache: Tensor) -> None:
+        """As `PagedLayer.bind`. ValueError: the kernel cannot read pages that lie so."""
+        if self._cache is not cache:
+            super().bind(cache)
+            if self.reader is not None:
+                self.reader.bind(self.codecs, self._views)
 
     def take(self, pair: Mapping[Role, Tensor], step: Step) -> None:
         """Take in the tokens [T, C] of a step: encode the pages that are full, keep the others' tokens."""
         tails_E2NC = self._pool(pair["key"], step.held)
+        device = tails_E2NC.device
         for entry, page, begin, filled in step.settled:
             x_2PNC = tails_E2NC[entry][:, None]
             self._encode(dict(zip(ROLES, x_2PNC, strict=True)), [page], [begin], filled)
         for entry, page, begin, filled in step.reopened:
-            positions_1N = begin + torch.arange(self.page.tokens, device=tails_E2NC.device)[None]
+            positions_1N = begin + torch.arange(self.page.tokens, device=device)[None]
             for index, role in enumerate(ROLES):
-                fields = {name: view[page : page + 1] for name, view in self._views[role].items()}
-                x_NC = self._decode(role, fields, positions_1N)[0]
+                fields = self._fields(role, torch.tensor([[page]], device=device))
+                x_NC = self._decode(role, {name: x[0] for name, x in fields.items()}, positions_1N)[0]
                 tails_E2NC[entry, index, :filled] = x_NC[:filled].to(tails_E2NC.dtype)
-        self._own = self._gather(pair, step, tails_E2NC)
+        entries, rows, places = step.written(device)
+        for index, role in enumerate(ROLES):
+            tails_E2NC[entries, index, places] = pair[role][rows]
+        self._step = pair, step
         if step.full:
             which, pages = (list(x) for x in zip(*step.full, strict=True))
-            self._encode(
-                {role: x[which] for role, x in self._own.items()}, pages, [step.begins[i] for i in which],
-                self.page.tokens,
-            )  # fmt: skip
-        for entry, rows, places in step.kept:
-            for index, role in enumerate(ROLES):
-                tails_E2NC[entry, index, places] = pair[role][rows]
+            exact = dict(zip(ROLES, self.own_pages(which), strict=True))
+            self._encode(exact, pages, [step.begins[i] for i in which], self.page.tokens)
+
+    def release(self) -> None:
+        """Let go of a step's tokens: its queries are answered."""
+        self._step = None
 
     def own(self, role: Role, which: Sequence[int]) -> Tensor:
         """Pages of the step's queries, by index of O, exact: [Y, N, D], float32; zeros where no token has come."""
-        return self._by_head(self._own[role][list(which)])
+        return self._by_head(self._own(role, which))
+
+    def own_pages(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Keys and values of pages of the step's queries, by index of O, in the model's dtype: [len(which), N, C]."""
+        return self._own("key", which), self._own("value", which)
+
+    @property
+    def windows(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pool of tails, [E, N, C]: the step's tokens are in their entries."""
+        assert self.tails_E2NC is not None, "a step without tails"
+        return self.tails_E2NC[:, 0], self.tails_E2NC[:, 1]
+
+    def sinks_pool(self, sample: Tensor) -> Tensor:
+        """The pool of exact first tokens, [entries, 2, S, C]; with no entry yet, one of zeros, as `sample` is."""
+        if self.exact_E2SC is None:
+            self.exact_E2SC = sample.new_zeros(1, 2, self.sinks, self.geometry.width)
+        return self.exact_E2SC
 
     def _pool(self, sample: Tensor, held: int) -> Tensor:
         if self.tails_E2NC is None or len(self.tails_E2NC) < held:
@@ -58,16 +99,15 @@ class BlockLayer(PagedLayer):
             self.tails_E2NC = room
         return self.tails_E2NC
 
-    def _gather(self, pair: Mapping[Role, Tensor], step: Step, tails_E2NC: Tensor) -> dict[Role, Tensor]:
-        """The tokens of the step's pages, [O, N, C] each, in the model's dtype."""
-        device = tails_E2NC.device
-        rows_ON, entries_O = torch.stack(step.rows).to(device), torch.tensor(step.entries, device=device)
+    def _own(self, role: Role, which: Sequence[int]) -> Tensor:
+        """The tokens of some of the step's pages, [len(which), N, C], in the model's dtype."""
+        assert self._step is not None and self.tails_E2NC is not None, "no step was taken in"
+        (pair, step), device = self._step, self.tails_E2NC.device
+        rows_ON = torch.stack([step.rows[i] for i in which]).to(device)
+        entries_O = torch.tensor([step.entries[i] for i in which], device=device)
         kept_O1 = (entries_O >= 0)[:, None, None]
-        found: dict[Role, Tensor] = {}
-        for index, role in enumerate(ROLES):
-            x_ONC = tails_E2NC[entries_O.clamp(min=0), index].where(kept_O1, 0)
-            found[role] = pair[role][rows_ON.clamp(min=0)].where((rows_ON >= 0)[..., None], x_ONC)
-        return found
+        x_ONC = self.tails_E2NC[entries_O.clamp(min=0), ROLES.index(role)].where(kept_O1, 0)
+        return pair[role][rows_ON.clamp(min=0)].where((rows_ON >= 0)[..., None], x_ONC)
 
     def _encode(self, pair: Mapping[Role, Tensor], pages: Sequence[int], begins: Sequence[int], filled: int) -> None:
         """Encode pages [P, N, C]; first tokens, which stay exact elsewhere, and what has not come as the nearest."""
@@ -77,5 +117,6 @@ class BlockLayer(PagedLayer):
         skipped_P1 = torch.where(begins_P1 == 0, min(self.sinks, filled - 1), 0)
         source_PN = places_N.clamp(max=filled - 1).maximum(skipped_P1)
         for role, encoded in self._encoded(pair, begins_P1 + places_N, source_PN).items():
-            for name, view in self._views[role].items():
-                view[pages_P] = encoded[name].to(view.dtype)
+            for name, x in self.page.arranged(role, encoded).items():
+                view = self._views[role][name]
+                view[pages_P] = x.to(view.dtype)

@@ -14,10 +14,11 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.vllm import served, source
+from kvq_runtime.vllm import page_reader, served, source
 from kvq_runtime.vllm.block_layer import BlockLayer
 from kvq_runtime.vllm.layer import PagedLayer
 from kvq_runtime.vllm.page import page_of
+from kvq_runtime.vllm.page_reader import PageReader, Shared
 from kvq_runtime.vllm.torch_defaults import own_defaults
 
 logger = init_logger("vllm.kvq")  # below vllm's own, so that its level and form hold
@@ -28,6 +29,7 @@ class Served:
     """What a worker serves: the recipe with vLLM's pages as its blocks, and what is needed to encode its heads.
 
     by_block   whether pages are encoded whole, when they are full
+    kernel     what its layers share that the decode kernel reads; None: torch alone reads pages
     """
 
     recipe: Recipe
@@ -36,13 +38,17 @@ class Served:
     rotary: Rotary | None
     dtype: torch.dtype
     by_block: bool
+    kernel: Shared | None = None
 
     def layer(self, index: int) -> PagedLayer:
         """A layer's pages."""
-        kind, recipe = BlockLayer if self.by_block else PagedLayer, self.recipe
-        page = page_of(recipe, index, self.geometry, self.dtype)
+        recipe, reader = self.recipe, None
+        if self.kernel is not None and page_reader.refusal(recipe, self.geometry, self.rotary, index) is None:
+            reader = PageReader(self.kernel, index)
+        page = page_of(recipe, index, self.geometry, self.dtype, reader.orders if reader else {})
         exact = all(scheme.quantize.keeps_dtype for scheme in recipe.at(index))
-        return kind(self.codecs[index], page, self.geometry, self.rotary, 0 if exact else recipe.window.sinks)
+        given = self.codecs[index], page, self.geometry, self.rotary, 0 if exact else recipe.window.sinks
+        return BlockLayer(*given, reader) if self.by_block else PagedLayer(*given)
 
 
 def served_by(config: VllmConfig, rank: int) -> Served:
@@ -76,9 +82,26 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     codecs = shared.build(recipe, geometry, tensors)
     kept = nearest.bits(recipe, geometry)
     logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, kept, recipe.window.sinks)
-    if not current_platform.is_cpu():
-        logger.warning_once("kvq: pages are read by torch operations; there is no kernel for vLLM's pages yet")
-    return Served(recipe, geometry, codecs, rotary, model.dtype, by_block)
+    kernel = None if current_platform.is_cpu() else _kernel(config, recipe, geometry, rotary, by_block)
+    return Served(recipe, geometry, codecs, rotary, model.dtype, by_block or kernel is not None, kernel)
+
+
+def _kernel(
+    config: VllmConfig, recipe: Recipe, geometry: Geometry, rotary: Rotary | None, by_block: bool
+) -> Shared | None:
+    """What has the decode kernel read pages, which are then encoded whole; None: torch alone reads them."""
+    model = config.model_config
+    plain = not model.is_hybrid and config.kv_transfer_config is None and model.get_sliding_window() is None
+    if by_block or plain:
+        reason = page_reader.refusal_of_all(recipe, geometry, rotary)
+    else:
+        reason = "it reads whole pages, not for KV connectors, nor for models with sliding windows or other layers"
+    if reason is not None:
+        logger.warning_once("kvq: pages are read by torch operations, and by no kernel: %s", reason)
+        return None
+    said = "kvq: a kernel, which has not been tried on a GPU, answers decode steps, from pages of %s tokens"
+    logger.warning_once(said, recipe.window.block)
+    return Shared(recipe, geometry, rotary)
 
 
 def _check(config: VllmConfig) -> None:

@@ -89,19 +89,19 @@ class PagedLayer:
         """q · k of every token of a run: [Y, M, P · N]."""
         reader = self.codecs["key"].packed_reader
         if reader is not None and q_YMD.shape[1] <= PACKED:
-            return reader.scores(q_YMD, reader.view_blocks(self._fields("key", run), 0))
+            return reader.scores(q_YMD, reader.view_blocks(self._fields("key", run.pages_RP), 0))
         return torch.bmm(q_YMD, self._decoded("key", run).mT)
 
     def mix(self, p_YMT: Tensor, run: Run) -> Tensor:
         """Σ p v over every token of a run: [Y, M, D]."""
         reader = self.codecs["value"].packed_reader
         if reader is not None and p_YMT.shape[1] <= PACKED:
-            return reader.mix(p_YMT, reader.view_blocks(self._fields("value", run), 0))
+            return reader.mix(p_YMT, reader.view_blocks(self._fields("value", run.pages_RP), 0))
         return torch.bmm(p_YMT, self._decoded("value", run))
 
-    def _fields(self, role: Role, run: Run) -> Fields:
-        """[R, P, N, ...] each."""
-        return {name: view[run.pages_RP] for name, view in self._views[role].items()}
+    def _fields(self, role: Role, pages_RP: Tensor) -> Fields:
+        """[R, P, N, ...] each, as they were encoded."""
+        return self.page.collected(role, {name: view[pages_RP] for name, view in self._views[role].items()})
 
     def _decoded(self, role: Role, run: Run) -> Tensor:
         """Keys or values of a run, [Y, P · N, D], float32."""
@@ -109,7 +109,7 @@ class PagedLayer:
         tokens = self.page.tokens
         positions_1T = run.first + torch.arange(pages * tokens, device=run.pages_RP.device)[None]
         positions_NT = positions_1T.view(1, pages, tokens).expand(rows, -1, -1).flatten(0, 1)
-        fields = {name: part.flatten(0, 1) for name, part in self._fields(role, run).items()}
+        fields = {name: part.flatten(0, 1) for name, part in self._fields(role, run.pages_RP).items()}
         return self._by_head(self._decode(role, fields, positions_NT).reshape(rows, pages * tokens, -1))
 
     def _encoded(

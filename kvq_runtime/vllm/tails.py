@@ -21,6 +21,11 @@ from torch import Tensor
 IDLE = 8  # steps after which a tail may have to give up its entry
 
 
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without waiting for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
 class Place(NamedTuple):
     """An entry of the pool, the page it is for, that page's first position in its text, and its tokens so far."""
 
@@ -57,6 +62,7 @@ class Step:
     begins     positions of the pages' first tokens
     full       (index of O, physical page) of the pages that are encoded
     kept       tokens that are written to entries
+    last       those that would be, but that their pages are full, and their entries free after this step
     pieces     by request, its queries page by page
     held       entries that were ever in use at once: the size of a pool
     """
@@ -68,8 +74,31 @@ class Step:
     begins: list[int] = field(default_factory=list)
     full: list[tuple[int, int]] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
+    last: list[Kept] = field(default_factory=list)
     pieces: list[list[Piece]] = field(default_factory=list)
     held: int = 0
+    _written: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def written(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Entries, rows in the step and places in the page of all tokens that are kept, or the last: int64 each.
+
+        All layers use one copy on the device.
+        """
+        if self._written is None or self._written[0].device != device:
+            entries, rows, places = sent(torch.stack(self._listed()), device)
+            self._written = entries, rows, places
+        return self._written
+
+    def _listed(self) -> tuple[Tensor, Tensor, Tensor]:
+        every = [*self.kept, *self.last]
+        counts = torch.tensor([each.rows.stop - each.rows.start for each in every], dtype=torch.int64)
+        entries = torch.tensor([each.entry for each in every], dtype=torch.int64).repeat_interleave(counts)
+        none = torch.empty(0, dtype=torch.int64)
+        rows, places = (
+            torch.cat([none, *(torch.arange(part.start, part.stop) for part in parts)])
+            for parts in ([each.rows for each in every], [each.places for each in every])
+        )
+        return entries, rows, places
 
 
 @dataclass
@@ -134,8 +163,10 @@ class Tails:
         made.begins.append(begin)
         if stop == begin + self.page:
             made.full.append((own, page))
+        if tail is not None:
+            kept = Kept(tail.entry, slice(start + first - before, start + stop - before), places)
+            (made.kept if keep else made.last).append(kept)
         if tail is not None and keep:
-            made.kept.append(Kept(tail.entry, slice(start + first - before, start + stop - before), places))
             self._of[page] = _Tail(tail.entry, begin, stop - begin, self._clock)
         elif tail is not None:
             given_up.append(tail.entry)

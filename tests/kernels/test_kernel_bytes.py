@@ -3,14 +3,13 @@
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from attention_case import FAMILIES, Case, centred, encoded, kivi, run, squat
 from tiers import each_once, some
 
 pytest.importorskip("triton")
-from triton.runtime.interpreter import InterpreterBuilder
+from traffic import Traffic, counted
 
 from kvq_runtime.kernels.attend.host import RopeTables
 from kvq_runtime.kernels.attend.kernel import EXACT
@@ -20,44 +19,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the
 CASE = {"blocks": 6, "splits": 3, "starts": (0, 0), "size": 64, "window": 33}
 
 
-class Traffic:
-    """Bytes moved, by the memory they are in; `named` are its ranges."""
-
-    def __init__(self):
-        self.loads: list[tuple[np.ndarray, int]] = []
-        self.stores: list[tuple[np.ndarray, int]] = []
-
-    def within(self, moved: list[tuple[np.ndarray, int]], tensors, shared: bool = False) -> int:
-        """Bytes moved to or from these tensors; shared: what several lanes of one load ask for counts once."""
-        spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]
-        if shared:
-            moved = [(np.unique(at), size) for at, size in moved]
-        return sum(size * int(((at >= a) & (at < b)).sum()) for at, size in moved for a, b in spans)
-
-    def total(self, moved: list[tuple[np.ndarray, int]]) -> int:
-        return sum(at.size * size for at, size in moved)
-
-
 @pytest.fixture
 def traffic(monkeypatch) -> Traffic:
-    """The one hook: every load and store of the interpreter, its unmasked addresses and the bytes of an element."""
-    found = Traffic()
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def size(pointer) -> int:
-        return max(1, pointer.get_element_ty().primitive_bitwidth // 8)
-
-    def counted_load(self, pointer, mask, *rest):
-        found.loads.append((pointer.data[mask.data], size(pointer)))
-        return load(self, pointer, mask, *rest)
-
-    def counted_store(self, pointer, value, mask, *rest):
-        found.stores.append((pointer.data[mask.data], size(pointer)))
-        return store(self, pointer, value, mask, *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted_load)
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counted_store)
-    return found
+    return counted(monkeypatch)
 
 
 @pytest.fixture

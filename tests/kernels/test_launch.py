@@ -14,7 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-ATTEND = ("kivi-2bit-g128 pre", "mean-lloyd-2bit-post", "higgs-head-3bit", "polar-3bit")
+ATTEND = ("kivi-2bit-g128 pre", "kivi-2bit pages", "mean-lloyd-2bit-post", "higgs-head-3bit", "polar-3bit")
 OPS = {
     "encode rtn 2 per channel": "_encode",
     "encode grid 2 256 rotated": "_encode",

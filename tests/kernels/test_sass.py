@@ -124,6 +124,21 @@ def test_loads_are_told_apart():
     assert [need.wavefronts for need in units.needs(chosen) if need.kind] == [4, 4]
 
 
+def test_the_number_of_a_page_is_a_tables():
+    """Where blocks are pages, what a counter finds leads to a stream, but what that gives to a gather."""
+    passed = written(
+        "IADD3 R4, R4, 0x1, RZ",
+        "IMAD.WIDE R6, R4, 0x4, R20",
+        "LDG.E R8, desc[UR4][R6.64]",
+        "IMAD.WIDE R10, R8, R22, R24",
+        "LDG.E.128 R12, desc[UR4][R10.64]",
+        "IMAD.WIDE R16, R12, 0x8, R26",
+        "LDG.E R18, desc[UR4][R16.64]",
+    )
+    assert load_kinds(passed, pages=True) == {2: "table", 4: "stream", 6: "gather"}
+    assert load_kinds(passed) == {2: "stream", 4: "gather", 6: "gather"}
+
+
 def test_a_spilled_address_stays_one():
     passed = written(
         "IADD3 R4, P0, R4, 0x200, RZ",

@@ -1,5 +1,7 @@
 """One layer of pages as vLLM hands them out: shared, in no order, with tokens that come in any chunks."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,11 +13,12 @@ from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.vllm import attend, served
-from kvq_runtime.vllm.attend import Batch
+from kvq_runtime.vllm.batch import Batch
 from kvq_runtime.vllm.block_layer import BlockLayer
 from kvq_runtime.vllm.first_tokens import FirstTokens
 from kvq_runtime.vllm.layer import PagedLayer
 from kvq_runtime.vllm.page import page_of
+from kvq_runtime.vllm.page_reader import PageReader, Shared, refusal
 from kvq_runtime.vllm.tails import Tails
 
 SIZE = Geometry(1, 2, 32)
@@ -24,28 +27,41 @@ PAGE = 16
 ROTARY = Rotary(1e4 ** -(torch.arange(16) / 16), 1.0, torch.float32)
 
 
-def tensors_of(recipe: Recipe) -> dict[str, Tensor]:
-    return {name: torch.randn(shape).to(dtype) for name, (shape, dtype) in codecs.all_specs(recipe, SIZE).items()}
+def tensors_of(recipe: Recipe, size: Geometry = SIZE) -> dict[str, Tensor]:
+    return {name: torch.randn(shape).to(dtype) for name, (shape, dtype) in codecs.all_specs(recipe, size).items()}
 
 
 class PagedServer:
-    """One layer, with as many requests as wanted, in pages that are handed out in no order."""
+    """One layer, with as many requests as wanted, in pages that are handed out in no order.
 
-    def __init__(self, name: str, sinks: int = 0, drafts: int = 0):
-        recipe = recipe_text.read(name)
-        self.by_block = served.by_block(recipe, SIZE)
-        self.page = recipe.window.block if self.by_block else PAGE
-        self.recipe = served.paged(recipe, SIZE, self.page).with_exact(sinks=sinks)
-        served.check(self.recipe, SIZE)
-        self.pair = codecs.build(self.recipe, SIZE, tensors_of(self.recipe))[0]
-        page = page_of(self.recipe, 0, SIZE, torch.float32)
-        rotary = ROTARY if "positions" in self.recipe.needs else None
-        kind = BlockLayer if self.by_block else PagedLayer
-        self.layer = kind(self.pair, page, SIZE, rotary, sinks)
-        self.cache = torch.zeros(64, 1, self.page, page.per_token, dtype=torch.uint8)
+    kernel   pages are encoded whole, in the order of the decode kernel
+    """
+
+    def __init__(
+        self, name: str, sinks: int = 0, drafts: int = 0, size: Geometry = SIZE, page: int = PAGE, kernel: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
+        recipe, self.size, self.dtype = recipe_text.read(name), size, dtype
+        self.by_block = served.by_block(recipe, size)
+        self.page = recipe.window.block if self.by_block else page
+        self.by_block |= kernel
+        self.recipe = served.paged(recipe, size, self.page).with_exact(sinks=sinks)
+        served.check(self.recipe, size)
+        self.pair = codecs.build(self.recipe, size, tensors_of(self.recipe, size))[0]
+        half = size.head_size // 2
+        self.rotary = replace(ROTARY, frequencies_K=1e4 ** -(torch.arange(half) / half))
+        rotary = self.rotary if "positions" in self.recipe.needs else None
+        reader = None
+        if kernel:
+            assert refusal(self.recipe, size, rotary) is None
+            reader = PageReader(Shared(self.recipe, size, rotary), 0)
+        layout = page_of(self.recipe, 0, size, dtype, reader.orders if reader else {})
+        given = self.pair, layout, size, rotary, sinks
+        self.layer = BlockLayer(*given, reader) if self.by_block else PagedLayer(*given)
+        self.cache = torch.zeros(64, 1, self.page, layout.per_token, dtype=torch.uint8)
         if not self.by_block:
             self.cache.random_(0, 60)
-        self.cache = self.cache.view(torch.float32)
+        self.cache = self.cache.view(dtype)
         self.layer.bind(self.cache)
         self.first = FirstTokens(sinks, self.page) if sinks else None
         self.tails = Tails(self.page, drafts) if self.by_block else None
@@ -55,7 +71,7 @@ class PagedServer:
 
     def add(self, tokens: int, like: int | None = None, shared: int = 0) -> int:
         """A request of so many tokens, the first `shared` pages those of another."""
-        x = torch.randn(2, tokens, SIZE.width)
+        x = torch.randn(2, tokens, self.size.width).to(self.dtype)
         table = [self.free.pop() for _ in range(-(-tokens // self.page))]
         if like is not None:
             table[:shared] = self.tables[like][:shared]
@@ -67,6 +83,14 @@ class PagedServer:
 
     def step(self, parts: dict[int, tuple[int, int]], queries: dict[int, Tensor]) -> dict[int, Tensor]:
         """Tokens start to stop of each request arrive together, with as many queries; what they attend to."""
+        batch = self.arrive(parts)
+        q = torch.cat([queries[i][slice(*part)] for i, part in parts.items()])
+        out = torch.empty_like(q).fill_(torch.nan)
+        attend.attend(self.layer, batch, q, out, 0.2)
+        return {i: out[s : s + c] for i, s, c in zip(parts, batch.starts, batch.counts, strict=True)}
+
+    def arrive(self, parts: dict[int, tuple[int, int]]) -> Batch:
+        """Take in tokens start to stop of each request."""
         starts, counts, lengths, row = [], [], [], 0
         for start, stop in parts.values():
             starts.append(row)
@@ -96,10 +120,7 @@ class PagedServer:
             entries = torch.tensor(rows)
             if arrived is not None:
                 self.layer.write_exact(pair, arrived.rows, arrived.entries, arrived.places, self.first.held)
-        q = torch.cat([queries[i][slice(*part)] for i, part in parts.items()])
-        out = torch.empty_like(q).fill_(torch.nan)
-        attend.attend(self.layer, Batch(starts, counts, lengths, table, entries, tails), q, out, 0.2)
-        return {i: out[s : s + c] for i, s, c in zip(parts, starts, counts, strict=True)}
+        return Batch(starts, counts, lengths, table, entries, tails)
 
     def expected(self, request: int, q_THD: Tensor) -> Tensor:
         """Dense attention, in float64, over the whole text encoded at once and decoded; by blocks, a query's own block
@@ -121,25 +142,25 @@ class PagedServer:
 
     def _decoded(self, index: int, x_TC: Tensor) -> Tensor:
         """A text encoded and decoded; by blocks, sinks as the token after them, and no block that is not full."""
-        codec, heads, count = self.pair[index], SIZE.kv_heads, len(x_TC)
+        codec, heads, count = self.pair[index], self.size.kv_heads, len(x_TC)
         positions = torch.arange(count)
         if self.by_block:
             count = count // self.page * self.page
             positions = positions[:count].clamp(min=self.recipe.window.sinks)
         size = self.page if self.by_block else count
-        tables = ROTARY.tables(positions.view(-1, size))
-        given = x_TC[positions].view(-1, size, SIZE.width)
+        tables = self.rotary.tables(positions.view(-1, size))
+        given = x_TC[positions].view(-1, size, self.size.width)
         if codec.before_rope:
             given = rope.unrotate(given.unflatten(-1, (heads, -1)), *tables).flatten(-2)
         context = Context(rope=tables)
         found = codec.restore(codec.decode(codec.encode(given, context), context), context).float()
         if codec.before_rope:
             found = rope.rotate(found.unflatten(-1, (heads, -1)), *tables).flatten(-2)
-        return torch.cat([found.flatten(0, 1), torch.zeros(len(x_TC) - count, SIZE.width)])
+        return torch.cat([found.flatten(0, 1), torch.zeros(len(x_TC) - count, self.size.width)])
 
     def _by_query_head(self, x_TC: Tensor) -> Tensor:
-        return x_TC.unflatten(-1, (SIZE.kv_heads, -1)).repeat_interleave(SHARED, 1).double()
+        return x_TC.unflatten(-1, (self.size.kv_heads, -1)).repeat_interleave(SHARED, 1).double()
 
 
-def queries_of(count: int) -> Tensor:
-    return torch.randn(count, SIZE.kv_heads * SHARED, SIZE.head_size)
+def queries_of(count: int, size: Geometry = SIZE, shared: int = SHARED) -> Tensor:
+    return torch.randn(count, size.kv_heads * shared, size.head_size)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.kernels.attend import occupancy
-from kvq_runtime.kernels.attend.block_table import block_table
+from kvq_runtime.kernels.attend.block_table import Pages, block_table
 from kvq_runtime.kernels.attend.kernel import EXACT
 from kvq_runtime.kernels.attend.kernel import attend as attend_kernel
 from kvq_runtime.kernels.attend.launch import LINES, ROWS, TOKENS, Launch, choose, takes, tile_rows
@@ -23,7 +23,9 @@ from kvq_runtime.kernels.attend.rope import RopeTables
 from kvq_runtime.kernels.attend.settings import LayerSettings
 from kvq_runtime.kernels.encode.tile import FUSED, on
 
-__all__ = ["Encoded", "Exact", "Layout", "RopeTables", "attend", "block_table", "choose_splits", "layout", "takes"]
+__all__ = [
+    "Encoded", "Exact", "Layout", "Pages", "RopeTables", "attend", "block_table", "choose_splits", "layout", "takes",
+]  # fmt: skip
 
 REGISTERS = 65536  # of a multiprocessor; ptxas would rather spill than take more than its own guess
 LOG2E = 1.4426950408889634
@@ -34,14 +36,14 @@ class Encoded:
     """One scheme's blocks.
 
     layout      how they are read
-    addresses   their block table, int64 [slabs, 1 + fields]
+    addresses   their block table, int64 [slabs, 1 + fields]; or the pages of an engine's cache
     lookup      the layout's lookup on the device, or None
     rotation    the layout's rotation, transposed, on the device, float16 [D, D]: x̂ = what is read · rotation; or None
     mean        what was removed from each channel, of keys before RoPE, float32 [C], or None
     """
 
     layout: Layout
-    addresses: Tensor
+    addresses: Tensor | Pages
     lookup: Tensor | None = None
     rotation: Tensor | None = None
     mean: Tensor | None = None
@@ -55,7 +57,11 @@ class Encoded:
 
 
 class Exact(NamedTuple):
-    """What is held exactly, keys and values alike: windows [B, W, C], a buffer; the sinks of each row [B, S, C]."""
+    """What is held exactly, keys and values alike: windows [B, W, C], a buffer; the sinks of each row [B, S, C].
+
+    Of pages: windows [E, N, C], and sinks [F, S, C], views of [F, 2, S, C]; which of E and F are a row's, `lengths`
+    says.
+    """
 
     k_window: Tensor
     v_window: Tensor
@@ -69,7 +75,7 @@ def attend(
     values: Encoded,
     exact: Exact,
     lengths: Tensor,
-    starts_B: Tensor,
+    starts_B: Tensor | None,
     scale: float,
     splits: int,
     rope: RopeTables | None = None,
@@ -79,8 +85,9 @@ def attend(
 
     Queries that one tile has no room for are several, which read the blocks again: `tile_rows` of launch.py.
 
-    lengths    int32 [3]: encoded blocks, the window's first place in its buffer, its tokens
-    starts_B   int32: the first real slot of each row
+    lengths    int32 [3]: encoded blocks, the window's first place in its buffer, its tokens; of pages [B, 4], of each
+               row its encoded pages, its row of the windows, its tokens there, its row of the sinks or -1
+    starts_B   int32: the first real slot of each row; of pages None
     scale      of the scores
     splits     parts that the blocks are cut into, see `choose_splits`
     rope       for keys before RoPE, and for keys after it whose mean was removed
@@ -116,7 +123,7 @@ def choose_splits(
     values: Encoded,
     exact: Exact,
     lengths: Tensor,
-    starts_B: Tensor,
+    starts_B: Tensor | None,
     blocks: int,
     rope: RopeTables | None = None,
     launch: Launch | None = None,
@@ -157,7 +164,7 @@ def _launched(
     values: Encoded,
     exact: Exact,
     lengths: Tensor,
-    starts_B: Tensor,
+    starts_B: Tensor | None,
     scale: float,
     splits: int,
     rope: RopeTables | None,
@@ -169,18 +176,18 @@ def _launched(
     q_heads, tokens = q_BHTD.shape[1:3]
     ratio = q_heads // keys.layout.geometry.kv_heads
     launch = launch or choose(q_BHTD.device, keys.layout, values.layout, ratio * tokens)
-    pointers = None if rope is None else rope.pointers(keys.mean)
+    pointers, paged = None if rope is None else rope.pointers(keys.mean), int(isinstance(keys.addresses, Pages))
     arguments = (
         q_BHTD, keys.rotation, scale * LOG2E, pointers, keys.addresses, values.addresses, keys.lookup, values.lookup,
         *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse, ratio * tokens, tokens, splits,
-        *constants(keys.layout, values.layout, ratio * tokens, exact.k_sinks.shape[1], launch),
+        *constants(keys.layout, values.layout, ratio * tokens, exact.k_sinks.shape[1], launch, paged),
     )  # fmt: skip
     most = min(launch.registers, REGISTERS // (32 * launch.warps))
     return arguments, {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": most} | FUSED
 
 
-def constants(keys: Layout, values: Layout, rows: int, sinks: int, launch: Launch) -> tuple:
+def constants(keys: Layout, values: Layout, rows: int, sinks: int, launch: Launch, paged: int = 0) -> tuple:
     """The compile-time arguments of the kernel, in its order."""
     heads, size = keys.geometry.kv_heads, keys.geometry.head_size
-    layer = LayerSettings(heads, size, keys.block, tile_rows(keys, values, rows), launch.tile, sinks)
+    layer = LayerSettings(heads, size, keys.block, tile_rows(keys, values, rows), launch.tile, sinks, paged)
     return layer, keys.scan, keys.read, keys.settings, values.read, values.settings, tile(1, size)

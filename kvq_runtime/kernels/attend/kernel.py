@@ -22,6 +22,7 @@ from kvq_runtime.kernels.attend.settings import COMPILED
 from kvq_runtime.kernels.attend.softmax import Part
 
 EXACT = tl.constexpr(4)  # splits of the window
+PAGED_LENGTHS = tl.constexpr(4)  # numbers of a row of pages
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "splits"])
@@ -37,12 +38,19 @@ def attend(
     p_rotation       of the keys, float16 [D, D], as host.Encoded has it, which rotates the queries too; or None
     scale            of the scores, times log2 e
     p_rope           RopePointers, or None
-    p_keys, p_values                  block tables, int64
+    p_keys, p_values                  block tables, int64; or Pages
     p_key_lookup, p_value_lookup      what codes are looked up in, or None
     p_k_window, p_v_window            buffers [B, tokens, H · D], `window_stride` elements a row
     p_k_sinks, p_v_sinks              [B, SINKS, H · D]
     p_starts         int32 [B], the first real slot of each row
     p_lengths        int32 [3]: encoded blocks, the window's first place in its buffer, its tokens
+    of an L that is PAGED, which has no padding, instead:
+    p_k_window, p_v_window            buffers of any rows [tokens, H · D], `window_stride` elements apart
+    p_k_sinks, p_v_sinks              buffers of any rows [SINKS, H · D], 2 · SINKS · H · D elements apart
+    p_starts         None
+    p_lengths        int32 [B, 4]: encoded pages, the row of the window's buffer, its tokens, the row of the sinks'
+                     buffer, -1: this row has none
+    and always:
     p_part, p_lse    float32 [B · H, EXACT + splits, rows, D] and [B · H, rows, EXACT + splits]
     rows, tokens     query heads of a KV head times query tokens; the latter alone
     splits           parts that the blocks are cut into
@@ -55,8 +63,10 @@ def attend(
     i_bh = tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // L.H, i_bh % L.H
     i_part = tl.program_id(2)
+    if L.PAGED == 1:
+        p_lengths += i_b * PAGED_LENGTHS
     blocks = tl.load(p_lengths)
-    start = tl.load(p_starts + i_b)
+    start = tl.load(p_lengths + 3) if L.PAGED == 1 else tl.load(p_starts + i_b)
     q_exact = Query(p_q, None, rows, first)
     part = Part(p_part, p_lse, i_bh, i_part, EXACT + splits, rows, first)
     if i_part < EXACT:
@@ -68,6 +78,8 @@ def attend(
     else:
         i_first = (i_part - EXACT) * share(splits, blocks)
         i_last = tl.minimum(i_first + share(splits, blocks), blocks)
+        if L.PAGED == 1:
+            start = tl.where(start < 0, -L.SINKS, 0)  # without first tokens of its own, a row's slots count from 0
         if i_first < i_last:
             SCAN(
                 Query(p_q, p_rotation, rows, first), q_exact, scale, p_rope, p_keys, p_values, p_key_lookup,
@@ -88,7 +100,8 @@ def _exact(
 ):  # fmt: skip
     """Attend to one of EXACT shares of the window, the first to the sinks too: the state of softmax.py.
 
-    A query token sees no later one. `encoded` are the tokens of all blocks, the window's first slot.
+    A query token sees no later one. `encoded` are the tokens of all blocks, the window's first slot. `start` is the
+    row's first real slot; where L is PAGED, its row of the sinks' buffer.
     """
     N: tl.constexpr = 32
     o_d = tl.arange(0, S.P)
@@ -101,8 +114,12 @@ def _exact(
     if L.SINKS > 0:
         for i in range(0, L.SINKS if i_split == 0 else 0, N):
             o_t = i + tl.arange(0, N)
-            m_t = (o_t < L.SINKS) & (start + o_t < encoded)
-            o_x = (i_b * L.SINKS + o_t)[:, None] * (L.H * L.D) + o_hd[None, :]
+            if L.PAGED == 1:
+                m_t = (o_t < L.SINKS) & (o_t < tl.where(start < 0, 0, encoded))
+                o_x = (start.to(tl.int64) * (2 * L.SINKS) + o_t)[:, None] * (L.H * L.D) + o_hd[None, :]
+            else:
+                m_t = (o_t < L.SINKS) & (start + o_t < encoded)
+                o_x = (i_b * L.SINKS + o_t)[:, None] * (L.H * L.D) + o_hd[None, :]
             b_k = tl.load(p_k_sinks + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
             b_v = tl.load(p_v_sinks + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
             b_s = tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale
@@ -114,8 +131,12 @@ def _exact(
     last = tl.minimum((i_split + 1) * each, count)
     for i in tl.range(i_split * each, last, N, num_stages=2):
         o_t = i + tl.arange(0, N)
-        m_t = (o_t < last) & (encoded + o_t >= start)
-        o_x = i_b * window_stride + (place + o_t)[:, None].to(tl.int64) * (L.H * L.D) + o_hd[None, :]
+        if L.PAGED == 1:
+            m_t = o_t < last
+            o_x = place.to(tl.int64) * window_stride + o_t[:, None] * (L.H * L.D) + o_hd[None, :]
+        else:
+            m_t = (o_t < last) & (encoded + o_t >= start)
+            o_x = i_b * window_stride + (place + o_t)[:, None].to(tl.int64) * (L.H * L.D) + o_hd[None, :]
         b_k = tl.load(p_k_window + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
         b_v = tl.load(p_v_window + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
         b_s = tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.attend.kernel import EXACT, share
+from kvq_runtime.kernels.attend.kernel import EXACT, PAGED_LENGTHS, share
 from kvq_runtime.kernels.attend.layout import padded
 from kvq_runtime.kernels.encode.tile import FUSED, on
 
@@ -38,7 +38,7 @@ def merge_parts(
     with on(part):
         merge[(lines, rows, triton.cdiv(size, wide))](
             part, part_lse, rotation, mean, lengths, out, lse, splits,
-            lines // len(out), size, wide, each, chunk,
+            lines // len(out), size, wide, each, chunk, int(lengths.ndim == 2),
             num_warps=warps, maxnreg=255, **FUSED,
         )  # fmt: skip
 
@@ -59,13 +59,14 @@ def merged(size: int, splits: int, rotates: bool) -> tuple[int, int, int, int]:
 def merge(
     p_part, p_lse, p_rotation, p_mean, p_lengths, p_out, p_out_lse, splits,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """One program per (batch row, KV head), query row and WIDE channels, CHUNK splits at a time.
 
     p_part, p_lse   float32 [B · H, EXACT + splits, rows, D] and [B · H, rows, EXACT + splits], as kernel.py writes them
     p_rotation      of the values: float16 [D, D], as Encoded has it, or None; not of the exact splits
     p_mean          of the values, float32 [H, D], or None; not of the exact splits
-    p_lengths       int32 [3], the first: encoded blocks
+    p_lengths       int32 [3], the first: encoded blocks; PAGED: [B, 4], of each row
     p_out           [B · H, rows, D] in the queries' dtype
     p_out_lse       float32 [B · H, rows]
     WIDE            where there is a rotation D, padded to a power of two; else COLUMNS
@@ -79,6 +80,8 @@ def merge(
     first = tl.program_id(2) * WIDE
     o_d, o_e = first + tl.arange(0, WIDE), tl.arange(0, EXACT)
     b_exact = tl.load(p_lse + o_e)
+    if PAGED == 1:
+        p_lengths += i_bh // H * PAGED_LENGTHS
     blocks = tl.load(p_lengths)
     used = tl.cdiv(blocks, share(splits, blocks))
     p_blocks = p_part + EXACT * rows * D + o_d

@@ -53,7 +53,7 @@ def codebook(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr, S:
     serves up to four elements.
     """
     BYTES: tl.constexpr = S.COLUMNS * S.STREAMS * S.BITS // 8
-    p_codes = field_of(p_table, i_block, i_b, CODES, 2, L.H * L.T * BYTES, tl.uint8)
+    p_codes = field_of(p_table, i_block, i_b, CODES, 2, L.H * L.T * BYTES, tl.uint8, L)
     b_runs = _load_runs(p_codes, o_t, m_t, i_h, BYTES, BYTES // S.COLUMNS, L, S)
     WORDS: tl.constexpr = (S.ELEMENTS + 3) // 4
     EACH: tl.constexpr = S.ELEMENTS // WORDS
@@ -67,5 +67,5 @@ def codebook(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr, S:
             for stream in tl.static_range(tl.constexpr(S.STREAMS)):
                 b_bits = (b_words[stream] >> (16 * element)).to(tl.int16)
                 b_tiles = b_tiles + (b_bits.to(tl.float16, bitcast=True),)
-    p_scale = field_of(p_table, i_block, i_b, SCALE, 2, L.H * L.T * 2, tl.float16)
+    p_scale = field_of(p_table, i_block, i_b, SCALE, 2, L.H * L.T * 2, tl.float16, L)
     return b_tiles, (load_number(p_scale, o_t, m_t, i_h, L),)

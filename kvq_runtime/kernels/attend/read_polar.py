@@ -30,17 +30,17 @@ def polar_pairs(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr,
     COUNT: tl.constexpr = L.D >> LEVELS  # radii of a head
     TOKENS: tl.constexpr = L.H * L.T
     o_row = o_t * L.H + i_h
-    p_codes = field_of(p_table, i_block, i_b, CODES, FIELDS, TOKENS * S.BYTES, tl.uint8)
+    p_codes = field_of(p_table, i_block, i_b, CODES, FIELDS, TOKENS * S.BYTES, tl.uint8, L)
     b_words = load_words(p_codes, o_row, m_t, S.BYTES)
     b_numbers = ()
     if S.LOG8 == 1 or COUNT == 1:
-        p_number = field_of(p_table, i_block, i_b, FIELDS - 1, FIELDS, TOKENS * 2, tl.float16)
+        p_number = field_of(p_table, i_block, i_b, FIELDS - 1, FIELDS, TOKENS * 2, tl.float16, L)
         b_numbers = (tl.load(p_number + o_row, mask=m_t, other=0.0).to(tl.float32),)
     if COUNT == 1 and S.LOG8 == 0:
         b_values = (tl.full(o_t.shape, 0x3C003C00, tl.uint32),)
     else:
         UNIT: tl.constexpr = tl.uint8 if S.LOG8 == 1 else tl.uint16
-        p_radii = field_of(p_table, i_block, i_b, RADII, FIELDS, TOKENS * COUNT * (2 - S.LOG8), UNIT)
+        p_radii = field_of(p_table, i_block, i_b, RADII, FIELDS, TOKENS * COUNT * (2 - S.LOG8), UNIT, L)
         b_values = _load_radii(p_radii, o_row, m_t, COUNT, S.LOG8 == 1)
     if COUNT % 2 == 1:
         b_values = _crossed(_level(b_words, b_values, p_lookup, 0, 0, LEVELS - 1, S))
@@ -128,16 +128,16 @@ def polar(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr, S: tl
     o_r = tl.arange(0, S.P >> LEVELS)[None, :]
     m_r = m_t[:, None] & (o_r < COUNT)
     if S.LOG8 == 1:
-        p_radii = field_of(p_table, i_block, i_b, RADII, FIELDS, TOKENS * COUNT, tl.uint8)
-        p_norm = field_of(p_table, i_block, i_b, NORM, FIELDS, TOKENS * 2, tl.float16)
+        p_radii = field_of(p_table, i_block, i_b, RADII, FIELDS, TOKENS * COUNT, tl.uint8, L)
+        p_norm = field_of(p_table, i_block, i_b, NORM, FIELDS, TOKENS * 2, tl.float16, L)
         b_norm = load_number(p_norm, o_t, m_t, i_h, L)
         b_code = tl.load(p_radii + o_row * COUNT + o_r, mask=m_r, other=0).to(tl.int32)
         b_x = tl.load(p_lookup + LEVELS * 128 + b_code)
         b_x = b_x * b_norm[:, None]
     else:
-        p_radii = field_of(p_table, i_block, i_b, RADII, FIELDS, TOKENS * COUNT * 2, tl.float16)
+        p_radii = field_of(p_table, i_block, i_b, RADII, FIELDS, TOKENS * COUNT * 2, tl.float16, L)
         b_x = tl.load(p_radii + o_row * COUNT + o_r, mask=m_r, other=0.0).to(tl.float32) * 2 ** (LEVELS / 2)
-    p_codes = field_of(p_table, i_block, i_b, CODES, FIELDS, TOKENS * S.BYTES, tl.uint8) + o_row * S.BYTES
+    p_codes = field_of(p_table, i_block, i_b, CODES, FIELDS, TOKENS * S.BYTES, tl.uint8, L) + o_row * S.BYTES
     for up in tl.static_range(LEVELS):
         b_code = _load_angles(
             p_codes, m_t, S.P >> (LEVELS - up), L.D >> (LEVELS - up), LEVELS - 1 - up, S

@@ -59,8 +59,8 @@ def scan(
     i_first = tl.maximum(i_first, start // L.T)
     for i in tl.range(i_first * SUBS, i_last * SUBS, disable_licm=True):
         i_block, i_sub = i // SUBS, i & (SUBS - 1)
-        p_k = field_of(p_keys, i_block, i_b, CODES, 2 + KS.HAS_LOW, L.H * KS.SUBS * KS.BYTES, tl.uint8)
-        p_v = field_of(p_values, i_block, i_b, CODES, 2 + VS.HAS_LOW, L.H * VS.SUBS * VS.BYTES, tl.uint8)
+        p_k = field_of(p_keys, i_block, i_b, CODES, 2 + KS.HAS_LOW, L.H * KS.SUBS * KS.BYTES, tl.uint8, L)
+        p_v = field_of(p_values, i_block, i_b, CODES, 2 + VS.HAS_LOW, L.H * VS.SUBS * VS.BYTES, tl.uint8, L)
         b_k = ()
         for one in tl.static_range(KEYS):
             b_k = b_k + (fragment.load_words(p_k + (i_h * KS.SUBS + i_sub * KEYS + one) * KS.BYTES, KS),)
@@ -135,8 +135,8 @@ def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
     TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
     FIELDS: tl.constexpr = 2 + S.HAS_LOW
     LAST: tl.constexpr = 1 + S.HAS_LOW
-    p_step = field_of(p_keys, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16)
-    p_low = field_of(p_keys, i_block, i_b, LAST, FIELDS, NUMBERS, tl.float16)  # the step where none is
+    p_step = field_of(p_keys, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16, L)
+    p_low = field_of(p_keys, i_block, i_b, LAST, FIELDS, NUMBERS, tl.float16, L)  # the step where none is
     b_steps = ()
     b_lows = ()
     for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):  # at once: none waits for another
@@ -187,8 +187,8 @@ def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
     TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
     FIELDS: tl.constexpr = 2 + S.HAS_LOW
     LAST: tl.constexpr = 1 + S.HAS_LOW
-    p_step = field_of(p_keys, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16)
-    p_low = field_of(p_keys, i_block, i_b, LAST, FIELDS, NUMBERS, tl.float16)  # the step where none is
+    p_step = field_of(p_keys, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16, L)
+    p_low = field_of(p_keys, i_block, i_b, LAST, FIELDS, NUMBERS, tl.float16, L)  # the step where none is
     p_mean = None if p_rope.mean is None else p_rope.mean + (i_h + rope.zero(i_block)) * L.D
     o_first = (i_h * (L.T // S.GROUP) + i_sub * S.TILES * 16 // S.GROUP) * L.D
     b_next = _numbers_of_pairs(p_step + o_first, p_low + o_first, p_mean, L, S, 0)
@@ -292,13 +292,13 @@ def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr
     NUMBERS: tl.constexpr = L.H * S.GROUPS * L.T * 2
     FIELDS: tl.constexpr = 2 + S.HAS_LOW
     o_t = i_h * S.GROUPS * L.T + i_sub * (16 * TILES) + tl.arange(0, 16)
-    p_step = field_of(p_table, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16) + o_t
+    p_step = field_of(p_table, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16, L) + o_t
     b_steps = ()
     b_lows = ()
     for number in tl.static_range(tl.constexpr(S.GROUPS) * TILES):
         b_steps = b_steps + (tl.load(p_step + number // TILES * L.T + number % TILES * 16),)
     if S.HAS_LOW == 1:
-        p_low = field_of(p_table, i_block, i_b, LOW, FIELDS, NUMBERS, tl.float16) + o_t
+        p_low = field_of(p_table, i_block, i_b, LOW, FIELDS, NUMBERS, tl.float16, L) + o_t
         for number in tl.static_range(tl.constexpr(S.GROUPS) * TILES):
             b_lows = b_lows + (tl.load(p_low + number // TILES * L.T + number % TILES * 16),)
     return b_steps, b_lows

@@ -28,6 +28,7 @@ class LayerSettings(NamedTuple):
     M       columns of the tile of queries: 8, 16, 32 or 64
     N       tokens of a tile that is read per token
     SINKS   tokens at the start that are kept exactly
+    PAGED   1: a block is a page of a serving engine's cache, and rows have as many as they have; see block_table.py
     """
 
     H: int
@@ -36,6 +37,7 @@ class LayerSettings(NamedTuple):
     M: int
     N: int
     SINKS: int
+    PAGED: int = 0
 
 
 class TileSettings(NamedTuple):

@@ -1,0 +1,112 @@
+"""Have the decode kernel read one layer's pages: how they are ordered for it, and what it needs beside them.
+
+Imports the kernels, and with them triton, when a layer is made that they read: see ops/dispatch.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.attention import fused
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.codec.kernel_order import KernelOrder
+from kvq_runtime.geometry import ROLES, Geometry, Role
+from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.storage import lasting
+from kvq_runtime.vllm.page import Fields
+
+ALIGNED = 16  # tokens of a page, of which its fields begin at multiples of 16 bytes
+
+
+def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: int = 0) -> str | None:
+    """Why the kernel does not read this layer's pages, of `recipe.window.block` tokens; None: it does."""
+    if recipe.window.block % ALIGNED:
+        return f"pages of {recipe.window.block} tokens; the kernel reads multiples of {ALIGNED}"
+    if rotary is not None and 2 * len(rotary.frequencies_K) != geometry.head_size:
+        return "RoPE rotates a part of a head, and the kernel rotates whole ones"
+    return fused.refusal(recipe, geometry, layer)
+
+
+def refusal_of_all(recipe: Recipe, geometry: Geometry, rotary: Rotary | None) -> str | None:
+    """Why the kernel reads no layer's pages: of the first layer; None: it reads some, or all."""
+    unlike = {recipe.at(layer): layer for layer in reversed(range(geometry.layers))}
+    reasons = [refusal(recipe, geometry, rotary, layer) for layer in sorted(unlike.values())]
+    return None if None in reasons else reasons[0]
+
+
+class Shared:
+    """What the layers of an engine share: tables for RoPE, and into how many parts pages are cut."""
+
+    def __init__(self, recipe: Recipe, geometry: Geometry, rotary: Rotary | None):
+        self.recipe, self.geometry, self.rotary = recipe, geometry, rotary
+        self.splits: dict[tuple, int] = {}
+        self._rope: Any = None
+
+    @lasting
+    def rope(self, rows: int, pages: int, device: torch.device) -> Any:
+        """Tables for so many rows and pages of each, or more; None: the recipe needs none."""
+        if self.rotary is None:
+            return None
+        have = self._rope
+        if have is None or len(have.leads_B2K) < rows or len(have.bases_N2K) < pages:
+            room = max(rows, 0 if have is None else 2 * len(have.leads_B2K))
+            starts_B = torch.zeros(room, dtype=torch.int32, device=device)
+            frequencies_K = self.rotary.frequencies_K.to(device)
+            block, position = self.recipe.window.block, self.recipe.position
+            tables = fused.kernels().RopeTables
+            self._rope = tables.of(frequencies_K, self.rotary.scaling, block, pages, starts_B, position)
+        return self._rope
+
+
+class PageReader:
+    """How the kernel reads one layer's pages.
+
+    orders   how their codes lie in them
+    """
+
+    def __init__(self, shared: Shared, layer: int):
+        self.shared, self._encoded = shared, list[Any]()
+        found = fused.layouts(shared.recipe, shared.geometry, layer)
+        self.orders: dict[Role, KernelOrder | None] = dict(zip(ROLES, (one.order for one in found), strict=True))
+
+    def bind(self, codecs: Mapping[Role, Codec], views: Mapping[Role, Fields]) -> None:
+        """Read these pages, of codecs on the same device. ValueError: they are not where the kernel can read them."""
+        self._encoded = []
+        for role, codec in codecs.items():
+            device = next(iter(views[role].values())).device
+            one, nobody = fused.reader(codec, self.shared.recipe.position, device), torch.zeros(1, 1, device=device)
+            pages = fused.kernels().Pages.of(views[role], one.layout.names, nobody)
+            self._encoded.append(replace(one, addresses=pages))
+
+    def takes(self, q_THD: Tensor, requests: int, count: int) -> bool:
+        """Whether the kernel takes so many of these queries of each of so many requests."""
+        heads = self.shared.geometry.kv_heads
+        ratio = q_THD.shape[1] // heads
+        return dispatch.runs_kernel(q_THD) and fused.kernels().takes(requests * heads, ratio, count)
+
+    def attend(
+        self, q_BHTD: Tensor, table: Tensor, lengths_B4: Tensor, windows: tuple[Tensor, Tensor], sinks_E2SC: Tensor,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        """What queries, the newest of their windows, attend to: [B, Hq, Tq, D].
+
+        table        int [B, pages]
+        lengths_B4   int32, contiguous: encoded pages, row of the windows, tokens there, row of the sinks or -1
+        windows      of keys and of values, [E, N, C]
+        """
+        host = fused.kernels()
+        keys, values = (
+            replace(one, addresses=one.addresses._replace(table=table, width=table.stride(0))) for one in self._encoded
+        )
+        exact = host.Exact(*windows, *sinks_E2SC.unbind(1))
+        rope = self.shared.rope(len(q_BHTD), table.shape[1], q_BHTD.device)
+        given = (q_BHTD, keys, values, exact, lengths_B4, None)
+        kind = (keys.layout.settings, values.layout.settings, len(q_BHTD), q_BHTD.shape[2], table.shape[1])
+        if kind not in self.shared.splits:
+            self.shared.splits[kind] = host.choose_splits(*given, table.shape[1], rope)
+        return host.attend(*given, scale, self.shared.splits[kind], rope)[0]
