@@ -372,7 +372,15 @@ def _run(module: str, function: str, args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("kvq"):
             raise
-        raise RuntimeError(f"this needs {error.name}: pip install 'kvq-runtime[calib]'") from error
+        raise RuntimeError(f"this needs {_missing(error)}: pip install 'kvq-runtime[calib]'") from error
+
+
+def _missing(error: BaseException) -> str:
+    """The module that was not found; transformers' own error names none, one of its causes does."""
+    cause: BaseException | None = error
+    while cause is not None and getattr(cause, "name", None) is None:
+        cause = cause.__cause__
+    return getattr(cause, "name", None) or str(error)
 
 
 def _settings(command: argparse.ArgumentParser) -> None:

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -12,6 +14,7 @@ import torch
 
 from kvq_calib import job
 from kvq_calib.cli import calibrate as cli
+from kvq_calib.cli import commands
 from kvq_calib.job import Job
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import MODELS, Geometry
@@ -219,3 +222,18 @@ def test_the_flow_makes_and_measures_the_same_as_the_process(model, prepared, mo
     written = ((tmp_path / name / "evaluation.json").read_bytes() for name in ("here", "there"))
     assert next(written) == next(written)
     assert spent["forward"] > 0
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_module_that_is_missing_is_named(wrapped, monkeypatch):
+    """Also where transformers says in an error of its own, which has no name, that one of its parts needs it."""
+
+    def missing(_):
+        error = ModuleNotFoundError("No module named 'termcolor'", name="termcolor")
+        if not wrapped:
+            raise error
+        raise ModuleNotFoundError("Could not import module 'Cache'.") from error
+
+    monkeypatch.setattr(commands, "import_module", lambda _: SimpleNamespace(evaluate=missing))
+    with pytest.raises(RuntimeError, match=r"this needs termcolor: pip install 'kvq-runtime\[calib\]'"):
+        commands._run("any", "evaluate", Namespace())
