@@ -65,3 +65,8 @@ class DeviceIndex:
 def send(rows: Tensor, place: Tensor) -> None:
     """Copy rows from the host to the same rows on a device, without waiting for it."""
     place.copy_(rows.pin_memory() if place.is_cuda else rows, non_blocking=True)
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, likewise; on the host itself."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

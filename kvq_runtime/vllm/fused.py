@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvq_runtime.store.device import sent
 from kvq_runtime.vllm.batch import Batch
 from kvq_runtime.vllm.block_layer import BlockLayer
-from kvq_runtime.vllm.tails import sent
 
 
 @dataclass(frozen=True)

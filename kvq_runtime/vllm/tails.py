@@ -18,12 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvq_runtime.store.device import sent
+
 IDLE = 8  # steps after which a tail may have to give up its entry
-
-
-def sent(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device, without waiting for it."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 class Place(NamedTuple):
