@@ -1,8 +1,8 @@
 """Launch once, in small, what will be timed, so that Triton compiles it; a process that does so for others.
 
 A job has as few tokens as the kernel takes, but the heads of the case it stands for: the very kernel that will be
-timed, which serves any batch and number of splits; and every merge, for each serves a class of them. `python -m
-benchmarks.jobs` takes jobs, a line of JSON each, and answers each.
+timed, which serves any batch and number of splits; and every merge, for each serves a class of splits, and of a large
+batch others do. `python -m benchmarks.jobs` takes jobs, a line of JSON each, and answers each.
 """
 
 import json
@@ -66,9 +66,12 @@ def launched(job: Job, device: torch.device) -> None:
     from kvq_runtime.kernels.attend.launch import Launch
     from kvq_runtime.kernels.attend.merge import CLASSES
 
-    step, q, how = cases.built(case, device), cases.queries(case, device), job.launch and Launch(*job.launch)
-    for splits in (None, *CLASSES):
-        step(q, how, splits)
+    how = job.launch and Launch(*job.launch)
+    for batch in (min(cases.BATCHES), max(cases.BATCHES)):
+        case = cases.Case(model, job.recipe, SHORT, batch)
+        step, q = cases.built(case, device), cases.queries(case, device)
+        for splits in (None, *CLASSES):
+            step(q, how, splits)
     return None
 
 

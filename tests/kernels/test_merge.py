@@ -5,10 +5,11 @@ import torch
 from parity import DEVICE, error, normal, poisoned
 
 pytest.importorskip("triton")
+from kvq_runtime.kernels.attend import merge
 from kvq_runtime.kernels.attend.kernel import EXACT
 from kvq_runtime.kernels.attend.merge import merge_parts, merged
 
-EXACTS, LINES, HEADS, ROWS = EXACT.value, 4, 2, 3
+EXACTS, LINES, HEADS, ROWS = EXACT.value, 4, 2, 6
 
 
 def reference(part, lse, rotation, mean, used) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,12 +28,23 @@ def reference(part, lse, rotation, mean, used) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("levels", [0.0, 300.0, -300.0], ids=["near", "blocks above", "blocks below"])
 @pytest.mark.parametrize(
-    "size, splits, blocks, turned, centred",
-    [(80, 300, 290, False, True), (80, 3, 3, True, False), (128, 70, 500, True, True), (64, 9, 0, False, False)],
+    "size, splits, blocks, turned, centred, shared",
+    [
+        (80, 300, 290, False, True, 1),
+        (80, 3, 3, True, False, 1),
+        (128, 70, 500, True, True, 1),
+        (128, 20, 15, True, True, 4),  # the second program of a head has two rows, and several turns of its loop
+        (80, 3, 3, True, False, 4),
+        (64, 9, 0, False, False, 1),
+        (64, 9, 0, True, True, 4),
+    ],
 )
-def test_merge(size, splits, blocks, turned, centred, levels, monkeypatch):
+def test_merge(size, splits, blocks, turned, centred, shared, levels, monkeypatch):
+    monkeypatch.setattr(merge, "ENOUGH", LINES * ROWS // shared)
+    assert merged(size, splits, turned, LINES * ROWS)[3] == shared or not turned
     used = -(-blocks // max(1, -(-blocks // splits)))  # all as long as the longest, see kernel.py
-    assert size != 80 or splits < 300 or used > 2 * merged(size, splits, turned)[2]  # several turns of its loop
+    chunk = merged(size, splits, turned, LINES * ROWS)[2]
+    assert splits != 300 or used > 2 * chunk  # several turns of its loop
     part = normal(LINES, EXACTS + splits, ROWS, size)
     lse = 4 * normal(LINES, ROWS, EXACTS + splits, seed=1)
     lse[..., EXACTS:] += levels  # no 2^300 is a float32
@@ -42,12 +54,20 @@ def test_merge(size, splits, blocks, turned, centred, levels, monkeypatch):
     mean = normal(HEADS, size, seed=3) if centred else None
     lengths = torch.tensor([blocks, 0, 1], dtype=torch.int32, device=DEVICE)
     with poisoned(monkeypatch):
-        out = torch.empty(LINES // HEADS, HEADS * ROWS, 1, size, device=DEVICE)
+        held = torch.full((LINES * ROWS + 4, size), 7.0, device=DEVICE)  # there is no query of the last four rows
+        out = held[:-4].view(LINES // HEADS, HEADS * ROWS, 1, size)
         level = torch.empty(LINES // HEADS, HEADS * ROWS, 1, device=DEVICE)
         merge_parts(part, lse, rotation, mean, lengths, out, level)
     wanted, levels_LR = reference(part, lse, rotation, mean, used)
-    assert error(out.view(LINES, ROWS, size), wanted) < 1e-6
+    assert error(out.view(LINES, ROWS, size), wanted) < 1e-6 and (held[-4:] == 7).all()
     assert float((level.view(LINES, ROWS).double() - levels_LR).abs().max()) < 1e-4
+
+
+def test_a_large_batch_shares_a_rotation():
+    """Four rows a program where that leaves a program for each multiprocessor of an H200."""
+    assert [merged(128, 4, True, rows)[3] for rows in (32, 527, 528, 4096)] == [1, 1, 4, 4]
+    assert merged(128, 4, True, 528)[1:3] == (32, 8)  # as many elements at once as of one row: 128 channels, 32 splits
+    assert merged(256, 4, True, 4096)[3] == 1 and merged(128, 4, False, 4096)[3] == 1
 
 
 def test_no_token_at_all():
