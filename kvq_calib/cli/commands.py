@@ -202,6 +202,10 @@ def _tasks(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--samples", type=count, metavar="N", default=5, help="of tasks: texts of each length and depth (default: 5)"
     )
+    command.add_argument(
+        "--haystack", metavar="TEXT", default="demo",
+        help="of RULER's tasks in essays: a corpus, as --corpus takes it (default: demo, Python's documentation)",
+    )  # fmt: skip
     command.add_argument("--plot", metavar="FILE", help="of tasks: write accuracy by length and depth, a PNG")
     command.add_argument(
         "--limit", type=count, metavar="N", help="of lm-eval's tasks: the first examples (default: all)"

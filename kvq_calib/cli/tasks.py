@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_calib.cli.asked import device_of, dtype_of, progress_bar, protocol_of
-from kvq_calib.evaluate import tasks
+from kvq_calib.evaluate import cases, tasks
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import Subject, keep
 from kvq_calib.model.files import ModelFiles
@@ -74,7 +74,10 @@ def _own(
     used: tuple[str, Any],
 ) -> list[dict[str, Any]]:
     lengths = args.lengths or [length for length in tasks.LENGTHS if length <= files.context]
-    plan = tasks.Plan(tuple(asked), tuple(lengths), tuple(args.depths), args.samples, args.seed, tuple(protocols))
+    essays = cases.haystack(args.haystack) if set(asked) & set(ruler.ESSAYS) else None
+    plan = tasks.Plan(
+        tuple(asked), tuple(lengths), tuple(args.depths), args.samples, args.seed, tuple(protocols), essays
+    )
     with progress_bar(tasks.work(plan, len(subjects)), args.quiet) as progress:
         return tasks.evaluate(files, subjects, plan, *used, progress, Ledger(home() / "evaluated"))
 

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.tasks import ruler, symbols, synthetic
+from kvq_calib.text import corpus
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,22 @@ def known(files: ModelFiles) -> Sequence[str]:
     return list(synthetic.TASKS if of_symbols(files) else ruler.TASKS)
 
 
-def make(files: ModelFiles, task: str, seed: int, length: int, depth: float) -> Case:
-    """One text of at most `length` tokens: exactly so many of symbols, with question and answer."""
+def make(
+    files: ModelFiles, task: str, seed: int, length: int, depth: float, haystack: ruler.Haystack | None = None
+) -> Case:
+    """One text of at most `length` tokens: exactly so many of symbols, with question and answer.
+
+    haystack   of those of RULER's tasks that lie in essays
+    """
     if of_symbols(files):
         return _symbolic(task, seed, length, depth)
-    return _worded(_tokenizer(files.path), task, seed, length, depth)
+    return _worded(_tokenizer(files.path), task, seed, length, depth, haystack)
+
+
+def haystack(source: str) -> ruler.Haystack:
+    """The documents of a corpus, as `--corpus` takes it, in which needles are hidden."""
+    found = corpus.load(corpus.pin(source))
+    return ruler.Haystack.of(found.name, found.digest, found.texts)
 
 
 def of_symbols(files: ModelFiles) -> bool:
@@ -69,8 +81,10 @@ def _symbolic(task: str, seed: int, length: int, depth: float) -> Case:
     return Case(made.context, asked, tuple(map(len, right)), score, right)
 
 
-def _worded(tokenizer: Tokenizer, task: str, seed: int, length: int, depth: float) -> Case:
-    made = ruler.fitted(task, seed, length, depth, lambda text: len(tokenizer.encode(text).ids))
+def _worded(
+    tokenizer: Tokenizer, task: str, seed: int, length: int, depth: float, essays: ruler.Haystack | None
+) -> Case:
+    made = ruler.fitted(task, seed, length, depth, lambda text: len(tokenizer.encode(text).ids), essays)
     whole = tokenizer.encode(made.context + made.asked)
     # the question begins with the token that its first character is in: the prompt is tokenized as one text
     cut = next(place for place, (_, end) in enumerate(whole.offsets) if end > len(made.context))

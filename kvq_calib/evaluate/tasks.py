@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from kvq_calib.evaluate.record import load_model, weights
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.plan import environment
+from kvq_calib.tasks.ruler import Haystack
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
 
@@ -45,6 +46,7 @@ class Plan:
     """What is asked: so many texts of each task, length and depth.
 
     protocols   "in-use", "full", or both
+    haystack    of those of RULER's tasks that lie in essays
     """
 
     tasks: tuple[str, ...]
@@ -53,6 +55,13 @@ class Plan:
     samples: int = 5
     seed: int = 0
     protocols: tuple[str, ...] = PROTOCOLS
+    haystack: Haystack | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As records have it: of the haystack name and digest, where there is one."""
+        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "haystack"}
+        text = self.haystack
+        return found | ({"haystack": {"name": text.name, "digest": text.digest}} if text else {})
 
     def __post_init__(self):
         if not self.tasks or not self.lengths or not self.depths or self.samples < 1:
@@ -82,7 +91,7 @@ def evaluate(
     model = load_model(files, device, dtype)
     used = environment(device, str(model.dtype).removeprefix("torch."), torch.get_num_threads())
     ledger = ledger.within(model=[files.id, files.revision, weights(files)], environment=used, code=code())
-    about = {"name": "tasks", "version": 1, "model": {"id": files.id, "revision": files.revision}} | asdict(plan)
+    about = {"name": "tasks", "version": 1, "model": {"id": files.id, "revision": files.revision}} | plan.to_json()
     about["model"]["parameters"] = model.num_parameters()
     digest = _digest(plan)
     found = []
@@ -111,7 +120,7 @@ def work(plan: Plan, subjects: int) -> int:
 
 def _digest(plan: Plan) -> str:
     """What the texts follow from, beside the tokenizer of a model that is asked in words."""
-    texts = {name: value for name, value in asdict(plan).items() if name != "protocols"}
+    texts = {name: value for name, value in plan.to_json().items() if name != "protocols"}
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
 
 
@@ -121,7 +130,7 @@ def cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tuple[f
     for place, depth in enumerate(plan.depths):
         for number in range(plan.samples):
             seed = (plan.seed * len(plan.depths) + place) * plan.samples + number
-            found.append((depth, make(files, task, seed, length, depth)))
+            found.append((depth, make(files, task, seed, length, depth, plan.haystack)))
     return found
 
 
@@ -135,7 +144,7 @@ def _part(
     shares: dict[int, float] = {}
     for length in plan.lengths:
         for task in plan.tasks:
-            unit = {"task": task, "length": length, "plan": asdict(plan), "tasks": protocol if subject else REFERENCE}
+            unit = {"task": task, "length": length, "plan": plan.to_json(), "tasks": protocol if subject else REFERENCE}
             unit |= {"subject": [subject.sha256, subject.recipe.to_json()] if subject else None}
             kept: dict[str, Any] | None = ledger.read(**unit)
             if kept is None:

@@ -1,21 +1,31 @@
-"""Make RULER's tasks that need no download, for any model's tokenizer: pure functions of seed, length and depth.
+"""Make RULER's tasks, for any model's tokenizer: pure functions of what a text is drawn from.
 
     niah_single_1       one key and number in a haystack of five sentences, repeated
+    niah_single_2, _3   one key and number, or UUID, in essays
+    niah_multikey_1     four keys with a number each in essays, one asked for
     niah_multikey_2     the haystack is needles of other keys, values are numbers
     niah_multikey_3     the same, keys and values are UUIDs
-    niah_multivalue     a key with four numbers, all asked for        niah_multiquery    four keys, all asked for
+    niah_multivalue     a key with four numbers in essays, all asked for
+    niah_multiquery     four keys in essays, all asked for
     vt                  a number, and five variables that are assigned it one from the other
+    cwe                 ten words of a numbered list that are there more often than the others
+    fwe                 the three most frequent of made-up words, whose frequencies fall as 1 / rank²
 
-Prompts and scores are those of the benchmark: the questions' words, what the answer begins with, the number of tokens
-generated, and the share of the references that the answer contains, in whatever case.
-Source: Hsieh et al., 2024 (RULER), and the constants of github.com/NVIDIA/RULER, `scripts/data/synthetic`.
-Differs: multivalue and multiquery lie in the repeated sentences, not in essays; keys are of our own words, not of the
-package wonderwords; the depth of a needle is given, not drawn; variable tracking has no worked example before it;
-common and frequent words, and questions on documents, are left out.
+Prompts and scores are those of the benchmark: the questions' words, worked examples, what the answer begins with, the
+number of tokens generated, and the share of the references that the answer contains, in whatever case.
+Source: Hsieh et al., 2024 (RULER), and `scripts/data/synthetic` of github.com/NVIDIA/RULER as of 2025.
+Differs: essays are whatever text is given, whose sentences end at . ! or ? before a space; the depth of a needle, of
+several the first one's, is given, not drawn; the worked example of variable tracking has 15 times the haystack, not as
+often as 500 tokens hold; if the list of words is too short for cwe, words are pairs of them. The two tasks of questions
+on documents are left out: their data have to be downloaded.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib import resources
 from itertools import pairwise
 from random import Random
 from uuid import UUID
@@ -33,14 +43,68 @@ ASKED = (
 TRACK = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
 TRACKED = (
     "Question: Find all variables that are assigned the value {query} in the text above. Answer: According to the "
-    "chain(s) of variable assignment in the text above, {number} variables are assgined the value {query}, they are: "
-)  # the benchmark's spelling
-HOPS = 4
+    "chain(s) of variable assignment in the text above, {number} variables are assigned the value {query}, they are: "
+)
+HOPS, EXAMPLE_NOISE = 4, 15
+COMMON = (
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+    "appear most often.\n{context}\n"
+)
+COMMON_ASKED = (
+    "Question: What are the 10 most common words in the above list? Answer: The top 10 words that appear most often in "
+    "the list are:"
+)
+COUNTS = 10  # common words
+SHORT = 4096  # tokens, below which common words are there 6 times and others once; else 30 and 3 times
+FREQUENT = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
+    "coded words. {context}\n"
+)
+FREQUENT_ASKED = (
+    "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+    "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
+    "appeared words are:"
+)
+PER_WORD = 50  # tokens of a text to each made-up word
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-FIRST = """amber brave calm daring eager faint gentle hollow icy jolly keen lively
-misty noble odd plain quiet rapid silent tidy upper vivid warm young"""
-SECOND = """anchor basket candle desert engine forest garden hammer island jacket kettle ladder
-market needle orchard pencil quarry river saddle tunnel urn valley window yard"""
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """What needles of `ESSAYS` lie in: sentences, repeated where they are too few.
+
+    name, digest   of the text
+    """
+
+    name: str
+    digest: str
+    sentences: tuple[str, ...] = field(repr=False)
+
+    @staticmethod
+    def of(name: str, digest: str, texts: Iterable[str]) -> "Haystack":
+        whole = re.sub(r"\s+", " ", " ".join(texts)).strip()
+        return Haystack(name, digest, tuple(re.split(r"(?<=[.!?]) ", whole)))
+
+    def first(self, count: int) -> list[str]:
+        """So many sentences."""
+        return [self.sentences[number % len(self.sentences)] for number in range(count)]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a text is drawn from.
+
+    size       how much of what is not asked for; the text grows with it
+    depth      of what is asked for, 0 to 1
+    length     tokens that the text should have
+    haystack   of `ESSAYS`
+    """
+
+    seed: int
+    size: int
+    depth: float = 0.5
+    length: int = SHORT
+    haystack: Haystack | None = None
 
 
 @dataclass(frozen=True)
@@ -58,73 +122,103 @@ def score(answer: str, references: Sequence[str]) -> float:
     return sum(reference.lower() in answer.lower() for reference in references) / len(references)
 
 
-def niah_single_1(seed: int, size: int, depth: float) -> Prompt:
+def niah_single_1(of: Draw) -> Prompt:
     """One number in `size` times the haystack."""
-    random = Random(f"niah_single_1 {seed}")
-    key, value = _word(random), _number(random)
-    lines = [NOISE] * size
-    lines.insert(round(depth * size), NEEDLE.format(kind="numbers", key=key, value=value))
-    return _niah(lines, "numbers", [key], [value])
+    return _noisy(Random(f"niah_single_1 {of.seed}"), of)
 
 
-def niah_multikey_2(seed: int, size: int, depth: float) -> Prompt:
+def niah_single_2(of: Draw) -> Prompt:
+    """One number in essays."""
+    random = Random(f"niah_single_2 {of.seed}")
+    return _in_essays(random, [(_word(random), _number(random))], 1, "numbers", of)
+
+
+def niah_single_3(of: Draw) -> Prompt:
+    """One UUID in essays."""
+    random = Random(f"niah_single_3 {of.seed}")
+    return _in_essays(random, [(_word(random), _uuid(random))], 1, "uuids", of)
+
+
+def niah_multikey_1(of: Draw) -> Prompt:
+    """One number in essays, among three of other keys."""
+    return _in_essays(*_four_keys("niah_multikey_1", of), 1, "numbers", of)
+
+
+def niah_multikey_2(of: Draw) -> Prompt:
     """One number among `size` others with other keys."""
-    return _among(Random(f"niah_multikey_2 {seed}"), "numbers", _word, _number, size, depth)
+    return _among(Random(f"niah_multikey_2 {of.seed}"), "numbers", _word, _number, of)
 
 
-def niah_multikey_3(seed: int, size: int, depth: float) -> Prompt:
+def niah_multikey_3(of: Draw) -> Prompt:
     """One UUID among `size` others, of keys that are UUIDs."""
-    return _among(Random(f"niah_multikey_3 {seed}"), "uuids", _uuid, _uuid, size, depth)
+    return _among(Random(f"niah_multikey_3 {of.seed}"), "uuids", _uuid, _uuid, of)
 
 
-def niah_multivalue(seed: int, size: int, depth: float) -> Prompt:
-    """Four numbers of one key, the first at the depth."""
-    random = Random(f"niah_multivalue {seed}")
-    key, values = _word(random), _different(random, _number, 4)
-    return _niah(_scattered(random, [(key, value) for value in values], size, depth), "numbers", [key], values)
+def niah_multivalue(of: Draw) -> Prompt:
+    """Four numbers of one key in essays."""
+    random = Random(f"niah_multivalue {of.seed}")
+    key = _word(random)
+    return _in_essays(random, [(key, value) for value in _different(random, _number, 4)], 4, "numbers", of)
 
 
-def niah_multiquery(seed: int, size: int, depth: float) -> Prompt:
-    """Four keys with a number each, the first at the depth."""
-    random = Random(f"niah_multiquery {seed}")
-    keys, values = _different(random, _word, 4), _different(random, _number, 4)
-    return _niah(_scattered(random, list(zip(keys, values, strict=True)), size, depth), "numbers", keys, values)
+def niah_multiquery(of: Draw) -> Prompt:
+    """Four keys with a number each in essays."""
+    return _in_essays(*_four_keys("niah_multiquery", of), 4, "numbers", of)
 
 
-def vt(seed: int, size: int, depth: float) -> Prompt:
+def vt(of: Draw) -> Prompt:
     """A number and the variables that hold it, in order, the first at the depth of what leaves the others room."""
-    random = Random(f"vt {seed}")
-    names = _different(random, lambda draw: "".join(draw.choices(LETTERS, k=5)), HOPS + 1)
-    value = str(random.randint(10000, 99999))
-    said = [
-        f"VAR {names[0]} = {value}",
-        *(f"VAR {new} = VAR {old} " for old, new in pairwise(names)),
-    ]
-    first = round(depth * size)
-    places = [first, *sorted(random.randint(first, size) for _ in said[1:])]
-    lines = [f"{NOISE}\n"] * size
-    for place, line in reversed(list(zip(places, said, strict=True))):
-        lines.insert(place, line)
-    query = {"query": value, "number": HOPS + 1}
-    return Prompt(TRACK.format(context=" ".join(lines)), TRACKED.format(**query), tuple(names), 30)
+    random = Random(f"vt {of.seed}")
+    example = _tracked(random, 3, EXAMPLE_NOISE, 0.0)
+    made = _tracked(random, 5, of.size, of.depth)
+    shown = f"{example.context}{example.asked} {' '.join(example.references)}\n\n"
+    return replace(made, context=shown + made.context)
 
 
-TASKS: dict[str, Callable[[int, int, float], Prompt]] = {
+def cwe(of: Draw) -> Prompt:
+    """Ten common words among `size` others; depth has no meaning."""
+    random = Random(f"cwe {of.seed}")
+    shown = _listed(random, 10, 3, 1) if of.length < SHORT else _listed(random, 30, 10, 3)
+    made = _listed(random, of.size, 6, 1) if of.length < SHORT else _listed(random, of.size, 30, 3)
+    answer = " ".join(f"{number}. {word}" for number, word in enumerate(shown.references, 1))
+    return replace(made, context=f"{shown.context}{shown.asked} {answer}\n{made.context}")
+
+
+def fwe(of: Draw) -> Prompt:
+    """Made-up words, of which the most frequent is dots; `size` is about how many there are; depth has no meaning."""
+    random = Random(f"fwe {of.seed}")
+    steps = 50
+    known = max(4, (of.length - steps) // PER_WORD)
+    words = ["...", *_different(random, lambda draw: "".join(draw.choices(LETTERS.lower(), k=6)), known - 1)]
+    counts = [int(of.size * 6 / math.pi**2 / rank**2) for rank in range(1, known + 1)]
+    drawn = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
+    random.shuffle(drawn)
+    return Prompt(FREQUENT.format(context=" ".join(drawn)), FREQUENT_ASKED, tuple(words[1:4]), steps)
+
+
+ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
+TASKS: dict[str, Callable[[Draw], Prompt]] = {
     made.__name__: made
-    for made in (niah_single_1, niah_multikey_2, niah_multikey_3, niah_multivalue, niah_multiquery, vt)
-}
+    for made in (
+        niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3, niah_multivalue,
+        niah_multiquery, vt, cwe, fwe,
+    )
+}  # fmt: skip
 
 
-def fitted(task: str, seed: int, length: int, depth: float, count: Callable[[str], int]) -> Prompt:
+def fitted(
+    task: str, seed: int, length: int, depth: float, count: Callable[[str], int], haystack: Haystack | None = None
+) -> Prompt:
     """The longest prompt of a task that, with its answer, has at most `length` tokens.
 
-    count   the tokens of a text
+    count      the tokens of a text
+    haystack   of `ESSAYS`
     Raises ValueError where none is so short.
     """
-    make = TASKS[task]
+    make, draw = TASKS[task], Draw(seed, 1, depth, length, haystack)
 
     def needs(size: int) -> int:
-        made = make(seed, size, depth)
+        made = make(replace(draw, size=size))
         return count(made.context + made.asked) + made.steps
 
     if needs(1) > length:
@@ -135,10 +229,10 @@ def fitted(task: str, seed: int, length: int, depth: float, count: Callable[[str
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if needs(middle) <= length else (low, middle)
-    return make(seed, low, depth)
+    return make(replace(draw, size=low))
 
 
-def _niah(lines: Sequence[str], kind: str, keys: Sequence[str], values: Sequence[str]) -> Prompt:
+def _niah(context: str, kind: str, keys: Sequence[str], values: Sequence[str]) -> Prompt:
     """The prompt of needles; with one answer it speaks of one, as the benchmark's does."""
     about, asked = ABOUT, ASKED
     if len(values) == 1:
@@ -146,25 +240,64 @@ def _niah(lines: Sequence[str], kind: str, keys: Sequence[str], values: Sequence
         asked = asked.replace("are all", "is").replace("text are", "text is")
         kind = kind[:-1]
     query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
-    context = about.format(kind=kind, context="\n".join(lines))
-    return Prompt(context, asked.format(kind=kind, query=query), tuple(values), 128)
+    return Prompt(about.format(kind=kind, context=context), asked.format(kind=kind, query=query), tuple(values), 128)
 
 
-def _among(random: Random, kind: str, key, value, size: int, depth: float) -> Prompt:
-    keys = _different(random, key, size + 1)
+def _noisy(random: Random, of: Draw) -> Prompt:
+    key, value = _word(random), _number(random)
+    lines = [NOISE] * of.size
+    lines.insert(round(of.depth * of.size), NEEDLE.format(kind="numbers", key=key, value=value))
+    return _niah("\n".join(lines), "numbers", [key], [value])
+
+
+def _among(random: Random, kind: str, key, value, of: Draw) -> Prompt:
+    keys = _different(random, key, of.size + 1)
     values = [value(random) for _ in keys]
     lines = [NEEDLE.format(kind=kind, key=k, value=v) for k, v in zip(keys[1:], values[1:], strict=True)]
-    lines.insert(round(depth * size), NEEDLE.format(kind=kind, key=keys[0], value=values[0]))
-    return _niah(lines, kind, keys[:1], values[:1])
+    lines.insert(round(of.depth * of.size), NEEDLE.format(kind=kind, key=keys[0], value=values[0]))
+    return _niah("\n".join(lines), kind, keys[:1], values[:1])
 
 
-def _scattered(random: Random, pairs: Sequence[tuple[str, str]], size: int, depth: float) -> list[str]:
-    """Needles in the haystack, the first at the depth, the others anywhere."""
-    places = [round(depth * size), *(random.randint(0, size) for _ in pairs[1:])]
-    lines = [NOISE] * size
+def _four_keys(task: str, of: Draw) -> tuple[Random, list[tuple[str, str]]]:
+    random = Random(f"{task} {of.seed}")
+    return random, list(zip(_different(random, _word, 4), _different(random, _number, 4), strict=True))
+
+
+def _in_essays(random: Random, pairs: Sequence[tuple[str, str]], asked: int, kind: str, of: Draw) -> Prompt:
+    """Needles among sentences, the first at the depth, the others anywhere; the first `asked` are asked for."""
+    if of.haystack is None:
+        raise ValueError("the haystack is essays; give a Haystack")
+    places = [round(of.depth * of.size), *(random.randint(0, of.size) for _ in pairs[1:])]
+    lines = of.haystack.first(of.size)
     for place, (key, value) in sorted(zip(places, pairs, strict=True), reverse=True):
-        lines.insert(place, NEEDLE.format(kind="numbers", key=key, value=value))
-    return lines
+        lines.insert(place, NEEDLE.format(kind=kind, key=key, value=value))
+    keys, values = zip(*pairs[:asked], strict=True)
+    return _niah(" ".join(lines), kind, list(dict.fromkeys(keys)), values)
+
+
+def _tracked(random: Random, letters: int, size: int, depth: float) -> Prompt:
+    """A chain of variables with so many letters each."""
+    names = _different(random, lambda draw: "".join(draw.choices(LETTERS, k=letters)), HOPS + 1)
+    value = str(random.randint(10000, 99999))
+    said = [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in pairwise(names))]
+    first = round(depth * size)
+    places = [first, *sorted(random.randint(first, size) for _ in said[1:])]
+    lines = [NOISE] * size
+    for place, line in reversed(list(zip(places, said, strict=True))):
+        lines.insert(place, line)
+    query = {"query": value, "number": HOPS + 1}
+    return Prompt(TRACK.format(context="\n".join(lines)), TRACKED.format(**query), tuple(names), 30)
+
+
+def _listed(random: Random, others: int, often: int, seldom: int) -> Prompt:
+    """A numbered list of common words, so many times each, and others."""
+    words = _words("noun", "adjective", "verb")
+    count = COUNTS + others
+    chosen = random.sample(words, count) if count <= len(words) else _different(random, _word, count)
+    drawn = chosen[:COUNTS] * often + chosen[COUNTS:] * seldom
+    random.shuffle(drawn)
+    context = " ".join(f"{number}. {word}" for number, word in enumerate(drawn, 1))
+    return Prompt(COMMON.format(context=context), COMMON_ASKED, tuple(chosen[:COUNTS]), 120)
 
 
 def _different(random: Random, draw: Callable[[Random], str], count: int) -> list[str]:
@@ -174,10 +307,15 @@ def _different(random: Random, draw: Callable[[Random], str], count: int) -> lis
     return list(found)
 
 
+@lru_cache
+def _words(*kinds: str) -> list[str]:
+    """The words of the package wonderwords, which the benchmark takes its words from."""
+    lists = [resources.files("wonderwords").joinpath("assets", f"{kind}list.txt").read_text() for kind in kinds]
+    return sorted({word.strip() for text in lists for word in text.split("\n")} - {""})
+
+
 def _word(random: Random) -> str:
-    """Two words and, as there are few of them, a third: 13,824 keys."""
-    first, second = FIRST.split(), SECOND.split()
-    return f"{random.choice(first)}-{random.choice(second)}-{random.choice(second)}"
+    return f"{random.choice(_words('adjective'))}-{random.choice(_words('noun'))}"
 
 
 def _number(random: Random) -> str:

@@ -17,6 +17,7 @@ from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model import find as models
 from kvq_calib.tasks import ruler, symbols
+from kvq_runtime.errors import NotFound
 from kvq_runtime.recipe import preset
 from scripts.recall_circuits import make_model
 from scripts.train_recall_model import make_tokenizer
@@ -158,6 +159,32 @@ def test_other_models_are_asked_in_words():
     assert tokenizer.decode(list(made.asked[0])).lstrip().startswith("What is the special magic number")
     assert made.steps == (128,) and made.right is None
     assert made.score([tokenizer.encode(f" {prompt.references[0]}.").ids]) == 1 > made.score([[5]])
+
+
+def test_needles_lie_in_the_text_that_is_given(tmp_path, monkeypatch, capsys):
+    """Records name it and its digest, and no path."""
+    demo = models.resolve("demo")
+    essays = tmp_path / "essays.txt"
+    essays.write_text("One sentence of it. Another one!")
+    hidden = cases.haystack(str(essays))
+    made = cases.make(demo, "niah_multivalue", 0, 600, 0.5, hidden)
+    text = cases._tokenizer(demo.path).decode(list(made.context))
+    assert text.count("One of the special magic numbers") == 4 and text.count("One sentence of it. Another one!") > 1
+    monkeypatch.setenv("KVQ_HOME", str(tmp_path))
+    top = argparse.ArgumentParser()
+    commands.add_eval(top.add_subparsers())
+    words = ["eval", "exact", "--model", "demo", "--tasks", "niah_multivalue", "--lengths", "600", "--depths", "0.5"]
+    words += ["--samples", "1", "--json", "--quiet", "--device", "cpu", "--dtype", "float32", "--protocol", "in-use"]
+    found = {}
+    for name in (str(essays), "demo-code"):
+        args = top.parse_args([*words, "--haystack", name])
+        args.run(args)
+        found[name] = json.loads(capsys.readouterr().out)[0]
+    assert found[str(essays)]["protocol"]["haystack"] == {"name": "essays.txt", "digest": hidden.digest}
+    assert len({record["corpus"] for record in found.values()}) == 2
+    args = top.parse_args([*words, "--haystack", str(tmp_path / "none.txt")])
+    with pytest.raises(NotFound, match="none.txt is not a file"):
+        args.run(args)
 
 
 def test_the_command_prints_records_and_a_table(files, tmp_path, monkeypatch, capsys):
