@@ -14,7 +14,7 @@ right, or of RULER's references that the answer contains.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -37,6 +37,7 @@ from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
 
 Progress = Callable[[int], object]
+Texts = Mapping[tuple[int, str], Sequence[tuple[float, Case]]]  # by length and task: (depth, text)
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 LENGTHS = (1024, 4096)
 
@@ -88,6 +89,9 @@ def evaluate(
         raise ValueError(f"tasks {', '.join(unknown)}; {files.id} can be asked {', '.join(known(files))}")
     if max(plan.lengths) > files.context:
         raise ValueError(f"texts of {max(plan.lengths)} tokens; {files.id} was made for at most {files.context}")
+    texts = {
+        (length, task): cases(files, task, length, plan) for length in plan.lengths for task in plan.tasks
+    }  # before any work: one that is too short for its task is refused
     model = load_model(files, device, dtype)
     used = environment(device, str(model.dtype).removeprefix("torch."), torch.get_num_threads())
     ledger = ledger.within(model=[files.id, files.revision, weights(files)], environment=used, code=code())
@@ -97,10 +101,10 @@ def evaluate(
     found = []
     for subject in (None, *subjects):
         if subject is None:  # it has no cache to encode: one measurement stands under each protocol
-            parts = dict.fromkeys(plan.protocols, _part(model, files, None, plan, IN_USE, progress, ledger))
+            parts = dict.fromkeys(plan.protocols, _part(model, files, None, plan, texts, IN_USE, progress, ledger))
             progress(work(plan, 0) - work(plan, 0) // len(plan.protocols))
         else:
-            parts = {name: _part(model, files, subject, plan, name, progress, ledger) for name in plan.protocols}
+            parts = {name: _part(model, files, subject, plan, texts, name, progress, ledger) for name in plan.protocols}
         result = {"recipe": subject.recipe.name if subject else REFERENCE, "protocols": parts}
         if subject is not None:
             for name, part in parts.items():
@@ -135,11 +139,11 @@ def cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tuple[f
 
 
 def _part(
-    model: PreTrainedModel, files: ModelFiles, subject: Subject | None, plan: Plan, protocol: str, progress: Progress,
-    ledger: Ledger,
+    model: PreTrainedModel, files: ModelFiles, subject: Subject | None, plan: Plan, texts: Texts, protocol: str,
+    progress: Progress, ledger: Ledger,
 ) -> dict[str, Any]:  # fmt: skip
     """The scores of one recipe under one protocol, or the reason why there are none."""
-    texts = len(plan.depths) * plan.samples
+    count = len(plan.depths) * plan.samples
     cells: list[dict[str, Any]] = []
     shares: dict[int, float] = {}
     for length in plan.lengths:
@@ -148,9 +152,9 @@ def _part(
             unit |= {"subject": [subject.sha256, subject.recipe.to_json()] if subject else None}
             kept: dict[str, Any] | None = ledger.read(**unit)
             if kept is None:
-                kept = _scores(model, files, subject, task, length, plan, protocol)
+                kept = _scores(model, files, subject, texts[length, task], length, plan, protocol)
                 ledger.write(kept, **unit)
-            progress(texts * length)
+            progress(count * length)
             if "reason" in kept:
                 return {"reason": kept["reason"]}
             cells += [{"task": task, "length": length, "depth": depth} | summary(kept["scores"][str(depth)])
@@ -176,7 +180,7 @@ def _scores(
     model: PreTrainedModel,
     files: ModelFiles,
     subject: Subject | None,
-    task: str,
+    texts: Sequence[tuple[float, Case]],
     length: int,
     plan: Plan,
     protocol: str,
@@ -190,7 +194,7 @@ def _scores(
             return {"reason": refused}
     found: dict[str, list[float]] = {str(depth): [] for depth in plan.depths}
     decoded = None
-    for group in _groups(cases(files, task, length, plan), max(1, ROW_TOKENS // length)):
+    for group in _groups(texts, max(1, ROW_TOKENS // length)):
         some = [case for _, case in group]
         if subject is None:
             answers, share = stepped(model, DynamicCache(config=model.config), some), None

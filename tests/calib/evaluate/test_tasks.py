@@ -187,6 +187,12 @@ def test_needles_lie_in_the_text_that_is_given(tmp_path, monkeypatch, capsys):
         args.run(args)
 
 
+def test_texts_too_short_for_a_task_are_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr(tasks, "load_model", lambda *_: pytest.fail("work was begun"))
+    with pytest.raises(ValueError, match="cwe in length=600 tokens; use at least"):
+        tasks.evaluate(models.resolve("demo"), [], tasks.Plan(("niah_single_1", "cwe"), (600,)))
+
+
 def test_the_command_prints_records_and_a_table(files, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVQ_HOME", str(tmp_path))
     top = argparse.ArgumentParser()
