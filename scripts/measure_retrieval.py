@@ -2,9 +2,11 @@
 
     python scripts/measure_retrieval.py                          all, on one thread; fits what needs a fit
     python scripts/measure_retrieval.py --recipes rtn-2bit higgs-2bit --samples 2
+    python scripts/measure_retrieval.py --protocol in-use        recipes without a full encode, and some beside them
 
-By full encode: every token but four sinks is encoded before it is read. Artifacts and what was measured are kept under
-build/retrieval, and a second call goes on there; records go to build/retrieval/records.json.
+By full encode every token but four sinks is encoded before it is read; in use the newest tokens are exact, too.
+Artifacts and what was measured are kept under build/retrieval, and a second call goes on there; records go to
+records.json there, or records-in-use.json.
 """
 
 import argparse
@@ -33,23 +35,30 @@ RECIPES = (  # trellis codes of more bits take minutes each
     "aqua-metric-1bit", "aqua-metric-2bit", "kvquant-2bit", "kvquant-3bit", "squat-2bit", "squat-3bit", "svdq-2bit-v4",
     "svdq-3bit-v4", "svdq-wf-1bit-v4", "svdq-wf-2bit-v4", "wush-2bit", "oscar-2bit",
 )  # fmt: skip
+IN_USE = (  # the first five have a full encode, too
+    "rtn-2bit", "kivi-2bit", "higgs-1bit", "higgs-2bit", "aqua-2bit", "h2o", "h2o-50", "h2o-higgs-2bit",
+    "aqua-h2o-2bit", "subkv-2bit", "subkv-3bit", "subkv-4bit", "subkv-aqua-2bit", "svdq-shadow-2bit-v4-128",
+)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Fit, measure, and print the rows."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    top.add_argument("--recipes", nargs="+", default=RECIPES, metavar="NAME", help="default: of most families")
+    top.add_argument("--recipes", nargs="+", metavar="NAME", help="default: of most families")
+    top.add_argument("--protocol", choices=["full", "in-use"], default="full", help="(default: %(default)s)")
     top.add_argument("--length", type=int, default=2048, help="tokens of a text (%(default)s)")
     top.add_argument("--samples", type=int, default=4, help="texts of each task and depth (%(default)s)")
     args = top.parse_args(arguments)
-    for name in args.recipes:
+    names = args.recipes or (RECIPES if args.protocol == "full" else IN_USE)
+    for name in names:
         preset(name).check(MODELS["recall"])
     os.environ.setdefault("KVQ_HOME", str(HOME))
-    fit([name for name in args.recipes if preset(name).fitted])
-    records = measure(args.recipes, args.length, args.samples)
+    fit([name for name in names if preset(name).fitted])
+    records = measure(names, args.length, args.samples, args.protocol)
     HOME.mkdir(parents=True, exist_ok=True)
-    (HOME / "records.json").write_text(json.dumps(records, indent=1) + "\n")
-    print("\n".join(lines(records)))
+    kept = HOME / f"records{'' if args.protocol == 'full' else '-in-use'}.json"
+    kept.write_text(json.dumps(records, indent=1) + "\n")
+    print("\n".join(lines(records, args.protocol)))
     return 0
 
 
@@ -62,7 +71,7 @@ def fit(names: Sequence[str]) -> None:
         raise RuntimeError(f"kvq-calibrate did not fit {', '.join(names)}; what it printed says why")
 
 
-def measure(names: Sequence[str], length: int, samples: int) -> list[dict[str, Any]]:
+def measure(names: Sequence[str], length: int, samples: int, protocol: str = "full") -> list[dict[str, Any]]:
     """The records of `kvq eval --tasks`: of the 16-bit model, then of each recipe."""
     top = argparse.ArgumentParser()
     commands.add_eval(top.add_subparsers())
@@ -72,7 +81,7 @@ def measure(names: Sequence[str], length: int, samples: int) -> list[dict[str, A
         "--depths",
         *DEPTHS,
         "--protocol",
-        "full",
+        protocol,
         "--sinks",
         4,
         "--device",
@@ -87,7 +96,7 @@ def measure(names: Sequence[str], length: int, samples: int) -> list[dict[str, A
     return json.loads(printed.getvalue())
 
 
-def lines(records: Iterable[Mapping[str, Any]]) -> list[str]:
+def lines(records: Iterable[Mapping[str, Any]], protocol: str = "full") -> list[str]:
     """Rows of a Markdown table: accuracy by task with its standard error, then by depth over PLACED."""
     found = [
         f"| recipe | bits | {' | '.join(f'`{task}`' for task in TASKS)} | at {' | at '.join(map(str, DEPTHS))} |",
@@ -95,7 +104,7 @@ def lines(records: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
     for record in records:
         result = record["result"]
-        part = result["protocols"]["full"]
+        part = result["protocols"][protocol]
         name = f"`{result['recipe']}`" if "bits" in result else result["recipe"]
         held = f"{result['bits']['asymptotic']:.2f}" if "bits" in result else "16"
         if "reason" in part:
