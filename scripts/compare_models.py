@@ -2,11 +2,12 @@
 
     make compare                         all, with the models and texts under KVQ_TEST_DATA
     python -m scripts.compare_models --model demo --recipes aqua-2bit higgs-2bit
-    python -m scripts.compare_models --records build/compare/...      page and pictures of what was measured before
+    python -m scripts.compare_models --records                        page and pictures of what was measured before
 
 Beside the page there are compare.png (the frontier of each model), compare-MODEL.png (all recipes of one) and
-frontier.png (the first model's, for README). A model takes minutes; one that was stopped goes on where it was. Prose
-and figures are both made from the records, so that neither can be newer than the other.
+frontier.png (the first model's, for README). A model takes up to 70 minutes of one core; one that was stopped goes on
+where it was. Page and figures are both made from the records, MODEL.json, so that neither can be newer than the other;
+of a model that is not measured this time, from those kept before: of docs/, in benchmarks/results/compare.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from kvq_runtime.registry.measured import FULL, figures
 from scripts.compare_page import BUDGETS, OPENING, PICTURE, Model, page
 
 DOCS = Path(__file__).parents[1] / "docs"
+RECORDS = DOCS.parent / "benchmarks" / "results" / "compare"  # of the page in DOCS
 # of runs and of what was measured: a second call goes on where the first was, unless the code was changed since
 HOME = Path("build/compare").absolute() / code()[:16]
 
@@ -57,31 +59,25 @@ def main() -> int:
     top.add_argument("--recipes", nargs="+", default=[], metavar="NAME", help="default: some of every family")
     top.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="where page and plots go")
     top.add_argument(
-        "--records", type=Path, metavar="DIR", help="draw and write from MODEL.json there; measure nothing"
-    )
+        "--records", type=Path, nargs="?", const=RECORDS, metavar="DIR",
+        help="draw and write from MODEL.json there (default: benchmarks/results/compare); measure nothing",
+    )  # fmt: skip
     args = top.parse_args()
     os.environ.setdefault("KVQ_HOME", str(HOME))
-    data = os.environ.get("KVQ_TEST_DATA")
+    records = args.records or (RECORDS if args.docs == DOCS and not args.recipes else HOME)
     found: Found = {}
     absent: dict[Model, list[str]] = {}
     for model in MODELS:
-        if args.model and model.name not in args.model:
-            continue
-        if model.text not in (None, *EMBEDDED) and not data and args.records is None:
-            print(f"{model.name} is left out: KVQ_TEST_DATA names no folder", file=sys.stderr)
-            continue
-        folder = _folder(model, Path(data or "."))
+        asked = not args.model or model.name in args.model
+        folder = _folder(model, Path(os.environ.get("KVQ_TEST_DATA", ".")))
         here = model.text is None or Path(folder).is_dir()
-        if not here and args.records is None:
-            print(f"{model.name} is left out: there is no {folder}", file=sys.stderr)
-            continue
-        print(f"{model.name} ...", file=sys.stderr, flush=True)
-        kept = HOME / f"{model.name}.json" if args.records is None else args.records / f"{model.name}.json"
-        if args.records is None:
-            found[model] = measure(model, Path(data or "."), args.recipes)
+        kept = records / f"{model.name}.json"
+        if asked and args.records is None and _can_be_measured(model, folder):
+            print(f"{model.name} ...", file=sys.stderr, flush=True)
+            found[model] = measure(model, Path(os.environ.get("KVQ_TEST_DATA", ".")), args.recipes)
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(found[model]) + "\n")
-        elif kept.is_file():
+        elif kept.is_file() and (asked or args.records is None):
             found[model] = json.loads(kept.read_text())
         else:
             continue
@@ -89,6 +85,19 @@ def main() -> int:
         (args.docs / f"compare-{model.name}.png").write_bytes(plots.comparison(found[model]))
         write(found, absent, args.docs)
     return 0
+
+
+def _can_be_measured(model: Model, folder: str) -> bool:
+    """Whether the model is here; if not, stderr says why."""
+    if model.text in (None, *EMBEDDED):
+        return True
+    if not os.environ.get("KVQ_TEST_DATA"):
+        print(f"{model.name} is not measured: KVQ_TEST_DATA names no folder", file=sys.stderr)
+        return False
+    if not Path(folder).is_dir():
+        print(f"{model.name} is not measured: there is no {folder}", file=sys.stderr)
+        return False
+    return True
 
 
 def write(found: Found, absent: Mapping[Model, Sequence[str]], docs: Path) -> None:

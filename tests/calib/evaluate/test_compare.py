@@ -256,12 +256,35 @@ def test_the_page_opens_with_the_best_at_some_budgets_chosen_by_other_windows():
     assert text.count("<details>") == text.count("</details>") >= 3
 
 
-@pytest.mark.slow
-def test_page_and_pictures_are_made_from_records_without_measuring(tmp_path, monkeypatch):
+def records_for_pictures() -> list[dict]:
     records = [of_two_texts("aqua-klt-1bit", 1.5, 0.3, 0.2, 0.1), of_two_texts("higgs-2bit", 2.1, 0.01, 0.4, 0.2)]
     for one in records:  # what a picture of all recipes needs beside
         for part in (one["result"]["protocols"], one["result"]["texts"]["web"]["protocols"]):
             part["full"]["kl"] = one["result"]["bits"]["asymptotic"] / 10
+    return records
+
+
+@pytest.mark.slow
+def test_one_model_is_measured_and_the_page_keeps_the_others(tmp_path, monkeypatch):
+    docs, kept = tmp_path / "docs", tmp_path / "kept"
+    docs.mkdir()
+    kept.mkdir()
+    (kept / "narrow.json").write_text(json.dumps(records_for_pictures()))
+    monkeypatch.setattr(compare_models, "DOCS", docs)
+    monkeypatch.setattr(compare_models, "RECORDS", kept)
+    monkeypatch.setattr(compare_models, "measure", lambda *_: records_for_pictures())
+    monkeypatch.setattr(compare_models, "left_out", lambda *_: [])
+    monkeypatch.setattr("sys.argv", ["compare_models", "--model", "demo"])
+    monkeypatch.delenv("KVQ_TEST_DATA", raising=False)
+    assert compare_models.main() == 0
+    assert json.loads((kept / "demo.json").read_text()) == records_for_pictures()
+    text = (docs / "compare.md").read_text()
+    assert "<summary>demo" in text and "<summary>narrow" in text
+
+
+@pytest.mark.slow
+def test_page_and_pictures_are_made_from_records_without_measuring(tmp_path, monkeypatch):
+    records = records_for_pictures()
     for name in ("demo", "stories260K"):
         (tmp_path / f"{name}.json").write_text(json.dumps(records))
     monkeypatch.setattr(compare_models, "measure", lambda *_: pytest.fail("it measures"))
