@@ -5,7 +5,7 @@
     python -m scripts.compare_models --records                        page and pictures of what was measured before
 
 Beside the page there are compare.png (the frontier of each model), compare-MODEL.png (all recipes of one) and
-frontier.png (the first model's, for README). A model takes up to 70 minutes of one core; one that was stopped goes on
+frontier.png (the first model's, for README). A model takes up to 80 minutes of one core; one that was stopped goes on
 where it was. Page and figures are both made from the records, MODEL.json, so that neither can be newer than the other;
 of a model that is not measured this time, from those kept before: of docs/, in benchmarks/results/compare.
 """

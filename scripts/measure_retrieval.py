@@ -34,6 +34,7 @@ RECIPES = (  # trellis codes of more bits take minutes each
     "trellis-head-1bit", "zipcache-online-2bit", "svdq-online-2bit-v4", "aqua-1bit", "aqua-2bit", "aqua-3bit",
     "aqua-metric-1bit", "aqua-metric-2bit", "kvquant-2bit", "kvquant-3bit", "squat-2bit", "squat-3bit", "svdq-2bit-v4",
     "svdq-3bit-v4", "svdq-wf-1bit-v4", "svdq-wf-2bit-v4", "wush-2bit", "oscar-2bit",
+    "aqua-klt-1bit", "aqua-klt-2bit", "aqua-absorbed-2bit-2",
 )  # fmt: skip
 IN_USE = (  # the first five have a full encode, too
     "rtn-2bit", "kivi-2bit", "higgs-1bit", "higgs-2bit", "aqua-2bit", "h2o", "h2o-50", "h2o-higgs-2bit",
