@@ -57,11 +57,10 @@ def launched(job: Job, device: torch.device) -> None:
     if job.kind == "encode":
         cases.encoder(model, job.recipe, job.role, device)[0]()
         return None
-    case = cases.Case(model, job.recipe, SHORT, job.batch)
     if job.kind == "paged":
         from benchmarks import paged
 
-        paged.built(case, device)()
+        paged.built(cases.Case(model, job.recipe, SHORT, job.batch), device)()
         return None
     from kvq_runtime.kernels.attend.launch import Launch
     from kvq_runtime.kernels.attend.merge import CLASSES

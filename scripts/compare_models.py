@@ -64,17 +64,18 @@ def main() -> int:
     )  # fmt: skip
     args = top.parse_args()
     os.environ.setdefault("KVQ_HOME", str(HOME))
+    data = Path(os.environ.get("KVQ_TEST_DATA", "."))
     records = args.records or (RECORDS if args.docs == DOCS and not args.recipes else HOME)
     found: Found = {}
     absent: dict[Model, list[str]] = {}
     for model in MODELS:
         asked = not args.model or model.name in args.model
-        folder = _folder(model, Path(os.environ.get("KVQ_TEST_DATA", ".")))
+        folder = _folder(model, data)
         here = model.text is None or Path(folder).is_dir()
         kept = records / f"{model.name}.json"
         if asked and args.records is None and _can_be_measured(model, folder):
             print(f"{model.name} ...", file=sys.stderr, flush=True)
-            found[model] = measure(model, Path(os.environ.get("KVQ_TEST_DATA", ".")), args.recipes)
+            found[model] = measure(model, data, args.recipes)
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(found[model]) + "\n")
         elif kept.is_file() and (asked or args.records is None):

@@ -124,7 +124,11 @@ def score(answer: str, references: Sequence[str]) -> float:
 
 def niah_single_1(of: Draw) -> Prompt:
     """One number in `size` times the haystack."""
-    return _noisy(Random(f"niah_single_1 {of.seed}"), of)
+    random = Random(f"niah_single_1 {of.seed}")
+    key, value = _word(random), _number(random)
+    lines = [NOISE] * of.size
+    lines.insert(round(of.depth * of.size), NEEDLE.format(kind="numbers", key=key, value=value))
+    return _niah("\n".join(lines), "numbers", [key], [value])
 
 
 def niah_single_2(of: Draw) -> Prompt:
@@ -241,13 +245,6 @@ def _niah(context: str, kind: str, keys: Sequence[str], values: Sequence[str]) -
         kind = kind[:-1]
     query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
     return Prompt(about.format(kind=kind, context=context), asked.format(kind=kind, query=query), tuple(values), 128)
-
-
-def _noisy(random: Random, of: Draw) -> Prompt:
-    key, value = _word(random), _number(random)
-    lines = [NOISE] * of.size
-    lines.insert(round(of.depth * of.size), NEEDLE.format(kind="numbers", key=key, value=value))
-    return _niah("\n".join(lines), "numbers", [key], [value])
 
 
 def _among(random: Random, kind: str, key, value, of: Draw) -> Prompt:
