@@ -10,6 +10,7 @@ Source: Hong et al., 2025 (SVDq).
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -85,12 +86,7 @@ def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) -> di
 
 def _gaussian(z_RT: Tensor, deviation_R: Tensor, bits: int) -> dict[str, Tensor]:
     options = [{"deviation": (deviation_R * factor).float()} for factor in DEVIATIONS]
-
-    def there_and_back(option: dict[str, Tensor]) -> Tensor:
-        scale = option["deviation"]
-        return latent.decode_gaussian(latent.encode_gaussian(z_RT, scale, bits), scale, bits)
-
-    return _best(z_RT, options, there_and_back)
+    return _best(options, lambda option: latent.errors_gaussian(z_RT[None], option["deviation"], bits)[0])
 
 
 def _uniform(z_RT: Tensor, bits: int) -> dict[str, Tensor]:
@@ -98,18 +94,19 @@ def _uniform(z_RT: Tensor, bits: int) -> dict[str, Tensor]:
     lows, highs = (torch.quantile(z_RT, part, dim=1) for part in (shares, 1 - shares))
     options = [{"low": low, "high": high} for low, high in zip(lows, highs, strict=True)]
 
-    def there_and_back(option: dict[str, Tensor]) -> Tensor:
+    def errors(option: dict[str, Tensor]) -> Tensor:
         ends = option["low"], option["high"]
-        return latent.decode_uniform(latent.encode_uniform(z_RT, *ends, bits), *ends, bits)
+        return (latent.decode_uniform(latent.encode_uniform(z_RT, *ends, bits), *ends, bits) - z_RT).square_()
 
-    return _best(z_RT, options, there_and_back)
+    return _best(options, errors)
 
 
-def _best(z_RT: Tensor, options: list[dict[str, Tensor]], there_and_back) -> dict[str, Tensor]:
+def _best(options: list[dict[str, Tensor]], squared_errors: Callable[[dict[str, Tensor]], Tensor]) -> dict[str, Tensor]:
     """Channel by channel, the option with the least error; the first on a tie."""
-    left_out, errors = z_RT.shape[1] // TRIMMED, []
+    errors = []
     for option in options:
-        error_RT = (there_and_back(option) - z_RT).double().square()
-        errors.append(error_RT.sum(1) - error_RT.topk(left_out, 1).values.sum(1))
+        error_RT = squared_errors(option)
+        worst_RN = error_RT.topk(error_RT.shape[1] // TRIMMED, 1).values
+        errors.append(error_RT.sum(1, dtype=torch.float64) - worst_RN.sum(1, dtype=torch.float64))
     chosen_R = torch.stack(errors).argmin(0)
     return {name: torch.stack([option[name] for option in options]).gather(0, chosen_R[None])[0] for name in options[0]}

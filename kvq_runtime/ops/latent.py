@@ -19,6 +19,9 @@ from torch import Tensor
 from kvq_runtime.ops import dispatch, lloyd
 
 MOST = 8  # bits of a code
+FEW = 2  # up to so many bits comparing with every boundary is the faster way
+FINE, REACH = 64, 8  # cells of a table to a unit, and the largest number in it
+PAIRED = 4  # up to so many bits errors are found without codes
 
 
 @lru_cache(maxsize=MOST + 1)
@@ -60,8 +63,55 @@ def distortion(bits: int) -> float:
 def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, R, T] of float32 channels with these standard deviations [R]; one of 0 is coded as zeros."""
     scale = torch.where(deviation_R > 0, 1 / deviation_R.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
-    boundaries = gaussian(bits)[0].to(z_NRT.device, torch.float32)
-    return torch.bucketize((z_NRT * scale[:, None]).contiguous(), boundaries).to(torch.uint8)
+    x_NRT = z_NRT * scale[:, None]
+    return _compared(x_NRT, bits) if bits <= FEW else _looked_up(x_NRT, bits)
+
+
+def _compared(x_NRT: Tensor, bits: int) -> Tensor:
+    """How many boundaries lie below each number, by comparing with all of them."""
+    codes_NRT = torch.zeros_like(x_NRT, dtype=torch.uint8)
+    for boundary in gaussian(bits)[0].float().tolist():
+        codes_NRT += (x_NRT > boundary).view(torch.uint8)
+    return codes_NRT
+
+
+def _looked_up(x_NRT: Tensor, bits: int) -> Tensor:
+    """The same by a table of cells so narrow that none holds two boundaries; one comparison is left."""
+    below, following = _cells(bits, x_NRT.device)
+    cell = (x_NRT * FINE).clamp_(-REACH * FINE, REACH * FINE - 1).floor_().int()
+    cell = cell.clamp_(min=-REACH * FINE).add_(REACH * FINE).flatten()  # a NaN is any whole number until here
+    more = x_NRT.flatten() > following.index_select(0, cell)
+    return below.index_select(0, cell).add_(more.view(torch.uint8)).view(x_NRT.shape)
+
+
+@lru_cache(maxsize=16)
+def _cells(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each cell [n, n + 1) / FINE: how many boundaries lie below it, uint8, and the next one, float32."""
+    boundaries = gaussian(bits)[0].float()
+    assert float(boundaries.diff().min()) > 1 / FINE and float(boundaries.abs().max()) < REACH - 1 / FINE
+    edges = torch.arange(-REACH * FINE, REACH * FINE) / FINE
+    below = torch.bucketize(edges, boundaries)
+    following = torch.cat([boundaries, boundaries.new_full((1,), math.inf)])[below]
+    return below.to(device, torch.uint8), following.to(device)
+
+
+def errors_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
+    """The squared errors [N, R, T] that encoding would leave, without codes: distances to the nearest point.
+
+    Points lie on both sides of zero alike. Of two points c ± h of one side the nearer is | |z| - c | - h away.
+    """
+    if not 1 <= bits <= PAIRED:
+        return (decode_gaussian(encode_gaussian(z_NRT, deviation_R, bits), deviation_R, bits) - z_NRT).square_()
+    points = gaussian(bits)[1][2 ** (bits - 1) :].float().tolist()
+    size_NRT, scale_R1 = z_NRT.abs(), deviation_R[:, None]
+    if bits == 1:
+        return size_NRT.sub_(points[0] * scale_R1).square_()
+    nearest = None
+    for low, high in zip(points[::2], points[1::2], strict=True):
+        away = (size_NRT - (low + high) / 2 * scale_R1).abs_().sub_((high - low) / 2 * scale_R1).abs_()
+        nearest = away if nearest is None else torch.minimum(nearest, away, out=nearest)
+    assert nearest is not None
+    return nearest.square_()
 
 
 @dispatch.paired

@@ -204,8 +204,7 @@ class Mixed(Quantizer):
         for gain in latent.gains(tensors["gain_ends"], self.gain):
             error_NT = z_NRT.new_zeros(len(z_NRT), z_NRT.shape[-1])
             for part, bits, own in self._parts(width, own_ends):
-                z = z_NRT[:, part]
-                error_NT += (gain * self._values(self._codes(z / gain, own, bits), own, bits) - z).square().sum(1)
+                error_NT += self._errors(z_NRT[:, part], gain, own, bits).sum(1)
             errors.append(error_NT)
         return torch.stack(errors).argmin(0).to(torch.uint8)
 
@@ -219,6 +218,12 @@ class Mixed(Quantizer):
             part = slice(start, start + count)
             yield part, bits, {name: end[..., part] for name, end in ends.items()}
             start += count
+
+    def _errors(self, z_NRT: Tensor, gain: Tensor, own: Tensors, bits: int) -> Tensor:
+        """Squared errors of what has this gain."""
+        if self.codebook == "gaussian":
+            return latent.errors_gaussian(z_NRT, gain * own["deviation"], bits)
+        return (gain * self._values(self._codes(z_NRT / gain, own, bits), own, bits) - z_NRT).square()
 
     def _codes(self, z_NRT: Tensor, own: Tensors, bits: int) -> Tensor:
         if self.codebook == "gaussian":

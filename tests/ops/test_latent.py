@@ -91,3 +91,24 @@ def test_every_channel_has_its_own_bits(codebook):
 def test_schedules_that_cannot_be(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("bits", range(1, latent.MOST + 1))
+def test_codes_count_the_boundaries_below(bits):
+    """At the boundaries, between all neighbouring numbers of float32 there, and far outside."""
+    boundaries = latent.gaussian(bits)[0].float()
+    up, down = (boundaries.nextafter(torch.tensor(end)) for end in (9e9, -9e9))
+    spread = torch.linspace(-9, 9, 50_001)
+    far = torch.tensor([-torch.inf, torch.inf, -1e30, 1e30, 0.0, -0.0])
+    z = torch.cat([boundaries, up, down, spread, far])
+    expected = (z[:, None] > boundaries).sum(1).to(torch.uint8)
+    assert torch.equal(latent.encode_gaussian(z[None, None], torch.ones(1), bits)[0, 0], expected)
+    assert latent.encode_gaussian(torch.full((1, 1, 8), torch.nan), torch.ones(1), bits).shape == (1, 1, 8)
+
+
+@pytest.mark.parametrize("bits", range(1, latent.MOST + 1))
+def test_errors_without_codes_are_those_of_the_codes(bits):
+    z = torch.randn(2, 4, 300, generator=torch.Generator().manual_seed(bits)) * 2
+    deviation = torch.tensor([0.5, 1.0, 3.0, 0.0])
+    found = latent.decode_gaussian(latent.encode_gaussian(z, deviation, bits), deviation, bits)
+    torch.testing.assert_close(latent.errors_gaussian(z, deviation, bits), (found - z).square(), rtol=1e-4, atol=1e-6)
