@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq_calib.model.files import ModelFiles
+from kvq_runtime.ops import product
 
 TILE = 2048  # tokens
 
@@ -192,8 +193,7 @@ def default_dtype(files: ModelFiles, device: torch.device) -> torch.dtype:
     Native bfloat16 is 1.7 times as fast as float32, and its noise in keys and values (4e-5 of their variance on the
     demo model) is far below a 4-bit quantizer's 8e-3.
     """
-    native = any(has for name, has in torch.cpu.get_capabilities().items() if name.endswith("bf16"))
-    if device.type == "cpu" and not (native and files.dtype == torch.bfloat16):
+    if device.type == "cpu" and not (files.dtype == torch.bfloat16 and product.multiplies_bfloat16()):
         return torch.float32
     return files.dtype
 

@@ -14,6 +14,7 @@ from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.text import corpus
 from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.ops import product
 from kvq_runtime.recipe import Recipe
 
 CHUNK_TOKENS = 8192
@@ -143,6 +144,8 @@ def environment(device: str, dtype: str, threads: int) -> dict:
     found = {name: version(name) for name in ("kvq-runtime", "transformers")}
     found |= {"torch": torch.__version__, "machine": platform.machine()}
     found |= {"dtype": dtype, "threads": threads, "device": device, "cpu": torch.backends.cpu.get_cpu_capability()}
+    if device == "cpu" and not product.multiplies_bfloat16():
+        found["products"] = "float32"  # of bfloat16 numbers; else in bfloat16
     if device.startswith("cuda"):
         found["device"] = torch.cuda.get_device_name()
     return found

@@ -112,7 +112,7 @@ def check_worker(run: Run, mark: str) -> None:
     if not path.is_file() or path.read_text() != mark:
         raise RuntimeError(f"a worker on another machine does not see {run.folder}; give --run a folder that all share")
     ours = environment(plan.device, plan.dtype, plan.threads)
-    differ = sorted(name for name in plan.environment if ours.get(name) != plan.environment[name])
+    differ = sorted(name for name in {*ours, *plan.environment} if ours.get(name) != plan.environment.get(name))
     if differ:
         raise RuntimeError(f"a worker's {', '.join(differ)} differ from the run's; use machines of one kind")
     set_arithmetic(plan)

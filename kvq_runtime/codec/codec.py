@@ -2,7 +2,8 @@
 
 Everything here has shape [N, T, C]: N blocks, T tokens, C channels of all heads. What passes between layers is
 *centred*: without the mean, which `restore` puts back. Encoding works in float32; decoding in bfloat16, with float32
-sums inside matrix products: its rounding is far below the quantizer's, and it is several times faster.
+sums inside matrix products: its rounding is far below the quantizer's, and it is several times faster, on a CPU without
+bfloat16 instructions too (`kvq_runtime/ops/product.py`).
 
 What is stored, and what it costs, is the Scheme's own answer. A codec never changes: caches of one fit share it, see
 `shared.py`.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from kvq_runtime.codec.packed import packed_reader
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import dispatch, rope
+from kvq_runtime.ops import dispatch, product, rope
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_run, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages import groups
@@ -178,7 +179,7 @@ class Codec:
         x = quantize.at(fields, block_N, place_N, self.block, self.geometry, own)
         back = self.back
         if back is not None and back.ndim == 2 and len(back) == x.shape[1]:
-            x = (x.to(torch.bfloat16) @ back[:, channels]).float()
+            x = product.matmul(x.to(torch.bfloat16), back[:, channels]).float()
         elif back is not None:
             x = _grouped(x.to(torch.bfloat16), back)[:, channels].float()
         else:
@@ -314,7 +315,8 @@ def _grouped(x_NRW: Tensor, matrix_WV: Tensor) -> Tensor:
     if matrix_WV.ndim == 3:
         return by_run(x_NRW, matrix_WV)
     taken, given = matrix_WV.shape
-    return (x_NRW.reshape(-1, taken) @ matrix_WV).view(*x_NRW.shape[:-1], x_NRW.shape[-1] // taken * given)
+    found = product.matmul(x_NRW.reshape(-1, taken), matrix_WV)
+    return found.view(*x_NRW.shape[:-1], x_NRW.shape[-1] // taken * given)
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import dispatch
+from kvq_runtime.ops import dispatch, product
 
 # Rows of a matrix that a kernel multiplies a tile with: whole in shared memory, and a shape of the tensor cores.
 TILE_MATRICES = (16, 32, 64, 128)
@@ -68,7 +68,7 @@ def by_run(x: Tensor, matrices_HSV: Tensor) -> Tensor:
     """Multiply run h of each H in a row with its own matrix; x is [..., H · S], or [..., groups, K] of as many."""
     heads, run, out = matrices_HSV.shape
     rows_HNS = x.reshape(-1, heads, run).transpose(0, 1)
-    return (rows_HNS @ matrices_HSV).transpose(0, 1).reshape(*x.shape[:-1], x.shape[-1] * out // run)
+    return product.matmul(rows_HNS, matrices_HSV).transpose(0, 1).reshape(*x.shape[:-1], x.shape[-1] * out // run)
 
 
 def in_tile(rotation: Rotation, size: int) -> bool:

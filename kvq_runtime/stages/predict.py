@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Role
+from kvq_runtime.ops import product
 from kvq_runtime.stages import four_bits
 from kvq_runtime.stages.stage import Inputs, Predictor, Specs, Tensors
 
@@ -160,7 +161,7 @@ class LowRank(Linear):
         }
 
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
-        inner = z_NTI @ tensors["down"].to(z_NTI.dtype)
+        inner = product.matmul(z_NTI, tensors["down"].to(z_NTI.dtype))
         return _affine(inner, tensors["up"].to(z_NTI.dtype), tensors["bias"])
 
     def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
@@ -217,5 +218,5 @@ class MLP(Linear):
 
 
 def _affine(z_NTI: Tensor, weight_IO: Tensor, bias_O: Tensor) -> Tensor:
-    flat = torch.addmm(bias_O.to(z_NTI.dtype), z_NTI.flatten(0, -2), weight_IO)
+    flat = product.addmm(bias_O.to(z_NTI.dtype), z_NTI.flatten(0, -2), weight_IO)
     return flat.view(*z_NTI.shape[:-1], flat.shape[-1])

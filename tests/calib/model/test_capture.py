@@ -21,7 +21,7 @@ from transformers import (
 
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream, default_dtype
-from kvq_runtime.ops import rope
+from kvq_runtime.ops import product, rope
 
 SIZE = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=128, max_position_embeddings=256)  # fmt: skip
@@ -139,7 +139,7 @@ def test_later_tokens_do_not_change_earlier_ones(demo_model: Path):
 def test_the_default_dtype_is_the_weights_own_where_it_is_fast(demo_model: Path, monkeypatch: pytest.MonkeyPatch):
     files = models.resolve("demo")
     for native, expected in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda native=native: {"avx512_bf16": native})
+        monkeypatch.setattr(product, "multiplies_bfloat16", lambda native=native: native)
         assert default_dtype(files, torch.device("cpu")) == expected
     assert default_dtype(files, torch.device("cuda")) == torch.bfloat16
 

@@ -1,0 +1,42 @@
+"""Multiply bfloat16 matrices in what the processor is fast at: bfloat16 where it has instructions for that, else float32.
+
+A product of two bfloat16 numbers is exact in float32, and sums are float32 either way. So only the order of addition
+differs, and with it now and then the last bit of the bfloat16 result. Without instructions bfloat16 takes 2 times
+(AVX-512) to 25 times (AVX2) as long as float32, conversions included.
+"""
+
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# what ONEDNN_MAX_CPU_ISA may say that leaves bfloat16 instructions out
+_WITHOUT = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for products of bfloat16, and oneDNN may use them."""
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT:
+        return False
+    if hasattr(torch.cpu, "get_capabilities"):
+        return any(has for name, has in torch.cpu.get_capabilities().items() if name.endswith("bf16"))
+    return torch.cpu._is_avx512_bf16_supported()  # before torch had a list of them
+
+
+def widened(x: Tensor) -> bool:
+    """Whether products of this tensor are made in float32."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not multiplies_bfloat16()
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y, in the dtype of both."""
+    return (x.float() @ y.float()).to(x.dtype) if widened(x) else x @ y
+
+
+def addmm(bias: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """bias + x @ y, in the dtype of all three."""
+    if widened(x):
+        return torch.addmm(bias.float(), x.float(), y.float()).to(x.dtype)
+    return torch.addmm(bias, x, y)

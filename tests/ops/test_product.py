@@ -1,0 +1,73 @@
+"""Products of bfloat16 on a machine that has no instructions for them, which is pretended."""
+
+import pytest
+import torch
+
+from kvq_calib.run.plan import environment
+from kvq_runtime.ops import product
+from kvq_runtime.stages.predict import MLP, Linear, LowRank
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(product, "multiplies_bfloat16", lambda: False)
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_the_result_is_the_exact_one_rounded(without):
+    """Where a machine sums in float32, as with instructions: less than one last bit of bfloat16 beside it."""
+    x, y, bias = numbers(40, 96), numbers(96, 24, seed=1), numbers(24, seed=2)
+    exact = x.double() @ y.double()
+    for found, expected in (
+        (product.matmul(x, y), exact),
+        (product.matmul(x.unflatten(0, (2, 20)), y[None].expand(2, -1, -1)).flatten(0, 1), exact),
+        (product.addmm(bias, x, y), exact + bias.double()),
+    ):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_what_is_not_bfloat16_is_left_alone(without):
+    x, y = numbers(4, 8).double(), numbers(8, 4).double()
+    assert torch.equal(product.matmul(x, y), x @ y)
+    assert not product.widened(numbers(4).float())
+    assert not product.widened(numbers(4).to("meta"))
+
+
+@pytest.mark.parametrize("stage", [Linear(), LowRank(rank=8), MLP()], ids=lambda stage: stage.kind)
+def test_predictions_multiply_no_bfloat16(stage, monkeypatch: pytest.MonkeyPatch):
+    """With instructions and without they agree to bfloat16's rounding, and without no product is of bfloat16."""
+    specs = stage.specs(32, 16)
+    tensors = {
+        name: 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        for seed, (name, (shape, dtype)) in enumerate(specs.items())
+    }
+    z = numbers(2, 8, 32)
+    monkeypatch.setattr(product, "multiplies_bfloat16", lambda: True)
+    native = stage.apply(z, tensors)
+    seen = []
+    monkeypatch.setattr(product, "multiplies_bfloat16", lambda: False)
+    for name in ("addmm", "matmul"):
+        own = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, own=own: seen.append(args[1].dtype) or own(*args))
+    wide = stage.apply(z, tensors)
+    assert set(seen) <= {torch.float32}
+    assert wide.dtype == native.dtype == torch.bfloat16
+    torch.testing.assert_close(wide, native, rtol=2**-6, atol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("named", "has", "expected"),
+    [("", True, True), ("", False, False), ("AVX2", True, False), ("avx512_core", True, False), ("ALL", True, True)],
+)
+def test_what_the_machine_has(named: str, has: bool, expected: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", named)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has, "avx2": True}, raising=False)
+    assert product.multiplies_bfloat16.__wrapped__() is expected
+
+
+def test_the_numeric_environment_names_it(without):
+    assert environment("cpu", "float32", 1)["products"] == "float32"
