@@ -9,7 +9,8 @@ Our own attention serves the recipes that need it, the model's the others, so th
 compared.
 
     perplexity   exp of the mean of -log q(token)                 over all tokens but the first of each window
-    kl           mean of Σ p (log p - log q), in nats             p the 16-bit model, q the model with this cache
+    kl           mean of Σ p (log p - log q), in nats             p the 16-bit model, q the model with this cache:
+                 Σ p (x - y) + log Σ exp y - log Σ exp x          of their logits x and y
     top1         share of places where the likeliest tokens agree
 
 Source: Shutova et al., 2025 (AQUA-KV), section 4: sequences encoded auto-regressively with the compressed cache.
@@ -35,7 +36,8 @@ from kvq_runtime.hf import KVQCache
 
 REFERENCE = "16 bit"
 STEP = 32
-PART = 128  # tokens whose logits are compared at once, in float64
+PART = 128  # tokens whose logits come at once
+AT_ONCE = 1 << 20  # logits that are compared at once, in float64: memory that is fresh each time costs more than the sums
 ROW_TOKENS = 8192  # tokens of the windows that go through the model side by side
 ROW_LOGITS = 1 << 28  # and their logits, which are kept: with large vocabularies fewer windows, at least one
 
@@ -141,6 +143,11 @@ def scores(
     return found
 
 
+def slice_up(count: int, step: int) -> Iterator[slice]:
+    """Runs of at most `step` of so many places."""
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
 @contextmanager
 def attending(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     """Give the model our attention for the length of a forward pass, if the cache's recipe needs it, or counts."""
@@ -172,6 +179,14 @@ class _Group:
         """The 16-bit model's logits, as it gave them, kept off the device."""
         return [logits.cpu() for logits in self.logits(DynamicCache(config=self.model.config))]
 
+    @cached_property
+    def norms(self) -> list[Tensor]:
+        """log Σ exp of these logits, [B, tokens] float64."""
+        return [
+            torch.cat([some.to(self.model.device).double().logsumexp(-1).cpu() for some in logits.split(8, 1)], 1)
+            for logits in self.expected
+        ]
+
     def logits(self, cache: Cache) -> Iterator[Tensor]:
         """The logits of each pass, PART tokens at a time: [B, tokens, vocabulary]."""
         for one in passes(self.tokens_BT.shape[1], self.step, self.prompt):
@@ -188,7 +203,7 @@ class _Group:
         score, losses = Score(), torch.zeros(batch, dtype=torch.float64, device=self.tokens_BT.device)
         kls = torch.zeros_like(losses)
         done = 1
-        for expected, logits in zip(self.expected, found, strict=False):
+        for expected, norm, logits in zip(self.expected, self.norms, found, strict=False):
             target = self.tokens_BT[:, done : done + logits.shape[1]]
             done += logits.shape[1]
             if not target.numel():  # none after a last token
@@ -196,13 +211,16 @@ class _Group:
             if done - 1 <= self.prompt and self.prompt:
                 progress(target.numel())
                 continue
-            # in float32 the terms' rounding is as large as a 4-bit cache's KL
-            log_p, log_q = (
-                x[:, : target.shape[1]].to(target.device).double().log_softmax(-1) for x in (expected, logits)
-            )
-            losses -= log_q.gather(-1, target[..., None]).sum((1, 2))
-            kls += (log_p.exp() * (log_p - log_q)).sum((1, 2))
-            score.agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+            for part in slice_up(target.shape[1], max(1, AT_ONCE // logits[:, 0].numel())):
+                # in float32 the terms' rounding is as large as a 4-bit cache's KL
+                x, y, norm_p = (
+                    given[:, part].to(target.device, torch.float64, copy=True) for given in (expected, logits, norm)
+                )
+                norm_q = y.logsumexp(-1)
+                losses -= (y.gather(-1, target[:, part, None])[..., 0] - norm_q).sum(1)
+                score.agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
+                gap, p = y.sub_(x).neg_(), x.sub_(norm_p[..., None]).exp_()  # in the place of y, then of x
+                kls += gap.mul_(p).sum((1, 2)) + (norm_q - norm_p).sum(1)
             score.tokens += target.numel()
             progress(target.numel())
         progress(batch)  # the first token of each window is given

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -24,7 +25,6 @@ from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf import attention as packed
 
 NAME = "kvq_counted"  # of the attention that counts
-SCORES = 1 << 24  # that are in memory at once
 
 
 @dataclass
@@ -55,6 +55,7 @@ class Reads:
         evicted   older tokens of every row that are gone
         """
         batch, heads, queries, _ = q_BHTD.shape
+        given = mask
         if mask is None:
             places = torch.arange(read, device=q_BHTD.device)
             mask = (places <= places[read - queries :, None])[None, None]
@@ -67,13 +68,15 @@ class Reads:
         assert k_BHSD is not None, "decoded tokens without their keys"
         part = slice(decoded.start, decoded.stop)
         self.decoded_pairs += int(visible[..., part].sum())
-        groups = heads // k_BHSD.shape[1]
-        keys = k_BHSD.float()[:, :, None].mT
-        tile = max(1, SCORES // (batch * heads * read))
-        for some_BHTD, seen in zip(q_BHTD.split(tile, 2), visible.split(tile, 2), strict=True):
-            scores = some_BHTD.float().unflatten(1, (-1, groups)) @ keys * scale
-            weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
-            self.decoded_weight += float(weights[..., part].sum(dtype=torch.float64))
+        keys_BHSD = k_BHSD.float().repeat_interleave(heads // k_BHSD.shape[1], 1)
+        is_decoded = keys_BHSD.new_zeros(read, 1)
+        is_decoded[part] = 1
+        causal = given is None and queries == read
+        weight_BHTD = scaled_dot_product_attention(  # values of 1 where a token was decoded: out comes the weight on them
+            q_BHTD.float(), keys_BHSD, is_decoded.expand_as(keys_BHSD),
+            attn_mask=None if causal else visible, is_causal=causal, scale=scale,
+        )  # fmt: skip
+        self.decoded_weight += float(weight_BHTD[..., 0].sum(dtype=torch.float64))
 
     @property
     def shares(self) -> dict[str, float]:

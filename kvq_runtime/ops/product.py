@@ -1,4 +1,4 @@
-"""Multiply bfloat16 matrices in what the processor is fast at: bfloat16 where it has instructions for that, else float32.
+"""Multiply bfloat16 matrices in what the processor is fast at: in bfloat16 where it has instructions, else in float32.
 
 A product of two bfloat16 numbers is exact in float32, and sums are float32 either way. So only the order of addition
 differs, and with it now and then the last bit of the bfloat16 result. Without instructions bfloat16 takes 2 times
