@@ -12,7 +12,6 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import mixed
 from kvq_runtime.fit.mixed import statistics
 from kvq_runtime.fit.statistics import Statistics
-from kvq_runtime.ops import latent
 from kvq_runtime.stages.mixed import Mixed
 
 __all__ = ["schedule", "solve", "statistics"]
@@ -27,6 +26,5 @@ def schedule(stage: Mixed, variances_C: Tensor) -> Mixed:
     """The stage with the channels of each run filled in, where it has a target."""
     if not stage.target:
         return stage
-    distortions = [latent.distortion(bits) for bits in range(stage.bits[0] + 1)]
-    bits_C = water_fill(variances_C, stage.budget(len(variances_C)), distortions)
+    bits_C = water_fill(variances_C, stage.budget(len(variances_C)), stage.distortions())
     return replace(stage, counts=counts(bits_C, stage.bits))

@@ -26,7 +26,6 @@ from torch import Tensor
 from kvq_calib.fit.allocate import water_fill
 from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import ROLES, Geometry
-from kvq_runtime.ops import latent
 from kvq_runtime.recipe import Recipe, Role, Scheme
 
 
@@ -67,7 +66,7 @@ def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, 
     ]
     stages = [recipe.scheme(layer, role).quantize for layer, role in places]
     budget = sum(stage.budget(geometry.width) for stage in stages)
-    distortions = [latent.distortion(bits) for bits in range(stages[0].bits[0] + 1)]
+    distortions = stages[0].distortions()
     variances = torch.tensor([notes[layer][role] for layer, role in places], dtype=torch.float64)
     bits = torch.tensor(water_fill(variances.flatten(), budget, distortions)).view(len(places), -1).sum(1).tolist()
     for place in range(len(bits)):

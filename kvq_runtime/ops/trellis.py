@@ -38,8 +38,10 @@ DIGESTS: dict[tuple[int, int], str] = {
     (3, 10): "cb87685214fbc1a7add141f08d24a15dec17260dab0c91cfa6ef2000183d5612",
     (4, 8): "ab2f54141b92e275acb38daa853ee49ff9b6c14888ce0acc455e302b756b6974",
     (4, 10): "dd7393348d4d7df078433e87a9ca9836bf299add8a7b5509393e1f784df2f13f",
+    (5, 8): "2e8809d92b533579c83c9af71f6cb4a6dd45e21f73d1ea2dd7c246aa4f2cf45f",
 }
 BITS = (1, 2, 3, 4)
+WIDE = (5,)  # of latent channels alone, whose codes `pack.py` packs
 
 _STEP, _PATHS = 1 << 17, 1 << 26  # numbers that one step of the search works on, and bytes that all steps of it keep
 _FAINTEST = 2.0**-10  # of the loudest group's size: the least that a group is weighed with

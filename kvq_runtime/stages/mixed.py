@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import latent, pack
+from kvq_runtime.ops import latent, latent_path, pack
 from kvq_runtime.ops.rotation import Rotation, rotate
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
-CODEBOOKS = ("gaussian", "uniform", "block")
+CODEBOOKS = ("gaussian", "uniform", "block", "trellis")
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,9 @@ class Mixed(Quantizer):
     target     bits per element, the gain's among them, that the fit finds `counts` for, by reverse water-filling on the
                eigenvalues; `bits` are then k, k-1, ..., 0. Before the fit, all channels have bits as equal as whole
                numbers allow. 0: `bits` and `counts` are what they are
-    codebook   "gaussian": Lloyd–Max with the channel's calibrated deviation · "uniform": rounding between calibrated
-               ends · "block": rounding between the ends of each block of tokens, stored in float16
+    codebook   "gaussian": Lloyd–Max with the channel's calibrated deviation · "trellis": the same deviation, and of at
+               most 5 bits the best path through a trellis along a block's tokens · "uniform": rounding between
+               calibrated ends · "block": rounding between the ends of each block of tokens, stored in float16
     gain       bits of a token's gain, between calibrated ends, 0 to 8; 0: none
     shared     the targets of all schemes that say so are one budget, which calibration shares out among layers, keys
                and values; what is fitted has a target of its own
@@ -53,7 +54,7 @@ class Mixed(Quantizer):
     bits: tuple[int, ...] = (7, 6, 5, 4, 3, 2, 1, 0)
     counts: tuple[int, ...] = ()
     target: float = 0.0
-    codebook: Literal["gaussian", "uniform", "block"] = "gaussian"
+    codebook: Literal["gaussian", "uniform", "block", "trellis"] = "gaussian"
     gain: int = 0
     shared: bool = False
 
@@ -111,7 +112,7 @@ class Mixed(Quantizer):
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """What scales the stored channels; logarithms of the least and the largest gain."""
-        names = {"gaussian": ("deviation",), "uniform": ("low", "high"), "block": ()}[self.codebook]
+        names = {"uniform": ("low", "high"), "block": ()}.get(self.codebook, ("deviation",))
         specs: Specs = {name: ((self.stored(geometry.width),), torch.float32) for name in names}
         return specs | ({"gain_ends": ((2,), torch.float32)} if self.gain else {})
 
@@ -139,10 +140,11 @@ class Mixed(Quantizer):
 
         tensors   those of `specs`
         """
-        z_NRT, stored = rotate(x_NTC, rotation).mT, {}
+        z_NRT, stored, gain_NT = rotate(x_NTC, rotation).mT, {}, None
         if self.gain:
             codes_NT = self.best_gain(z_NRT, tensors, geometry.width)
-            z_NRT = z_NRT / self._gains(codes_NT, tensors)[:, None]
+            gain_NT = self._gains(codes_NT, tensors)
+            z_NRT = z_NRT / gain_NT[:, None]
             stored["gain"] = pack.pack(codes_NT, self.gain)
         ends = _of_channels(tensors)
         if self.codebook == "block":
@@ -151,7 +153,7 @@ class Mixed(Quantizer):
             ends = {name: end.float() for name, end in stored.items()}
         packed = []
         for part, bits, own in self._parts(geometry.width, ends):
-            packed.append(pack.pack(self._codes(z_NRT[:, part], own, bits), bits).flatten(1))
+            packed.append(pack.pack(self._codes(z_NRT[:, part], own, bits, gain_NT), bits).flatten(1))
         return {"codes": torch.cat(packed, 1)} | stored
 
     def decode(
@@ -192,14 +194,36 @@ class Mixed(Quantizer):
         for (count, _), (_, bits, own) in zip(runs, self._parts(geometry.width, ends), strict=True):
             size = pack.packed_size(block, bits)
             first = start + size * torch.arange(count, device=packed.device)
-            codes_NR = pack.pick(packed, first, token_N[:, None], bits, block)
-            values_NR = self._values(codes_NR[..., None], own, bits)[..., 0]
+            codes = [self._picked(packed, first, token_N - past, bits, block) for past in self._past(bits)]
+            values_NR = self._values(torch.stack(codes, -1), own, bits)[..., -1]
             found.append((values_NR if gain_N1 is None else gain_N1 * values_NR).bfloat16())
             start = start + count * size
         return torch.cat(found, 1)
 
+    def _past(self, bits: int) -> range:
+        """How far back, the farthest first, the codes are that a token is decoded from."""
+        return range(latent_path.history(bits) - 1 if self._in_paths(bits) else 0, -1, -1)
+
+    def _picked(self, packed: Tensor, first: Tensor, token_N: Tensor, bits: int, block: int) -> Tensor:
+        """Codes [N, R] of single tokens; before a block stand zeros."""
+        codes_NR = pack.pick(packed, first, token_N.clamp_min(0)[:, None], bits, block)
+        return codes_NR.masked_fill((token_N < 0)[:, None], 0)
+
+    def _in_paths(self, bits: int) -> bool:
+        return self.codebook == "trellis" and bits <= latent_path.MOST
+
+    def distortions(self) -> list[float]:
+        """What 0, 1, ... bits leave of a unit variance of a Gaussian channel."""
+        found = [latent.distortion(bits) for bits in range(self.bits[0] + 1)]
+        if self.codebook == "trellis":
+            found[1 : latent_path.MOST + 1] = list(latent_path.DISTORTIONS.values())[: self.bits[0]]
+        return found
+
     def best_gain(self, z_NRT: Tensor, tensors: Tensors, width: int) -> Tensor:
-        """Each token's code of the gain that leaves its latents [N, R, T] the least error, uint8 [N, T]."""
+        """Each token's code of the gain that leaves its latents [N, R, T] the least error, uint8 [N, T].
+
+        Of a trellis the error is taken to be that of Lloyd–Max codes: a path is searched once, for the gains chosen.
+        """
         errors, own_ends = [], _of_channels(tensors)
         for gain in latent.gains(tensors["gain_ends"], self.gain):
             error_NT = z_NRT.new_zeros(len(z_NRT), z_NRT.shape[-1])
@@ -221,17 +245,21 @@ class Mixed(Quantizer):
 
     def _errors(self, z_NRT: Tensor, gain: Tensor, own: Tensors, bits: int) -> Tensor:
         """Squared errors of what has this gain."""
-        if self.codebook == "gaussian":
+        if self.codebook in ("gaussian", "trellis"):
             return latent.errors_gaussian(z_NRT, gain * own["deviation"], bits)
         return (gain * self._values(self._codes(z_NRT / gain, own, bits), own, bits) - z_NRT).square()
 
-    def _codes(self, z_NRT: Tensor, own: Tensors, bits: int) -> Tensor:
-        if self.codebook == "gaussian":
+    def _codes(self, z_NRT: Tensor, own: Tensors, bits: int, gain_NT: Tensor | None = None) -> Tensor:
+        if self._in_paths(bits):
+            return latent_path.encode(z_NRT, own["deviation"], bits, gain_NT)
+        if self.codebook in ("gaussian", "trellis"):
             return latent.encode_gaussian(z_NRT, own["deviation"], bits)
         return latent.encode_uniform(z_NRT, own["low"], own["high"], bits)
 
     def _values(self, codes_NRT: Tensor, own: Tensors, bits: int) -> Tensor:
-        if self.codebook == "gaussian":
+        if self._in_paths(bits):
+            return latent_path.decode(codes_NRT, own["deviation"], bits)
+        if self.codebook in ("gaussian", "trellis"):
             return latent.decode_gaussian(codes_NRT, own["deviation"], bits)
         return latent.decode_uniform(codes_NRT, own["low"], own["high"], bits)
 

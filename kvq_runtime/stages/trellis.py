@@ -32,8 +32,8 @@ class Trellis(CodebookQuantizer):
 
     def __post_init__(self):
         groups.check(self.group)
-        if (self.bits, self.memory) not in trellis.DIGESTS:
-            known = sorted(trellis.DIGESTS)
+        known = sorted(pair for pair in trellis.DIGESTS if pair[0] in trellis.BITS)
+        if (self.bits, self.memory) not in known:
             raise ValueError(f"no trellis with bits={self.bits} memory={self.memory}; there are {known}")
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import latent
+from kvq_runtime.ops import latent, latent_path
 from kvq_runtime.stages.mixed import Mixed
 
 # Jayant and Noll, 1984, table 4.4: signal-to-noise ratios of Max quantizers for a Gaussian, in dB
@@ -49,13 +49,13 @@ def test_channels_without_variance_stay_zero():
     assert not latent.decode_uniform(latent.encode_uniform(z, none, none, 2), none, none, 2).any()
 
 
-@pytest.mark.parametrize("codebook", ["gaussian", "uniform", "block"])
+@pytest.mark.parametrize("codebook", ["gaussian", "uniform", "block", "trellis"])
 def test_every_channel_has_its_own_bits(codebook):
     """Against one channel after the other: runs of odd lengths, of widths that make several planes."""
     geometry, stage = Geometry(1, 1, 16), Mixed((8, 5, 3, 1, 0), (1, 3, 2, 3, 7), codebook=codebook)
     z = torch.randn(2, 24, 9, generator=torch.Generator().manual_seed(0)) * torch.arange(9, 0, -1)
     scale = torch.arange(9, 0, -1).float()
-    tensors = {"gaussian": {"deviation": scale}, "uniform": {"low": -2 * scale, "high": 3 * scale}}.get(codebook, {})
+    tensors = {"uniform": {"low": -2 * scale, "high": 3 * scale}, "block": {}}.get(codebook, {"deviation": scale})
     fields = stage.encode(z, None, tensors, geometry)
     shapes = {name: (tuple(field.shape[1:]), field.dtype) for name, field in fields.items()}
     assert shapes == stage.fields(24, 16, geometry, torch.bfloat16)
@@ -63,7 +63,9 @@ def test_every_channel_has_its_own_bits(codebook):
     decoded = stage.decode(fields, 16, geometry, tensors).float()
     for channel, bits in enumerate([8, 5, 5, 5, 3, 3, 1, 1, 1]):
         one, own = z[:, :, channel][:, None], scale[channel : channel + 1]
-        if codebook == "gaussian":
+        if codebook == "trellis" and bits <= latent_path.MOST:
+            expected = latent_path.decode(latent_path.encode(one, own, bits), own, bits)
+        elif codebook in ("gaussian", "trellis"):
             expected = latent.decode_gaussian(latent.encode_gaussian(one, own, bits), own, bits)
         else:
             low, high = -2 * own, 3 * own

@@ -65,13 +65,14 @@ def test_a_token_that_is_a_step_louder_has_the_same_codes_and_the_next_gain():
     assert torch.equal(gains[0] + 1, gains[1])
 
 
-def test_single_tokens_are_decoded_alone():
-    z = latents(2)
-    fields = STAGE.encode(z, None, TENSORS, GEOMETRY)
-    whole = STAGE.decode(fields, 16, GEOMETRY, TENSORS)
-    block, token = torch.tensor([0, 1, 1, 0]), torch.tensor([0, 23, 7, 12])
-    assert torch.equal(STAGE.at(fields, block, token, 24, GEOMETRY, TENSORS), whole[block, token])
-    STAGE.check_tokens(GEOMETRY)
+@pytest.mark.parametrize("codebook", ["gaussian", "trellis"])
+def test_single_tokens_are_decoded_alone(codebook):
+    stage, z = replace(STAGE, codebook=codebook), latents(2)
+    fields = stage.encode(z, None, TENSORS, GEOMETRY)
+    whole = stage.decode(fields, 16, GEOMETRY, TENSORS)
+    block, token = torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 23, 7, 12, 2])
+    assert torch.equal(stage.at(fields, block, token, 24, GEOMETRY, TENSORS), whole[block, token])
+    stage.check_tokens(GEOMETRY)
 
 
 def error(scheme: Scheme, fit: torch.Tensor, new: torch.Tensor) -> float:
@@ -86,14 +87,14 @@ def loud(x: torch.Tensor, spread: float, seed: int) -> torch.Tensor:
     return (x - 5) * torch.exp(spread * noise) + 5
 
 
-@pytest.mark.parametrize("codebook", ["gaussian", "uniform"])
+@pytest.mark.parametrize("codebook", ["gaussian", "uniform", "trellis"])
 def test_tokens_of_unequal_size_have_less_error_at_equal_bits(codebook):
     """And where all tokens are of one size, what is lost are the gain's own bits."""
     plain = Scheme(Mixed(target=1.5, codebook=codebook), predict=Mean(), rotate=Basis())
     gained = replace(plain, quantize=replace(plain.quantize, gain=3))
     x, new = low_rank(), low_rank(seed=1)
     assert error(gained, loud(x, 0.7, 2), loud(new, 0.7, 3)) < 0.6 * error(plain, loud(x, 0.7, 2), loud(new, 0.7, 3))
-    assert error(gained, x, new) < 1.15 * error(plain, x, new)
+    assert error(gained, x, new) < (1.25 if codebook == "trellis" else 1.15) * error(plain, x, new)
 
 
 def test_text_that_is_twice_as_loud_as_the_calibrations_costs_little():

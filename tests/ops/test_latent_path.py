@@ -1,0 +1,71 @@
+"""Paths of latent channels: the best of all by trying all, states by hand, and what they leave of a Gaussian."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from kvq_runtime.ops import latent, latent_path, trellis
+from kvq_runtime.stages.mixed import Mixed
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_hand(codes: list[int], bits: int) -> list[float]:
+    """The values that codes stand for: each is looked up by the last 8 bits written so far."""
+    text, found = "0" * latent_path.MEMORY, []
+    table = trellis.table(bits, latent_path.MEMORY).double()
+    for code in codes:
+        text += f"{code:0{bits}b}"
+        found.append(float(table[int(text[-latent_path.MEMORY :], 2)]))
+    return found
+
+
+@pytest.mark.parametrize("bits", range(1, latent_path.MOST + 1))
+def test_codes_decode_to_the_last_bits(bits):
+    codes = torch.randint(0, 2**bits, (2, 3, 24), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
+    deviation = torch.tensor([0.5, 1.0, 3.0])
+    found = latent_path.decode(codes, deviation, bits)
+    for block, channel in itertools.product(range(2), range(3)):
+        expected = np.array(by_hand(codes[block, channel].tolist(), bits)) * float(deviation[channel])
+        np.testing.assert_allclose(found[block, channel], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "tokens"), [(1, 9), (2, 5), (3, 3), (5, 2)])
+def test_no_other_path_has_less_weighted_error(bits, tokens):
+    """Every path of a short block is tried, in float64; gains of tokens differ fourfold."""
+    z, deviation = numbers(2, 3, tokens), torch.tensor([0.7, 1.0, 2.0])
+    gain = torch.exp(0.7 * numbers(2, tokens, seed=1))
+    found = latent_path.decode(latent_path.encode(z / gain[:, None], deviation, bits, gain), deviation, bits)
+    error = (found.double() * gain[:, None] - z).square().sum(-1)
+    paths = np.array([by_hand(list(path), bits) for path in itertools.product(range(2**bits), repeat=tokens)])
+    for block, channel in itertools.product(range(2), range(3)):
+        tried = paths * float(deviation[channel]) * gain[block].double().numpy()
+        least = ((tried - z[block, channel].double().numpy()) ** 2).sum(1).min()
+        assert float(error[block, channel]) == pytest.approx(least, rel=1e-5)
+
+
+@pytest.mark.parametrize("bits", range(1, latent_path.MOST + 1))
+def test_the_error_of_a_gaussian_channel(bits):
+    z, one = numbers(20, 60, 128, seed=7), torch.ones(60)
+    error = float((latent_path.decode(latent_path.encode(z, one, bits), one, bits) - z).square().mean())
+    assert error == pytest.approx(latent_path.DISTORTIONS[bits], rel=0.02)
+    assert error < latent.distortion(bits) / 1.2
+
+
+def test_water_filling_sees_what_paths_leave():
+    plain, paths = Mixed(target=2.0).distortions(), Mixed(target=2.0, codebook="trellis").distortions()
+    assert len(plain) == len(paths) == 8
+    assert plain[0] == paths[0] and plain[6:] == paths[6:]
+    assert paths[1:6] == [latent_path.DISTORTIONS[bits] for bits in range(1, 6)]
+    steps = [first - second for first, second in itertools.pairwise(paths)]
+    assert steps == sorted(steps, reverse=True) and min(steps) > 0
+    assert len(Mixed((3, 2, 1, 0), target=1.0, codebook="trellis").distortions()) == 4
+
+
+def test_channels_without_variance_stay_zero():
+    z, none = torch.zeros(1, 2, 8), torch.zeros(2)
+    assert not latent_path.decode(latent_path.encode(z, none, 2), none, 2).any()
