@@ -52,7 +52,7 @@ water-filled SVDq) count as the paper's.
 """
 # the five papers, by their files of kvq_runtime/recipes, and how names of recipes of several papers begin
 PAPERS = {"aqua": "AQUA-KV", "squat": "SQuat", "polar": "PolarQuant", "svdq": "SVDq", "subkv": "SubKV"}
-COMBINED = ("auto", "aqua-klt", "aqua-metric", "aqua-polar", "aqua-lloyd", "aqua-svdq", "aqua-trellis",
+COMBINED = ("auto", "aqua-fisher", "aqua-klt", "aqua-metric", "aqua-polar", "aqua-lloyd", "aqua-svdq", "aqua-trellis",
             "aqua-zipcache", "aqua-h2o", "aqua-2bit-quarot", "squat-hadamard", "subkv-aqua", "wush-higgs")  # fmt: skip
 
 OURS = (*COMBINED, "mean-", "aqua-absorbed")  # recipes that no paper has

@@ -10,6 +10,7 @@ from kvq_runtime.recipe import Recipe, families, presets
 CHOICE = (
     "aqua-1bit", "aqua-2bit", "aqua-3bit", "aqua-2bit-quarot", "aqua-lloyd-2bit", "aqua-polar-3bit", "aqua-svdq-2bit",
     "aqua-klt-1bit", "aqua-klt-1.5bit", "aqua-klt-2bit", "aqua-trellis-2bit", "aqua-h2o-2bit", "h2o",
+    "aqua-fisher-0.5bit", "aqua-fisher-1bit", "aqua-fisher-2bit", "aqua-fisher-3bit",
     "aqua-metric-0.25bit-vocab", "aqua-metric-0.5bit-vocab", "aqua-metric-0.75bit-vocab", "aqua-metric-1bit-vocab",
     "aqua-metric-1.5bit-vocab", "aqua-metric-2bit-vocab", "aqua-metric-0.5bit-all", "aqua-metric-0.5bit",
     "aqua-metric-1bit", "aqua-metric-1.5bit", "aqua-metric-2bit", "gear-2bit", "gear-l-2bit-r1",

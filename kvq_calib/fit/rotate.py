@@ -3,6 +3,8 @@
     of values   attention adds up values with weights a_t, and a query head's sum goes through its columns W of the
                 output projection; for an error e of one token's value that is ‖Σ a_t e Wᵀ‖², so M = Σ WᵀW over the
                 query heads that read the KV head, and nothing between KV heads
+    of both     by a gradient basis, Fisher information: M = E[g gᵀ] of the gradients at a token's keys, or values, by
+                KV head (`run/gradients.py`)
     of keys     an error e of a token's key changes the score of a query by q e, so M = E[q qᵀ] over the query heads
                 that read the KV head, and nothing between KV heads: a query reads one
 
@@ -67,6 +69,11 @@ def output_metric(weight_EQ: Tensor, geometry: Geometry) -> Tensor:
 def query_metric(moment_HDD: Tensor) -> Tensor:
     """The metric of keys, float64 [C, C], from the second moment of the queries of each KV head."""
     return _metric(moment_HDD, "the queries are zero: they say nothing about keys; use a plain basis")
+
+
+def gradient_metric(moment_HDD: Tensor) -> Tensor:
+    """The metric of keys, or of values, float64 [C, C], from the second moment of their gradients."""
+    return _metric(moment_HDD, "the gradients are zero: errors cost nothing here; use a plain basis")
 
 
 def _metric(blocks_HDD: Tensor, refusal: str) -> Tensor:

@@ -131,6 +131,20 @@ class Layer:
         k, v, q = (self._seen.pop(name).flatten(2) for name in "kvq")
         return Captured(k, v, q if queries else None, out)
 
+    def gradients(self, h_BTE: Tensor, above_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a gradient with respect to the layer's output becomes below it: with respect to the hidden states, the
+        keys before RoPE and the values, [B, T, C] the last two."""
+        h_BTE = self._given(h_BTE).requires_grad_()
+        turns = self._stream._positions(h_BTE.shape[1], self._stream.dtype)
+        with torch.enable_grad():
+            out = self._module(
+                h_BTE, attention_mask=None, position_embeddings=turns, past_key_values=None, use_cache=False
+            )
+            seen = {name: self._seen.pop(name) for name in "kvq"}
+            below, *pair = torch.autograd.grad(out, (h_BTE, seen["k"], seen["v"]), self._given(above_BTE))
+        key, value = (gradient.flatten(2) for gradient in pair)
+        return below, key, value
+
     @torch.no_grad()
     def project(self, h_BTE: Tensor, queries: bool = False) -> Projected:
         """What `forward` hands out beside the output, without attention and MLP: all that is asked of a last layer."""
@@ -157,6 +171,8 @@ class Tiled(nn.Module):
         self.mlp = mlp
 
     def forward(self, h_BTE: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # nothing is written into what a gradient goes through
+            return torch.cat([self.mlp(tile) for tile in h_BTE.flatten(0, 1).split(TILE)]).view(h_BTE.shape)
         out_BTE = torch.empty_like(h_BTE)
         for tile, out in zip(h_BTE.flatten(0, 1).split(TILE), out_BTE.flatten(0, 1).split(TILE), strict=True):
             out.copy_(self.mlp(tile))
@@ -173,6 +189,16 @@ class Head:
     def __call__(self, h_BTE: Tensor) -> Tensor:
         """Logits, [B, T, V], in the dtype of the stream."""
         return self._output(self._norm(h_BTE))
+
+    def gradient(self, h_TE: Tensor, uniform_T: Tensor, weight_T: Tensor) -> Tensor:
+        """∂/∂h Σ weight · log p(y), y the token at which the running sum of the model's own p passes `uniform`."""
+        h_TE = h_TE.detach().requires_grad_()
+        with torch.enable_grad():
+            log_TV = self._output(self._norm(h_TE)).float().log_softmax(-1)
+            running_TV = log_TV.detach().exp().cumsum(-1)
+            drawn_T1 = torch.searchsorted(running_TV, uniform_T[:, None] * running_TV[:, -1:])
+            chosen_T = log_TV.gather(1, drawn_T1.clamp(max=log_TV.shape[1] - 1))[:, 0]
+            return torch.autograd.grad((chosen_T * weight_T).sum(), h_TE)[0]
 
 
 _opened: dict[tuple, Stream] = {}

@@ -21,6 +21,7 @@ WINE, OLIVE, INDIGO, GREY = "#882255", "#8A8A1F", "#5B3FA0", "#808080"
 FAMILIES = {
     "aqua": (BLUE, "o"),
     "aqua-absorbed": (SKY, "s"),
+    "aqua-fisher": (BLACK, "*"),
     "aqua-klt": (RED, "D"),
     "aqua-metric": (GREEN, "*"),
     "auto": (BLACK, "P"),

@@ -17,7 +17,7 @@ from kvq_calib.fit.feedback import QuerySums
 from kvq_calib.fit.scheme import SchemeFit, summary
 from kvq_calib.fit.statistics import MeanVariance, Moments
 from kvq_calib.model.streamed import Stream
-from kvq_calib.run import budget, checkpoint, passes, sensitivity, share
+from kvq_calib.run import budget, checkpoint, gradients, passes, sensitivity, share
 from kvq_calib.run.passes import RecipeWork
 from kvq_calib.run.plan import set_arithmetic
 from kvq_calib.run.run import Run
@@ -26,7 +26,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import faults
 from kvq_runtime.fit.statistics import Queries, Statistics
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
-from kvq_runtime.stages.stage import Queries as Which
+from kvq_runtime.stages.exact import Exact
 
 Pair = tuple[Tensor, Tensor]
 
@@ -36,7 +36,8 @@ class LayerStatistics:
     """Sums over all chunks, collected while a layer was captured.
 
     moments   of keys and of values, by the number of sinks left out
-    energy    mean ‖h‖² of the stream under the layer, over the tokens to fit on
+    energy    mean ‖h‖² of the stream under the layer, over the tokens to fit on but the sinks, one of which may have a
+              massive activation, as many thousand times the energy of any other
     queries   second moments of the queries to fit on, where a recipe asks for queries; `held`: of the held-out ones
     """
 
@@ -92,6 +93,7 @@ def prepare(run: Run, stream: Stream) -> None:
         return
     batch = corpus.select(plan.corpus, run.files.path, plan.samples, plan.seq_len, plan.seed)
     tokens_BT, record = batch.tokens_BT, {"corpus": batch.description}
+    needing = any(map(gradients.wanted, plan.recipes))
     if plan.transfer is not None:
         other = corpus.select(plan.transfer, run.files.path, plan.transfer_samples, plan.seq_len, plan.seed)
         tokens_BT, record = torch.cat([tokens_BT, other.tokens_BT]), record | {"transfer": other.description}
@@ -99,6 +101,11 @@ def prepare(run: Run, stream: Stream) -> None:
         for index, rows in enumerate(plan.chunks):
             tokens = tokens_BT[rows.start : rows.stop]
             checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / passes.file("hidden", index))
+        if needing and run.round:  # measured by the first round
+            before = checkpoint.load(checkpoint.folder_of(run.folder.parent, -1) / gradients.FILE)
+            checkpoint.save(before, folder / gradients.FILE)
+        elif needing:
+            checkpoint.save(gradients.collect(run, stream, batch.tokens_BT, folder), folder / gradients.FILE)
 
 
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
@@ -123,7 +130,7 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
                     role: budget.settings(recipe, plan.geometry, role, tokens) for role in ROLES
                 }
                 metrics: dict[Role, Tensor] = {
-                    role: _metric(work, budget.BASES[role].read_by, collected) for role in ROLES
+                    role: _metric(work, role, Scheme(Exact(), rotate=budget.BASES[role]), collected) for role in ROLES
                 }
                 errors = sensitivity.attention_errors(work, options, metrics)
                 record["attention"][recipe.name] = errors
@@ -155,7 +162,7 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
     for (index, rows), chunk in zip(enumerate(plan.chunks), captured, strict=True):
         seconds["forward"] = seconds.get("forward", 0.0) + chunk.forward
         if index < plan.fitted_chunks:
-            energy, counted = energy + chunk.energy, counted + len(rows) * plan.seq_len
+            energy, counted = energy + chunk.energy, counted + len(rows) * (plan.seq_len - max(shared.sinks))
         for sinks, pair in chunk.moments.items():
             for total, partial in zip(sums[sinks], pair, strict=True):
                 total.merge(index, partial)
@@ -195,15 +202,15 @@ def _fit_recipe(
 def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, list[float]]:
     """By role, the latent variances times what errors cost, of schemes whose bits are shared out."""
     run, recipe = work.run, work.recipe
-    assert collected.queries is not None, "bits are shared out by what queries make of errors"
-    weight = run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
-    variance_C = collected.moments[recipe.window.sinks][1].variance_C
-    cost = share.costs(weight, collected.queries, variance_C, collected.energy, run.plan.geometry)
-    return {
-        role: (cost[role] * work.fits[role].statistics.directions[0]).tolist()
-        for role in ROLES
-        if share.shares(recipe.scheme(work.layer, role))
-    }
+    roles = [role for role in ROLES if share.shares(recipe.scheme(work.layer, role))]
+    if gradients.wanted(recipe):
+        cost = {role: float(_gradients(work, role).diagonal(dim1=-2, dim2=-1).mean()) for role in roles}
+    else:
+        assert collected.queries is not None, "bits are shared out by what queries make of errors"
+        weight = run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
+        variance_C = collected.moments[recipe.window.sinks][1].variance_C
+        cost = share.costs(weight, collected.queries, variance_C, collected.energy, run.plan.geometry)
+    return {role: (cost[role] * work.fits[role].statistics.directions[0]).tolist() for role in roles}
 
 
 def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected: LayerStatistics) -> SchemeFit:
@@ -215,7 +222,7 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
         if field == "queries":
             return collected.queries
         if field == "metric":
-            return _metric(work, fit.scheme.rotate.queries if role == "key" else None, collected)
+            return _metric(work, role, fit.scheme, collected)
         if field == "input_chunks":
             return lambda: run.executor(passes.rows, passes.Pass(work, fit), fitted)
         if field == "vocabulary":
@@ -226,13 +233,21 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
     return fit
 
 
-def _metric(work: RecipeWork, queries: Which | None, collected: LayerStatistics) -> Tensor:
-    """What an error of keys costs, by these queries, or, without, of values: float64 [C, C]."""
-    if queries is not None:
-        assert collected.queries is not None, "a metric of keys without queries"
-        return rotate.query_metric(collected.queries.moment(queries))
+def _metric(work: RecipeWork, role: Role, scheme: Scheme, collected: LayerStatistics) -> Tensor:
+    """What an error of keys, or of values, costs by the scheme's basis: float64 [C, C]."""
+    if "gradients" in scheme.needs:
+        return rotate.gradient_metric(_gradients(work, role))
+    if role == "key":
+        assert collected.queries is not None and scheme.rotate is not None, "a metric of keys without queries"
+        return rotate.query_metric(collected.queries.moment(scheme.rotate.queries))
     weight = work.run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
     return rotate.output_metric(weight.to(work.run.plan.device), work.run.plan.geometry)
+
+
+def _gradients(work: RecipeWork, role: Role) -> Tensor:
+    """Second moments of the gradients at keys, or at values, float64 [H, D, D]."""
+    found = gradients.reader(work.run, work.recipe.window.sinks)(work.layer, role)
+    return found.to(work.run.plan.device)
 
 
 def artifacts(run: Run) -> dict[str, Artifact]:

@@ -50,7 +50,7 @@ class Capture:
 @dataclass(frozen=True)
 class ChunkStatistics:
     """Sums over one chunk: moments of keys and values by number of sinks, of queries; Σ‖h‖² of the stream under the
-    layer; seconds of the model itself."""
+    layer, without the most sinks; seconds of the model itself."""
 
     moments: dict[int, tuple[Moments, Moments]]
     queries: QueryMoments | None
@@ -79,7 +79,8 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     queries = None
     if shared.query_sums is not None and captured.q_NTC is not None:
         queries = shared.query_sums.partial(index, captured.q_NTC)
-    return ChunkStatistics(moments, queries, float(hidden.double().square().sum()), spent)
+    energy = float(hidden[:, max(shared.sinks) :].double().square().sum())
+    return ChunkStatistics(moments, queries, energy, spent)
 
 
 class RecipeWork:

@@ -10,8 +10,9 @@ Water-filling wants costs in one unit. An error e of one token, read with weight
 
 summed over the query heads that read the KV head; a² is common to the two. So λ is multiplied with the mean of Σ WᵀW
 over channels, and with that of E[q qᵀ] times what values vary behind W, over the mean energy of the stream that the
-layer reads: errors relative to it compare between layers. That later layers are predicted from what an error is in,
-it does not count.
+layer reads: errors relative to it compare between layers. The sinks do not count in that energy: from some layer on the
+first token of a real model has thousands of times the energy of any other. That later layers are predicted from what an
+error is in, it does not count. Bases in the metric of gradients are in nats: there λ needs no cost (`gradients.py`).
 
 Source: Cover and Thomas, 2006, section 10.3.3.
 """

@@ -210,3 +210,22 @@ class QueryBasis(Weighted):
         if site.role == "value":
             raise ValueError("a query basis weighs keys; give values an output basis, or a plain one")
         check_queries(self.queries, site)
+
+
+@dataclass(frozen=True)
+class GradientBasis(Weighted):
+    """Basis in the metric of the model's own predictions: M = E[g gᵀ], Fisher information, by KV head.
+
+    g is the gradient of the log-probability of tokens drawn from the model, with respect to one token's keys before
+    RoPE, or values. ½ e M eᵀ is, to second order, the divergence in nats that an error e of the token causes in all
+    that follows: the one metric holds for keys and values, and compares between layers.
+    """
+
+    kind: ClassVar[str] = "gradient_basis"
+    needs: ClassVar[frozenset[str]] = frozenset({"fit", "gradients"})
+
+    def check(self, site: Site) -> None:
+        if site.role == "key" and site.position == "post":
+            raise ValueError(
+                'gradients are of keys before RoPE; use position "pre", or a query basis of queries "after"'
+            )

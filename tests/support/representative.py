@@ -11,7 +11,7 @@ REPRESENTATIVE = frozenset([
     "aqua-2bit-mlp", "aqua-2bit-rrr", "aqua-2bit-quanto", "aqua-2bit-quanto-post", "aqua-2bit-quarot",
     "aqua-h2o-2bit", "aqua-lloyd-1bit", "aqua-polar-3bit", "aqua-klt-1bit-output",
     "aqua-metric-1bit", "aqua-metric-1bit-vocab", "aqua-metric-1bit-gptq",
-    "aqua-metric-1bit-vocab-4bit",
+    "aqua-metric-1bit-vocab-4bit", "aqua-fisher-1bit",
     "higgs-2bit", "lloyd-1bit", "lloyd-even-2bit", "mean-lloyd-1bit-post", "mean-lloyd-even-2bit-post",
     "quarot-2bit", "turboquant-3bit",
     "kivi-2bit", "kivi-2bit-outliers", "gear-2bit", "gear-l-2bit", "kvquant-3bit",

@@ -1,0 +1,129 @@
+"""Measure what errors of keys and values cost the whole model: second moments of its gradients, layer by layer.
+
+    g_t = ∂/∂x_t Σ_u ±log p(y_u)      x_t a token's keys before RoPE, or values; y_u drawn from the model's own p at u
+    M   = E[g gᵀ] by KV head          Fisher information: an error e of a token moves what follows by ½ e M eᵀ nats
+
+Signs ± are random, so that in the mean the squares of single predictions add up, not the square of their sum. M is in
+nats in every layer, for keys as for values: what errors cost compares between all of them.
+
+The first chunks of the fit part go up through the layers once, and their gradients down again; one layer is on the
+device at a time, hidden states are files. It costs as much as four forward passes of these chunks, and is kept beside
+the tokens: a run that was killed before that begins it anew.
+
+Source: Amari, 1998 (Fisher information and divergence); Theis et al., 2018 (Fisher pruning: one draw for each token).
+Differs: of channels of the cache, not of weights; nothing between KV heads, as between layers, is kept.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvq_calib.model.streamed import Head, Stream
+from kvq_calib.run import checkpoint
+from kvq_calib.run.run import Run
+from kvq_runtime.geometry import ROLES, Role
+from kvq_runtime.recipe import Recipe
+
+TOKENS = 4096  # of the fit part, at least a chunk
+TILE = 256  # tokens whose logits are computed at once
+FILE = "gradients.safetensors"
+
+
+def wanted(recipe: Recipe) -> bool:
+    """Whether a fit needs gradients."""
+    return any("gradients" in scheme.needs for scheme in recipe.schemes)
+
+
+def chunks(run: Run) -> list[int]:
+    """The chunks that gradients are of."""
+    sizes, found = [len(rows) * run.plan.seq_len for rows in run.plan.chunks[: run.plan.fitted_chunks]], 1
+    while found < len(sizes) and sum(sizes[:found]) < TOKENS:
+        found += 1
+    return list(range(found))
+
+
+def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path) -> dict[str, Tensor]:
+    """Second moments of the gradients, float64 [H, D, D] each, of every layer and role, by the number of sinks that
+    are left out; by name (`name`).
+
+    folder   for hidden states, which are deleted
+    """
+    sinks = sorted({recipe.window.sinks for recipe in run.plan.recipes if wanted(recipe)})
+    sums: dict[str, Tensor] = {}
+    plan, layers, indices = run.plan, run.plan.geometry.layers, chunks(run)
+    work = 2 * layers * len(indices)
+
+    def report(done: int, index: int) -> None:
+        run.report(-1, "gradients", done, work, len(plan.chunks[index]) * plan.seq_len)
+
+    def file(layer: int, index: int) -> Path:
+        return folder / f"gradients-{layer:04d}-{index:05d}.safetensors"
+
+    for index in indices:
+        rows = plan.chunks[index]
+        checkpoint.save({"hidden": stream.embed(tokens_BT[rows.start : rows.stop]).cpu()}, file(0, index))
+    for layer in range(layers):
+        module = stream.layer(layer)
+        for index in indices:
+            hidden = module.forward(checkpoint.load(file(layer, index))["hidden"]).h_BTE
+            checkpoint.save({"hidden": hidden.cpu()}, file(layer + 1, index))
+            report(layer * len(indices) + index + 1, index)
+        del module
+    head = stream.head()
+    for index in indices:
+        hidden = checkpoint.load(file(layers, index))["hidden"]
+        checkpoint.save(
+            {"gradient": _drawn(head, hidden.to(stream.device), plan.seed, index).cpu()}, file(layers, index)
+        )
+    del head
+    counted = sum(len(plan.chunks[index]) for index in indices)
+    for layer in reversed(range(layers)):
+        module = stream.layer(layer)
+        for index in indices:
+            above = checkpoint.load(file(layer + 1, index))["gradient"]
+            hidden = checkpoint.load(file(layer, index))["hidden"]
+            gradient, *pair = module.gradients(hidden, above)
+            for role, g_NTC in zip(ROLES, pair, strict=True):
+                for left_out in sinks:
+                    part = _moment(g_NTC[:, left_out:], plan.geometry.kv_heads)
+                    part /= counted * (plan.seq_len - left_out)
+                    key = name(layer, role, left_out)
+                    sums[key] = sums[key] + part if key in sums else part
+            checkpoint.save({"gradient": gradient.cpu()}, file(layer, index))
+            file(layer + 1, index).unlink()
+            report(work - layer * len(indices) - len(indices) + index + 1, index)
+        del module
+    for index in indices:
+        file(0, index).unlink()
+    return sums
+
+
+def name(layer: int, role: Role, sinks: int) -> str:
+    """Where the moment of a layer's keys, or values, is found."""
+    return f"layers.{layer}.{role}.{sinks}"
+
+
+def reader(run: Run, sinks: int) -> Callable[[int, Role], Tensor]:
+    """(layer, role) → M, of tokens without so many sinks."""
+    found = checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)
+    return lambda layer, role: found[name(layer, role, sinks)]
+
+
+def _drawn(head: Head, h_BTE: Tensor, seed: int, index: int) -> Tensor:
+    """The gradient of Σ ±log p(y), y drawn, with respect to the hidden states under the head."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+    parts = []
+    for row_TE in h_BTE:
+        for tile_TE in row_TE.split(TILE):
+            uniform = torch.rand(len(tile_TE), generator=generator).to(h_BTE.device)
+            sign = (torch.randint(0, 2, (len(tile_TE),), generator=generator) * 2 - 1).to(h_BTE.device)
+            parts.append(head.gradient(tile_TE, uniform, sign))
+    return torch.cat(parts).view(h_BTE.shape)
+
+
+def _moment(g_NTC: Tensor, heads: int) -> Tensor:
+    """Σ g gᵀ of every head, float64 [H, D, D]; products of a sequence are float32."""
+    rows_NHTD = g_NTC.float().unflatten(-1, (heads, -1)).transpose(1, 2)
+    return (rows_NHTD.mT @ rows_NHTD).double().sum(0).cpu()

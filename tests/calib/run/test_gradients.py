@@ -1,0 +1,126 @@
+"""Gradients layer by layer against autograd through the whole model; what they promise; runs that are given by them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvq_calib.model import find as models
+from kvq_calib.model.streamed import Stream
+from kvq_calib.run import calibrate as runs
+from kvq_calib.run import checkpoint, gradients
+from kvq_calib.run import plan as plans
+from kvq_calib.run.run import Run
+from kvq_runtime.artifact import artifact
+from kvq_runtime.recipe import ROLES, Recipe, preset
+from kvq_runtime.store.memory import asymptotic_bits
+
+RECIPE = "aqua-fisher-1bit"
+
+
+def a_run(model: Path, folder: Path, *recipes: Recipe, chunk: int = 2) -> Run:
+    files = models.resolve(str(model))
+    made = plans.make(files, recipes, str(model / "corpus.txt"), samples=6, seq_len=256, held_out=2)
+    return Run(replace(made, chunk=chunk), files, folder)
+
+
+def whole_model(model: Path, tokens_BT: torch.Tensor, chunk: int, seed: int, sinks: int) -> dict[str, torch.Tensor]:
+    """The same draws, one sequence at a time, through transformers' own forward pass and one backward pass."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    seen: dict[str, torch.Tensor] = {}
+    for layer, module in enumerate(loaded.model.layers):
+        attention = module.self_attn
+        taps = (getattr(attention, "k_norm", attention.k_proj), attention.v_proj)
+        for role, tap in zip(ROLES, taps, strict=True):
+            tap.register_forward_hook(lambda _m, _i, out, name=f"{layer}.{role}": seen.__setitem__(name, out))
+    sums: dict[str, torch.Tensor] = {}
+    for index, rows_BT in enumerate(tokens_BT.split(chunk)):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        for row_T in rows_BT:
+            uniform_T = torch.rand(len(row_T), generator=generator)
+            sign_T = torch.randint(0, 2, (len(row_T),), generator=generator) * 2 - 1
+            log_TV = loaded(row_T[None]).logits[0].log_softmax(-1)
+            passed_TV = log_TV.detach().double().exp().cumsum(-1) < uniform_T[:, None]
+            drawn_T = passed_TV.sum(-1).clamp(max=log_TV.shape[-1] - 1)
+            names = list(seen)
+            loss = (log_TV[torch.arange(len(row_T)), drawn_T] * sign_T).sum()
+            for name, gradient in zip(names, torch.autograd.grad(loss, [seen[name] for name in names]), strict=True):
+                g_THD = gradient.flatten(2)[0, sinks:].unflatten(-1, (2, 16)).double()
+                sums[name] = sums.get(name, 0) + torch.einsum("thd,the->hde", g_THD, g_THD)
+    counted = len(tokens_BT) * (tokens_BT.shape[1] - sinks)
+    return {name: total / counted for name, total in sums.items()}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_moments_are_those_of_one_backward_pass(tmp_path, architecture):
+    model = tmp_path / "model"
+    model.mkdir()
+    tiny.save(model, architecture)
+    tiny.text(model)
+    run = a_run(model, tmp_path / "run", preset(RECIPE))
+    tokens_BT = torch.randint(0, 256, (6, 256), generator=torch.Generator().manual_seed(1))
+    assert gradients.chunks(run) == [0, 1]  # of the fit part all, which has fewer tokens than are asked for
+    (folder := tmp_path / "work").mkdir()
+    found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder)
+    expected = whole_model(model, tokens_BT[:4], 2, run.plan.seed, sinks=4)
+    assert found.keys() == {gradients.name(int(n.split(".")[0]), n.split(".")[1], 4) for n in expected}  # type: ignore[arg-type]
+    for name, moment in expected.items():
+        own = found[gradients.name(int(name.split(".")[0]), name.split(".")[1], 4)]  # type: ignore[arg-type]
+        torch.testing.assert_close(own, moment, rtol=2e-3, atol=1e-6 * float(moment.abs().max()))
+    assert not list(folder.iterdir())
+
+
+def test_errors_cost_half_their_square_in_nats(tmp_path):
+    """Noise on the values of one layer, small and white: the divergence that follows against ½ trace(M) σ²."""
+    model = tmp_path / "model"
+    model.mkdir()
+    tiny.save(model, "llama")
+    tiny.text(model)
+    run = a_run(model, tmp_path / "run", preset(RECIPE), chunk=4)
+    tokens_BT = torch.randint(0, 256, (6, 256), generator=torch.Generator().manual_seed(1))
+    (folder := tmp_path / "work").mkdir()
+    found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    layer, sigma, generator = 1, 0.02, torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        exact = loaded(tokens_BT[:4]).logits.double().log_softmax(-1)
+
+        def noisy(_module, _inputs, out):
+            noise = sigma * torch.randn(out.shape, generator=generator)
+            noise[:, :4] = 0
+            return out + noise
+
+        loaded.model.layers[layer].self_attn.v_proj.register_forward_hook(noisy)
+        kls = []
+        for _ in range(8):
+            moved = loaded(tokens_BT[:4]).logits.double().log_softmax(-1)
+            kls.append(float((exact.exp() * (exact - moved)).sum(-1).mean()))
+    trace = float(found[gradients.name(layer, "value", 4)].diagonal(dim1=-2, dim2=-1).sum())
+    # a token's share of the window's divergence, over the tokens of a window that have noise
+    assert sum(kls) / len(kls) == pytest.approx(0.5 * trace * sigma**2 * 252 / 256, rel=0.25)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.save(folder, layers=3)
+    tiny.text(folder)
+    return folder
+
+
+def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path):
+    recipe = preset(RECIPE)
+    made = runs.calibrate(a_run(model, tmp_path / "one", recipe))[RECIPE]
+    geometry = made.fingerprint.geometry
+    assert asymptotic_bits(made.recipe, geometry) == pytest.approx(1.0)
+    stages = [made.recipe.scheme(layer, role).quantize for layer in range(3) for role in ROLES]
+    assert len({stage.target for stage in stages}) > 1 and {stage.codebook for stage in stages} == {"trellis"}
+    folders = [tmp_path / "one", tmp_path / "one" / "round-1"]
+    assert len({(checkpoint.folder_of(folder, -1) / gradients.FILE).read_bytes() for folder in folders}) == 1
+    stopped = a_run(model, tmp_path / "two", recipe)
+    runs.start(stopped)  # and killed there
+    again = runs.calibrate(a_run(model, tmp_path / "two", recipe))[RECIPE]
+    assert artifact.to_bytes(again) == artifact.to_bytes(made)
