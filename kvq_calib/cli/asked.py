@@ -15,9 +15,9 @@ def protocol_of(args: argparse.Namespace, rows: int | None):
     from kvq_runtime.registry.measured import PROTOCOLS
 
     protocols = (args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS
-    return record.Protocol(
-        args.step, rows, args.recent, args.sinks, block=args.block, protocols=protocols, prompt=args.prompt
-    )
+    windows = record.ERROR_WINDOWS if args.layers or getattr(args, "plots", None) else 0
+    given = {"error_windows": windows, "block": args.block, "protocols": protocols, "prompt": args.prompt}
+    return record.Protocol(args.step, rows, args.recent, args.sinks, **given)
 
 
 def device_of(given: str | None) -> str:
