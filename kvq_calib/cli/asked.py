@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvq_calib.cli.status import Lines
+
 
 def protocol_of(args: argparse.Namespace, rows: int | None):
     from kvq_calib.evaluate import record
@@ -37,10 +39,19 @@ def dtype_of(given: str | None, device: str):
 
 @contextmanager
 def progress_bar(tokens: int, quiet: bool) -> Iterator[Any]:
-    """A progress bar on stderr, where a person looks."""
+    """A progress bar on stderr, or, where that is no terminal, a line every 30 seconds at most."""
     from tqdm import tqdm
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of loading weights: it would break into ours
+    lines, done = Lines("kvq", quiet), 0
+
+    def update(more: int) -> None:
+        nonlocal done
+        done += more
+        bar.update(more)
+        lines("measuring", done, tokens)
+
     with tqdm(total=tokens, unit="tok", unit_scale=True, disable=quiet or not sys.stderr.isatty()) as bar:
-        yield bar.update
+        lines("measuring", 0, tokens)
+        yield update
