@@ -8,6 +8,7 @@ complete(job, work)         = begin, `run/calibrate.py`, evaluate, publish
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -30,6 +31,7 @@ from kvq_calib.report import card as report
 from kvq_calib.report import licenses, names, plots, tables
 from kvq_calib.report.published import Place, Published, figures
 from kvq_calib.run import budget, calibrate, checkpoint
+from kvq_calib.run.device import cores
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import Executor, Listener, Run, silent
 from kvq_calib.text import corpus, others
@@ -62,7 +64,9 @@ class Job:
     engine     "vllm": artifacts that it can serve from its pages; "auto" then chooses among such settings
     transfer   with `bits`: a text of another kind, on whose fit part settings are measured as well; None: an embedded
                one; "none": none
-    workers    processes that share the chunks (`workers.py`); None: this one does all; the bytes are the same
+    threads    of a process; None: all cores of this machine, or each worker's share of them. A part of the plan
+    workers    processes that share the chunks (`workers.py`); None: this one does all; with the same threads the bytes
+               are the same
     run        where the run's files go; by default under $KVQ_HOME/runs
     publish    whether the artifacts go to the registry
     push       another registry, hf://org, that they go to as well; it gives them numbers of its own
@@ -86,7 +90,7 @@ class Job:
     seed: int = 0
     device: str = "cpu"
     dtype: str | None = None
-    threads: int = 1
+    threads: int | None = None
     workers: int | None = None
     registry: str | None = None
     name: str | None = None
@@ -151,7 +155,7 @@ class Job:
             budgets[recipes[-1].name] = bits
             vocabularies |= {recipes[-1].name: tokens} if tokens else {}
         text = (self.corpus, self.samples, self.seq_len, self.seed, self.held_out)
-        machine = (self.device, self.dtype, self.threads)
+        machine = (self.device, self.dtype, self.threads or max(1, cores() // (self.workers or 1)))
         if self.transfer not in (None, others.NONE) and not self.bits:
             raise ValueError(
                 f"--transfer {self.transfer} is what --recipe auto chooses on; give --bits, or leave it out"
@@ -209,6 +213,12 @@ def preflight(job: Job, work: Run) -> list[str]:
         raise ValueError(f"recipes {job.recipes} and baselines {job.baselines}; name each once")
     if plan.seq_len > files.context:
         notes.append(f"sequences of {plan.seq_len} tokens exceed the model's context of {files.context}")
+    together, here = plan.threads * (job.workers or 1), cores()
+    if together > here and "RAY_ADDRESS" not in os.environ:
+        notes.append(
+            f"{together} threads, {plan.threads} in each of {job.workers or 1} processes, wait for each other on "
+            f"{here} cores; leave out --threads"
+        )
     needs, folder = plan.needs(files), work.folder
     free = shutil.disk_usage(_existing(folder)).free
     if free < needs["disk"]:

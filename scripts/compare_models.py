@@ -122,7 +122,7 @@ def measure(model: Model, data: Path, recipes: Sequence[str]) -> list[dict[str, 
     given = ["--samples", model.samples, "--length", model.length, "--windows", model.windows]
     given += ["--sinks", SINKS, "--recent", 0]
     given += ["--model", _folder(model, data), "--also", _beside(model, data)]
-    given += ["--device", "cpu", "--dtype", "float32", "--json"]
+    given += ["--device", "cpu", "--dtype", "float32", "--json", "--layers"]
     if model.text:
         given += ["--corpus", _source(model, data, model.text)]
     given += ["--recipes", *recipes] if recipes else ["--bits", *BUDGETS]

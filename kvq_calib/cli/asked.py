@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvq_calib.cli.status import Lines
+
 
 def protocol_of(args: argparse.Namespace, rows: int | None):
     from kvq_calib.evaluate import record
     from kvq_runtime.registry.measured import PROTOCOLS
 
     protocols = (args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS
-    return record.Protocol(
-        args.step, rows, args.recent, args.sinks, block=args.block, protocols=protocols, prompt=args.prompt
-    )
+    windows = record.ERROR_WINDOWS if args.layers or getattr(args, "plots", None) else 0
+    given = {"error_windows": windows, "block": args.block, "protocols": protocols, "prompt": args.prompt}
+    return record.Protocol(args.step, rows, args.recent, args.sinks, **given)
 
 
 def device_of(given: str | None) -> str:
@@ -37,10 +39,19 @@ def dtype_of(given: str | None, device: str):
 
 @contextmanager
 def progress_bar(tokens: int, quiet: bool) -> Iterator[Any]:
-    """A progress bar on stderr, where a person looks."""
+    """A progress bar on stderr, or, where that is no terminal, a line every 30 seconds at most."""
     from tqdm import tqdm
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of loading weights: it would break into ours
+    lines, done = Lines("kvq", quiet), 0
+
+    def update(more: int) -> None:
+        nonlocal done
+        done += more
+        bar.update(more)
+        lines("measuring", done, tokens)
+
     with tqdm(total=tokens, unit="tok", unit_scale=True, disable=quiet or not sys.stderr.isatty()) as bar:
-        yield bar.update
+        lines("measuring", 0, tokens)
+        yield update

@@ -199,7 +199,9 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument_group("where").add_argument
     add("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the forward pass (default: the model's)")
-    add("--threads", type=int, default=1, metavar="N", help="CPU threads; a part of the plan (default 1)")
+    add("--threads", type=count, metavar="N",
+        help="CPU threads of a process; a part of the plan, since the order of sums depends on them (default: all "
+        "cores, or, with --workers, a worker's share of them)")  # fmt: skip
     add("--workers", type=count, metavar="N", help="share the chunks among N processes, with Ray (default: this one)")
     add("--run", metavar="DIR", help="folder of the run's files (default: $KVQ_HOME/runs/PLAN)")
     add(

@@ -61,10 +61,10 @@ Recipes that need a fit are fitted in one pass over the model, and are not publi
 over held-out text. The same command resumes what was stopped, and repeats no measurement. The table, by bits per
 element (asymptotic; of a cache that holds a window, or 4096 tokens), for each protocol (kvq eval --help says what they
 are): perplexity, KL divergence in nats, top-1 agreement, each against the 16-bit model, the share of attention's weight
-that was decoded, and the squared error of attention's output over its energy, mean over layers. --sinks 4 gives all the
-same exact first tokens, of which some papers have none. In use, recipes are compared at equal exact tokens only with
-equal blocks, too: --recent 0 leaves sinks and an unfinished block exact, and --block 32 makes blocks equal where the
-recipes allow it. A full encode needs neither.
+that was decoded, and with --layers the squared error of attention's output over its energy, mean over layers. --sinks 4
+gives all the same exact first tokens, of which some papers have none. In use, recipes are compared at equal exact
+tokens only with equal blocks, too: --recent 0 leaves sinks and an unfinished block exact, and --block 32 makes blocks
+equal where the recipes allow it. A full encode needs neither.
 
 """
     + _TEXT
@@ -177,7 +177,6 @@ def add_eval(subparsers: Any) -> None:
     _source(command)
     command.add_argument("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
     _measuring(command, decode=True)
-    command.add_argument("--layers", action="store_true", help="print errors by layer too")
     _tasks(command)
     command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
     command.add_argument("--output", metavar="FILE", help="write the records as JSON")
@@ -328,6 +327,12 @@ def _measuring(command: argparse.ArgumentParser, decode: bool = False) -> None:
         "is in the table",
     )  # fmt: skip
     command.add_argument("--block", type=count, metavar="N", help="tokens encoded together (default: as each recipe)")
+    command.add_argument(
+        "--layers", action="store_true",
+        help="measure errors of keys, values and attention's output by layer, too, on 4 windows: a pass more for every "
+        "16 recipes, in which each layer attends twice more for each recipe; "
+        + ("the table has their mean over attention's output" if not decode else "a second table (--plots does too)"),
+    )  # fmt: skip
 
 
 def _command(

@@ -4,15 +4,17 @@ import sys
 
 from tqdm import tqdm
 
-from kvq_calib.cli.status import Status
+from kvq_calib.cli.status import Left, Lines, Status
 from kvq_calib.run import budget, sensitivity, share
 from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Progress
 
 
 class Bar:
-    """A progress listener that draws one bar per layer, and one for the evaluation, on standard error; silent where
-    that is no terminal.
+    """A progress listener that draws one bar per layer, and one for the evaluation, on standard error; where that is no
+    terminal it writes a line every 30 seconds at most.
+
+    Beside the layer's stage stands how long all layers, of all rounds there may be, will still take.
 
     A layer's work is its forward pass and, for each recipe, decoding its keys and its values, and measuring every
     setting of a budget: each counts its tokens. The first bar is there before the first report, while text is chosen;
@@ -22,7 +24,10 @@ class Bar:
     def __init__(self, plan: Plan, quiet: bool = False):
         self._plan, self._off = plan, quiet or not sys.stderr.isatty()
         self._status = Status("kvq-calibrate", quiet)
+        self._all = self._before(budget.most_rounds(plan), 0)
         self._at: tuple[int, int] | None = None
+        self._done, self._left, self._lines = 0, Left(), Lines("kvq-calibrate", quiet)
+        self._evaluated = Lines("kvq-calibrate", quiet)
         self._bar = self._drawn("choosing the text", self._work(0, 0))
 
     def __call__(self, progress: Progress) -> None:
@@ -31,15 +36,22 @@ class Bar:
             again = f"round {progress.round}, " if progress.round else ""
             said = progress.stage if whole else f"{again}layer {progress.layer + 1}/{progress.layers}"
             self._next(said, progress.total if whole else self._work(progress.round, progress.layer))
-            self._at = (progress.round, progress.layer)
+            self._at, self._done = (progress.round, progress.layer), self._before(progress.round, progress.layer)
         if whole:
             self._bar.update(progress.tokens)
+            self._evaluated(progress.stage, progress.done, progress.total)
             if progress.done >= progress.total:
                 self._bar.close()
                 self._status("drawing the plots, writing the cards")
             return
-        self._bar.set_postfix_str(progress.stage, refresh=False)
-        self._bar.update(progress.tokens or len(self._plan.chunks[progress.done - 1]) * self._plan.seq_len)
+        tokens = progress.tokens or len(self._plan.chunks[progress.done - 1]) * self._plan.seq_len
+        left = self._left(self._done, self._all)
+        self._done += tokens
+        self._bar.set_postfix_str(", ".join(filter(None, (progress.stage, left and f"{left} in all"))), refresh=False)
+        self._bar.update(tokens)
+        again = f"round {progress.round}, " if progress.round else ""
+        where = f"{again}layer {progress.layer + 1} of {progress.layers}, {progress.stage}"
+        self._lines(where, min(self._done, self._all), self._all)
 
     def _next(self, said: str, total: int) -> None:
         """Go on with a new bar; the one that stood there before the first report becomes it."""
@@ -52,6 +64,12 @@ class Bar:
 
     def _drawn(self, said: str, total: int) -> tqdm:
         return tqdm(total=total, unit="tok", unit_scale=True, disable=self._off, desc=said)
+
+    def _before(self, round: int, layer: int) -> int:
+        """Tokens of everything before a layer; of what is measured on the whole model, none."""
+        layers = range(self._plan.geometry.layers)
+        rounds = sum(self._work(one, each) for one in range(round) for each in layers)
+        return rounds + sum(self._work(round, each) for each in range(layer))
 
     def _work(self, round: int, layer: int) -> int:
         """Tokens of a layer, each as often as it is worked on; in later rounds of the budgets, at most."""

@@ -72,7 +72,8 @@ class Reads:
         is_decoded = keys_BHSD.new_zeros(read, 1)
         is_decoded[part] = 1
         causal = given is None and queries == read
-        weight_BHTD = scaled_dot_product_attention(  # values of 1 where a token was decoded: out comes the weight on them
+        # with values of 1 where a token was decoded, and 0 elsewhere, out comes the weight on decoded tokens
+        weight_BHTD = scaled_dot_product_attention(
             q_BHTD.float(), keys_BHSD, is_decoded.expand_as(keys_BHSD),
             attn_mask=None if causal else visible, is_causal=causal, scale=scale,
         )  # fmt: skip

@@ -98,9 +98,10 @@ def perplexity_by_bits(records: Records, tokens: int = 4096) -> bytes:
 
 
 def comparison(records: Records) -> bytes:
-    """KL divergence, perplexity and the error of attention's output against asymptotic bits: a row a protocol and a row
-    a text of another kind, by full encode where it was measured."""
-    return frame.png(_costs(records, (KL, PERPLEXITY, ATTENTION)))
+    """KL divergence, perplexity and, where it was measured, the error of attention's output against asymptotic bits: a
+    row a protocol and a row a text of another kind, by full encode where it was measured."""
+    by_layer = any(one["result"]["layers"] for one in records)
+    return frame.png(_costs(records, (KL, PERPLEXITY, ATTENTION) if by_layer else (KL, PERPLEXITY)))
 
 
 def _costs(records: Records, measures: Sequence[str], tokens: int | None = None) -> Figure:

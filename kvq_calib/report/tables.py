@@ -20,12 +20,14 @@ ERRORS = {FULL: "attention_error_encoded", IN_USE: "attention_error"}  # of a la
 def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows that `kvq compare` prints: one a recipe, the protocols side by side; the 16-bit model first.
 
-    "decoded" is the share of attention's weight that lay on decoded tokens, "attention" the error of its output.
+    "decoded" is the share of attention's weight that lay on decoded tokens, "attention" the error of its output, where
+    errors by layer were measured.
     """
     length, names = records[0]["protocol"]["length"], _protocols(records)
     first: dict[str, Any] = _bits("16 bit", {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}, length)
-    heads = [head for name in names for head in _heads(name)]
-    known = {_heads(name)[0]: f"{one:.3f}" for name in names if (one := reference(records, name))}
+    by_layer = any(record["result"]["layers"] for record in records)
+    heads = [head for name in names for head in _heads(name, by_layer)]
+    known = {_heads(name, by_layer)[0]: f"{one:.3f}" for name in names if (one := reference(records, name))}
     others = measured.texts(records)
     for text in others:
         elsewhere = _elsewhere(records, text)
@@ -39,12 +41,12 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for name in names:
             found = measured.figures(record, name)
             shares = found.get("decoded") if found else None
-            row |= dict(zip(_heads(name), (
+            row |= dict(zip(_heads(name, by_layer), (
                 relative(found) if found else "none",
                 found["kl"] if found else None,
                 f"{found['top1']:.1%}" if found else None,
                 f"{shares['attention']:.0%}" if shares else None,
-                attention_error(record, name) if found else None,
+                *([attention_error(record, name) if found else None] if by_layer else []),
             ), strict=True))  # fmt: skip
         for text, other in measured.elsewhere(record).items():
             for name in measured.parts(other):
@@ -63,10 +65,10 @@ def _head(text: str, protocol: str) -> str:
     return f"{text} {protocol.replace('-', ' ')}"
 
 
-def _heads(protocol: str) -> list[str]:
+def _heads(protocol: str, by_layer: bool) -> list[str]:
     """The columns of a protocol in a comparison, the distance of perplexity first."""
     spoken = protocol.replace("-", " ")
-    return [spoken, *(f"{spoken} {name}" for name in ("KL", "top-1", "decoded", "attention"))]
+    return [spoken, *(f"{spoken} {name}" for name in ("KL", "top-1", "decoded", *(["attention"] if by_layer else [])))]
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""Check the device that a command names, before anything is loaded for it, and say how much memory it has."""
+"""Check the device that a command names, before anything is loaded for it; count its memory and the machine's cores."""
+
+import os
 
 import psutil
 import torch
@@ -30,3 +32,12 @@ def memory_of(device: str) -> int:
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
+
+
+def cores() -> int:
+    """Cores that this process may use: physical ones, or as many as OMP_NUM_THREADS says."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
+    return max(1, min(allowed or 1, psutil.cpu_count(logical=False) or 1))

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvq_calib.cli import outcome
+from kvq_calib.cli import outcome, status
 from kvq_calib.cli.progress import Bar
-from kvq_calib.cli.status import Status
+from kvq_calib.cli.status import Lines, Status, spoken
 from kvq_calib.report.published import Place, Published
+from kvq_calib.run import budget
 from kvq_calib.run.run import Progress
 from kvq_runtime.cli.table import percent
 from kvq_runtime.registry.reference import registry_url
@@ -121,7 +122,8 @@ def test_a_status_is_one_line_that_is_cleared(monkeypatch):
 def test_a_bar_is_there_at_once_and_none_stands_at_its_end(monkeypatch):
     terminal = a_terminal(monkeypatch)
     monkeypatch.setattr(Bar, "_work", lambda self, round, layer: 192)
-    plan = SimpleNamespace(chunks=[range(2)], seq_len=32)
+    plan = SimpleNamespace(chunks=[range(2)], seq_len=32, geometry=SimpleNamespace(layers=1))
+    monkeypatch.setattr(budget, "most_rounds", lambda plan: 1)
     bar = Bar(plan)  # type: ignore[arg-type]
     assert "choosing the text:   0%" in terminal.getvalue()
     bar(Progress(0, 1, "capture", 1, 1, 64))
@@ -148,3 +150,54 @@ def test_the_command_says_something_before_it_imports_torch(monkeypatch):
     monkeypatch.delattr("kvq_calib.job", raising=False)
     assert calibrate.main(["--model", "demo"]) == 1
     assert terminal.getvalue().startswith("\r\x1b[Kkvq-calibrate: loading torch and transformers ...")
+
+
+class Clock:
+    """A clock that is set by hand, in seconds."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_lines_come_where_there_is_no_terminal_and_say_what_is_left(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    clock = Clock()
+    lines = Lines("kvq", clock=clock)
+    for seconds, done in ((0, 20), (29, 24), (31, 30), (40, 50), (62, 60)):  # of 100; 20 were done in an earlier run
+        clock.now = seconds
+        lines("layer 1 of 2", done, 100)
+    assert sys.stderr.getvalue().splitlines() == [
+        "kvq: layer 1 of 2, 30% done, about 4 minutes left",
+        "kvq: layer 1 of 2, 60% done, about 62 seconds left",
+    ]
+    quiet = Lines("kvq", quiet=True, clock=clock)
+    terminal = a_terminal(monkeypatch)
+    for speak in (quiet, Lines("kvq", clock=clock)):
+        clock.now += 100
+        speak("layer", 1, 2)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 seconds"), (89, "89 seconds"), (61 * 60, "61 minutes"), (7200, "2.0 hours")]
+)
+def test_lengths_of_time_in_words(seconds, said):
+    assert spoken(seconds) == said
+
+
+def test_a_bar_without_a_terminal_writes_where_the_run_is(monkeypatch):
+    """Of two rounds of two layers: the second layer of the first begins at a quarter of all."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(Bar, "_work", lambda self, round, layer: 200)
+    monkeypatch.setattr(budget, "most_rounds", lambda plan: 2)
+    plan = SimpleNamespace(chunks=[range(2)], seq_len=50, geometry=SimpleNamespace(layers=2))
+    clock = Clock()
+    monkeypatch.setattr(status.time, "monotonic", clock)
+    bar = Bar(plan)  # type: ignore[arg-type]
+    for seconds, stage in ((0, "capture"), (40, "aqua-2bit keys")):
+        clock.now = seconds
+        bar(Progress(1, 2, stage, 1, 1, 100))
+    bar.close()
+    assert sys.stderr.getvalue() == "kvq-calibrate: layer 2 of 2, aqua-2bit keys, 50% done, about 3 minutes left\n"

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from kvq_calib.cli import commands
-from kvq_calib.evaluate import compare, perplexity
+from kvq_calib.evaluate import compare, perplexity, record
 from kvq_calib.job import Job
 from kvq_calib.report import plots, tables
 from kvq_calib.run import calibrate as graph
@@ -61,7 +61,7 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     prepared, prepare = [], Job.prepare
     monkeypatch.setattr(Job, "prepare", lambda job, *listener: prepared.append(job) or prepare(job, *listener))
     plot = tmp_path / "plot.png"
-    assert run(model, tmp_path / "run", "--json", "--plot", str(plot), "--recipes", *NAMES) == 0
+    assert run(model, tmp_path / "run", "--json", "--layers", "--plot", str(plot), "--recipes", *NAMES) == 0
     assert len(prepared) == 1
     records = json.loads(capsys.readouterr().out)
     assert layers == [(layer, ["mean-higgs-2bit", "aqua-2bit"]) for layer in range(2)]
@@ -81,14 +81,27 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     assert not open_registry().names(), "nothing is published"
 
     # stopped and resumed, or with a recipe more: only what is new is measured
-    assert run(model, tmp_path / "run", "--json", "--recipes", *NAMES, "rtn-4bit") == 0
+    assert run(model, tmp_path / "run", "--json", "--layers", "--recipes", *NAMES, "rtn-4bit") == 0
     again = json.loads(capsys.readouterr().out)
     assert len(layers) == 2 and len(references) == 4
     assert [one for one in again if one["result"]["recipe"] != "rtn-4bit"] == records
-    assert run(model, tmp_path / "run", "--recipes", *NAMES, "rtn-4bit") == 0
+    assert run(model, tmp_path / "run", "--layers", "--recipes", *NAMES, "rtn-4bit") == 0
     said = capsys.readouterr()
     assert len(references) == 4 and "rtn-4bit" in said.out
     assert "the last of them stay exact in a full encode, 72 in blocks of 128" in said.err
+
+
+def test_errors_by_layer_are_measured_where_they_are_asked_for(model, tmp_path, capsys, monkeypatch):
+    streams = []
+    monkeypatch.setattr(record.errors, "by_layer", lambda *given: streams.append(given) or {})
+    assert (
+        run(model, tmp_path / "run", "--protocol", "full", "--plot", str(tmp_path / "p.png"), "--recipes", *NAMES[:1])
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert not streams and "full KL" in said and "attention" not in said
+    assert run(model, tmp_path / "run", "--protocol", "full", "--layers", "--recipes", *NAMES[:1]) == 0
+    assert len(streams) == 1
 
 
 def test_recipes_from_settings_and_files_are_compared_under_their_own_names(model, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """A run that the machine cannot end does not begin: what it needs is compared with what is free, to the byte."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,26 @@ def test_a_disk_that_is_one_byte_too_small_is_refused(job, machine, tmp_path):
     with pytest.raises(RuntimeError, match=rf"^the run needs {needs / 1e9:.1f} GB in {work.folder}, and .* are free"):
         preflight(job, work)
     assert looked == [tmp_path, tmp_path], "the run's folder is not there yet: the nearest one above it"
+
+
+@pytest.mark.parametrize(
+    ("here", "asked", "threads"),
+    [(8, {}, 8), (8, {"workers": 3}, 2), (2, {"workers": 5}, 1), (8, {"threads": 3}, 3)],
+)
+def test_all_cores_are_used_and_none_is_shared(here: int, asked: dict, threads: int, job, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(here))
+    work = replace(job, **asked).prepare()
+    assert work.plan.threads == work.plan.environment["threads"] == threads
+
+
+def test_more_threads_than_cores_are_said(job, machine, monkeypatch):
+    machine()
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    given = replace(job, threads=2, workers=3)
+    assert preflight(given, given.prepare()) == [
+        "6 threads, 2 in each of 3 processes, wait for each other on 4 cores; leave out --threads"
+    ]
+    assert preflight(replace(given, workers=2), given.prepare()) == []
 
 
 def test_memory_that_is_one_byte_too_small_is_refused(job, machine):

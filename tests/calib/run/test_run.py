@@ -55,6 +55,13 @@ def test_one_recipe_alone_has_the_tensors_it_has_among_others(model, undisturbed
     assert all(torch.equal(alone.tensors[name], among.tensors[name]) for name in alone.tensors)
 
 
+def test_two_threads_make_the_same_bytes_again(model, tmp_path):
+    first, again = (
+        digests(runs.calibrate(a_run(model, tmp_path / name, ("aqua-klt-1bit",), threads=2))) for name in "ab"
+    )
+    assert first == again
+
+
 class Killed(BaseException):
     """Stands for a process that ends at this point: nothing that follows is run."""
 
