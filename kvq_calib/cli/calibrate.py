@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from kvq_calib.cli.allocator import keep_memory
 from kvq_calib.cli.commands import count
 from kvq_calib.cli.status import Status
 from kvq_runtime import __version__
@@ -59,6 +60,7 @@ def _run(args: argparse.Namespace) -> int:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too; read at import
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # read when torch is imported
+    keep_memory()
     return _calibrate(args)
 
 

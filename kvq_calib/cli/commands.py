@@ -8,6 +8,8 @@ import warnings
 from importlib import import_module
 from typing import Any
 
+from kvq_calib.cli.allocator import keep_memory
+
 _TEXT = """\
 Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
 part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
@@ -373,6 +375,7 @@ def _run(module: str, function: str, args: argparse.Namespace) -> int:
     warnings.filterwarnings(
         "ignore", "`torch.jit", DeprecationWarning
     )  # hqq's, which transformers imports if it is there
+    keep_memory()
     try:
         return getattr(import_module(module), function)(args)
     except KeyboardInterrupt:
