@@ -22,6 +22,7 @@ from kvq_runtime.recipe import ROLES
 TOLERANCE = 2.0**-7
 QUANTIZED_TOLERANCE = 0.5  # weights rounded to 2 bits are nearer than this to the originals; unrelated ones are not
 SIZE = 8
+DEQUANTIZED = "dequantized_from"  # in a config.json: the quantized type of weights that are written out as floats
 PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
 
 
@@ -93,7 +94,7 @@ def from_config(config: Mapping[str, Any], weight: Callable[[int, str], Tensor |
     )
     weights = {name: weight(layer, projection) for layer, projection, name in _names(geometry)}
     probes = {name: probe(matrix) for name, matrix in weights.items() if matrix is not None and not _packed(matrix)}
-    quantized = bool(config.get("quantization_config")) or len(probes) < len(weights)
+    quantized = any(config.get(name) for name in ("quantization_config", DEQUANTIZED)) or len(probes) < len(weights)
     return Fingerprint(geometry, _rope(config), normed, probes, quantized)
 
 
