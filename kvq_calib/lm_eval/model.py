@@ -29,6 +29,7 @@ from kvq_calib.evaluate.record import load_model, weights
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.evaluate.witness import WitnessCache
 from kvq_calib.model import find as models
+from kvq_calib.text import tokenizer
 from kvq_calib.run.device import usable
 from kvq_calib.run.plan import environment
 from kvq_runtime.registry.reference import home
@@ -98,7 +99,7 @@ class CompressedLM(HFLM):
             missing = not torch.cuda.is_available() and (device or "cuda").startswith("cuda")
             device = "cpu" if missing else usable(device or "cuda")
             loaded = load_model(files, device, getattr(torch, dtype) if dtype else None)
-        super().__init__(loaded, tokenizer=str(files.path), batch_size=int(batch_size), **options)
+        super().__init__(loaded, tokenizer=tokenizer.whole(files.path), batch_size=int(batch_size), **options)
         self.subject, self.step, self._quiet = subject, step, quiet
         self.through: dict[str, dict[str, float]] = {}
         self._shares: list[float] = []

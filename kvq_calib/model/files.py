@@ -210,11 +210,10 @@ class ModelFiles:
         """Refuse files that are missing or not whole."""
         single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
         if not single.is_file() and not index.is_file():
-            if ggufs := sorted(self.path.glob("*.gguf")):
-                raise ValueError(f"{self.id} has no model.safetensors in {self.path}; for its GGUF file give {ggufs[0]}")
             others = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(self.path.glob(pattern))]
-            found = f"; found {others[0]}, which may run code when it is opened: convert it" if others else ""
-            raise ValueError(f"{self.id} has no model.safetensors in {self.path}{found}")
+            code = f"found {others[0]}, which may run code when it is opened: convert it" if others else ""
+            instead = _gguf_of(self.path) or code
+            raise ValueError(f"{self.id} has no model.safetensors in {self.path}{instead and '; '}{instead}")
         for shard in sorted(set(self.names.values())):
             if Path(shard).name != shard or not (self.path / shard).is_file():
                 raise ArtifactError(
@@ -247,10 +246,17 @@ def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str,
     """
     config = path / "config.json"
     if not config.is_file():
-        raise ValueError(f"{path} has no config.json; give the folder of a model in Hugging Face format, or a .gguf file")
+        instead = _gguf_of(path) or "give the folder of a model in Hugging Face format, or a .gguf file"
+        raise ValueError(f"{path} has no config.json; {instead}")
     if config.stat().st_size > CONFIG_LIMIT:
         raise ValueError(f"{config} has more than {CONFIG_LIMIT} bytes; it is no model's config.json")
     return ModelFiles(path, id, revision, disk.json_object(config), headers).check()
+
+
+def _gguf_of(folder: Path) -> str:
+    """What to give instead of a folder that has a GGUF file."""
+    found = next(iter(sorted(folder.glob("*.gguf"))), None)
+    return f"for its GGUF file give {found}" if found else ""
 
 
 def _check_sizes(files: ModelFiles) -> None:
