@@ -27,7 +27,7 @@ $(VENV)/.bench: $(VENV)/.installed
 
 real-model: build/smollm2-135m/config.json ## make build/smollm2-135m, a real language model (93 MB to fetch, 0.6 GB)
 
-build/smollm2-135m/config.json: $(VENV)/.installed scripts/real_model.py
+build/smollm2-135m/config.json: scripts/real_model.py | $(VENV)/.installed
 	PYTHONPATH=. $(RUN) -m scripts.real_model build
 
 # as kvq-calibrate does

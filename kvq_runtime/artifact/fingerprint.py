@@ -21,7 +21,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES
 
 TOLERANCE = 2.0**-7
-QUANTIZED_TOLERANCE = 0.5  # weights rounded to 2 bits are nearer than this to the originals; unrelated ones are not
+QUANTIZED_TOLERANCE = 0.5  # weights rounded to 3 bits are nearer than this to the originals; unrelated ones are not
 SIZE = 8
 DEQUANTIZED = "dequantized_from"  # in a config.json: the quantized type of weights that are written out as floats
 PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
