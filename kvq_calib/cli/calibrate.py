@@ -173,7 +173,11 @@ def parser() -> argparse.ArgumentParser:
     )
     what = top.add_argument_group("what")
     add = what.add_argument
-    add("--model", metavar="NAME|PATH|HUB-ID", help="a catalog name (--list-models), a folder, a .gguf file, or org/name on the Hub")
+    add(
+        "--model",
+        metavar="NAME|PATH|HUB-ID",
+        help="a catalog name (--list-models), a folder, a .gguf file, or org/name on the Hub",
+    )
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
     add(
         "--recipe",

@@ -262,7 +262,9 @@ def add_bench(subparsers: Any) -> None:
     command = _command(subparsers, "bench", text, BENCH_EXAMPLES, "bench")
     command.add_argument("subjects", metavar="REF|RECIPE", nargs="+", help="references, .safetensors files, recipes")
     _settings(command)
-    command.add_argument("--model", required=True, help="a name of the catalog (demo, qwen2.5-7b), folder, .gguf file, or Hub id")
+    command.add_argument(
+        "--model", required=True, help="a name of the catalog (demo, qwen2.5-7b), folder, .gguf file, or Hub id"
+    )
     command.add_argument(
         "--context", type=counts, metavar="L,L", help="tokens of a prompt (default: 1024,4096 as far as the model goes)"
     )

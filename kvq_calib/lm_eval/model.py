@@ -29,9 +29,9 @@ from kvq_calib.evaluate.record import load_model, weights
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.evaluate.witness import WitnessCache
 from kvq_calib.model import find as models
-from kvq_calib.text import tokenizer
 from kvq_calib.run.device import usable
 from kvq_calib.run.plan import environment
+from kvq_calib.text import tokenizer
 from kvq_runtime.registry.reference import home
 
 NONE = "none"  # as recipe: the 16-bit model, in the same steps

@@ -63,7 +63,11 @@ def _entries() -> list[Entry]:
         "mistralai/Mistral": ("7B-v0.3",),  # v0.1 has sliding windows
     }
     hub_ids = [f"{family}-{size}" for family, sizes in families.items() for size in sizes]
-    return [*embedded, smollm2, *(Entry(hub.split("/")[1].lower(), hub, also=("wikitext-2", "demo-code")) for hub in hub_ids)]
+    return [
+        *embedded,
+        smollm2,
+        *(Entry(hub.split("/")[1].lower(), hub, also=("wikitext-2", "demo-code")) for hub in hub_ids),
+    ]
 
 
 CATALOG: dict[str, Entry] = {entry.name: entry for entry in _entries()}

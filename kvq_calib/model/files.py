@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -190,7 +190,7 @@ class ModelFiles:
             self.config, lambda layer, name: self.tensor(f"model.layers.{layer}.self_attn.{name}.weight")
         )
 
-    def check(self) -> "ModelFiles":
+    def check(self) -> Self:
         """Refuse what cannot be captured faithfully; return the model itself."""
         if self.config.get("auto_map"):
             raise ValueError(f"{self.id} needs code from its own repository (auto_map); kvq runs no remote code")
@@ -272,7 +272,8 @@ def _check_sizes(files: ModelFiles) -> None:
     heads, of = files.config["num_attention_heads"], files.geometry.kv_heads
     if heads % of:
         raise ValueError(
-            f"{files.id}: {files.described} has num_key_value_heads={of}; a divisor of num_attention_heads={heads} is needed"
+            f"{files.id}: {files.described} has num_key_value_heads={of}; a divisor of num_attention_heads={heads} is "
+            "needed"
         )
 
 
@@ -290,7 +291,9 @@ def _check_windows(files: ModelFiles) -> None:
     config = files.config
     kinds = config.get("layer_types")
     if not isinstance(kinds, list | None):
-        raise ValueError(f"{files.id}: {files.described} has layer_types={kinds!r:.60}; a list of one name a layer is needed")
+        raise ValueError(
+            f"{files.id}: {files.described} has layer_types={kinds!r:.60}; a list of one name a layer is needed"
+        )
     if files.architecture == "MistralForCausalLM":
         # transformers' default, for configurations without the key
         sliding = config.get("sliding_window", 4096) is not None

@@ -79,7 +79,7 @@ def _local(name: str, revision: str | None) -> ModelFiles | None:
 
 
 def _without_hub(name: str, revision: str | None, error: RuntimeError) -> ModelFiles:
-    """The model of the catalog from a package, or as `make` leaves it in build/; else the Hub's error, with what to do."""
+    """A model of the catalog as `make` leaves it in build/, or from its package; else the error, with what to do."""
     known = entry(name)
     if known.package is None or revision is not None:
         raise error

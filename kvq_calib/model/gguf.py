@@ -3,7 +3,7 @@
 What llama.cpp's conversion did is undone: tensors have transformers' names, the rows of Llama's queries and keys are in
 halves again and not in pairs, and the factors of Llama 3's frequencies are told as the settings they came from.
 
-    llama (Mistral's models, too)  →  LlamaForCausalLM        qwen2  →  Qwen2ForCausalLM        qwen3  →  Qwen3ForCausalLM
+    llama (Mistral's models, too)  →  LlamaForCausalLM      qwen2  →  Qwen2ForCausalLM      qwen3  →  Qwen3ForCausalLM
 
 Source: ggml-org/llama.cpp, convert_hf_to_gguf.py; the dequantizers are those of its package gguf.
 """
@@ -147,7 +147,8 @@ class GgufFiles(ModelFiles):
         size = _size(held, name, self.path)
         data = np.memmap(self.path, np.uint8, "r", held.start, (size,))
         paired = self.config["model_type"] == "llama" and _PAIRED.fullmatch(name)
-        rows = data.reshape(held.shape[0] if len(held.shape) > 1 or paired else 1, -1)
+        vector = len(held.shape) == 1 and not paired
+        rows = data.reshape(1 if vector else held.shape[0], -1)
         if paired:
             heads = self.config["num_attention_heads"] if paired[1] == "q" else self.geometry.kv_heads
             if len(rows) % (2 * heads):
@@ -224,7 +225,7 @@ def _rope(header: gguf.Header, size: int, path: Path) -> dict[str, Any]:
     if kind == "yarn" and factor and before and header.of_model("rope.scaling.attn_factor", 1.0) == 1.0:
         return settings | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": before}
     if kind != "none":
-        raise ValueError(f"{path} has RoPE scaling {kind!r:.60}, factor {factor!r:.20}, original length {before!r:.20}; "
+        raise ValueError(f"{path} has RoPE scaling {kind!r:.60}, factor {factor!r:.20}, original length {before!r}; "
                          "supported are linear, yarn with both numbers, and Llama 3's factors")  # fmt: skip
     return settings
 

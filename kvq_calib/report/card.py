@@ -119,10 +119,10 @@ def _lead(artifact: Artifact) -> str:
 def _snippet(artifact: Artifact, reference: str) -> str:
     model, revision = sections.model_of(artifact)
     options, imported, extras = "", "AutoModelForCausalLM, AutoTokenizer", "hf"
-    packed = model.endswith(".gguf")
-    if packed:
+    if model.endswith(".gguf"):
         head, load, where = "", '".", gguf_file=gguf_file', f'gguf_file = "{model}"  # in this folder'
-        options, imported, extras = ", quantization_config=GgufConfig(dequantize=True)", f"{imported}, GgufConfig", "gguf"
+        options, extras = ", quantization_config=GgufConfig(dequantize=True)", "gguf"
+        imported += ", GgufConfig"
     elif model == "demo":
         extras = "calib"
         head, where = "from kvq_calib.model.find import resolve\n", 'folder = resolve("demo").path'

@@ -1,7 +1,7 @@
 """Say under which licence model and corpus are, where that is known; nothing is guessed from a name.
 
-A model's is in the front matter of its README.md, or in its GGUF file. Of corpora, only those of embedded ones are known here: a dataset of
-the Hub states its own on its card, which ours names.
+A model's is in the front matter of its README.md, or in its GGUF file. Of corpora, only those of embedded ones are
+known here: a dataset of the Hub states its own on its card, which ours names.
 """
 
 from pathlib import Path

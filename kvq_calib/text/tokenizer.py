@@ -4,14 +4,11 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
 
 from kvq_runtime.disk import files, gguf
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # what transformers' conversion of a GGUF leaves out, by its `tokenizer.ggml.pre`: digits are tokens of their own
 DIGITS = ("smollm",)
@@ -30,7 +27,8 @@ class Encoder:
         if self._tokenizer.get_vocab_size() < 2:
             raise ValueError(f"{folder} has no tokenizer.json with a vocabulary; give the folder of a whole model")
         packed = gguf.is_gguf(folder)
-        self.size = (gguf.config(gguf.read(folder), folder) if packed else _object(folder / "config.json")).get("vocab_size")
+        config = gguf.config(gguf.read(folder), folder) if packed else _object(folder / "config.json")
+        self.size = config.get("vocab_size")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         starts = self._tokenizer.num_special_tokens_to_add(False) > 0
@@ -72,7 +70,7 @@ def load(folder: Path) -> tuple[Tokenizer, str]:
     return found, hashlib.sha256(found.to_str().encode()).hexdigest()
 
 
-def whole(folder: Path) -> "PreTrainedTokenizerBase":
+def whole(folder: Path) -> Any:
     """The tokenizer of a model as transformers' own object."""
     if gguf.is_gguf(folder):
         return _from_gguf(folder, folder.stat().st_mtime_ns)
@@ -82,7 +80,7 @@ def whole(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 @lru_cache(maxsize=1)
-def _from_gguf(path: Path, changed: int) -> "PreTrainedTokenizerBase":
+def _from_gguf(path: Path, changed: int) -> Any:
     """Kept, as long as the file has not changed: the conversion takes seconds."""
     from transformers import AutoTokenizer
 
@@ -94,7 +92,7 @@ def _from_gguf(path: Path, changed: int) -> "PreTrainedTokenizerBase":
     except Exception as error:  # what transformers raises for a vocabulary that it does not know has many classes
         raise ValueError(f"{path}: its tokenizer cannot be converted: {error}") from error
     if about.get("tokenizer.ggml.pre") in DIGITS:
-        backend: Any = found.backend_tokenizer
+        backend = found.backend_tokenizer
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
     return found
 

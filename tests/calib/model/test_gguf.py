@@ -249,7 +249,9 @@ def test_from_a_file_to_a_cache(tmp_path: Path, kvq, capsys):
     assert code == 0 and json.loads(shown)["provenance"]["quantization"] == "Q4_1"
     card = next((tmp_path / "kvq-home").rglob("README.md")).read_text()
     assert "license: mit" in card and "Q4_1, dequantized" in card and f'gguf_file = "{path.name}"' in card
-    code, out, err = kvq("eval", name, "--model", path, "--corpus", text, "--length", 192, "--windows", 1, "--also", "none")
+    code, _, err = kvq(
+        "eval", name, "--model", path, "--corpus", text, "--length", 192, "--windows", 1, "--also", "none"
+    )
     assert code == 0, err
     assert "warning" not in err
     served = AutoModelForCausalLM.from_pretrained(
@@ -258,7 +260,9 @@ def test_from_a_file_to_a_cache(tmp_path: Path, kvq, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         KVQCache.from_pretrained(name, model=served)
-    with pytest.warns(UserWarning, match=r"differ by 0\.\d+ of their norm; .* 0.5 where either is quantized; .*kvq eval"):
+    with pytest.warns(
+        UserWarning, match=r"differ by 0\.\d+ of their norm; .* 0.5 where either is quantized; .*kvq eval"
+    ):
         KVQCache.from_pretrained(name, model=original)
     with pytest.raises(ArtifactError, match="weights of layer"):
         KVQCache.from_pretrained(name, model=made(seed=1))

