@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 import time
 import tracemalloc
 import warnings
@@ -119,6 +120,24 @@ def test_rows_are_those_of_the_whole_matrix(llama, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gguf, "PIECE", 4 * 64 * 3)  # three rows at a time
     assert torch.equal(files.tensor(name), whole)
     assert 0 < (whole - llama.get_parameter(name)).norm() / whole.norm() < 0.15
+
+
+def test_of_a_table_only_the_rows_that_are_asked_for_take_memory(tmp_path: Path):
+    files = gguf.read(tiny_gguf.write(made(vocab_size=1 << 15), tmp_path / "model.gguf", Type.Q8_0), "tiny")
+    name = "model.embed_tokens.weight"
+    files.rows(name, TOKENS)
+    tracemalloc.start()
+    files.rows(name, TOKENS)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < files._bytes(name) / 8
+
+
+def test_without_the_package_an_error_says_so(llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tiny_gguf.write(llama, tmp_path / "model.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(RuntimeError, match=r"a GGUF file needs gguf: pip install 'kvq-runtime\[gguf\]'"):
+        models.resolve(path)
 
 
 REFUSED = {
@@ -254,6 +273,12 @@ def test_from_a_file_to_a_cache(tmp_path: Path, kvq, capsys):
     )
     assert code == 0, err
     assert "warning" not in err
+    other = tiny_gguf.write(original, tmp_path / "original.gguf")
+    code, _, err = kvq(
+        "eval", name, "--model", other, "--corpus", text, "--length", 192, "--windows", 1, "--also", "none"
+    )
+    assert code == 0 and "warning: fingerprint: weights of layer" in err and "`kvq eval` on this model" in err
+    other.unlink()
     served = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
