@@ -261,6 +261,8 @@ def test_from_a_file_to_a_cache(tmp_path: Path, kvq, capsys):
     path = tiny_gguf.write(original, tmp_path / "Tiny.Q4_1.gguf", Type.Q4_1, **{"general.license": "mit"})
     text = tiny.text(tmp_path)
     given = ["--model", str(path), "--corpus", str(text), "--recipe", "aqua-2bit", "--samples", "3", "--held-out", "1"]
+    assert calibrate.main([*given, "--seq-len", "192", "--dry-run"]) == 0
+    assert "Q4_1, dequantized" in capsys.readouterr().out
     assert calibrate.main([*given, "--seq-len", "192", "--eval-windows", "1", "--also", "none", "--json"]) == 0
     capsys.readouterr()
     name = "tiny.q4_1-aqua-2bit"
