@@ -181,13 +181,14 @@ def read(path: Path, id: str) -> GgufFiles:
         "architectures": [CLASSES[name]],
         "model_type": name,
         "hidden_act": "silu",
-        "rms_norm_eps": header.of_model("attention.layer_norm_rms_epsilon", 1e-6),
+        "rms_norm_eps": _positive(header, "attention.layer_norm_rms_epsilon", 1e-6, path),
         "tie_word_embeddings": "lm_head.weight" not in held,
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in held,
         "mlp_bias": "model.layers.0.mlp.up_proj.bias" in held,
     }
     for key, place in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        config[f"{key}_token_id"] = header.values.get(f"tokenizer.ggml.{place}_token_id")
+        token = header.values.get(f"tokenizer.ggml.{place}_token_id")
+        config[f"{key}_token_id"] = token if type(token) is int else None
     made = GgufFiles(path, id, None, config)
     kinds = [kind for kind, _ in made._kinds.most_common() if kind not in _PLAIN]
     config |= {DEQUANTIZED: ", ".join(kinds)} if kinds else {}
@@ -216,8 +217,9 @@ def _rope(header: gguf.Header, size: int, path: Path) -> dict[str, Any]:
     rotated, kind = header.of_model("rope.dimension_count", size), header.of_model("rope.scaling.type", "none")
     if rotated != size:
         raise ValueError(f"{path} rotates {rotated} of {size} channels of a head; all must be rotated")
-    settings = {"rope_type": "default", "rope_theta": header.of_model("rope.freq_base", 10000.0)}
-    factor, before = header.of_model("rope.scaling.factor"), header.of_model("rope.scaling.original_context_length")
+    settings = {"rope_type": "default", "rope_theta": _positive(header, "rope.freq_base", 1e4, path)}
+    factor = _positive(header, "rope.scaling.factor", None, path)
+    before = _positive(header, "rope.scaling.original_context_length", None, path)
     if FACTORS in header.tensors:
         return settings | _llama3(header.tensors[FACTORS], settings, size, before or 8192, path)
     if kind == "linear" and factor:
@@ -228,6 +230,14 @@ def _rope(header: gguf.Header, size: int, path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has RoPE scaling {kind!r:.60}, factor {factor!r:.20}, original length {before!r}; "
                          "supported are linear, yarn with both numbers, and Llama 3's factors")  # fmt: skip
     return settings
+
+
+def _positive(header: gguf.Header, name: str, default: float | None, path: Path) -> Any:
+    """A number of the architecture that is above 0, or the default; ValueError for anything else that is there."""
+    found = header.of_model(name, default)
+    if found is not None and (type(found) not in (int, float) or not 0 < found < math.inf):
+        raise ValueError(f"{path} has {header.architecture}.{name}={found!r:.60}; a number above 0 is needed")
+    return found
 
 
 def _llama3(held: gguf.Held, settings: Mapping[str, Any], size: int, before: int, path: Path) -> dict[str, Any]:

@@ -155,6 +155,8 @@ REFUSED = {
     "no layers": ({"llama.block_count": None}, "block_count of llama is None; a whole number"),
     "many layers": ({"llama.block_count": 1 << 30}, "its metadata has num_hidden_layers=1073741824"),
     "heads": ({"llama.attention.head_count": 0}, "attention.head_count of llama is 0"),
+    "base": ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base=nan; a number above 0"),
+    "a text": ({"llama.attention.layer_norm_rms_epsilon": "x"}, "rms_epsilon='x'; a number above 0"),
     "a foreign tensor": ({"blk.0.ssm_in.weight": torch.ones(4)}, "a tensor 'blk.0.ssm_in.weight', which is none of"),
 }
 
