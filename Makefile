@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env real-model demo test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -17,13 +17,18 @@ env: $(VENV)/.installed ## make or update .venv (Python 3.11 or newer)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@bash scripts/make_venv.sh $(VENV)
-	$(INSTALL) -e '.[flows,scale,sign,dev,triton]'
+	$(INSTALL) -e '.[flows,scale,sign,gguf,dev,triton]'
 	@touch $@
 
 # Apart from env: where hqq is installed transformers imports it, and every start takes two seconds longer.
 $(VENV)/.bench: $(VENV)/.installed
 	$(INSTALL) -e '.[bench]'
 	@touch $@
+
+real-model: build/smollm2-135m/config.json ## make build/smollm2-135m, a real language model (93 MB to fetch, 0.6 GB)
+
+build/smollm2-135m/config.json: scripts/real_model.py | $(VENV)/.installed
+	PYTHONPATH=. $(RUN) -m scripts.real_model build
 
 # as kvq-calibrate does
 demo: export GOMP_SPINCOUNT ?= 5000

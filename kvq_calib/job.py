@@ -173,7 +173,7 @@ class Job:
         """The name to publish under."""
         if self.name is not None and len(self.recipes) + max(0, len(self.bits) - 1) > 1:
             raise ValueError("--name names one artifact; leave it out with several recipes")
-        return check_name(self.name or f"{files.id.split('/')[-1].lower()}-{recipe}")
+        return check_name(self.name or f"{files.id.split('/')[-1].lower().removesuffix('.gguf')}-{recipe}")
 
 
 def not_alone(job: Job, work: Run) -> Job:

@@ -63,6 +63,7 @@ def _models() -> dict[str, Geometry]:
         "llama-3.1-": {"8b": (32, 8, 128), "70b": (80, 8, 128)},
         "llama-3.2-": {"1b": (16, 8, 64), "3b": (28, 8, 128)},
         "mistral-": {"7b-v0.3": (32, 8, 128)},
+        "smollm2-": {"135m": (30, 3, 64)},
     }
     return {f"{family}{size}": Geometry(*shape) for family, sizes in shapes.items() for size, shape in sizes.items()}
 
@@ -70,6 +71,7 @@ def _models() -> dict[str, Geometry]:
 MODELS: dict[str, Geometry] = _models()  # of the catalog of kvq_calib, as their config.json say
 _VOCABULARIES = {
     **{"demo": 2048, "recall": 1024, "qwen2.5-": 151936, "qwen3-": 151936, "llama-3": 128256, "mistral-": 32768},
+    "smollm2-": 49152,
     **dict.fromkeys(("qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b"), 152064),
 }
 # {model: tokens of its vocabulary}, the rows of its embedding

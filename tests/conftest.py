@@ -52,6 +52,16 @@ def test_data() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct, as `make real-model` makes it."""
+    folder = REPOSITORY / "build" / "smollm2-135m"
+    if not (folder / "config.json").is_file():
+        assert "CI" not in os.environ, f"{folder} is not there: make real-model"
+        pytest.skip("the model SmolLM2-135M is not here: make real-model")
+    return folder
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A Hub on loopback that this process' client talks to, with a cache of its own."""

@@ -129,7 +129,7 @@ def _job(args: argparse.Namespace):
     if args.workers and _wants_prefect(args):
         raise ValueError("--workers shares chunks inside this process's run; leave out --prefect and $PREFECT_API_URL")
     if args.model is None:
-        raise ValueError("--model is missing: a name of --list-models, a folder, or a Hub id")
+        raise ValueError("--model is missing: a name of --list-models, a folder, a .gguf file, or a Hub id")
     names = ("model", "revision", "corpus", "transfer", "samples", "seq_len", "held_out", "seed", "device", "dtype")
     names += ("threads", "workers", "registry", "push", "name", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
     names += ("engine",)
@@ -175,7 +175,11 @@ def parser() -> argparse.ArgumentParser:
     )
     what = top.add_argument_group("what")
     add = what.add_argument
-    add("--model", metavar="NAME|PATH|HUB-ID", help="a catalog name (--list-models), a folder, or org/name on the Hub")
+    add(
+        "--model",
+        metavar="NAME|PATH|HUB-ID",
+        help="a catalog name (--list-models), a folder, a .gguf file, or org/name on the Hub",
+    )
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
     add(
         "--recipe",

@@ -158,7 +158,7 @@ def add_import(subparsers: Any) -> None:
     command.add_argument("--keys", required=True, metavar="FILE", help="k_rotation_*.pt")
     command.add_argument("--values", required=True, metavar="FILE", help="v_rotation_*.pt")
     command.add_argument(
-        "--model", required=True, help="a name of the catalog, folder, or Hub id: what they were made for"
+        "--model", required=True, help="a name of the catalog, folder, .gguf file, or Hub id: what they were made for"
     )
     command.add_argument(
         "--recipe", default="oscar-2bit", metavar="NAME", help="a recipe of oscar (default: oscar-2bit)"
@@ -263,7 +263,9 @@ def add_bench(subparsers: Any) -> None:
     command = _command(subparsers, "bench", text, BENCH_EXAMPLES, "bench")
     command.add_argument("subjects", metavar="REF|RECIPE", nargs="+", help="references, .safetensors files, recipes")
     _settings(command)
-    command.add_argument("--model", required=True, help="a name of the catalog (demo, qwen2.5-7b), folder, or Hub id")
+    command.add_argument(
+        "--model", required=True, help="a name of the catalog (demo, qwen2.5-7b), folder, .gguf file, or Hub id"
+    )
     command.add_argument(
         "--context", type=counts, metavar="L,L", help="tokens of a prompt (default: 1024,4096 as far as the model goes)"
     )
@@ -403,7 +405,7 @@ def _settings(command: argparse.ArgumentParser) -> None:
 
 def _source(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--model", required=True, help="a name of the catalog (demo, recall, qwen2.5-7b), folder, or Hub id"
+        "--model", required=True, help="a name of the catalog (demo, recall, qwen2.5-7b), folder, .gguf file, or Hub id"
     )
     command.add_argument(
         "--corpus", metavar="FILE|HUB-ID", help="text, measured on its held-out part (default: model's)"

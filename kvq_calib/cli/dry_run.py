@@ -17,6 +17,7 @@ def record(asked: Job, work: Run) -> dict[str, Any]:
     return {
         "model": plan.model,
         "revision": plan.revision,
+        **({"quantization": files.quantization} if files.quantization else {}),
         "layers": plan.geometry.layers,
         "recipes": [recipe.name for recipe in plan.recipes],
         "artifacts": [asked.artifact_name(files, recipe.name) for recipe in plan.recipes],
@@ -48,6 +49,8 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
     layer, chunk, whole = (found[f"{name}_bytes"] / 1e6 for name in ("layer", "chunk", "evaluation"))
     shown = {name: found[name] for name in ("model", "revision", "layers", "recipes", "artifacts")}
     shown["revision"] = found["revision"] or "local"
+    if "quantization" in found:
+        shown["weights"] = f"{found['quantization']}, dequantized"
     shown["published to"] = found["registries"] or "nowhere: they stay in the run folder"
     shown |= {"corpus": found["corpus"], "samples": f"{found['samples']} ({found['held_out']} held out)"}
     shown |= {name: found[name] for name in ("seq_len", "tokens")}

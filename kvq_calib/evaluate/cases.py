@@ -9,7 +9,8 @@ from tokenizers import Tokenizer
 
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.tasks import ruler, symbols, synthetic
-from kvq_calib.text import corpus
+from kvq_calib.text import corpus, tokenizer
+from kvq_runtime.disk.gguf import is_gguf
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def of_symbols(files: ModelFiles) -> bool:
 
 @lru_cache(maxsize=4)
 def _tokenizer(folder: Path) -> Tokenizer:
+    if is_gguf(folder):
+        return tokenizer.load(folder)[0]
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvq_calib.evaluate import bits, errors, full, perplexity
 from kvq_calib.evaluate.full import FullCache
@@ -85,14 +85,8 @@ class Protocol:
 
 
 def load_model(files: ModelFiles, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The whole model, from safetensors only; float32 on a CPU, else as stored, unless `dtype` is given."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        files.path,
-        dtype=dtype or _kind(files, device),
-        use_safetensors=True,
-        trust_remote_code=False,
-        local_files_only=True,
-    )
+    """The whole model, from safetensors or GGUF; float32 on a CPU, else as stored, unless `dtype` is given."""
+    model: Any = files.model(dtype or _kind(files, device))
     return model.to(device).eval()
 
 

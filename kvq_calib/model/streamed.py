@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kvq_calib.model.files import ModelFiles
 from kvq_runtime.ops import product
@@ -46,7 +46,7 @@ class Stream:
     def __init__(self, files: ModelFiles, device: str | torch.device = "cpu", dtype: torch.dtype | None = None):
         self.files, self.device = files, torch.device(device)
         self.dtype = default_dtype(files, self.device) if dtype is None else dtype
-        config = AutoConfig.from_pretrained(files.path, trust_remote_code=False)
+        config = files.transformers_config()
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=self.dtype).eval()
         rotary = type(self._model.model.rotary_emb)
@@ -64,8 +64,7 @@ class Stream:
     @torch.no_grad()
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The hidden states under the first layer. Of the table, which stays in the file, only these rows are read."""
-        table = self.files.tensor("model.embed_tokens.weight")
-        rows = nn.functional.embedding(tokens_BT.cpu().long(), table)
+        rows = self.files.rows("model.embed_tokens.weight", tokens_BT.cpu().long())
         return rows.to(self.device, self.dtype)
 
     def layer(self, index: int) -> "Layer":

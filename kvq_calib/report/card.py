@@ -11,6 +11,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from kvq_calib.model.catalog import entry
 from kvq_calib.report import asked, sections
 from kvq_calib.report import fit_plots as draw
 from kvq_calib.report.captions import size_of
@@ -117,27 +118,36 @@ def _lead(artifact: Artifact) -> str:
 
 def _snippet(artifact: Artifact, reference: str) -> str:
     model, revision = sections.model_of(artifact)
-    if model == "demo":
+    options, imported, extras = "", "AutoModelForCausalLM, AutoTokenizer", "hf"
+    if model.endswith(".gguf"):
+        head, load, where = "", '".", gguf_file=gguf_file', f'gguf_file = "{model}"  # in this folder'
+        options, extras = ", quantization_config=GgufConfig(dequantize=True)", "gguf"
+        imported += ", GgufConfig"
+    elif model == "demo":
+        extras = "calib"
         head, where = "from kvq_calib.model.find import resolve\n", 'folder = resolve("demo").path'
         load = "folder"
     else:
         head, load = "", "model_id"
-        where = f'model_id = "{model}"' + ("" if _HUB.fullmatch(model) else "  # the folder of the model")
+        made = entry(model).package is not None and not _HUB.fullmatch(model)
+        beside = "build/" + model if made else model
+        about = "  # make real-model" if made else "" if _HUB.fullmatch(model) else "  # the folder of the model"
+        where = f'model_id = "{beside}"{about}'
     ours = 'model.set_attn_implementation("kvq")\n' if artifact.recipe.needs & OURS else ""
     pinned = f', revision="{revision}"' if revision else ""
     return f"""\
 ```sh
-pip install "kvq-runtime[{"calib" if model == "demo" else "hf"}]"
+pip install "kvq-runtime[{extras}]"
 ```
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {imported}
 
 {head}from kvq_runtime import KVQCache
 
 {where}
 tokenizer = AutoTokenizer.from_pretrained({load}{pinned})
-model = AutoModelForCausalLM.from_pretrained({load}{pinned}, dtype="auto")
+model = AutoModelForCausalLM.from_pretrained({load}{pinned}{options}, dtype="auto")
 {ours}cache = KVQCache.from_pretrained("{reference}", model=model)
 
 inputs = tokenizer("The cache of a language model", return_tensors="pt").to(model.device)

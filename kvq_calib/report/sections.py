@@ -98,6 +98,7 @@ def provenance(artifact: Artifact, license: Mapping[str, str]) -> str:
     model, revision = model_of(artifact)
     text = corpus_of(artifact)
     rows = {"model": f"`{model}`", "revision": revision and f"`{revision}`"}
+    rows |= {"weights": given.get("quantization") and f"{given['quantization']}, dequantized"}
     rows |= {"licence of the model": license.get("license_name") or license.get("license") or "not known here"}
     rows |= {"licence of the corpus": licenses.of_corpus(str(text.get("source")))}
     rows |= {"corpus": text.get("source"), "corpus digest": _short(text.get("corpus_digest"))}

