@@ -77,6 +77,7 @@ WINDOWS = {1024: 4, 4096: 2, 8192: 2}
 SINKS, RECENT = 4, 0
 SAMPLES, LENGTH = 24, 1024  # of a fit
 TOGETHER = 4  # recipes in a run
+BINS = 16  # parts of a window that figures are given for by position
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="where records go")
     top.add_argument("--recipes", nargs="+", metavar="NAME", help="default: of every family; of the slow ones, some")
     top.add_argument("--texts", nargs="+", choices=TEXTS, default=[*TEXTS], help="(default: all)")
-    top.add_argument("--lengths", nargs="+", type=int, metavar="L", default=[*WINDOWS], help="(default: 1024 4096 8192)")
+    top.add_argument(
+        "--lengths", nargs="+", type=int, metavar="L", default=[*WINDOWS], help="(default: 1024 4096 8192)"
+    )
     top.add_argument("--windows", type=int, metavar="N", help="default: 4 of 1,024 tokens, 2 of more")
     top.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=[*PROTOCOLS], help="(default: both)")
     top.add_argument("--on", nargs="+", choices=ON, default=[*ON], help="what recipes are fitted on (default: both)")
@@ -98,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top.add_argument("--again", action="store_true", help="fit, or measure, what there is already")
     top.add_argument("--first", action="store_true", help="of needles: the 16-bit model alone, in both forms")
     top.add_argument("--chat", action="store_true", help="of needles: in the chat form")
-    top.add_argument("--tasks", nargs="+", metavar="TASK", help="of needles (default: %(default)s)")
+    top.add_argument("--tasks", nargs="+", metavar="TASK", help="of needles (default: what 16 bit answers)")
     top.add_argument("--threads", type=int, default=torch.get_num_threads(), help="(default: %(default)s)")
     args = top.parse_args(arguments)
     os.environ.setdefault("KVQ_HOME", str(ROOT / "build" / "real"))
@@ -107,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.what in ("needles", "conversation", "greedy", "bench"):
         from scripts import real_use
 
-        return getattr(real_use, args.what)(args, files)
+        run = {"needles": real_use.needles, "conversation": real_use.talks, "greedy": real_use.greedy}
+        return run.get(args.what, real_use.bench)(args, files)
     home = Home(files, args)
     return {"fit": fit, "scores": scores, "left": left}[args.what](home, args)
 
@@ -188,6 +192,11 @@ def at_hand(texts: Sequence[str]) -> list[str]:
         if source(text) is None:
             print(f"{text} is left out: {TEXTS[text]} is not under KVQ_TEST_DATA", file=sys.stderr)
     return [text for text in texts if source(text) is not None]
+
+
+def positional() -> str:
+    """The text whose longest windows are measured by position: the documentation, where there is no book."""
+    return "book" if source("book") else "docs"
 
 
 def _held_out(text: str, files: ModelFiles, length: int, windows: int) -> Batch:
@@ -272,7 +281,7 @@ def units(args: argparse.Namespace, files: ModelFiles) -> Iterator[Unit]:
     for length in sorted(args.lengths):
         for protocol in (one for one in PROTOCOLS if one in args.protocols):
             for text in at_hand(args.texts) if length <= files.context else ():
-                if text in WHOLE and length < files.context:
+                if text in WHOLE and length < max(args.lengths):
                     continue  # it is there for positions
                 yield from (Unit(REFERENCE, None, text, length, FULL) for _ in range(protocol == FULL))
                 for recipe in args.recipes or RECIPES:
@@ -343,7 +352,7 @@ def scores(home: Home, args: argparse.Namespace) -> int:
 def measure(home: Home, model, unit: Unit, batch: Batch) -> dict[str, Any]:
     """What a line says of one unit: figures, or the reason why there are none."""
     files, tokens_BT = home.files, batch.tokens_BT
-    bins = 16 if unit.length >= files.context or unit.length == max(home.args.lengths) else 0
+    bins = BINS if unit.text == positional() and unit.length == max(home.args.lengths) else 0
     about = {"model": {"id": files.id, "revision": files.revision, "parameters": model.num_parameters()}}
     about |= {"sinks": SINKS, "recent": RECENT, "step": unit.step}
     exact = home.exact(model, batch)

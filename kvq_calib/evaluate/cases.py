@@ -65,7 +65,9 @@ def turn(folder: Path) -> tuple[str, str]:
     tokenizer, mark = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), "\x00the user's words\x00"
     if not tokenizer.chat_template:
         raise ValueError(f"{folder.name} has no chat template: it is no chat model; leave --chat out")
-    said = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
+    said = tokenizer.apply_chat_template(
+        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
+    )
     before, _, after = str(said).partition(mark)
     return before, after
 

@@ -124,7 +124,9 @@ def _headless(model: PreTrainedModel) -> Iterator[None]:
     Raises ValueError for a model that does more than multiply there.
     """
     config = model.config.get_text_config(decoder=True)
-    more = [name for name in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(config, name, None)]
+    more = [
+        name for name in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(config, name, None)
+    ]
     if more:
         raise ValueError(f"{type(model).__name__} has {', '.join(more)}: its logits are no product alone; use kvq eval")
     head = model.get_output_embeddings()

@@ -39,6 +39,7 @@ def exact(model, tokens) -> torch.Tensor:
 @pytest.mark.parametrize("step", [None, STEP], ids=["full", "in use"])
 def test_figures_are_those_of_whole_logits(model, tokens, exact, step):
     """By other code: a pass without its output layer, slices, and float32 against float64 of all logits."""
+
     def cache():
         return KVQCache(RECIPE, model) if step else FullCache(RECIPE, model, length=LENGTH)
 
@@ -53,7 +54,9 @@ def test_figures_are_those_of_whole_logits(model, tokens, exact, step):
     assert abs(found.agreed - whole.agreed) <= 1 and found.tokens == whole.tokens
     one = positions.part(found, positions.trace(model, tokens, exact, exact).score)
     relative, spread = whole.against(expected[perplexity.REFERENCE])
-    assert one["relative"] == pytest.approx(relative, rel=1e-3) and one["relative_se"] == pytest.approx(spread, rel=1e-2)
+    assert one["relative"] == pytest.approx(relative, rel=1e-3) and one["relative_se"] == pytest.approx(
+        spread, rel=1e-2
+    )
     assert model.get_output_embeddings() is not None, "the output layer is back"
 
 
@@ -81,7 +84,11 @@ def test_parts_of_a_window_are_its_tokens():
     found = positions.Trace(loss_WT, 2 * loss_WT, loss_WT > 4)
     bins = found.bins(3)
     assert [(one["from"], one["to"]) for one in bins] == [(1, 4), (4, 7), (7, 11)]
-    assert bins[0]["loss"] == [1.0, 11.0] and bins[2]["kl"] == [15.0, 35.0] and bins[1]["top1"] == pytest.approx(2 / 3, rel=1e-5)
+    assert (
+        bins[0]["loss"] == [1.0, 11.0]
+        and bins[2]["kl"] == [15.0, 35.0]
+        and bins[1]["top1"] == pytest.approx(2 / 3, rel=1e-5)
+    )
     widths = [after["from"] - one["from"] for one, after in pairwise(bins)]
     assert math.isclose((sum(one["loss"][0] * width for one, width in zip(bins, [*widths, 4], strict=True))) / 10, 4.5)
 
