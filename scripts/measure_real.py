@@ -17,11 +17,10 @@ under KVQ_TEST_DATA and Python's documentation and code; what is not there is le
 
 import argparse
 import hashlib
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -156,14 +155,16 @@ class Home:
             ledger.write(kept, **unit)
         return Batch(torch.tensor(kept[0], dtype=torch.int32), *kept[1:])
 
-    def exact(self, model, batch: Batch) -> Tensor:
-        """The 16-bit model's last hidden states, from a file once they were computed."""
+    def exact(self, model, batch: Batch) -> tuple[Tensor, positions.Trace]:
+        """The 16-bit model's last hidden states and what its tokens cost, from a file once they were computed."""
         path = self.folder / "exact" / f"{batch.digest}.safetensors"
         if not path.is_file():
-            found = positions.states(model, batch.tokens_BT, DynamicCache(config=model.config))
+            states = positions.states(model, batch.tokens_BT, DynamicCache(config=model.config))
+            own = positions.trace(model, batch.tokens_BT, states, states)
             disk.make_folder(path.parent)
-            disk.save(path, to_safetensors({"states": found}))
-        return load_file(path)["states"]
+            disk.save(path, to_safetensors({"states": states, **vars(own)}))
+        found = load_file(path)
+        return found.pop("states"), positions.Trace(**found)
 
 
 def automatic(recipe: str) -> float | None:
@@ -225,7 +226,8 @@ def _whole(text: str, files: ModelFiles, length: int, windows: int) -> Batch:
     tokens_BT = torch.tensor(rows, dtype=torch.int32)
     digest = hashlib.sha256(tokens_BT.numpy().astype("<i4").tobytes()).hexdigest()
     about = {"source": found.name, "corpus_digest": found.digest, "split": "whole", "mode": "contiguous",
-             "samples": windows, "seq_len": length, "tokenizer_sha256": encoder.digest, "token_digest": digest}  # fmt: skip
+             "samples": windows, "seq_len": length, "tokenizer_sha256": encoder.digest,
+             "token_digest": digest}  # fmt: skip
     return Batch(tokens_BT, digest, about)
 
 
@@ -337,7 +339,8 @@ def scores(home: Home, args: argparse.Namespace) -> int:
         batch = home.batch(unit.text, unit.length)
         found = measure(home, model, unit, batch)
         found |= {
-            "seconds": round(time.perf_counter() - begun, 1), "processor_seconds": round(time.process_time() - spent, 1),
+            "seconds": round(time.perf_counter() - begun, 1),
+            "processor_seconds": round(time.process_time() - spent, 1),
             "environment": environment("cpu", "float32", torch.get_num_threads()), "machine": real_records.machine(),
             "code": code()[:16], "date": datetime.now(UTC).date().isoformat(),
         }  # fmt: skip
@@ -355,8 +358,7 @@ def measure(home: Home, model, unit: Unit, batch: Batch) -> dict[str, Any]:
     bins = BINS if unit.text == positional() and unit.length == max(home.args.lengths) else 0
     about = {"model": {"id": files.id, "revision": files.revision, "parameters": model.num_parameters()}}
     about |= {"sinks": SINKS, "recent": RECENT, "step": unit.step}
-    exact = home.exact(model, batch)
-    reference = positions.trace(model, tokens_BT, exact, exact)
+    exact, reference = home.exact(model, batch)
     if unit.recipe == REFERENCE:
         own = reference.score
         return {"part": positions.part(own, own, reference.bins(bins) if bins else ()), **about}

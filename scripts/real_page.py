@@ -23,7 +23,7 @@ OPEN, CLOSE = "<!-- real table -->", "<!-- end of real table -->"
 
 
 def sections(folder: Path, docs: Path) -> list[str]:
-    """What stands below the first table: lengths, both ways of fitting, positions, needles, talk; pictures in `docs`."""
+    """What stands below the first table: lengths, both ways of fitting, positions, needles, talk; draw in docs."""
     lines = list(real_records.read(folder).values())
     return [
         part
@@ -164,12 +164,11 @@ def _talk(folder: Path) -> list[str]:
             firsts = ", ".join("never" if turn["first"] is None else str(turn["first"]) for turn in some)
             row[f"turn {number}"] = f"{short(sum(turn['kl'] for turn in some) / len(some))} ({firsts})"
         rows.append(row)
-    said = f"**A conversation of several turns**, {NAME}, the cache kept over them: KL divergence in nats over the answer, and in "
-    return (
-        [said + "brackets, of each conversation, the first of its tokens that is chosen otherwise.", table(rows)]
-        if rows
-        else []
+    said = (
+        f"**A conversation of several turns**, {NAME}, the cache kept over them: KL divergence in nats over the "
+        "answer, and in brackets, of each conversation, the first of its tokens that is chosen otherwise."
     )
+    return [said, table(rows)] if rows else []
 
 
 def _greedy(folder: Path) -> list[str]:
@@ -177,6 +176,7 @@ def _greedy(folder: Path) -> list[str]:
     for one in (row["found"] for row in _read(folder / "greedy.json").values()):
         part = one["result"]["protocols"]["decode"]
         row = {"recipe": f"`{one['result']['recipe']}`", "bits": f"{one['result']['bits']['asymptotic']:.2f}"}
+        about = one["protocol"]
         if "reason" in part:
             rows.append(row | {"first other token": part["reason"]})
             continue
@@ -184,11 +184,14 @@ def _greedy(folder: Path) -> list[str]:
         rows.append(
             row | {"first other token": ", ".join(firsts), "KL": short(part["kl"]), "top-1": f"{part['top1']:.1%}"}
         )
-        about = one["protocol"]
     if not rows:
         return []
-    return [f"**{about['length'] - about['prompt']:,} greedy tokens after a prompt of {about['prompt']:,}**, {NAME}, along the text of "
-            "the 16-bit model: where each recipe would first choose otherwise, in each text.", table(rows)]  # fmt: skip
+    count, prompt = about["length"] - about["prompt"], about["prompt"]
+    said = (
+        f"**{count:,} greedy tokens after a prompt of {prompt:,}**, {NAME}, along the text of the 16-bit model: where "
+        "each recipe would first choose otherwise, in each text."
+    )
+    return [said, table(rows)]
 
 
 def _machine(lines: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -67,7 +67,7 @@ def keep_text(folder: Path, batch: Batch) -> None:
 
 
 def records(folder: Path, on: str, length: int) -> list[dict[str, Any]]:
-    """Of each recipe fitted on a text, or not fitted, one record as of `kvq compare`: that text in domain, others beside.
+    """Of each recipe fitted on a text, or not fitted, a record as of `kvq compare`: that text in domain, others beside.
 
     Recipes without figures in domain are left out; of lines that say the same of the same, the newest counts.
     """

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from kvq_calib.cli import commands
 from kvq_calib.evaluate import bits, cases, conversation, decode, tasks
 from kvq_calib.evaluate.ledger import Ledger, code
-from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.evaluate.record import load_model, weights
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
@@ -51,8 +50,8 @@ def needles(args: argparse.Namespace, files: ModelFiles) -> int:
     for chat in _forms(files) if args.first else (args.chat,):
         for length in (length for length in _lengths(args) if length <= files.context):
             plan = tasks.Plan(
-                tuple(chosen), (length,), samples=args.windows or TEXTS.get(length, 2), protocols=("in-use",), haystack=essays,
-                chat=chat, steps=ANSWER,
+                tuple(chosen), (length,), samples=args.windows or TEXTS.get(length, 2), protocols=("in-use",),
+                haystack=essays, chat=chat, steps=ANSWER,
             )  # fmt: skip
             for subject in subjects:
                 kept.measure(

@@ -1,4 +1,4 @@
-"""Follow a chat of several turns with compressed caches that are kept over all of them: where, turn by turn, do they leave?
+"""Follow a chat of several turns with compressed caches that are kept over all of them: where do they leave, by turn?
 
 A user's turn goes into every cache in one pass, which reads what the cache gives back of the turns before. Then the
 16-bit model answers greedily, to the end of its turn or so many tokens, and every cache reads that answer, a token a

@@ -16,6 +16,7 @@ moved, kl = log Σ p e^d - Σ p d, for any constant in d.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Trace:
         """Means of loss, divergence and agreement in equal parts of the windows; the first two by window."""
         edges = [self.loss_WT.shape[1] * place // count for place in range(count + 1)]
         found = []
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             loss_W, kl_W, agreed_W = (
                 values[:, start:stop].double().mean(1) for values in (self.loss_WT, self.kl_WT, self.agreed_WT)
             )

@@ -3,6 +3,7 @@
 The bytes of a PNG; the same lines give the same picture.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,9 +60,10 @@ def draw(exact: Mapping[str, Any], lines: Lines, text: str) -> Figure:
     frame.caption(
         figure,
         f"{where({'protocol': lines[0]})}. {windows} windows of {length} tokens of {text}; each point is the mean of "
-        f"{exact['bins'][0]['to'] - exact['bins'][0]['from']} tokens of each. In brackets: bits per element. Mean loss "
-        f"of the 16-bit model in the first part {_mean(own[0]):.3g} nats, in the last {_mean(own[1]):.3g}. Full encode: "
-        "every token but the sinks is encoded before it is read. In use: tokens arrive in steps, the newest stay exact.",
+        f"{exact['bins'][-1]['to'] - exact['bins'][-1]['from']} tokens of each. In brackets: bits per element. Mean "
+        f"loss of the 16-bit model in the first part {_mean(own[0]):.3g} nats, in the last {_mean(own[1]):.3g}. Full "
+        "encode: every token but the sinks is encoded before it is read. In use: tokens arrive in steps, the newest "
+        "stay exact.",
     )
     return figure
 
@@ -69,7 +71,7 @@ def draw(exact: Mapping[str, Any], lines: Lines, text: str) -> Figure:
 def _above(part: Mapping[str, Any], exact: Mapping[str, Any]) -> list[float]:
     """Per cent of perplexity above 16 bit, by position: e to the difference of mean losses, less 1."""
     pairs = zip(part["bins"], exact["bins"], strict=True)
-    return [100 * (2.718281828459045 ** (_mean(one["loss"]) - _mean(other["loss"])) - 1) for one, other in pairs]
+    return [100 * math.expm1(_mean(one["loss"]) - _mean(other["loss"])) for one, other in pairs]
 
 
 def _tidy(axis: Axes, heights: Sequence[float]) -> None:

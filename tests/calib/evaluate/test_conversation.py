@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_exact_stays_and_two_bits_leave(model, folder):
     assert max(one["kl"] for one in two[1:]) > 1e-3 and min(one["top1"] for one in two) < 1
     assert [one["answer"] for one in two] == [one["answer"] for one in same], "one text was followed"
     assert sum(one["tokens"] for one in same) == len(steps)
-    for before, after in zip(same, same[1:], strict=False):  # all but the last token of an answer has been read
+    for before, after in pairwise(same):  # all but the last token of an answer has been read
         assert after["history"] == before["history"] + before["added"] + before["tokens"] - 1
     assert caches[0].get_seq_length() == same[-1]["history"] + same[-1]["added"] + same[-1]["tokens"] - 1
 

@@ -169,7 +169,7 @@ TEMPLATE = (
 
 
 def test_a_chat_model_is_asked_in_its_own_form(tmp_path):
-    """The text and the question are a turn of the user's, and the answer begins in the model's; else all is one text."""
+    """The text and the question are a turn of the user's, the answer begins in the model's; else all is one text."""
     demo = models.resolve("demo")
     folder = shutil.copytree(demo.path, tmp_path / "chat")
     with pytest.raises(ValueError, match="chat has no chat template: it is no chat model; leave --chat out"):
