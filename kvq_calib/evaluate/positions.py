@@ -42,8 +42,8 @@ class Trace:
     @property
     def score(self) -> Score:
         """The same by window, as `perplexity.scores` gives it."""
-        means = (values.mean(1).tolist() for values in (self.loss_WT, self.kl_WT))
-        return Score(self.agreed_WT.numel(), int(self.agreed_WT.sum()), *means)
+        losses, kls = (values.mean(1).tolist() for values in (self.loss_WT, self.kl_WT))
+        return Score(self.agreed_WT.numel(), int(self.agreed_WT.sum()), losses, kls)
 
     def bins(self, count: int) -> list[dict[str, Any]]:
         """Means of loss, divergence and agreement in equal parts of the windows; the first two by window."""
@@ -94,6 +94,7 @@ def states(
 def trace(model: PreTrainedModel, tokens_BT: Tensor, exact_BTE: Tensor, found_BTE: Tensor) -> Trace:
     """Hold what a cache gave, E hidden channels a token, against the 16-bit model's and against the text."""
     head, rows = model.get_output_embeddings(), []
+    assert head is not None, "a language model has an output layer"
     for tokens_T, exact_TE, found_TE in zip(tokens_BT.long(), exact_BTE, found_BTE, strict=True):
         parts = []
         for start in range(0, len(tokens_T) - 1, SLICE):
