@@ -1,8 +1,12 @@
-"""Write docs/compare.md: every family of recipes on each small model at hand, in tables, plots, and held to the papers.
+"""Write docs/compare.md: every family of recipes on each model at hand, in tables, plots, and held to the papers.
 
-    make compare                         all, with the models and texts under KVQ_TEST_DATA
+    make compare                         all small models, with the models and texts under KVQ_TEST_DATA
     python -m scripts.compare_models --model demo --recipes aqua-2bit higgs-2bit
     python -m scripts.compare_models --records                        page and pictures of what was measured before
+    python -m scripts.compare_models --records --quick                the same in seconds: the real model's alone
+
+First stands what scripts.measure_real found of a real language model, in pieces and over hours, in
+benchmarks/results/real: its records are read, nothing of it is measured here. README.md gets its table.
 
 Beside the page there are compare.png (the frontier of each model), compare-MODEL.png (all recipes of one) and
 frontier.png (the first model's, for README). A model takes up to 80 minutes of one core; one that was stopped goes on
@@ -27,7 +31,8 @@ from kvq_calib.model import find as models
 from kvq_calib.report import plots
 from kvq_calib.text.documents import EMBEDDED
 from kvq_runtime.registry.measured import FULL, figures
-from scripts.compare_page import BUDGETS, OPENING, PICTURE, Model, page
+from scripts import measure_real, real_page, real_records
+from scripts.compare_page import BUDGETS, OPENING, PICTURE, Model, page, summary
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECORDS = DOCS.parent / "benchmarks" / "results" / "compare"  # of the page in DOCS
@@ -41,6 +46,10 @@ MODELS = (
     Model("babyllama105", "models/babyllama105", STORIES, samples=64, length=256, windows=24),
     Model("narrow", str(DOCS.parent / "artifacts" / "narrow-model"), "demo", samples=48, length=1024, windows=12),
 )
+REAL = Model(
+    real_page.NAME, "", None, samples=measure_real.SAMPLES, length=measure_real.LENGTH,
+    windows=measure_real.WINDOWS[real_page.LENGTH],
+)  # fmt: skip
 Found = dict[Model, Sequence[Mapping[str, Any]]]  # the records of each model
 # of each model a text of another kind than it is fitted on, NAME=SOURCE under KVQ_TEST_DATA, or an embedded one
 BESIDE = {
@@ -57,17 +66,32 @@ def main() -> int:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--model", action="append", choices=[one.name for one in MODELS], help="only this one; repeat")
     top.add_argument("--recipes", nargs="+", default=[], metavar="NAME", help="default: some of every family")
+    top.add_argument(
+        "--real", type=Path, default=real_records.RESULTS, metavar="DIR", help="records of the real model (%(default)s)"
+    )
     top.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="where page and plots go")
     top.add_argument(
         "--records", type=Path, nargs="?", const=RECORDS, metavar="DIR",
         help="draw and write from MODEL.json there (default: benchmarks/results/compare); measure nothing",
     )  # fmt: skip
+    top.add_argument(
+        "--quick", action="store_true", help="with --records: leave the pictures of the small models as they are"
+    )
     args = top.parse_args()
     os.environ.setdefault("KVQ_HOME", str(HOME))
     data = Path(os.environ.get("KVQ_TEST_DATA", "."))
     records = args.records or (RECORDS if args.docs == DOCS and not args.recipes else HOME)
     found: Found = {}
     absent: dict[Model, list[str]] = {}
+    beside: list[str] = []
+    real = real_records.records(args.real, real_page.ON, real_page.LENGTH)
+    if real:
+        found[REAL], absent[REAL] = real, []
+        (args.docs / f"compare-{REAL.name}.png").write_bytes(plots.comparison(real))
+        beside = real_page.sections(args.real, args.docs)
+        readme = args.docs.parent / "README.md"
+        if readme.is_file():
+            readme.write_text(real_page.readme(readme.read_text(), "\n\n".join(summary({REAL: real}))))
     for model in MODELS:
         asked = not args.model or model.name in args.model
         folder = _folder(model, data)
@@ -83,8 +107,11 @@ def main() -> int:
         else:
             continue
         absent[model] = left_out(folder) if here and not args.recipes else []
-        (args.docs / f"compare-{model.name}.png").write_bytes(plots.comparison(found[model]))
-        write(found, absent, args.docs)
+        if not args.quick:
+            (args.docs / f"compare-{model.name}.png").write_bytes(plots.comparison(found[model]))
+        if args.records is None:  # which may be stopped
+            write(found, absent, args.docs, beside)
+    write(found, absent, args.docs, beside, every=not args.quick)
     return 0
 
 
@@ -101,13 +128,20 @@ def _can_be_measured(model: Model, folder: str) -> bool:
     return True
 
 
-def write(found: Found, absent: Mapping[Model, Sequence[str]], docs: Path) -> None:
-    """Write the page and the pictures of all models that were measured so far."""
+def write(
+    found: Found, absent: Mapping[Model, Sequence[str]], docs: Path, beside: Sequence[str] = (), every: bool = True
+) -> None:
+    """Write the page and the pictures of all models that were measured so far.
+
+    beside   what else was found of the first
+    every    draw all models, too; else the first alone
+    """
     measured = [records for records in found.values() if any(figures(one, FULL) for one in records)]
     if measured:
-        (docs / PICTURE).write_bytes(plots.frontier(measured, width=13))
+        if every:
+            (docs / PICTURE).write_bytes(plots.frontier(measured, width=13))
         (docs / OPENING).write_bytes(plots.frontier(measured[:1], elsewhere=False, width=8, height=5))
-    (docs / "compare.md").write_text(page(found, absent))
+    (docs / "compare.md").write_text(page(found, absent, beside))
 
 
 def left_out(folder: str) -> list[str]:

@@ -31,8 +31,9 @@ included: asymptotic, of a cache that holds a window, and of one of 4096 tokens;
 tokens, per token seen. Predictors and bases, which an artifact holds once for all sequences, are not included.
 Attention: squared error of its output over its energy, mean over layers, everything but the sinks encoded or as in use,
 with exact queries, and fitted to the prompt as in use; empty where tokens are evicted or selected. H2O's fifth of such
-short windows fills one block or none, so that its recipes cost what the evicted tokens cost. Models this small have no
-massive outliers and short contexts: rankings here may not hold for a model of 7 billion parameters.
+short windows fills one block or none, so that its recipes cost what the evicted tokens cost. Models of 0.26 to 4.1
+million parameters have no massive outliers and short contexts: rankings on them do not hold for larger ones, nor need
+those of a model of 135 million hold for one of 7 billion.
 """
 SUMMARY = """
 The least divergence within about {bits} bits per element by full encode, {model} ({size} parameters), and beside it the
@@ -105,13 +106,18 @@ CLAIMS = (
 )
 
 
-def page(found: Mapping[Model, Sequence[Mapping[str, Any]]], absent: Mapping[Model, Sequence[str]]) -> str:
+def page(
+    found: Mapping[Model, Sequence[Mapping[str, Any]]],
+    absent: Mapping[Model, Sequence[str]],
+    beside: Sequence[str] = (),
+) -> str:
     """The text of compare.md.
 
     absent   of each model, why recipes are not among the measured ones
+    beside   what else was found of the first: it follows the first table
     """
     drawn = {model: records for model, records in found.items() if any(figures(one, FULL) for one in records)}
-    parts = ["# Recipes compared", *_pictured(dict(list(drawn.items())[:1]), OPENING), *_summary(found)]
+    parts = ["# Recipes compared", *_pictured(dict(list(drawn.items())[:1]), OPENING), *summary(found), *beside]
     if len(drawn) > 1 or any(texts(records) for records in drawn.values()):
         parts += [_folded("The same picture of every model, in and out of the domain", *_pictured(drawn, PICTURE))]
     for model, records in found.items():
@@ -138,7 +144,7 @@ def _size(records: Sequence[Mapping[str, Any]]) -> str:
     return size_of(records[0]["protocol"]["model"]["parameters"])
 
 
-def _summary(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> list[str]:
+def summary(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> list[str]:
     """What the page comes to: the best at some budgets of the first model that was measured by full encode."""
     for model, records in found.items():
         rows = best_at(records)

@@ -1,9 +1,10 @@
 """Measure a prefix store on this machine: bytes, MB/s each way, time to the first token, and what the round trip costs.
 
-    python scripts/measure_prefixes.py MODEL RECIPE [RECIPE ...] [--tokens 1000] [--text FILE]
+    python -m scripts.measure_prefixes MODEL RECIPE [RECIPE ...] [--tokens 1000] [--text FILE] [--dtype float32]
 
 RECIPE is a recipe or a reference to an artifact. A row each: first of 16 bits in the same file form (`exact`), then of
-the recipes. Times are the fastest of five, of one thread, the disk's cache warm; MB are of 16-bit keys and values.
+the recipes. Times are the fastest of `--rounds`, of one thread, the disk's cache warm; MB are of keys and values as
+the model gives them. A file of --out has the rows, and the machine.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvq_runtime import PrefixStore
+from scripts.real_records import machine
 
 CONTINUED = 48  # tokens that perplexity and first divergence are taken over
 
@@ -27,22 +29,37 @@ def main() -> None:
     top.add_argument("model")
     top.add_argument("recipes", nargs="+")
     top.add_argument("--tokens", type=int, default=1000)
-    top.add_argument("--text", type=Path, help="a text of at least --tokens + 48 tokens")
+    top.add_argument("--text", type=Path, required=True, help="a text of at least --tokens + 48 tokens")
+    top.add_argument("--dtype", default="bfloat16", help="float32 where a processor has no bfloat16 (%(default)s)")
+    top.add_argument("--rounds", type=int, default=5, help="the fastest of so many counts (%(default)s)")
+    top.add_argument("--out", type=Path, metavar="FILE", help="append the rows there, with the machine")
     args = top.parse_args()
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     text = args.text.read_text(encoding="utf-8")[: 16 * (args.tokens + CONTINUED)]
     ids = AutoTokenizer.from_pretrained(args.model)(text, return_tensors="pt").input_ids
     prompt, after = ids[:, : args.tokens], ids[:, args.tokens : args.tokens + CONTINUED]
     exact = DynamicCache(config=model.config)
     model(prompt, past_key_values=exact)
     size = sum(layer.keys.nbytes + layer.values.nbytes for layer in exact.layers)  # type: ignore[union-attr]
+    about = {"model": Path(args.model).name, "tokens": args.tokens, "dtype": args.dtype, "machine": machine()}
+    computed = 1e3 * fastest(lambda: model(prompt, past_key_values=fresh(model)), args.rounds)
+    about["first_token_computed_ms"] = round(computed, 1)
     for recipe in args.recipes:
-        print(json.dumps(row(model, recipe, prompt, after, exact, size / prompt.shape[1])), flush=True)
+        found = about | row(model, recipe, prompt, after, exact, size / prompt.shape[1], args.rounds)
+        print(json.dumps(found), flush=True)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            with args.out.open("a") as file:
+                file.write(json.dumps(found) + "\n")
 
 
-def row(model, recipe: str, prompt, after, exact: DynamicCache, token_bytes: float) -> dict:
+def row(model, recipe: str, prompt, after, exact: DynamicCache, token_bytes: float, rounds: int = 5) -> dict:
     """What one recipe costs and saves."""
+
+    def best(work) -> float:
+        return fastest(work, rounds)
+
     with tempfile.TemporaryDirectory() as folder:
         store = PrefixStore(folder, recipe, model=model)
         begun = time.perf_counter()
@@ -59,13 +76,10 @@ def row(model, recipe: str, prompt, after, exact: DynamicCache, token_bytes: flo
             "overhead": round(sum(files) / data - 1, 4),
             "times_smaller": round(kept * token_bytes / sum(files), 2),
             "put_MB_per_s": round(kept * token_bytes / put / 1e6, 1),
-            "load_MB_per_s": round(kept * token_bytes / fastest(lambda: store.load(prompt, recent=0)) / 1e6, 1),
-            "decode_MB_per_s": round(
-                kept * token_bytes / fastest(lambda: store.load_decoded(prompt, recent=0)) / 1e6, 1
-            ),
-            "first_token_computed_ms": round(1e3 * fastest(lambda: model(prompt, past_key_values=fresh(model))), 1),
-            "first_token_kept_ms": round(1e3 * fastest(lambda: go_on(model, store.load(prompt, recent=0), prompt)), 1),
-            "first_token_kept_recent_ms": round(1e3 * fastest(lambda: go_on(model, store.load(prompt), prompt)), 1),
+            "load_MB_per_s": round(kept * token_bytes / best(lambda: store.load(prompt, recent=0)) / 1e6, 1),
+            "decode_MB_per_s": round(kept * token_bytes / best(lambda: store.load_decoded(prompt, recent=0)) / 1e6, 1),
+            "first_token_kept_ms": round(1e3 * best(lambda: go_on(model, store.load(prompt, recent=0), prompt)), 1),
+            "first_token_kept_recent_ms": round(1e3 * best(lambda: go_on(model, store.load(prompt), prompt)), 1),
         }
         assert found.get_seq_length() == (prompt.shape[1] - 1) // 128 * 128
         result["perplexity_16bit"] = round(perplexity(model, fresh(model), prompt, after), 2)
@@ -96,10 +110,10 @@ def perplexity(model, cache, prompt, after) -> float:
     return float(torch.nn.functional.cross_entropy(torch.stack(logits).float(), after[0]).exp())
 
 
-def fastest(work) -> float:
-    """Seconds of the fastest of five calls."""
+def fastest(work, rounds: int = 5) -> float:
+    """Seconds of the fastest of so many calls."""
     times = []
-    for _ in range(5):
+    for _ in range(rounds):
         begun = time.perf_counter()
         work()
         times.append(time.perf_counter() - begun)

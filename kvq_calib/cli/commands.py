@@ -32,6 +32,8 @@ examples
     kvq eval demo-aqua-2bit --model demo --also demo-code c4=c4.jsonl  on texts of other kinds, too
     kvq eval higgs-2bit --model demo --protocol decode --length 2304   greedy text: where the cache's leaves it
     kvq eval higgs-2bit --model qwen2.5-7b --tasks vt,niah_multikey_2  tasks of retrieval, through the cache
+    kvq eval --model qwen2.5-7b --tasks passkey,niah_single_1 --chat   what the 16-bit model answers by itself, asked
+                                                                       in its chat form
     kvq eval higgs-2bit --model qwen2.5-7b --tasks gsm8k --limit 200   lm-eval's tasks, through the cache
     kvq eval exact rtn-2bit --model recall --tasks needle,chain --json by task, length and depth, on a small model
 
@@ -173,8 +175,9 @@ def add_eval(subparsers: Any) -> None:
     """Add `kvq eval`."""
     command = _command(subparsers, "eval", "perplexity and errors with compressed caches", EVAL_EXAMPLES, "evaluate")
     command.add_argument(
-        "subjects", metavar="REF|RECIPE", nargs="+", help="a reference, a .safetensors file, or an unfitted recipe"
-    )
+        "subjects", metavar="REF|RECIPE", nargs="*",
+        help="a reference, a .safetensors file, or an unfitted recipe; with --tasks none: the 16-bit model alone",
+    )  # fmt: skip
     _settings(command)
     _source(command)
     command.add_argument("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
@@ -222,7 +225,10 @@ def _tasks(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--include-path", metavar="DIR", help="of lm-eval's tasks: a folder of task files beside its own"
     )
-    command.add_argument("--chat", action="store_true", help="of lm-eval's tasks: apply the model's chat template")
+    command.add_argument(
+        "--answer", type=count, metavar="N", help="of RULER's tasks: the most tokens of an answer (default: RULER's)"
+    )
+    command.add_argument("--chat", action="store_true", help="of tasks in words: apply the model's chat template")
 
 
 def add_compare(subparsers: Any) -> None:

@@ -24,6 +24,8 @@ def evaluate(args: argparse.Namespace) -> int:
     from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
 
+    if not args.subjects and not args.tasks:
+        raise ValueError("nothing is named to be measured; give a recipe or an artifact, or --tasks for 16 bit alone")
     files = models.resolve(args.model)
     given = recipe_text.with_settings(args.subjects, args.set)
     subjects = [find(text, files, args.registry) for text in given]

@@ -76,8 +76,9 @@ def _own(
     lengths = args.lengths or [length for length in tasks.LENGTHS if length <= files.context]
     essays = cases.haystack(args.haystack) if set(asked) & set(ruler.ESSAYS) else None
     plan = tasks.Plan(
-        tuple(asked), tuple(lengths), tuple(args.depths), args.samples, args.seed, tuple(protocols), essays
-    )
+        tuple(asked), tuple(lengths), tuple(args.depths), args.samples, args.seed, tuple(protocols), essays, args.chat,
+        args.answer,
+    )  # fmt: skip
     with progress_bar(tasks.work(plan, len(subjects)), args.quiet) as progress:
         return tasks.evaluate(files, subjects, plan, *used, progress, Ledger(home() / "evaluated"))
 

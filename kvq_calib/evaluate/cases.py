@@ -38,15 +38,39 @@ def known(files: ModelFiles) -> Sequence[str]:
 
 
 def make(
-    files: ModelFiles, task: str, seed: int, length: int, depth: float, haystack: ruler.Haystack | None = None
-) -> Case:
+    files: ModelFiles, task: str, seed: int, length: int, depth: float, haystack: ruler.Haystack | None = None,
+    chat: bool = False, steps: int | None = None,
+) -> Case:  # fmt: skip
     """One text of at most `length` tokens: exactly so many of symbols, with question and answer.
 
     haystack   of those of RULER's tasks that lie in essays
+    chat       text and question are a user's turn, in the model's own form, and the answer begins in the next
+    steps      the most tokens of an answer in words; None: the benchmark's
     """
     if of_symbols(files):
+        if chat:
+            raise ValueError(f"{files.id} speaks in symbols and has no form for a chat; leave it out")
         return _symbolic(task, seed, length, depth)
-    return _worded(_tokenizer(files.path), task, seed, length, depth, haystack)
+    frame = turn(files.path) if chat else ("", "")
+    return _worded(_tokenizer(files.path), task, seed, length, depth, haystack, frame, steps)
+
+
+@lru_cache(maxsize=4)
+def turn(folder: Path) -> tuple[str, str]:
+    """What a model's chat template puts before a user's first words, and between them and its own.
+
+    Raises ValueError for a model that has no template.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer, mark = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), "\x00the user's words\x00"
+    if not tokenizer.chat_template:
+        raise ValueError(f"{folder.name} has no chat template: it is no chat model; leave --chat out")
+    said = tokenizer.apply_chat_template(
+        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
+    )
+    before, _, after = str(said).partition(mark)
+    return before, after
 
 
 def haystack(source: str) -> ruler.Haystack:
@@ -85,12 +109,20 @@ def _symbolic(task: str, seed: int, length: int, depth: float) -> Case:
 
 
 def _worded(
-    tokenizer: Tokenizer, task: str, seed: int, length: int, depth: float, essays: ruler.Haystack | None
-) -> Case:
-    made = ruler.fitted(task, seed, length, depth, lambda text: len(tokenizer.encode(text).ids), essays)
-    whole = tokenizer.encode(made.context + made.asked)
+    tokenizer: Tokenizer, task: str, seed: int, length: int, depth: float, essays: ruler.Haystack | None,
+    frame: tuple[str, str] = ("", ""), steps: int | None = None,
+) -> Case:  # fmt: skip
+    chat = frame != ("", "")  # whose template has the token that begins a text
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode("".join((frame[0], text, frame[1])), add_special_tokens=not chat).ids)
+
+    made = ruler.fitted(task, seed, length, depth, count, essays, steps)
+    context = frame[0] + made.context
+    begun = made.begun.removeprefix(" Answer:").lstrip() if chat else made.begun
+    whole = tokenizer.encode(context + made.question + frame[1] + begun, add_special_tokens=not chat)
     # the question begins with the token that its first character is in: the prompt is tokenized as one text
-    cut = next(place for place, (_, end) in enumerate(whole.offsets) if end > len(made.context))
+    cut = next(place for place, (_, end) in enumerate(whole.offsets) if end > len(context))
 
     def score(answers: Sequence[Sequence[int]]) -> float:
         return ruler.score(tokenizer.decode(list(answers[0])), made.references)

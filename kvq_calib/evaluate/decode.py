@@ -137,16 +137,16 @@ def traces(
     first "decoded", the share of reads that were encoded; "tokens", the text that was followed.
     """
     exact, given = DynamicCache(config=model.config), tokens_BT.to(model.device).long()
-    ends = _ends(model)
+    ends = ends_of(model)
     path, entropies = [], []
     kls: list[list[Tensor]] = [[] for _ in caches]
     agreed: list[list[Tensor]] = [[] for _ in caches]
     for _ in range(count):
-        logp_BV = _next(model, exact, given)
+        logp_BV = next_tokens(model, exact, given)
         likeliest_B = _likeliest(logp_BV, ends)
         entropies.append(-(logp_BV.exp() * logp_BV).sum(-1))
         for number, cache in enumerate(caches):
-            logq_BV = _next(model, cache, given)
+            logq_BV = next_tokens(model, cache, given)
             kls[number].append((logp_BV.exp() * (logp_BV - logq_BV)).sum(-1))
             agreed[number].append(_likeliest(logq_BV, ends) == likeliest_B)
         given = likeliest_B[:, None]
@@ -161,14 +161,14 @@ def traces(
     ]
 
 
-def _next(model: PreTrainedModel, cache: Cache, given_BT: Tensor) -> Tensor:
+def next_tokens(model: PreTrainedModel, cache: Cache, given_BT: Tensor) -> Tensor:
     """log of the distribution of the next token, [B, V], float64: float32's rounding is as large as a small kl."""
     with attending(model, cache):
         out = model(given_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1].double().log_softmax(-1)
 
 
-def _ends(model: PreTrainedModel) -> list[int]:
+def ends_of(model: PreTrainedModel) -> list[int]:
     """The tokens that end a text."""
     given = getattr(model.generation_config, "eos_token_id", None)
     return [] if given is None else [given] if isinstance(given, int) else list(given)

@@ -48,6 +48,8 @@ class Plan:
 
     protocols   "in-use", "full", or both
     haystack    of those of RULER's tasks that lie in essays
+    chat        texts and questions in words are a user's turn, in the model's own form
+    steps       the most tokens of an answer in words; None: the benchmark's
     """
 
     tasks: tuple[str, ...]
@@ -57,10 +59,13 @@ class Plan:
     seed: int = 0
     protocols: tuple[str, ...] = PROTOCOLS
     haystack: Haystack | None = None
+    chat: bool = False
+    steps: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As records have it: of the haystack name and digest, where there is one."""
-        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "haystack"}
+        """As records have it: of the haystack name and digest, where there is one; `chat`, `steps` where given."""
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "haystack"}
+        found = {name: value for name, value in given.items() if name not in ("chat", "steps") or value}
         text = self.haystack
         return found | ({"haystack": {"name": text.name, "digest": text.digest}} if text else {})
 
@@ -134,7 +139,7 @@ def cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tuple[f
     for place, depth in enumerate(plan.depths):
         for number in range(plan.samples):
             seed = (plan.seed * len(plan.depths) + place) * plan.samples + number
-            found.append((depth, make(files, task, seed, length, depth, plan.haystack)))
+            found.append((depth, make(files, task, seed, length, depth, plan.haystack, plan.chat, plan.steps)))
     return found
 
 

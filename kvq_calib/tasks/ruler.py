@@ -10,6 +10,7 @@
     vt                  a number, and five variables that are assigned it one from the other
     cwe                 ten words of a numbered list that are there more often than the others
     fwe                 the three most frequent of made-up words, whose frequencies fall as 1 / rank²
+    passkey             five digits, said twice, in the haystack of five sentences: not RULER's, and older
 
 Prompts and scores are those of the benchmark: the questions' words, worked examples, what the answer begins with, the
 number of tokens generated, and the share of the references that the answer contains, in whatever case.
@@ -18,6 +19,7 @@ Differs: essays are whatever text is given, whose sentences end at . ! or ? befo
 several the first one's, is given, not drawn; the worked example of variable tracking has 15 times the haystack, not as
 often as 500 tokens hold; if the list of words is too short for cwe, words are pairs of them. The two tasks of questions
 on documents are left out: their data have to be downloaded.
+Source of passkey: Mohtashami and Jaggi, 2023 (Landmark Attention), section 4.2, whose prompt it is.
 """
 
 import math
@@ -36,24 +38,26 @@ ABOUT = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
     "the {kind} afterwards.\n{context}\n"
 )
-ASKED = (
-    "What are all the special magic {kind} for {query} mentioned in the provided text? The special magic {kind} for "
-    "{query} mentioned in the provided text are"
-)
+ASKED = "What are all the special magic {kind} for {query} mentioned in the provided text?"
+BEGUN = " The special magic {kind} for {query} mentioned in the provided text are"
 TRACK = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
-TRACKED = (
-    "Question: Find all variables that are assigned the value {query} in the text above. Answer: According to the "
-    "chain(s) of variable assignment in the text above, {number} variables are assigned the value {query}, they are: "
+TRACKED = "Question: Find all variables that are assigned the value {query} in the text above."
+TRACKED_BEGUN = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {number} variables are assigned the "
+    "value {query}, they are: "
 )
 HOPS, EXAMPLE_NOISE = 4, 15
+HIDDEN = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
+    "about the important information there.\n{context}\n"
+)
+PASSKEY = "The pass key is {key}. Remember it. {key} is the pass key."
 COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
     "appear most often.\n{context}\n"
 )
-COMMON_ASKED = (
-    "Question: What are the 10 most common words in the above list? Answer: The top 10 words that appear most often in "
-    "the list are:"
-)
+COMMON_ASKED = "Question: What are the 10 most common words in the above list?"
+COMMON_BEGUN = " Answer: The top 10 words that appear most often in the list are:"
 COUNTS = 10  # common words
 SHORT = 4096  # tokens, below which common words are there 6 times and others once; else 30 and 3 times
 FREQUENT = (
@@ -62,9 +66,9 @@ FREQUENT = (
 )
 FREQUENT_ASKED = (
     "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
-    "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
-    "appeared words are:"
+    "appeared words in the above coded text?"
 )
+FREQUENT_BEGUN = " Answer: According to the coded text above, the three most frequently appeared words are:"
 PER_WORD = 50  # tokens of a text to each made-up word
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -109,12 +113,21 @@ class Draw:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, what is asked of it and how the answer begins, what the answer should contain, and its most tokens."""
+    """A text, what is asked of it, what the answer should contain, its most tokens, and how it begins.
+
+    question, begun   `asked` is both; in the form of a chat the answer begins in the turn after the question's
+    """
 
     context: str
-    asked: str
+    question: str
     references: tuple[str, ...]
     steps: int
+    begun: str
+
+    @property
+    def asked(self) -> str:
+        """What comes after the context."""
+        return self.question + self.begun
 
 
 def score(answer: str, references: Sequence[str]) -> float:
@@ -197,7 +210,15 @@ def fwe(of: Draw) -> Prompt:
     counts = [int(of.size * 6 / math.pi**2 / rank**2) for rank in range(1, known + 1)]
     drawn = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
     random.shuffle(drawn)
-    return Prompt(FREQUENT.format(context=" ".join(drawn)), FREQUENT_ASKED, tuple(words[1:4]), steps)
+    return Prompt(FREQUENT.format(context=" ".join(drawn)), FREQUENT_ASKED, tuple(words[1:4]), steps, FREQUENT_BEGUN)
+
+
+def passkey(of: Draw) -> Prompt:
+    """Five digits in `size` times the haystack."""
+    key = str(Random(f"passkey {of.seed}").randint(10000, 99999))
+    lines = [NOISE] * of.size
+    lines.insert(round(of.depth * of.size), PASSKEY.format(key=key))
+    return Prompt(HIDDEN.format(context="\n".join(lines)), "What is the pass key?", (key,), 16, " The pass key is")
 
 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
@@ -205,24 +226,30 @@ TASKS: dict[str, Callable[[Draw], Prompt]] = {
     made.__name__: made
     for made in (
         niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3, niah_multivalue,
-        niah_multiquery, vt, cwe, fwe,
+        niah_multiquery, vt, cwe, fwe, passkey,
     )
 }  # fmt: skip
 
 
 def fitted(
-    task: str, seed: int, length: int, depth: float, count: Callable[[str], int], haystack: Haystack | None = None
-) -> Prompt:
+    task: str, seed: int, length: int, depth: float, count: Callable[[str], int], haystack: Haystack | None = None,
+    steps: int | None = None,
+) -> Prompt:  # fmt: skip
     """The longest prompt of a task that, with its answer, has at most `length` tokens.
 
     count      the tokens of a text
     haystack   of `ESSAYS`
+    steps      the most tokens of an answer; None: the benchmark's
     Raises ValueError where none is so short.
     """
     make, draw = TASKS[task], Draw(seed, 1, depth, length, haystack)
 
-    def needs(size: int) -> int:
+    def draft(size: int) -> Prompt:
         made = make(replace(draw, size=size))
+        return replace(made, steps=min(made.steps, steps or made.steps))
+
+    def needs(size: int) -> int:
+        made = draft(size)
         return count(made.context + made.asked) + made.steps
 
     if needs(1) > length:
@@ -233,18 +260,19 @@ def fitted(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if needs(middle) <= length else (low, middle)
-    return make(replace(draw, size=low))
+    return draft(low)
 
 
 def _niah(context: str, kind: str, keys: Sequence[str], values: Sequence[str]) -> Prompt:
     """The prompt of needles; with one answer it speaks of one, as the benchmark's does."""
-    about, asked = ABOUT, ASKED
+    about, asked, begun = ABOUT, ASKED, BEGUN
     if len(values) == 1:
         about = about.replace("Some", "A", 1).replace("are hidden", "is hidden")
-        asked = asked.replace("are all", "is").replace("text are", "text is")
+        asked, begun = asked.replace("are all", "is"), begun.replace("text are", "text is")
         kind = kind[:-1]
     query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
-    return Prompt(about.format(kind=kind, context=context), asked.format(kind=kind, query=query), tuple(values), 128)
+    asked, begun = (text.format(kind=kind, query=query) for text in (asked, begun))
+    return Prompt(about.format(kind=kind, context=context), asked, tuple(values), 128, begun)
 
 
 def _among(random: Random, kind: str, key, value, of: Draw) -> Prompt:
@@ -283,7 +311,8 @@ def _tracked(random: Random, letters: int, size: int, depth: float) -> Prompt:
     for place, line in reversed(list(zip(places, said, strict=True))):
         lines.insert(place, line)
     query = {"query": value, "number": HOPS + 1}
-    return Prompt(TRACK.format(context="\n".join(lines)), TRACKED.format(**query), tuple(names), 30)
+    asked, begun = (text.format(**query) for text in (TRACKED, TRACKED_BEGUN))
+    return Prompt(TRACK.format(context="\n".join(lines)), asked, tuple(names), 30, begun)
 
 
 def _listed(random: Random, others: int, often: int, seldom: int) -> Prompt:
@@ -294,7 +323,7 @@ def _listed(random: Random, others: int, often: int, seldom: int) -> Prompt:
     drawn = chosen[:COUNTS] * often + chosen[COUNTS:] * seldom
     random.shuffle(drawn)
     context = " ".join(f"{number}. {word}" for number, word in enumerate(drawn, 1))
-    return Prompt(COMMON.format(context=context), COMMON_ASKED, tuple(chosen[:COUNTS]), 120)
+    return Prompt(COMMON.format(context=context), COMMON_ASKED, tuple(chosen[:COUNTS]), 120, COMMON_BEGUN)
 
 
 def _different(random: Random, draw: Callable[[Random], str], count: int) -> list[str]:

@@ -28,19 +28,21 @@ ENVIRONMENT = os.environ | {
 
 
 class Server:
-    """A server of the embedded model, its log, and what it answers.
+    """A server of a model, its log, and what it answers.
 
     name       of its log
     variables  of its environment
     """
 
-    def __init__(self, folder: Path, name: str, variables: Mapping[str, str], size: int, *more: str):
+    def __init__(
+        self, folder: Path, name: str, variables: Mapping[str, str], size: int, *more: str, model: Path = MODEL
+    ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.path = folder / f"{name}.log"
         command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--served-model-name",
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name",
             "demo", "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes",
             str(size), "--max-num-batched-tokens", "256", "--host", "127.0.0.1", "--port", str(self.port), *more,
         ]  # fmt: skip
@@ -96,14 +98,15 @@ class Server:
         self.process.wait(60)
 
 
-def served(folder: Path, reference: str, size: int, *more: str, **variables: str) -> Server:
-    """A server whose pages, of so many bytes in all, hold what a reference names."""
-    return Server(folder, reference.replace("/", "_"), {"KVQ_CACHE": reference} | variables, size, *more)
+def served(folder: Path, reference: str, size: int, *more: str, model: Path = MODEL, **variables: str) -> Server:
+    """A server whose pages, of so many bytes in all, hold what a reference names; of the embedded model by default."""
+    variables = {"KVQ_CACHE": reference} | variables
+    return Server(folder, reference.replace("/", "_"), variables, size, *more, model=model)
 
 
-def tokens_of_a_text() -> list[int]:
+def tokens_of_a_text(model: Path = MODEL) -> list[int]:
     """Of a text that was in no calibration, and does not change."""
-    return AutoTokenizer.from_pretrained(MODEL)((ROOT / "LICENSE").read_text())["input_ids"]
+    return AutoTokenizer.from_pretrained(model)((ROOT / "LICENSE").read_text())["input_ids"]
 
 
 def losses(answer: dict[str, Any], tokens: list[int]) -> Tensor:

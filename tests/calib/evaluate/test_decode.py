@@ -57,7 +57,7 @@ def test_the_first_token_chosen_otherwise_is_where_the_caches_own_text_leaves(mo
     two = traces[1]
     for row, window in enumerate(decode.figures(subject(NAMES[1]), [two], 4, PROMPT)["windows"]):
         held = KVQCache(subject(NAMES[1]).recipe, model)
-        ends = decode._ends(model)
+        ends = decode.ends_of(model)
         with attending(model, held):
             made = model.generate(
                 batch().tokens_BT[row : row + 1].long(), past_key_values=held, max_new_tokens=COUNT, do_sample=False,

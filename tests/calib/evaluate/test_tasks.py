@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -159,6 +160,45 @@ def test_other_models_are_asked_in_words():
     assert tokenizer.decode(list(made.asked[0])).lstrip().startswith("What is the special magic number")
     assert made.steps == (128,) and made.right is None
     assert made.score([tokenizer.encode(f" {prompt.references[0]}.").ids]) == 1 > made.score([[5]])
+
+
+TEMPLATE = (
+    "{% for one in messages %}[{{ one.role }}]{{ one.content }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_a_chat_model_is_asked_in_its_own_form(tmp_path):
+    """The text and the question are a turn of the user's, the answer begins in the model's; else all is one text."""
+    demo = models.resolve("demo")
+    folder = shutil.copytree(demo.path, tmp_path / "chat")
+    with pytest.raises(ValueError, match="chat has no chat template: it is no chat model; leave --chat out"):
+        cases.make(replace(demo, path=folder), "passkey", 0, 700, 0.5, chat=True)
+    cases.turn.cache_clear()
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    made = cases.make(replace(demo, path=folder), "passkey", 0, 700, 0.5, chat=True)
+    plain = cases.make(demo, "passkey", 0, 700, 0.5)
+    tokenizer = cases._tokenizer(demo.path)
+    said = tokenizer.decode([*made.context, *made.asked[0]])
+    assert said.startswith("[user]There is an important info") and len(made.context) + len(made.asked[0]) <= 700 - 16
+    assert tokenizer.decode(list(made.asked[0])).strip() == "What is the pass key?[end][assistant]The pass key is"
+    assert tokenizer.decode(list(plain.asked[0])).strip() == "What is the pass key? The pass key is"
+
+
+def test_the_16_bit_model_can_be_asked_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVQ_HOME", str(tmp_path))
+    top = argparse.ArgumentParser()
+    commands.add_eval(top.add_subparsers())
+    words = ["eval", "--model", "demo", "--tasks", "passkey", "--lengths", "256", "--depths", "0.5", "--samples", "1"]
+    words += ["--answer", "4", "--json", "--quiet", "--device", "cpu", "--protocol", "in-use"]
+    args = top.parse_args(words)
+    args.run(args)
+    (record,) = json.loads(capsys.readouterr().out)
+    assert record["result"]["recipe"] == "16 bit" and record["protocol"]["steps"] == 4
+    assert "chat" not in record["protocol"], "records of before say the same"
+    args = top.parse_args(["eval", "--model", "demo"])
+    with pytest.raises(ValueError, match="nothing is named to be measured; give a recipe or an artifact, or --tasks"):
+        args.run(args)
 
 
 def test_needles_lie_in_the_text_that_is_given(tmp_path, monkeypatch, capsys):

@@ -31,6 +31,29 @@ def test_one_needle_is_asked_for_as_the_benchmark_does():
     assert made.steps == 128 and len(value) == 7
 
 
+def test_a_passkey_is_said_twice_at_its_depth():
+    made = ruler.passkey(Draw(0, 4, 0.25))
+    (key,) = made.references
+    lines = made.context.splitlines()
+    assert lines[0].startswith("There is an important info hidden inside a lot of irrelevant text. Find it")
+    assert lines[2] == f"The pass key is {key}. Remember it. {key} is the pass key." and lines.count(ruler.NOISE) == 4
+    assert len(key) == 5 and made.asked == "What is the pass key? The pass key is"
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+def test_the_question_ends_before_its_answer_begins(task):
+    """So that a chat's turn can end between them; the benchmark's prompt is both."""
+    made = ruler.TASKS[task](Draw(0, 30, 0.5, haystack=ESSAYS))
+    assert made.question.endswith(("?", ".")) and made.begun.startswith(" ") and made.begun.strip()
+    assert made.asked == made.question + made.begun
+
+
+def test_answers_can_be_kept_short():
+    made = ruler.fitted("niah_single_1", 0, 700, 0.5, words, steps=12)
+    assert made.steps == 12 and words(made.context) > words(ruler.fitted("niah_single_1", 0, 700, 0.5, words).context)
+    assert ruler.fitted("passkey", 0, 300, 0.5, words, steps=99).steps == 16, "never more than the benchmark's"
+
+
 def test_needles_lie_between_sentences_of_essays():
     assert ESSAYS.sentences == ("A first sentence.", "And a second?", "Yes!", "A last one.")
     made = ruler.niah_single_3(Draw(0, 6, 0.5, haystack=ESSAYS))

@@ -1,0 +1,221 @@
+"""Write what scripts.measure_real found as sections of docs/compare.md, a table for README.md, and pictures."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvq_calib.evaluate.perplexity import REFERENCE
+from kvq_calib.report import position_plot, task_plot
+from kvq_calib.report.frame import short
+from kvq_calib.report.tables import relative
+from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN
+from scripts import real_records
+
+NAME, ON, LENGTH = "smollm2-135m", "wikitext", 1024  # of the first table and picture of the page
+POSITIONS, NEEDLES = "real-positions.png", "real-needles.png"
+DRAWN = (  # by position; those of them that were measured
+    "rtn-4bit", "kivi-2bit", "kivi-4bit", "higgs-2bit", "higgs-4bit", "aqua-2bit", "aqua-klt-1bit", "aqua-metric-1bit",
+    "aqua-metric-2bit", "auto-1.1bit", "auto-2.1bit",
+)  # fmt: skip
+OPEN, CLOSE = "<!-- real table -->", "<!-- end of real table -->"
+
+
+def sections(folder: Path, docs: Path) -> list[str]:
+    """What stands below the first table: lengths, both ways of fitting, positions, needles, talk; draw in docs."""
+    lines = list(real_records.read(folder).values())
+    return [
+        part
+        for made in (_lengths(lines), _crossed(lines), _positions(lines, docs), _needles(folder, docs), _talk(folder),
+                     _greedy(folder), _machine(lines))
+        for part in made
+    ]  # fmt: skip
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of strings as a Markdown table."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, ["---"] * len(names), *([str(row.get(name, "")) for name in names] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _ordered(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those with figures of recipes, by bits."""
+    some = [one for one in lines if one["recipe"] != REFERENCE and "kl" in one["part"]]
+    return sorted(some, key=lambda one: (one["bits"]["asymptotic"], one["recipe"]))
+
+
+def _said(one: Mapping[str, Any]) -> str:
+    return f"{relative(one['part'])}, {short(one['part']['kl'])}"
+
+
+def _lengths(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A row a recipe, a column a length and protocol, in domain."""
+    some = [one for one in _ordered(lines) if one["text"] == ON and one["on"] in (ON, None)]
+    heads = sorted({(one["protocol"], one["length"]) for one in some})
+    if not heads:
+        return []
+    rows: dict[str, dict[str, str]] = {}
+    for one in some:
+        row = rows.setdefault(
+            one["recipe"], {"recipe": f"`{one['recipe']}`", "bits": f"{one['bits']['asymptotic']:.2f}"}
+        )
+        row |= {_head(*head): "" for head in heads if _head(*head) not in row}
+        row[_head(one["protocol"], one["length"])] = _said(one)
+    return [
+        f"**By length.** {NAME}, {ON}, in domain: perplexity against 16 bit, KL divergence in nats.",
+        table(list(rows.values())),
+    ]
+
+
+def _head(protocol: str, length: int) -> str:
+    return f"{SPOKEN[protocol]}, {length:,}"
+
+
+def _crossed(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of what is fitted: on each text, measured on each, by full encode at the first length."""
+    some = [one for one in _ordered(lines) if one["on"] and one["protocol"] == FULL and one["length"] == LENGTH]
+    if len({one["on"] for one in some}) < 2:
+        return []
+    rows: dict[str, dict[str, str]] = {}
+    heads = list(dict.fromkeys(f"fitted on {one['on']}: {one['text']}" for one in some))
+    for one in some:
+        row = rows.setdefault(one["recipe"], {"recipe": f"`{one['recipe']}`"} | dict.fromkeys(heads, ""))
+        row[f"fitted on {one['on']}: {one['text']}"] = _said(one)
+    return [
+        f"**In domain and out of it, both ways.** {NAME}, full encode of windows of {LENGTH:,} tokens.",
+        table(list(rows.values())),
+    ]
+
+
+def _positions(lines: Sequence[Mapping[str, Any]], docs: Path) -> list[str]:
+    """The picture by position."""
+    some = [one for one in lines if "bins" in one["part"] and one["on"] in (ON, None)]
+    exact = [one for one in some if one["recipe"] == REFERENCE]
+    if not exact:
+        return []
+    reference = exact[-1]
+    known = {(one["recipe"], one["protocol"]): one for one in some if one["tokens"] == reference["tokens"]}
+    drawn = [known[name, protocol] for name in DRAWN for protocol in (FULL, IN_USE) if (name, protocol) in known]
+    if not drawn:
+        return []
+    (docs / POSITIONS).write_bytes(position_plot.by_position(reference["part"], drawn, reference["text"]))
+    return [f"![Divergence by position, {NAME}, windows of {reference['length']} tokens]({POSITIONS})"]
+
+
+def _needles(folder: Path, docs: Path) -> list[str]:
+    """What the 16-bit model finds decides the tasks; the picture of what recipes find."""
+    found = []
+    first = _read(folder / "needles-16bit.json")
+    if first:
+        rows: dict[tuple[str, str], dict[str, str]] = {}
+        for about, part in _parts(first):
+            form = "chat" if about.get("chat") else "plain"
+            for task, own in part["tasks"].items():
+                row = rows.setdefault((task, form), {"task": f"`{task}`", "form": form})
+                row[f"{about['lengths'][0]:,} tokens"] = f"{own['accuracy']:.0%}"
+        found += [
+            f"**Needles: what {NAME} finds in 16 bit**, asked plainly and in its chat form.",
+            table(list(rows.values())),
+        ]
+    records = [one for row in _read(folder / "needles.json").values() for one in row["found"]]
+    if records:
+        (docs / NEEDLES).write_bytes(task_plot.heat(joined(records)))
+        found += [f"![Needles found by depth and length, {NAME}]({NEEDLES})"]
+    return found
+
+
+def joined(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Records of one length each put together, a record a recipe, the 16-bit model first; the newest of each counts.
+
+    Of both forms that with more records; texts are the fewest that a length has.
+    """
+    chats = [one["protocol"].get("chat", False) for one in records]
+    form = max((False, True), key=chats.count)
+    cells: dict[str, dict[tuple, Any]] = {}
+    lengths, tasks, samples, reasons = set(), {}, [], {}
+    for one in records:
+        about, part, name = one["protocol"], one["result"]["protocols"][IN_USE], one["result"]["recipe"]
+        if about.get("chat", False) != form:
+            continue
+        lengths |= set(about["lengths"])
+        tasks |= dict.fromkeys(about["tasks"])
+        samples.append(about["samples"])
+        if "reason" in part:
+            reasons[name] = part["reason"]
+        for cell in part.get("cells", []):
+            cells.setdefault(name, {})[cell["task"], cell["length"], cell["depth"]] = cell
+    about = {**records[0]["protocol"], "lengths": sorted(lengths), "tasks": list(tasks), "samples": min(samples)}
+    names = sorted({*cells, *reasons}, key=lambda name: name != REFERENCE)
+    return [
+        {**records[0], "protocol": about, "result": {"recipe": name, "protocols": {IN_USE: (
+            {"cells": list(cells[name].values())} if name in cells else {"reason": reasons[name]}
+        )}}}
+        for name in names
+    ]  # fmt: skip
+
+
+def _talk(folder: Path) -> list[str]:
+    rows = []
+    for one in (row["found"] for row in _read(folder / "conversation.json").values()):
+        row = {"recipe": f"`{one['recipe']}`", "bits": f"{one['bits']['asymptotic']:.2f}"}
+        for number, some in enumerate(zip(*one["conversations"], strict=True), 1):
+            firsts = ", ".join("never" if turn["first"] is None else str(turn["first"]) for turn in some)
+            row[f"turn {number}"] = f"{short(sum(turn['kl'] for turn in some) / len(some))} ({firsts})"
+        rows.append(row)
+    said = (
+        f"**A conversation of several turns**, {NAME}, the cache kept over them: KL divergence in nats over the "
+        "answer, and in brackets, of each conversation, the first of its tokens that is chosen otherwise."
+    )
+    return [said, table(rows)] if rows else []
+
+
+def _greedy(folder: Path) -> list[str]:
+    rows = []
+    for one in (row["found"] for row in _read(folder / "greedy.json").values()):
+        part = one["result"]["protocols"]["decode"]
+        row = {"recipe": f"`{one['result']['recipe']}`", "bits": f"{one['result']['bits']['asymptotic']:.2f}"}
+        about = one["protocol"]
+        if "reason" in part:
+            rows.append(row | {"first other token": part["reason"]})
+            continue
+        firsts = ["never" if window["first"] is None else str(window["first"]) for window in part["windows"]]
+        rows.append(
+            row | {"first other token": ", ".join(firsts), "KL": short(part["kl"]), "top-1": f"{part['top1']:.1%}"}
+        )
+    if not rows:
+        return []
+    count, prompt = about["length"] - about["prompt"], about["prompt"]
+    said = (
+        f"**{count:,} greedy tokens after a prompt of {prompt:,}**, {NAME}, along the text of the 16-bit model: where "
+        "each recipe would first choose otherwise, in each text."
+    )
+    return [said, table(rows)]
+
+
+def _machine(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    kinds = {json.dumps(one["machine"], sort_keys=True): one["machine"] for one in lines}
+    said = [f"{one['processors']} processors {one['processor']}, {one['memory_gb']:g} GB" for one in kinds.values()]
+    seconds = sum(one["processor_seconds"] for one in lines)
+    return [f"Measured on {'; '.join(said)}: {seconds / 3600:.1f} processor hours for these scores."] if lines else []
+
+
+def _parts(found: Mapping[str, Any]):
+    """(protocol, part) of the records of tasks in a file."""
+    for row in found.values():
+        for one in row["found"]:
+            part = one["result"]["protocols"][IN_USE]
+            if "tasks" in part:
+                yield one["protocol"], part
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def readme(text: str, made: str) -> str:
+    """README.md with its table replaced, where it has a place for one."""
+    if OPEN not in text:
+        return text
+    return re.sub(f"{OPEN}.*?{CLOSE}", lambda _: f"{OPEN}\n{made}\n{CLOSE}", text, flags=re.DOTALL)

@@ -1,0 +1,239 @@
+"""Measure a real language model in use, for scripts.measure_real: needles, a conversation, greedy text, speed.
+
+Each writes one JSON file of benchmarks/results/real/ whenever a recipe is finished, and does not repeat it.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq_calib.cli import commands
+from kvq_calib.evaluate import bits, cases, conversation, decode, tasks
+from kvq_calib.evaluate.ledger import Ledger, code
+from kvq_calib.evaluate.record import load_model, weights
+from kvq_calib.evaluate.subject import Subject
+from kvq_calib.model.files import ModelFiles
+from kvq_calib.run.plan import environment
+from kvq_calib.text import corpus
+from kvq_calib.text.tokenizer import Encoder
+from kvq_runtime.disk import files as disk
+from kvq_runtime.hf import KVQCache
+from scripts import measure_real, real_records
+
+TASKS = ("passkey", "niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
+LENGTHS = (1024, 2048, 4096, 8192)
+TEXTS = {1024: 4, 2048: 4, 4096: 2, 8192: 1}  # of each task, length and depth
+ANSWER = 24  # tokens: a number, or five digits, is had by then
+FOUND = 0.5  # right answers of the 16-bit model, of all depths of the shortest texts, from which a task is used
+PASSAGE, TURN, TALKS = 700, 96, 3  # tokens of a passage, the most of an answer, conversations
+PROMPT, GREEDY, PROMPTS = 4000, 1000, 2
+CONTEXTS = (1024, 4096, 8000)
+IN_USE = ("kivi-2bit", "kivi-4bit", "higgs-4bit", "aqua-2bit", "aqua-metric-2bit")  # of bench
+
+
+def needles(args: argparse.Namespace, files: ModelFiles) -> int:
+    """What recipes find, by depth and length; `--first`: what the 16-bit model does, asked plainly and in a chat."""
+    name = "needles-16bit" if args.first else "needles"
+    kept = Kept(args.results / f"{name}.json", args.again)
+    chosen = args.tasks or (TASKS if args.first else used(args.results, args.chat))
+    essays = cases.haystack(measure_real.source("book") or "demo")
+    subjects = [None] if args.first else _subjects(args, files)
+    for chat in _forms(files) if args.first else (args.chat,):
+        for length in (length for length in _lengths(args) if length <= files.context):
+            plan = tasks.Plan(
+                tuple(chosen), (length,), samples=args.windows or TEXTS.get(length, 2), protocols=("in-use",),
+                haystack=essays, chat=chat, steps=ANSWER,
+            )  # fmt: skip
+            for subject in subjects:
+                kept.measure(
+                    [chat, length, subject and [subject.name, subject.sha256], plan.to_json()],
+                    lambda subject=subject, plan=plan: tasks.evaluate(
+                        files, [subject] if subject else [], plan, "cpu", torch.float32, ledger=_ledger(files)
+                    ),
+                )
+    for row in found_by(kept.found.values()):
+        print("  ".join(map(str, row)))
+    return 0
+
+
+def _forms(files: ModelFiles) -> list[bool]:
+    """Plainly, and in a chat where the model has a form for it."""
+    try:
+        cases.turn(files.path)
+    except ValueError as error:
+        print(f"asked plainly alone: {error}", file=sys.stderr)
+        return [False]
+    return [False, True]
+
+
+def used(results: Path, chat: bool) -> list[str]:
+    """The tasks that the 16-bit model answers in the given form: at least FOUND of the shortest texts."""
+    path = results / "needles-16bit.json"
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: what the 16-bit model finds decides what is asked; use needles --first")
+    right: dict[str, list[float]] = {}
+    every = [one for row in json.loads(path.read_text()).values() for one in row["found"]]
+    shortest = min(one["protocol"]["lengths"][0] for one in every)
+    for one in every:
+        if one["protocol"].get("chat", False) == chat and one["protocol"]["lengths"][0] == shortest:
+            for task, part in one["result"]["protocols"]["in-use"]["tasks"].items():
+                right.setdefault(task, []).append(part["accuracy"])
+    found = [task for task, some in right.items() if sum(some) / len(some) >= FOUND]
+    if not found:
+        form = "in the chat form" if chat else "asked plainly"
+        raise ValueError(f"{form} the 16-bit model finds less than {FOUND:.0%} of every task; see {path}")
+    return found
+
+
+def found_by(rows: Any) -> list[tuple[str, ...]]:
+    """(recipe, form, length, task, per cent) of what was answered."""
+    found = []
+    for row in rows:
+        for one in row["found"]:
+            about = one["protocol"]
+            form = "chat" if about.get("chat") else "plain"
+            part = one["result"]["protocols"]["in-use"]
+            for task, own in part.get("tasks", {}).items():
+                found.append((one["result"]["recipe"], form, str(about["lengths"][0]), task, f"{own['accuracy']:.0%}"))
+    return list(dict.fromkeys(found))
+
+
+def talk(model, files: ModelFiles, subject: Subject, passages: Sequence[Sequence[str]], most: int) -> dict[str, Any]:
+    """What one recipe's caches did in several conversations, each with one cache."""
+    held = []
+    for some in passages:
+        cache = KVQCache(subject.recipe, model, subject.tensors or None)
+        (found,) = conversation.follow(model, conversation.turns(files.path, some), [cache], most)
+        held.append(found)
+    length = held[0][-1]["history"] + held[0][-1]["added"] + held[0][-1]["tokens"]
+    costs = bits.costs(subject.recipe, files.geometry, length, subject.tensors)
+    return {"recipe": subject.recipe.name, "artifact": subject.sha256, "bits": costs, "conversations": held}
+
+
+def talks(args: argparse.Namespace, files: ModelFiles) -> int:
+    """Turn by turn, how far each recipe's cache is from 16 bit."""
+    kept = Kept(args.results / "conversation.json", args.again)
+    text = corpus.load(measure_real.source("book") or "demo").texts[0]
+    encoder = Encoder(files.path)
+    (ids,) = encoder.plain([text])
+    count = args.windows or TALKS
+    gap = len(ids) // (2 * count + 1)
+    given = encoder.text([ids[gap * place : gap * place + PASSAGE] for place in range(1, 2 * count + 1)])
+    passages = [given[place : place + 2] for place in range(0, len(given), 2)]
+    model = load_model(files, "cpu", torch.float32)
+    for subject in _subjects(args, files):
+        unit = [subject.name, subject.sha256, given, TURN]
+        kept.measure(unit, lambda subject=subject: talk(model, files, subject, passages, TURN))
+    for row in kept.found.values():
+        one = row["found"]
+        turns = zip(*one["conversations"], strict=True)
+        said = [
+            f"{sum(turn['kl'] for turn in some) / len(some):.2g} ({[turn['first'] for turn in some]})" for some in turns
+        ]
+        print(f"{one['recipe']}: KL and first other token by turn: {', '.join(said)}")
+    return 0
+
+
+def greedy(args: argparse.Namespace, files: ModelFiles) -> int:
+    """Where, along the 16-bit model's greedy text after long prompts, each recipe would first choose another token."""
+    kept = Kept(args.results / "greedy.json", args.again)
+    prompt, count = (PROMPT, GREEDY) if files.context > PROMPT + GREEDY else (files.context // 2, files.context // 8)
+    batch = measure_real._whole("book", files, prompt, args.windows or PROMPTS)
+    plan = decode.Plan(prompt + count)
+    for subject in _subjects(args, files):
+        unit = [subject.name, subject.sha256, batch.digest, count]
+        kept.measure(
+            unit,
+            lambda subject=subject: decode.evaluate(
+                files, batch, [subject], plan, "cpu", torch.float32, ledger=_ledger(files)
+            )[0],
+        )
+    for row in kept.found.values():
+        part = row["found"]["result"]["protocols"]["decode"]
+        firsts = part["reason"] if "reason" in part else [one["first"] for one in part["windows"]]
+        print(f"{row['found']['result']['recipe']}: first other token {firsts}, KL {part.get('kl', 0):.2g}")
+    return 0
+
+
+def bench(args: argparse.Namespace, files: ModelFiles) -> int:
+    """`kvq bench`: time to the first token, tokens per second and memory, beside 16 bit and transformers' own."""
+    top = argparse.ArgumentParser()
+    commands.add_bench(top.add_subparsers())
+    lengths = [length for length in _contexts(args) if length + 40 < files.context]
+    args.results.mkdir(parents=True, exist_ok=True)
+    given = ["bench", *(args.recipes or IN_USE), "--model", args.model, "--context", ",".join(map(str, lengths))]
+    given += ["--dtype", "float32", "--device", "cpu", "--out", args.results / "bench.jsonl", "--json"]
+    given += ["--plot", args.results / "bench.png"]
+    asked = top.parse_args(list(map(str, given)))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            asked.run(asked)
+        except RuntimeError as error:  # of a cache that is not installed: the others were measured
+            print(f"kvq bench: {error}", file=sys.stderr)
+    found = json.loads(printed.getvalue())
+    found["about"]["model"]["id"] = files.id
+    found["machine"] = real_records.machine()
+    disk.save(args.results / "bench.json", (json.dumps(found, indent=1) + "\n").encode())
+    for row in found["rows"]:
+        if row["measured"]:
+            print(f"{row['context']} {row['cache']}: {row['first_token_s']:.2f} s, {row['tokens_per_s']:.2f} tokens/s")
+    return 0
+
+
+class Kept:
+    """Findings in one JSON file, each with how long it took and on what, saved as soon as it is there."""
+
+    def __init__(self, path: Path, again: bool):
+        self.path, self.again = path, again
+        self.found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
+
+    def measure(self, unit: Any, work: Callable[[], Any]) -> None:
+        """Do what is not there yet."""
+        key = real_records.digest(unit)
+        if key in self.found and not self.again:
+            return
+        begun, spent = time.perf_counter(), time.process_time()
+        found = work()
+        self.found[key] = {
+            "found": found, "seconds": round(time.perf_counter() - begun, 1),
+            "processor_seconds": round(time.process_time() - spent, 1), "machine": real_records.machine(),
+            "environment": environment("cpu", "float32", torch.get_num_threads()), "code": code()[:16],
+        }  # fmt: skip
+        disk.make_folder(self.path.parent)
+        disk.save(self.path, (json.dumps(self.found, indent=1) + "\n").encode())
+        print(f"{self.path.name}: {self.found[key]['seconds']} s", file=sys.stderr, flush=True)
+
+
+def _subjects(args: argparse.Namespace, files: ModelFiles) -> list[Subject]:
+    """The recipes that are asked for; fitted ones on the first text of `--on`, where they are fitted."""
+    home, found = measure_real.Home(files, args), []
+    for name in args.recipes or measure_real.SOME:
+        on = args.on[0] if measure_real.is_fitted(name) else None
+        one = home.subject(name, on)
+        if one is None:
+            print(f"{name} on {on} is left out: it is not fitted; `fit` does that", file=sys.stderr)
+        else:
+            found.append(one)
+    return found
+
+
+def _ledger(files: ModelFiles) -> Ledger:
+    return Ledger(Path(os.environ["KVQ_HOME"]) / "real" / weights(files)[:16] / "answers")
+
+
+def _lengths(args: argparse.Namespace) -> Sequence[int]:
+    """Those that are asked for: all of LENGTHS, where none are."""
+    return LENGTHS if list(args.lengths) == [*measure_real.WINDOWS] else args.lengths
+
+
+def _contexts(args: argparse.Namespace) -> Sequence[int]:
+    return CONTEXTS if list(args.lengths) == [*measure_real.WINDOWS] else args.lengths

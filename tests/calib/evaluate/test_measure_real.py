@@ -1,0 +1,134 @@
+"""The runner for a real model, on a tiny one: nothing is measured twice, and what it finds is a page's record."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from kvq_calib.evaluate import positions
+from kvq_calib.report import plots, tables
+from kvq_runtime.recipe import presets
+from scripts import compare_page, measure_real, real_page, real_records, real_use
+
+RECIPES = ("rtn-4bit", "mean-higgs-2bit", "subkv-2bit")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> tuple[Path, list[str]]:
+    """Fitted and measured on a tiny model; what was measured, and the words of the command."""
+    folder = tmp_path_factory.mktemp("real")
+    model = tiny.with_text(folder)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("KVQ_HOME", str(folder / "home"))
+    patch.setenv("KVQ_TEST_DATA", str(folder))
+    (folder / "other.txt").write_text((model / "corpus.txt").read_text()[::-1])
+    (folder / "book.txt").write_text((model / "corpus.txt").read_text())
+    texts = {"wikitext": "tiny-model/corpus.txt", "docs": "./other.txt", "book": "./book.txt", "code": "./absent.txt"}
+    patch.setattr(measure_real, "TEXTS", texts)
+    words = ["--model", str(model), "--name", "tiny", "--results", str(folder / "results"), "--lengths", "256"]
+    words += ["--windows", "2", "--samples", "3", "--fit-length", "200", "--recipes", *RECIPES]
+    assert measure_real.main(["fit", *words]) == 0 and measure_real.main(["scores", *words]) == 0
+    yield folder / "results", words
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def home(results, monkeypatch):
+    """Where the module's runs are, not the test's own."""
+    monkeypatch.setenv("KVQ_HOME", str(results[0].parent / "home"))
+    monkeypatch.setenv("KVQ_TEST_DATA", str(results[0].parent))
+
+
+def test_the_list_is_of_recipes_that_exist():
+    known = [name for name in measure_real.RECIPES if measure_real.automatic(name) is None]
+    assert set(known) <= set(presets()) and 25 <= len(set(measure_real.RECIPES)) == len(measure_real.RECIPES) <= 40
+    assert [measure_real.automatic(name) for name in ("auto-1.1bit", "aqua-2bit")] == [1.1, None]
+    assert {*measure_real.SOME, *real_use.IN_USE, *real_page.DRAWN} <= set(measure_real.RECIPES)
+
+
+def test_every_recipe_is_measured_on_every_text_under_both_protocols(results):
+    found = list(real_records.read(results[0]).values())
+    seen = {(one["recipe"], one["on"], one["text"], one["protocol"]) for one in found}
+    texts = ("wikitext", "docs", "book")
+    expected = {("16 bit", None, text, "full") for text in texts}
+    for protocol in ("full", "in-use"):
+        expected |= {(name, None, text, protocol) for name in ("rtn-4bit", "subkv-2bit") for text in texts}
+        expected |= {("mean-higgs-2bit", on, text, protocol) for on in ("wikitext", "docs") for text in texts}
+    assert seen == expected and len(found) == len(seen)
+    assert all(one["machine"]["processors"] and one["model"]["id"] == "tiny" for one in found)
+    crossed = {one["artifact"] for one in found if one["recipe"] == "mean-higgs-2bit"}
+    assert len(crossed) == 2, "an artifact a text that is fitted on"
+    reasons = {
+        one["part"].get("reason") for one in found if one["recipe"] == "subkv-2bit" and one["protocol"] == "full"
+    }
+    assert len(reasons) == 1 and "no full encode is its own" in reasons.pop()
+    binned = {(one["text"], len(one["part"]["bins"])) for one in found if "bins" in one["part"]}
+    assert binned == {("book", measure_real.BINS)}
+
+
+def test_a_second_call_measures_what_is_missing_alone(results, monkeypatch, capsys):
+    folder, words = results
+    path = folder / "scores.jsonl"
+    whole = path.read_bytes()
+    calls, trace = [], positions.trace
+    monkeypatch.setattr(positions, "trace", lambda *given: calls.append(1) or trace(*given))
+    assert measure_real.main(["scores", *words]) == 0
+    assert not calls and path.read_bytes() == whole and "all of it is measured" in capsys.readouterr().err
+    lines = whole.decode().splitlines()
+    gone = json.loads(lines[-1])
+    assert "kl" in gone["part"]
+    path.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:40])  # a kill in the middle of a line
+    assert measure_real.main(["left", *words]) == 0
+    assert "256 tokens, in-use: 1 left" in capsys.readouterr().out
+    assert measure_real.main(["scores", *words]) == 0
+    again = json.loads(path.read_text().splitlines()[-1])
+    assert len(calls) == 1 and len(path.read_text().splitlines()) == len(lines)
+    assert again["key"] == gone["key"] and again["part"] == gone["part"]
+
+
+def test_lines_make_a_page(results, tmp_path):
+    folder, _ = results
+    records = real_records.records(folder, "wikitext", 256)
+    assert {one["result"]["recipe"] for one in records} == set(RECIPES)
+    rows = tables.comparison(records)
+    assert rows[0]["recipe"] == "16 bit" and float(rows[0]["full"]) == pytest.approx(float(rows[0]["in use"]), rel=1e-3)
+    assert {"docs full KL", "docs in use KL"} <= set(rows[1]) and plots.frontier([records])
+    model = compare_page.Model("tiny", "", None, samples=3, length=200, windows=2)
+    lines = list(real_records.read(folder).values())
+    beside = real_page.sections(folder, tmp_path)
+    assert f"({real_page.POSITIONS})" in "".join(beside) and (tmp_path / real_page.POSITIONS).is_file()
+    text = compare_page.page({model: records}, {model: []}, beside)
+    head, *_ = text.partition("<details>")
+    assert "tiny (" in head and "**By length.**" in head and "(real-positions.png)" in head
+    assert sum(one["processor_seconds"] for one in lines) > 0 and "processor hours" in head
+
+
+def test_the_table_of_the_readme_is_between_its_marks():
+    text = f"before\n{real_page.OPEN}\nold\n{real_page.CLOSE}\nafter"
+    assert real_page.readme(text, "| a |") == f"before\n{real_page.OPEN}\n| a |\n{real_page.CLOSE}\nafter"
+    assert real_page.readme("no place", "| a |") == "no place"
+
+
+def part(task: str, accuracy: float, length: int, chat: bool = False, recipe: str = "16 bit") -> dict:
+    about = {"tasks": [task], "lengths": [length], "depths": [0.5], "samples": 1} | ({"chat": True} if chat else {})
+    cells = [{"task": task, "length": length, "depth": 0.5, "accuracy": accuracy}]
+    tasks = {task: {"accuracy": accuracy, "se": None, "texts": 1}}
+    return {"protocol": about, "result": {"recipe": recipe, "protocols": {"in-use": {"tasks": tasks, "cells": cells}}}}
+
+
+def test_tasks_are_those_that_the_16_bit_model_answers(tmp_path):
+    with pytest.raises(ValueError, match="what the 16-bit model finds decides what is asked; use needles --first"):
+        real_use.used(tmp_path, False)
+    rows = [part("a", 0.4, 64), part("b", 0.6, 64), part("b", 0.0, 256), part("a", 0.9, 64, chat=True)]
+    (tmp_path / "needles-16bit.json").write_text(json.dumps({str(n): {"found": [one]} for n, one in enumerate(rows)}))
+    assert real_use.used(tmp_path, False) == ["b"] and real_use.used(tmp_path, True) == ["a"]
+
+
+def test_records_of_one_length_each_make_one_picture():
+    records = [part("a", 1.0, 64), part("a", 0.5, 64, recipe="r"), part("a", 0.8, 256), part("a", 0.2, 256, recipe="r")]
+    records += [part("a", 0.0, 64, chat=True)]
+    exact, other = real_page.joined(records)
+    assert exact["protocol"]["lengths"] == [64, 256] and exact["result"]["recipe"] == "16 bit"
+    found = {(c["length"], c["accuracy"]) for c in other["result"]["protocols"]["in-use"]["cells"]}
+    assert found == {(64, 0.5), (256, 0.2)}

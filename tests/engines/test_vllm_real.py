@@ -1,0 +1,64 @@
+"""A real language model behind vLLM on a CPU: SmolLM2-135M with one recipe that needs no fit. `make test-engines`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vLLM has an environment of its own: make test-engines")
+
+import torch
+from transformers import AutoModelForCausalLM
+from vllm_server import Server, alike, losses, served, tokens_of_a_text
+
+from kvq_calib.evaluate.full import FullCache
+from kvq_calib.evaluate.reads import counting
+from kvq_calib.model import find as models
+from kvq_runtime.recipe import preset
+
+RECIPE, LENGTH = "lloyd-3bit", 512
+BYTES = 64 << 20  # of the cache
+NAME = "smollm2-135m"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """The model, where it is: nothing is downloaded."""
+    try:
+        path = models.resolve(NAME).path
+    except (ValueError, RuntimeError, OSError) as error:
+        pytest.skip(f"{NAME} is not on this machine: {error}")
+    if not (path / "model.safetensors").is_file():
+        pytest.skip(f"{path} has no model.safetensors, which vLLM reads")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    started = served(tmp_path_factory.mktemp("server"), RECIPE, BYTES, model=folder)
+    try:
+        started.wait()
+        yield started
+    finally:
+        started.stop()
+
+
+def test_perplexity_is_that_of_a_full_encode(server: Server, folder: Path):
+    """As `kvq eval` finds it, by other code: the same tokens, recipe, window and sinks."""
+    tokens = tokens_of_a_text(folder)[:LENGTH]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = {}
+    for name in ("exact", RECIPE):
+        cache = FullCache(preset(name), model, length=LENGTH)
+        with torch.no_grad(), counting(model, cache):
+            logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
+        expected[name] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
+    found = losses(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
+    print(alike(found, expected[RECIPE], expected["exact"]))
+
+
+def test_it_answers_as_it_does_alone(server: Server, folder: Path):
+    """Twice the same prompt, the second time from pages that are there."""
+    tokens = tokens_of_a_text(folder)[:700]
+    first, again = (server.complete(tokens, max_tokens=48)["choices"][0]["text"] for _ in range(2))
+    assert first.strip() and first == again
