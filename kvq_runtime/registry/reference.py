@@ -12,7 +12,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from kvq_runtime.artifact import ARTIFACT_FILE as ARTIFACT_FILE
@@ -69,9 +69,14 @@ def check_alias(alias: str) -> str:
     return alias
 
 
+def is_sha256(text: Any) -> bool:
+    """Whether a value is a digest as kvq writes it."""
+    return isinstance(text, str) and bool(_SHA256.fullmatch(text))
+
+
 def check_sha256(sha256: str) -> str:
     """The digest, if it is valid; else a ValueError."""
-    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+    if not is_sha256(sha256):
         raise ValueError(f"sha256 {sha256!r:.80}; use 64 digits of 0-9 a-f")
     return sha256
 

@@ -6,20 +6,18 @@ server may repeat what it was sent, so the token is removed from every message b
 error is not chained to ours.
 """
 
-import hashlib
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.errors import NotFound
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -61,6 +59,11 @@ def using(access: Access) -> Iterator[None]:
         _access.reset(before)
 
 
+def token() -> str | bool | None:
+    """The token of this thread's requests, in the words of huggingface_hub."""
+    return _access.get().token
+
+
 def cache_folder() -> Path:
     """Where huggingface_hub keeps downloads."""
     from huggingface_hub import constants
@@ -74,7 +77,7 @@ def endpoint() -> str:
 
 
 def api() -> "HfApi":
-    """huggingface_hub's client. Self-hosted endpoints have no Xet, which the library does not detect: disable it.
+    """huggingface_hub's client, for changes. Self-hosted endpoints have no Xet, which the library does not detect: disable it.
 
     The library waits for an answer without end; where nobody has set a limit, its session gets one.
     """
@@ -86,7 +89,7 @@ def api() -> "HfApi":
     session = get_session()
     if session.timeout.read is None:
         session.timeout = SILENCE
-    return HfApi(endpoint=endpoint(), library_name="kvq", token=_access.get().token)
+    return HfApi(endpoint=endpoint(), library_name="kvq", token=token())
 
 
 def is_offline() -> bool:
@@ -104,51 +107,6 @@ def check_online(what: str) -> None:
 
     if is_offline():
         raise OfflineModeIsEnabled(what)
-
-
-def download(repo: str, path: str, commit: str, force: bool = False) -> Path:
-    """The path of a file of a commit in the cache, downloaded if needed; `force` replaces what the cache has.
-
-    The cache names a small file by git's digest. If the content has another, the file is downloaded once more; if it is
-    damaged again, ArtifactError.
-    """
-    from huggingface_hub import hf_hub_download
-
-    options: dict[str, Any] = {"revision": commit, "endpoint": endpoint(), "library_name": "kvq"}
-    options |= {"local_files_only": is_offline(), "token": _access.get().token, "cache_dir": cache_folder()}
-    for again in (force, True):
-        cached = Path(retry(lambda again=again: hf_hub_download(repo, path, force_download=again, **options)))
-        if not _is_damaged(cached.resolve()):
-            return cached
-    cached.resolve().unlink()
-    raise ArtifactError(f"{repo}/{path}: the Hub sent a damaged file twice; nothing was kept, try again later")
-
-
-def _is_damaged(blob: Path) -> bool:
-    """Whether a file named by a sha1, git's or that of its bytes alone, has other content."""
-    if not re.fullmatch("[0-9a-f]{40}", blob.name):
-        return False
-    data = blob.read_bytes()
-    return blob.name not in {hashlib.sha1(start + data).hexdigest() for start in (b"blob %d\0" % len(data), b"")}
-
-
-def check_writable(org: str) -> None:
-    """Raise PermissionError if the token may not write to an organization; fine-grained tokens are not checked."""
-    from huggingface_hub.errors import LocalTokenNotFoundError
-
-    if is_offline():
-        raise RuntimeError(
-            f"hf://{org}: offline (HF_HUB_OFFLINE), nothing can be published; go online, or name a folder"
-        )
-    with translate_errors(f"{org}/*"):
-        try:
-            me = retry(lambda: api().whoami())
-        except LocalTokenNotFoundError:
-            raise PermissionError(f"hf://{org}: no token to write with: `hf auth login`, or set HF_TOKEN") from None
-    if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise PermissionError(f"hf://{org}: the token is read-only; create one with write access at {endpoint()}")
-    if org not in (me.get("name"), *(group.get("name") for group in me.get("orgs", []))):
-        raise PermissionError(f"hf://{org}: {me.get('name')} is not a member of it; ask to be added, or push elsewhere")
 
 
 def http_status(error: BaseException) -> int | None:
