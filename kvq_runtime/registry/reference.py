@@ -28,7 +28,7 @@ _WORD = re.compile(r"[\w-]+")  # no folder as people write them, with a slash or
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NOT_ON_A_HUB = re.compile(r"--|\.\.|[-.]$|\.git$|\.ipynb$")
-_SECRET = re.compile(r"(?<=//)[^/]*@|\bhf_[A-Za-z0-9]{8,}")
+_SECRET = re.compile(r"(?<=//)[^/\s]*@|\bhf_[A-Za-z0-9]{8,}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -181,7 +181,7 @@ def registry_url(url: str | Path | None = None) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """An address as messages may quote it: without a user and password, or a token of the Hub, that stand in it."""
+    """A text as messages may quote it: without a user and password, or a token of the Hub, that stand in it."""
     return _SECRET.sub("***", text)
 
 

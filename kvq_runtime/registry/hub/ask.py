@@ -95,7 +95,7 @@ def check_writable(org: str) -> None:
         role = me.get("auth", {}).get("accessToken", {}).get("role")
         owners = [me.get("name"), *(group.get("name") for group in me.get("orgs", []))]
     if role == "read":
-        raise PermissionError(f"hf://{org}: the token is read-only; create one with write access at {client.endpoint()}")
+        raise PermissionError(f"hf://{org}: the token is read-only; create one with write access at {client.place()}")
     if org not in owners:
         raise PermissionError(f"hf://{org}: {owners[0]} is not a member of it; ask to be added, or push elsewhere")
 
@@ -106,5 +106,5 @@ def _formed(what: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        text = f"{what}: the Hub at {client.endpoint()} gave an answer of another form ({client.redacted(error)})"
+        text = f"{what}: the Hub at {client.place()} gave an answer of another form ({client.redacted(error)})"
         raise RuntimeError(f"{text}; check HF_ENDPOINT") from None

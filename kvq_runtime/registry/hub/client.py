@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from kvq_runtime.errors import NotFound
+from kvq_runtime.registry.reference import without_secrets
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -74,6 +75,11 @@ def cache_folder() -> Path:
 def endpoint() -> str:
     """The Hub's address."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def place() -> str:
+    """The Hub's address as messages quote it."""
+    return without_secrets(endpoint())
 
 
 def api() -> "HfApi":
@@ -142,7 +148,7 @@ def retry(action: Callable[[], T]) -> T:
             if delay is None or delay > MAX_WAIT or attempt == TRIES - 1:
                 raise
             if attempt == 0:
-                _log.warning("no answer from the Hub at %s; trying again, %d times in all", endpoint(), TRIES)
+                _log.warning("no answer from the Hub at %s; trying again, %d times in all", place(), TRIES)
             back_off(attempt, delay)
     raise AssertionError("the last try returns or raises")
 
@@ -195,11 +201,11 @@ def _translated(error: Exception, repo: str) -> Exception | None:
     code, message = http_status(error), redacted(error)
     chain = list(_chain(error))
     if any(isinstance(cause, errors.GatedRepoError) for cause in chain):
-        text = f"{repo} is gated: accept its terms at {endpoint()}/{repo}, then `hf auth login` or set HF_TOKEN"
+        text = f"{repo} is gated: accept its terms at {place()}/{repo}, then `hf auth login` or set HF_TOKEN"
         return PermissionError(text)
     if any(isinstance(cause, errors.RepositoryNotFoundError) for cause in chain):
         text = "it does not exist, or is private: check the name, then `hf auth login` or set HF_TOKEN"
-        return NotFound(f"no artifact {repo.rpartition('/')[2]} at {endpoint()}/{repo}; {text}")
+        return NotFound(f"no artifact {repo.rpartition('/')[2]} at {place()}/{repo}; {text}")
     if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in chain):
         why = "local_files_only" if _access.get().local_files_only else "HF_HUB_OFFLINE"
         return RuntimeError(f"{repo}: offline ({why}) and not in the cache; run kvq pull once while online")
@@ -212,7 +218,7 @@ def _translated(error: Exception, repo: str) -> Exception | None:
     if code == 429:
         return RuntimeError(f"{repo}: the Hub limits the rate of requests (429); retry in some minutes")
     if code is not None or any(map(_is_network, chain)) or isinstance(error, errors.LocalEntryNotFoundError):
-        return RuntimeError(f"{repo}: no answer from the Hub at {endpoint()} after {TRIES} tries: {message}")
+        return RuntimeError(f"{repo}: no answer from the Hub at {place()} after {TRIES} tries: {message}")
     return None
 
 
@@ -224,4 +230,4 @@ def redacted(error: object) -> str:
     for token in (given, get_token()):
         if isinstance(token, str) and token:
             text = text.replace(token, "<token>")
-    return text[:300]
+    return without_secrets(text)[:300]

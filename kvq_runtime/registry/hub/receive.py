@@ -39,12 +39,12 @@ def pages(path: str, query: Mapping[str, Any] | None = None) -> Iterator[Any]:
     for _ in range(PAGES):
         entries, size, address = client.retry(lambda url=address, left=left: _json(url, left))
         if not isinstance(entries, list):
-            raise RuntimeError(f"{path}: the Hub at {client.endpoint()} answered with something else than a list")
+            raise RuntimeError(f"{path}: the Hub at {client.place()} answered with something else than a list")
         yield from entries
         left -= size
         if address is None:
             return
-    raise RuntimeError(f"{path}: the Hub at {client.endpoint()} has more than {PAGES} pages of it; {_ASK}")
+    raise RuntimeError(f"{path}: the Hub at {client.place()} has more than {PAGES} pages of it; {_ASK}")
 
 
 def append(address: str, file: BinaryIO, limit: int) -> str:
@@ -77,7 +77,7 @@ def _json(address: str, limit: int, silence: float | None = None) -> tuple[Any, 
     try:
         return strict_json.loads(data, "answer", depth=32), len(data), following
     except ArtifactError:
-        text = f"the Hub at {client.endpoint()} answered with something else than JSON; {_ASK}"
+        text = f"the Hub at {client.place()} answered with something else than JSON; {_ASK}"
         raise RuntimeError(text) from None
 
 
@@ -97,7 +97,7 @@ def _response(address: str, start: int = 0, silence: float | None = None) -> Ite
     request = session.build_request("GET", address, headers=headers, timeout=silence)
     while request is not None:
         if len(history) > REDIRECTS:
-            raise RuntimeError(f"the Hub at {client.endpoint()} redirects without end; {_ASK}")
+            raise RuntimeError(f"the Hub at {client.place()} redirects without end; {_ASK}")
         response = _within(
             2 * silence, lambda request=request: session.send(request, stream=True, follow_redirects=False)
         )
@@ -106,7 +106,9 @@ def _response(address: str, start: int = 0, silence: float | None = None) -> Ite
         if request is not None or response.status_code >= 400:
             response.close()
     if response.status_code >= 400:
-        kept = {name: value for name, value in response.headers.items() if not name.startswith(("content-", "transfer-"))}
+        kept = {
+            name: value for name, value in response.headers.items() if not name.startswith(("content-", "transfer-"))
+        }
         hf_raise_for_status(type(response)(response.status_code, headers=kept, request=response.request))
     response.history = history[:-1]
     try:
@@ -121,10 +123,12 @@ def _body(response: Any, limit: int) -> Iterator[bytes]:
     for chunk in response.iter_raw():
         received += len(chunk)
         if received > limit:
-            raise RuntimeError(f"the Hub at {client.endpoint()} sends more than the {limit} bytes that are expected; {_ASK}")
+            raise RuntimeError(
+                f"the Hub at {client.place()} sends more than the {limit} bytes that are expected; {_ASK}"
+            )
         if time.monotonic() - began > client.SILENCE + received / RATE:
             raise RuntimeError(
-                f"the Hub at {client.endpoint()} sends less than {RATE} bytes a second; try again later, or {_ASK}"
+                f"the Hub at {client.place()} sends less than {RATE} bytes a second; try again later, or {_ASK}"
             )
         yield chunk
 
@@ -146,7 +150,7 @@ def _within(seconds: float, action: Callable[[], T]) -> T:
     try:
         result, error = results.get(timeout=seconds)
     except Empty:
-        raise RuntimeError(f"the Hub at {client.endpoint()} took more than {seconds:.0f} s to begin; {_ASK}") from None
+        raise RuntimeError(f"the Hub at {client.place()} took more than {seconds:.0f} s to begin; {_ASK}") from None
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
