@@ -28,6 +28,7 @@ from kvq_runtime.recipe import Recipe
 
 SCHEMA = 1
 CHECKS = ("header", "size", "sha256", "schema", "content", "recipe", "fingerprint", "tensors", "finite")
+MAX_LAYERS = 1 << 12
 MAX_WIDTH = 1 << 20  # KV heads × head size; a header that states more is refused before anything is computed from it
 
 

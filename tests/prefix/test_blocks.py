@@ -14,6 +14,7 @@ import torch
 from feeding import GEOMETRY, RECIPES
 
 from kvq_runtime.cache import BlockCache
+from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Window
 from kvq_runtime.prefix import chain, coder, folder, upkeep
@@ -164,7 +165,9 @@ def test_tenants_of_a_tenant(tmp_path):
     kept.under("bc").put(ids(32), keys, values)
     assert kept.under("bc").longest(ids(32)) == 32 and kept.under("") is kept
     others = [kept, kept.under("b"), store(tmp_path, salt="ab").under("c"), store(tmp_path).under("bc")]
-    assert not any(other.longest(ids(32)) for other in [*others, store(tmp_path, salt="abc")])
+    others += [store(tmp_path, salt=salt) for salt in ("abc", "1:abc")]  # of an operator who chose what a tenant has
+    assert not any(other.longest(ids(32)) for other in others)
+    assert not kept.under("x").under("bc").longest(ids(32)) and not kept.under("bc").under("bc").longest(ids(32))
 
 
 def test_sinks_longer_than_a_block_stay_exact():
@@ -316,7 +319,11 @@ def test_a_file_without_end_a_link_or_a_folder_is_a_miss(tmp_path):
     path.symlink_to(path.with_name("elsewhere"))
     assert kept.load(ids(16)) == []
     path.mkdir()
-    assert kept.load(ids(16)) == []
+    path.joinpath("theirs").write_bytes(b"theirs")
+    assert kept.load(ids(16)) == [] and not path.exists()
+    path.mkdir()
+    assert kept.put(ids(16), keys, values) == 16 and len(kept.load(ids(16))) == 1  # a folder is put aside
+    assert [one.read_bytes() for one in tmp_path.rglob("theirs")] == [b"theirs"]
 
 
 # ---- one folder, many processes
@@ -466,6 +473,54 @@ def test_list_verify_and_gc(tmp_path, kvq, as_json):
     assert not files(tmp_path)
     assert kvq("prefix", "list", tmp_path / "nowhere")[0] == 3
     assert kvq("prefix", "gc", tmp_path, "--budget", "some")[0] == 2
+
+
+def test_nothing_is_removed_through_a_link(tmp_path, kvq):
+    """Somebody's model is not a set of blocks, whatever leads to it."""
+    root, model = tmp_path / "root", tmp_path / "model"
+    kept, (keys, values) = store(root), rows(16)
+    kept.put(ids(16), keys, values)
+    (model / "tmp").mkdir(parents=True)
+    dead = forked.process(lambda: None)
+    dead.start()
+    dead.join()
+    theirs = [
+        model / name for name in (f"{'b' * 64}.safetensors", "model.safetensors", f"tmp/.{dead.pid}-{'a' * 16}.tmp")
+    ]
+    for path in [*theirs, model / "about.json"]:
+        path.write_bytes(b"{}")
+    (root / ("a" * 64)).symlink_to(model)
+    (root / ("c" * 64)).mkdir()
+    (root / ("c" * 64) / "about.json").write_bytes(b"{}")
+    (root / ("c" * 64) / "tmp").symlink_to(model / "tmp")
+    (root / ("c" * 64) / f"{'d' * 64}.safetensors").symlink_to(model / "model.safetensors")
+    assert kvq("prefix", "gc", root, "--budget", "1B", "--damaged", "--grace", "0s")[0] == 0
+    assert not files(root / kept.shelf.place.name) and all(path.exists() for path in theirs)  # type: ignore[attr-defined]
+    store(root, budget=kept.format.largest()).put(ids(16), keys, values)  # which makes room, too
+    assert all(path.exists() for path in theirs)
+    (tmp_path / "linked").symlink_to(root)
+    root.chmod(0o777)
+    for place in (tmp_path / "linked", root):
+        for action in ("list", "verify", "gc"):
+            assert kvq("prefix", action, place)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": 10**11, "kv_heads": 1, "head_size": 16},
+        {"layers": 2, "kv_heads": 10**12, "head_size": 1 << 40},
+    ],
+    ids=["layers", "width"],
+)
+def test_a_set_of_a_model_that_cannot_be_is_a_fault(change, tmp_path, kvq):
+    kept, (keys, values) = store(tmp_path), rows(16)
+    kept.put(ids(16), keys, values)
+    (about,) = tmp_path.glob("*/about.json")
+    about.write_text(strict_json.dumps(strict_json.loads(about.read_bytes(), "about") | {"geometry": change}))
+    code, out, _ = kvq("prefix", "verify", tmp_path)
+    assert code == 1 and "at most 4096 layers and 1048576 channels" in " ".join(out.split())
+    assert "cannot be read" in kvq("prefix", "list", tmp_path)[1]
 
 
 def test_a_damaged_about_is_a_fault(tmp_path, kvq):
