@@ -29,7 +29,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NOT_ON_A_HUB = re.compile(r"--|\.\.|[-.]$|\.git$|\.ipynb$")
 _SECRET = re.compile(r"(?<=//)[^/\s]*@|\bhf_[A-Za-z0-9]{8,}")
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+FILES = ("README.md", "kvq_config.json")  # that may stand beside an artifact, and pictures
+_PICTURE = re.compile(r"[a-z0-9][a-z0-9._-]{0,91}\.(png|svg)")
 
 
 def is_name(name: str) -> bool:
@@ -83,8 +84,8 @@ def check_sha256(sha256: str) -> str:
 
 def check_file(file: str) -> str:
     """The name of an attachment, if it is valid; else a ValueError."""
-    if not isinstance(file, str) or not _FILE.fullmatch(file) or file.endswith(SUFFIX):
-        raise ValueError(f"file name {file!r:.120}; use 1 to 96 of A-Z a-z 0-9 . _ -, and no folder")
+    if not isinstance(file, str) or not (file in FILES or _PICTURE.fullmatch(file)):
+        raise ValueError(f"file name {file!r:.120}; use {', '.join(FILES)}, or a picture.png or .svg of a-z 0-9 . _ -")
     return file
 
 

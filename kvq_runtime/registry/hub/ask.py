@@ -1,4 +1,4 @@
-"""Ask a Hub what it has: the head of main, files of a commit, tags, commits, names. Its answers are checked for form."""
+"""Ask a Hub what it has: the head of main, files of a commit, tags, commits, names; answers are checked for form."""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class File:
-    """A file of a commit: `sha256` of a large one, else None; `at` is when it was last changed, in seconds, if asked."""
+    """A file of a commit: `sha256` of a large one, else None; `at`, if asked, is when it last changed, in seconds."""
 
     size: int
     sha256: str | None

@@ -83,7 +83,7 @@ def place() -> str:
 
 
 def api() -> "HfApi":
-    """huggingface_hub's client, for changes. Self-hosted endpoints have no Xet, which the library does not detect: disable it.
+    """huggingface_hub's client, for changes. Xet is disabled for other endpoints, which have none.
 
     The library waits for an answer without end; where nobody has set a limit, its session gets one.
     """

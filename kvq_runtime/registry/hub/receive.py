@@ -118,7 +118,7 @@ def _response(address: str, start: int = 0, silence: float | None = None) -> Ite
 
 
 def _body(response: Any, limit: int) -> Iterator[bytes]:
-    """The body as it was sent, piece by piece; RuntimeError for more than `limit` bytes, or one that comes too slowly."""
+    """The body as it was sent, in pieces; RuntimeError for more than `limit` bytes, or if it comes too slowly."""
     began, received = time.monotonic(), 0
     for chunk in response.iter_raw():
         received += len(chunk)
