@@ -22,6 +22,7 @@ from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import Reference
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.resolve import Resolved, choose, load_artifact, open_registry, resolve, resolve_name
+from kvq_runtime.registry.sound import sound
 
 MEANINGS = {  # of the checks, for people
     "header": "the file begins as a safetensors file, and is as long as it says",
@@ -78,7 +79,11 @@ def show(args: Namespace) -> int:
         record["published"] = version.at
         record["aliases"] = [alias for alias in state.aliases if state.at(alias) == resolved.version]
         record["files"] = dict(version.files)
-        record["evaluations"] = registry.evaluations(resolved.sha256, resolved.name)
+        found = registry.evaluations(resolved.sha256, resolved.name)
+        record["evaluations"] = sound(found)
+        if len(record["evaluations"]) < len(found):
+            said = f"{len(found) - len(record['evaluations'])} evaluations are of a form that is not read, and left out"
+            warnings.warn(said, stacklevel=2)
     record |= describe.artifact_record(loaded) | ({"settings": loaded.recipe.to_json()} if args.json else {})
     print_record(record if args.json else describe.brief(record), args.json)
     for title, rows in ({} if args.json else describe.tables(record)).items():

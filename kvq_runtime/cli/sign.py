@@ -40,8 +40,8 @@ def public_key(path: str) -> str:
 
 
 def policy(args: Namespace) -> dict[str, Any] | None:
-    """The policy that `kvq pull --lock` writes into the lock file, as in `signing`: that of --key, else the one that the
-    lock file has already; None where there is neither, or with --no-policy."""
+    """The policy that `kvq pull --lock` writes into the lock file, as in `signing`: that of --key, else the one that
+    the lock file has already; None where there is neither, or with --no-policy."""
     if args.key is None:
         kept = read_lock(args.lock).policy if args.lock and not args.no_policy and Path(args.lock).exists() else None
         if kept is not None:
