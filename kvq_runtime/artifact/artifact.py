@@ -28,6 +28,7 @@ from kvq_runtime.recipe import Recipe
 
 SCHEMA = 1
 CHECKS = ("header", "size", "sha256", "schema", "content", "recipe", "fingerprint", "tensors", "finite")
+LARGEST = 2.0**20  # of a fitted number; those of real fits are some thousands, and products of larger ones overflow
 MAX_LAYERS = 1 << 12
 MAX_WIDTH = 1 << 20  # KV heads × head size; a header that states more is refused before anything is computed from it
 
@@ -147,8 +148,10 @@ def _load(file: BinaryIO, length: int, sha256: str | None, size: int | None) -> 
     except safetensors.SafetensorError as error:
         raise ArtifactError(f"header: safetensors refuses it: {error}") from None
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ArtifactError(f"finite: {name} has NaN or infinity; fit the recipe again")
+        if tensor.is_floating_point():
+            most = min(LARGEST, torch.finfo(tensor.dtype).max)  # as a float16, LARGEST would be infinity
+            if not bool((tensor.abs() <= most).all()):
+                raise ArtifactError(f"finite: {name} has NaN, infinity, or more than {most:g}; fit the recipe again")
     geometry = artifact.fingerprint.geometry
     probes = {name: tensors[name] for name in fingerprint.specs(geometry)}
     fitted = {name: tensors[name] for name in codec.all_specs(artifact.recipe, geometry)}

@@ -33,7 +33,7 @@ MEANINGS = {  # of the checks, for people
     "recipe": "settings that fit together",
     "fingerprint": "the model it is for: shape, RoPE, a probe of its projections",
     "tensors": "each that the recipe needs, of its shape and dtype, and no other",
-    "finite": "no NaN and no infinity in any of them",
+    "finite": "no NaN, no infinity and nothing beyond 2^20 in any of them",
     "signature": "made with the key that was given",
 }
 

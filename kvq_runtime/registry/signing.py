@@ -1,8 +1,8 @@
 """Sign versions with a key, and verify signatures before a version is loaded. Needs the extra `sign`; works offline.
 
 The signed statement is {"name", "version", "sha256", "files"}, the last the digest of the files beside the artifact
-(`events.Version.beside`; older signatures have none, and do not cover them): a signature
-of the bytes alone would hold under another name, or of an old version offered as a new one. The signature is a sigstore bundle made by `model_signing` with an
+(`events.Version.beside`; older signatures have none, and do not cover them). A signature of the bytes alone would hold
+under another name, or of an old version offered as a new one. It is a sigstore bundle made by `model_signing` with an
 elliptic-curve key (PEM), without certificates, transparency log or service. A registry keeps it as a record:
 
     signatures/<sha256>/<sha256 of file>.json      {"name", "version", "sha256", "files", "bundle"}

@@ -1,15 +1,19 @@
 """Blocks of prefixes: the bytes of a cache, one name for one prefix, and nothing that is not checked."""
 
 import os
+import random
 import stat
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import feeding
 import fitted
 import forked
+import mutate
 import pytest
+import safetensors.torch
 import torch
 from feeding import GEOMETRY, RECIPES
 
@@ -17,7 +21,7 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Window
-from kvq_runtime.prefix import chain, coder, folder, upkeep
+from kvq_runtime.prefix import block_file, chain, coder, folder, upkeep
 from kvq_runtime.prefix.shelf import Memory, parse_bytes
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import preset
@@ -293,6 +297,59 @@ def test_any_damaged_byte_is_a_miss_and_is_said(tmp_path, caplog):
         path.write_bytes(torn)
         assert len(kept.load(ids(48))) == 1
     assert kept.put(ids(48), keys, values) == 48 and path.read_bytes() == whole  # written again
+
+
+@pytest.mark.slow
+def test_no_mutant_of_a_block_decodes_to_what_is_not_finite(tmp_path, monkeypatch):
+    """300 changes of bytes and of tensors, the latter with the digest made again: missing, the same, or finite."""
+    monkeypatch.setattr("kvq_runtime.prefix.store._log.warning", lambda *_: None)
+    stores, counts, means = [], Counter(), {}
+    for name in FEW:
+        kept = store(tmp_path / name, name)
+        keys, values = rows(2 * kept.block)
+        kept.put(ids(2 * kept.block), keys, values)
+        paths = [
+            kept.shelf.path(one) for one in chain.names(kept.root, chain.token_row(ids(2 * kept.block)), kept.block)
+        ]  # type: ignore[attr-defined]
+        stores.append((kept, [(path, path.read_bytes()) for path in paths]))
+        found = kept.load(ids(2 * kept.block))
+        means[id(kept)] = {layer: [x.clone() for x in pair] for layer, *pair in kept.decode(found)}
+    for number in range(300):
+        draw = random.Random(number)
+        kept, written = draw.choice(stores)
+        place = draw.randrange(2)
+        path, good = written[place]
+        data = _resealed(good, draw) if number % 2 else mutate.some_bytes(good, written[1 - place][1], draw)
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+        found = kept.load(ids(2 * kept.block))
+        if len(found) <= place:
+            counts["missing"] += 1
+            assert not path.exists(), number
+        else:
+            counts["decoded"] += 1
+            for layer, *pair in kept.decode(found):
+                assert all(bool(x.isfinite().all()) for x in pair), number
+                assert number % 2 or all(map(torch.equal, pair, means[id(kept)][layer])), "no check told of the change"
+        for path, good in written:
+            path.unlink(missing_ok=True)
+            path.write_bytes(good)
+    assert counts["missing"] > 100 and counts["decoded"] > 50
+
+
+def _resealed(good: bytes, draw: random.Random) -> bytes:
+    """The file with other bytes in a tensor, and the right digest."""
+    start = 8 + int.from_bytes(good[:8], "little")
+    about = strict_json.loads(strict_json.loads(good[8:start], "header")["__metadata__"]["kvq"], "kvq")
+    tensors = safetensors.torch.load(good)
+    name = draw.choice([*tensors])
+    data = tensors[name].view(-1).view(torch.uint8)
+    begin = draw.randrange(len(data)) & ~3
+    fill = draw.choice((b"\x00\x7c", b"\xff\x7b", b"\x80\x7f", b"\xff", draw.randbytes(8))) * 200
+    stop = min(len(data), begin + draw.choice((1, 8, 200)))
+    data[begin:stop] = torch.frombuffer(bytearray(fill[: stop - begin]), dtype=torch.uint8)
+    about["content"] = block_file._content({n: v for n, v in about.items() if n != "content"}, tensors)
+    return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(about)})
 
 
 def test_a_block_of_another_place_is_a_miss(tmp_path):

@@ -13,8 +13,10 @@ from kvq_runtime.registry.local.registry import LocalRegistry
 from kvq_runtime.registry.lock import read_lock
 
 CARD = {"README.md": b"# card\n", "error.png": b"png", "kvq_config.json": b"{}"}
-NO_NAMES = ["conftest.py", "Makefile", "sitecustomize.py", "kvq.lock", "pyproject.toml", "package.json", "readme.md",
-            "kvq.safetensorS", "a/b.png", "../a.png", ".a.png", "A.png", "a.png\n", "a.PNG", "x" * 95 + ".png", 7, ""]  # fmt: skip
+NO_NAMES = [
+    "conftest.py", "Makefile", "sitecustomize.py", "kvq.lock", "pyproject.toml", "package.json", "readme.md",
+    "kvq.safetensorS", "a/b.png", "../a.png", ".a.png", "A.png", "a.png\n", "a.PNG", "x" * 95 + ".png", 7, "",
+]  # fmt: skip
 
 
 @pytest.fixture
