@@ -1,8 +1,8 @@
 """Read a file of torch.save from a stranger: tensors and plain containers alone, in time and memory that are bounded.
 
 `torch.load(weights_only=True)` runs nothing that a pickle names. But it hashes keys of dictionaries, and a tuple of
-three times the same tuple, 60 deep, takes 3^60 steps; and it reads what an archive says that its members unpack to. So
-the pickle's steps are walked first, and the archive is packed again from what was read of it, which leaves torch no other.
+three times the same tuple, 60 deep, takes 3^60 steps; and it unpacks as much as an archive holds. So the pickle's steps
+are walked first, and the archive is packed again from what was read of it, so that torch reads no other.
 """
 
 import io

@@ -120,8 +120,7 @@ def pull(args: Namespace) -> int:
     elif version.files:
         text = f"left out: {', '.join(version.files)}; lock file or signature do not cover them; sign or pull again"
         warnings.warn(text, stacklevel=2)
-    data = files.read(registry.fetch_verified(resolved.name, version), resolved.size)
-    artifact.from_bytes(data, resolved.sha256)
+    data = artifact.read(registry.fetch_verified(resolved.name, version), resolved.sha256, resolved.size)
     folder = Path(args.output or resolved.name)
     contents = {reference.ARTIFACT_FILE: data} | attachments
     known = {entry["sha256"] for one in state.versions.values() for entry in one.files.values()}
