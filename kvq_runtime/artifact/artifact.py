@@ -7,6 +7,7 @@ all of that and of the data. Loading makes these checks in this order, and an er
 """
 
 import io
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256 as hash_of
@@ -28,7 +29,11 @@ from kvq_runtime.recipe import Recipe
 
 SCHEMA = 1
 CHECKS = ("header", "size", "sha256", "schema", "content", "recipe", "fingerprint", "tensors", "finite")
+LARGEST = 2.0**20  # of a fitted number; those of real fits are some thousands, and products of larger ones overflow
+UNASKED = 1 << 26  # bytes of a file from which on it is not read before its header lists what its recipe needs
+MAX_LAYERS = 1 << 12
 MAX_WIDTH = 1 << 20  # KV heads × head size; a header that states more is refused before anything is computed from it
+_RECIPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,15 @@ def load(path: Path | str, sha256: str | None = None, size: int | None = None) -
     sha256, size   that the file must have, according to a registry or a lock; None is not checked
     Raises NotFound, or ArtifactError whose message names the file and the check.
     """
+    return _opened(path, sha256, size)[0]
+
+
+def read(path: Path | str, sha256: str, size: int) -> bytes:
+    """The bytes of an artifact's file, after the checks of `load`."""
+    return _opened(path, sha256, size)[1]
+
+
+def _opened(path: Path | str, sha256: str | None, size: int | None) -> tuple[Artifact, bytes]:
     with files.opened(Path(path)) as (file, length):
         try:
             return _load(file, length, sha256, size)
@@ -113,7 +127,7 @@ def load(path: Path | str, sha256: str | None = None, size: int | None = None) -
 
 def from_bytes(data: bytes, sha256: str | None = None) -> Artifact:
     """`load` for bytes that are already read."""
-    return _load(io.BytesIO(data), len(data), sha256, None)
+    return _load(io.BytesIO(data), len(data), sha256, None)[0]
 
 
 def describe(path: Path | str) -> dict[str, Any]:
@@ -122,12 +136,17 @@ def describe(path: Path | str) -> dict[str, Any]:
         return _about(header.read(file, size))
 
 
-def _load(file: BinaryIO, length: int, sha256: str | None, size: int | None) -> Artifact:
+def _load(file: BinaryIO, length: int, sha256: str | None, size: int | None) -> tuple[Artifact, bytes]:
     head = header.read(file, length)
     if size is not None and length != size:
         raise ArtifactError(f"size: the file has {length} bytes, expected {size}; fetch it again")
+    if length > UNASKED:
+        _without_tensors(_about(head), head)
     file.seek(0)
-    data = file.read(length)
+    try:
+        data = file.read(length)
+    except MemoryError:
+        raise ArtifactError(f"size: the file has {length} bytes, more than fit into memory") from None
     digest = hash_of(data).hexdigest()
     if sha256 is not None and digest != sha256:
         raise ArtifactError(f"sha256: the file has {digest}, expected {sha256}; it was changed, fetch it again")
@@ -146,12 +165,14 @@ def _load(file: BinaryIO, length: int, sha256: str | None, size: int | None) -> 
     except safetensors.SafetensorError as error:
         raise ArtifactError(f"header: safetensors refuses it: {error}") from None
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ArtifactError(f"finite: {name} has NaN or infinity; fit the recipe again")
+        if tensor.is_floating_point():
+            most = min(LARGEST, torch.finfo(tensor.dtype).max)  # as a float16, LARGEST would be infinity
+            if not bool((tensor.abs() <= most).all()):
+                raise ArtifactError(f"finite: {name} has NaN, infinity, or more than {most:g}; fit the recipe again")
     geometry = artifact.fingerprint.geometry
     probes = {name: tensors[name] for name in fingerprint.specs(geometry)}
     fitted = {name: tensors[name] for name in codec.all_specs(artifact.recipe, geometry)}
-    return replace(artifact, tensors=fitted, fingerprint=replace(artifact.fingerprint, probes=probes))
+    return replace(artifact, tensors=fitted, fingerprint=replace(artifact.fingerprint, probes=probes)), data
 
 
 def _about(head: header.Header) -> dict[str, Any]:
@@ -176,6 +197,8 @@ def _without_tensors(about: dict[str, Any], head: header.Header) -> Artifact:
         raise ArtifactError(f"fingerprint: {geometry} in a file of {len(listed)} tensors; every layer needs 2 probes")
     try:
         recipe = Recipe.from_json(about["recipe"]).check(geometry)
+        if not _RECIPE.fullmatch(recipe.name):
+            raise ValueError(f"name {recipe.name!r:.80}; use 1 to 128 of A-Z a-z 0-9 . _ + = , -")
     except (ValueError, TypeError) as error:
         raise ArtifactError(f"recipe: {error}") from None
     expected = codec.all_specs(recipe, geometry) | fingerprint.specs(geometry)

@@ -61,7 +61,10 @@ def _answered(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
         for task, found in part.get("tasks", {}).items():
             figures = {name: one["value"] for name, one in found.get("metrics", {}).items()}
             figures |= {name: found[name] for name in ("accuracy", "reason") if name in found}
-            spoken = ", ".join(f"{name} {value:.4g}" if name != "reason" else value for name, value in figures.items())
+            spoken = ", ".join(
+                f"{name} {value:.4g}" if isinstance(value, (int, float)) else str(value)
+                for name, value in figures.items()
+            )
             rows.append({"task": task, "protocol": protocol, "figures": spoken, "texts": found.get("texts")})
     return rows
 

@@ -6,6 +6,7 @@ at some lengths, and from how many tokens on a cache is smaller than one of 16 b
 
 import json
 from hashlib import sha256 as hash_of
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,9 @@ def card(made: Artifact, place: str) -> str:
     about = describe.summary({"recipe": {"name": made.recipe.name}, "provenance": made.provenance})
     counted, recipe = sizes(made), made.recipe
     start = counted["smaller_than_16bit_from"]
+    about = {name: value and _plain(value) for name, value in about.items()}
     rows = {
-        "recipe": f"`{recipe.name}`{f': {recipe.summary}' if recipe.summary else ''}",
+        "recipe": f"`{recipe.name}`{f': {_plain(recipe.summary)}' if recipe.summary else ''}",
         "model": f"`{about['model']}`" + (f" at `{about['revision']}`" if about["revision"] else ""),
         "text it was fitted to": about["corpus"] or "not stated",
         "bits per element": f"{counted['bits']:.4g}",
@@ -115,3 +117,9 @@ output = model.generate(**inputs, past_key_values=cache)
 |---|---|
 {table}
 """
+
+
+def _plain(text: str) -> str:
+    """A text of a stranger as Markdown: no markup, links or cells of its own, and no letters that are not seen."""
+    shown = "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+    return escape(shown.replace("`", "'"), quote=False).translate({ord(sign): f"\\{sign}" for sign in "|[]"})

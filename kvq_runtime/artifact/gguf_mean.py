@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.ops import rope
 
 Channels = Literal["halves", "pairs"]
@@ -66,19 +67,30 @@ def averaged(mean_HD: Tensor, settings: Mapping[str, Any], positions: int) -> Te
 
 
 def frequencies(settings: Mapping[str, Any], size: int) -> Tensor:
-    """Radians a position of each pair of channels, float64 [K]. ValueError for another RoPE than these."""
-    kind, rotated = settings["rope_type"], int(size * settings.get("partial_rotary_factor", 1.0))
-    plain_K = settings["rope_theta"] ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    """Radians a position of each pair of channels, float64 [K]. ValueError for a RoPE that is none of these."""
+    kind, rotated = settings.get("rope_type"), int(size * _setting(settings, "partial_rotary_factor", 1 / size, 1, 1.0))
+    if rotated < 2 or rotated % 2:
+        raise ArtifactError(f"fingerprint: rope: {rotated} of {size} channels are rotated; use an even number")
+    plain_K = _setting(settings, "rope_theta", 1, 1e12) ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     if kind == "default":
         return plain_K
     if kind == "linear":
-        return plain_K / settings["factor"]
+        return plain_K / _setting(settings, "factor", 1e-3, 1e6)
     if kind == "llama3":  # long waves are stretched by the factor, short ones are not, those between in part
-        low, high = settings["low_freq_factor"], settings["high_freq_factor"]
-        turns_K = settings["original_max_position_embeddings"] * plain_K / (2 * math.pi)
+        low = _setting(settings, "low_freq_factor", 1e-6, 1e6)
+        high = _setting(settings, "high_freq_factor", low * (1 + 1e-6), 1e7)
+        turns_K = _setting(settings, "original_max_position_embeddings", 1, 1e12) * plain_K / (2 * math.pi)
         kept_K = ((turns_K - low) / (high - low)).clamp(0, 1)
-        return kept_K * plain_K + (1 - kept_K) * plain_K / settings["factor"]
-    raise ValueError(f"RoPE of type {kind}; a bias is written for default, linear and llama3")
+        return kept_K * plain_K + (1 - kept_K) * plain_K / _setting(settings, "factor", 1e-3, 1e6)
+    raise ValueError(f"RoPE of type {kind!r:.40}; a bias is written for default, linear and llama3")
+
+
+def _setting(settings: Mapping[str, Any], name: str, low: float, high: float, default: float | None = None) -> float:
+    """A number of RoPE's settings; ArtifactError for one that is none, or out of bounds."""
+    value = settings.get(name, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise ArtifactError(f"fingerprint: rope: {name} {value!r:.40}; use a number from {low:g} to {high:g}")
+    return value
 
 
 def gguf(values: Mapping[str, str | bool], vectors: Mapping[str, Tensor]) -> bytes:

@@ -1,14 +1,13 @@
 """Read and write OSCAR's rotation files: a pickled dictionary, {"layers": {layer: {"rotation": tensor, ...}}}, by role.
 
 A rotation is [D, D], one for all heads of a layer (`format_version` 1), or [H, D, D] (2). Files are read by
-`torch.load(weights_only=True)`, which makes tensors and plain containers and runs nothing else.
+`torch_archive`, which makes tensors and plain containers and runs nothing else.
 
 Source: Zhou et al., 2026 (OSCAR), the authors' `compute_kv_rotation.py` and its loaders.
 Differs: eigenvalues, which the authors' files hold beside a rotation and no loader reads, are not kept.
 """
 
 import io
-import pickle
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq_runtime.artifact import torch_archive
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.fingerprint import Fingerprint
 from kvq_runtime.codec import codec
@@ -24,8 +24,6 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe
 
-LIMIT = 1 << 33  # bytes of a file
-ZIP = b"PK\x03\x04"
 TOLERANCE = 5e-3  # of RᵀR - 1, as the authors check what they write; files in bfloat16 keep it
 OBJECTIVES = {"queries": "qqt_r_h_pbr", "attended": "sst_r_h_pbr", "output": "output_r_h_pbr"}
 NAMES = {"key": "k_rotation_{}.pt", "value": "v_rotation_{}.pt"}
@@ -39,7 +37,7 @@ def to_artifact(paths: tuple[Path, Path], recipe: Recipe, fingerprint: Fingerpri
     _check(recipe, fingerprint.geometry)
     tensors, digests = {}, {}
     for role, path in zip(ROLES, paths, strict=True):
-        data = files.read(path, LIMIT)
+        data = files.read(path, _largest(fingerprint.geometry))
         digests[role] = sha256(data).hexdigest()
         for layer, rotation_HDD in enumerate(read(data, fingerprint.geometry, str(path))):
             tensors[f"layers.{layer}.{role}.rotate.rotation"] = rotation_HDD
@@ -49,13 +47,7 @@ def to_artifact(paths: tuple[Path, Path], recipe: Recipe, fingerprint: Fingerpri
 
 def read(data: bytes, geometry: Geometry, name: str = "file") -> list[Tensor]:
     """The rotations of all layers, float32 [H, D, D] each, from the bytes of a file."""
-    if not data.startswith(ZIP):
-        raise ArtifactError(f"{name}: no file of torch.save, which is a zip archive; save its dictionary again")
-    try:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ArtifactError(f"{name}: no file of tensors and plain containers alone: {reason:.160}") from None
+    state = torch_archive.load(data, _largest(geometry), name)
     layers = state.get("layers") if isinstance(state, dict) else None
     if not isinstance(layers, dict):
         raise ArtifactError(f'{name}: a rotation file is a dictionary with "layers"; this is none')
@@ -69,10 +61,16 @@ def read(data: bytes, geometry: Geometry, name: str = "file") -> list[Tensor]:
     return [_rotation(found[str(layer)], geometry, f"{name}, layer {layer}") for layer in range(geometry.layers)]
 
 
+def _largest(geometry: Geometry) -> int:
+    """Bytes that no rotation file of a model exceeds: a float64 and as much again for each element, and the rest."""
+    return (16 * geometry.kv_heads * geometry.head_size**2 + (1 << 16)) * geometry.layers + 2 * torch_archive.PICKLE
+
+
 def _rotation(entry: Any, geometry: Geometry, where: str) -> Tensor:
     rotation = entry.get("rotation") if isinstance(entry, dict) else None
     heads, size = geometry.kv_heads, geometry.head_size
-    if not isinstance(rotation, Tensor) or rotation.layout != torch.strided or not rotation.is_floating_point():
+    plain = isinstance(rotation, Tensor) and rotation.layout == torch.strided and rotation.device.type == "cpu"
+    if not plain or not rotation.is_floating_point():
         raise ArtifactError(f'{where}: no "rotation" of floating-point numbers')
     if tuple(rotation.shape) not in ((size, size), (heads, size, size)):
         raise ArtifactError(

@@ -1,6 +1,7 @@
 """The commands of `kvq`: each takes parsed arguments, prints its result, and returns an exit code."""
 
 import dataclasses
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from kvq_runtime.artifact.diff import diff as differences
 from kvq_runtime.cli import sign
 from kvq_runtime.cli.table import percent, print_record, print_table
 from kvq_runtime.disk import files
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import lock, reference, search
 from kvq_runtime.registry.events import State
 from kvq_runtime.registry.hub import upkeep as hub_upkeep
@@ -21,6 +22,7 @@ from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import Reference
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.resolve import Resolved, choose, load_artifact, open_registry, resolve, resolve_name
+from kvq_runtime.registry.sound import sound
 
 MEANINGS = {  # of the checks, for people
     "header": "the file begins as a safetensors file, and is as long as it says",
@@ -31,7 +33,7 @@ MEANINGS = {  # of the checks, for people
     "recipe": "settings that fit together",
     "fingerprint": "the model it is for: shape, RoPE, a probe of its projections",
     "tensors": "each that the recipe needs, of its shape and dtype, and no other",
-    "finite": "no NaN and no infinity in any of them",
+    "finite": "no NaN, no infinity and nothing beyond 2^20 in any of them",
     "signature": "made with the key that was given",
 }
 
@@ -77,7 +79,11 @@ def show(args: Namespace) -> int:
         record["published"] = version.at
         record["aliases"] = [alias for alias in state.aliases if state.at(alias) == resolved.version]
         record["files"] = dict(version.files)
-        record["evaluations"] = registry.evaluations(resolved.sha256, resolved.name)
+        found = registry.evaluations(resolved.sha256, resolved.name)
+        record["evaluations"] = sound(found)
+        if len(record["evaluations"]) < len(found):
+            said = f"{len(found) - len(record['evaluations'])} evaluations are of a form that is not read, and left out"
+            warnings.warn(said, stacklevel=2)
     record |= describe.artifact_record(loaded) | ({"settings": loaded.recipe.to_json()} if args.json else {})
     print_record(record if args.json else describe.brief(record), args.json)
     for title, rows in ({} if args.json else describe.tables(record)).items():
@@ -95,29 +101,53 @@ def _shown(column: str, value: Any) -> Any:
 
 
 def pull(args: Namespace) -> int:
-    """Copy a version and its attachments into a folder, checked; --lock pins it, --locked copies the pinned version."""
+    """Copy a version and the files beside it into a folder, checked; --lock pins it, --locked copies the pinned one.
+
+    Files that neither lock nor signature cover stay away, and none is replaced that is of no version of this name.
+    """
     policy = sign.policy(args)
+    locked = lock.read_lock(args.locked) if args.locked else None
     resolved = resolve_name(args.reference, args.registry, args.locked)
     if not resolved.registry:
         raise ValueError(f"{args.reference} is a file already; pull copies a name from a registry")
     registry = open_registry(resolved.registry)
     signature = policy and sign.accepted(registry, resolved, policy)
-    version = registry.existing(resolved.name).get(resolved.version)
-    attachments = registry.attachments(resolved.name, version)
-    data = files.read(registry.fetch_verified(resolved.name, version), resolved.size)
-    artifact.from_bytes(data, resolved.sha256)
+    state = registry.existing(resolved.name)
+    version = state.get(resolved.version)
+    attachments = {}
+    if sign.covered(registry, resolved, locked, signature):
+        attachments = registry.attachments(resolved.name, version)
+    elif version.files:
+        text = f"left out: {', '.join(version.files)}; lock file or signature do not cover them; sign or pull again"
+        warnings.warn(text, stacklevel=2)
+    data = artifact.read(registry.fetch_verified(resolved.name, version), resolved.sha256, resolved.size)
     folder = Path(args.output or resolved.name)
     contents = {reference.ARTIFACT_FILE: data} | attachments
+    known = {entry["sha256"] for one in state.versions.values() for entry in one.files.values()}
+    foreign = [name for name in attachments if not (args.force or _is_of(folder / name, known))]
+    if foreign:
+        raise ArtifactError(f"{folder}: {', '.join(foreign)}: not of {resolved.name}; use another -o, or --force")
     files.make_folder(folder)
     for name, content in contents.items():
         files.save(folder / name, content)
     if args.lock:
         fields = {name: getattr(resolved, name) for name in ("name", "version", "sha256", "size", "commit")}
-        pinned = Lock(args.reference, resolved.registry, **fields, policy=policy, signature=signature)
+        demanded = {"policy": policy, "signature": signature, "files": version.beside}
+        pinned = Lock(args.reference, resolved.registry, **fields, **demanded)
         lock.write_lock(Path(args.lock), pinned)
     paths = [str(folder / name) for name in contents]
     print_record(_record(resolved) | {"files": paths, "lock": args.lock}, args.json)
     return 0
+
+
+def _is_of(path: Path, known: set[str]) -> bool:
+    """Whether a file is not there, or has one of these digests."""
+    try:
+        return files.digest(path)[0] in known
+    except NotFound:
+        return True
+    except ArtifactError:  # a link, a folder
+        return False
 
 
 def _record(resolved: Resolved) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kvq_runtime.cli.table import printable
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+from kvq_runtime.registry.reference import without_secrets
 
 MEANINGS = {  # README.md has the same table, which a test compares
     0: "done; also if the very same bytes are published already",
@@ -82,5 +83,5 @@ def run(program: str, command: Callable[[], int], extras: str = "[calib]", inter
 
 
 def say(program: str, message: object) -> None:
-    """Print a message to stderr; control characters in it are escaped."""
-    print(f"{program}: {printable(str(message))}", file=sys.stderr)
+    """Print a message to stderr; control characters in it are escaped, tokens and passwords left out."""
+    print(f"{program}: {printable(without_secrets(str(message)))}", file=sys.stderr)

@@ -154,6 +154,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--follow", action="store_true", help="with --key: the lock file pins no version, and the alias may move"
     )
+    command.add_argument(
+        "--no-policy", action="store_true", help="drop what the lock file that is replaced demands of signatures"
+    )
+    command.add_argument("--force", action="store_true", help="replace files of the same names that are not of NAME")
     command = add("verify", "load an artifact with every check", "kvq verify out/kvq.safetensors --lock kvq.lock")
     _reference(command, "a reference, a .safetensors file or a folder that kvq pull wrote")
     _lock(command, "check digest and size against this lock file too")

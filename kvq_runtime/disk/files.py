@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvq_runtime.disk import faults
 from kvq_runtime.errors import ArtifactError, NotFound
@@ -158,6 +158,27 @@ def _draft(data: bytes, temporary: Path, mode: int = 0o444) -> Path:
             draft.unlink()
         raise
     return draft
+
+
+@contextmanager
+def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new file of this process in a folder, to write and read; removed at the end unless `settle` named it."""
+    path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            yield path, file
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def settle(path: Path, file: BinaryIO, name: Path) -> None:
+    """Give a draft its name, in the same folder, whatever has that name."""
+    file.flush()
+    os.fchmod(file.fileno(), 0o444)
+    os.fsync(file.fileno())
+    os.replace(path, name)
+    sync(name.parent)
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:

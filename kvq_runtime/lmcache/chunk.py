@@ -107,7 +107,11 @@ class ChunkCodec:
         for field in self._fields:
             part = data_X[field.start : field.stop]
             part = part if part.storage_offset() % field.dtype.itemsize == 0 else part.clone()
-            parts.setdefault((field.layer, field.role), {})[field.name] = part.view(field.dtype).view(field.shape)
+            part = part.view(field.dtype).view(field.shape)
+            if field.dtype.is_floating_point and not bool(torch.isfinite(part).all()):
+                text = f"finite: {field.name} of layer {field.layer} has NaN or infinity; the chunk is computed again"
+                raise ArtifactError(text)
+            parts.setdefault((field.layer, field.role), {})[field.name] = part
         for layer, role, codec in self._each():
             x_NTC = codec.restore(codec.decode(parts[layer, role], Context()), Context())
             out_2LTC[role, layer] = x_NTC.flatten(0, 1).to(self.dtype)

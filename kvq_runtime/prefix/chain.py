@@ -1,6 +1,6 @@
 """Name blocks of tokens by a chain of hashes: one name is one prefix, of one model, one fit and one tenant.
 
-    root    sha256(what decides how tokens become bytes ‖ salt)
+    root    sha256(what decides how tokens become bytes ‖ salt); of its owner's tenant: sha256(root ‖ their salt)
     name 0  sha256(root   ‖ tokens of block 0)
     name n  sha256(name n-1 ‖ tokens of block n)
 
@@ -38,6 +38,11 @@ def token_row(tokens: Tensor | Iterable[int]) -> Tensor:
 def root(digest: str, salt: str) -> str:
     """Where a tenant's chains begin. Who does not know the salt cannot name, so not find, a block of it."""
     return sha256(b"kvq prefix root\0" + bytes.fromhex(digest) + sha256(salt.encode()).digest()).hexdigest()
+
+
+def tenant(root: str, salt: str) -> str:
+    """Where the chains of a tenant of a root's owner begin."""
+    return sha256(b"kvq prefix tenant\0" + bytes.fromhex(root) + sha256(salt.encode()).digest()).hexdigest()
 
 
 def name(previous: str, tokens: Iterable[int]) -> str:

@@ -10,6 +10,7 @@ Files are 0600 and the folders of sets 0700; a root of another user, or one that
 """
 
 import os
+import secrets
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from kvq_runtime.errors import ArtifactError, NotFound
 
 SUFFIX = ".safetensors"
 SLACK = 16  # a process looks at the folder again when it has written 1/16 of the budget
+_DIGEST = "[0-9a-f]" * 64
 GRACE = 600.0  # seconds: a younger draft may be of a process that this one cannot see
 
 
@@ -72,7 +74,11 @@ class Folder:
         if len(data) > self._room:
             self._make_room(len(data))
         self._room -= len(data)
-        files.replace(self.path(name), data, self.drafts, 0o600)
+        try:
+            files.replace(self.path(name), data, self.drafts, 0o600)
+        except IsADirectoryError:  # somebody's folder
+            self.drop(name)
+            files.replace(self.path(name), data, self.drafts, 0o600)
 
     def used(self, names: Sequence[str]) -> None:
         now = time.time_ns()
@@ -83,7 +89,10 @@ class Folder:
     def drop(self, name: str) -> None:
         path = self.path(name)
         with suppress(OSError):  # what cannot be removed is found damaged once more
-            remove(Kept(0.0, path.lstat().st_size, path))
+            if stat.S_ISDIR(path.lstat().st_mode):  # not ours to remove
+                path.rename(self.place / f"not-a-block-{secrets.token_hex(8)}")
+            else:
+                remove(Kept(0.0, path.lstat().st_size, path))
 
     def _make_room(self, needed: int) -> None:
         """Evict until so many bytes fit, and allow this process a share of the rest before it looks again."""
@@ -96,16 +105,18 @@ class Folder:
 
 
 def blocks(folder: Path) -> Iterator[Kept]:
-    """Every block of a set."""
-    for path in folder.glob(f"*{SUFFIX}"):
+    """Every block of a set; files of other names, links and folders are none."""
+    for path in folder.glob(f"{_DIGEST}{SUFFIX}"):
         with suppress(FileNotFoundError):
             status = path.lstat()
-            yield Kept(status.st_mtime, status.st_size, path)
+            if stat.S_ISREG(status.st_mode):
+                yield Kept(status.st_mtime, status.st_size, path)
 
 
 def sets(root: Path) -> list[Path]:
-    """The folders of sets in a root."""
-    return sorted(path.parent for path in root.glob(f"{'[0-9a-f]' * 64}/about.json"))
+    """The folders of sets in a root; links to folders are none."""
+    found = sorted(path.parent for path in root.glob(f"{_DIGEST}/about.json"))
+    return [folder for folder in found if not folder.is_symlink()]
 
 
 def all_blocks(root: Path) -> list[Kept]:
@@ -127,7 +138,7 @@ def oldest(kept: list[Kept], budget: int) -> list[Kept]:
 def old_drafts(folder: Path, grace: float) -> list[Kept]:
     """The drafts of dead processes in a set that are older than so many seconds."""
     found = []
-    for path in files.orphans(folder / "tmp"):
+    for path in () if (folder / "tmp").is_symlink() else files.orphans(folder / "tmp"):
         with suppress(FileNotFoundError):
             status = path.lstat()
             if status.st_mtime <= time.time() - grace:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq_runtime.artifact.artifact import MAX_LAYERS, MAX_WIDTH
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
@@ -73,10 +74,10 @@ class PrefixBlocks:
         if self.format.largest() > self.budget:
             raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.largest()} bytes")
         about = describe(self.format, model, tensors or {})
-        self._digest, self._salt = set_digest(about), salt
-        self.root = chain.root(self._digest, salt)
+        digest = set_digest(about)
+        self.root = chain.root(digest, salt)
         self.shelf: Shelf = (
-            Memory(self.budget) if path is None else Folder(Path(path).expanduser(), about, self._digest, self.budget)
+            Memory(self.budget) if path is None else Folder(Path(path).expanduser(), about, digest, self.budget)
         )
         self.tally: Counter[str] = Counter()  # read, written: bytes of blocks; damaged, unreadable: blocks
 
@@ -85,7 +86,7 @@ class PrefixBlocks:
         if not salt:
             return self
         found = copy(self)
-        found.root = chain.root(self._digest, f"{len(self._salt)}:{self._salt}{salt}")
+        found.root = chain.tenant(self.root, salt)
         return found
 
     @property
@@ -282,6 +283,8 @@ def format_of(about: Any) -> BlockFormat:
         raise ArtifactError(f"about: format {about['format']!r:.40}; this version reads {FORMAT}")
     try:
         geometry = Geometry(**strict_json.keys(about["geometry"], {"layers", "kv_heads", "head_size"}, "about"))
+        if geometry.layers > MAX_LAYERS or geometry.width > MAX_WIDTH:
+            raise ValueError(f"{geometry}; at most {MAX_LAYERS} layers and {MAX_WIDTH} channels are read")
         recipe = Recipe.from_json(about["recipe"]).check(geometry)
         dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[about["dtype"]]
         layers = tuple(about["layers"])

@@ -21,9 +21,10 @@ class Damage:
 
 
 def existing(root: Path) -> Path:
-    """The root, if it is a folder; NotFound else."""
+    """The root, if it is a folder of this user alone; NotFound if there is none, else ArtifactError."""
     if not root.is_dir():
         raise NotFound(f"no folder {root}; a PrefixStore makes it")
+    folder.check_owner(root)
     return root
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvq_runtime.registry import measured
+from kvq_runtime.registry.sound import sound
 
 UNMEASURED = "Not evaluated yet: `kvq eval` does that."  # what a card says until there are results
 TASKS = "## Tasks"  # the section of a card that has answers to tasks
@@ -49,7 +50,7 @@ def with_results(text: str, name: str, records: Sequence[Mapping[str, Any]]) -> 
     card = _parsed(text)
     card.data.model_name, card.data.eval_results = name, results
     whole = str(card).replace(UNMEASURED, _table(results))
-    answers = [result for record in records if measured.of_tasks(record) for result in eval_results([record])]
+    answers = [result for record in sound(records) if measured.of_tasks(record) for result in eval_results([record])]
     if not answers or TASKS in whole or UNMEASURED in text:
         return whole
     return f"{whole.rstrip()}\n\n{TASKS}\n\n{_table(answers)}\n"
@@ -64,6 +65,7 @@ def eval_results(records: Sequence[Mapping[str, Any]]) -> list[Any]:
     """A huggingface_hub EvalResult for every metric in evaluation records."""
     from huggingface_hub import EvalResult
 
+    records = sound(records)
     results = [result for record in records if measured.of_tasks(record) for result in _answers(record, EvalResult)]
     whole = [record for record in records if measured.of_text(record)]
     for record in (one for own in whole for one in (own, *measured.elsewhere(own).values())):

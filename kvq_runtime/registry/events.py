@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256 as hash_of
 from typing import Any, ClassVar
 
 from kvq_runtime.disk import strict_json
@@ -23,6 +24,8 @@ from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import reference
 
 SCHEMA = 1
+MAX_SIZE = 1 << 36  # bytes of an artifact
+MAX_FILE = 1 << 26  # bytes of a file beside it
 _AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
 
@@ -112,19 +115,20 @@ def from_json(fields: Any, number: int, name: str) -> Event:
     return Event(number, name, fields["at"], kind(**{key: fields[key] for key in names}))
 
 
-def _check_size(size: Any) -> None:
-    if type(size) is not int or size < 0:
-        raise ValueError(f"size {size!r:.80}; use a whole number")
+def _check_size(size: Any, most: int = MAX_SIZE) -> None:
+    if type(size) is not int or not 0 <= size <= most:
+        raise ValueError(f"size {size!r:.80}; use a whole number up to {most}")
 
 
-def _check_files(files: Any) -> None:
+def check_files(files: Any) -> None:
+    """Raise ValueError unless this is what an event may say of the files beside an artifact."""
     if not isinstance(files, dict) or len(files) > 64:
         raise ValueError("files must be an object of at most 64 names")
     for name, entry in files.items():
         reference.check_file(name)
         strict_json.keys(entry, {"sha256", "size"}, f"files: {name}")
         reference.check_sha256(entry["sha256"])
-        _check_size(entry["size"])
+        _check_size(entry["size"], MAX_FILE)
 
 
 def _check_at(at: Any) -> None:
@@ -143,7 +147,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "alias": reference.check_alias,
     "sha256": reference.check_sha256,
     "size": _check_size,
-    "files": _check_files,
+    "files": check_files,
     "reason": check_reason,
     "at": _check_at,
 }
@@ -162,6 +166,12 @@ class Version:
     files: Mapping[str, Mapping[str, Any]]
     at: str
     yanked: str | None = None
+
+    @property
+    def beside(self) -> str:
+        """A digest of the files that stand beside the artifact, without the card, which a copy is given anew."""
+        files = {name: dict(entry) for name, entry in self.files.items() if name != "README.md"}
+        return hash_of(strict_json.dumps(files).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from kvq_runtime.registry.reference import check_name, check_sha256, check_versi
 
 LIMIT = 1 << 16  # bytes
 _POLICY = {"key", "lowest", "follow"}
-_OPTIONAL = {"commit", "policy", "signature"}
+_OPTIONAL = {"commit", "policy", "signature", "files"}
 _COMMIT = re.compile(r"([0-9a-f]{40})?")
 
 
@@ -30,6 +30,7 @@ class Lock:
     commit      of a Hub, in which the registry was read; else ""
     policy      demands on the file beside its digest, and whether the reference is followed: see `signing`
     signature   the signature that the policy accepted, so that a pinned file is checked offline
+    files       the digest of the files beside it, as `events.Version.beside`; "" in locks that pin none
     """
 
     reference: str
@@ -41,6 +42,7 @@ class Lock:
     commit: str = ""
     policy: Mapping[str, Any] | None = None
     signature: Mapping[str, Any] | None = None
+    files: str = ""
 
 
 def write_lock(path: Path, lock: Lock) -> None:
@@ -75,6 +77,8 @@ def _check(lock: Lock) -> None:
         raise ValueError("size must be a whole number, reference and registry text")
     if not isinstance(lock.commit, str) or not _COMMIT.fullmatch(lock.commit):
         raise ValueError(f"commit {lock.commit!r:.80}; use 40 digits of 0-9 a-f")
+    if lock.files != "":
+        check_sha256(lock.files)
     if lock.policy is None:
         return
     strict_json.keys(lock.policy, _POLICY, "policy")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvq_runtime.artifact import artifact
-from kvq_runtime.disk import files
 from kvq_runtime.errors import Conflict
 from kvq_runtime.registry import card
 from kvq_runtime.registry.events import State, Version
@@ -32,8 +31,7 @@ def copy(source: Registry, name: str, version: Version, target: Registry, dry_ru
     if exists:
         target.finish_publish(name, version)
     else:
-        data = files.read(source.fetch_verified(name, version), version.size)
-        artifact.from_bytes(data, version.sha256)
+        data = artifact.read(source.fetch_verified(name, version), version.sha256, version.size)
         attachments = source.attachments(name, version)
         if "README.md" in attachments:
             text = card.addressed(attachments["README.md"].decode(), target.url, name, version.version)

@@ -12,7 +12,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from kvq_runtime.artifact import ARTIFACT_FILE as ARTIFACT_FILE
@@ -28,8 +28,9 @@ _WORD = re.compile(r"[\w-]+")  # no folder as people write them, with a slash or
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NOT_ON_A_HUB = re.compile(r"--|\.\.|[-.]$|\.git$|\.ipynb$")
-_SECRET = re.compile(r"(?<=//)[^/]*@|\bhf_[A-Za-z0-9]{8,}")
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_SECRET = re.compile(r"(?<=//)[^/\s]*@|\bhf_[A-Za-z0-9]{8,}")
+FILES = ("README.md", "kvq_config.json")  # that may stand beside an artifact, and pictures
+_PICTURE = re.compile(r"[a-z0-9][a-z0-9._-]{0,91}\.(png|svg)")
 
 
 def is_name(name: str) -> bool:
@@ -69,17 +70,22 @@ def check_alias(alias: str) -> str:
     return alias
 
 
+def is_sha256(text: Any) -> bool:
+    """Whether a value is a digest as kvq writes it."""
+    return isinstance(text, str) and bool(_SHA256.fullmatch(text))
+
+
 def check_sha256(sha256: str) -> str:
     """The digest, if it is valid; else a ValueError."""
-    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+    if not is_sha256(sha256):
         raise ValueError(f"sha256 {sha256!r:.80}; use 64 digits of 0-9 a-f")
     return sha256
 
 
 def check_file(file: str) -> str:
     """The name of an attachment, if it is valid; else a ValueError."""
-    if not isinstance(file, str) or not _FILE.fullmatch(file) or file.endswith(SUFFIX):
-        raise ValueError(f"file name {file!r:.120}; use 1 to 96 of A-Z a-z 0-9 . _ -, and no folder")
+    if not isinstance(file, str) or not (file in FILES or _PICTURE.fullmatch(file)):
+        raise ValueError(f"file name {file!r:.120}; use {', '.join(FILES)}, or a picture.png or .svg of a-z 0-9 . _ -")
     return file
 
 
@@ -176,7 +182,7 @@ def registry_url(url: str | Path | None = None) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """An address as messages may quote it: without a user and password, or a token of the Hub, that stand in it."""
+    """A text as messages may quote it: without a user and password, or a token of the Hub, that stand in it."""
     return _SECRET.sub("***", text)
 
 

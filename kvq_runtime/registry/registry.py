@@ -204,9 +204,9 @@ def prepare_publish(
     if version is not None:
         reference.check_version(version)
     entries = {
-        reference.check_file(file): {"sha256": hash_of(content).hexdigest(), "size": len(content)}
-        for file, content in attachments.items()
+        file: {"sha256": hash_of(content).hexdigest(), "size": len(content)} for file, content in attachments.items()
     }
+    events.check_files(entries)
     new, sha256 = artifact.from_bytes(data), hash_of(data).hexdigest()
 
     def decide(state: State) -> Publish | None:

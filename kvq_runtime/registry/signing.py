@@ -1,10 +1,11 @@
 """Sign versions with a key, and verify signatures before a version is loaded. Needs the extra `sign`; works offline.
 
-The signed statement is {"name", "version", "sha256"}: a signature of the bytes alone would hold under another name, or
-of an old version offered as a new one. The signature is a sigstore bundle made by `model_signing` with an
+The signed statement is {"name", "version", "sha256", "files"}, the last the digest of the files beside the artifact
+(`events.Version.beside`; older signatures have none, and do not cover them). A signature of the bytes alone would hold
+under another name, or of an old version offered as a new one. It is a sigstore bundle made by `model_signing` with an
 elliptic-curve key (PEM), without certificates, transparency log or service. A registry keeps it as a record:
 
-    signatures/<sha256>/<sha256 of file>.json      {"name", "version", "sha256", "bundle"}
+    signatures/<sha256>/<sha256 of file>.json      {"name", "version", "sha256", "files", "bundle"}
 
 A policy, in a lock file, is {"key": public key in PEM, "lowest": "1.2.0" or "", "follow": true or false}: versions
 below `lowest` are refused; with `follow` the lock does not pin a version, but demands a signature of any.
@@ -23,16 +24,18 @@ from kvq_runtime.registry import reference
 _FIELDS = {"name", "version", "sha256", "bundle"}
 
 
-def sign(name: str, version: str, sha256: str, key: Path, password: str | None = None) -> bytes:
+def sign(name: str, version: str, sha256: str, key: Path, password: str | None = None, files: str = "") -> bytes:
     """The signature record of a version.
 
+    files      the digest of the files beside it
     key        file of the private key, PEM
     password   of the key, if it is encrypted
     Raises ValueError if the file is no elliptic-curve private key, RuntimeError without the extra `sign`.
     """
     signing, _ = _library()
+    stated = {"name": name, "version": version, "sha256": sha256} | ({"files": files} if files else {})
     with TemporaryDirectory() as folder:
-        statement, bundle_path = _write_statement(Path(folder), name, version, sha256), Path(folder) / "bundle.json"
+        statement, bundle_path = _write_statement(Path(folder), stated), Path(folder) / "bundle.json"
         try:
             signing.Config().use_elliptic_key_signer(private_key=key, password=password).sign(statement, bundle_path)
         except (OSError, TypeError, ValueError) as error:
@@ -41,8 +44,7 @@ def sign(name: str, version: str, sha256: str, key: Path, password: str | None =
             )
             raise ValueError(text) from None
         bundle = json.loads(bundle_path.read_bytes())
-    record = {"name": name, "version": version, "sha256": sha256, "bundle": bundle}
-    return (strict_json.dumps(record) + "\n").encode()
+    return (strict_json.dumps(stated | {"bundle": bundle}) + "\n").encode()
 
 
 def find(records: Iterable[bytes], name: str, version: str, sha256: str, key: str) -> dict[str, Any]:
@@ -63,7 +65,9 @@ def find(records: Iterable[bytes], name: str, version: str, sha256: str, key: st
 
 def read(data: bytes) -> dict[str, Any]:
     """Parse a signature record from a registry; raises ArtifactError if it is malformed."""
-    return strict_json.keys(strict_json.loads(data, "signature", depth=32), _FIELDS, "signature")
+    record = strict_json.loads(data, "signature", depth=32)
+    files = {"files"} if isinstance(record, dict) and "files" in record else set()
+    return strict_json.keys(record, _FIELDS | files, "signature")
 
 
 def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key: str) -> None:
@@ -76,11 +80,8 @@ def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key:
         raise ArtifactError(f"signature: is of {signed[0]!r:.100} {signed[1]!r:.20}, sha256 {signed[2]!r:.14}...")
     _, verifying = _library()
     with TemporaryDirectory() as folder:
-        statement, bundle, public = (
-            _write_statement(Path(folder), name, version, sha256),
-            Path(folder) / "b",
-            Path(folder) / "k",
-        )
+        stated = {name: value for name, value in record.items() if name != "bundle"}
+        statement, bundle, public = _write_statement(Path(folder), stated), Path(folder) / "b", Path(folder) / "k"
         bundle.write_text(json.dumps(record["bundle"]))
         public.write_text(key)
         try:
@@ -105,12 +106,11 @@ def enforce(
     return find(records, name, version, sha256, policy["key"])
 
 
-def _write_statement(folder: Path, name: str, version: str, sha256: str) -> Path:
+def _write_statement(folder: Path, stated: Mapping[str, Any]) -> Path:
     """A folder with the signed statement as its only file."""
     statement = folder / "statement"
     statement.mkdir()
-    text = strict_json.dumps({"name": name, "version": version, "sha256": sha256})
-    (statement / "statement.json").write_text(text)
+    (statement / "statement.json").write_text(strict_json.dumps(dict(stated)))
     return statement
 
 

@@ -1,6 +1,7 @@
 """An artifact is its bytes: the same content gives the same file, and a file whose bytes changed is refused."""
 
 import json
+import math
 import os
 import struct
 import subprocess
@@ -140,3 +141,46 @@ def test_canonical_json_is_one_text():
     assert text == '{"a":{"\\u00e9":"\\n"},"b":[1,2.5,null,true]}'
     assert strict_json.loads(text, "x") == value
     assert strict_json.loads('{"a":"[[[[[[[["}', "x", depth=1) == {"a": "[[[[[[[["}  # brackets in text have no depth
+
+
+@pytest.mark.parametrize("name", ["../x", "a\nb", "<script>", "x" * 500, "", "a b", "`a`"])
+def test_a_recipe_has_a_name_that_can_be_shown(name, tmp_path):
+    recipe = tiny.parts(tiny.data())[0]["recipe"] | {"name": name}
+    tiny.refused(tiny.resealed(recipe=recipe), "recipe: name ", tmp_path)
+
+
+@pytest.mark.parametrize("value", [3.4e38, -1e30, 2.0**21, math.inf, math.nan])
+def test_a_number_that_would_overflow_is_refused(value, tmp_path):
+    table = tiny.tiny().tensors[tiny.WEIGHT].clone()
+    table[0, 0] = value
+    tiny.refused(
+        tiny.resealed({tiny.WEIGHT: table}), f"finite: {tiny.WEIGHT} has NaN, infinity, or more than", tmp_path
+    )
+
+
+def test_half_precision_has_no_infinity_either(tmp_path):
+    """2^20 is infinity as a float16, to which it would be compared."""
+    data = (ROOT / "artifacts" / "golden" / "v1" / "aqua-2bit-gptq.safetensors").read_bytes()
+    good, about = artifact.from_bytes(data), tiny.parts(data)[0]
+    name = next(name for name, tensor in good.tensors.items() if tensor.dtype == torch.float16)
+    given = {**good.tensors, **good.fingerprint.probes, name: torch.full_like(good.tensors[name], math.inf)}
+    plain = {key: value for key, value in about.items() if key != "content"}
+    refused(artifact.seal(given, plain), f"finite: {name} has NaN, infinity, or more than 65504", tmp_path)
+
+
+def test_a_large_file_is_not_read_before_its_header_is_what_a_recipe_needs(tmp_path, monkeypatch):
+    """A sparse terabyte with a header that covers it, and a good header that a file is longer than."""
+    size, name = 1 << 40, "layers.0.key.predict.mean"
+    entry = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+    about, _, _ = tiny.parts(tiny.data())
+    for kvq, message in ((b"{}", "schema: "), (strict_json.dumps(about).encode(), "fingerprint: ")):
+        head = strict_json.dumps({"__metadata__": {"kvq": kvq.decode()}, name: entry}).encode()
+        path = tmp_path / "kvq.safetensors"
+        path.write_bytes(tiny.with_header(head))
+        os.truncate(path, 8 + len(head) + size)
+        with pytest.raises(ArtifactError, match=f"{path}: {message}"):
+            artifact.load(path)
+    small = tmp_path / "small.safetensors"
+    small.write_bytes(tiny.data())
+    monkeypatch.setattr(artifact, "UNASKED", 16)
+    assert artifact.to_bytes(artifact.load(small)) == tiny.data()

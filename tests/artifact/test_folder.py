@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -64,6 +65,19 @@ def test_the_card_says_it_to_people_and_to_the_hub(tmp_path):
     assert {"kvq", "tiny", "arxiv:2501.19392"} <= set(given["tags"])
     assert f"| smaller than 16 bit | from {counted['smaller_than_16bit_from']:,} tokens on |" in text
     assert "all bytes at 131,072 tokens" in text and f'from_pretrained("{tmp_path}"' in text
+
+
+def test_what_a_file_says_is_no_markup_on_its_card(tmp_path):
+    evil = "<script>alert(1)</script> [x](http://evil) | `a` \x1b[31m \u202e"
+    made = replace(tiny.tiny(), recipe=replace(tiny.recipe(), summary=evil))
+    made = replace(made, provenance=dict(made.provenance) | {"model": evil, "revision": evil, "corpus": evil})
+    save_pretrained(made, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    body = text.split("---", 2)[2]
+    assert "alert(1)" in body and "<script" not in body and "[x]" not in body.replace("\\[x\\]", "")
+    assert "\x1b" not in text and "\u202e" not in text
+    rows = [line for line in body.splitlines() if line.startswith("| ") and "alert" in line]
+    assert len(rows) == 3 and all(len(re.split(r"(?<!\\)\|", row)) == 4 for row in rows)
 
 
 def test_a_push_is_a_version_that_loads_from_everywhere(hub, monkeypatch, tmp_path):

@@ -12,6 +12,7 @@ from kvq_runtime.artifact import artifact, gguf_mean
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.fingerprint import Fingerprint, specs
 from kvq_runtime.cli import main
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
 
@@ -98,7 +99,7 @@ def test_what_cannot_be_written_is_refused():
         gguf_mean.from_artifact(made(qk_norm=False), None)
     with pytest.raises(ValueError, match="removes no mean from keys"):
         gguf_mean.from_artifact(made("oscar-2bit"), "halves")
-    with pytest.raises(ValueError, match="RoPE of type yarn"):
+    with pytest.raises(ValueError, match="RoPE of type 'yarn'"):
         gguf_mean.from_artifact(made(rope_type="yarn"), "halves")
 
 
@@ -109,3 +110,28 @@ def test_the_command_writes_it(tmp_path: Path, capsys):
     assert str(out) in capsys.readouterr().out
     assert out.read_bytes() == gguf_mean.from_artifact(made(), None) == gguf_mean.from_artifact(made(), "halves")
     assert main.main(["export", "oscar", str(path), "-o", str(out), "--channels", "pairs"]) == 2
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_theta": None}, {"rope_theta": "10000"}, {"rope_theta": 0.0}, {"rope_theta": -1.0}, {"rope_theta": 1e300},
+        {"rope_theta": True}, {"partial_rotary_factor": 1e9}, {"partial_rotary_factor": 0.0},
+        {"partial_rotary_factor": 0.2}, {"partial_rotary_factor": []}, {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": 0.0}, LLAMA3 | {"high_freq_factor": 1.0}, LLAMA3 | {"factor": {}},
+        LLAMA3 | {"original_max_position_embeddings": 10**400},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_rope_that_cannot_be_is_refused(settings):
+    with pytest.raises(ArtifactError, match="fingerprint: rope: "):
+        gguf_mean.from_artifact(made(**settings), "halves")
+
+
+def test_a_rope_of_no_type_is_refused():
+    with pytest.raises(ValueError, match="RoPE of type"):
+        gguf_mean.from_artifact(made(rope_type=["default"]), "halves")

@@ -84,7 +84,7 @@ RESEALED = {
         {"tensors": {tiny.WEIGHT: torch.zeros(16, 16)}},
         rf"tensors: {tiny.WEIGHT} is float32 \[16, 16\], expected b",
     ),
-    "NaN": ({"tensors": {tiny.WEIGHT: NAN}}, rf"finite: {tiny.WEIGHT} has NaN or infinity"),
+    "NaN": ({"tensors": {tiny.WEIGHT: NAN}}, rf"finite: {tiny.WEIGHT} has NaN, infinity, or more"),
     "infinity": ({"tensors": {tiny.WEIGHT: NAN.nan_to_num(float("inf"))}}, rf"finite: {tiny.WEIGHT} has"),
     "NaN in a probe": (
         {"tensors": {"layers.0.key.fingerprint.probe": torch.full((8, 8), float("nan"))}},

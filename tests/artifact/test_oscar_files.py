@@ -3,7 +3,12 @@
 import argparse
 import io
 import pickle
+import random
+import time
+import warnings
+import zipfile
 
+import mutate
 import numpy as np
 import pytest
 import torch
@@ -124,6 +129,88 @@ def test_what_is_no_rotation_file_is_refused(data, message, capsys):
     with pytest.raises(ArtifactError, match=message) as refused:
         oscar_files.read(data, GEOMETRY, "k.pt")
     assert str(refused.value).startswith("k.pt") and "run\n" not in capsys.readouterr().out
+
+
+def with_pickle(code: bytes) -> bytes:
+    """A file with another pickle."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(state(8, 8)))) as good, zipfile.ZipFile(out, "w") as made:
+        for name in good.namelist():
+            made.writestr(name, code if name.endswith("data.pkl") else good.read(name))
+    return out.getvalue()
+
+
+def laughing(depth: int) -> bytes:
+    """A dictionary whose key is a tuple of three times the tuple before, so many deep: its hash takes 3^depth steps."""
+    code = b"\x80\x02)q\x00"
+    for number in range(1, depth + 1):
+        code += (b"h" + bytes([number - 1])) * 3 + b"\x87q" + bytes([number])
+    return code + b"}h" + bytes([depth]) + b"K\x01s."
+
+
+def wide(width: int) -> bytes:
+    """The same with three levels of tuples of `width` items."""
+    code = b"\x80\x02)q\x00"
+    for number in range(1, 4):
+        code += b"(" + (b"h" + bytes([number - 1])) * width + b"tq" + bytes([number])
+    return code + b"}h\x03K\x01s."
+
+
+def packed(size: int) -> bytes:
+    """An archive that unpacks to so many bytes of zeros."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("x/data.pkl", b"}.")
+        made.writestr("x/data/0", bytes(size))
+    return out.getvalue()
+
+
+def twice() -> bytes:
+    """An archive with two pickles of one name."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as made, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            made.writestr("x/data.pkl", b"}.")
+    return out.getvalue()
+
+
+HOSTILE = {
+    "deep": with_pickle(laughing(60)), "wide": with_pickle(wide(2000)), "too large": packed(1 << 24),
+    "twice": twice(), "no stack": with_pickle(b"\x80\x02s."), "meta": saved(changed(rotation=torch.eye(8).to("meta"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_rotation_file_is_refused_at_once(data):
+    began = time.process_time()
+    with pytest.raises(ArtifactError, match="^k.pt"):
+        oscar_files.read(data, GEOMETRY, "k.pt")
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.slow
+def test_no_mutant_of_a_rotation_file_does_more_than_be_refused():
+    """Bytes of the archive, or of its pickle, are changed; what is read nevertheless are rotations."""
+    good = saved(state(8, 8))
+    with zipfile.ZipFile(io.BytesIO(good)) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        code = archive.read(name)
+    refused = 0
+    for number in range(300):
+        draw = random.Random(number)
+        if number % 2:
+            data = mutate.some_bytes(good, laughing(9), draw)
+        else:
+            data = with_pickle(mutate.some_bytes(code, laughing(9), draw))
+        began = time.process_time()
+        try:
+            assert all(one.shape == (3, 8, 8) for one in oscar_files.read(data, GEOMETRY, "k.pt"))
+        except ArtifactError as error:
+            refused += 1
+            assert str(error).startswith("k.pt"), number
+        assert time.process_time() - began < 2, number
+    assert 100 < refused < 300
 
 
 def test_a_recipe_that_is_not_oscars_is_refused(tmp_path):

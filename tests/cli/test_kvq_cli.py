@@ -95,12 +95,13 @@ def test_pull_copies_checks_and_locks(store, as_json, kvq, tmp_path):
         "version": "1.0.0",
         "sha256": pulled["sha256"],
         "size": len(tiny.data(0)),
+        "files": store.state(NAME).versions["1.0.0"].beside,
     }
-    assert '{\n  "name": "tiny-2bit",\n' in lock.read_text() and lock.read_text().count("\n") == 8
+    assert '\n  "name": "tiny-2bit",\n' in lock.read_text() and lock.read_text().count("\n") == 9
     assert {row["result"] for row in as_json("verify", out / "kvq.safetensors", "--lock", lock)} == {"ok"}
     shown = kvq("verify", f"{NAME}@1.0.0")[1]
     assert shown.startswith(f"{NAME} 1.0.0, sha256 {pulled['sha256']}, {len(tiny.data(0))} bytes\n{store.root}/blobs/")
-    assert "finite       ok      no NaN and no infinity in any of them\n" in shown
+    assert "finite       ok      no NaN, no infinity and nothing beyond 2^20 in any of them\n" in shown
     lock.write_text(json.dumps(json.loads(lock.read_text())))  # one line, as they were once
     assert {row["result"] for row in as_json("verify", out / "kvq.safetensors", "--lock", lock)} == {"ok"}
     rows = {row["check"]: row["result"] for row in as_json("verify", out / "kvq.safetensors")}

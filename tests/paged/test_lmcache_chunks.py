@@ -2,9 +2,12 @@
 
 import json
 import math
+import random
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+import mutate
 import pytest
 import safetensors.torch
 import torch
@@ -17,6 +20,7 @@ from kvq_runtime.codec.codec import Context
 from kvq_runtime.engines.source import Source
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.lmcache import chunk as chunk_file
 from kvq_runtime.lmcache import served, settings
 from kvq_runtime.lmcache.chunk import HEADER, ChunkCodec
 from kvq_runtime.lmcache.settings import Chunks, Settings
@@ -92,6 +96,59 @@ def test_chunks_are_told_from_all_others():
     found = torch.empty_like(chunk)
     codec.decode(torch.cat([data.new_zeros(3), data])[3:], KEY, found)  # nor where in memory it begins
     assert torch.equal(found, out)
+
+
+def _sealed(codec: ChunkCodec, data: Tensor) -> Tensor:
+    """A chunk with its digest made again, as whoever may write to a tier can."""
+    header = data[: chunk_file._SUM.start].numpy().tobytes()
+    data[chunk_file._SUM] = chunk_file._bytes(chunk_file._sum(header, KEY, data[HEADER : codec.bytes]))
+    return data
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_chunk_with_a_scale_that_is_not_finite_is_not_decoded(value):
+    codec = _codec("rtn-2bit")
+    chunk = torch.randn(codec.shape_2LTC).to(codec.dtype)
+    data, out = _kept(codec, chunk), torch.full_like(chunk, 7.0)
+    scale = next(field for field in codec._fields if field.dtype.is_floating_point)
+    data[scale.start : scale.stop].view(scale.dtype)[1] = value
+    with pytest.raises(ArtifactError, match=f"finite: {scale.name} of layer {scale.layer} has NaN or infinity"):
+        codec.decode(_sealed(codec, data), KEY, out)
+    assert bool((out == 7.0).all())
+
+
+@pytest.mark.slow
+def test_no_mutant_of_a_chunk_decodes_to_what_is_not_finite():
+    """300 changes of bytes, half with the digest made again: refused, the same, or finite numbers."""
+    codecs = [_codec(name) for name in RECIPES]
+    kept = [_kept(codec, torch.randn(codec.shape_2LTC).to(codec.dtype)) for codec in codecs]
+    counts = Counter()
+    for number in range(300):
+        draw = random.Random(number)
+        place = draw.randrange(len(codecs))
+        codec, good = codecs[place], kept[place]
+        if number % 2:
+            data = good.clone()
+            start = draw.randrange(HEADER, len(data))
+            fill = draw.choice((b"\x00\x7c", b"\xff\x7b", b"\x80\x7f", b"\xff", draw.randbytes(8))) * 400
+            stop = min(len(data), start + draw.choice((1, 8, 400)))
+            data[start:stop] = torch.frombuffer(bytearray(fill[: stop - start]), dtype=torch.uint8)
+            data = _sealed(codec, data)
+        else:
+            data = mutate.some_bytes(good.numpy().tobytes(), kept[place - 1].numpy().tobytes(), draw)
+            data = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+        out = torch.full(codec.shape_2LTC, 7.0).to(codec.dtype)
+        try:
+            codec.decode(data, KEY, out)
+        except ArtifactError:
+            counts["refused"] += 1
+            assert bool((out == 7.0).all()), number
+            continue
+        same = torch.equal(data[: codec.bytes], good)
+        counts["same" if same else "decoded"] += 1
+        assert same or number % 2, "bytes were changed, and the digest did not tell"
+        assert bool(out.isfinite().all()), f"{number}: {codec.recipe.name}"
+    assert counts["refused"] > 100 and counts["decoded"] > 50
 
 
 def test_what_is_not_finite_is_not_kept():

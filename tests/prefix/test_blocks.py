@@ -1,22 +1,27 @@
 """Blocks of prefixes: the bytes of a cache, one name for one prefix, and nothing that is not checked."""
 
 import os
+import random
 import stat
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import feeding
 import fitted
 import forked
+import mutate
 import pytest
+import safetensors.torch
 import torch
 from feeding import GEOMETRY, RECIPES
 
 from kvq_runtime.cache import BlockCache
+from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Window
-from kvq_runtime.prefix import chain, coder, folder, upkeep
+from kvq_runtime.prefix import block_file, chain, coder, folder, upkeep
 from kvq_runtime.prefix.shelf import Memory, parse_bytes
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import preset
@@ -164,7 +169,9 @@ def test_tenants_of_a_tenant(tmp_path):
     kept.under("bc").put(ids(32), keys, values)
     assert kept.under("bc").longest(ids(32)) == 32 and kept.under("") is kept
     others = [kept, kept.under("b"), store(tmp_path, salt="ab").under("c"), store(tmp_path).under("bc")]
-    assert not any(other.longest(ids(32)) for other in [*others, store(tmp_path, salt="abc")])
+    others += [store(tmp_path, salt=salt) for salt in ("abc", "1:abc")]  # of an operator who chose what a tenant has
+    assert not any(other.longest(ids(32)) for other in others)
+    assert not kept.under("x").under("bc").longest(ids(32)) and not kept.under("bc").under("bc").longest(ids(32))
 
 
 def test_sinks_longer_than_a_block_stay_exact():
@@ -292,6 +299,59 @@ def test_any_damaged_byte_is_a_miss_and_is_said(tmp_path, caplog):
     assert kept.put(ids(48), keys, values) == 48 and path.read_bytes() == whole  # written again
 
 
+@pytest.mark.slow
+def test_no_mutant_of_a_block_decodes_to_what_is_not_finite(tmp_path, monkeypatch):
+    """300 changes of bytes and of tensors, the latter with the digest made again: missing, the same, or finite."""
+    monkeypatch.setattr("kvq_runtime.prefix.store._log.warning", lambda *_: None)
+    stores, counts, means = [], Counter(), {}
+    for name in FEW:
+        kept = store(tmp_path / name, name)
+        keys, values = rows(2 * kept.block)
+        kept.put(ids(2 * kept.block), keys, values)
+        paths = [
+            kept.shelf.path(one) for one in chain.names(kept.root, chain.token_row(ids(2 * kept.block)), kept.block)
+        ]  # type: ignore[attr-defined]
+        stores.append((kept, [(path, path.read_bytes()) for path in paths]))
+        found = kept.load(ids(2 * kept.block))
+        means[id(kept)] = {layer: [x.clone() for x in pair] for layer, *pair in kept.decode(found)}
+    for number in range(300):
+        draw = random.Random(number)
+        kept, written = draw.choice(stores)
+        place = draw.randrange(2)
+        path, good = written[place]
+        data = _resealed(good, draw) if number % 2 else mutate.some_bytes(good, written[1 - place][1], draw)
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+        found = kept.load(ids(2 * kept.block))
+        if len(found) <= place:
+            counts["missing"] += 1
+            assert not path.exists(), number
+        else:
+            counts["decoded"] += 1
+            for layer, *pair in kept.decode(found):
+                assert all(bool(x.isfinite().all()) for x in pair), number
+                assert number % 2 or all(map(torch.equal, pair, means[id(kept)][layer])), "no check told of the change"
+        for path, good in written:
+            path.unlink(missing_ok=True)
+            path.write_bytes(good)
+    assert counts["missing"] > 100 and counts["decoded"] > 50
+
+
+def _resealed(good: bytes, draw: random.Random) -> bytes:
+    """The file with other bytes in a tensor, and the right digest."""
+    start = 8 + int.from_bytes(good[:8], "little")
+    about = strict_json.loads(strict_json.loads(good[8:start], "header")["__metadata__"]["kvq"], "kvq")
+    tensors = safetensors.torch.load(good)
+    name = draw.choice([*tensors])
+    data = tensors[name].view(-1).view(torch.uint8)
+    begin = draw.randrange(len(data)) & ~3
+    fill = draw.choice((b"\x00\x7c", b"\xff\x7b", b"\x80\x7f", b"\xff", draw.randbytes(8))) * 200
+    stop = min(len(data), begin + draw.choice((1, 8, 200)))
+    data[begin:stop] = torch.frombuffer(bytearray(fill[: stop - begin]), dtype=torch.uint8)
+    about["content"] = block_file._content({n: v for n, v in about.items() if n != "content"}, tensors)
+    return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(about)})
+
+
 def test_a_block_of_another_place_is_a_miss(tmp_path):
     """Files that are whole, under each other's names: verify and load see it."""
     kept, (keys, values) = store(tmp_path), rows(48)
@@ -316,7 +376,11 @@ def test_a_file_without_end_a_link_or_a_folder_is_a_miss(tmp_path):
     path.symlink_to(path.with_name("elsewhere"))
     assert kept.load(ids(16)) == []
     path.mkdir()
-    assert kept.load(ids(16)) == []
+    path.joinpath("theirs").write_bytes(b"theirs")
+    assert kept.load(ids(16)) == [] and not path.exists()
+    path.mkdir()
+    assert kept.put(ids(16), keys, values) == 16 and len(kept.load(ids(16))) == 1  # a folder is put aside
+    assert [one.read_bytes() for one in tmp_path.rglob("theirs")] == [b"theirs"]
 
 
 # ---- one folder, many processes
@@ -466,6 +530,54 @@ def test_list_verify_and_gc(tmp_path, kvq, as_json):
     assert not files(tmp_path)
     assert kvq("prefix", "list", tmp_path / "nowhere")[0] == 3
     assert kvq("prefix", "gc", tmp_path, "--budget", "some")[0] == 2
+
+
+def test_nothing_is_removed_through_a_link(tmp_path, kvq):
+    """Somebody's model is not a set of blocks, whatever leads to it."""
+    root, model = tmp_path / "root", tmp_path / "model"
+    kept, (keys, values) = store(root), rows(16)
+    kept.put(ids(16), keys, values)
+    (model / "tmp").mkdir(parents=True)
+    dead = forked.process(lambda: None)
+    dead.start()
+    dead.join()
+    theirs = [
+        model / name for name in (f"{'b' * 64}.safetensors", "model.safetensors", f"tmp/.{dead.pid}-{'a' * 16}.tmp")
+    ]
+    for path in [*theirs, model / "about.json"]:
+        path.write_bytes(b"{}")
+    (root / ("a" * 64)).symlink_to(model)
+    (root / ("c" * 64)).mkdir()
+    (root / ("c" * 64) / "about.json").write_bytes(b"{}")
+    (root / ("c" * 64) / "tmp").symlink_to(model / "tmp")
+    (root / ("c" * 64) / f"{'d' * 64}.safetensors").symlink_to(model / "model.safetensors")
+    assert kvq("prefix", "gc", root, "--budget", "1B", "--damaged", "--grace", "0s")[0] == 0
+    assert not files(root / kept.shelf.place.name) and all(path.exists() for path in theirs)  # type: ignore[attr-defined]
+    store(root, budget=kept.format.largest()).put(ids(16), keys, values)  # which makes room, too
+    assert all(path.exists() for path in theirs)
+    (tmp_path / "linked").symlink_to(root)
+    root.chmod(0o777)
+    for place in (tmp_path / "linked", root):
+        for action in ("list", "verify", "gc"):
+            assert kvq("prefix", action, place)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": 10**11, "kv_heads": 1, "head_size": 16},
+        {"layers": 2, "kv_heads": 10**12, "head_size": 1 << 40},
+    ],
+    ids=["layers", "width"],
+)
+def test_a_set_of_a_model_that_cannot_be_is_a_fault(change, tmp_path, kvq):
+    kept, (keys, values) = store(tmp_path), rows(16)
+    kept.put(ids(16), keys, values)
+    (about,) = tmp_path.glob("*/about.json")
+    about.write_text(strict_json.dumps(strict_json.loads(about.read_bytes(), "about") | {"geometry": change}))
+    code, out, _ = kvq("prefix", "verify", tmp_path)
+    assert code == 1 and "at most 4096 layers and 1048576 channels" in " ".join(out.split())
+    assert "cannot be read" in kvq("prefix", "list", tmp_path)[1]
 
 
 def test_a_damaged_about_is_a_fault(tmp_path, kvq):

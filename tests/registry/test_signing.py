@@ -18,21 +18,9 @@ from kvq_runtime.registry.local.registry import LocalRegistry
 from kvq_runtime.registry.lock import Lock, read_lock, write_lock
 
 pytest.importorskip("model_signing")
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from key_pair import keys
 
 NAME = "tiny-2bit"
-
-
-def keys(folder: Path, name: str) -> tuple[Path, Path]:
-    """The files of a new private and public key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
-    kind, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    private.write_bytes(key.private_bytes(serialization.Encoding.PEM, kind, plain))
-    info = serialization.PublicFormat.SubjectPublicKeyInfo
-    public.write_bytes(key.public_key().public_bytes(serialization.Encoding.PEM, info))
-    return private, public
 
 
 @pytest.fixture(params=["file", "hf"])
@@ -75,7 +63,7 @@ def test_sign_and_verify(store, kvq, tmp_path):
     assert kvq("sign", f"{NAME}@1.0.0", "--key", public)[0] == 2
     assert kvq("verify", f"{NAME}@1.0.0", "--key", mine)[0] == 2
     (record,) = store.signatures(store.state(NAME).versions["1.0.0"].sha256, NAME)
-    assert {"name", "version", "sha256", "bundle"} == set(signing.read(record))
+    assert {"name", "version", "sha256", "files", "bundle"} == set(signing.read(record))
 
 
 def test_a_signature_is_of_nothing_else(tmp_path):

@@ -40,6 +40,49 @@ def test_gc_removes_only_what_is_old_and_unnamed(store):
     resolve.load_artifact(NAME, store.url)
 
 
+@pytest.mark.parametrize("linked", ["blobs", "blobs/sha256", "tmp"])
+def test_gc_removes_nothing_through_a_link(linked, store, tmp_path, kvq):
+    store.publish(NAME, tiny.data())
+    theirs = tmp_path / "theirs"
+    (theirs / "sha256").mkdir(parents=True)
+    mine = [
+        age(theirs / name)
+        for name in ("a" * 64, ".1-2.tmp", "sha256/" + "a" * 64)
+        if (theirs / name).write_bytes(b"") == 0
+    ]
+    place = store.root / linked
+    place.rename(place.with_name("moved"))
+    place.symlink_to(theirs)
+    code, _, said = kvq("gc", "--registry", store.url, "--grace", "0s")
+    assert code == 1 and f"{place}: a link" in said
+    assert all(path.exists() for path in mine)
+
+
+def test_gc_and_doctor_leave_what_is_no_blob(store):
+    store.publish(NAME, tiny.data())
+    blobs = store.root / "blobs" / "sha256"
+    (blobs / "notes.txt").write_bytes(b"mine")
+    (blobs / ("b" * 64)).mkdir()
+    (blobs / ("c" * 64)).symlink_to(blobs / "notes.txt")
+    (store.root / "tmp" / ".x.tmp").mkdir()
+    there = sorted(path for path in store.root.rglob("*"))
+    assert upkeep.collect(store, grace=0) == [] and sorted(store.root.rglob("*")) == there
+    found = {Path(one.path).name: one.what for one in upkeep.examine(store) if one.what == "not a blob"}
+    assert found.keys() == {"notes.txt", "b" * 64, "c" * 64}
+
+
+def test_doctor_names_missing_events_by_ranges(store, kvq):
+    three(store)
+    folder = store.events_folder(NAME)
+    (folder / "99999999.json").write_bytes(b"{}")
+    (folder / "00000002.json").unlink()
+    faults = [one.what for one in upkeep.examine(store) if one.level == "fault"]
+    last = len(event_files(store)) - 1
+    assert faults[:2] == ["event 2 of 99999999 is missing", f"events {last + 2} to 99999998 of 99999999 are missing"]
+    code, out, _ = kvq("doctor", "--registry", store.url)
+    assert code == 1 and "99999998" in out
+
+
 def test_gc_gives_a_blob_back_that_was_named_meanwhile(store, monkeypatch):
     store.publish("other", tiny.data(0))
     data = tiny.data(1)

@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 # flip     send the body with one bit changed
 # drip     send the body in small pieces, slowly
 # lost     handle the request, and cut the connection before the answer
-KINDS = ("status", "reset", "short", "flip", "drip", "lost")
+# lie      answer with these headers beside, and with `body` if there is one
+# endless  send the same body again and again, without end
+# trickle  send a byte at a time, without end
+# heads    send a line of a header at a time, without end
+KINDS = ("status", "reset", "short", "flip", "drip", "lost", "lie", "endless", "trickle", "heads")
+ENDLESS = 64 << 20  # bytes after which a test that nobody stopped has failed
 
 
 @dataclass
@@ -20,6 +25,7 @@ class Fault:
     times: int = 1
     status: int = 500
     headers: dict[str, str] = field(default_factory=dict)
+    body: bytes | None = None
 
 
 class Faults:
@@ -29,11 +35,14 @@ class Faults:
         self._waiting: list[Fault] = []
         self._lock = threading.Lock()
         self.happened: list[str] = []
+        self.sent = 0  # bytes of endless bodies
 
-    def add(self, pattern: str, kind: str, times: int = 1, status: int = 500, **headers: str) -> None:
+    def add(
+        self, pattern: str, kind: str, times: int = 1, status: int = 500, body: bytes | None = None, **headers: str
+    ) -> None:
         assert kind in KINDS
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        self._waiting.append(Fault(pattern, kind, times, status, named))
+        self._waiting.append(Fault(pattern, kind, times, status, named, body))
 
     def take(self, request: str) -> Fault | None:
         with self._lock:

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
-from hub_faults import Fault
+from hub_faults import ENDLESS, Fault
 from hub_store import Refused
 
 PAGE = 2  # entries a page: small, so that every list is paged
@@ -111,10 +111,31 @@ class Exchange(BaseHTTPRequestHandler):
         more = {"Link": f'<{link}>; rel="next"'} if start + PAGE < len(values) else {}
         self._json(values[start : start + PAGE], **more)
 
+    def _without_end(self, kind: str, data: bytes, headers: dict[str, str]) -> None:
+        self.send_response(200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if kind != "heads":
+            self.send_header("Content-Length", str(1 << 40))
+            self.end_headers()
+        while self.hub.faults.sent < ENDLESS:
+            piece = {"endless": data * (1 + (1 << 16) // len(data)), "trickle": b" ", "heads": b"X-Y: z\r\n"}[kind]
+            if kind == "heads":
+                self.flush_headers()
+            self.wfile.write(piece)
+            self.hub.faults.sent += len(piece)
+            time.sleep(0 if kind == "endless" else 0.05)
+        raise Cut
+
     def _send(self, data: bytes, status: int, headers: dict[str, str], faulty: bool = True) -> None:
         fault = self.fault if faulty and self.fault else Fault("", "")
         if fault.kind == "lost":
             raise Cut
+        if fault.kind == "lie":
+            data = data if fault.body is None else fault.body
+            headers = {name: value for name, value in headers.items() if name not in fault.headers} | fault.headers
+        if fault.kind in ("endless", "trickle", "heads"):
+            self._without_end(fault.kind, data or b"{}", headers)
         self.send_response(status)
         for name, value in ({"Content-Length": str(len(data))} | headers).items():
             self.send_header(name, value)

@@ -9,6 +9,7 @@ from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import signing
 from kvq_runtime.registry.events import Version
 from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.sound import sound
 
 OK, FAILED, NOT_REACHED, NOT_COMPARED = "ok", "failed", "not reached", "not compared"
 
@@ -60,12 +61,16 @@ def beside(registry: Registry, name: str, version: Version) -> list[dict[str, An
 
 
 def evaluations(registry: Registry, name: str, version: Version) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The evaluation records of a version, and a row that says whether they are whole; none where one is damaged."""
+    """The sound evaluation records of a version, and a row that says whether all are; none where one is damaged."""
     try:
-        records = registry.evaluations(version.sha256, name)
+        found = registry.evaluations(version.sha256, name)
     except (ArtifactError, NotFound) as error:
         return [], [_row("evaluations", FAILED, str(error))]
-    return records, [_row("evaluations", OK, f"{len(records)} records have the digests that they are named by")]
+    records, said = sound(found), f"{len(found)} records have the digests that they are named by"
+    if len(records) == len(found):
+        return records, [_row("evaluations", OK, said)]
+    left_out = f"{said}; {len(found) - len(records)} are of a form that is not read, and left out"
+    return records, [_row("evaluations", FAILED, left_out)]
 
 
 def _signatures(registry: Registry, name: str, version: Version) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvq_calib.report.tables import about_text, standard_error, text_name
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.measured import FULL, IN_USE
+from kvq_runtime.registry.sound import is_sound
 
 Record = Mapping[str, Any]
 WEEKS = range(200_001, 1_000_000)  # seeds of drift records: year and week, 202614
@@ -24,29 +25,23 @@ def number(value: Any) -> float | None:
 
 
 def sound(records: Iterable[Record]) -> list[Record]:
-    """The records of perplexity that can be read."""
-    return [record for record in records if _is_sound(record)]
+    """The records of perplexity that are sound, and say of which windows and which figures they are."""
+    return [record for record in records if is_sound(record) and _is_whole(record)]
 
 
-def _is_sound(record: Record) -> bool:
+def _is_whole(record: Record) -> bool:
     try:
-        texts = [record, *measured.elsewhere(record).values()]
-        for one in texts:
+        for one in (record, *measured.elsewhere(record).values()):
             given = one["protocol"]
             about_text(one)
             found = [part for part in measured.parts(one).values() if "reason" not in part]
-            if any(number(part.get(name)) is None for part in found for name in ("perplexity", "relative")):
+            if any(part.get(name) is None for part in found for name in ("perplexity", "relative")):
                 return False
-            if any(part.get("kl") is not None and number(part["kl"]) is None for part in found):
-                return False
-            if number(given["length"]) is None or number(given["windows"]) is None:
+            if not measured.parts(one) or not given["length"] > 0 or not given["windows"] > 0:
                 return False
             [(kl_error(part), standard_error(part)) for part in found]
-        layers = record["result"].get("layers") or []
-        if not measured.parts(record):
-            return False
-        return isinstance(record["result"].get("recipe"), str) and all(isinstance(row, Mapping) for row in layers)
-    except (AttributeError, KeyError, TypeError, ValueError):
+        return record["result"].get("recipe") is not None
+    except (AttributeError, KeyError, TypeError, ValueError):  # what a page needs and another reader does not
         return False
 
 

@@ -20,8 +20,9 @@ def found(
     """Points of a picture, this version's first: name, recipe, bits, divergence by full encode and its standard error.
 
     own        the record that stands for the version; None: it was not measured, and there are no others to find
-    compared   records that were given: of the same model, or a ValueError
+    compared   records that were given: of the same model, or a ValueError; those that are not sound are left out
     """
+    compared = losses.sound(compared)
     mine = list(rows([own], {"name": name, "version": version.version, "this": True})) if own else []
     if own is not None:
         for record in compared:

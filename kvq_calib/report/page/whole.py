@@ -13,6 +13,7 @@ from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.reference import PRODUCTION, order
 from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.sound import sound
 
 DRIFTED = 1.1  # times the divergence that was measured at publication, from which a version has drifted
 UNREADABLE = (ArtifactError, NotFound, PermissionError)
@@ -66,7 +67,7 @@ def _loss(registry: Registry, name: str, version: Version) -> dict[str, Any]:
     """Bits, the loss that counts, the last verdict on bounds, and the loss of the last weekly check."""
     found: dict[str, Any] = dict.fromkeys(("bits", "kl", "relative", "protocol", "parameters", "week", "drift"))
     try:
-        records = registry.evaluations(version.sha256, name)
+        records = sound(registry.evaluations(version.sha256, name))
     except UNREADABLE as error:
         return found | {"failed": [], "damage": str(error)}
     main = losses.main(records, None)

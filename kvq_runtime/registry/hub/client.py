@@ -6,20 +6,19 @@ server may repeat what it was sent, so the token is removed from every message b
 error is not chained to ours.
 """
 
-import hashlib
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.errors import NotFound
+from kvq_runtime.registry.reference import without_secrets
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -61,6 +60,11 @@ def using(access: Access) -> Iterator[None]:
         _access.reset(before)
 
 
+def token() -> str | bool | None:
+    """The token of this thread's requests, in the words of huggingface_hub."""
+    return _access.get().token
+
+
 def cache_folder() -> Path:
     """Where huggingface_hub keeps downloads."""
     from huggingface_hub import constants
@@ -73,8 +77,13 @@ def endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
+def place() -> str:
+    """The Hub's address as messages quote it."""
+    return without_secrets(endpoint())
+
+
 def api() -> "HfApi":
-    """huggingface_hub's client. Self-hosted endpoints have no Xet, which the library does not detect: disable it.
+    """huggingface_hub's client, for changes. Xet is disabled for other endpoints, which have none.
 
     The library waits for an answer without end; where nobody has set a limit, its session gets one.
     """
@@ -86,7 +95,7 @@ def api() -> "HfApi":
     session = get_session()
     if session.timeout.read is None:
         session.timeout = SILENCE
-    return HfApi(endpoint=endpoint(), library_name="kvq", token=_access.get().token)
+    return HfApi(endpoint=endpoint(), library_name="kvq", token=token())
 
 
 def is_offline() -> bool:
@@ -104,51 +113,6 @@ def check_online(what: str) -> None:
 
     if is_offline():
         raise OfflineModeIsEnabled(what)
-
-
-def download(repo: str, path: str, commit: str, force: bool = False) -> Path:
-    """The path of a file of a commit in the cache, downloaded if needed; `force` replaces what the cache has.
-
-    The cache names a small file by git's digest. If the content has another, the file is downloaded once more; if it is
-    damaged again, ArtifactError.
-    """
-    from huggingface_hub import hf_hub_download
-
-    options: dict[str, Any] = {"revision": commit, "endpoint": endpoint(), "library_name": "kvq"}
-    options |= {"local_files_only": is_offline(), "token": _access.get().token, "cache_dir": cache_folder()}
-    for again in (force, True):
-        cached = Path(retry(lambda again=again: hf_hub_download(repo, path, force_download=again, **options)))
-        if not _is_damaged(cached.resolve()):
-            return cached
-    cached.resolve().unlink()
-    raise ArtifactError(f"{repo}/{path}: the Hub sent a damaged file twice; nothing was kept, try again later")
-
-
-def _is_damaged(blob: Path) -> bool:
-    """Whether a file named by a sha1, git's or that of its bytes alone, has other content."""
-    if not re.fullmatch("[0-9a-f]{40}", blob.name):
-        return False
-    data = blob.read_bytes()
-    return blob.name not in {hashlib.sha1(start + data).hexdigest() for start in (b"blob %d\0" % len(data), b"")}
-
-
-def check_writable(org: str) -> None:
-    """Raise PermissionError if the token may not write to an organization; fine-grained tokens are not checked."""
-    from huggingface_hub.errors import LocalTokenNotFoundError
-
-    if is_offline():
-        raise RuntimeError(
-            f"hf://{org}: offline (HF_HUB_OFFLINE), nothing can be published; go online, or name a folder"
-        )
-    with translate_errors(f"{org}/*"):
-        try:
-            me = retry(lambda: api().whoami())
-        except LocalTokenNotFoundError:
-            raise PermissionError(f"hf://{org}: no token to write with: `hf auth login`, or set HF_TOKEN") from None
-    if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise PermissionError(f"hf://{org}: the token is read-only; create one with write access at {endpoint()}")
-    if org not in (me.get("name"), *(group.get("name") for group in me.get("orgs", []))):
-        raise PermissionError(f"hf://{org}: {me.get('name')} is not a member of it; ask to be added, or push elsewhere")
 
 
 def http_status(error: BaseException) -> int | None:
@@ -184,7 +148,7 @@ def retry(action: Callable[[], T]) -> T:
             if delay is None or delay > MAX_WAIT or attempt == TRIES - 1:
                 raise
             if attempt == 0:
-                _log.warning("no answer from the Hub at %s; trying again, %d times in all", endpoint(), TRIES)
+                _log.warning("no answer from the Hub at %s; trying again, %d times in all", place(), TRIES)
             back_off(attempt, delay)
     raise AssertionError("the last try returns or raises")
 
@@ -237,11 +201,11 @@ def _translated(error: Exception, repo: str) -> Exception | None:
     code, message = http_status(error), redacted(error)
     chain = list(_chain(error))
     if any(isinstance(cause, errors.GatedRepoError) for cause in chain):
-        text = f"{repo} is gated: accept its terms at {endpoint()}/{repo}, then `hf auth login` or set HF_TOKEN"
+        text = f"{repo} is gated: accept its terms at {place()}/{repo}, then `hf auth login` or set HF_TOKEN"
         return PermissionError(text)
     if any(isinstance(cause, errors.RepositoryNotFoundError) for cause in chain):
         text = "it does not exist, or is private: check the name, then `hf auth login` or set HF_TOKEN"
-        return NotFound(f"no artifact {repo.rpartition('/')[2]} at {endpoint()}/{repo}; {text}")
+        return NotFound(f"no artifact {repo.rpartition('/')[2]} at {place()}/{repo}; {text}")
     if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in chain):
         why = "local_files_only" if _access.get().local_files_only else "HF_HUB_OFFLINE"
         return RuntimeError(f"{repo}: offline ({why}) and not in the cache; run kvq pull once while online")
@@ -254,7 +218,7 @@ def _translated(error: Exception, repo: str) -> Exception | None:
     if code == 429:
         return RuntimeError(f"{repo}: the Hub limits the rate of requests (429); retry in some minutes")
     if code is not None or any(map(_is_network, chain)) or isinstance(error, errors.LocalEntryNotFoundError):
-        return RuntimeError(f"{repo}: no answer from the Hub at {endpoint()} after {TRIES} tries: {message}")
+        return RuntimeError(f"{repo}: no answer from the Hub at {place()} after {TRIES} tries: {message}")
     return None
 
 
@@ -266,4 +230,4 @@ def redacted(error: object) -> str:
     for token in (given, get_token()):
         if isinstance(token, str) and token:
             text = text.replace(token, "<token>")
-    return text[:300]
+    return without_secrets(text)[:300]

@@ -15,7 +15,7 @@ from kvq_runtime.disk import faults
 from kvq_runtime.errors import Conflict
 from kvq_runtime.registry import card
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State
-from kvq_runtime.registry.hub import client, index
+from kvq_runtime.registry.hub import ask, client, index
 from kvq_runtime.registry.hub.index import Index, folder
 from kvq_runtime.registry.hub.snapshot import Snapshot
 
@@ -84,8 +84,7 @@ def _create(repo: str, private: bool | None) -> None:
 def _check_unused(repo: str, commit: str) -> None:
     """Raise Conflict for a repository without kvq.json that holds anything but a new repository's files."""
     with client.translate_errors(repo):
-        tree = client.retry(lambda: list(client.api().list_repo_tree(repo, recursive=True, revision=commit)))
-    others = sorted(file.path for file in tree if file.path not in _INITIAL_FILES)
+        others = sorted(ask.tree(repo, commit).keys() - _INITIAL_FILES)
     if others:
         raise Conflict(
             f"{repo} has no kvq.json, but {others[0]} and {len(others) - 1} other files: it is somebody else's, or its "
@@ -115,4 +114,4 @@ def _commit(
     faults.point("hub.uploaded")
     commit = api.create_commit(repo, operations, commit_message=title, parent_commit=head.commit)
     faults.point("hub.committed")
-    return Snapshot(commit.oid, after)
+    return Snapshot(ask.check_commit(commit.oid), after)

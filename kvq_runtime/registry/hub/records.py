@@ -3,12 +3,13 @@
 <kind>/<artifact's sha256>/<record's sha256>.json
 """
 
+from collections.abc import Mapping
 from hashlib import sha256 as hash_of
 from pathlib import PurePath
 
 from kvq_runtime.disk import faults, files
 from kvq_runtime.registry import evaluations, reference
-from kvq_runtime.registry.hub import cache, client
+from kvq_runtime.registry.hub import ask, cache, client
 from kvq_runtime.registry.registry import Kind
 
 
@@ -33,21 +34,32 @@ def read(repo: str, kind: Kind, sha256: str, commit: str) -> list[tuple[PurePath
     """(path, content) of every record of an artifact at a commit."""
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
+    folder = _folder(kind, sha256)
     with client.translate_errors(repo):
         try:
-            tree = client.api().list_repo_tree(repo, _folder(kind, sha256), revision=commit)
-            paths = sorted(file.path for file in tree if file.path.endswith(".json"))
+            found = ask.tree(repo, commit, folder)
         except RemoteEntryNotFoundError:
             return []
-        downloads = [(PurePath(path), client.download(repo, path, commit)) for path in paths]
-    return [(path, files.read(file.resolve(), evaluations.LIMIT)) for path, file in downloads]
+        names = {PurePath(path).name: commit for path in found if path.endswith(".json")}
+        return _read(repo, folder, names)
 
 
 def read_cached(repo: str, kind: Kind, sha256: str) -> list[tuple[PurePath, bytes]]:
     """`read` from the cache, without a request: the records that any cached commit has."""
     folder = _folder(kind, sha256)
-    paths = cache.json_files(repo, folder)
-    return [(PurePath(folder, path.name), files.read(path.resolve(), evaluations.LIMIT)) for path in paths]
+    return _read(repo, folder, cache.json_files(repo, folder))
+
+
+def _read(repo: str, folder: str, names: Mapping[str, str]) -> list[tuple[PurePath, bytes]]:
+    """Records by {file name: a commit that has it}; a file that is not named by a digest is none."""
+    found = []
+    for name, commit in sorted(names.items()):
+        digest, path = name.removesuffix(".json"), f"{folder}/{name}"
+        if reference.is_sha256(digest):
+            data = cache.whole(repo, path, commit, evaluations.LIMIT)
+            data = data or files.read(cache.download(repo, path, commit, evaluations.LIMIT, digest), evaluations.LIMIT)
+            found.append((PurePath(path), data))
+    return found
 
 
 def _folder(kind: Kind, sha256: str) -> str:

@@ -19,10 +19,10 @@ from typing import Any
 
 from kvq_runtime.artifact import describe
 from kvq_runtime.disk import faults, files
-from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.events import Change, State, Version
-from kvq_runtime.registry.hub import cache, client, records, snapshot, tags
+from kvq_runtime.registry.hub import ask, cache, client, records, snapshot, tags
 from kvq_runtime.registry.hub.commit import commit_change
 from kvq_runtime.registry.hub.index import ARTIFACT, folder
 from kvq_runtime.registry.hub.snapshot import Snapshot
@@ -62,9 +62,7 @@ class HubRegistry(Registry):
                 f"{self.url}: offline (HF_HUB_OFFLINE), and only the Hub lists its names; name one to show"
             )
         with client.translate_errors(f"{self.org}/*"):
-            models = client.api().list_models(author=self.org, filter="kvq")
-            names = [model.id.rpartition("/")[2] for model in models]
-        return sorted(name for name in names if reference.is_name(name))
+            return sorted(name for name in ask.names(self.org) if reference.is_name(name))
 
     def _hint(self, name: str) -> str:
         return "its repository has no kvq.json; kvq push and kvq-calibrate --push publish there"
@@ -117,48 +115,40 @@ class HubRegistry(Registry):
 
     def check_writable(self) -> None:
         """Ask the Hub who the token belongs to; raise PermissionError if it may not write here."""
-        client.check_writable(self.org)
+        ask.check_writable(self.org)
 
     def pinned_file(self, lock: Lock) -> Path | None:
         """The file that a lock pins if the cache has it, without a request; else None."""
-        return cache.artifact(self.repo(lock.name), lock.version, lock.sha256, lock.size)
+        return cache.blob(self.repo(lock.name), lock.sha256, lock.size)
 
     def fetch(self, name: str, version: Version) -> Path:
         """A version's file, from the cache or downloaded; only a download's digest is checked here."""
-        path = cache.artifact(self.repo(name), version.version, version.sha256, version.size)
+        path = cache.blob(self.repo(name), version.sha256, version.size)
         return path or self._download(name, f"{folder(version.version)}/{ARTIFACT}", version.sha256, version.size)
 
     def fetch_verified(self, name: str, version: Version) -> Path:
         """`fetch`, with the digest of a cached file checked; a damaged one is downloaded again."""
-        path = self.fetch(name, version)
-        if files.digest(path) == (version.sha256, version.size):
-            return path
-        path.unlink()
-        return self.fetch(name, version)
+        return self._whole(name, f"{folder(version.version)}/{ARTIFACT}", version.sha256, version.size)
 
     def attachments(self, name: str, version: Version) -> dict[str, bytes]:
         """The files published with a version, by name."""
         contents = {}
         for file, entry in version.files.items():
-            path = self._download(name, f"{folder(version.version)}/{file}", entry["sha256"], entry["size"])
+            path = self._whole(name, f"{folder(version.version)}/{file}", entry["sha256"], entry["size"])
             contents[file] = files.read(path, entry["size"])
         return contents
 
+    def _whole(self, name: str, file: str, sha256: str, size: int) -> Path:
+        """A file from the cache if its digest is right there, else downloaded."""
+        path = cache.blob(self.repo(name), sha256, size)
+        if path is not None and files.digest(path) == (sha256, size):
+            return path
+        return self._download(name, file, sha256, size)
+
     def _download(self, name: str, file: str, sha256: str, size: int) -> Path:
-        repo = self.repo(name)
-        commit = self.last_commit(name) or self._read(name).commit or "main"
-        received = ("", 0)
-        for force in (False, True):  # damaged in the cache, or on the way here: downloaded once more
-            with client.translate_errors(repo):
-                path = client.download(repo, file, commit, force).resolve()
-            received = files.digest(path)
-            if received == (sha256, size):
-                return path
-            path.unlink()
-        raise ArtifactError(
-            f"{repo}/{file}: sha256: the Hub sent {received[0]}, {received[1]} bytes, twice; expected {sha256}, {size} "
-            "bytes; nothing was kept, kvq doctor checks the repository"
-        )
+        commit = self.last_commit(name) or self._read(name).commit
+        with client.translate_errors(self.repo(name)):
+            return cache.download(self.repo(name), file, commit or "", size, sha256)
 
     # ---- changing
 
@@ -206,5 +196,5 @@ class HubRegistry(Registry):
         """(path, content) of every record of an artifact on main; offline, of those in the cache."""
         if client.is_offline():
             return records.read_cached(self.repo(name), kind, sha256)
-        commit = self.last_commit(name) or self._read(name).commit or "main"
+        commit = self.last_commit(name) or self._read(name).commit or ""
         return records.read(self.repo(name), kind, sha256, commit)

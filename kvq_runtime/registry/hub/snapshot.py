@@ -7,9 +7,8 @@ import warnings
 from dataclasses import dataclass
 
 from kvq_runtime.disk import files
-from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry.events import State
-from kvq_runtime.registry.hub import cache, client, index
+from kvq_runtime.registry.hub import ask, cache, client, index
 from kvq_runtime.registry.hub.index import Index
 
 
@@ -35,23 +34,17 @@ def read(repo: str, commit: str) -> Snapshot:
     """The snapshot at a commit; the state is empty if the commit has no kvq.json."""
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
+    data = cache.whole(repo, index.FILE, commit, index.LIMIT)
     try:
-        path = client.download(repo, index.FILE, commit)
+        data = data or files.read(cache.download(repo, index.FILE, commit, index.LIMIT), index.LIMIT)
     except RemoteEntryNotFoundError:
         return Snapshot(commit, Index(State(_name(repo))))
-    data = files.read(path.resolve(), index.LIMIT)
     return Snapshot(commit, index.from_bytes(data, _name(repo), f"{repo} at {commit[:12]}"))
 
 
 def head(repo: str) -> str:
     """The commit at the head of main, asked of the Hub; raises huggingface_hub's error if offline."""
-    from huggingface_hub import constants
-
-    client.check_online(repo)
-    limit = constants.HF_HUB_ETAG_TIMEOUT  # seconds; a small answer, which every other request waits for
-    commit = client.retry(lambda: client.api().model_info(repo, expand=["sha"], timeout=limit).sha)
-    if commit is None:
-        raise ArtifactError(f"{repo} has no commit, though the Hub creates every repository with one; delete it")
+    commit = ask.head(repo)
     cache.note_head(repo, commit)
     return commit
 

@@ -7,19 +7,13 @@ import warnings
 
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.registry.events import Publish, Version
-from kvq_runtime.registry.hub import client, snapshot
+from kvq_runtime.registry.hub import ask, client, snapshot
 from kvq_runtime.registry.hub.snapshot import Snapshot
 
 
 def name_of(version: Version) -> str:
     """The tag of a version."""
     return f"v{version.version}"
-
-
-def targets(repo: str) -> dict[str, str]:
-    """{tag: the commit it points to} of a repository."""
-    refs = client.retry(lambda: client.api().list_repo_refs(repo))
-    return {tag.name: tag.target_commit for tag in refs.tags}
 
 
 def ensure(repo: str, version: Version, head: Snapshot) -> None:
@@ -31,7 +25,7 @@ def ensure(repo: str, version: Version, head: Snapshot) -> None:
     """
     tag = name_of(version)
     try:
-        target = targets(repo).get(tag)
+        target = ask.tags(repo).get(tag)
         if target is None:
             commit = head.commit if _ends_with(head, version) else publishing_commit(repo, version)
             if commit is None:
@@ -61,11 +55,9 @@ def check(repo: str, version: Version, target: str) -> None:
 
 def publishing_commit(repo: str, version: Version) -> str | None:
     """The commit of main that published a version; None if there is none."""
-    title = f"publish {version.version}"
-    for commit in client.retry(lambda: client.api().list_repo_commits(repo)):
-        if commit.title == title and published_by(repo, version, commit.commit_id):
-            return commit.commit_id
-    return None
+    published = f"publish {version.version}"
+    found = (commit for commit, title in ask.commits(repo) if title == published)
+    return next((commit for commit in found if published_by(repo, version, commit)), None)
 
 
 def published_by(repo: str, version: Version, commit: str) -> bool:

@@ -5,10 +5,12 @@ commit that was never made are in no commit: the Hub does not show them, and rem
 """
 
 import time
+from collections.abc import Mapping
 
 from kvq_runtime.disk import faults
 from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.registry.hub import cache, client, index, tags
+from kvq_runtime.registry.hub import ask, cache, client, index, tags
+from kvq_runtime.registry.hub.ask import File
 from kvq_runtime.registry.hub.index import ARTIFACT, folder
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.hub.snapshot import Snapshot
@@ -27,14 +29,13 @@ def _named(head: Snapshot) -> dict[str, tuple[str, int]]:
     return named
 
 
-def _tree(repo: str, head: Snapshot) -> dict:
-    """The files of a repository at a commit, by path."""
+def _tree(repo: str, head: Snapshot) -> dict[str, File]:
+    """The files of a repository at a commit, by path; none without a repository."""
     with client.translate_errors(repo):
-        entries = client.api().list_repo_tree(repo, recursive=True, expand=True, revision=head.commit)
-        return {entry.path: entry for entry in entries if hasattr(entry, "blob_id")}
+        return ask.tree(repo, head.commit, times=True) if head.commit else {}
 
 
-def _unnamed(tree: dict, head: Snapshot) -> list[str]:
+def _unnamed(tree: Mapping[str, File], head: Snapshot) -> list[str]:
     """Files of unknown versions, and records about unknown artifacts."""
     named, artifacts = _named(head), {version.sha256 for version in head.state.versions.values()}
     paths = [path for path in tree if path.startswith(("versions/", *_RECORDS)) and path not in named]
@@ -67,7 +68,7 @@ def _collect(registry: HubRegistry, name: str, grace: float, dry_run: bool, remo
 
     repo, head = registry.repo(name), registry.look(name)
     tree = _tree(repo, head)
-    old = [path for path in _unnamed(tree, head) if tree[path].last_commit.date.timestamp() <= time.time() - grace]
+    old = [path for path in _unnamed(tree, head) if tree[path].at <= time.time() - grace]
     removed.update(dict.fromkeys(f"{repo}/{path}" for path in old))
     if not old or dry_run:
         return
@@ -105,7 +106,7 @@ def _check_files(repo: str, head: Snapshot) -> list[Finding]:
         advice = "restore the file from an earlier commit, or yank the version"
         if file is None:
             findings.append(Finding("fault", "file is missing", f"{repo}/{path}", advice))
-        elif file.size != size or (file.lfs and file.lfs.sha256 != sha256):
+        elif file.size != size or file.sha256 not in (None, sha256):
             findings.append(Finding("fault", "file is not the one that was published", f"{repo}/{path}", advice))
     note, advice = "no event names it", "kvq gc removes it when it is old"
     return findings + [Finding("note", note, f"{repo}/{path}", advice) for path in _unnamed(tree, head)]
@@ -114,7 +115,7 @@ def _check_files(repo: str, head: Snapshot) -> list[Finding]:
 def _check_tags(repo: str, head: Snapshot) -> list[Finding]:
     findings = []
     with client.translate_errors(repo):
-        targets = tags.targets(repo)
+        targets = ask.tags(repo)
     for version in head.state.versions.values():
         tag = tags.name_of(version)
         if tag not in targets:

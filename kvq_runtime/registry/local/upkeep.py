@@ -1,19 +1,23 @@
 """Check a registry in a folder, and remove files that no event names.
 
 Only temporary files and unnamed blobs are ever removed, and only if they are older than a grace period: a publish
-writes its blobs before the event that names them.
+writes its blobs before the event that names them. Links are never followed to what is removed.
 """
 
+import re
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import evaluations, events
+from kvq_runtime.registry import evaluations, events, reference
 from kvq_runtime.registry.local.registry import LocalRegistry
 from kvq_runtime.registry.upkeep import GRACE, Finding
+
+_EVENT = re.compile(r"(?!0{8})[0-9]{8}\.json")
 
 
 def named_blobs(registry: LocalRegistry) -> dict[str, bool]:
@@ -32,9 +36,14 @@ def collect(registry: LocalRegistry, grace: float = GRACE, dry_run: bool = False
     dry_run   remove nothing
     Raises ArtifactError, and removes nothing, if an event is damaged: it may name any blob.
     """
+    for folder in ("blobs", "blobs/sha256", "tmp"):
+        if (registry.root / folder).is_symlink():
+            text = "a link, and gc removes nothing outside the registry; put the folder itself there"
+            raise ArtifactError(f"{registry.root / folder}: {text}")
     named, before = named_blobs(registry), time.time() - grace
     drafts = [path for path in sorted(registry.root.glob("tmp/.*.tmp")) if _older(path, before)]
-    orphans = [path for path in _blobs(registry) if path.name not in named and _older(path, before)]
+    blobs = [path for path in _blobs(registry) if reference.is_sha256(path.name)]
+    orphans = [path for path in blobs if path.name not in named and _older(path, before)]
     if dry_run:
         return [*drafts, *orphans]
     for path in drafts:
@@ -65,10 +74,12 @@ def _remove_blob(registry: LocalRegistry, path: Path, before: float) -> bool:
 
 
 def _older(path: Path, before: float) -> bool:
+    """Whether a path is a regular file, and that old."""
     try:
-        return path.lstat().st_mtime <= before
+        status = path.lstat()
     except FileNotFoundError:
         return False
+    return stat.S_ISREG(status.st_mode) and status.st_mtime <= before
 
 
 def _blobs(registry: LocalRegistry) -> list[Path]:
@@ -112,13 +123,16 @@ def _examine_name(registry: LocalRegistry, folder: Path) -> tuple[list[Finding],
         return [], {}
     except (ValueError, OSError) as error:
         return [Finding("fault", f"no folder of events: {error}", str(folder), "move it out of the registry")], {}
-    last = max((int(name[:8]) for name in paths if name[:8].isdecimal()), default=0)
+    numbers = [int(name[:8]) for name in sorted(paths) if _EVENT.fullmatch(name)]
     findings, whole = [], []
-    for number in range(1, last + 1):
-        path = registry.events_folder(folder.name) / f"{number:08}.json"
-        if paths.pop(path.name, None) is None:
-            findings.append(Finding("fault", f"event {number} of {last} is missing", str(path), advice))
-            continue
+    for first, last in _gaps(numbers):
+        what = (
+            f"event {first} of {numbers[-1]} is" if first == last else f"events {first} to {last} of {numbers[-1]} are"
+        )
+        path = registry.events_folder(folder.name) / f"{first:08}.json"
+        findings.append(Finding("fault", f"{what} missing", str(path), advice))
+    for number in numbers:
+        path = paths.pop(f"{number:08}.json")
         findings += _attempt(lambda n=number: whole.append(registry.event(folder.name, n)), path, advice)
     foreign = "not an event; move it out of the registry"
     findings += [Finding("fault", "not an event's name", str(path), foreign) for path in paths.values()]
@@ -127,6 +141,13 @@ def _examine_name(registry: LocalRegistry, folder: Path) -> tuple[list[Finding],
     changes = [event.change for event in whole if isinstance(event.change, events.Publish)]
     named = {entry["sha256"]: False for change in changes for entry in change.files.values()}
     return findings, named | {change.sha256: True for change in changes}
+
+
+def _gaps(numbers: list[int]) -> Iterable[tuple[int, int]]:
+    """The first and the last of the numbers that are missing between 1 and the last, run by run."""
+    for before, number in zip([0, *numbers], numbers, strict=False):
+        if number > before + 1:
+            yield before + 1, number - 1
 
 
 def _examine_blobs(registry: LocalRegistry, named: dict[str, bool], readable: bool) -> list[Finding]:
@@ -141,7 +162,12 @@ def _examine_blobs(registry: LocalRegistry, named: dict[str, bool], readable: bo
         else:
             findings += _attempt(lambda p=path, s=sha256: _check_digest(p, s), path, advice)
     advice = "kvq gc removes it when it is old" if readable else "a damaged event may name it; repair that first"
-    return findings + [Finding("note", "no event names it", str(path), advice) for path in blobs.values()]
+    for name, path in blobs.items():
+        if reference.is_sha256(name) and path.is_file() and not path.is_symlink():
+            findings.append(Finding("note", "no event names it", str(path), advice))
+        else:
+            findings.append(Finding("note", "not a blob", str(path), "move it out of the registry"))
+    return findings
 
 
 def _check_digest(path: Path, sha256: str) -> None:

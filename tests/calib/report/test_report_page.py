@@ -9,6 +9,7 @@ from pathlib import Path
 import many_versions as many
 import pytest
 import tiny_artifact as tiny
+from many_versions import greedy
 
 from kvq_calib.report.page import known, version, wall, whole
 from kvq_calib.report.page.html import document, tag
@@ -171,14 +172,6 @@ def test_answers_are_read_from_records_of_tasks(store):
     read = harmless(version.page(found))
     assert "25.0% ± 4.0% 100.0%" in read.said and "50.0% ± 10.0%" in read.said and "17.5" in read.said
     assert found["losses"] == [] and "kvq eval tiny-2bit@1.0.0 --model tiny-model" in read.said
-
-
-def greedy(digest: str, part: dict, **about) -> dict:
-    """A record of greedy text."""
-    given = {"name": "decode", "text": {"source": "prose", "split": "held-out"}, "windows": 2, "prompt": 256,
-             "length": 272, "model": {"id": "tiny-model", "parameters": 4_071_168}} | about  # fmt: skip
-    result = {"recipe": "tiny", "protocols": {"decode": part}, "bits": {"asymptotic": 6.0}}
-    return {"artifact": digest, "corpus": "c", "protocol": given, "environment": {}, "result": result}
 
 
 def test_greedy_text_is_read_from_records_that_followed_it(store):

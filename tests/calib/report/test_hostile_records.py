@@ -1,0 +1,107 @@
+"""A record that anybody may add stops no page, card or command: it is read, or left out and counted."""
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from datetime import UTC, datetime
+
+import hostile_records
+import many_versions as many
+import pytest
+import tiny_artifact as tiny
+
+from kvq_calib.report.page import known, version, wall, whole
+from kvq_runtime.cli import main as cli
+from kvq_runtime.registry import card
+from kvq_runtime.registry.card import UNMEASURED
+from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.sound import is_sound
+
+NAME = "tiny-2bit"
+NOW = datetime(2026, 7, 1, tzinfo=UTC)
+CARD = f"---\nlibrary_name: kvq\n---\n# card\n{UNMEASURED}\n"
+BAD = {  # {what is wrong: (path of a field of the record, its value)}
+    "a number of 400 digits": ("result.layers.0.key_error", 10**400),
+    "a large number": ("result.protocols.full.kl", 1e308),
+    "a number below zero": ("result.layers.0.attention_error", -1e200),
+    "text for a number": ("result.protocols.full.relative", "0.1"),
+    "a list for a part": ("result.protocols.full", []),
+    "no parts": ("result.protocols", 3),
+    "a text that is none": ("protocol.text", [1]),
+    "a model that is none": ("protocol.model", "m"),
+    "bits that are none": ("result.bits", [2]),
+    "windows that are none": ("result.protocols.full.windows.kl", [None]),
+    "a text that nothing is said of": ("protocol.texts", {}),
+    "shares that are none": ("result.protocols.full.decoded", {"attention": []}),
+}
+
+
+@pytest.fixture
+def store(tmp_path) -> LocalRegistry:
+    return LocalRegistry(tmp_path / "registry")
+
+
+def changed(record: dict, path: str, value) -> dict:
+    *parents, last = path.split(".")
+    place = record
+    for name in parents:
+        place = place[int(name) if isinstance(place, list) else name]
+    place[last] = value
+    return record
+
+
+def readers(store: LocalRegistry, digest: str, given: list):
+    """Whoever reads records, by name."""
+
+    def shown() -> None:
+        said = io.StringIO()
+        with redirect_stdout(said), redirect_stderr(said):
+            assert cli.main(["show", NAME, "--registry", store.url]) == 0
+
+    yield "a page", lambda: version.page(known.of_version(store, NAME, "1.0.0", []))
+    yield "the wall", lambda: wall.page(whole.of_registry(store, NOW))
+    yield "a card", lambda: card.with_results(CARD, NAME, store.evaluations(digest))
+    yield "kvq show", shown
+    yield "--compare", lambda: version.page(known.of_version(store, NAME, "1.0.0", given))
+
+
+@pytest.mark.parametrize("path, value", BAD.values(), ids=BAD)
+def test_a_record_that_is_not_sound_is_left_out_and_counted(path, value, store, kvq):
+    digest = store.publish(NAME, tiny.data(), attachments={"README.md": CARD.encode()}).sha256
+    good, bad = many.record(digest, 0.25), changed(many.record(digest, 0.5), path, value)
+    for record in (good, bad):
+        store.add_evaluation(record)
+    assert is_sound(good) and not is_sound(bad)
+    for _, read in readers(store, digest, [bad]):
+        read()
+    found = known.of_version(store, NAME, "1.0.0")
+    (row,) = [row for row in found["health"] if row["check"] == "evaluations"]
+    assert (
+        row["result"] == "failed" and "2 records" in row["what"] and "1 are of a form that is not read" in row["what"]
+    )
+    assert {one["kl"] for one in found["losses"] if one["protocol"] == "full" and one["main"]} == {0.25}
+    assert "1 evaluations are of a form" in kvq("show", NAME, "--registry", store.url)[2]
+    assert card.with_results(CARD, NAME, [good, bad]) == card.with_results(CARD, NAME, [good])
+
+
+def test_what_kvq_writes_is_sound():
+    assert all(map(is_sound, hostile_records.seeds("a" * 64)))
+
+
+@pytest.mark.slow
+def test_no_mutant_of_a_record_stops_a_reader(store):
+    digest = store.publish(NAME, tiny.data(), attachments={"README.md": CARD.encode()}).sha256
+    folder, left_out, stopped = store.root / "evaluations" / digest, 0, []
+    for number, record in enumerate(hostile_records.mutants(digest, 300)):
+        for path in folder.glob("*"):
+            path.unlink()
+        store.add_evaluation(record)
+        left_out += not is_sound(record)
+        for name, read in readers(store, digest, [record]):
+            try:
+                read()
+            except Exception as error:
+                if name == "--compare" and str(error).startswith("--compare: records of "):
+                    continue
+                stopped.append(f"{number}, {name}: {type(error).__name__} {error}")
+    assert not stopped, "\n".join(stopped)
+    assert 50 < left_out < 250

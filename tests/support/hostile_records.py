@@ -1,0 +1,48 @@
+"""Mutants of evaluation records of every protocol, such that a registry accepts them."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import many_versions as many
+import mutate
+
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.registry import evaluations
+
+
+def seeds(digest: str) -> list[dict[str, Any]]:
+    """A record of each protocol, one of a weekly check, one of the first version."""
+    verdict = {"bounds": {"kl": 0.01}, "protocol": "full", "failed": ["KL divergence"]}
+    usual, week = many.record(digest, 0.02, gate=verdict), many.record(digest, 0.03, seed=202614)
+    first = mutate.copied(usual)
+    first["result"] |= first["result"].pop("protocols")["in-use"]
+    named = {"tasks": {"arc": {"metrics": {"acc,none": {"value": 0.5, "se": 0.1}}, "texts": 30}}}
+    own = many.tasks(needle=0.25) | {"reference": {"needle": {"accuracy": 1.0, "se": 0.0}}}
+    bins = [
+        {"from": n, "to": n + 1, "kl": 0.1, "kl_se": 0.2, "kl_worst": 1, "entropy": 2, "decoded": 0.5} for n in (0, 1)
+    ]
+    part = {"kl": 0.05, "kl_se": 0.01, "top1": 0.875, "trend": {"kl_per_1000": 1.5, "se": 0.5}, "bins": bins}
+    followed = many.greedy(digest, part | {"windows": [{"first": 5, "kl": 0.1}, {"first": None, "kl": 0.0}]})
+    others = [
+        many.asked(digest, named | {"reference": named["tasks"]}, name="lm-eval"),
+        many.asked(digest, own),
+        followed,
+    ]
+    return [usual, usual, week, first, *others]
+
+
+def mutants(digest: str, count: int, first: int = 0) -> Iterator[dict[str, Any]]:
+    """Records with one to eight changes below protocol, result or environment."""
+    originals = seeds(digest)
+    known = mutate.vocabulary(originals)
+    for number in range(first, first + count):
+        draw = random.Random(77_000 + number)
+        record = mutate.copied(draw.choice(originals))
+        for _ in range(draw.choice((1, 1, 2, 4))):
+            mutate.some_json(record[draw.choice(("protocol", "result", "result", "environment"))], known, draw)
+        try:
+            evaluations.to_bytes(record)
+        except (ArtifactError, ValueError):
+            continue
+        yield record
