@@ -148,3 +148,14 @@ def test_the_command_says_something_before_it_imports_torch(monkeypatch):
     monkeypatch.delattr("kvq_calib.job", raising=False)
     assert calibrate.main(["--model", "demo"]) == 1
     assert terminal.getvalue().startswith("\r\x1b[Kkvq-calibrate: loading torch and transformers ...")
+
+
+def test_a_bad_artifact_is_said_to_be_bad_and_not_to_be_promoted(made, capsys):
+    outcome.show([made], [record("ab" * 32, 1.93)], as_json=False, caution="fitted on 1 sequence")
+    shown = capsys.readouterr().out
+    assert "VERDICT              TOO LOSSY: perplexity +193.0%" in shown and "kvq promote m-aqua" not in shown
+    assert "CAUTION              fitted on 1 sequence" in shown
+    outcome.show([made], [record("ab" * 32, 1.93)], as_json=True)
+    assert json.loads(capsys.readouterr().out)[0]["verdict"]["word"] == "too lossy"
+    outcome.show([made], [], as_json=False)
+    assert "VERDICT              NOT MEASURED" in capsys.readouterr().out
