@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env real-model demo test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env real-model demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -31,10 +31,15 @@ build/smollm2-135m/config.json: scripts/real_model.py | $(VENV)/.installed
 	PYTHONPATH=. $(RUN) -m scripts.real_model build
 
 # as kvq-calibrate does
-demo: export GOMP_SPINCOUNT ?= 5000
-demo: env ## calibrate, publish, load, generate and measure on the embedded model; DEMO_ARGS=--short
+demo demo-real: export GOMP_SPINCOUNT ?= 5000
+demo: env ## calibrate, publish, load, generate and measure on the embedded model, in a minute; DEMO_ARGS=--full
 	@mkdir -p build
 	$(RUN) -m kvq_calib.cli.demo --json build/demo.json $(DEMO_ARGS)
+
+REAL_MODEL ?= build/smollm2-135m
+demo-real: env $(if $(filter build/%,$(REAL_MODEL)),real-model) ## the same on SmolLM2-135M, in minutes; REAL_MODEL=FOLDER of another one
+	@mkdir -p build
+	$(RUN) -m kvq_calib.cli.demo --model $(REAL_MODEL) --json build/demo-real.json $(DEMO_ARGS)
 
 test test-all: export OMP_NUM_THREADS ?= 1
 test test-all: export TOKENIZERS_PARALLELISM ?= false

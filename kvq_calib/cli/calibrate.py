@@ -14,6 +14,7 @@ from kvq_calib.cli.status import Status
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
+from kvq_runtime.registry import verdict
 
 # GOMP_SPINCOUNT: iterations an idle OpenMP thread spins before it sleeps. At libgomp's own number, 300,000, a fit with
 # two threads on busy cores takes about four times as long; with 0, one on idle cores nearly twice as long.
@@ -88,7 +89,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         work = asked.prepare(files=models.look_up(asked.model, asked.revision) if args.dry_run else None)
         if args.baseline is None:
             asked = job.not_alone(asked, work)
-        notes = job.preflight(asked, work)
+        notes, caution = job.preflight(asked, work), verdict.thin(work.plan.samples, work.plan.held_out)
+        notes += [f"CAUTION: {caution}; use more --samples"] if caution else []
         if args.dry_run:
             show(f"choosing {work.plan.samples} sequences of {work.plan.corpus}")
             notes += job.rehearse(asked, work)
@@ -102,7 +104,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     before = sum(checkpoint.record(work.folder, layer) is not None for layer in range(count))
     done, spent = (_through_prefect if _wants_prefect(args) else _here)(asked, work, args.quiet)
     records = json.loads((work.folder / "evaluation.json").read_text()) if asked.evaluate else []
-    outcome.show(done, records, args.json)
+    outcome.show(done, records, args.json, caution)
     if not args.json and spent:
         outcome.cost(time.perf_counter() - begun, spent, (before, count))
         outcome.peak(work)

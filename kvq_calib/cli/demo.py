@@ -1,114 +1,190 @@
-"""`make demo`: the whole line on the embedded model. Calibrate, measure, publish, load, generate."""
+"""`make demo`: the whole line on the embedded model. Calibrate, measure, publish, load, generate.
+
+Without --full it does as much as a newcomer waits for, and says what it left out. `make demo-real` does the same on a
+model that others have trained.
+"""
 
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvq_calib.report import tables
 from kvq_runtime.registry import measured
-from kvq_runtime.registry.measured import FULL
+from kvq_runtime.registry.measured import FULL, IN_USE
 
-ABOUT = "4.1 million parameters; figures of so small a model say little about a large one"
+
+@dataclass(frozen=True)
+class Size:
+    """How much a demo does: `samples` sequences of `length` tokens to fit on, `windows` to measure on.
+
+    recipes    that are fitted and published; the first generates
+    beside     recipes without a fit, measured on the same windows
+    also       texts of other kinds, as a Job takes them
+    protocols  under which is measured
+    write      tokens to generate
+    left_out   of what --full does, in words
+    """
+
+    samples: int
+    windows: int
+    length: int = 1024
+    recipes: tuple[str, ...] = ("aqua-2bit",)
+    beside: tuple[str, ...] = ("higgs-2bit",)
+    also: tuple[str, ...] | None = ("none",)
+    protocols: tuple[str, ...] = (FULL, IN_USE)
+    write: int = 48
+    left_out: str = ""
+
+
+FULL_SIZE = Size(96, 12, recipes=("aqua-2bit", "mean-higgs-2bit"), also=None, write=128)
+SHORT = Size(
+    16, 3, left_out="96 sequences to fit on and 12 windows to measure on, mean-higgs-2bit, a text of another kind"
+)
+REAL_FULL = Size(32, 8, 1024, ("aqua-2bit", "aqua-metric-2bit"), ("kivi-4bit", "higgs-4bit", "kivi-2bit", "higgs-2bit"))
+REAL = replace(
+    REAL_FULL,
+    samples=16,
+    windows=3,
+    beside=("kivi-4bit", "kivi-2bit", "higgs-2bit"),
+    protocols=(FULL,),
+    left_out="32 sequences to fit on and 8 windows to measure on, higgs-4bit, measuring in use",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; returns its exit code."""
     top = argparse.ArgumentParser("kvq_calib.cli.demo", description=__doc__)
-    top.add_argument("--short", action="store_true", help="less text, for a quick check")
-    top.add_argument("--json", metavar="FILE", default="build/demo.json", help="where the table goes too")
+    top.add_argument("--full", action="store_true", help="all of it: more text, more recipes")
+    top.add_argument("--model", default="demo", help="another model: a folder, or a name that kvq-calibrate takes")
+    top.add_argument("--json", metavar="FILE", default="build/demo.json", help="the table; the picture lies beside it")
     args = top.parse_args(argv)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too; read at import
     os.environ.setdefault("KVQ_HOME", str(Path("build/kvq").absolute()))
-    begun = time.perf_counter()
-    rows = demonstrate(*((24, 2, 512) if args.short else (96, 12, 1024)))
-    result = {"model": "demo", "note": ABOUT, "seconds": round(time.perf_counter() - begun, 1), "rows": rows}
-    path = Path(args.json)
+    own = args.model == "demo"
+    size = (FULL_SIZE if own else REAL_FULL) if args.full else (SHORT if own else REAL)
+    begun, path = time.perf_counter(), Path(args.json)
     path.parent.mkdir(parents=True, exist_ok=True)
+    result, picture = demonstrate(args.model, size)
+    result["seconds"] = round(time.perf_counter() - begun, 1)
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{result['seconds']:.0f} s in all; the table is in {path}. ({ABOUT})")
+    path.with_suffix(".png").write_bytes(picture)
+    print(f"\n{result['seconds']:.0f} s in all. The table is in {path}, its picture in {path.with_suffix('.png')}.")
+    print(f"{result['note']}.")
+    if size.left_out:
+        target = f"make {'demo' if own else 'demo-real'} DEMO_ARGS=--full"
+        print(f"Left out: {size.left_out}. With all that, in several times the time: {target}")
+    home = os.environ["KVQ_HOME"]
+    print(
+        f"All that is known of it, as a page: KVQ_HOME={shlex.quote(home)} kvq report {result['published'][0]} --open"
+    )
     return 0
 
 
-def demonstrate(samples: int, windows: int, length: int) -> list[dict]:
-    """Calibrate with `samples` sequences, and measure on `windows` held-out windows of `length` tokens."""
+def demonstrate(model: str, size: Size) -> tuple[dict[str, Any], bytes]:
+    """The whole line on one model; returns what goes into the JSON file, and the picture."""
     from kvq_calib.job import Job
     from kvq_calib.model import find as models
+    from kvq_calib.report import names, plots, tables
     from kvq_calib.text import corpus
     from kvq_runtime.cli.table import print_table
 
+    files = models.resolve(model)
     asked = Job(
-        "demo",
-        recipes=("aqua-2bit", "mean-higgs-2bit"),
-        baselines=("higgs-2bit",),
-        samples=samples,
-        seq_len=length,
-        eval_windows=windows,
+        model,
+        recipes=size.recipes,
+        baselines=size.beside,
+        corpus="demo",
+        samples=size.samples,
+        seq_len=size.length,
+        eval_windows=size.windows,
+        also=size.also,
         threads=torch.get_num_threads(),
     )
-    print(f"1. Calibrate AQUA-KV on {samples} sequences of the standard library's own documentation, measure the "
-          f"result\n   on {windows} held-out ones of {length} tokens, and publish it.")  # fmt: skip
-    records, cost = _calibrate(asked)
+    held = size.samples // 8
+    print(f"1. Calibrate {' and '.join(size.recipes)} on {size.samples - held} sequences of {size.length} tokens of "
+          f"Python's own\n   documentation, measure on {size.windows} held-out windows, and publish.")  # fmt: skip
+    records, published, cost = _calibrate(asked, files, size)
     print(f"   {cost}")
-    files = models.resolve("demo")
-    batch = corpus.select("demo", files.path, 1, length, split="held-out")
-    print("\n2. Load the published artifact, and go on writing a held-out text with it (after >>>).")
-    _generate(files, batch.tokens_BT[0, : 3 * length // 4])
-    print("\n3. What was measured before publishing.")
+    batch = corpus.select("demo", files.path, 1, size.length, split="held-out")
+    print("\n2. Load the published artifact, and go on writing a held-out text, with it and in 16 bit.")
+    _generate(files, published[0], batch.tokens_BT[0, : 3 * size.length // 4], size.write)
+    print("\n3. What was measured before publishing: every token but the sinks encoded (full encode)"
+          + (", and in use." if IN_USE in size.protocols else "."))  # fmt: skip
     rows = _rows(records)
     print_table([{name: _shown(name, value) for name, value in row.items()} for row in rows], json=False)
-    others = ", ".join(measured.texts(records))
-    print(f"   {others}: a text of another kind than was fitted on, by full encode.")
-    return rows
+    print("\n".join("   " + line for line in tables.about_texts(records)))
+    parameters = records[0]["protocol"]["model"]["parameters"]
+    note = f"{files.id} has {parameters / 1e6:.4g} million parameters"
+    note += "; figures of so small a model say little about a large one" if parameters < 1e9 else ""
+    result = {"model": files.id, "note": note, "published": [one.rpartition("@")[0] for one in published], "rows": rows}
+    return result, plots.frontier([names.named(records)])
 
 
-def _calibrate(asked) -> tuple[list[dict], str]:
-    """The evaluation's records, and what the calibration cost."""
+def _calibrate(asked, files, size: Size) -> tuple[list[dict], list[str], str]:
+    """The evaluation's records, the references that were published, and what the calibration cost."""
     from kvq_calib import job
     from kvq_calib.cli.progress import Bar
+    from kvq_calib.evaluate import held_out
+    from kvq_calib.evaluate.subject import find
+    from kvq_calib.run import calibrate
 
     with tempfile.TemporaryDirectory() as folder:  # not a finished run of last time: the demo shows the work
-        work = replace(asked, run=folder).prepare()
+        work = replace(asked, run=folder).prepare(files=files)
         bar = Bar(work.plan)
-        done, spent = job.complete(asked, replace(work, listener=bar))
-        records = json.loads((Path(folder) / "evaluation.json").read_text())
+        work = replace(work, listener=bar)
+        job.begin(asked, work)
+        fitted = calibrate.fit(work)
+        beside = [find(given, files) for given in asked.baselines]
+        begun = time.perf_counter()
+        errors = held_out.PROTOCOL.error_windows if IN_USE in size.protocols else 0
+        protocol = replace(held_out.PROTOCOL, protocols=size.protocols, error_windows=errors)
+        records = held_out.evaluate(work, fitted, beside, asked.eval_windows, protocol, asked.beside(files))
+        evaluation = time.perf_counter() - begun
+        done, spent = list(job.publish(asked, work, fitted, records)), calibrate.seconds(work)
     bar.close()
     for made in done:
         print(f"   {made.reference}  sha256 {made.sha256[:12]}")
-    evaluation = spent.pop("evaluation")
     forward, total = spent["forward"], sum(spent.values())
-    return records, (
-        f"{total:.1f} s for two recipes, {total / forward:.1f} times the model's own forward pass ({forward:.1f} s); "
-        f"{evaluation:.1f} s for the evaluation"
-    )
+    cost = f"{total:.1f} s for the fit, {total / forward:.1f} times the model's own forward pass ({forward:.1f} s); "
+    return records, [made.reference for made in done], cost + f"{evaluation:.1f} s for the evaluation"
 
 
-def _generate(files, prompt_T) -> None:
+def _generate(files, reference: str, prompt_T, write: int) -> None:
     from transformers import AutoTokenizer
 
     from kvq_calib.evaluate.record import load_model
     from kvq_runtime.hf import KVQCache
 
     model, tokenizer = load_model(files, dtype=files.dtype), AutoTokenizer.from_pretrained(files.path)
-    cache = KVQCache.from_pretrained("demo-aqua-2bit", model=model)
-    torch.manual_seed(0)
-    settings = {"do_sample": True, "top_k": 20, "max_new_tokens": 256, "pad_token_id": 0}
-    out = model.generate(prompt_T[None].long(), past_key_values=cache, **settings)[0]  # type: ignore[operator]
-    given, written = (" ".join(tokenizer.decode(part).split()) for part in (out[: len(prompt_T)], out[len(prompt_T) :]))
-    print(f"   ... {given[-150:]} >>> {written[:300]} ...\n")
+    settings = {"do_sample": True, "top_k": 20, "max_new_tokens": write, "pad_token_id": 0}
+
+    def written(cache=None) -> str:
+        torch.manual_seed(0)  # small models repeat themselves where the likeliest token is taken
+        out = model.generate(prompt_T[None].long(), past_key_values=cache, **settings)  # type: ignore[operator]
+        return " ".join(tokenizer.decode(out[0, len(prompt_T) :]).split())
+
+    print(f"   given      ... {' '.join(tokenizer.decode(prompt_T).split())[-150:]}")
+    print(f"   16 bit     {written()}")
+    model.set_attn_implementation("kvq")
+    cache = KVQCache.from_pretrained(reference, model=model)
+    print(f"   this cache {written(cache)}\n")
     print("\n".join("   " + line for line in str(cache.memory_report()).splitlines()))
 
 
-def _rows(records: list[dict]) -> list[dict]:
+def _rows(records: Sequence[dict]) -> list[dict]:
     """The table: 16 bit, then the records by what they cost, dearest first."""
+    from kvq_calib.report import tables
+
     records = sorted(records, key=lambda one: -(measured.figures(one, FULL) or {"kl": 0.0})["kl"])
     rows: list[dict[str, Any]] = [{
         "recipe": "16 bit",
@@ -132,11 +208,11 @@ def _rows(records: list[dict]) -> list[dict]:
                 row[spoken] = part["reason"]
                 continue
             row |= {"perplexity": part["perplexity"]} if name == FULL else {}
-            row |= {spoken: part["relative"], f"{spoken}, KL": part["kl"]}
-            row[f"{spoken}, decoded"] = part["decoded"]["attention"]
+            row |= {spoken: tables.relative(part), f"{spoken}, KL": part["kl"]}
+            row |= {"in use, decoded": part["decoded"]["attention"]} if name == IN_USE else {}
         for text, other in measured.elsewhere(record).items():
             part = measured.figures(other, FULL)
-            row |= {text: part["relative"], f"{text}, KL": part["kl"]} if part else {}
+            row |= {text: tables.relative(part), f"{text}, KL": part["kl"]} if part else {}
         rows.append(row)
     return rows
 
@@ -148,9 +224,7 @@ def _shown(name: str, value) -> str:
         return f"{value:.1%}" if name == "bytes" else f"{value:.0%} of attention"
     if name.endswith("KL"):
         return f"{value:.5f}"
-    if name in ("bits", "bits at 4096"):
-        return f"{value:.2f}"
-    return f"{value:.3f}" if name == "perplexity" else f"{value:+.1%}"
+    return f"{value:.2f}" if name in ("bits", "bits at 4096") else f"{value:.3f}"
 
 
 if __name__ == "__main__":

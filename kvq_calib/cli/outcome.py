@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,26 @@ from kvq_calib.report.published import Published
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact import ARTIFACT_FILE
 from kvq_runtime.cli.table import print_table
+from kvq_runtime.registry import verdict
 from kvq_runtime.registry.reference import registry_url
+from kvq_runtime.registry.verdict import Verdict
 
 
-def show(done: Sequence[Published], records: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    """Print the table of results, then a paragraph an artifact; with `as_json`, a list of records.
+def show(
+    done: Sequence[Published], records: Sequence[Mapping[str, Any]], as_json: bool, caution: str | None = None
+) -> None:
+    """Print the table of results, then a paragraph an artifact, its verdict first; with `as_json`, a list of records.
 
     records   of the evaluation, artifacts first, then baselines; empty without one
+    caution   what a fit on few sequences is to be said of: `verdict.thin`
     """
     beside = records[len(done) :]
+    verdicts = [verdict.of_record(records[place] if records else None) for place in range(len(done))]
     if as_json:
-        compared = {"baselines": [published.baseline_record(one) for one in beside]} if beside else {}
-        print(json.dumps([made.record() | compared for made in done], indent=2))
+        compared: dict[str, Any] = {"baselines": [published.baseline_record(one) for one in beside]} if beside else {}
+        compared |= {"caution": caution} if caution else {}
+        told = zip(done, verdicts, strict=True)
+        print(json.dumps([made.record() | {"verdict": asdict(one)} | compared for made, one in told], indent=2))
         return
     rows = [made.row() for made in done] + [published.baseline_row(one) for one in beside]
     first = published.reference_row(records)
@@ -34,13 +43,14 @@ def show(done: Sequence[Published], records: Sequence[Mapping[str, Any]], as_jso
             print(f"\n{made.recipe}: bits per element, and the error they put into the model's stream")
             names = ("layer", "keys", "values", "keys attention", "values attention")
             print_table([{name: row[name] for name in names} for row in made.layers], json=False)
-    for made in done:
-        print("\n" + "\n".join(_paragraph(made)))
+    for made, one in zip(done, verdicts, strict=True):
+        print("\n" + "\n".join(_paragraph(made, one, caution)))
 
 
-def _paragraph(made: Published) -> list[str]:
-    """Where an artifact is, and what to do with it."""
-    folder, said = Path(made.folder), [made.name]
+def _paragraph(made: Published, found: Verdict, caution: str | None) -> list[str]:
+    """Whether an artifact can be used, where it is, and what to do with it."""
+    folder, said = Path(made.folder), [made.name, _line("VERDICT", f"{found.word.upper()}: {found.why}")]
+    said += [_line("CAUTION", caution)] if caution else []
     for place in made.places:
         said.append(_line("published" if place.new else "was there", f"{place.reference} in {place.registry}"))
         said[-1] += "" if place.new else ": published already, nothing changed"
@@ -53,7 +63,10 @@ def _paragraph(made: Published) -> list[str]:
         return said
     loads = made.reference if made.places else str(folder / ARTIFACT_FILE)
     said.append(_line("load it", f'KVQCache.from_pretrained("{loads}", model=model{_elsewhere(made, python=True)})'))
-    if made.places:
+    if made.places and found.word == verdict.LOSSY:
+        measure = "kvq compare --model M --recipes ...   (measures others; kvq promote refuses this one)"
+        said.append(_line("find a better one", measure))
+    elif made.places:
         told = f"kvq promote {made.reference}{_elsewhere(made, python=False)}"
         said.append(_line("promote it", f"{told}   (then the name alone means this version)"))
     return said

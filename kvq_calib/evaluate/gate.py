@@ -24,6 +24,11 @@ class Bounds:
         for name, bound in self.given.items():
             if not (math.isfinite(bound) and bound > 0):
                 raise ValueError(f"{name}={bound}; use a number above 0")
+        if self.perplexity_ratio is not None and self.perplexity_ratio < 1:
+            raise ValueError(
+                f"--max-perplexity-ratio {self.perplexity_ratio}: perplexity over that of 16 bit, which is the least "
+                "that can be asked for; use a number of at least 1: 1.02 allows +2%"
+            )
 
     @property
     def given(self) -> dict[str, float]:

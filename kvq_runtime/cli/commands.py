@@ -9,10 +9,11 @@ from typing import Any
 from kvq_runtime.artifact import artifact, describe
 from kvq_runtime.artifact.diff import diff as differences
 from kvq_runtime.cli import sign
+from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import percent, print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import lock, reference, search
+from kvq_runtime.registry import lock, reference, search, verdict
 from kvq_runtime.registry.events import State
 from kvq_runtime.registry.hub import upkeep as hub_upkeep
 from kvq_runtime.registry.hub.registry import HubRegistry
@@ -179,7 +180,10 @@ def verify(args: Namespace) -> int:
 def promote(args: Namespace) -> int:
     """Point an alias to a version."""
     registry, name, version = target(args, "promote")
-    state = registry.promote(name, version, args.alias, args.expect)
+    state = registry.promote(name, version, args.alias, args.expect, args.force)
+    found = verdict.of_version(registry, name, state.get(version))
+    if found.word != verdict.USABLE and not args.json:
+        say("kvq", f"{name}@{version} is {found}")
     return _print_alias(state, args)
 
 

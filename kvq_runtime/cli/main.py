@@ -191,6 +191,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--expect", metavar="VERSION", help='fail with 4 unless the alias has this version now ("none": is new)'
     )
+    command.add_argument("--force", action="store_true", help="also a version that is too lossy")
     command = add("rollback", "point an alias to the version it had before", "kvq rollback NAME")
     command.add_argument("name", metavar="NAME", help="or hf://ORG/NAME")
     _alias(command)

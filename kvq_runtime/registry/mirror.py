@@ -59,7 +59,7 @@ def mirror(source: Registry, name: str, target: Registry, dry_run: bool = False)
         pointed = state.at(alias)
         if pointed is not None and before.at(alias) != pointed:
             if not dry_run:
-                target.promote(name, pointed, alias, before.at(alias) or "none")
+                target.promote(name, pointed, alias, before.at(alias) or "none", force=True)
             yield _row(name, pointed, source, target, f"is {alias}", dry_run)
     for version in state.versions.values():
         if version.yanked is not None and (dry_run or target.current_state(name).get(version.version).yanked is None):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import evaluations, events, reference, versions
+from kvq_runtime.registry import evaluations, events, reference, verdict, versions
 from kvq_runtime.registry.events import Change, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import PRODUCTION
@@ -153,15 +153,22 @@ class Registry(ABC):
             raise ArtifactError(text) from None
         return versions.following(highest.version, old, new)
 
-    def promote(self, name: str, version: str, alias: str = PRODUCTION, expect: str | None = None) -> State:
+    def promote(
+        self, name: str, version: str, alias: str = PRODUCTION, expect: str | None = None, force: bool = False
+    ) -> State:
         """Point an alias to a version; returns the new state.
 
         expect   the version the alias must point to now ("none" for a new alias); None is the one it points to when
                  this is called
-        Raises NotFound for an unknown name or version, Conflict if the alias has moved or the version is yanked.
+        force    also a version that is too lossy (`verdict`)
+        Raises NotFound for an unknown name or version, Conflict if the alias has moved, or the version is yanked or too
+        lossy.
         """
         reference.check_version(version)
-        before = self.existing(name).at(reference.check_alias(alias)) if expect is None else expect
+        state = self.existing(name)
+        before = state.at(reference.check_alias(alias)) if expect is None else expect
+        if not force and version in state.versions:
+            verdict.require(self, name, state.versions[version])
         before = None if before == "none" else before
 
         def decide(state: State) -> Change | None:

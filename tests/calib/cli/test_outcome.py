@@ -201,3 +201,14 @@ def test_a_bar_without_a_terminal_writes_where_the_run_is(monkeypatch):
         bar(Progress(1, 2, stage, 1, 1, 100))
     bar.close()
     assert sys.stderr.getvalue() == "kvq-calibrate: layer 2 of 2, aqua-2bit keys, 50% done, about 3 minutes left\n"
+
+
+def test_a_bad_artifact_is_said_to_be_bad_and_not_to_be_promoted(made, capsys):
+    outcome.show([made], [record("ab" * 32, 1.93)], as_json=False, caution="fitted on 1 sequence")
+    shown = capsys.readouterr().out
+    assert "VERDICT              TOO LOSSY: perplexity +193.0%" in shown and "kvq promote m-aqua" not in shown
+    assert "CAUTION              fitted on 1 sequence" in shown
+    outcome.show([made], [record("ab" * 32, 1.93)], as_json=True)
+    assert json.loads(capsys.readouterr().out)[0]["verdict"]["word"] == "too lossy"
+    outcome.show([made], [], as_json=False)
+    assert "VERDICT              NOT MEASURED" in capsys.readouterr().out

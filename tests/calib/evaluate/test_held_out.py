@@ -133,6 +133,7 @@ def test_gate(bounds, failed):
     [
         (["--no-eval", "--max-kl", "0.1"], "--no-eval"),
         (["--max-kl", "-1"], "above 0"),
+        (["--max-perplexity-ratio", "0.02"], "1.02 allows +2%"),
         (["--max-kl", "1", "--seq-len", "64", "--recipe", "subkv-aqua-2bit"], "no block of 32 is encoded"),
         (["--eval-windows", "5000"], "held-out part"),
         (["--baseline", "nothing-2bit"], "nothing-2bit"),

@@ -1,0 +1,112 @@
+"""Say in a word whether a version can be used, from what was measured of it: what leads on pages and in commands.
+
+Without bounds of its own a version is too lossy where the record that counts has a perplexity more than a tenth above
+that of 16 bit, or more than 0.1 nats of divergence. A record that was judged by bounds, which somebody chose, is judged
+by these. Needs no torch.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvq_runtime.errors import Conflict
+from kvq_runtime.registry import measured
+from kvq_runtime.registry.measured import SPOKEN
+
+RELATIVE, KL = 0.10, 0.1  # of perplexity, above that of 16 bit; nats per token
+FEWEST = 8  # sequences to fit on
+USABLE, LOSSY, UNKNOWN = "usable", "too lossy", "not measured"
+COLOURS = {USABLE: "good", LOSSY: "bad", UNKNOWN: "warn"}  # classes of the pages' style sheet
+WEEKS = range(200_001, 1_000_000)  # seeds of the records of drift checks: year and week, 202614
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A word, and the figures that it is about, in a sentence without a full stop."""
+
+    word: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.why}"
+
+
+def of_record(record: Mapping[str, Any] | None) -> Verdict:
+    """Judge one record of text; None: there is none."""
+    protocol = None if record is None else measured.decisive(record)
+    if record is None or protocol is None:
+        return Verdict(UNKNOWN, "nothing says what it loses; kvq eval measures it")
+    found = measured.figures(record, protocol)
+    assert found is not None, "the decisive protocol has figures"
+    relative, kl = found["relative"], found.get("kl")
+    said = f"perplexity {relative:+.1%}" + ("" if kl is None else f", KL {kl:.2g} nats") + f", {SPOKEN[protocol]}"
+    gate = record["result"].get("gate") or {}
+    if gate.get("bounds"):
+        return (
+            Verdict(LOSSY, "; ".join(gate["failed"])) if gate.get("failed") else Verdict(USABLE, f"{said}, in bounds")
+        )
+    over = [f"more than +{RELATIVE:.0%}"] * (not relative <= RELATIVE)
+    over += [f"more than {KL:g} nats"] * (kl is not None and not kl <= KL)
+    return Verdict(LOSSY, f"{said}; {' and '.join(over)}") if over else Verdict(USABLE, said)
+
+
+def of_records(records: Iterable[Mapping[str, Any]], fitted: str | None = None) -> Verdict:
+    """Judge by the record that counts: on the text of the fit, by full encode, on the most tokens, of no drift check.
+
+    fitted   the text of the fit; None: not known
+    """
+    return of_record(max((one for one in records if _readable(one)), key=lambda one: _rank(one, fitted), default=None))
+
+
+def of_version(registry: Any, name: str, version: Any) -> Verdict:
+    """Judge a version by what its registry has of it."""
+    about = registry.about(name, version)
+    return of_records(registry.evaluations(version.sha256, name), about.get("corpus"))
+
+
+def require(registry: Any, name: str, version: Any) -> None:
+    """Raise Conflict for a version that is too lossy."""
+    found = of_version(registry, name, version)
+    if found.word == LOSSY:
+        raise Conflict(
+            f"{name}@{version.version} is {found}; kvq compare measures other recipes, and --force (force=True) "
+            "promotes this one all the same"
+        )
+
+
+def thin(samples: int, held_out: int) -> str | None:
+    """What to say of a fit on few sequences, or of one that none was held out from; None of any other."""
+    fitted, said = samples - held_out, []
+    if fitted < FEWEST:
+        said.append(f"fitted on {fitted} sequence{'s' if fitted != 1 else ''}, fewer than {FEWEST}")
+    if not held_out:
+        said.append("none was held out, so that its errors by layer are those of the text it was fitted to")
+    return "; ".join(said) or None
+
+
+def thinness(provenance: Mapping[str, Any]) -> str | None:
+    """`thin` of an artifact's provenance; None where that has no numbers."""
+    samples, held = provenance.get("samples"), provenance.get("held_out", 0)
+    return thin(samples, held) if type(samples) is int and type(held) is int else None
+
+
+def _readable(record: Mapping[str, Any]) -> bool:
+    """Whether a record is of text, and its figures are numbers; a registry's records may be by anybody."""
+    try:
+        protocol = measured.decisive(record) if measured.of_text(record) else None
+        found = measured.figures(record, protocol) if protocol else None
+        if found is None:
+            return False
+        _rank(record, None), of_record(record)
+        return all(math.isfinite(found[name]) for name in ("relative", "kl") if found.get(name) is not None)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+
+
+def _rank(record: Mapping[str, Any], fitted: str | None) -> tuple[bool, bool, bool, int]:
+    given = record["protocol"]
+    text = given.get("text") or {}
+    weekly = isinstance(text.get("seed"), int) and text["seed"] in WEEKS
+    full = measured.decisive(record) == measured.FULL
+    return not weekly, text.get("source") == fitted, full, int(given["windows"]) * int(given["length"])

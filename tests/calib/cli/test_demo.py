@@ -1,0 +1,40 @@
+"""`make demo`: it publishes what it fits, says what it left out, and the README has what it printed."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvq_calib.cli import demo
+from kvq_runtime.registry import resolve
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_readmes_table_is_the_one_that_it_printed():
+    table = (ROOT / "README.md").read_text().split("<!-- demo table -->")[1].split("<!-- end of demo table -->")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
+    told = [[re.sub(r"`([^`]+)`.*", r"\1", row[0]), *filter(None, row[1:])] for row in cells[1:]]
+    rows = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())["rows"]
+    for row in rows:
+        row.pop("in use, decoded", None)
+    assert told == [[demo._shown(name, value) for name, value in row.items()] for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocols", [demo.SHORT.protocols, demo.REAL.protocols])
+def test_it_publishes_what_it_measured_and_says_what_it_left_out(protocols, monkeypatch, capsys, tmp_path):
+    small = replace(demo.SHORT, samples=8, windows=2, length=256, beside=(), write=2, protocols=protocols)
+    monkeypatch.setattr(demo, "SHORT", small)
+    monkeypatch.setenv("KVQ_HOME", str(tmp_path / "home"))
+    assert demo.main(["--json", str(tmp_path / "demo.json")]) == 0
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / "demo.json").read_text())
+    version = resolve.open_registry().state("demo-aqua-2bit").versions[0]
+    assert version.sha256[:12] in said and found["published"] == ["demo-aqua-2bit"]
+    assert [row["recipe"] for row in found["rows"]] == ["16 bit", "aqua-2bit"]
+    assert ("in use, KL" in found["rows"][1]) == ("in-use" in protocols)
+    assert small.left_out in said and "make demo DEMO_ARGS=--full" in said
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
