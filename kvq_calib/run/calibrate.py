@@ -118,7 +118,7 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
         tensors: dict[str, Tensor] = {}
         for recipe in plan.recipes:
             begun = time.perf_counter()
-            fitted, measures, work = _fit_recipe(run, stream, layer, recipe, collected, folder)
+            fitted, measures, work = _fit_recipe(run, stream, layer, share.drafted(recipe), collected, folder)
             tensors |= {f"{recipe.name}/{name}": tensor for name, tensor in fitted.items()}
             record["fit"][recipe.name] = measures
             record["recipes"][recipe.name] = recipe.with_schemes(layer, *work.schemes).to_json()
@@ -202,7 +202,7 @@ def _fit_recipe(
 def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, list[float]]:
     """By role, the latent variances times what errors cost, of schemes whose bits are shared out."""
     run, recipe = work.run, work.recipe
-    roles = [role for role in ROLES if share.shares(recipe.scheme(work.layer, role))]
+    roles: list[Role] = [role for role in ROLES if share.shares(recipe.scheme(work.layer, role))]
     if gradients.wanted(recipe):
         cost = {role: float(_gradients(work, role).diagonal(dim1=-2, dim2=-1).mean()) for role in roles}
     else:

@@ -40,6 +40,18 @@ def wanted(recipe: Recipe) -> bool:
     return any(map(shares, recipe.schemes))
 
 
+def drafted(recipe: Recipe) -> Recipe:
+    """The recipe as it is fitted for its variances alone: with Lloyd–Max codes, which take no search for paths."""
+
+    def plain(scheme: Scheme) -> Scheme:
+        if not shares(scheme) or scheme.quantize.codebook != "trellis":
+            return scheme
+        return replace(scheme, quantize=replace(scheme.quantize, codebook="gaussian"))
+
+    layers = {layer: (plain(key), plain(value)) for layer, (key, value) in recipe.layers.items()}
+    return replace(recipe, key=plain(recipe.key), value=plain(recipe.value), layers=layers)
+
+
 def costs(
     weight_EQ: Tensor, queries: Queries, variance_C: Tensor, energy: float, geometry: Geometry
 ) -> dict[str, float]:

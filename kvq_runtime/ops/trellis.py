@@ -38,10 +38,13 @@ DIGESTS: dict[tuple[int, int], str] = {
     (3, 10): "cb87685214fbc1a7add141f08d24a15dec17260dab0c91cfa6ef2000183d5612",
     (4, 8): "ab2f54141b92e275acb38daa853ee49ff9b6c14888ce0acc455e302b756b6974",
     (4, 10): "dd7393348d4d7df078433e87a9ca9836bf299add8a7b5509393e1f784df2f13f",
-    (5, 8): "2e8809d92b533579c83c9af71f6cb4a6dd45e21f73d1ea2dd7c246aa4f2cf45f",
+    (1, 7): "7e630d94eef57106887327857820db8030c334e40df0c6f40cfcf16c00508deb",
+    (2, 7): "86fa2ec99a319c73d3a7e4466cf13749afd0940e4176df14f18ea916863411da",
+    (3, 7): "d4d27b3c1a7cd86c2fd43843e08242e2777fa83f8c74cc7bc5b3178cdd2ba6e7",
+    (4, 7): "4e1d543fb14c4ce85773874634d4286e0ced59d06d660acdc6994911ced34d1b",
+    (5, 7): "61c0878df5bbcb33f826f42979f2eed1e72d883c1fc5d8fe2163378a5ab8f3b1",
 }
 BITS = (1, 2, 3, 4)
-WIDE = (5,)  # of latent channels alone, whose codes `pack.py` packs
 
 _STEP, _PATHS = 1 << 17, 1 << 26  # numbers that one step of the search works on, and bytes that all steps of it keep
 _FAINTEST = 2.0**-10  # of the loudest group's size: the least that a group is weighed with

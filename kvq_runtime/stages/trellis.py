@@ -15,6 +15,8 @@ from kvq_runtime.stages import groups
 from kvq_runtime.stages.codebook import CodebookQuantizer
 from kvq_runtime.stages.stage import Fields
 
+MEMORIES = (8, 10)
+
 
 @dataclass(frozen=True)
 class Trellis(CodebookQuantizer):
@@ -32,7 +34,7 @@ class Trellis(CodebookQuantizer):
 
     def __post_init__(self):
         groups.check(self.group)
-        known = sorted(pair for pair in trellis.DIGESTS if pair[0] in trellis.BITS)
+        known = sorted(pair for pair in trellis.DIGESTS if pair[1] in MEMORIES)
         if (self.bits, self.memory) not in known:
             raise ValueError(f"no trellis with bits={self.bits} memory={self.memory}; there are {known}")
 
