@@ -1,39 +1,36 @@
-"""Memory that a tensor has left serves the next one, without a page fault for each of its pages."""
+"""Memory that a tensor has left serves the next one: both thresholds of glibc are raised, unless a user has set any."""
 
-import subprocess
+import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-FAULTS = """
-import resource, sys
-from kvq_calib.cli.allocator import keep_memory
-import torch
-torch.set_num_threads(1)
-raised = len(sys.argv) > 1 and keep_memory()
-def work():
-    parts = [torch.ones(4 << 20) for _ in range(4)]  # 16 MB each
-for _ in range(3):
-    work()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    work()
-print(int(raised), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
+from kvq_calib.cli import allocator
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's thresholds")
-def test_faults_are_a_tenth(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What mallopt is asked for, of an environment that sets nothing."""
+    calls: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *given: calls.append(given) or 1)
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    return calls
 
-    def faults(*words: str) -> tuple[int, int]:
-        done = subprocess.run([sys.executable, "-c", FAULTS, *words], capture_output=True, text=True, check=True)
-        raised, count = map(int, done.stdout.split())
-        return raised, count
 
-    (_, before), (raised, after) = faults(), faults("keep")
-    if not raised:
-        pytest.skip("this allocator has no thresholds, or the environment sets them")
-    assert after < before / 10
+def test_both_thresholds_are_raised(asked):
+    assert allocator.keep_memory()
+    assert asked == [(-3, 32 << 20), (-1, 1 << 30)]  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
+
+
+def test_what_a_user_has_set_is_left_alone(asked, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
-    assert faults("keep")[0] == 0
+    assert not allocator.keep_memory() and not asked
+
+
+def test_an_allocator_without_thresholds_is_left_alone(asked, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: SimpleNamespace())
+    assert not allocator.keep_memory()
