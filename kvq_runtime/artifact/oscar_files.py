@@ -69,8 +69,10 @@ def _largest(geometry: Geometry) -> int:
 def _rotation(entry: Any, geometry: Geometry, where: str) -> Tensor:
     rotation = entry.get("rotation") if isinstance(entry, dict) else None
     heads, size = geometry.kv_heads, geometry.head_size
-    plain = isinstance(rotation, Tensor) and rotation.layout == torch.strided and rotation.device.type == "cpu"
-    if not plain or not rotation.is_floating_point():
+    plain = torch.strided, "cpu"
+    if not isinstance(rotation, Tensor) or (rotation.layout, rotation.device.type) != plain:
+        raise ArtifactError(f'{where}: no "rotation" of floating-point numbers')
+    if not rotation.is_floating_point():
         raise ArtifactError(f'{where}: no "rotation" of floating-point numbers')
     if tuple(rotation.shape) not in ((size, size), (heads, size, size)):
         raise ArtifactError(

@@ -63,10 +63,10 @@ def _check(code: bytes) -> None:
     memo: dict[int, int] = {}
     for step, argument, _ in pickletools.genops(code):
         if step.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            memo[len(memo) if argument is None else int(argument)] = stack[-1]
+            memo[len(memo) if argument is None else int(str(argument))] = stack[-1]
             continue
         if step.name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo[int(argument)])
+            stack.append(memo[int(str(argument))])
             continue
         taken: list[int] = []
         wanted = len(step.stack_before)
