@@ -287,7 +287,7 @@ def test_one_model_is_measured_and_the_page_keeps_the_others(tmp_path, monkeypat
     monkeypatch.setattr(compare_models, "RECORDS", kept)
     monkeypatch.setattr(compare_models, "measure", lambda *_: records_for_pictures())
     monkeypatch.setattr(compare_models, "left_out", lambda *_: [])
-    monkeypatch.setattr("sys.argv", ["compare_models", "--model", "demo"])
+    monkeypatch.setattr("sys.argv", ["compare_models", "--model", "demo", "--real", str(tmp_path / "none")])
     monkeypatch.delenv("KVQ_TEST_DATA", raising=False)
     assert compare_models.main() == 0
     assert json.loads((kept / "demo.json").read_text()) == records_for_pictures()
@@ -302,7 +302,8 @@ def test_page_and_pictures_are_made_from_records_without_measuring(tmp_path, mon
         (tmp_path / f"{name}.json").write_text(json.dumps(records))
     monkeypatch.setattr(compare_models, "measure", lambda *_: pytest.fail("it measures"))
     monkeypatch.setattr(compare_models, "left_out", lambda *_: [])
-    monkeypatch.setattr("sys.argv", ["compare_models", "--records", str(tmp_path), "--docs", str(tmp_path)])
+    words = ["--records", str(tmp_path), "--docs", str(tmp_path), "--real", str(tmp_path / "none")]
+    monkeypatch.setattr("sys.argv", ["compare_models", *words])
     monkeypatch.delenv("KVQ_TEST_DATA", raising=False)
     assert compare_models.main() == 0
     made = {path.name for path in tmp_path.iterdir()} - {"demo.json", "stories260K.json"}
