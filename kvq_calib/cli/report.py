@@ -31,6 +31,8 @@ def report(args: argparse.Namespace) -> int:
         if args.compare:
             raise ValueError("--compare FILE is for the page of a version; give its NAME")
         found = whole.of_registry(open_registry(args.registry or None), datetime.now(UTC))
+        if args.out and (Path(args.out).is_dir() or not Path(args.out).suffix):
+            _all_pages(args, found)
         damaged = [f"{one['name']}: {one['reason']}" for one in found["faults"]]
         damaged += [f"{row['name']} {row['version']}: {row['damage']}" for row in found["versions"] if row["damage"]]
         return _give(args, found, wall.page, "registry.html", damaged)
@@ -38,6 +40,17 @@ def report(args: argparse.Namespace) -> int:
     damaged = [f"{row['check']}: {row['what']}" for row in found["health"] if _is_fault(row)]
     name = f"{found['name']}-v{found['version']}.html" if found["version"] else f"{found['name']}.html"
     return _give(args, found, version.page, name, damaged)
+
+
+def _all_pages(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
+    """Write the page of every version into the folder --out, linked from the rows of the registry's, index.html."""
+    folder, registry = Path(args.out), open_registry(args.registry or None)
+    files.make_folder(folder)
+    for row in found["versions"]:
+        row["page"] = f"{row['name']}-v{row['version']}.html"
+        known_of_it = known.of_version(registry, row["name"], row["version"])
+        files.save(folder / row["page"], version.page(known_of_it).encode())
+    args.out = str(folder / "index.html")
 
 
 def _is_fault(row: Mapping[str, Any]) -> bool:

@@ -5,8 +5,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.artifact import artifact, describe
-from kvq_runtime.artifact.diff import diff as differences
 from kvq_runtime.cli import sign
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import percent, print_record, print_table
@@ -14,9 +12,7 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import lock, reference, search, verdict
 from kvq_runtime.registry.events import State
-from kvq_runtime.registry.hub import upkeep as hub_upkeep
 from kvq_runtime.registry.hub.registry import HubRegistry
-from kvq_runtime.registry.local import upkeep as local_upkeep
 from kvq_runtime.registry.local.registry import LocalRegistry
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import Reference
@@ -68,6 +64,8 @@ def _list_row(registry: Registry, state: State) -> dict[str, Any]:
 
 def show(args: Namespace) -> int:
     """Print everything about one version, with its evaluations."""
+    from kvq_runtime.artifact import artifact, describe
+
     resolved = resolve(args.reference, args.registry, args.lock)
     loaded = artifact.load(resolved.path, resolved.sha256, resolved.size)
     record: dict[str, Any] = _record(resolved)
@@ -97,6 +95,8 @@ def _shown(column: str, value: Any) -> Any:
 
 def pull(args: Namespace) -> int:
     """Copy a version and its attachments into a folder, checked; --lock pins it, --locked copies the pinned version."""
+    from kvq_runtime.artifact import artifact
+
     policy = sign.policy(args)
     resolved = resolve_name(args.reference, args.registry, args.locked)
     if not resolved.registry:
@@ -129,6 +129,8 @@ def _record(resolved: Resolved) -> dict[str, Any]:
 
 def verify(args: Namespace) -> int:
     """Load an artifact with every check, and print a row a check."""
+    from kvq_runtime.artifact import artifact
+
     resolved = resolve(args.reference, args.registry, args.lock)
     artifact.load(resolved.path, resolved.sha256, resolved.size)
     has_digest = bool(args.lock or resolved.registry)
@@ -221,6 +223,8 @@ def history(args: Namespace) -> int:
 
 def diff(args: Namespace) -> int:
     """Print what differs between two artifacts."""
+    from kvq_runtime.artifact.diff import diff as differences
+
     a, b = (load_artifact(reference, args.registry) for reference in (args.a, args.b))
     rows = differences(a, b)
     if args.json:
@@ -236,6 +240,9 @@ def diff(args: Namespace) -> int:
 
 def gc(args: Namespace) -> int:
     """Remove temporary files, and blobs or files that no event names."""
+    from kvq_runtime.registry.hub import upkeep as hub_upkeep
+    from kvq_runtime.registry.local import upkeep as local_upkeep
+
     registry = open_registry(args.where or args.registry)
     if isinstance(registry, HubRegistry):
         removed = hub_upkeep.collect(registry, args.grace, args.dry_run)
@@ -248,6 +255,9 @@ def gc(args: Namespace) -> int:
 
 def doctor(args: Namespace) -> int:
     """Print everything that is wrong with the registry; 1 if any of it is a fault."""
+    from kvq_runtime.registry.hub import upkeep as hub_upkeep
+    from kvq_runtime.registry.local import upkeep as local_upkeep
+
     registry = open_registry(args.where or args.registry)
     if isinstance(registry, HubRegistry):
         findings = hub_upkeep.examine(registry)

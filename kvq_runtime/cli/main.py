@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from importlib import metadata
+from importlib import import_module, metadata
 
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes, where
@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
         if "run" in args:
             return args.run(args)
         where.check_named(args)
-        return _commands()[args.command](args)
+        return _function(args.command)(args)
 
 
 def _first_retry() -> Callable[[logging.LogRecord], bool]:
@@ -95,31 +95,25 @@ def _first_retry() -> Callable[[logging.LogRecord], bool]:
 _RETRIES = _first_retry()
 
 
-def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:
-    """{command: its function}, of the commands that `parser` itself adds."""
-    from kvq_runtime.cli import commands, exchange, prefix, recipes, sign, size, transfer
+_COMMANDS = {  # {command: (its module in this package, its function)}, of those that `parser` itself adds
+    "list": ("commands", "list_names"),
+    "search": ("commands", "search_names"),
+    **{name: ("commands", name) for name in ("show", "pull", "verify", "promote", "rollback", "yank", "history")},
+    **{name: ("commands", name) for name in ("diff", "gc", "doctor")},
+    "sign": ("sign", "sign"),
+    "push": ("transfer", "push"),
+    "copy": ("transfer", "copy"),
+    "export": ("exchange", "export"),
+    "prefix": ("prefix", "prefix"),
+    "recipes": ("recipes", "recipes"),
+    "bytes": ("size", "held"),
+}
 
-    return {
-        "list": commands.list_names,
-        "search": commands.search_names,
-        "show": commands.show,
-        "pull": commands.pull,
-        "verify": commands.verify,
-        "sign": sign.sign,
-        "push": transfer.push,
-        "copy": transfer.copy,
-        "export": exchange.export,
-        "promote": commands.promote,
-        "rollback": commands.rollback,
-        "yank": commands.yank,
-        "history": commands.history,
-        "diff": commands.diff,
-        "gc": commands.gc,
-        "doctor": commands.doctor,
-        "prefix": prefix.prefix,
-        "recipes": recipes.recipes,
-        "bytes": size.held,
-    }
+
+def _function(command: str) -> Callable[[argparse.Namespace], int]:
+    """What runs a command; only its own module is imported."""
+    module, name = _COMMANDS[command]
+    return getattr(import_module(f"kvq_runtime.cli.{module}"), name)
 
 
 def parser() -> argparse.ArgumentParser:

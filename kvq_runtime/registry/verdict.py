@@ -43,7 +43,9 @@ def of_record(record: Mapping[str, Any] | None) -> Verdict:
     said = f"perplexity {relative:+.1%}" + ("" if kl is None else f", KL {kl:.2g} nats") + f", {SPOKEN[protocol]}"
     gate = record["result"].get("gate") or {}
     if gate.get("bounds"):
-        return Verdict(LOSSY, "; ".join(gate["failed"])) if gate.get("failed") else Verdict(USABLE, f"{said}, in bounds")
+        return (
+            Verdict(LOSSY, "; ".join(gate["failed"])) if gate.get("failed") else Verdict(USABLE, f"{said}, in bounds")
+        )
     over = [f"more than +{RELATIVE:.0%}"] * (not relative <= RELATIVE)
     over += [f"more than {KL:g} nats"] * (kl is not None and not kl <= KL)
     return Verdict(LOSSY, f"{said}; {' and '.join(over)}") if over else Verdict(USABLE, said)
