@@ -253,6 +253,7 @@ def add_compare(subparsers: Any) -> None:
         help="with --bits: a text of another kind whose fit part settings are measured on, too; or none (default: "
         "demo-code, or demo beside that)",
     )  # fmt: skip
+    command.add_argument("--wide", action="store_true", help="every column, instead of those that fit in 100")
     command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
     _measuring(command)
     command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")

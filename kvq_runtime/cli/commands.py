@@ -223,19 +223,37 @@ def history(args: Namespace) -> int:
 
 def diff(args: Namespace) -> int:
     """Print what differs between two artifacts."""
+    from kvq_runtime.artifact import compared
     from kvq_runtime.artifact.diff import diff as differences
 
     a, b = (load_artifact(reference, args.registry) for reference in (args.a, args.b))
-    rows = differences(a, b)
+    found = differences(a, b)
+    left_out = compared.unlike(a, b) if any(row["part"] == "fit" for row in found) else None
+    found = [row for row in found if left_out is None or row["part"] != "fit"]
+    rows = [*compared.rows(a, b, _evaluations(args.a, args), _evaluations(args.b, args)), *found] if found else []
     if args.json:
         print_table(rows, json=True)
     elif not rows:
         print(f"{args.a} and {args.b} are equal")
     else:
         names = {"a": args.a, "b": args.b, "change": "relative change"}
+        shown = [row for row in rows if args.layers or row["part"] not in ("fit", "tensor")]
+        if len(shown) < len(rows):
+            print(f"{len(rows) - len(shown)} rows of the fit and of tensors are left out: --layers\n")
+        if left_out:
+            print(f"Errors of the fits are not compared: {left_out}\n")
+        rows = shown
         print_table([{names.get(name, name): value for name, value in row.items()} for row in rows], json=False)
         print("\nrelative change: (b - a) / |a| of numbers, |b - a| / |a| of tensors, of codes the share that differs")
     return 0
+
+
+def _evaluations(reference: str, args: Namespace) -> list[dict[str, Any]]:
+    """What a registry has of the measurements of a version; of a file there are none."""
+    resolved = resolve(reference, args.registry)
+    if not resolved.registry:
+        return []
+    return open_registry(resolved.registry).evaluations(resolved.sha256, resolved.name)
 
 
 def gc(args: Namespace) -> int:

@@ -5,6 +5,7 @@ torch.
 """
 
 import argparse
+import difflib
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes, where
 from kvq_runtime.cli.exit_codes import EXIT_CODES
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
+from kvq_runtime.errors import extra
 from kvq_runtime.registry import search
 from kvq_runtime.registry.reference import PRODUCTION
 from kvq_runtime.registry.upkeep import GRACE
@@ -58,9 +60,55 @@ environment
 """
 
 
+SHORT = """\
+usage: kvq COMMAND ...
+
+    kvq recipes                       which recipe to take
+    kvq calibrate --model M           fit one to a model, measure it, publish it
+    kvq list, kvq show NAME           what is published
+    kvq promote NAME@1.0.0            make a version the one that its name means
+    kvq report NAME --open            a page of all that is known of it
+    kvq eval, kvq compare             measure one recipe, or many
+
+kvq --help has all commands; kvq COMMAND --help what one takes."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    return exit_codes.run("kvq", lambda: _run(parser().parse_args(argv)), interrupted="interrupted")
+    given = sys.argv[1:] if argv is None else argv
+    if not given:
+        return _short()
+    if given[0] == "calibrate":
+        return _calibrate(given[1:])
+    return exit_codes.run("kvq", lambda: _run(_parsed(given)), interrupted="interrupted")
+
+
+def _short() -> int:
+    """What `kvq` alone prints: where one begins."""
+    print(SHORT, file=sys.stderr)
+    return 2
+
+
+def _calibrate(given: list[str]) -> int:
+    """`kvq calibrate` is `kvq-calibrate`."""
+    try:
+        from kvq_calib.cli import calibrate
+    except ModuleNotFoundError:
+        exit_codes.say("kvq", f"calibrate: {extra('calib')}")
+        return 1
+    return calibrate.main(given)
+
+
+def _parsed(given: list[str]) -> argparse.Namespace:
+    """The arguments; a command that is not there is answered with the nearest one that is."""
+    top = parser()
+    (commands,) = (action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    names = [*commands, "calibrate"]
+    if not given[0].startswith("-") and given[0] not in names:
+        near = difflib.get_close_matches(given[0], names, n=1, cutoff=0.5)
+        hint = f"did you mean kvq {near[0]}? " if near else ""
+        raise ValueError(f"there is no command {given[0]!r:.80}; {hint}kvq --help lists all")
+    return top.parse_args(given)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -193,6 +241,7 @@ def parser() -> argparse.ArgumentParser:
     command = add("diff", "what differs between two artifacts", "kvq diff NAME@1.1.0 NAME@1.2.0")
     command.add_argument("a", metavar="A", help="a reference or a .safetensors file")
     command.add_argument("b", metavar="B", help="a reference or a .safetensors file")
+    command.add_argument("--layers", action="store_true", help="also errors of the fit by layer, and every tensor")
     text = "remove temporary files, and blobs or files that no event names"
     command = add("gc", text, "kvq gc --grace 7d --dry-run")
     _where(command)

@@ -62,3 +62,14 @@ def test_what_reads_a_registrys_events_imports_no_torch(tmp_path, monkeypatch):
     assert len(found) == len(commands)
     for given, (code, heavy, printed) in found.items():
         assert code == 0 and not heavy and printed, (given, heavy)
+
+
+def test_kvq_alone_is_short_a_wrong_command_has_a_guess_and_calibrate_is_one(kvq, capsys):
+    from kvq_runtime.cli.main import main
+
+    assert main([]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") < 16 and "kvq calibrate --model M" in err
+    code, _, err = kvq("prmote", "x")
+    assert code == 2 and err == "kvq: there is no command 'prmote'; did you mean kvq promote? kvq --help lists all\n"
+    assert kvq("calibrate", "--version")[:2] == (0, kvq("--version")[1])
