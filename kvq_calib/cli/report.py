@@ -16,6 +16,7 @@ from kvq_runtime.cli import where
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import print_record
 from kvq_runtime.disk import files
+from kvq_runtime.errors import NotFound
 from kvq_runtime.registry.reference import Reference, parse
 from kvq_runtime.registry.resolve import choose, open_registry, resolve
 
@@ -93,6 +94,8 @@ def _give(args: argparse.Namespace, found: Mapping[str, Any], page: Any, name: s
         print(json.dumps(found, indent=2, default=str))
     if args.out or not args.json:
         path = Path(args.out or name)
+        if not path.parent.is_dir():
+            raise NotFound(f"--out {path}: there is no folder {path.parent}; make it, or name another one")
         files.save(path, page(found).encode())
         if not args.json:
             print_record({"page": str(path), "bytes": path.stat().st_size}, json=False)

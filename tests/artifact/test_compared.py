@@ -28,7 +28,7 @@ def store():
 def test_losses_bits_and_bytes_lead_and_layers_are_asked_for(store, kvq, as_json):
     rows = as_json("diff", f"{NAME}@1.0.0", f"{NAME}@1.0.1")
     assert [row["part"] for row in rows[:4]] == ["evaluation"] * 4 and rows[0]["a"] == "too lossy"
-    assert [row for row in rows if row["name"] == "full encode: relative"][0]["b"] == 0.349
+    assert next(row for row in rows if row["name"] == "full encode: relative")["b"] == 0.349
     assert {row["name"].partition(" of")[0] for row in rows if row["part"] == "size"} >= {"bits", "bytes"}
     _, out, _ = kvq("diff", f"{NAME}@1.0.0", f"{NAME}@1.0.1")
     assert "layers.0.key" not in out and "left out: --layers" in out
