@@ -108,7 +108,7 @@ UNKNOWN = [
     ("summary", ["x"], "recipe: summary must be text, not ['x']"),
     ("layers", [], "recipe: layers must be an object whose names are layer numbers"),
     ("layers", {"first": {}}, "recipe: layers must be an object whose names are layer numbers"),
-    ("layers/0", {"key": {}}, "recipe layer: missing keys ['value']"),
+    ("layers/0", {"key": {}}, "recipe layer: unknown keys [], missing keys ['value']"),
     ("key", None, "scheme: expected an object, got None"),
 ]
 
