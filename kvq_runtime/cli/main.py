@@ -92,7 +92,7 @@ def _short() -> int:
 def _calibrate(given: list[str]) -> int:
     """`kvq calibrate` is `kvq-calibrate`."""
     try:
-        from kvq_calib.cli import calibrate
+        calibrate = import_module("kvq_calib.cli.calibrate")
     except ModuleNotFoundError:
         exit_codes.say("kvq", f"calibrate: {extra('calib')}")
         return 1
