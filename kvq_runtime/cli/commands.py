@@ -223,8 +223,8 @@ def history(args: Namespace) -> int:
 
 def diff(args: Namespace) -> int:
     """Print what differs between two artifacts."""
-    from kvq_runtime.artifact import compared
     from kvq_runtime.artifact.diff import diff as differences
+    from kvq_runtime.registry import compared
 
     a, b = (load_artifact(reference, args.registry) for reference in (args.a, args.b))
     found = differences(a, b)
