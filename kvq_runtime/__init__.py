@@ -73,11 +73,10 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         try:
             value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-        except ModuleNotFoundError as error:
-            if error.name != "transformers":
+        except ImportError as error:
+            if not (error.name or "").startswith("transformers"):
                 raise
-            text = f"{name} needs transformers: pip install 'kvq-runtime[hf]'"
-            raise ModuleNotFoundError(text, name="transformers") from None
+            raise type(error)(f"{name} needs transformers{_transformers()}", name="transformers") from error
     else:
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
     globals()[name] = value
@@ -86,6 +85,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _transformers() -> str:
+    """Which transformers kvq takes, and which is here, if any."""
+    from kvq_runtime.errors import extra
+
+    try:
+        found, asked = metadata.version("transformers"), metadata.requires("kvq-runtime") or []
+    except metadata.PackageNotFoundError:
+        return f"; {extra('hf')}"
+    wanted = next((one.partition(";")[0].strip() for one in asked if one.startswith("transformers")), "another")
+    return f" {wanted.removeprefix('transformers')}, and {found} is here; {extra('hf')}"
 
 
 def _version() -> str:

@@ -46,6 +46,8 @@ class BlockCache:
 
     held         the layers it holds, if not all
     max_tokens   what the tables of a GPU are made for, see attention/fused.py
+    dtype        of the model, which an empty cache takes for that of its tokens
+    made_for     the tokens that the model was made for; None: not known
     layers       the stores of the layers that have taken in tokens
     positions    what is announced and known of its tokens
     policies     those of the recipe, at work in this cache
@@ -61,6 +63,8 @@ class BlockCache:
         tensors: Mapping[str, Tensor] | None = None,
         held: Iterable[int] | None = None,
         max_tokens: int = 1 << 17,
+        dtype: torch.dtype = torch.bfloat16,
+        made_for: int | None = None,
     ):
         self.recipe = recipe.check(geometry)
         if recipe.fitted and not tensors and codecs.all_specs(recipe, geometry):
@@ -72,7 +76,8 @@ class BlockCache:
         self.held = frozenset(range(geometry.layers) if held is None else held)
         self.codecs = shared.build(recipe, geometry, tensors or {})
         self._last, self._max_tokens = max(self.held), max_tokens
-        self._break_even = BreakEven(recipe, geometry, tuple(sorted(self.held)))
+        self._break_even = BreakEven(recipe, geometry, tuple(sorted(self.held)), dtype)
+        self.made_for = made_for
         self.reset()
 
     def reset(self) -> None:
@@ -393,7 +398,8 @@ class BlockCache:
         over_higgs = smaller_from(self.recipe, self.geometry, shared, higgs.plain(), asymptotic_bits)
         stores, over_16bit = self.layers.values(), self._break_even.of(self.layers.values())
         counted = self.recipe, self.geometry, stores, self.positions, self.length, others, shared
-        return report(*counted, self.scratch_peak, over_16bit, over_higgs)
+        kind, made_for = self._break_even.dtype, self.made_for
+        return report(*counted, self.scratch_peak, over_16bit, over_higgs, kind, made_for)
 
 
 def _finite(k_BTC: Tensor, v_BTC: Tensor) -> bool:

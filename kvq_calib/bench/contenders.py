@@ -18,7 +18,7 @@ from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.model.files import ModelFiles
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.codec import codec
-from kvq_runtime.errors import NotFound
+from kvq_runtime.errors import NotFound, extra
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import Recipe
@@ -79,7 +79,7 @@ def absent(contender: Contender, model: PreTrainedModel) -> str:
     try:
         contender.make(model)
     except ImportError:
-        return f"needs {PACKAGE[contender.name.partition('-')[0]]}: pip install 'kvq-runtime[bench]'"
+        return f"needs {PACKAGE[contender.name.partition('-')[0]]}; {extra('bench')}"
     except ValueError as error:
         return f"not in transformers {metadata.version('transformers')}: {str(error).partition(chr(10))[0]}"
     return ""

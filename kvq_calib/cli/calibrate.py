@@ -201,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
         help="with --bits: a text of another kind whose fit part settings are measured on, too; or none "
         "(default: demo-code, or demo beside that)")  # fmt: skip
     add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")
-    add("--seq-len", type=int, metavar="L", help="tokens per sequence")
+    add("--seq-len", type=count, metavar="L", help="tokens per sequence")
     add("--held-out", type=int, metavar="N", help="sequences that only measure the fit (default: an eighth)")
     add("--seed", type=int, default=0, metavar="S", help="of the choice of text (default 0)")
     add = top.add_argument_group("where").add_argument

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from kvq_calib.cli.allocator import keep_memory
+from kvq_runtime.errors import extra
 
 _TEXT = """\
 Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
@@ -121,6 +122,7 @@ examples
     kvq report qwen2.5-7b-aqua-2bit --compare compare.json           with the frontier of kvq compare --output
     kvq report --registry                                            all versions of your registry
     kvq report --registry hf://my-org --out wall.html                of another one
+    kvq report --registry --out pages                                and each version's page, linked, in a folder
 
 A page is one file, which loads nothing from elsewhere, in light and dark. Of a version: bits and errors by layer,
 losses in and out of the domain, tasks, the frontier, what changed since the last version, health, provenance, history.
@@ -147,7 +149,10 @@ def add_report(subparsers: Any) -> None:
         help="records of the same model, of kvq compare --output or a run's evaluation.json",
     )
     command.add_argument(
-        "--out", metavar="FILE", help="the page (default: NAME-vVERSION.html or registry.html here; none with --json)"
+        "--out",
+        metavar="FILE",
+        help="the page (default: NAME-vVERSION.html or registry.html here; none with --json); "
+        "of a registry also a folder, for the pages of all versions",
     )
     command.add_argument("--open", action="store_true", help="show it in a browser")
 
@@ -254,6 +259,7 @@ def add_compare(subparsers: Any) -> None:
         help="with --bits: a text of another kind whose fit part settings are measured on, too; or none (default: "
         "demo-code, or demo beside that)",
     )  # fmt: skip
+    command.add_argument("--wide", action="store_true", help="every column, instead of those that fit in 100")
     command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
     _measuring(command)
     command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
@@ -392,7 +398,7 @@ def _run(module: str, function: str, args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("kvq"):
             raise
-        raise RuntimeError(f"this needs {_missing(error)}: pip install 'kvq-runtime[calib]'") from error
+        raise RuntimeError(f"kvq {args.command} needs {_missing(error)}; {extra('calib')}") from error
 
 
 def _missing(error: BaseException) -> str:

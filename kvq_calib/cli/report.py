@@ -16,6 +16,7 @@ from kvq_runtime.cli import where
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import print_record
 from kvq_runtime.disk import files
+from kvq_runtime.errors import NotFound
 from kvq_runtime.registry.reference import Reference, parse
 from kvq_runtime.registry.resolve import choose, open_registry, resolve
 
@@ -31,6 +32,8 @@ def report(args: argparse.Namespace) -> int:
         if args.compare:
             raise ValueError("--compare FILE is for the page of a version; give its NAME")
         found = whole.of_registry(open_registry(args.registry or None), datetime.now(UTC))
+        if args.out and (Path(args.out).is_dir() or not Path(args.out).suffix):
+            _all_pages(args, found)
         damaged = [f"{one['name']}: {one['reason']}" for one in found["faults"]]
         damaged += [f"{row['name']} {row['version']}: {row['damage']}" for row in found["versions"] if row["damage"]]
         return _give(args, found, wall.page, "registry.html", damaged)
@@ -38,6 +41,17 @@ def report(args: argparse.Namespace) -> int:
     damaged = [f"{row['check']}: {row['what']}" for row in found["health"] if _is_fault(row)]
     name = f"{found['name']}-v{found['version']}.html" if found["version"] else f"{found['name']}.html"
     return _give(args, found, version.page, name, damaged)
+
+
+def _all_pages(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
+    """Write the page of every version into the folder --out, linked from the rows of the registry's, index.html."""
+    folder, registry = Path(args.out), open_registry(args.registry or None)
+    files.make_folder(folder)
+    for row in found["versions"]:
+        row["page"] = f"{row['name']}-v{row['version']}.html"
+        known_of_it = known.of_version(registry, row["name"], row["version"])
+        files.save(folder / row["page"], version.page(known_of_it).encode())
+    args.out = str(folder / "index.html")
 
 
 def _is_fault(row: Mapping[str, Any]) -> bool:
@@ -80,6 +94,8 @@ def _give(args: argparse.Namespace, found: Mapping[str, Any], page: Any, name: s
         print(json.dumps(found, indent=2, default=str))
     if args.out or not args.json:
         path = Path(args.out or name)
+        if not path.parent.is_dir():
+            raise NotFound(f"--out {path}: there is no folder {path.parent}; make it, or name another one")
         files.save(path, page(found).encode())
         if not args.json:
             print_record({"page": str(path), "bytes": path.stat().st_size}, json=False)

@@ -137,7 +137,7 @@ def compare(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(records, indent=2))
     else:
-        print_table(tables.comparison(records), False)
+        print_table(tables.narrow(records) if not args.wide else tables.comparison(records), False)
         print("".join(f"\n{note}" for note in tables.notes(records)))
     return 0
 

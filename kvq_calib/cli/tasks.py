@@ -17,6 +17,7 @@ from kvq_calib.report import task_plot, task_table
 from kvq_calib.report.names import named
 from kvq_calib.tasks import ruler, synthetic
 from kvq_runtime.cli.table import print_table
+from kvq_runtime.errors import extra
 from kvq_runtime.registry.reference import home
 
 
@@ -30,7 +31,7 @@ def evaluate(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Sub
     if others and find_spec("lm_eval") is None:
         raise RuntimeError(
             f"tasks {', '.join(others)} are not kvq's own ({', '.join([*synthetic.TASKS, *ruler.TASKS])}); those of "
-            "lm-eval need it: pip install 'kvq-runtime[lm-eval]'"
+            f"lm-eval need it; {extra('lm-eval')}"
         )
     if others and args.protocol == "full":
         raise ValueError(f"--protocol full: {', '.join(others)} are answered in use; leave it out, or use in-use")

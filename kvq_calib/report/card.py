@@ -21,8 +21,11 @@ from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.recipe import OURS
+from kvq_runtime.registry import verdict
 from kvq_runtime.registry.card import eval_results
 from kvq_runtime.registry.measured import of_text, texts
+from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.memory import asymptotic_bits
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
 QUERIES = "query-deviation.png"
@@ -77,6 +80,7 @@ def card(
     parts = [
         _front(artifact, name, records, license or {}),
         f"# {reference}",
+        _verdict(artifact, records),
         _lead(artifact),
         "## Use\n\n" + _snippet(artifact, reference),
         "## Recipe\n\n" + sections.recipe(artifact),
@@ -90,6 +94,21 @@ def card(
         "## Limits\n\n" + _limits(artifact, records),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _verdict(artifact: Artifact, records: Sequence[Mapping[str, Any]]) -> str:
+    """What leads the card: the bits, whether it can be used, from how many tokens on it pays."""
+    geometry = artifact.fingerprint.geometry
+    found = verdict.of_record(
+        next((one for one in records if of_text(one) and one["result"].get("recipe") == artifact.recipe.name), None)
+    )
+    start = Sizes(artifact.recipe, geometry).smaller_from()
+    pays = (
+        "never smaller than 16 bit" if start is None else f"smaller than 16 bit from {start:,} tokens on, in bfloat16"
+    )
+    caution = verdict.thinness(artifact.provenance)
+    said = f"**{found.word.upper()}**: {asymptotic_bits(artifact.recipe, geometry):.3g} bits, {found.why}; {pays}."
+    return said + (f" Caution: {caution}." if caution else "")
 
 
 def _front(artifact: Artifact, name: str, records: Sequence[Mapping[str, Any]], license: Mapping[str, str]) -> str:
@@ -137,7 +156,7 @@ def _snippet(artifact: Artifact, reference: str) -> str:
     pinned = f', revision="{revision}"' if revision else ""
     return f"""\
 ```sh
-pip install "kvq-runtime[{extras}]"
+pip install -e '.[{extras}]'    # in a checkout of kvq, of which there is no release yet
 ```
 
 ```python

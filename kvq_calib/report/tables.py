@@ -56,6 +56,12 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def narrow(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The columns of `comparison` that decide, in 100 characters: bits, loss and divergence by protocol."""
+    kept = [name for protocol in _protocols(records) for name in _heads(protocol)[:2]]
+    return [{name: row.get(name) for name in ("recipe", "bits", *kept)} for row in comparison(records)]
+
+
 def _elsewhere(records: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
     """The records of a text of another kind."""
     return [measured.elsewhere(one)[text] for one in records if text in (one["result"].get("texts") or {})]

@@ -21,15 +21,17 @@ from torch import Tensor
 
 from kvq_runtime.artifact import fingerprint, header
 from kvq_runtime.artifact.fingerprint import Fingerprint
+from kvq_runtime.artifact.stated import CHECKS as CHECKS
+from kvq_runtime.artifact.stated import SCHEMA as SCHEMA
+from kvq_runtime.artifact.stated import about_of
+from kvq_runtime.artifact.stated import describe as describe
 from kvq_runtime.codec import codec
 from kvq_runtime.codec.shared import Fitted
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.recipe import Recipe
 
-SCHEMA = 1
-CHECKS = ("header", "size", "sha256", "schema", "content", "recipe", "fingerprint", "tensors", "finite")
-LARGEST = 2.0**20  # of a fitted number; those of real fits are some thousands, and products of larger ones overflow
+LARGEST = 2.0**20  # of a fitted number; products of much larger ones overflow
 UNASKED = 1 << 26  # bytes of a file from which on it is not read before its header lists what its recipe needs
 MAX_LAYERS = 1 << 12
 MAX_WIDTH = 1 << 20  # KV heads × head size; a header that states more is refused before anything is computed from it
@@ -130,18 +132,12 @@ def from_bytes(data: bytes, sha256: str | None = None) -> Artifact:
     return _load(io.BytesIO(data), len(data), sha256, None)[0]
 
 
-def describe(path: Path | str) -> dict[str, Any]:
-    """The metadata of a file: schema, recipe, fingerprint, provenance, fit and content. Only the header is checked."""
-    with files.opened(Path(path)) as (file, size):
-        return _about(header.read(file, size))
-
-
 def _load(file: BinaryIO, length: int, sha256: str | None, size: int | None) -> tuple[Artifact, bytes]:
     head = header.read(file, length)
     if size is not None and length != size:
         raise ArtifactError(f"size: the file has {length} bytes, expected {size}; fetch it again")
     if length > UNASKED:
-        _without_tensors(_about(head), head)
+        _without_tensors(about_of(head), head)
     file.seek(0)
     try:
         data = file.read(length)
@@ -152,7 +148,7 @@ def _load(file: BinaryIO, length: int, sha256: str | None, size: int | None) -> 
         raise ArtifactError(f"sha256: the file has {digest}, expected {sha256}; it was changed, fetch it again")
     if len(data) != length or not data.startswith(head.raw):
         raise ArtifactError("header: the file changed while it was read; try again")
-    about = _about(head)
+    about = about_of(head)
     stated = about.pop("content")
     content = _content(about, head.entries, memoryview(data)[len(head.raw) :])
     if content != stated:
@@ -173,20 +169,6 @@ def _load(file: BinaryIO, length: int, sha256: str | None, size: int | None) -> 
     probes = {name: tensors[name] for name in fingerprint.specs(geometry)}
     fitted = {name: tensors[name] for name in codec.all_specs(artifact.recipe, geometry)}
     return replace(artifact, tensors=fitted, fingerprint=replace(artifact.fingerprint, probes=probes)), data
-
-
-def _about(head: header.Header) -> dict[str, Any]:
-    about = strict_json.loads(head.kvq, "header: kvq")
-    schema = about.get("schema") if isinstance(about, dict) else None
-    if type(schema) is not int or schema != SCHEMA:
-        raise ArtifactError(
-            f"schema: the file has {schema!r:.40}, this version reads {SCHEMA}; install another version of kvq-runtime"
-        )
-    names = {"schema", "recipe", "fingerprint", "provenance", "fit", "content"}
-    strict_json.keys(about, names, "schema: kvq")
-    if not isinstance(about["provenance"], dict) or not isinstance(about["fit"], dict):
-        raise ArtifactError("schema: provenance and fit must be objects")
-    return about
 
 
 def _without_tensors(about: dict[str, Any], head: header.Header) -> Artifact:

@@ -69,18 +69,6 @@ def _answered(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def summary(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Recipe, model and corpus from the metadata of an artifact's header: what `kvq search` compares."""
-    provenance = about["provenance"]
-    model, text = provenance.get("model"), provenance.get("corpus")
-    model = model if isinstance(model, Mapping) else {"id": model, "revision": provenance.get("revision")}
-    text = text if isinstance(text, Mapping) else {"source": text}
-    recipe = about["recipe"].get("name") if isinstance(about["recipe"], Mapping) else None
-    fields = {"recipe": recipe, "model": model.get("id"), "revision": model.get("revision")}
-    fields |= {"corpus": text.get("source"), "corpus_digest": text.get("corpus_digest")}
-    return {name: value if value is None else str(value)[:200] for name, value in fields.items()}
-
-
 def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
     """A recipe as a row: stages, window, and mean bits per element over all layers of a model of this geometry."""
     others = {layer: " | ".join(map(stages, pair)) for layer, pair in recipe.layers.items()}

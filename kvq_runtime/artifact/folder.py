@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.artifact import ARTIFACT_FILE, artifact, describe
+from kvq_runtime.artifact import ARTIFACT_FILE, artifact, stated
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.papers import papers
 from kvq_runtime.disk import files
@@ -80,7 +80,7 @@ def card(made: Artifact, place: str) -> str:
     """The text of README.md: what the file says itself; results of evaluations are on cards of a registry."""
     from huggingface_hub import ModelCardData
 
-    about = describe.summary({"recipe": {"name": made.recipe.name}, "provenance": made.provenance})
+    about = stated.summary({"recipe": {"name": made.recipe.name}, "provenance": made.provenance})
     counted, recipe = sizes(made), made.recipe
     start = counted["smaller_than_16bit_from"]
     about = {name: value and _plain(value) for name, value in about.items()}

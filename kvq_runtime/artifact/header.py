@@ -10,17 +10,18 @@ shape and dtype ask for, and end with the file.
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, BinaryIO
-
-import torch
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 
+if TYPE_CHECKING:  # kvq list reads headers, and should not wait for torch
+    import torch
+
 LIMIT = 1 << 20
-DTYPES = {
-    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32},
-    **{"U8": torch.uint8, "I16": torch.int16, "I32": torch.int32},
+DTYPES = {  # {dtype: (its bytes, its name in torch)}
+    **{"BF16": (2, "bfloat16"), "F16": (2, "float16"), "F32": (4, "float32")},
+    **{"U8": (1, "uint8"), "I16": (2, "int16"), "I32": (4, "int32")},
 }
 _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(key|value)\.[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*")
 
@@ -38,9 +39,12 @@ class Header:
     kvq: str
     entries: dict[str, Any]
 
-    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def specs(self) -> "dict[str, tuple[tuple[int, ...], torch.dtype]]":
         """{name: (shape, dtype)} of every tensor."""
-        return {name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in self.entries.items()}
+        import torch
+
+        kinds = {name: getattr(torch, kind) for name, (_, kind) in DTYPES.items()}
+        return {name: (tuple(entry["shape"]), kinds[entry["dtype"]]) for name, entry in self.entries.items()}
 
 
 def read(file: BinaryIO, size: int, names: re.Pattern[str] = _NAME) -> Header:
@@ -64,7 +68,12 @@ def read(file: BinaryIO, size: int, names: re.Pattern[str] = _NAME) -> Header:
     if not text.startswith(b"{") or not text.rstrip(b" ").endswith(b"}"):
         raise ArtifactError("header: not a JSON object padded with spaces; this is no safetensors file")
     entries = strict_json.loads(text, "header", depth=4)
-    metadata = strict_json.keys(entries.pop("__metadata__", None), {"kvq"}, "header: __metadata__")
+    metadata = entries.pop("__metadata__", None)
+    if isinstance(metadata, dict) and "format" in metadata and "kvq" not in metadata:
+        raise ArtifactError(
+            "header: these are a model's weights, and no artifact of kvq; an artifact is fitted to them"
+        )
+    metadata = strict_json.keys(metadata, {"kvq"}, "header: __metadata__")
     if not isinstance(metadata["kvq"], str):
         raise ArtifactError("header: __metadata__.kvq must be text")
     _check_entries(entries, size - 8 - length, names)
@@ -96,7 +105,7 @@ def _range(name: str, entry: Any) -> tuple[int, int]:
     if not _sizes(shape) or len(shape) > 4 or not _sizes(offsets) or len(offsets) != 2:
         raise ArtifactError(f"header: {name} has shape {shape!r:.80}, offsets {offsets!r:.80}; expected whole numbers")
     begin, end = offsets
-    needed = math.prod(shape) * DTYPES[dtype].itemsize
+    needed = math.prod(shape) * DTYPES[dtype][0]
     if end - begin != needed:
         raise ArtifactError(f"header: {name} is {dtype} {shape}, {needed} bytes, but its offsets hold {end - begin}")
     return begin, end

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvq_runtime.attention.padding import LeftPadding
 from kvq_runtime.attention.path import Attended, Path
 from kvq_runtime.codec.codec import Codec
+from kvq_runtime.errors import extra
 from kvq_runtime.geometry import ROLES, SLAB, Geometry
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe, Role, Scheme
@@ -41,7 +42,7 @@ def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
 def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     key, value = recipe.at(layer)
     if not dispatch.available():
-        return "triton is not installed (pip install 'kvq-runtime[triton]')"
+        return f"triton is not installed: {extra('triton')}"
     for policy in recipe.policies:
         if policy.unpacked is not None:
             return policy.unpacked

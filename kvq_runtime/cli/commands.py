@@ -6,8 +6,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.artifact import artifact, describe
-from kvq_runtime.artifact.diff import diff as differences
 from kvq_runtime.cli import sign
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import percent, print_record, print_table
@@ -15,9 +13,7 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import lock, reference, search, verdict
 from kvq_runtime.registry.events import State
-from kvq_runtime.registry.hub import upkeep as hub_upkeep
 from kvq_runtime.registry.hub.registry import HubRegistry
-from kvq_runtime.registry.local import upkeep as local_upkeep
 from kvq_runtime.registry.local.registry import LocalRegistry
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import Reference
@@ -70,6 +66,8 @@ def _list_row(registry: Registry, state: State) -> dict[str, Any]:
 
 def show(args: Namespace) -> int:
     """Print everything about one version, with its evaluations."""
+    from kvq_runtime.artifact import artifact, describe
+
     resolved = resolve(args.reference, args.registry, args.lock)
     loaded = artifact.load(resolved.path, resolved.sha256, resolved.size)
     record: dict[str, Any] = _record(resolved)
@@ -106,6 +104,8 @@ def pull(args: Namespace) -> int:
 
     Files that neither lock nor signature cover stay away, and none is replaced that is of no version of this name.
     """
+    from kvq_runtime.artifact import artifact
+
     policy = sign.policy(args)
     locked = lock.read_lock(args.locked) if args.locked else None
     resolved = resolve_name(args.reference, args.registry, args.locked)
@@ -159,6 +159,8 @@ def _record(resolved: Resolved) -> dict[str, Any]:
 
 def verify(args: Namespace) -> int:
     """Load an artifact with every check, and print a row a check."""
+    from kvq_runtime.artifact import artifact
+
     resolved = resolve(args.reference, args.registry, args.lock)
     artifact.load(resolved.path, resolved.sha256, resolved.size)
     has_digest = bool(args.lock or resolved.registry)
@@ -251,21 +253,44 @@ def history(args: Namespace) -> int:
 
 def diff(args: Namespace) -> int:
     """Print what differs between two artifacts."""
+    from kvq_runtime.artifact.diff import diff as differences
+    from kvq_runtime.registry import compared
+
     a, b = (load_artifact(reference, args.registry) for reference in (args.a, args.b))
-    rows = differences(a, b)
+    found = differences(a, b)
+    left_out = compared.unlike(a, b) if any(row["part"] == "fit" for row in found) else None
+    found = [row for row in found if left_out is None or row["part"] != "fit"]
+    rows = [*compared.rows(a, b, _evaluations(args.a, args), _evaluations(args.b, args)), *found] if found else []
     if args.json:
         print_table(rows, json=True)
     elif not rows:
         print(f"{args.a} and {args.b} are equal")
     else:
         names = {"a": args.a, "b": args.b, "change": "relative change"}
+        shown = [row for row in rows if args.layers or row["part"] not in ("fit", "tensor")]
+        if len(shown) < len(rows):
+            print(f"{len(rows) - len(shown)} rows of the fit and of tensors are left out: --layers\n")
+        if left_out:
+            print(f"Errors of the fits are not compared: {left_out}\n")
+        rows = shown
         print_table([{names.get(name, name): value for name, value in row.items()} for row in rows], json=False)
         print("\nrelative change: (b - a) / |a| of numbers, |b - a| / |a| of tensors, of codes the share that differs")
     return 0
 
 
+def _evaluations(reference: str, args: Namespace) -> list[dict[str, Any]]:
+    """What a registry has of the measurements of a version; of a file there are none."""
+    resolved = resolve(reference, args.registry)
+    if not resolved.registry:
+        return []
+    return open_registry(resolved.registry).evaluations(resolved.sha256, resolved.name)
+
+
 def gc(args: Namespace) -> int:
     """Remove temporary files, and blobs or files that no event names."""
+    from kvq_runtime.registry.hub import upkeep as hub_upkeep
+    from kvq_runtime.registry.local import upkeep as local_upkeep
+
     registry = open_registry(args.where or args.registry)
     if isinstance(registry, HubRegistry):
         removed = hub_upkeep.collect(registry, args.grace, args.dry_run)
@@ -278,6 +303,9 @@ def gc(args: Namespace) -> int:
 
 def doctor(args: Namespace) -> int:
     """Print everything that is wrong with the registry; 1 if any of it is a fault."""
+    from kvq_runtime.registry.hub import upkeep as hub_upkeep
+    from kvq_runtime.registry.local import upkeep as local_upkeep
+
     registry = open_registry(args.where or args.registry)
     if isinstance(registry, HubRegistry):
         findings = hub_upkeep.examine(registry)

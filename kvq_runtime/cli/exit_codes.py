@@ -74,7 +74,7 @@ def run(program: str, command: Callable[[], int], extras: str = "[calib]", inter
         if isinstance(error, ModuleNotFoundError):
             if (error.name or "kvq").startswith("kvq"):
                 raise
-            text = f"{error.name} is not installed: pip install 'kvq-runtime{extras}'"
+            text = f"{error.name} is not installed; in a checkout of kvq: pip install -e '.{extras}'"
         if isinstance(error, KeyboardInterrupt):
             text = text or interrupted
         if text is not None and not isinstance(error, SystemExit):

@@ -5,18 +5,20 @@ torch.
 """
 
 import argparse
+import difflib
 import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable
-from importlib import metadata
+from importlib import import_module, metadata
 
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes, where
 from kvq_runtime.cli.exit_codes import EXIT_CODES
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
+from kvq_runtime.errors import extra
 from kvq_runtime.registry import search
 from kvq_runtime.registry.reference import PRODUCTION
 from kvq_runtime.registry.upkeep import GRACE
@@ -58,9 +60,55 @@ environment
 """
 
 
+SHORT = """\
+usage: kvq COMMAND ...
+
+    kvq recipes                       which recipe to take
+    kvq calibrate --model M           fit one to a model, measure it, publish it
+    kvq list, kvq show NAME           what is published
+    kvq promote NAME@1.0.0            make a version the one that its name means
+    kvq report NAME --open            a page of all that is known of it
+    kvq eval, kvq compare             measure one recipe, or many
+
+kvq --help has all commands; kvq COMMAND --help what one takes."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    return exit_codes.run("kvq", lambda: _run(parser().parse_args(argv)), interrupted="interrupted")
+    given = sys.argv[1:] if argv is None else argv
+    if not given:
+        return _short()
+    if given[0] == "calibrate":
+        return _calibrate(given[1:])
+    return exit_codes.run("kvq", lambda: _run(_parsed(given)), interrupted="interrupted")
+
+
+def _short() -> int:
+    """What `kvq` alone prints: where one begins."""
+    print(SHORT, file=sys.stderr)
+    return 2
+
+
+def _calibrate(given: list[str]) -> int:
+    """`kvq calibrate` is `kvq-calibrate`."""
+    try:
+        calibrate = import_module("kvq_calib.cli.calibrate")
+    except ModuleNotFoundError:
+        exit_codes.say("kvq", f"calibrate: {extra('calib')}")
+        return 1
+    return calibrate.main(given)
+
+
+def _parsed(given: list[str]) -> argparse.Namespace:
+    """The arguments; a command that is not there is answered with the nearest one that is."""
+    top = parser()
+    (commands,) = (action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    names = [*commands, "calibrate"]
+    if not given[0].startswith("-") and given[0] not in names:
+        near = difflib.get_close_matches(given[0], names, n=1, cutoff=0.5)
+        hint = f"did you mean kvq {near[0]}? " if near else ""
+        raise ValueError(f"there is no command {given[0]!r:.80}; {hint}kvq --help lists all")
+    return top.parse_args(given)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -75,7 +123,7 @@ def _run(args: argparse.Namespace) -> int:
         if "run" in args:
             return args.run(args)
         where.check_named(args)
-        return _commands()[args.command](args)
+        return _function(args.command)(args)
 
 
 def _first_retry() -> Callable[[logging.LogRecord], bool]:
@@ -95,31 +143,25 @@ def _first_retry() -> Callable[[logging.LogRecord], bool]:
 _RETRIES = _first_retry()
 
 
-def _commands() -> dict[str, Callable[[argparse.Namespace], int]]:
-    """{command: its function}, of the commands that `parser` itself adds."""
-    from kvq_runtime.cli import commands, exchange, prefix, recipes, sign, size, transfer
+_COMMANDS = {  # {command: (its module in this package, its function)}, of those that `parser` itself adds
+    "list": ("commands", "list_names"),
+    "search": ("commands", "search_names"),
+    **{name: ("commands", name) for name in ("show", "pull", "verify", "promote", "rollback", "yank", "history")},
+    **{name: ("commands", name) for name in ("diff", "gc", "doctor")},
+    "sign": ("sign", "sign"),
+    "push": ("transfer", "push"),
+    "copy": ("transfer", "copy"),
+    "export": ("exchange", "export"),
+    "prefix": ("prefix", "prefix"),
+    "recipes": ("recipes", "recipes"),
+    "bytes": ("size", "held"),
+}
 
-    return {
-        "list": commands.list_names,
-        "search": commands.search_names,
-        "show": commands.show,
-        "pull": commands.pull,
-        "verify": commands.verify,
-        "sign": sign.sign,
-        "push": transfer.push,
-        "copy": transfer.copy,
-        "export": exchange.export,
-        "promote": commands.promote,
-        "rollback": commands.rollback,
-        "yank": commands.yank,
-        "history": commands.history,
-        "diff": commands.diff,
-        "gc": commands.gc,
-        "doctor": commands.doctor,
-        "prefix": prefix.prefix,
-        "recipes": recipes.recipes,
-        "bytes": size.held,
-    }
+
+def _function(command: str) -> Callable[[argparse.Namespace], int]:
+    """What runs a command; only its own module is imported."""
+    module, name = _COMMANDS[command]
+    return getattr(import_module(f"kvq_runtime.cli.{module}"), name)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -203,6 +245,7 @@ def parser() -> argparse.ArgumentParser:
     command = add("diff", "what differs between two artifacts", "kvq diff NAME@1.1.0 NAME@1.2.0")
     command.add_argument("a", metavar="A", help="a reference or a .safetensors file")
     command.add_argument("b", metavar="B", help="a reference or a .safetensors file")
+    command.add_argument("--layers", action="store_true", help="also errors of the fit by layer, and every tensor")
     text = "remove temporary files, and blobs or files that no event names"
     command = add("gc", text, "kvq gc --grace 7d --dry-run")
     _where(command)

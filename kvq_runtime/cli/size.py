@@ -14,6 +14,7 @@ from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import MODELS, VOCABULARIES, Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.recipes import higgs
+from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.break_even import smaller_from
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
@@ -27,7 +28,7 @@ row from which all bytes are fewer than those of 16 bit, and of the plain HIGGS 
 
 def held(args: Namespace) -> int:
     """Print what each recipe holds on each model: bits per element and GiB of all bytes, beside 16 bit."""
-    recipes = recipe_text.distinct(recipe_text.read(text) for text in recipe_text.with_settings(args.recipes, args.set))
+    recipes = recipe_text.distinct(map(_recipe, recipe_text.with_settings(args.recipes, args.set)))
     models = {one[0]: one for text in args.model or ["qwen2.5-7b"] for one in _models(text, args.vocabulary)}
     counts = args.tokens or [8192, 32768, 131072]
     rows: list[dict[str, Any]] = []
@@ -37,6 +38,17 @@ def held(args: Namespace) -> int:
     if not args.json:
         print(COMPUTED.format("1 row" if args.batch == 1 else f"{args.batch} rows"))
     return 0
+
+
+def _recipe(text: str) -> Recipe:
+    """The recipe of a name or of a file; else that of the artifact that the text refers to."""
+    try:
+        return recipe_text.read(text)
+    except NotFound as error:
+        try:
+            return load_artifact(text).recipe
+        except (ArtifactError, ValueError):
+            raise error from None
 
 
 def _of(recipe: Recipe, model: str, tokens: int | None) -> Recipe:

@@ -62,7 +62,8 @@ def keys(value: Any, names: set[str], label: str) -> dict[str, Any]:
         raise ArtifactError(f"{label}: expected an object, got {value!r:.80}")
     if set(value) != names:
         unknown, missing = sorted(set(value) - names), sorted(names - set(value))
-        raise ArtifactError(f"{label}: unknown keys {unknown!r:.200}, missing keys {missing}")
+        said = [f"unknown keys {unknown!r:.200}"] * bool(unknown) + [f"missing keys {missing}"] * bool(missing)
+        raise ArtifactError(f"{label}: {', '.join(said)}")
     return value
 
 

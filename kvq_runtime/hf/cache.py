@@ -1,5 +1,6 @@
 """Serve the compressed cache of a whole model to transformers, and have the model tell it what it needs."""
 
+import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,10 @@ from kvq_runtime.hf.model import attention_modules, check_model, check_rope, fin
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.memory import MemoryReport, human
+
+DECODING = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+_told: set[str] = set()  # recipes of which the log has said that other attention than ours is slow
+_log = logging.getLogger(__name__)
 
 
 class KVQCache(Cache):
@@ -57,8 +62,9 @@ class KVQCache(Cache):
         other = [index for index, layer in enumerate(stock) if type(layer) is not DynamicLayer]
         if len(other) == len(stock):
             raise ValueError("no layer of this model attends to all tokens: there is nothing that kvq would compress")
-        tokens = getattr(config, "max_position_embeddings", None) or 1 << 17
-        self.blocks = BlockCache(recipe, geometry, tensors, [n for n in range(len(stock)) if n not in other], tokens)
+        made_for = getattr(config, "max_position_embeddings", None)
+        held = [n for n in range(len(stock)) if n not in other]
+        self.blocks = BlockCache(recipe, geometry, tensors, held, made_for or 1 << 17, model.dtype, made_for)
         if other and recipe.cross_layer:
             raise ValueError(
                 f"{recipe.name} predicts each layer from the one below, but layers {other} do not attend to all "
@@ -221,6 +227,13 @@ class KVQCache(Cache):
                 'hand out: all tokens are read; call model.set_attn_implementation("kvq")',
                 stacklevel=2,
             )
+        name = self.blocks.recipe.name
+        if attention in DECODING and name not in _told and any(one.encoded for one in self.blocks.layers.values()):
+            _told.add(name)
+            _log.warning(
+                "%s under %s attention: every step decodes the whole history; steps are faster after "
+                'model.set_attn_implementation("kvq")', name, attention,
+            )  # fmt: skip
         self._pass.announced = attention == "kvq"
         mask, self._mask, real = self._mask, None, None
         if mask is not None and mask.ndim == 2 and positions_BT is not None:

@@ -8,15 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from kvq_runtime.artifact import artifact
-from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import evaluations, events, reference, verdict, versions
+from kvq_runtime.registry import evaluations, events, reference, verdict
 from kvq_runtime.registry.events import Change, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import PRODUCTION
+
+if TYPE_CHECKING:  # kvq list and promote should not wait for torch
+    from kvq_runtime.artifact.artifact import Artifact
 
 Kind = Literal["evaluations", "signatures"]
 
@@ -91,7 +92,7 @@ class Registry(ABC):
 
     @abstractmethod
     def about(self, name: str, version: Version) -> dict[str, Any]:
-        """Recipe, model and corpus of a version, as `describe.summary`, without fetching the whole file."""
+        """Recipe, model and corpus of a version, as `stated.summary`, without fetching the whole file."""
 
     @abstractmethod
     def add_record(self, kind: Kind, sha256: str, data: bytes, name: str) -> str:
@@ -141,8 +142,11 @@ class Registry(ABC):
         names = self.names()
         return f"there are {', '.join(names[:8])}" if names else "it is empty; kvq-calibrate publishes artifacts"
 
-    def next_version(self, state: State, new: Artifact) -> str:
+    def next_version(self, state: State, new: "Artifact") -> str:
         """The number of the next version of a name; fetches the highest version to compare it with `new`."""
+        from kvq_runtime.artifact import artifact
+        from kvq_runtime.registry import versions
+
         highest = versions.highest(state)
         if highest is None:
             return versions.FIRST
@@ -165,8 +169,9 @@ class Registry(ABC):
         lossy.
         """
         reference.check_version(version)
-        state = self.existing(name)
-        before = state.at(reference.check_alias(alias)) if expect is None else expect
+        reference.check_alias(alias)
+        state = self.existing(name) if expect is None else self.current_state(name)
+        before = state.at(alias) if expect is None else expect
         if not force and version in state.versions:
             verdict.require(self, name, state.versions[version])
         before = None if before == "none" else before
@@ -206,8 +211,10 @@ class Registry(ABC):
 
 def prepare_publish(
     registry: Registry, data: bytes, version: str | None, attachments: Mapping[str, bytes]
-) -> tuple[Artifact, Callable[[State], Publish | None]]:
+) -> "tuple[Artifact, Callable[[State], Publish | None]]":
     """Check what is to be published; returns the artifact, and the `decide` that publishes it."""
+    from kvq_runtime.artifact import artifact
+
     if version is not None:
         reference.check_version(version)
     entries = {

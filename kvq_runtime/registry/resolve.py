@@ -17,13 +17,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvq_runtime.artifact import loaded
-from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.recipe import presets
 from kvq_runtime.registry import signing
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.hub.client import Access, using
@@ -42,6 +39,9 @@ from kvq_runtime.registry.reference import (
     registry_url,
 )
 from kvq_runtime.registry.registry import Registry
+
+if TYPE_CHECKING:  # kvq list and promote should not wait for torch
+    from kvq_runtime.artifact.artifact import Artifact
 
 _log = logging.getLogger(__name__)
 
@@ -200,6 +200,8 @@ def _find(registry: Registry, reference: Reference) -> Resolved:
 
 def _if_recipe(name: str) -> str:
     """What to add to the message about a missing name that is a recipe's."""
+    from kvq_runtime.recipe import presets
+
     recipe = presets().get(name)
     if recipe is None:
         return ""
@@ -239,7 +241,7 @@ def load_artifact(
     cache_dir: str | Path | None = None,
     token: str | bool | None = None,
     local_files_only: bool = False,
-) -> Artifact:
+) -> "Artifact":
     """Find the artifact that a reference means, and load it with every check.
 
     reference          "name", "name@1.2.0", "name@production", "name@sha256:<hex>", each also as "org/name" or
@@ -258,6 +260,8 @@ def load_artifact(
     Raises ValueError for text that is no reference, NotFound, ArtifactError if a check fails (its message begins with
     the file and the check), PermissionError or RuntimeError if a Hub refuses or does not answer.
     """
+    from kvq_runtime.artifact import loaded
+
     with using(Access(token, cache_dir, local_files_only)):
         resolved = resolve(reference, registry, lock, revision)
     found, known = loaded.load(resolved.path, resolved.sha256, resolved.size)

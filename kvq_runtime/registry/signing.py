@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvq_runtime.disk import strict_json
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.errors import ArtifactError, extra
 from kvq_runtime.registry import reference
 
 _FIELDS = {"name", "version", "sha256", "bundle"}
@@ -119,5 +119,5 @@ def _library() -> tuple[Any, Any]:
     try:
         from model_signing import signing, verifying
     except ModuleNotFoundError as error:
-        raise RuntimeError(f"signatures need {error.name}: pip install 'kvq-runtime[sign]'") from None
+        raise RuntimeError(f"signatures need {error.name}; {extra('sign')}") from None
     return signing, verifying

@@ -13,17 +13,18 @@ from kvq_runtime.store.layer import LayerStore
 class BreakEven:
     """Tokens a row from which on a cache always holds fewer bytes than one of 16 bit.
 
-    held   the layers that the cache holds
+    held    the layers that the cache holds
+    dtype   of the model's keys and values, while the cache is empty
     """
 
-    def __init__(self, recipe: Recipe, geometry: Geometry, held: tuple[int, ...]):
-        self.recipe, self.geometry, self.held = recipe, geometry, held
+    def __init__(self, recipe: Recipe, geometry: Geometry, held: tuple[int, ...], dtype: torch.dtype = torch.bfloat16):
+        self.recipe, self.geometry, self.held, self.dtype = recipe, geometry, held, dtype
         self._known: dict[tuple[int, torch.dtype], int | None] = {}  # by rows and dtype
 
     def of(self, stores: Iterable[LayerStore]) -> int | None:
-        """For as many rows, and of the dtype, that the layers have; of an empty cache 1 and bfloat16. None: never."""
+        """For as many rows, and of the dtype, that the layers have; of an empty cache 1 and its own. None: never."""
         store = next(iter(stores), None)
-        case = (1, torch.bfloat16) if store is None else (max(1, store.rows), store.buffer_2BTC.dtype)
+        case = (1, self.dtype) if store is None else (max(1, store.rows), store.buffer_2BTC.dtype)
         if case not in self._known:
             rows, dtype = case
             self._known[case] = Sizes(self.recipe, self.geometry, dtype, self.held).smaller_from(rows)

@@ -39,6 +39,7 @@ class MemoryReport:
                               were to be, but found no slot left in their block
     smaller_than_16bit_from   tokens a row, of as many rows, from which on all bytes are fewer than `exact_bytes`,
                               computed from shapes; None if never
+    dtype, positions          of exact tokens; and how many tokens the model was made for, None: not known
     smaller_than_higgs_from   tokens (batch 1) from which all bytes are fewer than those of the plain HIGGS recipe of
                               the next width at or above the recipe's asymptotic bits; None if never
     """
@@ -61,6 +62,8 @@ class MemoryReport:
     clipped: int = 0
     kept: int = 0
     bits_per_kept: float = 0.0
+    dtype: str = "bfloat16"
+    positions: int | None = None
 
     def as_dict(self) -> dict:
         """All fields as plain numbers, text and one dict, for JSON."""
@@ -71,7 +74,7 @@ class MemoryReport:
         if not self.tokens:
             start = self.smaller_than_16bit_from
             when = "never smaller than 16 bit" if start is None else f"smaller than 16 bit from {start:,} tokens on"
-            return f"{self.recipe}: empty, {shared}; {when}"
+            return f"{self.recipe}: empty, {shared}; {when}{self._warning()}"
         held = "" if self.kept == self.tokens else f", {self.kept:,} of them held,"
         kinds = ", ".join(f"{kind} {human(size)}" for kind, size in self.parts.items() if size)
         return (
@@ -80,8 +83,17 @@ class MemoryReport:
             f"  of these {human(self.sequence_bytes)} grow with tokens and rows ({kinds}) · {shared} · "
             f"scratch at most {human(self.scratch_peak)}\n"
             f"  bits per element: {self.asymptotic_bits:.3f} of one more token · {self.bits_per_element:.3f} without "
-            f"what is shared · {self.all_bits:.3f} with it"
+            f"what is shared · {self.all_bits:.3f} with it{self._warning()}"
         )
+
+    def _warning(self) -> str:
+        """What a reader should know of the length from which the cache is smaller: lines, or nothing."""
+        said, start = [], self.smaller_than_16bit_from
+        if self.dtype == "float32":
+            said.append("exact tokens are in float32, so that they count twice; a cache of bfloat16 is smaller sooner")
+        if start is not None and self.positions is not None and start > self.positions:
+            said.append(f"WARNING: smaller from {start:,} tokens on, and the model was made for {self.positions:,}")
+        return "".join(f"\n  {one}" for one in said)
 
     def _beside_16bit(self) -> str:
         """The size beside that of a 16-bit cache of the same tokens, in words."""
@@ -107,15 +119,19 @@ def report(
     scratch_peak: int,
     smaller_than_16bit_from: int | None,
     smaller_than_higgs_from: int | None,
+    kind: torch.dtype = torch.bfloat16,
+    made_for: int | None = None,
 ) -> MemoryReport:
     """Count a cache.
 
     tokens   of a row that it has seen
     others   bytes by kind of what it holds beside its layers and their positions
     shared   bytes that do not grow with tokens
+    kind     of exact tokens, while there are none
+    made_for the tokens that the model was made for
     The others are as in the report.
     """
-    batch, dtype = max((store.rows for store in stores), default=0), torch.bfloat16
+    batch, dtype = max((store.rows for store in stores), default=0), kind
     parts: dict[str, int] = {}
     for store in stores:
         dtype = store.buffer_2BTC.dtype
@@ -147,6 +163,8 @@ def report(
         clipped=wanted - escaped,
         kept=positions.length,
         bits_per_kept=8 * sequence / max(1, kept_elements),
+        dtype=str(dtype).removeprefix("torch."),
+        positions=made_for,
     )
 
 

@@ -45,7 +45,10 @@ def test_an_interrupt_is_130(text, capsys):
 def test_a_missing_extra_is_named(capsys):
     missing = ModuleNotFoundError("No module named 'ray'", name="ray")
     assert exit_codes.run("kvq-calibrate", failing(missing), extras="[scale]") == 1
-    assert capsys.readouterr().err == "kvq-calibrate: ray is not installed: pip install 'kvq-runtime[scale]'\n"
+    assert (
+        capsys.readouterr().err
+        == "kvq-calibrate: ray is not installed; in a checkout of kvq: pip install -e '.[scale]'\n"
+    )
 
 
 @pytest.mark.parametrize("defect", [KeyError("x"), ModuleNotFoundError("x", name="kvq_runtime.x"), AssertionError()])

@@ -157,7 +157,7 @@ def test_diff_shows_only_what_differs(store, as_json, kvq, tmp_path):
         "part": "recipe", "name": "key.quantize.bits", "a": 2, "b": 3, "change": 0.5,
     }  # fmt: skip
     assert rows["provenance", "environment"]["b"] == "cuda"
-    assert {part for part, _ in rows} == {"recipe", "provenance"}
+    assert {part for part, _ in rows} == {"evaluation", "size", "recipe", "provenance"}
     tensors = [row for row in as_json("diff", f"{NAME}@1.0.0", f"{NAME}@1.0.1") if row["part"] == "tensor"]
     a, b = (tiny.tiny(seed).tensors[tiny.WEIGHT].double() for seed in (0, 1))
     shown = kvq("diff", f"{NAME}@1.0.0", f"{NAME}@1.0.1")[1]
@@ -285,3 +285,13 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
     code, _, err = kvq("bytes", "aqua-2bit", "--model", "gpt-5")
     assert code == 3 and "--model gpt-5; use all, one of demo, recall, qwen2.5-0.5b" in err
     assert kvq("bytes", "aqua-2bit-quanto", "--model", "2x2x24")[0] == 2
+
+
+def test_bytes_takes_an_artifact_and_a_models_weights_are_said_to_be_none(store, as_json, kvq, tmp_path):
+    rows = as_json("bytes", NAME, "--model", "28x4x128")
+    assert [row["recipe"] for row in rows] == ["16 bit", "tiny"]
+    weights = tmp_path / "model.safetensors"
+    header = b'{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    code, _, err = kvq("verify", weights)
+    assert code == 1 and "a model's weights, and no artifact of kvq" in err

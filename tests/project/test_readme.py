@@ -35,9 +35,7 @@ def test_the_first_block_runs_without_an_artifact_and_its_figures_are_the_readme
     report = names["cache"].memory_report()
     assert str(report) in capsys.readouterr().out
     assert report.total_bytes < report.exact_bytes
-    said = re.search(
-        r"prints that ([\d,]+) tokens take (\S+) MiB, where 16 bit would take (\S+) MiB, (\S+) times", TEXT
-    )
+    said = re.search(r"that ([\d,]+) tokens take (\S+) MiB, where 16 bit would take (\S+) MiB, (\S+) times", TEXT)
     assert said is not None
     held, exact = report.total_bytes / 2**20, report.exact_bytes / 2**20
     assert said.groups() == (f"{report.tokens:,}", f"{held:.1f}", f"{exact:.1f}", f"{exact / held:.1f}")

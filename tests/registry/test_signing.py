@@ -174,7 +174,7 @@ except RuntimeError as error:
 """
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert "pip install 'kvq-runtime[sign]'" in done.stdout, done.stderr
+    assert "pip install -e '.[sign]'" in done.stdout, done.stderr
 
 
 def test_locks_without_a_policy_are_as_they_were(tmp_path):

@@ -19,6 +19,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.artifact.papers import papers
 from kvq_runtime.errors import ArtifactError
+from kvq_runtime.registry import verdict
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.held import Sizes
@@ -105,6 +106,8 @@ def _measured(records: Sequence[Record], made: Artifact | None) -> dict[str, Any
         "evaluation": losses.about(main) if main else None,
     }
     found["errors"] = list(main["result"].get("layers") or []) if main else []
+    judged = verdict.of_records(records, losses.source(made))
+    found["verdict"] = {"word": judged.word, "why": judged.why, "caution": made and verdict.thinness(made.provenance)}
     found |= {"gate": losses.gate(records), "drift": losses.weekly(records), "records": losses.brief(records)}
     return found | {"tasks": asked.tasks(records), "greedy": followed.greedy(records)}
 

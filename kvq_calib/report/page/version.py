@@ -8,7 +8,7 @@ from kvq_calib.report.page import origin, pictures
 from kvq_calib.report.page.changes import changes
 from kvq_calib.report.page.html import Html, anchor, document, section, tag
 from kvq_calib.report.page.summary import summary
-from kvq_calib.report.page.words import Known, reference
+from kvq_calib.report.page.words import Known, judged, reference
 
 
 def page(known: Known) -> str:
@@ -42,9 +42,28 @@ def _head(known: Known) -> list[Html]:
     about = [str(model.get("id") or "unknown model"), size and f"{size_of(size)} parameters", known["published"]]
     return [
         tag("h1", reference(known), " ", _spaced(badges)),
+        judged(known["verdict"]),
         tag("p", ", ".join(str(one) for one in about if one), class_="soft"),
         tag("p", (known["recipe"] or {}).get("summary")),
+        *_use(known),
     ]
+
+
+def _use(known: Known) -> list[Html]:
+    """What loads the version, to copy."""
+    if known["recipe"] is None:
+        return []
+    place = known["registry"]
+    where = f"{place}/" if place.startswith("hf://") else ""
+    elsewhere = f', registry="{place}"' if place.startswith("file:") else ""
+    load = f'KVQCache.from_pretrained("{where}{reference(known)}", model=model{elsewhere})'
+    lines = [
+        "from kvq_runtime import KVQCache",
+        'model.set_attn_implementation("kvq")',
+        f"cache = {load}",
+        "output = model.generate(**inputs, past_key_values=cache)",
+    ]
+    return [tag("pre", "\n".join(lines))]
 
 
 def _spaced(parts: Sequence[Html]) -> list[Any]:

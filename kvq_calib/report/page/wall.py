@@ -1,5 +1,6 @@
 """Write the page of a registry from what is known of it (`whole.py`): what a team puts on a wall."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from kvq_calib.report.page.html import Html, document, section, table, tag
 from kvq_calib.report.page.words import figure
 from kvq_runtime.cli.table import percent
 from kvq_runtime.registry.measured import FULL, SPOKEN
+from kvq_runtime.registry.verdict import COLOURS, LOSSY
 from kvq_runtime.store.memory import human
 
 Row = Mapping[str, Any]
@@ -21,7 +23,13 @@ def page(whole: Mapping[str, Any]) -> str:
     rows: Sequence[Row] = whole["versions"]
     title = f"Registry: {_count(len({row['name'] for row in rows}), 'name')}, {_count(len(rows), 'version')}"
     head = [tag("h1", title), tag("p", f"{whole['registry']}, as of {whole['made']}", class_="soft")]
-    body = [_tiles(whole), _look_at(whole), _picture(rows), section("All versions", _tools(), _table(rows))]
+    body = [
+        _verdict(whole),
+        _tiles(whole),
+        _look_at(whole),
+        _picture(rows),
+        section("All versions", _tools(), _table(rows)),
+    ]
     foot = tag("p", f"Made by kvq {whole['kvq']}. Nothing on this page is loaded from elsewhere.", class_="soft")
     return document(title, *head, *body, foot, script=True, broad=True)
 
@@ -39,6 +47,13 @@ def current(rows: Sequence[Row]) -> list[Row]:
     return list(chosen.values())
 
 
+def _verdict(whole: Mapping[str, Any]) -> Html:
+    """Of the versions in use, how many are usable, too lossy, not measured: what leads the page."""
+    counts = Counter(row["verdict"] for row in current(whole["versions"]))
+    parts = [tag("b", f"{counts[word]} {word}", class_=f"verdict {COLOURS[word]}") for word in COLOURS if counts[word]]
+    return tag("p", "Of each name the version in use: ", [piece for part in parts for piece in (part, " ")])
+
+
 def _tiles(whole: Mapping[str, Any]) -> Html:
     rows = whole["versions"]
     now = current(rows)
@@ -49,8 +64,8 @@ def _tiles(whole: Mapping[str, Any]) -> Html:
         "versions": len(rows),
         "in production": sum(row["production"] for row in rows),
         "production behind the newest": sum(row["production"] and not row["newest"] for row in rows),
-        "measured, of those that a name means": f"{measured} of {len(now)}",
-        "exceed their bounds": sum(bool(row["failed"]) for row in now),
+        "measured, of those in use": f"{measured} of {len(now)}",
+        "too lossy, or beyond bounds": sum(bool(row["failed"] or row["verdict"] == LOSSY) for row in now),
         "to look at": sum(bool(row["needs"]) for row in now) + len(whole["faults"]),
         "all files": human(sum(row["size"] for row in rows)),
     }
@@ -103,8 +118,8 @@ def _tools() -> Html:
 
 
 def _table(rows: Sequence[Row]) -> Html:
-    heads = ("name", "version", "", "recipe", "model", "bits", "KL, nats", "against 16 bit", "losses so far",
-             "drift", "days", "size", "to look at")  # fmt: skip
+    heads = ("name", "version", "verdict", "against 16 bit", "bits", "KL, nats", "", "recipe", "model",
+             "losses so far", "drift", "days", "size", "to look at")  # fmt: skip
     numbers = {"bits", "KL, nats", "against 16 bit", "drift", "days", "size"}
     head = tag("tr", (tag("th", name, scope="col", class_="n" if name in numbers else None) for name in heads))
     chosen = {id(row) for row in current(rows)}
@@ -117,19 +132,20 @@ def _row(row: Row, chosen: bool) -> Html:
     badges = [tag("span", one, class_=f"badge {'bad' if one == 'yanked' else 'good'}") for one in marks]
     needs = "; ".join(row["needs"])
     cells = [
-        tag("td", row["name"]),
+        tag("td", tag("a", row["name"], href=row["page"]) if row.get("page") else row["name"]),
         tag("td", row["version"]),
-        tag("td", [piece for badge in badges for piece in (badge, " ")]),
-        tag("td", row["recipe"]),
-        tag("td", row["model"]),
-        _number(row["bits"], ".3g"),
-        _loss(row),
+        tag("td", tag("span", row["verdict"], class_=COLOURS[row["verdict"]])),
         tag(
             "td",
             "" if row["relative"] is None else percent(row["relative"]),
             class_="n",
             data_value=_exact(row["relative"]),
         ),
+        _number(row["bits"], ".3g"),
+        _loss(row),
+        tag("td", [piece for badge in badges for piece in (badge, " ")]),
+        tag("td", row["recipe"]),
+        tag("td", row["model"]),
         tag("td", svg.spark(row["losses"], len(row["losses"]) - 1), data_value=_exact(row["kl"])),
         _number(row["drift"], ".2f"),
         _number(row["days"], "d"),

@@ -10,6 +10,7 @@ from typing import Any
 from kvq_calib.report.page import losses
 from kvq_runtime import __version__
 from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.registry import verdict
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.reference import PRODUCTION, order
 from kvq_runtime.registry.registry import Registry
@@ -45,7 +46,8 @@ def _versions(registry: Registry, state: State, now: datetime) -> Iterator[dict[
         }
         row |= {"production": version.version == production, "newest": newest is not None and version == newest}
         row |= {"aliases": [alias for alias in state.aliases if state.at(alias) == version.version]}
-        row |= _about(registry, state.name, version) | _loss(registry, state.name, version)
+        row |= _about(registry, state.name, version)
+        row |= _loss(registry, state.name, version, row["corpus"])
         row["losses"] = [one["kl"] for one in rows] + [row["kl"]]
         rows.append(row | {"needs": _needs(row)})
     yield from reversed(rows)
@@ -63,9 +65,10 @@ def _about(registry: Registry, name: str, version: Version) -> dict[str, Any]:
         return {"recipe": None, "model": None, "corpus": None, "damage": str(error)}
 
 
-def _loss(registry: Registry, name: str, version: Version) -> dict[str, Any]:
+def _loss(registry: Registry, name: str, version: Version, fitted: str | None) -> dict[str, Any]:
     """Bits, the loss that counts, the last verdict on bounds, and the loss of the last weekly check."""
-    found: dict[str, Any] = dict.fromkeys(("bits", "kl", "relative", "protocol", "parameters", "week", "drift"))
+    found: dict[str, Any] = dict.fromkeys(("bits", "kl", "relative", "protocol", "parameters", "week", "drift", "why"))
+    found["verdict"] = verdict.UNKNOWN
     try:
         records = sound(registry.evaluations(version.sha256, name))
     except UNREADABLE as error:
@@ -73,6 +76,8 @@ def _loss(registry: Registry, name: str, version: Version) -> dict[str, Any]:
     main = losses.main(records, None)
     verdicts = losses.gate(records)
     found["failed"] = verdicts[-1]["failed"] if verdicts else []
+    judged = verdict.of_records(records, fitted)
+    found |= {"verdict": judged.word, "why": judged.why}
     if main is None:
         return found
     row = losses.deciding(losses.rows(main))
@@ -92,6 +97,8 @@ def _needs(row: Mapping[str, Any]) -> list[str]:
         said.append(f"cannot be read: {row['damage']}")
     if row["failed"]:
         said.append("exceeds its bounds: " + "; ".join(row["failed"]))
+    elif row["verdict"] == verdict.LOSSY:
+        said.append(f"{row['verdict']}: {row['why']}")
     if row["drift"] is not None and row["drift"] > DRIFTED:
         said.append(f"drifted: {row['drift']:.2f} times the divergence at publication")
     if row["kl"] is None and row["damage"] is None and (row["newest"] or row["production"]):

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvq_calib.report.page.html import Html, tag
 from kvq_runtime.cli.table import percent
+from kvq_runtime.registry.verdict import COLOURS
 
 Known = Mapping[str, Any]
 
@@ -13,6 +14,13 @@ Known = Mapping[str, Any]
 def reference(known: Known) -> str:
     """What loads the version."""
     return f"{known['name']}@{known['version']}" if known["version"] else str(known["name"])
+
+
+def judged(found: Mapping[str, Any]) -> Html:
+    """A verdict, which leads a page: its word in its colour, what it is about, and a caution where there is one."""
+    word = tag("b", str(found["word"]), class_=f"verdict {COLOURS[found['word']]}")
+    caution = [" ", tag("span", f"Caution: {found['caution']}.", class_="warn")] if found.get("caution") else []
+    return tag("p", word, f" {found['why']}.", *caution)
 
 
 def missing(*commands: str) -> Html:

@@ -17,7 +17,7 @@ from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvq_runtime.artifact import describe
+from kvq_runtime.artifact import stated
 from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import reference
@@ -167,7 +167,7 @@ class HubRegistry(Registry):
         """Publish in one commit: artifact, attachments, card and kvq.json; then set the tag."""
         attachments = attachments or {}
         artifact, decide = prepare_publish(self, data, version, attachments)
-        about = describe.summary({"recipe": {"name": artifact.recipe.name}, "provenance": artifact.provenance})
+        about = stated.summary({"recipe": {"name": artifact.recipe.name}, "provenance": artifact.provenance})
         self._snapshots[name] = head = self._commit(name, decide, {ARTIFACT: data, **attachments}, about)
         published = head.state.with_digest(hash_of(data).hexdigest())
         assert published is not None, "the change that was committed is in the state"

@@ -17,7 +17,7 @@ from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvq_runtime.artifact import artifact, describe
+from kvq_runtime.artifact import stated
 from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import evaluations, events, reference
@@ -150,7 +150,7 @@ class LocalRegistry(Registry):
 
     def about(self, name: str, version: Version) -> dict[str, Any]:
         """Recipe, model and corpus of a version, from its file's header."""
-        return describe.summary(artifact.describe(self.blob(version.sha256)))
+        return stated.summary(stated.describe(self.blob(version.sha256)))
 
     def add_record(self, kind: Kind, sha256: str, data: bytes, name: str = "") -> str:
         """Store a record; returns its digest. `name` is not needed here."""

@@ -235,5 +235,5 @@ def test_a_module_that_is_missing_is_named(wrapped, monkeypatch):
         raise ModuleNotFoundError("Could not import module 'Cache'.") from error
 
     monkeypatch.setattr(commands, "import_module", lambda _: SimpleNamespace(evaluate=missing))
-    with pytest.raises(RuntimeError, match=r"this needs termcolor: pip install 'kvq-runtime\[calib\]'"):
-        commands._run("any", "evaluate", Namespace())
+    with pytest.raises(RuntimeError, match=r"kvq eval needs termcolor; the extra `calib` of kvq"):
+        commands._run("any", "evaluate", Namespace(command="eval"))

@@ -32,7 +32,7 @@ def test_it_publishes_what_it_measured_and_says_what_it_left_out(protocols, monk
     assert demo.main(["--json", str(tmp_path / "demo.json")]) == 0
     said = capsys.readouterr().out
     found = json.loads((tmp_path / "demo.json").read_text())
-    version = resolve.open_registry().state("demo-aqua-2bit").versions[0]
+    version = resolve.open_registry().state("demo-aqua-2bit").versions["1.0.0"]
     assert version.sha256[:12] in said and found["published"] == ["demo-aqua-2bit"]
     assert [row["recipe"] for row in found["rows"]] == ["16 bit", "aqua-2bit"]
     assert ("in use, KL" in found["rows"][1]) == ("in-use" in protocols)

@@ -263,7 +263,7 @@ def test_tasks_of_others_need_lm_eval_and_have_no_picture(files, kvq, monkeypatc
     words = ["eval", "exact", "--model", files.path, "--tasks", "gsm8k"]
     monkeypatch.setattr(commanded, "find_spec", lambda name: None)
     code, _, err = kvq(*words)
-    assert code == 1 and err.endswith("those of lm-eval need it: pip install 'kvq-runtime[lm-eval]'\n")
+    assert code == 1 and err.endswith("brings it: pip install -e '.[lm-eval]' in a checkout\n")
     monkeypatch.setattr(commanded, "find_spec", lambda name: name)
     code, _, err = kvq(*words, "--plot", "tasks.png")
     assert code == 2 and "--plot draws kvq's own tasks (needle, " in err

@@ -86,6 +86,38 @@ def test_a_page_says_what_is_known(store):
     assert found["sizes"][-1]["tokens"] == 131072 and found["sizes"][-1]["bytes"] < found["sizes"][-1]["of_16_bit"]
 
 
+def test_the_verdict_leads_every_page_in_a_word_and_a_colour(store, kvq, tmp_path, monkeypatch):
+    """And a lossy version is one to look at, though it has no bounds; the wall's rows link to pages of versions."""
+    many.published(store)
+    good = version.page(known.of_version(store, "tiny-2bit", "1.1.0"))
+    bad = json.loads(json.dumps(known.of_version(store, "tiny-2bit", "1.1.0")))
+    bad["verdict"] = {"word": "too lossy", "why": "perplexity +193.0%", "caution": "fitted on 1 sequence"}
+    page = version.page(bad)
+    assert page.index('class="verdict bad">too lossy') < page.index("<h2>")
+    assert page.index("Caution: fitted on 1 sequence") < page.index("<h2>")
+    assert good.index('class="verdict') < good.index("<h2>") and "from_pretrained(&quot;tiny-2bit@1.1.0" in good
+    assert good.index("from_pretrained") < good.index("<h2>")
+    store.publish("lossy", tiny.data(5))
+    sha256 = store.state("lossy").versions["1.0.0"].sha256
+    one = next(one for one in store.evaluations(next(iter(store.state("tiny-2bit").versions.values())).sha256)
+               if one["protocol"].get("name", "perplexity") == "perplexity")  # fmt: skip
+    figures = {"perplexity": 36.0, "reference_perplexity": 12.0, "relative": 1.93, "relative_se": 0.1, "kl": 1.08}
+    result = {**one["result"], "protocols": {"full": figures}}
+    result.pop("gate", None)
+    store.add_evaluation({**one, "artifact": sha256, "result": result}, "lossy")
+    found = whole.of_registry(store, NOW)
+    (row,) = [row for row in found["versions"] if row["name"] == "lossy"]
+    assert row["verdict"] == "too lossy" and row["needs"] == [f"too lossy: {row['why']}"]
+    page = wall.page(found)
+    assert "lossy@1.0.0" in page[page.index("To look at") : page.index("All versions")]
+    assert page.index('class="verdict bad">1 too lossy') < page.index("<h2>")
+    code, out, _ = kvq("report", "--registry", store.url, "--out", str(tmp_path / "pages"))
+    assert code == 0 and "index.html" in out
+    links = re.findall(r'href="([^"#]+)"', (tmp_path / "pages" / "index.html").read_text())
+    assert sorted(set(links)) == ["lossy-v1.0.0.html", "tiny-2bit-v1.0.0.html", "tiny-2bit-v1.1.0.html"]
+    assert all((tmp_path / "pages" / link).is_file() for link in links)
+
+
 def test_what_was_not_measured_names_its_command(store):
     store.publish("bare", tiny.data())
     read = harmless(version.page(known.of_version(store, "bare", "1.0.0")))

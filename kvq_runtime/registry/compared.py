@@ -1,0 +1,73 @@
+"""Say what counts of the difference between two artifacts: what they lose on the same windows, bits, bytes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.registry import measured, verdict
+from kvq_runtime.registry.measured import SPOKEN
+from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.memory import asymptotic_bits
+
+TOKENS = 4096
+Records = Sequence[Mapping[str, Any]]
+
+
+def rows(a: Artifact, b: Artifact, of_a: Records, of_b: Records) -> list[dict[str, Any]]:
+    """Rows as `diff` has them, first of all verdicts and losses, then sizes.
+
+    of_a, of_b   evaluation records; losses are compared on windows that both were measured on
+    """
+    found = [_row("evaluation", "verdict", verdict.of_records(of_a).word, verdict.of_records(of_b).word)]
+    pairs = _pairs(of_a, of_b)
+    if not pairs:
+        found.append(_row("evaluation", "same windows", None, None) | {"a": "none", "b": "none: kvq eval A B"})
+    for one, other in pairs[:1]:
+        for protocol in measured.PROTOCOLS:
+            left, right = (measured.figures(record, protocol) for record in (one, other))
+            if left is not None and right is not None:
+                for name in ("relative", "kl", "top1"):
+                    found.append(_row("evaluation", f"{SPOKEN[protocol]}: {name}", left.get(name), right.get(name)))
+    geometries = [made.fingerprint.geometry for made in (a, b)]
+    bits = [round(asymptotic_bits(made.recipe, shape), 4) for made, shape in zip((a, b), geometries, strict=True)]
+    sizes = [Sizes(made.recipe, shape) for made, shape in zip((a, b), geometries, strict=True)]
+    found.append(_row("size", "bits of one more token, per element", *bits))
+    found.append(_row("size", f"bytes of {TOKENS} tokens", *(one.at(TOKENS).total for one in sizes)))
+    found.append(_row("size", "smaller than 16 bit from", *(one.smaller_from() for one in sizes)))
+    return found
+
+
+def unlike(a: Artifact, b: Artifact) -> str | None:
+    """Why errors of two fits say nothing beside each other; None: they are of the same held-out sequences."""
+    held = [made.provenance.get("held_out") for made in (a, b)]
+    names = ("model", "corpus", "samples", "seq_len", "seed", "held_out")
+    if not all(held):
+        return f"one was measured on the sequences of its own fit (held out: {held[0] or 0} and {held[1] or 0})"
+    if any(a.provenance.get(name) != b.provenance.get(name) for name in names):
+        return "they are of other held-out sequences"
+    return None
+
+
+def _pairs(of_a: Records, of_b: Records) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Records of the same text by the same protocol, of the most tokens first."""
+    pairs = [
+        (one, other) for one in of_a for other in of_b if _windows(one) is not None and _windows(one) == _windows(other)
+    ]
+    return sorted(pairs, key=lambda pair: -pair[0]["protocol"]["windows"] * pair[0]["protocol"]["length"])
+
+
+def _windows(record: Mapping[str, Any]) -> Any:
+    """What two records have in common where their figures can be compared; None: this one has none."""
+    try:
+        if not measured.of_text(record) or measured.decisive(record) is None:
+            return None
+        given = record["protocol"]
+        digest = given["text"]["token_digest"]
+        return digest and (digest, given["windows"] * 1, given["length"] * 1, given.get("step"), given.get("recent"))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _row(part: str, name: str, a: Any, b: Any) -> dict[str, Any]:
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (a, b))
+    return {"part": part, "name": name, "a": a, "b": b, "change": (b - a) / abs(a) if numbers and a else None}
