@@ -58,7 +58,7 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def narrow(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The columns of `comparison` that decide, in 100 characters: bits, loss and divergence by protocol."""
-    kept = [name for protocol in _protocols(records) for name in _heads(protocol)[:2]]
+    kept = [name for protocol in _protocols(records) for name in _heads(protocol, by_layer=False)[:2]]
     return [{name: row.get(name) for name in ("recipe", "bits", *kept)} for row in comparison(records)]
 
 

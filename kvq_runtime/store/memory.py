@@ -136,8 +136,8 @@ def report(
     for store in stores:
         dtype = store.buffer_2BTC.dtype
     for held in (*(store.bytes() for store in stores), {"timeline": positions.bytes()}, *others):
-        for kind, size in held.items():
-            parts[kind] = parts.get(kind, 0) + size
+        for what, size in held.items():
+            parts[what] = parts.get(what, 0) + size
     escapes = [store.escapes() for store in stores]
     escaped, wanted = (sum(counts) for counts in zip(*escapes, strict=True)) if escapes else (0, 0)
     each = 2 * batch * geometry.width

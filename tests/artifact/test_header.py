@@ -118,7 +118,7 @@ RESEALED = {
         {"fingerprint": STAMP | {"geometry": {"layers": 0, "kv_heads": 2, "head_size": 8}}},
         "fingerprint: layers=0",
     ),
-    "no fingerprint": ({"fingerprint": {}}, "fingerprint: unknown keys"),
+    "no fingerprint": ({"fingerprint": {}}, "fingerprint: missing keys"),
 }
 
 
