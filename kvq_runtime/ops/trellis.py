@@ -47,6 +47,7 @@ DIGESTS: dict[tuple[int, int], str] = {
 BITS = (1, 2, 3, 4)
 
 _STEP, _PATHS = 1 << 17, 1 << 26  # numbers that one step of the search works on, and bytes that all steps of it keep
+_UNREACHED = 2.0**60  # the cost of states that no path has reached
 _FAINTEST = 2.0**-10  # of the loudest group's size: the least that a group is weighed with
 
 
@@ -72,7 +73,8 @@ def table(bits: int, memory: int) -> Tensor:
 def best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Tensor:
     """The states int64 [N, G · K] of the path from state 0 with the least Σ (rms · (x - table[state]))², all float32.
 
-    Every sum is made of single additions and products, in one order: a row's path does not depend on its company.
+    Every sum is made of single additions and products, in one order: a row's path does not depend on its company. Costs
+    are compared to 2^-18 of their size: of paths that are nearer to each other than that, one is taken.
     """
     count, states = x_NGK[0].numel() if len(x_NGK) else 0, len(table_S)
     if not count:
@@ -85,32 +87,25 @@ def best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Tens
 def _best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Tensor:
     """By dynamic programming: the cost of the best path that ends in each state, in units of its group's rms²."""
     (rows, groups, size), codes, states = x_NGK.shape, 2**bits, len(table_S)
-    x_GKN = x_NGK.permute(1, 2, 0).contiguous()
+    x_TN = x_NGK.flatten(1).mT.contiguous()
     share_NG = (rms_NG / rms_NG.amax(1, keepdim=True)).nan_to_num(1.0).clamp_min(_FAINTEST).square()
+    ratio_GN = (share_NG[:, :-1] / share_NG[:, 1:]).mT.contiguous()
     slope_S1, bias_S1 = -table_S[:, None], table_S.square()[:, None] / 2
+    oldest_J11 = torch.arange(codes, dtype=torch.int32, device=x_NGK.device)[:, None, None]
     oldest_TPN = torch.empty(groups * size, states // codes, rows, dtype=torch.uint8, device=x_NGK.device)
     cost_SN = x_NGK.new_empty(states, rows)
-    best_PN = x_NGK.new_full((states // codes, rows), math.inf)
+    cost_JPN, best_PN = cost_SN.view(codes, -1, rows), x_NGK.new_full((states // codes, rows), _UNREACHED)
     best_PN[0] = 0.0
-    for step, x_N in enumerate(x_GKN.flatten(0, 1)):
+    for step, x_N in enumerate(x_TN):
         if step and step % size == 0:
-            best_PN *= share_NG[:, step // size - 1] / share_NG[:, step // size]
-        torch.mul(slope_S1, x_N, out=cost_SN).add_(bias_S1)  # (x - c)² / 2 without x² / 2, which all paths share
+            best_PN *= ratio_GN[step // size - 1]
+        torch.addcmul(bias_S1, slope_S1, x_N, out=cost_SN)  # (x - c)² / 2 without x² / 2, which all paths share
         cost_SN.view(-1, codes, rows).add_(best_PN[:, None])
-        best_PN, oldest_TPN[step] = _cheapest(cost_SN.view(codes, -1, rows))
+        # The oldest code stands in a cost's last bits, of which it has more than enough: one minimum finds both.
+        cost_JPN.view(torch.int32).bitwise_and_(-codes).bitwise_or_(oldest_J11)
+        torch.minimum(*cost_JPN, out=best_PN) if codes == 2 else torch.amin(cost_JPN, 0, out=best_PN)
+        oldest_TPN[step] = best_PN.view(torch.int32) & (codes - 1)
     return _traced(cost_SN.argmin(0), oldest_TPN, bits)
-
-
-def _cheapest(cost_JPN: Tensor) -> tuple[Tensor, Tensor]:
-    """The least cost over the oldest code, and which code has it: [P, N], uint8 [P, N]."""
-    code = None
-    while (half := len(cost_JPN) // 2) > 0:
-        later = cost_JPN[half:] < cost_JPN[:half]
-        cost_JPN = torch.minimum(cost_JPN[:half], cost_JPN[half:])
-        bit = later.view(torch.uint8) * half
-        code = bit if code is None else bit.add_(torch.where(later, code[half:], code[:half]))
-    assert code is not None
-    return cost_JPN[0], code[0]
 
 
 def _traced(last_N: Tensor, oldest_TPN: Tensor, bits: int) -> Tensor:

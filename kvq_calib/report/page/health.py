@@ -60,7 +60,9 @@ def beside(registry: Registry, name: str, version: Version) -> list[dict[str, An
     return rows
 
 
-def evaluations(registry: Registry, name: str, version: Version) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
+def evaluations(
+    registry: Registry, name: str, version: Version
+) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
     """The sound evaluation records of a version, and a row that says whether all are; none where one is damaged."""
     try:
         found = registry.evaluations(version.sha256, name)
