@@ -40,7 +40,7 @@ METHODS = (
     "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output", "kvquant-3bit",
     "polar-3bit-fitted-plain", "aqua-svdq-2bit", "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
     "subkv-aqua-2bit", "aqua-h2o-2bit", "svdq-shadow-1.25bit-v4", "zipcache-2bit", "aqua-zipcache-2bit",
-    "aqua-metric-1bit", "aqua-metric-1bit-vocab", "aqua-metric-1bit-gptq", "aqua-metric-1bit-vocab-4bit",
+    "aqua-metric-1bit", "aqua-metric-1bit-vocab", "aqua-metric-1bit-gptq", "aqua-metric-1bit-vocab-4bit", "aqua-fisher-1bit",
     "oscar-2bit", "oscar-output-3bit", "wush-2bit", "wush-higgs-2bit",
 )  # fmt: skip
 UNFITTED = (
@@ -114,6 +114,10 @@ def collected(layer: int, tables: Pair, scheme: SchemeFit, data: Blocks, context
         sums = QuerySums(GEOMETRY, tables, fitted=1)
         sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
         return sums.value()[0]
+    if field == "metric" and "gradients" in scheme.scheme.needs:  # queries stand for them
+        before = collected(layer, tables, scheme, data, context, "queries").before
+        assert before is not None
+        return rotate.gradient_metric(before)
     if field == "metric" and scheme.codec.role == "key":
         asked = collected(layer, tables, scheme, data, context, "queries")
         return rotate.query_metric(asked.moment(scheme.scheme.rotate.queries))

@@ -17,7 +17,7 @@ NAME, ON, LENGTH = "smollm2-135m", "wikitext", 1024  # of the first table and pi
 POSITIONS, NEEDLES = "real-positions.png", "real-needles.png"
 DRAWN = (  # by position; those of them that were measured
     "rtn-4bit", "kivi-2bit", "kivi-4bit", "higgs-2bit", "higgs-4bit", "aqua-2bit", "aqua-klt-1bit", "aqua-metric-1bit",
-    "aqua-metric-2bit", "auto-1.1bit", "auto-2.1bit",
+    "aqua-metric-2bit", "aqua-fisher-1bit", "aqua-fisher-2bit",
 )  # fmt: skip
 OPEN, CLOSE = "<!-- real table -->", "<!-- end of real table -->"
 
