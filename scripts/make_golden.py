@@ -40,8 +40,8 @@ METHODS = (
     "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output", "kvquant-3bit",
     "polar-3bit-fitted-plain", "aqua-svdq-2bit", "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
     "subkv-aqua-2bit", "aqua-h2o-2bit", "svdq-shadow-1.25bit-v4", "zipcache-2bit", "aqua-zipcache-2bit",
-    "aqua-metric-1bit", "aqua-metric-1bit-vocab", "aqua-metric-1bit-gptq", "aqua-metric-1bit-vocab-4bit", "aqua-fisher-1bit",
-    "oscar-2bit", "oscar-output-3bit", "wush-2bit", "wush-higgs-2bit",
+    "aqua-metric-1bit", "aqua-metric-1bit-vocab", "aqua-metric-1bit-gptq", "aqua-metric-1bit-vocab-4bit",
+    "aqua-fisher-1bit", "oscar-2bit", "oscar-output-3bit", "wush-2bit", "wush-higgs-2bit",
 )  # fmt: skip
 UNFITTED = (
     "rtn-2bit", "kivi-2bit", "kivi-2bit-outliers", "gear-2bit", "gear-l-2bit", "quarot-2bit", "higgs-2bit",

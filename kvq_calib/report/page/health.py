@@ -1,5 +1,6 @@
 """Say whether a version is whole: the checks of `kvq verify`, its attachments, its signatures."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvq_runtime.artifact import artifact
