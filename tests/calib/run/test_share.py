@@ -11,8 +11,8 @@ import torch
 
 from kvq_calib.model import find as models
 from kvq_calib.run import calibrate as runs
+from kvq_calib.run import checkpoint, passes, share
 from kvq_calib.run import plan as plans
-from kvq_calib.run import share
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact import artifact
 from kvq_runtime.fit.statistics import Queries
@@ -114,6 +114,22 @@ def a_run(model: Path, folder: Path, *recipes: Recipe) -> Run:
     files = models.resolve(str(model))
     made = plans.make(files, recipes, str(model / "corpus.txt"), samples=6, seq_len=256, held_out=2)
     return Run(made, files, folder)
+
+
+def test_the_energy_of_the_stream_leaves_massive_activations_of_sinks_out(model, tmp_path):
+    """In a real model the first token's is tens of thousands of times that of others."""
+    run = a_run(model, tmp_path / "run", everywhere("shared-1bit", 1.0))
+    stream, energies = runs.start(run), []
+    for index in range(len(run.plan.chunks)):
+        path = checkpoint.folder_of(run.folder, -1) / passes.file("hidden", index)
+        hidden = checkpoint.load(path)["hidden"].clone()
+        if index < run.plan.fitted_chunks:
+            energies.append(hidden[:, 4:].double().square().sum(-1).flatten())
+        hidden[:, :4] *= 300
+        checkpoint.save({"hidden": hidden}, path)
+    (folder := tmp_path / "layer").mkdir()
+    collected = runs._capture(run, stream, 0, folder, {})
+    assert collected.energy == pytest.approx(float(torch.cat(energies).mean()), rel=1e-6)
 
 
 @pytest.mark.slow
