@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lmcache import torch_device_type
 from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters import L2AdapterInterface, create_l2_adapter
@@ -120,6 +121,9 @@ def build(given: dict[str, object]) -> SerdeProcessor:
     recipe = found.source.recipe
     bits = nearest.bits(recipe, found.geometry or settings.typical(found.head_size))
     logger.info("kvq: %s, %.4g bits per element", recipe.name, bits)
+    if torch_device_type == "cpu":
+        _say("no GPU here; vLLM on a CPU has pages in an order that LMCache takes for another, so that a recipe by channel "
+             "or an artifact is wrong for it, and any other loses more than it states")  # fmt: skip
     chunks, adapter = Chunks(found), _made.__dict__.pop("last", lambda: None)
     return AsyncSerdeProcessor(KVQSerializer(chunks), KVQDeserializer(chunks, adapter), max_workers=found.workers)
 
