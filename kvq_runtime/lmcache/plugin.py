@@ -122,8 +122,10 @@ def build(given: dict[str, object]) -> SerdeProcessor:
     bits = nearest.bits(recipe, found.geometry or settings.typical(found.head_size))
     logger.info("kvq: %s, %.4g bits per element", recipe.name, bits)
     if torch_device_type == "cpu":
-        _say("no GPU here; vLLM on a CPU has pages in an order that LMCache takes for another, so that a recipe by channel "
-             "or an artifact is wrong for it, and any other loses more than it states")  # fmt: skip
+        _say(
+            "no GPU here; vLLM on a CPU has pages in an order that LMCache takes for another: a recipe by channel or an "
+            "artifact is wrong for it, and any other loses more than it states"
+        )
     chunks, adapter = Chunks(found), _made.__dict__.pop("last", lambda: None)
     return AsyncSerdeProcessor(KVQSerializer(chunks), KVQDeserializer(chunks, adapter), max_workers=found.workers)
 

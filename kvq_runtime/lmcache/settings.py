@@ -72,8 +72,8 @@ def _read(given: Mapping[str, Any]) -> Settings:
         config = _config(given["model"], given.get("revision"))
         if config.get("kv_lora_rank"):
             raise ValueError(
-                f"{given['model']} has latent attention (MLA): its chunks are latents, and kvq keeps keys and values of "
-                "heads; leave the serde out"
+                f"{given['model']} has latent attention (MLA): its chunks are latents, and kvq keeps keys and "
+                "values of heads; leave the serde out"
             )
         geometry = source.match(found, config, given["model"], given.get("revision"))
         head_size = geometry.head_size
@@ -121,8 +121,8 @@ class Chunks:
                 _, layers, tokens, width = layout.apart(shape, self.settings.head_size)
                 if self.settings.geometry is None and layout.fused(shape):
                     raise ValueError(
-                        f"a chunk of shape {list(shape)}: fused keys and values, or latents (MLA), which head_size does "
-                        'not tell apart; give the serde "model" in its place'
+                        f"a chunk of shape {list(shape)}: fused keys and values, or latents (MLA), which head_size "
+                        'does not tell apart; give the serde "model" in its place'
                     )
                 geometry, tensors = self._part(layers, width, rank, ranks)
                 self._made[asked] = ChunkCodec(self.settings.source.recipe, geometry, tensors, tokens, dtype)

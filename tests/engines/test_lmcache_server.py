@@ -42,7 +42,7 @@ def commands() -> tuple[list[str], list[str]]:
     (block,) = re.findall(
         r"(?m)^    lmcache server (?:.|\n)*?(?=\n\n)", (ROOT / "docs" / "serve-lmcache.md").read_text()
     )
-    words = shlex.split(block)
+    words = shlex.split(block.replace("\\\n", " "))
     at = words.index("vllm")
     return words[1:at], words[at:]
 
