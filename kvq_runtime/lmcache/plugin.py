@@ -123,8 +123,8 @@ def build(given: dict[str, object]) -> SerdeProcessor:
     logger.info("kvq: %s, %.4g bits per element", recipe.name, bits)
     if torch_device_type == "cpu":
         _say(
-            "no GPU here; vLLM on a CPU has pages in an order that LMCache takes for another: a recipe by channel or an "
-            "artifact is wrong for it, and any other loses more than it states"
+            "no GPU here; vLLM on a CPU has pages in an order that LMCache takes for another: a recipe by channel or "
+            "an artifact is wrong for it, and any other loses more than it states"
         )
     chunks, adapter = Chunks(found), _made.__dict__.pop("last", lambda: None)
     return AsyncSerdeProcessor(KVQSerializer(chunks), KVQDeserializer(chunks, adapter), max_workers=found.workers)

@@ -62,7 +62,7 @@ class Process:
         self.url, self.log = url, log
         with log.open("wb") as out:
             self.process = subprocess.Popen(
-                command, env=os.environ | QUIET | variables, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent,
+                command, env={**os.environ, **QUIET, **variables}, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent,
                 start_new_session=True,
             )  # fmt: skip
 
@@ -87,9 +87,9 @@ class Process:
                 self.process.wait(60)
 
 
-def server(python: Path | str, folder: Path, port: int, http: int, path: str) -> Process:
+def server(python: Path | str, folder: Path, port: int, path: str) -> Process:
     """LMCache's, by the page's command; ports, folder, size of memory and model are the test's."""
-    words, _ = commands()
+    words, (http,) = commands()[0], ports(1)
     for old, new in {"6601": str(port), "6602": str(http), "20": "1"}.items():
         words[words.index(old)] = new
     words[-1] = words[-1].replace("/cache", str(folder)).replace("Qwen/Qwen2.5-7B", str(MODEL))
@@ -100,7 +100,7 @@ def server(python: Path | str, folder: Path, port: int, http: int, path: str) ->
 
 def test_the_pages_command_starts_the_server(tmp_path: Path):
     """With the serde: each option is LMCache's, and the log has the recipe and its bits."""
-    with server(sys.executable, tmp_path, *ports(2), os.pathsep.join([str(ROOT), *sys.path])) as started:
+    with server(sys.executable, tmp_path, ports(1)[0], os.pathsep.join([str(ROOT), *sys.path])) as started:
         text = started.log.read_text()
     assert "kvq: lloyd-3bit, 3.25 bits per element" in text and "Supported transfer mode: auto" in text
 
@@ -111,7 +111,7 @@ def test_vllm_loads_what_lmcache_kept(tmp_path: Path):
     beside = tmp_path / "beside"
     beside.mkdir()
     for name in BESIDE:
-        (beside / name).symlink_to(Path(lmcache.__file__).parents[1] / name)
+        (beside / name).symlink_to(Path(str(lmcache.__file__)).parents[1] / name)
     path = os.pathsep.join([str(beside), str(ROOT)])
     port, asked = ports(2)
     words = commands()[1]
@@ -122,7 +122,7 @@ def test_vllm_loads_what_lmcache_kept(tmp_path: Path):
         "--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(asked),
     ]  # fmt: skip
     variables = {"PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    first = server(ENGINES, tmp_path, port, *ports(1), path)
+    first = server(ENGINES, tmp_path, port, path)
     with first, Process(vllm, f"http://127.0.0.1:{asked}/health", tmp_path / "vllm.log", variables):
         tokens = [7 + n * n % 1999 for n in range(700)]
         _ask(asked, tokens)
@@ -132,7 +132,7 @@ def test_vllm_loads_what_lmcache_kept(tmp_path: Path):
         sizes = {file.stat().st_size for file in tmp_path.glob("*.data")}
         assert sizes == {64 + 2 * 6 * 256 * 128 * 3.25 / 8}, first.log.read_text()[-4000:]
         first.__exit__()
-        with server(ENGINES, tmp_path, port, *ports(1), path) as second:
+        with server(ENGINES, tmp_path, port, path) as second:
             until = time.monotonic() + PATIENCE  # vLLM registers again
             while "2 L2" not in second.log.read_text() and time.monotonic() < until:
                 _ask(asked, tokens)
