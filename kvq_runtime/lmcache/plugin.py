@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lmcache import torch_device_type
 from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters import L2AdapterInterface, create_l2_adapter
@@ -34,12 +35,13 @@ from lmcache.v1.memory_management import MemoryObj
 
 from kvq_runtime.engines import nearest
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.lmcache import settings
+from kvq_runtime.lmcache import layout, settings
 from kvq_runtime.lmcache.chunk import ChunkCodec
 from kvq_runtime.lmcache.settings import Chunks
 
 NAME = "kvq"
 logger = init_logger("lmcache.kvq")
+_said: set[str] = set()
 _made = threading.local()  # `last`: the adapter whose serde LMCache makes next, in the same thread
 
 
@@ -64,8 +66,14 @@ class KVQSerializer(Serializer):
         self.chunks = chunks
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        source, room = _tensor(src), _tensor(dst)
-        return _codec(self.chunks, source, key).encode(source, key_bytes(key), room.view(-1))
+        size, room = self.chunks.settings.head_size, _tensor(dst).view(-1)
+        try:
+            source = _tensor(src)
+            codec = _codec(self.chunks, source, key)
+            return codec.encode(layout.keys_and_values(source, size), key_bytes(key), room)
+        except ValueError as error:
+            _say(f"{error}; such chunks are not kept")
+            raise
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
         """The bytes of a chunk; of one that is refused those it has, as `serialize` says why, where LMCache listens."""
@@ -74,7 +82,7 @@ class KVQSerializer(Serializer):
             if len(shapes) == 1:
                 return self.chunks.codec(tuple(shapes[0]), dtypes[0]).bytes
         except ValueError as error:
-            logger.warning("kvq: %s", error)
+            _say(f"{error}; such chunks are not kept")
         return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
@@ -88,14 +96,17 @@ class KVQDeserializer(Deserializer):
         self.chunks, self.adapter = chunks, adapter
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
-        data, out = _tensor(src), _tensor(dst)
+        data, out, size = _tensor(src), _tensor(dst), self.chunks.settings.head_size
+        codec = _codec(self.chunks, out, key)
+        x_2LTC = layout.room(out, size)
         try:
-            _codec(self.chunks, out, key).decode(data, key_bytes(key), out)
+            codec.decode(data, key_bytes(key), x_2LTC)
         except ArtifactError as error:
             adapter = self.adapter()
             if adapter is not None:
                 adapter.delete([key])
             raise ArtifactError(f"chunk {key.chunk_hash.hex()} of {key.model_name}: {error}") from None
+        layout.fill(out, x_2LTC, size)
 
 
 def key_bytes(key: ObjectKey) -> bytes:
@@ -110,6 +121,11 @@ def build(given: dict[str, object]) -> SerdeProcessor:
     recipe = found.source.recipe
     bits = nearest.bits(recipe, found.geometry or settings.typical(found.head_size))
     logger.info("kvq: %s, %.4g bits per element", recipe.name, bits)
+    if torch_device_type == "cpu":
+        _say(
+            "no GPU here; vLLM on a CPU has pages in an order that LMCache takes for another: a recipe by channel or "
+            "an artifact is wrong for it, and any other loses more than it states"
+        )
     chunks, adapter = Chunks(found), _made.__dict__.pop("last", lambda: None)
     return AsyncSerdeProcessor(KVQSerializer(chunks), KVQDeserializer(chunks, adapter), max_workers=found.workers)
 
@@ -118,6 +134,13 @@ def _codec(chunks: Chunks, tensor: torch.Tensor, key: ObjectKey) -> ChunkCodec:
     """The codec of this worker's chunks; a key's rank holds how many workers there are, and which this one is."""
     ranks, rank = key.kv_rank >> 24 & 0xFF, key.kv_rank >> 16 & 0xFF
     return chunks.codec(tuple(tensor.shape), tensor.dtype, rank, ranks or None)
+
+
+def _say(text: str) -> None:
+    """Warn once: LMCache repeats its own line, with a traceback, for each chunk that fails."""
+    if text not in _said:
+        _said.add(text)
+        logger.warning("kvq: %s", text)
 
 
 def _tensor(held: MemoryObj) -> torch.Tensor:

@@ -5,7 +5,7 @@
 cache      recipe, artifact or lock file: `kvq_runtime/engines/source.py`
 model      folder, or id on a Hub, of the served model; its files are on this machine, config.json at least
 revision   of a model on a Hub
-head_size  in place of `model`, of a recipe without artifact: elements of a head
+head_size  in place of `model`, of a recipe without artifact: elements of a head. vLLM's chunks need `model`
 workers    threads that code chunks, 1 by default
 """
 
@@ -23,7 +23,7 @@ from kvq_runtime.engines import heads, source
 from kvq_runtime.engines.source import Source
 from kvq_runtime.errors import NotFound
 from kvq_runtime.geometry import MODELS, Geometry
-from kvq_runtime.lmcache import served
+from kvq_runtime.lmcache import layout, served
 from kvq_runtime.lmcache.chunk import ChunkCodec
 
 NAMES = ("cache", "model", "revision", "head_size", "workers")
@@ -70,6 +70,11 @@ def _read(given: Mapping[str, Any]) -> Settings:
     geometry = None
     if "model" in given:
         config = _config(given["model"], given.get("revision"))
+        if config.get("kv_lora_rank"):
+            raise ValueError(
+                f"{given['model']} has latent attention (MLA): its chunks are latents, and kvq keeps keys and "
+                "values of heads; leave the serde out"
+            )
         geometry = source.match(found, config, given["model"], given.get("revision"))
         head_size = geometry.head_size
     elif found.artifact is not None:
@@ -106,40 +111,43 @@ class Chunks:
         self._made: dict[tuple, ChunkCodec] = {}
 
     def codec(self, shape: Sequence[int], dtype: torch.dtype, rank: int = 0, ranks: int | None = None) -> ChunkCodec:
-        """The codec of chunks [2, L, T, C] of this worker. Raises ValueError for chunks that the recipe cannot keep.
+        """The codec of chunks of this worker (`layout.py`). Raises ValueError for chunks that the recipe cannot keep.
 
         rank, ranks   the worker's number and how many there are; None: as many as the chunk's channels say
         """
         asked = (*shape, dtype, rank, ranks)
         with self._lock:
             if asked not in self._made:
-                geometry, tensors = self._part(tuple(shape), rank, ranks)
-                self._made[asked] = ChunkCodec(self.settings.source.recipe, geometry, tensors, shape[2], dtype)
+                _, layers, tokens, width = layout.apart(shape, self.settings.head_size)
+                if self.settings.geometry is None and layout.fused(shape):
+                    raise ValueError(
+                        f"a chunk of shape {list(shape)}: fused keys and values, or latents (MLA), which head_size "
+                        'does not tell apart; give the serde "model" in its place'
+                    )
+                geometry, tensors = self._part(layers, width, rank, ranks)
+                self._made[asked] = ChunkCodec(self.settings.source.recipe, geometry, tensors, tokens, dtype)
             return self._made[asked]
 
-    def _part(self, shape: tuple[int, ...], rank: int, ranks: int | None) -> tuple[Geometry, Mapping[str, Tensor]]:
-        """The geometry of a worker's chunk, and its heads' fit."""
+    def _part(self, layers: int, width: int, rank: int, ranks: int | None) -> tuple[Geometry, Mapping[str, Tensor]]:
+        """The geometry of a worker's chunk, and its heads' fit.
+
+        width   of its keys, C
+        """
         found, whole, size = self.settings.source, self.settings.geometry, self.settings.head_size
-        if len(shape) != 4 or shape[0] != 2:
-            raise ValueError(
-                f"a chunk of shape {list(shape)}; kvq keeps keys and values of attention, [2, layers, tokens, channels]"
-            )
-        _, layers, _, width = shape
-        if width % size or (whole is not None and (whole.width % width or layers > whole.layers)):
-            raise ValueError(f"a chunk of {layers} layers and {width} channels; the model has {whole or size}")
+        if whole is not None and (whole.width % width or layers > whole.layers):
+            raise ValueError(f"a chunk of {layers} layers and {width} channels; the model has {whole}")
         if whole is not None and layers < whole.layers and (found.artifact is not None or found.recipe.layers):
             raise ValueError(
                 f"a chunk of {layers} layers of a model with {whole.layers}, and LMCache does not say which; without "
                 "pipeline parallelism, or with a recipe that treats all layers alike, it can be kept"
             )
         own = Geometry(layers, width // size, size)
-        if found.artifact is None or own == whole:
+        if whole is None or layers < whole.layers:
             return own, found.tensors
-        assert whole is not None, "an artifact without its model's shape"
         share = heads.share_of(whole, rank, ranks or whole.width // width)
-        own_of_share, tensors = heads.narrowed(found.recipe, whole, found.tensors, share)
-        if own_of_share != own:
+        if heads.narrower(whole, share) != own:
             raise ValueError(
-                f"a chunk of {own.kv_heads} heads where {share.parts} workers have {own_of_share.kv_heads}"
+                f"a chunk of {own.kv_heads} heads where {share.parts} workers have "
+                f"{heads.narrower(whole, share).kv_heads} each"
             )
-        return own, tensors
+        return (own, {}) if found.artifact is None else heads.narrowed(found.recipe, whole, found.tensors, share)

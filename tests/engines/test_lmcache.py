@@ -11,6 +11,13 @@ import pytest
 pytest.importorskip("lmcache", reason="LMCache is in an environment of its own: make test-engines")
 
 import torch
+from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import get_layout_desc
+from lmcache.v1.multiprocess.transfer_context import (
+    compute_kv_layout,
+    gather_paged_kv_to_cpu,
+    scatter_cpu_to_paged_kv,
+)
+from lmcache.v1.platform.devices.cpu import cache_context
 
 from benchmarks.lmcache_tier import Tier, keys
 from kvq_runtime.codec import codec as codecs
@@ -31,6 +38,18 @@ folder = Path(sys.argv[1])
 with Tier(folder, json.loads(sys.argv[2])) as tier:
     tier.put(keys("a text", 3), torch.load(folder / "chunks.pt"))
 """  # in another process
+
+PAGE, PAGES = 128, 8
+# What an engine registers of each layer, its `kv_layout`, and the shape LMCache makes of a chunk where the engine moves
+# it. The first two are vLLM's, of a GPU and of a CPU.
+LAYOUTS = {
+    "fused, tokens first": ((PAGES, PAGE, 2, 128), "NHD", (6, 256, 256)),
+    "fused, heads first": ((PAGES, 2, PAGE, 128), "HND", (6, 256, 256)),
+    "apart, tokens first": ((2, PAGES, PAGE, 2, 64), "NHD", SHAPE),
+    "apart, heads first": ((2, PAGES, 2, PAGE, 64), "HND", SHAPE),
+    "apart in a page, tokens first": ((PAGES, 2, PAGE, 2, 64), "NHD", SHAPE),
+    "apart in a page, heads first": ((PAGES, 2, 2, PAGE, 64), "HND", SHAPE),
+}
 
 
 def serde(recipe: str) -> dict:
@@ -125,3 +144,67 @@ def test_chunks_of_another_model_are_not_stored(tmp_path: Path):
         assert all(torch.equal(one, other) for one, other in zip(tier.get(NAMES, odd[0]), odd, strict=True))
         tier.put(keys("another text", 3), chunks(1))
     assert len(files(tmp_path)) == 3
+
+
+def pages_of(pair_2BTHD: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
+    """Keys and values [2, pages, tokens, heads, size] as an engine has them, written by hand."""
+    pair = pair_2BTHD if layout == "NHD" else pair_2BTHD.transpose(2, 3)
+    if len(shape) == 4:
+        return torch.cat([pair[0], pair[1]], -1).contiguous()
+    return (pair if shape[0] == 2 else pair.transpose(0, 1)).contiguous()
+
+
+@pytest.mark.parametrize("driven", ["by the engine", "by LMCache's server"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_pages_of_every_layout_come_back(name: str, driven: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """LMCache makes chunks of an engine's pages, and pages of chunks; between them each number is the codec's."""
+    shape, layout, of_chunk = LAYOUTS[name]
+    hints, random = {"kv_layout": layout}, torch.Generator().manual_seed(0)
+    pairs = [torch.randn(2, PAGES, PAGE, 2, 64, generator=random).bfloat16() for _ in range(SIZE.layers)]
+    caches = {f"{n}": pages_of(pair, shape, layout) for n, pair in enumerate(pairs)}
+    assert all(tuple(cache.shape) == shape for cache in caches.values())
+    planes = compute_kv_layout(caches, hints)[-1]
+    blocks = [5, 0, 3, 6, 7, 1]  # two pages a chunk
+    made = gather_paged_kv_to_cpu(caches, blocks, 2, hints)
+    assert {tuple(chunk.shape) for chunk in made} == {of_chunk} and planes == (1 if len(shape) == 4 else 2)
+    if driven == "by LMCache's server":
+        monkeypatch.setattr("lmcache.v1.platform.devices.cuda.cache_context.unwrap_kv_cache_tensors", lambda x: x)
+        context = cache_context.CPUCacheContext(list(caches.values()), 256, hints)
+        (stated,) = get_layout_desc(context, 256, 0).shapes
+        assert tuple(stated) == (planes, *of_chunk[-3:])
+        made = [chunk.reshape(stated) for chunk in made]
+    with Tier(tmp_path, serde("kivi-2bit")) as tier:
+        tier.put(NAMES, made)
+    assert {file.stat().st_size for file in files(tmp_path)} == {HEADER + torch.Size(SHAPE).numel() * 3 / 8}
+    with Tier(tmp_path, serde("kivi-2bit")) as tier:
+        loaded = tier.get(NAMES, made[0])
+    assert len(loaded) == len(NAMES)
+    empty = {name: torch.zeros_like(cache) for name, cache in caches.items()}
+    scatter_cpu_to_paged_kv(empty, blocks, [chunk.reshape(of_chunk) for chunk in loaded], 2, 0, hints)
+    wanted = [torch.zeros_like(pair) for pair in pairs]
+    for n in range(len(NAMES)):
+        two = blocks[2 * n : 2 * n + 2]
+        apart = torch.stack([pair[:, two] for pair in pairs], 1).flatten(2, 3).flatten(3)
+        back = decoded("kivi-2bit", apart).unflatten(-1, (2, 64)).unflatten(2, (2, PAGE))
+        for layer in range(SIZE.layers):
+            wanted[layer][:, two] = back[:, layer]
+    for cache, pair in zip(empty.values(), wanted, strict=True):
+        assert torch.equal(cache, pages_of(pair, shape, layout))
+
+
+def test_latents_are_refused_and_the_log_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """LMCache makes chunks of a latent cache in the form of fused ones, and each would be another line of its log."""
+    caches = {f"{n}": torch.randn(PAGES, PAGE, 576).bfloat16() for n in range(SIZE.layers)}
+    made = gather_paged_kv_to_cpu(caches, [0, 1, 2, 3, 4, 5], 2)
+    assert {tuple(chunk.shape) for chunk in made} == {(6, 256, 576)}
+    for given in (serde("lloyd-3bit"), {"type": "kvq", "cache": "lloyd-3bit", "head_size": 32}):
+        with Tier(tmp_path, given) as tier:
+            for text in ("one", "another"):
+                tier.put(keys(text, 3), made, stored=False)
+                assert len(tier.get(keys(text, 3), made[0])) == 3  # from LMCache's memory
+        said = [record.message for record in caplog.records if record.name == "lmcache.kvq"]
+        lines = [line for line in said if "chunk" in line]
+        caplog.clear()
+        reason = "576 is no number of fused" if "model" in given else 'give the serde "model"'
+        assert len(lines) == 1 and reason in lines[0] and "such chunks are not kept" in lines[0], lines
+    assert files(tmp_path) == []

@@ -21,7 +21,7 @@ from kvq_runtime.engines.source import Source
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.lmcache import chunk as chunk_file
-from kvq_runtime.lmcache import served, settings
+from kvq_runtime.lmcache import layout, served, settings
 from kvq_runtime.lmcache.chunk import HEADER, ChunkCodec
 from kvq_runtime.lmcache.settings import Chunks, Settings
 from kvq_runtime.recipe import preset
@@ -212,18 +212,63 @@ def test_each_worker_keeps_its_own_heads():
         other.decode(_kept(one, chunk[..., : whole.width // 2].contiguous()), KEY, torch.empty_like(parts[0]))
 
 
+def test_fused_keys_and_values_are_the_same_bytes_as_those_apart():
+    """As vLLM has them, a head's key before its value: by an artifact, of one worker and of each of two."""
+    whole = Geometry(2, 4, 32)
+    fitted = _artifact("oscar-3bit", whole)
+    chunks = Chunks(Settings(Source("mine", fitted.recipe, fitted), whole, 32, 1))
+    apart = torch.randn(2, 2, TOKENS, whole.width)
+    for rank, ranks in [(0, 1), (0, 2), (1, 2)]:
+        part = apart.chunk(ranks, -1)[rank].contiguous()
+        heads = part.unflatten(-1, (-1, 32))
+        rows = torch.stack([torch.cat(list(heads[:, :, :, h]), -1) for h in range(heads.shape[3])], 2).flatten(2)
+        for chunk in (rows, rows[None]):
+            assert torch.equal(layout.keys_and_values(chunk, 32), part)
+            codec = chunks.codec(tuple(chunk.shape), torch.float32, rank, ranks)
+            data = _kept(codec, layout.keys_and_values(chunk, 32))
+            assert torch.equal(data, _kept(chunks.codec(tuple(part.shape), torch.float32, rank, ranks), part))
+            out = torch.full_like(chunk, 7.0)
+            room = layout.room(out, 32)
+            codec.decode(data, KEY, room)
+            assert bool((out == 7.0).all()), "written before all of it was read"
+            layout.fill(out, room, 32)
+            wanted = torch.empty_like(part)
+            codec.decode(data, KEY, wanted)
+            assert torch.equal(layout.keys_and_values(out, 32), wanted)
+
+
 def test_chunks_that_an_artifact_says_nothing_of_are_refused():
     whole = Geometry(4, 2, 32)
     fitted = _artifact("oscar-3bit", whole)
     chunks = Chunks(Settings(Source("mine", fitted.recipe, fitted), whole, 32, 1))
     for shape, message in [
-        ((2, 2, TOKENS, 64), "pipeline parallelism"), ((4, TOKENS, 64), "attention"),
-        ((2, 4, TOKENS, 96), "96 channels"), ((2, 8, TOKENS, 64), "8 layers"),
+        ((2, 2, TOKENS, 64), "pipeline parallelism"), ((2, TOKENS, 128), "pipeline parallelism"),
+        ((2, 4, TOKENS, 96), "96 channels"), ((2, 8, TOKENS, 64), "8 layers"), ((3, 4, TOKENS, 64), "attention"),
+        ((4, TOKENS * 64), "attention"), ((2, 1, 4, TOKENS, 64), "attention"), ((4, TOKENS, 96), "fused keys and"),
+        ((4, TOKENS, 576), "288 channels"), ((1, 4, TOKENS, 576), "288 channels"), ((2, 4, TOKENS, 48), "48 is no"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
             chunks.codec(shape, torch.bfloat16)
+    for shape in [(4, TOKENS, 64), (1, 4, TOKENS, 64), (2, 4, TOKENS, 32)]:  # half the heads
+        with pytest.raises(ValueError, match="a chunk of 1 heads where 1 workers have 2 each"):
+            chunks.codec(shape, torch.bfloat16, 0, 1)
+        assert chunks.codec(shape, torch.bfloat16, 1, 2).geometry == Geometry(4, 1, 32)
     alike = Chunks(Settings(Source("lloyd-3bit", preset("lloyd-3bit"), None), whole, 32, 1))
     assert alike.codec((2, 2, TOKENS, 64), torch.bfloat16).geometry == Geometry(2, 2, 32)
+    assert alike.codec((2, TOKENS, 128), torch.bfloat16, 1, 2).geometry == Geometry(2, 2, 32)
+
+
+def test_latents_are_not_taken_for_fused_heads(demo_model: Path, tmp_path: Path):
+    """By the model's configuration where it is named; where it is not, one row of a token may be either."""
+    config = json.loads((demo_model / "config.json").read_text()) | {"kv_lora_rank": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"latent attention \(MLA\).*leave the serde out"):
+        settings.read({"cache": "lloyd-3bit", "model": str(tmp_path)})
+    chunks = Chunks(settings.read({"cache": "lloyd-3bit", "head_size": 64}))
+    assert chunks.codec((2, 4, TOKENS, 128), torch.bfloat16).geometry == Geometry(4, 2, 64)
+    for shape in [(4, TOKENS, 512), (1, 4, TOKENS, 512)]:
+        with pytest.raises(ValueError, match='give the serde "model" in its place'):
+            chunks.codec(shape, torch.bfloat16)
 
 
 def test_settings_are_checked_before_anything_is_served(demo_model: Path, tmp_path: Path):

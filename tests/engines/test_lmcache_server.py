@@ -1,0 +1,149 @@
+"""LMCache's server, started by the command of docs/serve-lmcache.md; vLLM's connector to it. `make test-lmcache`.
+
+vLLM is in an environment of its own, which `make engines` makes: LMCache is put before it, with what it imports.
+"""
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lmcache", reason="LMCache is in an environment of its own: make test-lmcache")
+
+import lmcache
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "artifacts" / "demo-model"
+ENGINES = ROOT / "build" / "engines" / "bin" / "python"
+PATIENCE = 540  # seconds
+BESIDE = (
+    "lmcache",
+    "nvtx",
+    "aiofiles",
+    "blake3",
+    "opentelemetry",
+    "sortedcontainers",
+)  # vLLM's environment has the rest
+QUIET = {"LMCACHE_TRACK_USAGE": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def commands() -> tuple[list[str], list[str]]:
+    """The words of `lmcache server ...` and of `vllm serve ...` as the page has them."""
+    (block,) = re.findall(
+        r"(?m)^    lmcache server (?:.|\n)*?(?=\n\n)", (ROOT / "docs" / "serve-lmcache.md").read_text()
+    )
+    words = shlex.split(block.replace("\\\n", " "))
+    at = words.index("vllm")
+    return words[1:at], words[at:]
+
+
+def ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    found = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return found
+
+
+class Process:
+    """A server and its log; it is ready when it answers at `url`."""
+
+    def __init__(self, command: list[str], url: str, log: Path, variables: Mapping[str, str]):
+        self.url, self.log = url, log
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command, env={**os.environ, **QUIET, **variables}, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self) -> "Process":
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and self.process.poll() is None:
+            try:
+                urllib.request.urlopen(self.url, timeout=5)
+                return self
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        self.__exit__()
+        pytest.fail(f"no server: {self.log.read_text(errors='replace')[-4000:]}")
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, 9)
+                self.process.wait(60)
+
+
+def server(python: Path | str, folder: Path, port: int, path: str) -> Process:
+    """LMCache's, by the page's command; ports, folder, size of memory and model are the test's."""
+    words, (http,) = commands()[0], ports(1)
+    for old, new in {"6601": str(port), "6602": str(http), "20": "1"}.items():
+        words[words.index(old)] = new
+    words[-1] = words[-1].replace("/cache", str(folder)).replace("Qwen/Qwen2.5-7B", str(MODEL))
+    command = [str(python), "-m", "lmcache.cli.main", *words]
+    variables = {"PYTHONPATH": path}
+    return Process(command, f"http://127.0.0.1:{http}/healthcheck", folder / f"lmcache-{port}.log", variables)
+
+
+def test_the_pages_command_starts_the_server(tmp_path: Path):
+    """With the serde: each option is LMCache's, and the log has the recipe and its bits."""
+    with server(sys.executable, tmp_path, ports(1)[0], os.pathsep.join([str(ROOT), *sys.path])) as started:
+        text = started.log.read_text()
+    assert "kvq: lloyd-3bit, 3.25 bits per element" in text and "Supported transfer mode: auto" in text
+
+
+@pytest.mark.skipif(not ENGINES.is_file(), reason="vLLM is in an environment of its own: make engines")
+def test_vllm_loads_what_lmcache_kept(tmp_path: Path):
+    """Chunks of a prompt are in files as codes; LMCache starts anew, and vLLM's next answer is of what these hold."""
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    for name in BESIDE:
+        (beside / name).symlink_to(Path(str(lmcache.__file__)).parents[1] / name)
+    path = os.pathsep.join([str(beside), str(ROOT)])
+    port, asked = ports(2)
+    words = commands()[1]
+    words = [str(MODEL) if word == "Qwen/Qwen2.5-7B" else word.replace("6601", str(port)) for word in words[2:]]
+    vllm = [
+        str(ENGINES), "-m", "vllm.entrypoints.openai.api_server", "--model", *words, "--served-model-name", "demo",
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20),
+        "--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(asked),
+    ]  # fmt: skip
+    variables = {"PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    first = server(ENGINES, tmp_path, port, path)
+    with first, Process(vllm, f"http://127.0.0.1:{asked}/health", tmp_path / "vllm.log", variables):
+        tokens = [7 + n * n % 1999 for n in range(700)]
+        _ask(asked, tokens)
+        until = time.monotonic() + PATIENCE
+        while len(list(tmp_path.glob("*.data"))) < 2 and time.monotonic() < until:
+            time.sleep(0.5)
+        sizes = {file.stat().st_size for file in tmp_path.glob("*.data")}
+        assert sizes == {64 + 2 * 6 * 256 * 128 * 3.25 / 8}, first.log.read_text()[-4000:]
+        first.__exit__()
+        with server(ENGINES, tmp_path, port, path) as second:
+            until = time.monotonic() + PATIENCE  # vLLM registers again
+            while "2 L2" not in second.log.read_text() and time.monotonic() < until:
+                _ask(asked, tokens)
+                time.sleep(2)
+            assert "2 L2" in second.log.read_text(), second.log.read_text()[-4000:]
+
+
+def _ask(port: int, tokens: list[int]) -> None:
+    body = json.dumps({"model": "demo", "prompt": tokens, "max_tokens": 4, "temperature": 0}).encode()
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=300) as answer:
+        assert json.load(answer)["choices"][0]["text"] is not None
