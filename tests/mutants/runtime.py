@@ -343,4 +343,48 @@ MUTANTS = [
         "recent: int = 64",
         ("recipes/test_presets.py",),
     ),
+    # ---- fit to a prompt
+    Mutant(
+        "gain-again",
+        "gains are those of tokens' sizes, never chosen by least error",
+        "kvq_runtime/fit/mixed.py",
+        "        if step:\n",
+        "        if step > RESCALED:\n",
+        ("stages/test_gain.py",),
+    ),
+    # ---- policies
+    Mutant(
+        "heavy-crop",
+        "tokens cropped out of blocks keep the attention of others",
+        "kvq_runtime/policies/heavy_hitters.py",
+        "x.new_zeros(len(x), width) if again else x[:, :width].clone()",
+        "x[:, :width].clone()",
+        ("policies/test_h2o.py",),
+    ),
+    # ---- engines
+    Mutant(
+        "heads-turned",
+        "a basis over all heads is cut into workers' parts",
+        "kvq_runtime/engines/heads.py",
+        " or size % turned:",
+        ":",
+        ("paged/test_paged_layer.py",),
+    ),
+    # ---- prefix
+    Mutant(
+        "shelf-twice",
+        "a block put twice is counted twice",
+        "kvq_runtime/prefix/shelf.py",
+        "            self._forget(name)\n            while",
+        "            while",
+        ("prefix/test_blocks.py",),
+    ),
+    Mutant(
+        "folder-room",
+        "a process grants itself room that the budget does not have",
+        "kvq_runtime/prefix/folder.py",
+        "max(needed, min(free, needed + self.budget // SLACK))",
+        "needed + self.budget // SLACK",
+        ("prefix/test_blocks.py",),
+    ),
 ]

@@ -102,8 +102,10 @@ def test_workers_encode_their_heads_as_one_would():
                 assert torch.equal(given, whole[field].chunk(2, 2)[rank])
 
 
-def test_a_recipe_that_joins_heads_is_not_split():
+@pytest.mark.parametrize("name", ["higgs-2bit", "svdq-2bit"])
+def test_a_recipe_that_joins_heads_is_not_split(name: str):
+    """By a group of rounding, or by a basis over all channels of a token whose rounding has no group."""
     from kvq_runtime.engines import heads
 
     with pytest.raises(ValueError, match="several KV heads together"):
-        heads.narrowed(preset("higgs-2bit"), replace(SIZE, kv_heads=4), {}, heads.Share(0, 2))
+        heads.narrowed(preset(name), replace(SIZE, kv_heads=4), {}, heads.Share(0, 2))

@@ -45,8 +45,8 @@ def drive(cache: BlockCache, x: Tensor, q: Tensor, start: int, stop: int, real: 
 class Oracle:
     """The rule in plain words, row by row: exact keys, attention over the tokens that are held, then the choice."""
 
-    def __init__(self, x: Tensor, q: Tensor, real: Tensor, newest: float = 0.0):
-        self.newest = newest
+    def __init__(self, x: Tensor, q: Tensor, real: Tensor, newest: float = 0.0, share: float = SHARE):
+        self.newest, self.share = newest, share
         self.x, self.q, self.real, self.rows = x, q, real, x.shape[2]
         self.held: list[list[int]] = [[] for _ in range(self.rows)]
         self.mass: list[dict[int, float]] = [{} for _ in range(self.rows)]
@@ -67,7 +67,7 @@ class Oracle:
         recent = max(RECENT, math.ceil(self.newest * stop))
         left = max(0, stop - recent) // BLOCK * BLOCK
         if left > self.decided:
-            count = min(left, max(math.ceil(SHARE * (left + recent)) - recent, SINKS)) - self.encoded
+            count = min(left, max(math.ceil(self.share * (left + recent)) - recent, SINKS)) - self.encoded
             for row in range(self.rows):
                 self._choose(row, left, count)
             self.decided, self.encoded = left, self.encoded + count // BLOCK * BLOCK
@@ -224,6 +224,30 @@ def test_what_was_dropped_cannot_be_cropped_back():
     cache.crop(0)
     drive(cache, x, q, 0, 94)
     assert cache.length == 94 and cache.layers[0].encoded >= BLOCK
+
+
+def test_what_is_cropped_back_out_of_blocks_starts_from_nothing():
+    """While nothing is dropped a crop may cut into blocks; attention from before it says nothing of what is left."""
+    share, total = 0.95, 80
+    recipe = replace(EXACT, name="h2o-most", policies=(HeavyHitters(share),))
+    x, q = turned(tensors(total)), queries(total)
+    cache, oracle = make(recipe), Oracle(x, q, torch.ones(2, total, dtype=torch.bool), share=share)
+    drive(cache, x, q, 0, 20)
+    oracle.step(20)
+    assert cache.layers[0].encoded == oracle.encoded == BLOCK and not cache.positions.dropped
+    cache.crop(5)
+    oracle.held, oracle.seen, oracle.encoded, oracle.decided = [[*range(5)], [*range(5)]], 5, 0, 0
+    for mass, asked in zip(oracle.mass, oracle.asked, strict=True):
+        for counted in (mass, asked):
+            counted.update(dict.fromkeys(range(5), 0))
+    for start, stop in itertools.pairwise((5, 9, 30, 31, 60, total)):
+        drive(cache, x, q, start, stop)
+        oracle.step(stop)
+        assert held(cache) == oracle.held
+        if stop == 9:
+            mass = torch.tensor([[row[token] for token in range(9)] for row in oracle.mass])
+            torch.testing.assert_close(cache.policies[0].mass_BW, mass, rtol=1e-4, atol=1e-5)
+    assert cache.positions.dropped > 1
 
 
 def test_a_pass_that_stops_midway_counts_no_attention():

@@ -22,6 +22,7 @@ from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Window
 from kvq_runtime.prefix import block_file, chain, coder, folder, upkeep
+from kvq_runtime.prefix.folder import Folder
 from kvq_runtime.prefix.shelf import Memory, parse_bytes
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import preset
@@ -438,6 +439,25 @@ def test_memory_holds_its_budget():
     assert shelf.size == 40
 
 
+def test_a_name_put_twice_is_held_once():
+    """It takes its own place: what else is held stays, and its bytes are counted once."""
+    shelf = Memory(100)
+    for name, size in (("a", 40), ("b", 40), ("b", 60)):
+        shelf.put(name, bytes(size))
+    assert (shelf.has("a"), shelf.size) == (True, 100) and shelf.get("b", 100) == bytes(60)
+    shelf.drop("b")
+    assert (shelf.has("a"), shelf.size) == (True, 40)
+
+
+def test_one_process_keeps_a_folder_within_its_budget(tmp_path):
+    """At every moment, also where a sixteenth of the budget is several files and the folder is nearly full."""
+    shelf, kept = Folder(tmp_path, {}, "0" * 64, 1600), []
+    for number in range(60):
+        shelf.put(f"{number:064x}", bytes(30))
+        kept.append(sum(one.size for one in folder.all_blocks(tmp_path)))
+    assert max(kept) <= 1600 and kept[-1] > 1600 - 1600 // folder.SLACK - 30
+
+
 @pytest.mark.parametrize("text, size", [("20GB", 20 * 10**9), ("1.5 MiB", 3 << 19), (7, 7), ("512kb", 512000)])
 def test_a_budget_in_words(text, size):
     assert parse_bytes(text) == size
@@ -460,13 +480,15 @@ def test_two_writers_of_one_prefix_and_a_reader(tmp_path):
     budget = 20 * store().format.largest()
 
     def work(seed: int) -> int:
-        kept = store(tmp_path, budget=budget)
+        kept, decoded = store(tmp_path, budget=budget), 0
         for turn in range(12):
             tokens = [*ids(32), *ids(32, first=10 * seed + turn)]
             kept.put(tokens, keys, values)
             found = kept.load(tokens)
             for _, k, _ in kept.decode(found) if found else ():
                 assert bool(torch.isfinite(k).all())
+                decoded += 1
+        assert decoded >= GEOMETRY.layers, "nothing that was put was ever found"
         return 0
 
     children = [forked.process(work, seed) for seed in (1, 2, 3)]

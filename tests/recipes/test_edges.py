@@ -230,6 +230,7 @@ def test_keys_are_encoded_as_they_were_before_rope(recipe, scaling, monkeypatch)
     monkeypatch.setattr(Codec, "encode", watching)
     cache = make(recipe)
     feed_in(cache, given, [block + 3, 1, total - block - 4], real_BT=real, scaling=scaling)
+    assert seen.keys() == {(layer, role) for layer in range(len(x)) for role in ("key", "value")}
     for (layer, role), parts in seen.items():
         found = torch.cat(parts).unflatten(0, (-1, 2)).transpose(0, 1).flatten(1, 2)
         target = x[layer, int(role == "value"), :, : 2 * block]

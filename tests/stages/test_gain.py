@@ -7,6 +7,7 @@ import pytest
 import torch
 from scheme_fit import WIDTH, decoded, fitted, low_rank
 
+from kvq_runtime.fit import mixed
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import Recipe, Scheme
@@ -73,6 +74,22 @@ def test_single_tokens_are_decoded_alone(codebook):
     block, token = torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 23, 7, 12, 2])
     assert torch.equal(stage.at(fields, block, token, 24, GEOMETRY, TENSORS), whole[block, token])
     stage.check_tokens(GEOMETRY)
+
+
+@pytest.mark.parametrize("stage", [STAGE, Mixed((2, 1, 0), (4, 5, 7), gain=4)], ids=["3", "4"])
+@pytest.mark.parametrize("seed", [3, 4])
+def test_gains_are_chosen_anew_with_the_scales_that_follow_from_them(stage, seed, monkeypatch):
+    """A gain by a token's size alone is a beginning: chosen by least error, scales after it, the sample loses less."""
+    random, lost = torch.Generator().manual_seed(seed), []
+    size = torch.exp(0.3 * torch.randn(2, 512, 1, generator=random))
+    z = size * torch.randn(2, 512, 9, generator=random) * TENSORS["deviation"]
+    z_NR = z.flatten(0, 1)
+    for again in (mixed.RESCALED, 0):
+        monkeypatch.setattr(mixed, "RESCALED", again)
+        made = mixed.with_gain(stage, z_NR, z_NR.square().mean(0).sqrt(), 16)
+        back = stage.decode(stage.encode(z, None, made, GEOMETRY), 16, GEOMETRY, made).float()
+        lost.append(float((back - z).square().sum()))
+    assert lost[0] < 0.985 * lost[1]
 
 
 def error(scheme: Scheme, fit: torch.Tensor, new: torch.Tensor) -> float:

@@ -144,6 +144,25 @@ def test_heads_of_other_sizes_are_mixed_in_strides():
     assert (mixing != 0).sum(1).tolist() == [4] * 12
 
 
+def test_every_head_is_fitted_to_its_own_block_of_the_output_metric():
+    """What heads share of a metric, or of second moments, is no part of it: blocks off the diagonal are left out."""
+    metrics, moments = ([moment(16, seed + head) for head in range(3)] for seed in (20, 23))
+    joined = [torch.block_diag(*parts) for parts in (metrics, moments)]
+    for matrix in joined:
+        matrix += 0.3 * (moment(48, 26) * (torch.block_diag(*[torch.ones(16, 16)] * 3) == 0))
+    stats = Statistics(torch.zeros(48), metric=joined[0], residuals=Residuals(joined[1], torch.zeros(1, 48)))
+    plain = Scheme(Rtn(2, "head"))
+    codec = Codec(Recipe("r", plain, plain, window=Window(block=8)), 0, "value", GEOMETRY, {})
+    rotation_HDD = fit.solve(Oscar("output"), stats, codec)[1]["rotation"].double()
+    basis_HDD = fit.solve(Wush("output"), stats, codec)[1]["basis"].double()
+    for head in range(3):
+        weight = (rotation_HDD[head].mT @ metrics[head] @ rotation_HDD[head]).diagonal()
+        assert torch.allclose(weight, metrics[head].trace() / 16 + torch.zeros(16).double(), rtol=1e-4)
+        pair = [m / m.diagonal().mean() + 1e-3 * torch.eye(16).double() for m in (metrics[head], moments[head])]
+        bound = np.sqrt(np.linalg.eigvals(pair[0].numpy() @ pair[1].numpy()).real).sum() ** 2
+        assert float(cost(basis_HDD[head].mT, *pair)) == pytest.approx(bound, rel=1e-4)
+
+
 def test_values_are_weighed_by_what_queries_see_in_their_keys():
     """Σ w v vᵀ / Σ w token by token, in numpy; masked tokens left out; chunks add up."""
     generator = torch.Generator().manual_seed(13)

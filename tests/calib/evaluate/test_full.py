@@ -149,20 +149,43 @@ def test_shares_in_use_are_those_of_a_count_by_hand(small, recent, block, step):
     with torch.inference_mode(), counting(small.model, cache):
         for part in small.tokens.split(step, 1):
             small.model(part, past_key_values=cache, use_cache=True)
+    assert cache.reads is not None
+    assert cache.reads.shares == pytest.approx(counted_by_hand(small, recipe.window, step), rel=1e-4)
+
+
+def counted_by_hand(small, window: Window, step: int, prompt: int = 0) -> dict[str, float]:
+    """The shares of the queries behind a prompt that comes in one pass; those before it are in passes of `step`."""
     small.model.set_attn_implementation("eager")
     with torch.inference_mode():
         weights = small.model(small.tokens, output_attentions=True).attentions
     small.model.set_attn_implementation("sdpa")
-    attention, reads = 0.0, 0
-    for query in range(LENGTH):
-        before = query // step * step  # tokens of the passes before this query's
-        encoded = max(0, before - recent) // block * block
-        reads += max(0, encoded - 3)
-        attention += sum(float(p[:, :, query, 3 : max(3, encoded)].sum(-1).mean()) for p in weights)
-    assert cache.reads is not None
-    assert cache.reads.shares["reads"] == pytest.approx(reads / (LENGTH * (LENGTH + 1) / 2))
-    assert cache.reads.shares["attention"] == pytest.approx(attention / LENGTH / len(weights), rel=1e-4)
-    assert cache.reads.shares["unread"] == 0
+    attention, reads, pairs = 0.0, 0, 0
+    for query in range(prompt, LENGTH):
+        before = prompt + (query - prompt) // step * step  # tokens of the passes before this query's
+        encoded = max(0, before - window.recent) // window.block * window.block
+        reads, pairs = reads + max(0, encoded - window.sinks), pairs + query + 1
+        attention += sum(
+            float(p[:, :, query, window.sinks : max(window.sinks, encoded)].sum(-1).mean()) for p in weights
+        )
+    return {"attention": attention / (LENGTH - prompt) / len(weights), "reads": reads / pairs, "unread": 0.0}
+
+
+def test_shares_are_those_of_the_tokens_that_are_scored(small):
+    """A prompt reads nothing decoded, and is no part of what a record says was read."""
+    recipe = replace(preset("exact"), window=Window(sinks=3, recent=20, block=32))
+    found = perplexity.scores(
+        small.model, small.tokens, {"x": lambda: CountedCache(recipe, small.model)}, 24, prompt=100
+    )
+    assert found["x"].reads is not None
+    assert found["x"].reads.shares == pytest.approx(counted_by_hand(small, recipe.window, 24, 100), rel=1e-4)
+
+
+def test_a_ledger_tells_prompts_apart(small, tmp_path):
+    """A score that was kept is that of the same prompt."""
+    for prompt in (0, 100, 200, 100):
+        found = perplexity.scores(small.model, small.tokens, {}, LENGTH, ledger=Ledger(tmp_path), prompt=prompt)
+        assert found[perplexity.REFERENCE].tokens == 2 * (LENGTH - 1 - prompt)
+    assert len(list(tmp_path.glob("*.json"))) == 3
 
 
 def test_our_own_attention_is_counted_as_the_models_is(small):

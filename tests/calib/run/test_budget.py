@@ -63,14 +63,16 @@ def test_a_budget_below_the_cheapest_is_refused():
 # ---- bits of a recipe
 
 
-def curves(weights, engine: str | None = None) -> list[dict[str, list[float]]]:
-    """What measuring would find if every layer's error were its weight times 4^-bits: own first, as measured."""
+def curves(weights, engine: str | None = None, keys: float = 3.0) -> list[dict[str, list[float]]]:
+    """What measuring would find if every layer's error were its weight times 4^-bits, and that of its keys `keys` times
+    as much: own first, as measured."""
     first = budget.recipe(2, GEOMETRY, engine=engine)
     left = {
         role: [4.0 ** -scheme.bits(128, GEOMETRY) for scheme in budget.settings(first, GEOMETRY, role)]
         for role in ROLES
     }
-    return [{role: [0.0, *(weight * part for part in left[role])] for role in ROLES} for weight in weights]
+    more = {"key": keys, "value": 1.0}
+    return [{role: [0.0, *(weight * more[role] * part for part in left[role])] for role in ROLES} for weight in weights]
 
 
 def bits_of(recipe: Recipe, layer: int) -> float:
@@ -94,6 +96,19 @@ def test_a_layer_a_hundred_times_as_sensitive_gets_more_bits():
     others = [bits_of(chosen, layer) for layer in (0, 1, 3)]
     assert bits_of(chosen, 2) - max(others) == pytest.approx(3.32, abs=0.6)
     assert max(others) - min(others) <= 0.5
+
+
+@pytest.mark.parametrize("keys", [100, 0.01])
+def test_what_is_a_hundred_times_as_sensitive_of_a_layer_gets_more_bits(keys):
+    """Keys, or values: the same 3.3 bits, in every layer; and what is promised is the error of what was chosen."""
+    first, notes = budget.recipe(2, GEOMETRY), curves([1, 1, 1, 1], keys=keys)
+    chosen, promised = budget.allocated(first, 2, GEOMETRY, notes)
+    expected = 0.0
+    for layer in range(4):
+        bits = {role: chosen.scheme(layer, role).bits(128, GEOMETRY) for role in ROLES}
+        assert bits["key"] - bits["value"] == pytest.approx(3.32 if keys > 1 else -3.32, abs=0.6)
+        expected += keys * 4.0 ** -bits["key"] + 4.0 ** -bits["value"]
+    assert promised == pytest.approx(expected)
 
 
 def test_every_setting_shares_the_prediction_and_the_window():

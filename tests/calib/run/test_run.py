@@ -66,6 +66,22 @@ class Killed(BaseException):
     """Stands for a process that ends at this point: nothing that follows is run."""
 
 
+def test_interrupted_in_a_layer_it_resumes_to_the_same_tensors(model, undisturbed, tmp_path):
+    work, seen = a_run(model, tmp_path, ("aqua-2bit",)), []
+
+    def stop(progress):
+        if progress.layer == 2 and progress.stage.endswith("values"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        runs.calibrate(Run(work.plan, work.files, work.folder, stop))
+    found = runs.calibrate(Run(work.plan, work.files, work.folder, lambda said: seen.append(said.layer)))["aqua-2bit"]
+    expected = artifact.from_bytes(undisturbed["aqua-2bit"])
+    assert sorted({*seen}) == [2, 3] and found.tensors.keys() == expected.tensors.keys()
+    assert all(torch.equal(found.tensors[name], expected.tensors[name]) for name in expected.tensors)
+    assert found.fit == expected.fit
+
+
 @pytest.mark.slow
 def test_interrupted_in_every_stage_of_every_layer_it_resumes_to_the_same_bytes(model, undisturbed, tmp_path):
     stages = 0
@@ -146,6 +162,13 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
         with pytest.raises(RuntimeError, match=f"{victim} is missing or damaged"):
             checkpoint.verify(tmp_path, 1)
         victim.write_bytes(good)
+    below = tmp_path / "layer-0000" / "fit.safetensors"  # which no layer reads, and the artifact has
+    good = below.read_bytes()
+    os.chmod(below, 0o644)
+    below.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(RuntimeError, match=f"{below} is missing or damaged"):
+        runs.calibrate(work)
+    below.write_bytes(good)
     victim = next(folder.glob("hidden-*"))
     victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(RuntimeError, match="damaged"):
