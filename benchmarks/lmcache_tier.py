@@ -1,7 +1,7 @@
 """LMCache's storage manager over one adapter, as its server has it, to put chunks into and get them from.
 
-It copies what it is given into its memory, lets the adapter store it, and forgets it when it is closed. Chunks are of any
-layout of LMCache's (`kvq_runtime/lmcache/layout.py`).
+It copies what it is given into its memory, lets the adapter store it, and forgets it when it is closed. Chunks are of
+any layout of LMCache's (`kvq_runtime/lmcache/layout.py`).
 """
 
 import json
