@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lmcache import torch_device_type
+from lmcache import torch_device_type  # type: ignore[attr-defined]
 from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters import L2AdapterInterface, create_l2_adapter
