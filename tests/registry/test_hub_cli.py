@@ -87,7 +87,12 @@ def test_commands_on_a_hub(here, hub, as_json, kvq, tmp_path):
     for version in ("1.0.0", "1.1.0"):
         as_json("push", f"{NAME}@{version}", "hf://org")
     assert as_json("diff", f"{where}@1.0.0", f"{NAME}@1.0.0") == []
-    assert {row["part"] for row in as_json("diff", f"{where}@1.0.0", f"{where}@1.1.0")} == {"provenance", "tensor"}
+    assert {row["part"] for row in as_json("diff", f"{where}@1.0.0", f"{where}@1.1.0")} == {
+        "evaluation",
+        "size",
+        "provenance",
+        "tensor",
+    }
     (row,) = as_json("list", "hf://org")
     assert (row["name"], row["newest"], row["versions"], row["recipe"]) == (NAME, "1.1.0", 2, "tiny")
     assert as_json("list", "--registry", "hf://org") == [row]
