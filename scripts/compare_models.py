@@ -32,7 +32,7 @@ from kvq_calib.report import plots
 from kvq_calib.text.documents import EMBEDDED
 from kvq_runtime.registry.measured import FULL, figures
 from scripts import measure_real, real_page, real_records
-from scripts.compare_page import BUDGETS, OPENING, PICTURE, Model, page, summary
+from scripts.compare_page import BUDGETS, OPENING, PICTURE, Model, page
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECORDS = DOCS.parent / "benchmarks" / "results" / "compare"  # of the page in DOCS
@@ -91,7 +91,7 @@ def main() -> int:
         beside = real_page.sections(args.real, args.docs)
         readme = args.docs.parent / "README.md"
         if readme.is_file():
-            readme.write_text(real_page.readme(readme.read_text(), "\n\n".join(summary({REAL: real}))))
+            readme.write_text(real_page.readme(readme.read_text(), real_page.brief(args.real)))
     for model in MODELS:
         asked = not args.model or model.name in args.model
         folder = _folder(model, data)

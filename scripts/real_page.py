@@ -19,6 +19,10 @@ DRAWN = (  # by position; those of them that were measured
     "rtn-4bit", "kivi-2bit", "kivi-4bit", "higgs-2bit", "higgs-4bit", "aqua-2bit", "aqua-klt-1bit", "aqua-metric-1bit",
     "aqua-metric-2bit", "aqua-fisher-1bit", "aqua-fisher-2bit",
 )  # fmt: skip
+BRIEF = (  # of README's table
+    "aqua-fisher-1bit", "aqua-metric-1bit", "aqua-fisher-2bit", "higgs-2bit", "aqua-2bit", "aqua-fisher-3bit",
+    "kivi-2bit", "aqua-fisher-4bit", "higgs-4bit", "kivi-4bit",
+)  # fmt: skip
 OPEN, CLOSE = "<!-- real table -->", "<!-- end of real table -->"
 
 
@@ -31,6 +35,19 @@ def sections(folder: Path, docs: Path) -> list[str]:
                      _greedy(folder), _machine(lines))
         for part in made
     ]  # fmt: skip
+
+
+def brief(folder: Path) -> str:
+    """README's table: some recipes by full encode, on the text that was fitted on and on others."""
+    lines = [one for one in _ordered(list(real_records.read(folder).values())) if one["recipe"] in BRIEF]
+    some = [one for one in lines if (one["protocol"], one["length"]) == (FULL, LENGTH) and one["on"] in (ON, None)]
+    texts = list(dict.fromkeys(one["text"] for one in sorted(some, key=lambda one: one["text"] != ON)))
+    rows: dict[str, dict[str, str]] = {}
+    for one in some:
+        bits = f"{one['bits']['asymptotic']:.2f}"
+        row = rows.setdefault(one["recipe"], {"recipe": f"`{one['recipe']}`", "bits": bits} | dict.fromkeys(texts, ""))
+        row[one["text"]] = _said(one)
+    return table(list(rows.values()))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
