@@ -26,7 +26,7 @@ def test_the_readmes_table_is_the_one_that_it_printed():
 @pytest.mark.slow
 @pytest.mark.parametrize("protocols", [demo.SHORT.protocols, demo.REAL.protocols])
 def test_it_publishes_what_it_measured_and_says_what_it_left_out(protocols, monkeypatch, capsys, tmp_path):
-    small = replace(demo.SHORT, samples=8, windows=2, length=256, beside=(), write=2, protocols=protocols)
+    small = replace(demo.SHORT, samples=8, windows=2, length=512, beside=(), write=2, protocols=protocols)
     monkeypatch.setattr(demo, "SHORT", small)
     monkeypatch.setenv("KVQ_HOME", str(tmp_path / "home"))
     assert demo.main(["--json", str(tmp_path / "demo.json")]) == 0
