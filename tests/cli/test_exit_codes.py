@@ -57,9 +57,9 @@ def test_a_defect_keeps_its_traceback(defect):
         exit_codes.run("kvq", failing(defect))
 
 
-def test_the_readme_and_every_help_have_the_same_table():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    table = readme.partition("| exit code | meaning |")[2].partition("\n\n")[0].replace("`", "")
+def test_the_page_of_commands_and_every_help_have_the_same_table():
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    table = page.partition("| exit code | meaning |")[2].partition("\n\n")[0].replace("`", "")
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", table, re.MULTILINE))
     assert {int(code): text for code, text in rows.items()} == exit_codes.MEANINGS
     said = [" ".join(text.split()) for text in (exit_codes.EXIT_CODES, exit_codes.CALIBRATION_EXIT_CODES)]

@@ -1,0 +1,12 @@
+"""Tests of registries begin with no artifact in memory, whatever another test of the process still holds."""
+
+from weakref import WeakValueDictionary
+
+import pytest
+
+from kvq_runtime.artifact import loaded
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_memory(monkeypatch):
+    monkeypatch.setattr(loaded, "_loaded", WeakValueDictionary())
