@@ -37,9 +37,7 @@ from kvq_runtime.hf import KVQCache
 REFERENCE = "16 bit"
 STEP = 32
 PART = 128  # tokens whose logits come at once
-AT_ONCE = (
-    1 << 20
-)  # logits that are compared at once, in float64: memory that is fresh each time costs more than the sums
+AT_ONCE = 1 << 20  # logits compared at once, in float64: fresh memory costs more than the sums
 ROW_TOKENS = 8192  # tokens of the windows that go through the model side by side
 ROW_LOGITS = 1 << 28  # and their logits, which are kept: with large vocabularies fewer windows, at least one
 

@@ -25,7 +25,7 @@ from kvq_calib.model.files import DTYPES, PIECE, ModelFiles, Stored
 from kvq_runtime.artifact import gguf_mean
 from kvq_runtime.artifact.fingerprint import DEQUANTIZED, Fingerprint
 from kvq_runtime.disk import gguf
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.errors import ArtifactError, extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -258,7 +258,7 @@ def _library():
     try:
         import gguf as library
     except ModuleNotFoundError as error:
-        raise RuntimeError(f"a GGUF file needs {error.name}: pip install 'kvq-runtime[gguf]'") from error
+        raise RuntimeError(f"a GGUF file needs {error.name}: {extra('gguf')}") from error
     return library
 
 

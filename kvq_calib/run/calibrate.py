@@ -246,8 +246,7 @@ def _metric(work: RecipeWork, role: Role, scheme: Scheme, collected: LayerStatis
 
 def _gradients(work: RecipeWork, role: Role) -> Tensor:
     """Second moments of the gradients at keys, or at values, float64 [H, D, D]."""
-    found = gradients.reader(work.run, work.recipe.window.sinks)(work.layer, role)
-    return found.to(work.run.plan.device)
+    return gradients.moment(work.run, work.layer, role, work.recipe.window.sinks).to(work.run.plan.device)
 
 
 def artifacts(run: Run) -> dict[str, Artifact]:

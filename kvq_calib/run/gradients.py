@@ -14,7 +14,6 @@ Source: Amari, 1998 (Fisher information and divergence); Theis et al., 2018 (Fis
 Differs: of channels of the cache, not of weights; nothing between KV heads, as between layers, is kept.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -105,10 +104,9 @@ def name(layer: int, role: Role, sinks: int) -> str:
     return f"layers.{layer}.{role}.{sinks}"
 
 
-def reader(run: Run, sinks: int) -> Callable[[int, Role], Tensor]:
-    """(layer, role) → M, of tokens without so many sinks."""
-    found = checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)
-    return lambda layer, role: found[name(layer, role, sinks)]
+def moment(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
+    """M of a layer's keys, or values, of tokens without so many sinks, as it was collected: float64 [H, D, D]."""
+    return checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[name(layer, role, sinks)]
 
 
 def _drawn(head: Head, h_BTE: Tensor, seed: int, index: int) -> Tensor:

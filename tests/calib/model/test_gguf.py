@@ -136,7 +136,9 @@ def test_of_a_table_only_the_rows_that_are_asked_for_take_memory(tmp_path: Path)
 def test_without_the_package_an_error_says_so(llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tiny_gguf.write(llama, tmp_path / "model.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(RuntimeError, match=r"a GGUF file needs gguf: pip install 'kvq-runtime\[gguf\]'"):
+    with pytest.raises(
+        RuntimeError, match=r"a GGUF file needs gguf: the extra `gguf` of kvq brings it: pip install -e '.\[gguf\]'"
+    ):
         models.resolve(path)
 
 

@@ -103,14 +103,6 @@ def test_errors_cost_half_their_square_in_nats(tmp_path):
     assert sum(kls) / len(kls) == pytest.approx(0.5 * trace * sigma**2 * 252 / 256, rel=0.25)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.save(folder, layers=3)
-    tiny.text(folder)
-    return folder
-
-
 def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path):
     recipe = preset(RECIPE)
     made = runs.calibrate(a_run(model, tmp_path / "one", recipe))[RECIPE]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
 from kvq_calib.model import find as models
@@ -92,14 +91,6 @@ def test_a_place_that_is_worth_nothing_still_stores_a_bit_and_only_what_is_share
 def test_there_must_be_a_target_to_share():
     with pytest.raises(ValueError, match="no target to share"):
         Mixed(shared=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.save(folder, layers=3)
-    tiny.text(folder)
-    return folder
 
 
 def everywhere(name: str, target: float) -> Recipe:
