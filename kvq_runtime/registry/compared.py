@@ -6,6 +6,7 @@ from typing import Any
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.registry import measured, verdict
 from kvq_runtime.registry.measured import SPOKEN
+from kvq_runtime.registry.sound import sound
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -50,22 +51,18 @@ def unlike(a: Artifact, b: Artifact) -> str | None:
 
 def _pairs(of_a: Records, of_b: Records) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Records of the same text by the same protocol, of the most tokens first."""
-    pairs = [
-        (one, other) for one in of_a for other in of_b if _windows(one) is not None and _windows(one) == _windows(other)
-    ]
-    return sorted(pairs, key=lambda pair: -pair[0]["protocol"]["windows"] * pair[0]["protocol"]["length"])
+    left, right = sound(of_a), sound(of_b)
+    pairs = [(one, other) for one in left for other in right if _windows(one) and _windows(one) == _windows(other)]
+    return sorted(pairs, key=lambda pair: -pair[0]["protocol"].get("windows", 0) * pair[0]["protocol"].get("length", 0))
 
 
 def _windows(record: Mapping[str, Any]) -> Any:
     """What two records have in common where their figures can be compared; None: this one has none."""
-    try:
-        if not measured.of_text(record) or measured.decisive(record) is None:
-            return None
-        given = record["protocol"]
-        digest = given["text"]["token_digest"]
-        return digest and (digest, given["windows"] * 1, given["length"] * 1, given.get("step"), given.get("recent"))
-    except (AttributeError, KeyError, TypeError, ValueError):
+    if not measured.of_text(record) or measured.decisive(record) is None:
         return None
+    given = record["protocol"]
+    digest = (given.get("text") or {}).get("token_digest")
+    return digest and (digest, *(given.get(name) for name in ("windows", "length", "step", "recent")))
 
 
 def _row(part: str, name: str, a: Any, b: Any) -> dict[str, Any]:

@@ -80,7 +80,7 @@ _OVERLAP = fields(("left", "run_bytes", "against", "dropped_documents", "dropped
 _TEXT = fields(source=text, split=maybe(text), corpus_digest=text, overlap=maybe(_OVERLAP))
 _ABOUT = {"text": maybe(_TEXT), "length": number, "windows": number, "model": maybe(fields(id=maybe(text)))}
 _PROTOCOL = fields(name=text, texts=maybe(each(fields(**_ABOUT))), error_windows=maybe(number), **_ABOUT)
-_GATE = fields(bounds=_dict, failed=maybe(_list), protocol=maybe(text))
+_GATE = fields(bounds=_dict, failed=maybe(rows(text)), protocol=maybe(text))
 _RESULT = fields(
     recipe=text, bits=maybe(each(maybe(number))), layers=maybe(rows(_LAYER)), gate=maybe(_GATE),
     protocols=each(_PART), texts=maybe(each(fields(("protocols",), protocols=each(_PART)))), **_FIGURES,

@@ -5,7 +5,6 @@ that of 16 bit, or more than 0.1 nats of divergence. A record that was judged by
 by these. Needs no torch.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from kvq_runtime.errors import Conflict
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.measured import SPOKEN
+from kvq_runtime.registry.sound import is_sound
 
 RELATIVE, KL = 0.10, 0.1  # of perplexity, above that of 16 bit; nats per token
 FEWEST = 8  # sequences to fit on
@@ -43,9 +43,8 @@ def of_record(record: Mapping[str, Any] | None) -> Verdict:
     said = f"perplexity {relative:+.1%}" + ("" if kl is None else f", KL {kl:.2g} nats") + f", {SPOKEN[protocol]}"
     gate = record["result"].get("gate") or {}
     if gate.get("bounds"):
-        return (
-            Verdict(LOSSY, "; ".join(gate["failed"])) if gate.get("failed") else Verdict(USABLE, f"{said}, in bounds")
-        )
+        failed = "; ".join(gate.get("failed") or [])
+        return Verdict(LOSSY, failed) if failed else Verdict(USABLE, f"{said}, in bounds")
     over = [f"more than +{RELATIVE:.0%}"] * (not relative <= RELATIVE)
     over += [f"more than {KL:g} nats"] * (kl is not None and not kl <= KL)
     return Verdict(LOSSY, f"{said}; {' and '.join(over)}") if over else Verdict(USABLE, said)
@@ -56,7 +55,7 @@ def of_records(records: Iterable[Mapping[str, Any]], fitted: str | None = None) 
 
     fitted   the text of the fit; None: not known
     """
-    return of_record(max((one for one in records if _readable(one)), key=lambda one: _rank(one, fitted), default=None))
+    return of_record(max(filter(_counts, records), key=lambda one: _rank(one, fitted), default=None))
 
 
 def of_version(registry: Any, name: str, version: Any) -> Verdict:
@@ -91,22 +90,17 @@ def thinness(provenance: Mapping[str, Any]) -> str | None:
     return thin(samples, held) if type(samples) is int and type(held) is int else None
 
 
-def _readable(record: Mapping[str, Any]) -> bool:
-    """Whether a record is of text, and its figures are numbers; a registry's records may be by anybody."""
-    try:
-        protocol = measured.decisive(record) if measured.of_text(record) else None
-        found = measured.figures(record, protocol) if protocol else None
-        if found is None:
-            return False
-        _rank(record, None), of_record(record)
-        return all(math.isfinite(found[name]) for name in ("relative", "kl") if found.get(name) is not None)
-    except (AttributeError, KeyError, TypeError, ValueError):
+def _counts(record: Mapping[str, Any]) -> bool:
+    """Whether a record is sound, of text, and has figures."""
+    if not is_sound(record) or not measured.of_text(record):
         return False
+    protocol = measured.decisive(record)
+    return protocol is not None and "relative" in (measured.figures(record, protocol) or {})
 
 
-def _rank(record: Mapping[str, Any], fitted: str | None) -> tuple[bool, bool, bool, int]:
+def _rank(record: Mapping[str, Any], fitted: str | None) -> tuple[bool, bool, bool, float]:
     given = record["protocol"]
     text = given.get("text") or {}
     weekly = isinstance(text.get("seed"), int) and text["seed"] in WEEKS
     full = measured.decisive(record) == measured.FULL
-    return not weekly, text.get("source") == fitted, full, int(given["windows"]) * int(given["length"])
+    return not weekly, text.get("source") == fitted, full, given.get("windows", 0) * given.get("length", 0)

@@ -37,9 +37,10 @@ def test_what_counts_is_the_longest_record_of_the_fits_own_text_and_no_weekly_on
     weekly = record(3.0, windows=900, seed=202614)
     assert verdict.of_records([weekly, other, good], "book.txt").word == verdict.USABLE
     assert verdict.of_records([weekly, other, good, record(1.0, windows=8)], "book.txt").word == verdict.LOSSY
-    assert verdict.of_records([{"protocol": {}, "result": {"protocols": {"full": {"relative": "much"}}}}]).word == (
-        verdict.UNKNOWN
-    )
+    unsound = {"protocol": {}, "result": {"protocols": {"full": {"relative": "much"}}}}
+    assert verdict.of_records([unsound]).word == verdict.UNKNOWN
+    judged = record(0.5, windows=99, gate={"bounds": {"kl": 1.0}, "failed": [7]})
+    assert verdict.of_records([judged, good], "book.txt").word == verdict.USABLE
 
 
 def test_a_lossy_version_is_promoted_only_by_force(kvq, as_json):
