@@ -12,10 +12,10 @@ engine (`--for vllm`), they are measured one by one:
 Of all rounds, the one with the least measured sum is the artifact: its recipe names a Scheme per layer, and a runtime
 sees a recipe like any other. A round is a run of its own, in a folder of its own, so it resumes like any other.
 
-Of `auto-vocab` settings are AQUA-KV's prediction, from keys and values below both, with what rounds the rest: a basis in the metric of
-what errors cost with water-filled bits, with or without a gain, or a HIGGS grid. The first layer's keys and
-values may also be stored by token (`vocabulary`): a budget is of bits that grow with tokens, and the table does not, so
-that whoever asks for it accepts the table.
+Of `auto-vocab` settings are AQUA-KV's prediction, from keys and values below both, with what rounds the rest: a basis
+in the metric of what errors cost with water-filled bits, with or without a gain, or a HIGGS grid. The first layer's
+keys and values may also be stored by token (`vocabulary`): a budget is of bits that grow with tokens, and the table
+does not, so that whoever asks for it accepts the table.
 
 For an engine whose layers see their own pages alone (`--for vllm`) the recipe is one after RoPE, and its settings are
 those that can be served there: the mean removed, and the widths of what rounds each head of a token by itself.

@@ -177,7 +177,7 @@ def test_a_budget_that_an_engine_cannot_have_is_refused():
 
 @pytest.mark.parametrize("asked", [0.3, 0.5, 1.25, 2.1, 5.9])
 def test_bits_shared_out_by_gradients_are_within_the_budget(asked):
-    """All but less than a bit of a token, whose width is 32 or more; every scheme is one that calibration shares out."""
+    """All but less than a bit of a token; every scheme is one that calibration shares out."""
     found = budget.shared(asked, GEOMETRY).check(GEOMETRY)
     assert found.name == f"auto-{asked:g}bit" and all(scheme.quantize.shares_budget for scheme in found.schemes)
     spent = found.key.quantize.budget(GEOMETRY.width) + found.key.quantize.gain
