@@ -7,6 +7,7 @@ complete(job, work)         = begin, `run/calibrate.py`, evaluate, publish
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.artifact import ARTIFACT_FILE, artifact, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
+from kvq_runtime.ops import product
 from kvq_runtime.registry import card
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.reference import check_name, check_version, home
@@ -149,7 +150,7 @@ class Job:
         for recipe in recipes if self.engine else ():
             served.check(recipe, files.geometry)
         budgets, vocabularies = {}, {}
-        for text, bits in product(automatic, self.bits):
+        for text, bits in itertools.product(automatic, self.bits):
             if not budget.measured(text, self.engine):
                 recipes.append(budget.shared(bits, files.geometry))
                 continue
@@ -218,6 +219,8 @@ def preflight(job: Job, work: Run) -> list[str]:
         raise ValueError(f"recipes {job.recipes} and baselines {job.baselines}; name each once")
     if plan.seq_len > files.context:
         notes.append(f"sequences of {plan.seq_len} tokens exceed the model's context of {files.context}")
+    if files.dtype == torch.bfloat16 and plan.dtype == "float32" and (said := product.without_bfloat16(plan.device)):
+        notes.append(said)
     together, here = plan.threads * (job.workers or 1), cores()
     if together > here and "RAY_ADDRESS" not in os.environ:
         notes.append(
