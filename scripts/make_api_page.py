@@ -6,6 +6,7 @@ Reads the source with `ast` and imports nothing heavy, so that a test can compar
 """
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -28,7 +29,7 @@ INTRODUCTION = """
 # Public API
 
 `python scripts/make_api_page.py` writes this page from docstrings: signatures, first sentences and errors.
-`help(kvq_runtime.KVQCache)` prints the rest, the arguments of methods among it.
+`help(kvq_runtime.KVQCache)` prints the rest, what each argument may be among it.
 
 ```python
 from kvq_runtime import KVQCache, load_artifact, preset
@@ -162,7 +163,7 @@ def _code(start: str, arguments: list[str], end: str) -> str:
 
 def _markdown(node: ast.ClassDef | ast.FunctionDef) -> str:
     """A docstring as Markdown: columns of names and descriptions become lists, indented lines stay code."""
-    text = _kept(_docstring(node), columns=True)
+    text = _kept(_docstring(node), columns=isinstance(node, ast.ClassDef) and _is_dataclass(node))
     lines: list[str] = []
     listing = 0  # the column where descriptions begin
     for line in text.splitlines():
@@ -193,9 +194,14 @@ def _kept(text: str, columns: bool) -> str:
     """The first sentence of a docstring, if asked its columns of names and descriptions, and what it raises."""
     first, *others = text.split("\n\n")
     sentence = re.split(r"(?<=[.:])\s+(?=[A-Z])", " ".join(first.split()), maxsplit=1)[0].rstrip(":")
-    named = [one for one in others if columns and re.match(r"\S+(?:, \S+)*\s{2,}\S", one)]
+    named = [_columns(one) for one in others] if columns else []
     raised = re.findall(r"Raises .*?\.(?=\s|$)", " ".join(text.split()))
-    return "\n\n".join([" ".join([sentence, *(one for one in raised if one != sentence)]), *named])
+    return "\n\n".join([" ".join([sentence, *(one for one in raised if one != sentence)]), *filter(None, named)])
+
+
+def _columns(paragraph: str) -> str:
+    """Its lines from the first on that are a name and a description, or go on with one."""
+    return "\n".join(itertools.takewhile(re.compile(r"\s|\S+(?:, \S+)*\s{2,}\S").match, paragraph.splitlines()))
 
 
 if __name__ == "__main__":
