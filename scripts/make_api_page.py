@@ -1,4 +1,4 @@
-"""Write docs/api.md: the public names of kvq_runtime, their signatures and docstrings.
+"""Write docs/api.md: the public names of kvq_runtime, their signatures, and what they do.
 
     python scripts/make_api_page.py
 
@@ -6,6 +6,7 @@ Reads the source with `ast` and imports nothing heavy, so that a test can compar
 """
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -27,7 +28,8 @@ INTERNAL = {
 INTRODUCTION = """
 # Public API
 
-`python scripts/make_api_page.py` writes this page from docstrings.
+`python scripts/make_api_page.py` writes this page from docstrings: signatures, first sentences and errors.
+`help(kvq_runtime.KVQCache)` prints the rest, what each argument may be among it.
 
 ```python
 from kvq_runtime import KVQCache, load_artifact, preset
@@ -71,11 +73,18 @@ def _entry(name: str) -> list[str]:
         settings = [line for line in node.body if isinstance(line, ast.AnnAssign)]
         arguments = [_setting(line) for line in settings if not _class_variable(line)]
         parts = [f"### `{name}`", _code(f"@dataclass(frozen=True)\nclass {name}", arguments, ""), _markdown(node)]
+    methods: list[str] = []
     for method in node.body:
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
             hidden = method.name in INTERNAL.get(name, set())
-            parts += [] if hidden else [f"#### `{name}.{method.name}`", *_described(name, method)]
-    return parts
+            methods += [] if hidden else [_item(name, method)]
+    return [*parts, "\n".join(methods)] if methods else parts
+
+
+def _item(owner: str, node: ast.FunctionDef) -> str:
+    """A method or property in one line of a list."""
+    text = _kept(_docstring(node), columns=False)
+    return f"- `{_signature(owner, node)}`: {text}"
 
 
 def _definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
@@ -111,15 +120,20 @@ def _setting(line: ast.AnnAssign) -> str:
 
 
 def _described(owner: str, node: ast.FunctionDef) -> list[str]:
+    return [f"```python\n{_signature(owner, node)}\n```", _markdown(node)]
+
+
+def _signature(owner: str, node: ast.FunctionDef) -> str:
+    """A call with annotations and defaults; a property as `name: type`."""
     kinds = [ast.unparse(decorator) for decorator in node.decorator_list]
     annotation = "" if node.returns is None else ast.unparse(node.returns).strip("'")
     if {"property", "cached_property"} & set(kinds):
-        return [f"Property: `{annotation}`", _markdown(node)]
+        return f"{node.name}: {annotation}"
     arguments = _arguments(node)
     if "classmethod" in kinds or (arguments and arguments[0] == "self"):
         arguments = arguments[1:]
     prefix = f"{owner}." if {"classmethod", "staticmethod"} & set(kinds) else ""
-    return [_code(f"{prefix}{node.name}", arguments, f" -> {annotation}"), _markdown(node)]
+    return f"{prefix}{node.name}({', '.join(arguments)}) -> {annotation}"
 
 
 def _arguments(node: ast.FunctionDef) -> list[str]:
@@ -149,9 +163,7 @@ def _code(start: str, arguments: list[str], end: str) -> str:
 
 def _markdown(node: ast.ClassDef | ast.FunctionDef) -> str:
     """A docstring as Markdown: columns of names and descriptions become lists, indented lines stay code."""
-    text = ast.get_docstring(node)
-    if not text:
-        raise ValueError(f"{node.name} is public and has no docstring")
+    text = _kept(_docstring(node), columns=isinstance(node, ast.ClassDef) and _is_dataclass(node))
     lines: list[str] = []
     listing = 0  # the column where descriptions begin
     for line in text.splitlines():
@@ -169,6 +181,27 @@ def _markdown(node: ast.ClassDef | ast.FunctionDef) -> str:
             listing = 0
             lines.append(line)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+def _docstring(node: ast.ClassDef | ast.FunctionDef) -> str:
+    text = ast.get_docstring(node)
+    if not text:
+        raise ValueError(f"{node.name} is public and has no docstring")
+    return text
+
+
+def _kept(text: str, columns: bool) -> str:
+    """The first sentence of a docstring, if asked its columns of names and descriptions, and what it raises."""
+    first, *others = text.split("\n\n")
+    sentence = re.split(r"(?<=[.:])\s+(?=[A-Z])", " ".join(first.split()), maxsplit=1)[0].rstrip(":")
+    named = [_columns(one) for one in others] if columns else []
+    raised = re.findall(r"Raises .*?\.(?=\s|$)", " ".join(text.split()))
+    return "\n\n".join([" ".join([sentence, *(one for one in raised if one != sentence)]), *filter(None, named)])
+
+
+def _columns(paragraph: str) -> str:
+    """Its lines from the first on that are a name and a description, or go on with one."""
+    return "\n".join(itertools.takewhile(re.compile(r"\s|\S+(?:, \S+)*\s{2,}\S").match, paragraph.splitlines()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure at which bits retrieval through the cache breaks, by family, task and depth: the table of docs/tasks.md.
+"""Measure at which bits retrieval through the cache breaks: the table of benchmarks/records/retrieval.md.
 
     python scripts/measure_retrieval.py                          all, on one thread; fits what needs a fit
     python scripts/measure_retrieval.py --recipes rtn-2bit higgs-2bit --samples 2

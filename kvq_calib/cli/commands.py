@@ -41,7 +41,7 @@ examples
 The 16-bit model is always measured beside them. Protocols: full, one forward pass in which every token but the sinks
 is encoded and decoded before anything attends to it; in-use, tokens arrive in steps and stay exact for as long as the
 cache keeps them so; both by default. What is read exactly in use, up to all of it in short windows, costs nothing, so
-that the full encode is nearer to a long context. decode (docs/decode.md): along the 16-bit model's own greedy text, a
+that the full encode is nearer to a long context. decode (docs/measure.md): along the 16-bit model's own greedy text, a
 token a pass, where the cache would first choose otherwise, and the divergence by position. For the others, a table of:
 bits per element, asymptotic and of a cache that holds a window, or 4096 tokens; perplexity, and its distance from 16
 bit with the standard error over windows; KL divergence from the 16-bit model in nats; top-1 agreement with it; the
@@ -198,7 +198,7 @@ def add_eval(subparsers: Any) -> None:
 def _tasks(command: argparse.ArgumentParser) -> None:
     """Add what `kvq eval --tasks` asks."""
     command.add_argument(
-        "--tasks", metavar="TASK,TASK", help="measure tasks instead of text: docs/tasks.md lists them; other names are "
+        "--tasks", metavar="TASK,TASK", help="measure tasks instead of text: see docs/measure.md; other names are "
         "lm-eval's (gsm8k, ifeval), which is an extra",
     )  # fmt: skip
     command.add_argument(

@@ -138,7 +138,7 @@ def _check(manager: Any, task: str) -> None:
     if entry is None and not task.endswith(".yaml"):
         near = ", ".join([name for name in manager.all_tasks if name.startswith(task[:4])][:5])
         known = f"there are {near}" if near else "`lm-eval ls tasks` lists them"
-        raise NotFound(f"task {task} is neither kvq's (docs/tasks.md) nor lm-eval's; {known}")
+        raise NotFound(f"task {task} is neither kvq's (docs/measure.md) nor lm-eval's; {known}")
     config = (entry.cfg if entry is not None else None) or {}
     source = " ".join(str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key))
     try:

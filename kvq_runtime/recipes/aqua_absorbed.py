@@ -12,7 +12,7 @@ Keys have to be predicted after RoPE: before it a query would go down the chain 
 another one for every token. A prediction that commutes with RoPE, a complex number for each frequency and pair of
 heads, could stand on either side of it; one of all channels, fitted after RoPE, contains it, and keeps beside it what
 slow frequencies share. On the demo model they explain 7 to 10% and 22 to 32% of the variance of a layer's keys, where
-74 to 93% are explained before RoPE (docs/results.md). Values know no position; they lose what this layer's keys told.
+74 to 93% are before RoPE (benchmarks/records). Values have no position; they lose what this layer's keys told.
 
 What a layer reads is together one description of its keys: with as many bits it could have been stored by itself. So
 this saves bits held, not bits read. Bits in a name are those of all layers, anchors among them.

@@ -19,7 +19,7 @@ exact but for bfloat16, and cost 11 to 18 bits a token. The table is 4 bytes tim
 `-gptq` stores predictors and bases in 4 bits, which cost 4.5 with their scales; the table of a vocabulary as it was.
 `-4bit` stores the table in 4 bits, too: 1.125 bytes times vocabulary times width; its rows are the first layer.
 
-What was measured is in docs/results.md; models as small as that one flatter predictions and bases.
+What was measured is in benchmarks/records; models as small as that one flatter predictions and bases.
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), sections 4.1 and 4.2; Cover and Thomas,
 2006, section 10.3.3 (reverse water-filling); Gersho and Gray, 1992, section 12.10 (shape and gain).

@@ -11,10 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMED = ("README.md", "CONTRIBUTING.md", "artifacts/README.md")
-PAGES = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").glob("*.md"))]
+RECORDS = sorted((ROOT / "benchmarks" / "records").glob("*.md"))
+PAGES = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").glob("*.md")), *RECORDS]
 PACKAGES = ("kvq_runtime", "kvq_calib", "pipelines", "tests", "scripts", "benchmarks", "artifacts", "docs")
 # Where a path may begin if it is written in short: `store/layer.py`, `flow/`.
 ROOMS = [ROOT / room for room in ("", "kvq_runtime", "kvq_runtime/registry", "kvq_runtime/kernels", "kvq_calib")]
+MOST_WORDS = 20_000
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
 MODULE = re.compile(r"(?:kvq_runtime|kvq_calib|pipelines|scripts)(?:\.\w+)+")
@@ -89,6 +91,24 @@ def test_every_page_can_be_reached_from_the_readme():
     texts = (ROOT / "README.md").read_text() + (ROOT / "docs" / "architecture.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert f"{page.name})" in texts or f"{page.name}#" in texts, f"nothing links to {page.name}"
+
+
+def test_every_record_can_be_reached_from_their_list():
+    listed = (ROOT / "benchmarks" / "records" / "README.md").read_text()
+    assert all(f"({page.name})" in listed for page in RECORDS if page.name != "README.md")
+
+
+def test_the_documents_stay_short():
+    """Of the pages that a user reads; docs/compare.md is made by a script and not among them."""
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "compare.md"]
+    words = sum(_words(page) for page in [*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+    assert len(pages) <= 16 and words <= MOST_WORDS, (len(pages), words)
+    assert _words(ROOT / "README.md") <= 900
+
+
+def _words(page: Path) -> int:
+    """Words of a page, code and tables included, without lone signs such as a table's bars."""
+    return sum(re.search(r"\w", word) is not None for word in page.read_text().split())
 
 
 def test_the_api_page_is_what_the_docstrings_say():

@@ -1,4 +1,4 @@
-"""The rows of docs/tasks.md's table: what was measured, by task and by depth."""
+"""The rows of the table in benchmarks/records/retrieval.md: what was measured, by task and by depth."""
 
 from kvq_runtime.geometry import MODELS
 from kvq_runtime.recipe import preset

@@ -17,6 +17,7 @@ from kvq_runtime.registry.resolve import open_registry
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
+INSTALL = (ROOT / "docs" / "models.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -26,10 +27,10 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_first_block_runs_without_an_artifact_and_its_figures_are_the_readmes(monkeypatch, capsys):
-    """Then the block that loads an artifact, with one of random tensors in the registry."""
+def test_the_block_runs_without_an_artifact_and_its_figures_are_the_readmes(monkeypatch, capsys):
+    """Then the way that it names to load an artifact, with one of random tensors in the registry."""
     monkeypatch.chdir(ROOT)
-    first, serve = blocks("python")
+    (first,) = blocks("python")
     names: dict = {}
     exec(compile(first, "README.md", "exec"), names)
     report = names["cache"].memory_report()
@@ -44,15 +45,15 @@ def test_the_first_block_runs_without_an_artifact_and_its_figures_are_the_readme
     tensors = fitted.tensors(recipe, geometry_of(model))
     made = Artifact(recipe, fingerprint_of(model), tensors, {"model": "demo"}, {"layers": [{}] * 6})
     open_registry().publish("demo-aqua-2bit", to_bytes(made))
-    assert "max_new_tokens=64" in serve
-    exec(compile(serve.replace("=64", "=8"), "README.md", "exec"), names)
+    (serve,) = re.findall(r"`(KVQCache\.from_pretrained\([^`]+\))`", TEXT)
+    names["cache"] = eval(serve.replace("NAME", "demo-aqua-2bit"), names)
+    names["out"] = model.generate(**names["inputs"], past_key_values=names["cache"], max_new_tokens=8)
     assert model.config._attn_implementation == "kvq" and names["out"].shape == (1, 4008)
     assert names["cache"].memory_report().recipe == "aqua-2bit"
 
 
 def test_the_length_from_which_it_is_smaller_is_what_the_command_says(as_json):
-    (line,) = [line for block in blocks("sh") for line in block.splitlines() if ".venv/bin/kvq bytes" in line]
-    command, said = line.split("#")
+    ((command, said),) = re.findall(r"`(\.venv/bin/kvq bytes [^`]+)` ([^.]+)\.", TEXT)
     program, *arguments = shlex.split(command)
     assert program == ".venv/bin/kvq"
     found = as_json(*[ROOT / one if one.startswith("artifacts/") else one for one in arguments])
@@ -68,7 +69,9 @@ def test_its_first_python_block_imports_nothing_that_make_env_does_not_install()
 def test_the_versions_are_those_of_the_project():
     needs = " ".join([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["hf"]])
     needs += " " + " ".join(PROJECT["optional-dependencies"]["triton"])
-    row = {cells[1].strip(): cells[2] for cells in (line.split("|") for line in TEXT.splitlines()) if len(cells) == 5}
+    row = {
+        cells[1].strip(): cells[2] for cells in (line.split("|") for line in INSTALL.splitlines()) if len(cells) == 5
+    }
     assert f"{PROJECT['requires-python'].removeprefix('>=')} or newer" in row["Python"]
     low, high = re.search(r"transformers>=([\d.]+),<5\.(\d+)", needs).groups()
     assert f"{low} to 5.{int(high) - 1}" in row["transformers"]
@@ -77,13 +80,13 @@ def test_the_versions_are_those_of_the_project():
     assert f"{re.search(r'triton>=([0-9.]+)', needs)[1]} or newer" in row["triton"]
     pins = dict(re.findall(r"^(torch|transformers)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     tested = {
-        cells[1].strip(): cells[3] for cells in (line.split("|") for line in TEXT.splitlines()) if len(cells) == 5
+        cells[1].strip(): cells[3] for cells in (line.split("|") for line in INSTALL.splitlines()) if len(cells) == 5
     }
     assert pins["torch"] in tested["torch"] and pins["transformers"] in tested["transformers"]
 
 
 def test_every_extra_has_a_row_or_is_for_contributors():
-    rows = set(re.findall(r"`([a-z-]+)`", "".join(re.findall(r"^\|((?: `[a-z-]+`,?)+) \|", TEXT, re.MULTILINE))))
+    rows = set(re.findall(r"`([a-z-]+)`", "".join(re.findall(r"^\|((?: `[a-z-]+`,?)+) \|", INSTALL, re.MULTILINE))))
     contributors = set(
         re.findall(r"Extras for this work: `(\w+)`.*?`(\w+)`", (ROOT / "CONTRIBUTING.md").read_text())[0]
     )
@@ -93,6 +96,9 @@ def test_every_extra_has_a_row_or_is_for_contributors():
 def test_it_stays_short_and_begins_with_a_sentence_and_a_block():
     assert len(TEXT.splitlines()) <= 200
     assert TEXT.index("```python") < TEXT.index("\n## ")
+    assert (
+        TEXT.count("```") == 2 and TEXT.count("![") == 1 and len(re.findall(r"^\| ---|^\|---", TEXT, re.MULTILINE)) == 1
+    )
 
 
 @pytest.mark.slow

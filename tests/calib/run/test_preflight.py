@@ -127,7 +127,8 @@ def test_a_dry_run_says_how_long_the_model_takes_at_least(job):
 def test_a_processor_without_bfloat16_takes_float32_and_says_so_once(job, monkeypatch):
     """Weights of a calibration, and of a benchmark, whatever they are stored in; with the instructions neither."""
     work = job.prepare()
-    stored = replace(work, files=replace(work.files, dtype=torch.bfloat16), plan=replace(work.plan, dtype="float32"))
+    stored = replace(work, plan=replace(work.plan, dtype="float32"))
+    monkeypatch.setattr(type(work.files), "dtype", torch.bfloat16)
     said = {}
     for has in (True, False):
         monkeypatch.setattr(product, "multiplies_bfloat16", lambda has=has: has)
