@@ -7,6 +7,7 @@ complete(job, work)         = begin, `run/calibrate.py`, evaluate, publish
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.artifact import ARTIFACT_FILE, artifact, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
+from kvq_runtime.ops import product
 from kvq_runtime.registry import card
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.reference import check_name, check_version, home
@@ -62,8 +63,8 @@ class Job:
     version    its number; by default the next one
     bits       of these two: an artifact for each
     engine     "vllm": artifacts that it can serve from its pages; "auto" then chooses among such settings
-    transfer   with `bits`: a text of another kind, on whose fit part settings are measured as well; None: an embedded
-               one; "none": none
+    transfer   of "auto-vocab", or for an engine: a text of another kind, on whose fit part settings are measured as
+               well; None: an embedded one; "none": none
     threads    of a process; None: all cores of this machine, or each worker's share of them. A part of the plan
     workers    processes that share the chunks (`workers.py`); None: this one does all; with the same threads the bytes
                are the same
@@ -149,23 +150,28 @@ class Job:
         for recipe in recipes if self.engine else ():
             served.check(recipe, files.geometry)
         budgets, vocabularies = {}, {}
-        for text, bits in product(automatic, self.bits):
+        for text, bits in itertools.product(automatic, self.bits):
+            if not budget.measured(text, self.engine):
+                recipes.append(budget.shared(bits, files.geometry))
+                continue
             tokens = files.vocabulary if text == budget.BY_TOKEN else 0
             recipes.append(budget.recipe(bits, files.geometry, tokens, self.engine))
             budgets[recipes[-1].name] = bits
             vocabularies |= {recipes[-1].name: tokens} if tokens else {}
         text = (self.corpus, self.samples, self.seq_len, self.seed, self.held_out)
         machine = (self.device, self.dtype, self.threads or max(1, cores() // (self.workers or 1)))
-        if self.transfer not in (None, others.NONE) and not self.bits:
+        if self.transfer not in (None, others.NONE) and not budgets:
             raise ValueError(
-                f"--transfer {self.transfer} is what --recipe auto chooses on; give --bits, or leave it out"
+                f"--transfer {self.transfer} is a text to measure settings on, for --recipe auto-vocab or --for vllm, "
+                "with --bits; give these, or leave it out"
             )
-        plan = make(files, recipes, *text, *machine, budgets, vocabularies, self._transfer(files))
+        transfer = self._transfer(files) if budgets else None
+        plan = make(files, recipes, *text, *machine, budgets, vocabularies, transfer)
         return Run(plan, files, Path(self.run) if self.run else home() / "runs" / plan.digest[:16], listener)
 
     def _transfer(self, files: ModelFiles) -> str | None:
         """The text of another kind that settings are measured on."""
-        if not self.bits or self.transfer == others.NONE:
+        if self.transfer == others.NONE:
             return None
         return self.transfer or next((text for text in files.entry.beside(self.corpus) if text in EMBEDDED), None)
 
@@ -213,6 +219,8 @@ def preflight(job: Job, work: Run) -> list[str]:
         raise ValueError(f"recipes {job.recipes} and baselines {job.baselines}; name each once")
     if plan.seq_len > files.context:
         notes.append(f"sequences of {plan.seq_len} tokens exceed the model's context of {files.context}")
+    if files.dtype == torch.bfloat16 and plan.dtype == "float32" and (said := product.without_bfloat16(plan.device)):
+        notes.append(said)
     together, here = plan.threads * (job.workers or 1), cores()
     if together > here and "RAY_ADDRESS" not in os.environ:
         notes.append(

@@ -5,10 +5,10 @@ in memory at a time: what is at its most is its own. Finished rounds are kept, a
 the next.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.plan import environment
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import NotFound
+from kvq_runtime.ops import product
 
 Progress = Callable[[int], object]
 LIMIT = 1 << 26  # bytes of a file of rounds
@@ -46,7 +47,7 @@ class Plan:
     @property
     def cells(self) -> list[tuple[int, int]]:
         """(context, batch), the smaller first."""
-        return list(product(sorted(set(self.contexts)), sorted(set(self.batches))))
+        return list(itertools.product(sorted(set(self.contexts)), sorted(set(self.batches))))
 
     def longest(self, context: int) -> int:
         """Tokens of a row at the end."""
@@ -124,10 +125,13 @@ def _short(value: Any) -> str:
     return f"{json.dumps(value):.120}"
 
 
-def dtype_of(files: ModelFiles, name: str | None = None) -> torch.dtype:
-    """That of the name; None: the one that is stored, and bfloat16 where that has 32 bits."""
+def dtype_of(files: ModelFiles, name: str | None = None, device: str = "cpu") -> torch.dtype:
+    """That of the name; None: the one that is stored, and bfloat16 where that has 32 bits, but float32 on a processor
+    without bfloat16 instructions, where bfloat16 takes up to 170 times as long."""
     if name is not None:
         return getattr(torch, name)
+    if product.without_bfloat16(device):
+        return torch.float32
     return torch.bfloat16 if files.dtype == torch.float32 else files.dtype
 
 

@@ -192,14 +192,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add_settings(what, "of every --recipe")
     add("--bits", action="append", type=float, metavar="B",
-        help="with --recipe auto or auto-vocab: choose settings by layer within B bits per element; repeat for several"
+        help="with --recipe auto or auto-vocab: share out B bits per element among the layers; repeat for several"
     )  # fmt: skip
     add("--for", dest="engine", choices=("vllm",),
         help="fit only what this engine can serve from its pages; auto then chooses among such settings")  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]")
     add("--transfer", metavar="FILE|HUB-ID",
-        help="with --bits: a text of another kind whose fit part settings are measured on, too; or none "
-        "(default: demo-code, or demo beside that)")  # fmt: skip
+        help="with --recipe auto-vocab or --for: a text of another kind whose fit part settings are measured on, too; "
+        "or none (default: demo-code, or demo beside that)")  # fmt: skip
     add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")
     add("--seq-len", type=count, metavar="L", help="tokens per sequence")
     add("--held-out", type=int, metavar="N", help="sequences that only measure the fit (default: an eighth)")

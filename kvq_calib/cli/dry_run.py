@@ -1,11 +1,15 @@
 """Say what a calibration would do: `kvq-calibrate --dry-run`, as JSON of plain numbers and as lines for people."""
 
+import time
 from typing import Any
+
+import torch
 
 from kvq_calib.evaluate import held_out
 from kvq_calib.job import Job, whole_bytes
-from kvq_calib.run import budget, sensitivity, share
-from kvq_calib.run.plan import Plan
+from kvq_calib.model.streamed import Stream
+from kvq_calib.run import budget, gradients, sensitivity, share
+from kvq_calib.run.plan import Plan, set_arithmetic
 from kvq_calib.run.run import Run
 from kvq_calib.text import others
 
@@ -31,6 +35,7 @@ def record(asked: Job, work: Run) -> dict[str, Any]:
         "chunks": len(plan.chunks),
         "sequences_per_chunk": plan.chunk,
         **_rounds(plan),
+        **_time(work),
         "device": plan.device,
         "dtype": plan.dtype,
         "threads": plan.threads,
@@ -66,6 +71,12 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
         )
     if "shared_bits" in found:
         shown["shared bits"] = f"{', '.join(found['shared_bits'])}: 2 rounds, each a pass over the model"
+    if "forward_seconds" in found:
+        one, count = found["forward_seconds"], found["forward_passes"]
+        shown["time"] = (
+            f"at least {_duration(one * count)}: {count:g} passes of the model, {_duration(one)} each, as timed on one "
+            "sequence in the first layer; fits and evaluation come on top"
+        )
     threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
     shown["device"] = f"{found['device']}, {found['dtype']}, {threads}"
     shown["memory"] = f"{layer + chunk:.0f} MB: one layer and one chunk"
@@ -75,6 +86,31 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
     if found["download_bytes"]:
         shown["download"] = f"{found['download_bytes'] / 1e9:.1f} GB of weights, by the calibration itself"
     return shown | {"run folder": found["run_folder"], "plan": found["plan"]}
+
+
+def _time(work: Run) -> dict[str, float]:
+    """Seconds of one pass of the model over all sequences, and how many passes there are at most; nothing where the
+    weights are not here. The least of three times of one sequence in the first layer."""
+    plan, files = work.plan, work.files
+    if files.headers is not None:
+        return {}
+    set_arithmetic(plan)
+    stream = Stream(files, plan.device, getattr(torch, plan.dtype))
+    hidden = stream.embed(torch.arange(plan.seq_len)[None] % files.vocabulary)
+    layer, taken = stream.layer(0), []
+    for _ in range(3):
+        begun = time.perf_counter()
+        layer.forward(hidden).h_BTE.cpu()  # which waits for the device
+        taken.append(time.perf_counter() - begun)
+    passes = float(budget.most_rounds(plan))
+    if any(map(gradients.wanted, plan.recipes)):
+        passes += 4 * sum(len(plan.chunks[index]) for index in gradients.chunks(work)) / plan.samples
+    count = plan.samples + plan.transfer_samples
+    return {"forward_seconds": min(taken) * count * plan.geometry.layers, "forward_passes": round(passes, 2)}
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
 
 
 def _evaluation(asked: Job, work: Run) -> dict[str, Any]:

@@ -149,6 +149,8 @@ def bench(args: argparse.Namespace) -> int:
     from kvq_calib.report import bench_plot, bench_table
     from kvq_calib.run.device import memory_of
     from kvq_runtime.artifact import recipe_text
+    from kvq_runtime.cli import exit_codes
+    from kvq_runtime.ops import product
     from kvq_runtime.prefix.shelf import parse_bytes
 
     files, device = models.resolve(args.model), device_of(args.device)
@@ -159,7 +161,9 @@ def bench(args: argparse.Namespace) -> int:
     ours = contenders.ours(recipe_text.with_settings(args.subjects, args.set), files, args.registry)
     others = ",".join(contenders.BESIDE) if args.beside is None else args.beside
     stock = [contenders.quantized(name) for name in ([] if others == "none" else others.split(","))]
-    dtype, interrupted = rounds.dtype_of(files, args.dtype), None
+    dtype, interrupted = rounds.dtype_of(files, args.dtype, device), None
+    if args.dtype is None and (said := product.without_bfloat16(device)):
+        exit_codes.say("kvq bench", said)
     every = [contenders.plain(dtype), *stock, *ours]
     with progress_bar(rounds.work(len(every), plan), args.quiet) as progress:
         model = rounds.load(files, device, dtype)

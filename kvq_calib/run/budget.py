@@ -1,5 +1,9 @@
 """Choose the bits of each layer's keys and values, so that a recipe keeps a budget of bits per element.
 
+`auto` is `aqua-fisher` with the budget as its target: `share.py` gives bits to all latent channels of all layers by one
+measure, in two rounds and without trying any setting. Where settings differ in kind, as for `auto-vocab` and for an
+engine (`--for vllm`), they are measured one by one:
+
     round 0   fit the recipe with one setting everywhere, measure every setting in its place in every layer
     choose    the settings with the least sum of errors within the budget (`fit/allocate.py`, exact)
     round 1   fit the recipe with what was chosen; measure again, now above layers as they will be
@@ -8,10 +12,10 @@
 Of all rounds, the one with the least measured sum is the artifact: its recipe names a Scheme per layer, and a runtime
 sees a recipe like any other. A round is a run of its own, in a folder of its own, so it resumes like any other.
 
-Settings are AQUA-KV's prediction, from keys and values below both, with what rounds the rest: a basis in the metric of
-what errors cost with water-filled bits, with or without a gain, or a HIGGS grid. Of the recipe `auto-vocab` the first
-layer's keys and values may also be stored by token (`vocabulary`): a budget is of bits that grow with tokens, and the
-table does not, so that whoever asks for it accepts the table.
+Of `auto-vocab` settings are AQUA-KV's prediction, from keys and values below both, with what rounds the rest: a basis
+in the metric of what errors cost with water-filled bits, with or without a gain, or a HIGGS grid. The first layer's
+keys and values may also be stored by token (`vocabulary`): a budget is of bits that grow with tokens, and the table
+does not, so that whoever asks for it accepts the table.
 
 For an engine whose layers see their own pages alone (`--for vllm`) the recipe is one after RoPE, and its settings are
 those that can be served there: the mean removed, and the widths of what rounds each head of a token by itself.
@@ -34,7 +38,7 @@ from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme, Window
-from kvq_runtime.recipes import higgs, turboquant
+from kvq_runtime.recipes import aqua_fisher, higgs, turboquant
 from kvq_runtime.recipes.aqua_metric import GAIN
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
@@ -112,6 +116,20 @@ def _possible(scheme: Scheme, geometry: Geometry, role: Role) -> bool:
     except ValueError:
         return False
     return True
+
+
+def measured(asked: str, engine: str | None) -> bool:
+    """Whether the settings of `auto` or `auto-vocab` are measured one by one."""
+    return asked == BY_TOKEN or engine is not None
+
+
+def shared(bits: float, geometry: Geometry) -> Recipe:
+    """`aqua-fisher` with at most so many bits per element, in the mean of all layers. ValueError: no such budget."""
+    low, high = (GAIN + 1) / geometry.width, float(Mixed().bits[0])
+    if not low <= bits <= high:
+        raise ValueError(f"--bits {bits:g}; this model can have {math.ceil(1e3 * low) / 1e3:g} to {high:g}")
+    found = aqua_fisher.recipe(math.floor(bits * geometry.width + 1e-6) / geometry.width)
+    return replace(found, name=f"auto-{bits:g}bit", summary=f"bits by layer, by the model's gradients, {bits:g} in all")
 
 
 def recipe(bits: float, geometry: Geometry, vocabulary: int = 0, engine: str | None = None) -> Recipe:

@@ -25,6 +25,13 @@ def multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported()  # before torch had a list of them
 
 
+def without_bfloat16(device: str) -> str | None:
+    """One line for people where a device multiplies no bfloat16 and float32 is taken instead; else None."""
+    if device != "cpu" or multiplies_bfloat16():
+        return None
+    return "this processor has no bfloat16 instructions: the model's products are made in float32"
+
+
 def widened(x: Tensor) -> bool:
     """Whether products of this tensor are made in float32."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not multiplies_bfloat16()

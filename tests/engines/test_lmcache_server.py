@@ -107,7 +107,7 @@ def test_the_pages_command_starts_the_server(tmp_path: Path):
 
 @pytest.mark.skipif(not ENGINES.is_file(), reason="vLLM is in an environment of its own: make engines")
 def test_vllm_loads_what_lmcache_kept(tmp_path: Path):
-    """Chunks of a prompt are in files as codes; LMCache starts anew, and vLLM's next answer is of what these hold."""
+    """Chunks of a prompt are in files as codes; both start anew, and vLLM's next answer is of what these hold."""
     beside = tmp_path / "beside"
     beside.mkdir()
     for name in BESIDE:
@@ -122,22 +122,21 @@ def test_vllm_loads_what_lmcache_kept(tmp_path: Path):
         "--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(asked),
     ]  # fmt: skip
     variables = {"PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    first = server(ENGINES, tmp_path, port, path)
-    with first, Process(vllm, f"http://127.0.0.1:{asked}/health", tmp_path / "vllm.log", variables):
-        tokens = [7 + n * n % 1999 for n in range(700)]
+    served = f"http://127.0.0.1:{asked}/health"
+    tokens = [7 + n * n % 1999 for n in range(700)]
+    with server(ENGINES, tmp_path, port, path) as first, Process(vllm, served, tmp_path / "vllm.log", variables):
         _ask(asked, tokens)
         until = time.monotonic() + PATIENCE
         while len(list(tmp_path.glob("*.data"))) < 2 and time.monotonic() < until:
             time.sleep(0.5)
         sizes = {file.stat().st_size for file in tmp_path.glob("*.data")}
         assert sizes == {64 + 2 * 6 * 256 * 128 * 3.25 / 8}, first.log.read_text()[-4000:]
-        first.__exit__()
-        with server(ENGINES, tmp_path, port, path) as second:
-            until = time.monotonic() + PATIENCE  # vLLM registers again
-            while "2 L2" not in second.log.read_text() and time.monotonic() < until:
-                _ask(asked, tokens)
-                time.sleep(2)
-            assert "2 L2" in second.log.read_text(), second.log.read_text()[-4000:]
+    with server(ENGINES, tmp_path, port, path) as second, Process(vllm, served, tmp_path / "vllm.log", variables):
+        until = time.monotonic() + PATIENCE
+        while "2 L2" not in second.log.read_text() and time.monotonic() < until:
+            _ask(asked, tokens)
+            time.sleep(2)
+        assert "2 L2" in second.log.read_text(), second.log.read_text()[-4000:]
 
 
 def _ask(port: int, tokens: list[int]) -> None:

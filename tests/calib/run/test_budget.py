@@ -173,3 +173,21 @@ def test_what_is_chosen_for_an_engine_can_be_served_by_it(asked):
 def test_a_budget_that_an_engine_cannot_have_is_refused():
     with pytest.raises(ValueError, match=r"--bits 0.5; this model, for vllm, can have 1\.\d+ to 8\.\d+"):
         budget.recipe(0.5, GEOMETRY, engine="vllm")
+
+
+@pytest.mark.parametrize("asked", [0.3, 0.5, 1.25, 2.1, 5.9])
+def test_bits_shared_out_by_gradients_are_within_the_budget(asked):
+    """All but less than a bit of a token; every scheme is one that calibration shares out."""
+    found = budget.shared(asked, GEOMETRY).check(GEOMETRY)
+    assert found.name == f"auto-{asked:g}bit" and all(scheme.quantize.shares_budget for scheme in found.schemes)
+    spent = found.key.quantize.budget(GEOMETRY.width) + found.key.quantize.gain
+    assert asked * GEOMETRY.width - 1 < spent <= asked * GEOMETRY.width
+    assert [budget.measured(*given) for given in (("auto", None), ("auto-vocab", None), ("auto", "vllm"))] == [
+        False, True, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [0.01, 9.0, float("nan")])
+def test_bits_that_a_model_cannot_have_are_refused(asked):
+    with pytest.raises(ValueError, match="this model can have"):
+        budget.shared(asked, GEOMETRY)

@@ -44,8 +44,10 @@ def model(tmp_path_factory, few) -> Path:
 
 @pytest.fixture(scope="module")
 def few():
-    """As many settings as a test needs: each is fitted and measured in every layer."""
+    """As many settings as a test needs: each is fitted and measured in every layer, of `auto` too: what `auto-vocab`
+    has without a table."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "measured", lambda *_: True)
         patch.setattr(budget, "WIDTHS", (0.5, 1, 2, 4))
         patch.setattr(budget, "PLAIN", (0.5,))
         patch.setattr(budget, "GRIDS", ("2bit",))
@@ -319,7 +321,7 @@ def test_a_budget_is_published_beside_another_recipe_with_what_was_chosen(model,
         (["--recipe", "auto", "--bits", "9"], "--bits 9; this model can have"),
         (["--recipe", "auto", "--bits", "0.01"], "can have"),
         (["--recipe", "auto", "--bits", "2", "--transfer", "CORPUS"], "is the corpus itself"),
-        (["--transfer", "demo"], "give --bits, or leave it out"),
+        (["--transfer", "demo"], "with --bits; give these, or leave it out"),
         (["--recipe", "auto", "--bits", "nan"], "can have"),
         (["--recipe", "auto"], "--bits 2.1"),
         (["--bits", "2"], "--recipe auto"),

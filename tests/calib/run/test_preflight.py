@@ -8,9 +8,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import tiny
+import torch
 
+from kvq_calib.bench import rounds
 from kvq_calib.cli import calibrate as cli
+from kvq_calib.cli import dry_run
 from kvq_calib.job import Job, preflight
+from kvq_runtime.ops import product
 
 PLENTY = 1 << 50
 
@@ -106,3 +110,34 @@ def test_the_command_refuses_before_it_writes(free, says, job, machine, capsys):
     assert cli.main([*given, "--no-eval"]) == 1
     captured = capsys.readouterr()
     assert says in captured.err and not captured.out and not Path(job.run).parent.exists()
+
+
+def test_a_dry_run_says_how_long_the_model_takes_at_least(job):
+    """Two rounds of a recipe with gradients, and four passes of what these are of: of two sequences, both."""
+    plain = dry_run.record(job, job.prepare())
+    assert plain["forward_passes"] == 1 and plain["forward_seconds"] > 0
+    shared = replace(job, recipes=("auto",), bits=(2.0,))
+    found = dry_run.record(shared, shared.prepare())
+    fitted = sum(len(rows) for rows in shared.prepare().plan.chunks[: shared.prepare().plan.fitted_chunks])
+    assert found["forward_passes"] == 2 + 4 * fitted / 4
+    said = dry_run.lines(found | {"forward_seconds": 100.0})["time"]
+    assert said.startswith(f"at least {100 * found['forward_passes'] / 60:.0f} minutes: ") and "100.0 s each" in said
+
+
+def test_a_processor_without_bfloat16_takes_float32_and_says_so_once(job, monkeypatch):
+    """Weights of a calibration, and of a benchmark, whatever they are stored in; with the instructions neither."""
+    work = job.prepare()
+    stored = replace(work, files=replace(work.files, dtype=torch.bfloat16), plan=replace(work.plan, dtype="float32"))
+    said = {}
+    for has in (True, False):
+        monkeypatch.setattr(product, "multiplies_bfloat16", lambda has=has: has)
+        said[has] = [note for note in preflight(job, stored) if "bfloat16" in note]
+        expected = torch.bfloat16 if has else torch.float32
+        assert (
+            rounds.dtype_of(stored.files) == expected
+            and rounds.dtype_of(stored.files, None, "cuda:0") == torch.bfloat16
+        )
+        assert rounds.dtype_of(stored.files, "float16") == torch.float16
+    assert said[True] == [] and said[False] == [
+        "this processor has no bfloat16 instructions: the model's products are made in float32"
+    ]
