@@ -6,6 +6,7 @@
     python -m scripts.measure_real needles --first          what the 16-bit model finds, in both forms; then `needles`
     python -m scripts.measure_real conversation             several turns, the cache kept over them
     python -m scripts.measure_real greedy                   where 1,000 greedy tokens after 4,000 are first others
+    python -m scripts.measure_real prefix                   the first token after a prompt that was kept
     python -m scripts.measure_real bench                    speed and memory beside transformers' caches
     python -m scripts.compare_models --records              page, tables and pictures, of all that: seconds
 
@@ -83,7 +84,9 @@ BINS = 16  # parts of a window that figures are given for by position
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what is asked."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    top.add_argument("what", choices=["fit", "scores", "left", "needles", "conversation", "greedy", "bench"])
+    top.add_argument("what", choices=[
+        "fit", "scores", "left", "needles", "conversation", "greedy", "prefix", "bench",
+    ])  # fmt: skip
     top.add_argument("--model", default=MODEL, help="a name of the catalog or a folder (default: %(default)s)")
     top.add_argument("--name", default=MODEL, help="what records call it (default: %(default)s)")
     top.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="where records go")
@@ -107,10 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("KVQ_HOME", str(ROOT / "build" / "real"))
     torch.set_num_threads(args.threads)
     files = replace(models.resolve(args.model), id=args.name)
-    if args.what in ("needles", "conversation", "greedy", "bench"):
+    if args.what not in ("fit", "scores", "left"):
         from scripts import real_use
 
-        run = {"needles": real_use.needles, "conversation": real_use.talks, "greedy": real_use.greedy}
+        run = {"needles": real_use.needles, "conversation": real_use.talks, "greedy": real_use.greedy,
+               "prefix": real_use.prefix}  # fmt: skip
         return run.get(args.what, real_use.bench)(args, files)
     home = Home(files, args)
     return {"fit": fit, "scores": scores, "left": left}[args.what](home, args)

@@ -9,12 +9,14 @@ import io
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from kvq_calib.cli import commands
 from kvq_calib.evaluate import bits, cases, conversation, decode, tasks
@@ -25,8 +27,12 @@ from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.plan import environment
 from kvq_calib.text import corpus
 from kvq_calib.text.tokenizer import Encoder
+from kvq_runtime import PrefixStore
+from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
 from kvq_runtime.hf import KVQCache
+from kvq_runtime.recipe import Recipe
 from scripts import measure_real, real_records
 
 TASKS = ("passkey", "niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
@@ -161,6 +167,53 @@ def greedy(args: argparse.Namespace, files: ModelFiles) -> int:
         part = row["found"]["result"]["protocols"]["decode"]
         firsts = part["reason"] if "reason" in part else [one["first"] for one in part["windows"]]
         print(f"{row['found']['result']['recipe']}: first other token {firsts}, KL {part.get('kl', 0):.2g}")
+    return 0
+
+
+def prefix(args: argparse.Namespace, files: ModelFiles) -> int:
+    """The first token after a long prompt: computed, and from blocks in a folder; and what keeping them takes."""
+    kept, model = Kept(args.results / "prefix.json", args.again), load_model(files, "cpu", torch.float32)
+    model.set_attn_implementation("kvq")
+    batch = measure_real._whole("book", files, PROMPT, 1)
+    ids = batch.tokens_BT.long()
+
+    def first(cache) -> tuple[float, int]:
+        begun = time.perf_counter()
+        with torch.no_grad():
+            logits = model(ids[:, cache.get_seq_length() :], past_key_values=cache, logits_to_keep=1).logits
+        return time.perf_counter() - begun, int(logits.argmax())
+
+    def fitted(subject: Subject) -> Artifact | Recipe:
+        home = measure_real.Home(files, args)
+        return artifact.load(home.artifact(subject.name, measure_real.ON[0])) if subject.sha256 else subject.recipe
+
+    def measured(subject: Subject) -> dict[str, Any]:
+        exact = DynamicCache(config=model.config)
+        computed, token = first(exact)
+        with tempfile.TemporaryDirectory() as folder:
+            store, times = PrefixStore(folder, fitted(subject), model=model), []
+            begun = time.perf_counter()
+            store.put(exact, ids)
+            put = time.perf_counter() - begun
+            size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+            for _ in range(2):  # the second has the codebooks in memory
+                begun = time.perf_counter()
+                cache = store.load(ids)
+                times.append((time.perf_counter() - begun, cache.get_seq_length(), *first(cache)))
+        loaded, tokens, rest, again = times[-1]
+        return {
+            "recipe": subject.name, "prompt": ids.shape[1], "kept_tokens": tokens, "bytes": size,
+            "computed_s": computed, "put_s": put, "load_s": loaded, "rest_s": rest, "same_token": token == again,
+        }  # fmt: skip
+
+    for subject in _subjects(args, files):
+        kept.measure([subject.name, subject.sha256, batch.digest], lambda subject=subject: measured(subject))
+    for row in kept.found.values():
+        one = row["found"]
+        print(
+            f"{one['recipe']}: computed {one['computed_s']:.1f} s; kept {one['kept_tokens']} tokens in "
+            f"{one['put_s']:.1f} s, {one['bytes'] / 1e6:.1f} MB; loaded {one['load_s']:.1f} s, then {one['rest_s']:.1f} s to the first token"
+        )
     return 0
 
 

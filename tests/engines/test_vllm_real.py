@@ -1,4 +1,4 @@
-"""A real language model behind vLLM on a CPU: SmolLM2-135M with one recipe that needs no fit. `make test-engines`."""
+"""A real language model behind vLLM on a CPU: SmolLM2-135M with each family that needs no fit. `make test-engines`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,11 @@ from kvq_calib.evaluate.reads import counting
 from kvq_calib.model import find as models
 from kvq_runtime.recipe import preset
 
-RECIPE, LENGTH = "lloyd-3bit", 512
+LENGTH = 512
+RECIPES = (  # of each family that vLLM serves without a fit
+    "lloyd-3bit", "rtn-4bit", "kivi-4bit", "higgs-4bit", "quarot-4bit", "gear-4bit", "turboquant-3bit",
+    "trellis-head-2bit",
+)  # fmt: skip
 BYTES = 64 << 20  # of the cache
 NAME = "smollm2-135m"
 
@@ -33,9 +37,14 @@ def folder() -> Path:
     return path
 
 
+@pytest.fixture(scope="module", params=RECIPES)
+def recipe(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = served(tmp_path_factory.mktemp("server"), RECIPE, BYTES, model=folder)
+def server(folder: Path, recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    started = served(tmp_path_factory.mktemp("server"), recipe, BYTES, model=folder)
     try:
         started.wait()
         yield started
@@ -43,18 +52,18 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         started.stop()
 
 
-def test_perplexity_is_that_of_a_full_encode(server: Server, folder: Path):
+def test_perplexity_is_that_of_a_full_encode(server: Server, folder: Path, recipe: str):
     """As `kvq eval` finds it, by other code: the same tokens, recipe, window and sinks."""
     tokens = tokens_of_a_text(folder)[:LENGTH]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = {}
-    for name in ("exact", RECIPE):
+    for name in ("exact", recipe):
         cache = FullCache(preset(name), model, length=LENGTH)
         with torch.no_grad(), counting(model, cache):
             logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
         expected[name] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
     found = losses(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
-    print(alike(found, expected[RECIPE], expected["exact"]))
+    print(alike(found, expected[recipe], expected["exact"]))
 
 
 def test_it_answers_as_it_does_alone(server: Server, folder: Path):
