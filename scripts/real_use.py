@@ -210,10 +210,9 @@ def prefix(args: argparse.Namespace, files: ModelFiles) -> int:
         kept.measure([subject.name, subject.sha256, batch.digest], lambda subject=subject: measured(subject))
     for row in kept.found.values():
         one = row["found"]
-        print(
-            f"{one['recipe']}: computed {one['computed_s']:.1f} s; kept {one['kept_tokens']} tokens in "
-            f"{one['put_s']:.1f} s, {one['bytes'] / 1e6:.1f} MB; loaded {one['load_s']:.1f} s, then {one['rest_s']:.1f} s to the first token"
-        )
+        put = f"kept {one['kept_tokens']} tokens in {one['put_s']:.1f} s, {one['bytes'] / 1e6:.1f} MB"
+        loaded = f"loaded {one['load_s']:.1f} s, then {one['rest_s']:.1f} s to the first token"
+        print(f"{one['recipe']}: computed {one['computed_s']:.1f} s; {put}; {loaded}")
     return 0
 
 
