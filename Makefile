@@ -141,7 +141,7 @@ bench: $(VENV)/.bench ## run the benchmarks; BENCH_ARGS=...
 	$(RUN) benchmarks/decode.py $(BENCH_ARGS)
 	$(RUN) benchmarks/registry.py
 
-compare: env ## measure all families of recipes and write docs/compare.md; COMPARE_ARGS="--model demo"
+compare: env ## measure all families of recipes and write benchmarks/records/compare.md; COMPARE_ARGS="--model demo"
 	$(RUN) -m scripts.compare_models $(COMPARE_ARGS)
 
 bench-gpu: env ## measure the kernels where there is a GPU; BENCH_ARGS=..., without one BENCH_ARGS=--dry-run

@@ -1,4 +1,4 @@
-"""Write docs/compare.md: every family of recipes on each model at hand, in tables, plots, and held to the papers.
+"""Write records/compare.md: every family of recipes on each model at hand, in tables, plots, and held to the papers.
 
     make compare                         all small models, with the models and texts under KVQ_TEST_DATA
     python -m scripts.compare_models --model demo --recipes aqua-2bit higgs-2bit
@@ -11,7 +11,7 @@ benchmarks/results/real: its records are read, nothing of it is measured here. R
 Beside the page there are compare.png (the frontier of each model), compare-MODEL.png (all recipes of one) and
 frontier.png (the first model's, for README). A model takes up to 80 minutes of one core; one that was stopped goes on
 where it was. Page and figures are both made from the records, MODEL.json, so that neither can be newer than the other;
-of a model that is not measured this time, from those kept before: of docs/, in benchmarks/results/compare.
+of a model that is not measured this time, from those kept before: of benchmarks/records, in benchmarks/results/compare.
 """
 
 import argparse
@@ -34,8 +34,9 @@ from kvq_runtime.registry.measured import FULL, figures
 from scripts import measure_real, real_page, real_records
 from scripts.compare_page import BUDGETS, OPENING, PICTURE, Model, page
 
-DOCS = Path(__file__).parents[1] / "docs"
-RECORDS = DOCS.parent / "benchmarks" / "results" / "compare"  # of the page in DOCS
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "benchmarks" / "records"
+RECORDS = ROOT / "benchmarks" / "results" / "compare"  # of the page in DOCS
 # of runs and of what was measured: a second call goes on where the first was, unless the code was changed since
 HOME = Path("build/compare").absolute() / code()[:16]
 
@@ -44,7 +45,7 @@ MODELS = (
     Model("demo", "demo", None, samples=48, length=1024, windows=12),
     Model("stories260K", "models/stories260K", STORIES, samples=64, length=512, windows=12),
     Model("babyllama105", "models/babyllama105", STORIES, samples=64, length=256, windows=24),
-    Model("narrow", str(DOCS.parent / "artifacts" / "narrow-model"), "demo", samples=48, length=1024, windows=12),
+    Model("narrow", str(ROOT / "artifacts" / "narrow-model"), "demo", samples=48, length=1024, windows=12),
 )
 REAL = Model(
     real_page.NAME, "", None, samples=measure_real.SAMPLES, length=measure_real.LENGTH,
@@ -89,7 +90,7 @@ def main() -> int:
         found[REAL], absent[REAL] = real, []
         (args.docs / f"compare-{REAL.name}.png").write_bytes(plots.comparison(real))
         beside = real_page.sections(args.real, args.docs)
-        readme = args.docs.parent / "README.md"
+        readme = (ROOT if args.docs == DOCS else args.docs.parent) / "README.md"
         if readme.is_file():
             readme.write_text(real_page.readme(readme.read_text(), real_page.brief(args.real)))
     for model in MODELS:

@@ -1,4 +1,4 @@
-"""Write docs/compare.md: tables of what recipes cost, also at equal bits, and whether the papers' claims hold."""
+"""Write records/compare.md: tables of what recipes cost, also at equal bits, and whether the papers' claims hold."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Write what scripts.measure_real found as sections of docs/compare.md, a table for README.md, and pictures."""
+"""Write what scripts.measure_real found as sections of records/compare.md, a table for README.md, and pictures."""
 
 import json
 import re

@@ -14,8 +14,8 @@ from kvq_runtime.recipe import presets
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
-MEASURED = {"results.md", "compare.md"}  # commands there may stand for several
-GENERATED = {"api.md", "compare.md"}
+MEASURED = {"results.md"}  # commands there may stand for several
+GENERATED = {"api.md"}
 PAPERS = (DOCS / "papers.md").read_text()
 
 
@@ -70,7 +70,6 @@ RUN = {
     "consume.md",
     "adding-a-method.md",
     "results.md",
-    "compare.md",
     "fleet.md",
     "api.md",
     "CONTRIBUTING.md",

@@ -85,6 +85,8 @@ def _publish(seed: int) -> tuple[str, str]:
 def test_eight_processes_publish_at_once(seeds, count, hub, store):
     with multiprocessing.get_context("fork").Pool(8, gc.freeze) as pool:
         published = pool.map(_publish, seeds, chunksize=1)
+        pool.close()
+        pool.join()  # each ends by itself; one that waits for a lock does not end by a signal
     state = store.state(NAME)
     assert len(set(published)) == len(state.versions) == len(state.events) == count == len(tidy(hub))
     assert {(v.version, v.sha256) for v in state.versions.values()} == set(published)
