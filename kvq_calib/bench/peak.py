@@ -1,6 +1,8 @@
 """Ask for the most memory that was in use: of a GPU by PyTorch, of this process on Linux; elsewhere it is not known."""
 
+import ctypes
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,17 +14,25 @@ RESET = "5"  # sets this process' peak to what it has now; Source: Linux, Docume
 
 def watch(device: torch.device) -> Callable[[], int | None]:
     """Begin anew, and return what is to be asked at the end: bytes at the most, weights included, on a CPU all of the
-    process; None where nobody counts them."""
+    process; None where nobody counts them. What earlier caches freed, and the allocator keeps, is given back first."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return lambda: torch.cuda.max_memory_allocated(device)
     if device.type == "cpu":
+        _trim()
         try:
             (PROCESS / "clear_refs").write_text(RESET)
             return _of_process
         except OSError:  # no Linux, or not allowed
             pass
     return lambda: None
+
+
+def _trim() -> None:
+    """Return freed memory to the system; `kvq` keeps up to a GiB of it, see `kvq_calib.cli.allocator`."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def _of_process() -> int | None:
