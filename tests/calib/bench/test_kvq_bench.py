@@ -61,7 +61,7 @@ def test_bytes_are_those_in_memory(files, model):
     ids_BT = rounds.prompts(model, 280, 2, seed=0)
     held = 280 + WARM + 3  # the newest token is not in the cache yet
     exact = turn.take(model, contenders.plain(model.dtype), ids_BT, 3)
-    assert exact.cache_bytes == 2 * held * 2 * files.geometry.layers * files.geometry.width * 2
+    assert exact.cache_bytes == 2 * held * 2 * files.geometry.layers * files.geometry.width * model.dtype.itemsize
     assert len(exact.steps_s) == 3 and exact.first_s > 0 and all(step > 0 for step in exact.steps_s)
     (ours,) = contenders.ours(["rtn-4bit"], files)
     found = turn.take(model, ours, ids_BT, 3)
@@ -223,7 +223,7 @@ def test_the_command_prints_a_table_and_json_and_draws(files, tmp_path, monkeypa
     monkeypatch.setenv("KVQ_HOME", str(tmp_path))
     top = argparse.ArgumentParser()
     commands.add_bench(top.add_subparsers())
-    given = "--context 270 --tokens 2 --rounds 1 --beside none --device cpu --memory 1GB"
+    given = "--context 270 --tokens 2 --rounds 1 --beside none --device cpu --dtype bfloat16 --memory 1GB"
     words = ["bench", "aqua-2bit", "--model", str(files.path), *given.split(), "--out", str(tmp_path / "rounds.jsonl")]
     args = top.parse_args([*words, "--plot", str(tmp_path / "bench.png")])
     assert args.run(args) == 0
