@@ -307,6 +307,8 @@ def preset(name: str) -> Recipe:
     known = presets()
     if name not in known:
         families = ", ".join(sorted({other.partition("-")[0] for other in known}))
-        close = ", ".join(get_close_matches(name, known, 8)) or f"names that begin with {families}"
-        raise NotFound(f"no recipe {name!r}; there are {close} (kvq recipes lists all)")
+        close = get_close_matches(name, known, 8)
+        there = ", ".join(close) or f"names that begin with {families}"
+        near = f"; kvq recipes {close[0]} prints settings: {close[0]}+PATH=VALUE is another recipe" if close else ""
+        raise NotFound(f"no recipe {name!r}; there are {there} (kvq recipes lists all{near})")
     return known[name]

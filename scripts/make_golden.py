@@ -20,7 +20,7 @@ from kvq_calib.fit import rotate
 from kvq_calib.fit.feedback import QuerySums
 from kvq_calib.fit.scheme import Blocks, Pair, SchemeFit, blocks
 from kvq_calib.fit.statistics import Moments
-from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe
 from kvq_runtime.codec.codec import Context, build
 from kvq_runtime.fit.statistics import Statistics
@@ -31,22 +31,34 @@ from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
 FOLDER = Path(__file__).parents[1] / "artifacts" / "golden" / "v1"
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
 TOKENS, SEQUENCES = 128, 4
-METHODS = (
+METHODS = (  # as recipes are written; each file has the recipe's name
     "mean-higgs-2bit", "mean-higgs-3bit", "aqua-1bit", "aqua-1.5bit", "aqua-2bit", "aqua-3bit", "aqua-4bit",
-    "aqua-2bit-rrr", "aqua-2bit-mlp", "aqua-2bit-gptq", "aqua-2bit-post", "aqua-2bit-quarot",
-    "aqua-2bit-channel", "aqua-2bit-below-1-2", "aqua-2bit-first-16bit",
-    "aqua-absorbed-2bit-2", "aqua-absorbed-2bit-4-star",
-    "mean-lloyd-2bit", "mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
-    "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output", "kvquant-3bit",
-    "polar-3bit-fitted-plain", "aqua-svdq-2bit", "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
-    "subkv-aqua-2bit", "aqua-h2o-2bit", "svdq-shadow-1.25bit-v4", "zipcache-2bit", "aqua-zipcache-2bit",
-    "aqua-metric-1bit", "aqua-metric-1bit-vocab", "aqua-metric-1bit-gptq", "aqua-metric-1bit-vocab-4bit",
-    "aqua-fisher-1bit", "oscar-2bit", "oscar-output-3bit", "wush-2bit", "wush-higgs-2bit",
+    "aqua-2bit+key.predict=low_rank+value.predict=low_rank+name=aqua-2bit-rrr",
+    "aqua-2bit+key.predict=mlp+value.predict=mlp+name=aqua-2bit-mlp",
+    "aqua-2bit+all.predict.storage=gptq4+name=aqua-2bit-gptq", "aqua-2bit+position=post+name=aqua-2bit-post",
+    "aqua-2bit+key.axis=channel+value.axis=channel+name=aqua-2bit-channel",
+    "aqua-2bit+all.predict.below=1,2+name=aqua-2bit-below-1-2", "aqua-2bit-quarot", "aqua-2bit-first-16bit",
+    "aqua-absorbed-2bit-2", "aqua-absorbed-2bit-4-star", "mean-lloyd-2bit-post+position=pre+name=mean-lloyd-2bit",
+    "polar-3bit+all.predict=mean+position=pre+name=mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
+    "svdq-2bit-v4", "svdq-wf-2bit-v4+value.quantize=exact+name=svdq-wf-2bit", "aqua-klt-1bit", "kvquant-3bit",
+    "aqua-klt-1bit+value.rotate=output_basis+layers.0.value.rotate=output_basis+name=aqua-klt-1bit-output",
+    "polar-3bit+all.rotate=none+all.quantize=polar_fitted+all.quantize.levels=0+all.quantize.points=mean"
+    "+name=polar-3bit-fitted-plain",
+    "squat-pre-2bit-paper+key.feedback.blocks=4+key.feedback.lam=5e-4+key.feedback.rank=60+name=squat-pre-2bit-llama3",
+    "svdq-1.25bit-v4+policies.chunks=on+name=svdq-shadow-1.25bit-v4", "aqua-svdq-2bit", "squat-2bit",
+    "squat-hadamard-2bit", "subkv-aqua-2bit", "aqua-h2o-2bit", "zipcache-2bit", "aqua-zipcache-2bit",
+    "aqua-metric-1bit", "aqua-metric-1bit-vocab",
+    "aqua-metric-1bit+all.predict.storage=gptq4+all.rotate.storage=gptq4+name=aqua-metric-1bit-gptq",
+    "aqua-metric-1bit-vocab+all.predict.storage=gptq4+all.rotate.storage=gptq4+all.quantize.storage=rtn4"
+    "+name=aqua-metric-1bit-vocab-4bit",
+    "aqua-fisher-1bit", "oscar-2bit", "oscar-3bit+value.rotate.metric=output+name=oscar-output-3bit",
+    "wush-2bit", "wush-higgs-2bit",
 )  # fmt: skip
 UNFITTED = (
-    "rtn-2bit", "kivi-2bit", "kivi-2bit-outliers", "gear-2bit", "gear-l-2bit", "quarot-2bit", "higgs-2bit",
-    "lloyd-1bit", "lloyd-even-2bit", "turboquant-3bit", "polar-hadamard", "polar-radius8", "trellis-head-1bit",
-    "subkv-2bit",
+    "rtn-2bit", "kivi-2bit", "gear-2bit", "gear-l-2bit", "quarot-2bit", "higgs-2bit", "lloyd-1bit", "lloyd-even-2bit",
+    "kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse+name=kivi-2bit-outliers",
+    "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4+name=polar-hadamard",
+    "turboquant-3bit", "polar-radius8", "trellis-head-1bit", "subkv-2bit",
 )  # fmt: skip
 SHOWN = 16  # of what an unfitted recipe decodes, every sixteenth token is kept
 
@@ -204,20 +216,21 @@ def main() -> int:
     """Write what is missing."""
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in METHODS:
-        path = FOLDER / f"{name}.safetensors"
+    for text in METHODS:
+        stated = recipe_text.read(text)
+        path = FOLDER / f"{stated.name}.safetensors"
         if path.exists():
             continue
-        recipe, tensors, expected = fit(preset(name))
+        recipe, tensors, expected = fit(stated)
         made = artifact.Artifact(recipe, fingerprint(), tensors, {"model": "golden", "text": "sines"}, {"layers": []})
-        save_file(expected, FOLDER / f"{name}.expected", metadata=None)
+        save_file(expected, path.with_suffix(".expected"), metadata=None)
         artifact.save(made, path)
         print(f"{path.name}  {path.stat().st_size} bytes")
     (FOLDER / "unfitted").mkdir(exist_ok=True)
-    for name in UNFITTED:
-        path = FOLDER / "unfitted" / f"{name}.expected"
+    for recipe in map(recipe_text.read, UNFITTED):
+        path = FOLDER / "unfitted" / f"{recipe.name}.expected"
         if not path.exists():
-            save_file(unfitted(preset(name)), path, metadata=None)
+            save_file(unfitted(recipe), path, metadata=None)
             print(f"{path.name}  {path.stat().st_size} bytes")
     return 0
 

@@ -10,6 +10,7 @@ A setting is a path and a value, of the type that the dataclass says:
     key.axis=channel                              key.quantize.bits=3, value.predict.ridge=0.01
     key.rotate=hadamard, key.feedback=none        a stage of this kind with its defaults; no stage
     layers.0.key.quantize.bits=4                  keys of one layer, which begins as the others
+    all.quantize.bits=4                           keys and values of all layers, wherever there is such a setting
     policies.heavy=on, policies.heavy.share=0.5   a choice about tokens; none drops it
     name=mine                                     a name of one's own
 
@@ -83,7 +84,7 @@ def changed(recipe: Recipe, changes: Sequence[str] = ()) -> Recipe:
 
 
 def _ordered(changes: Sequence[str]) -> list[tuple[str, str]]:
-    """(path, value) of settings: those of single layers last, a stage before its settings."""
+    """(path, value) of settings: those of single layers last, a stage before its settings, `all` before one of them."""
     pairs: dict[str, str] = {}
     for change in changes:
         path, equals, text = change.partition("=")
@@ -93,7 +94,11 @@ def _ordered(changes: Sequence[str]) -> list[tuple[str, str]]:
             )
         if pairs.setdefault(path, text) != text:
             raise ValueError(f"{path} is set to {pairs[path]} and to {text}; set it once")
-    return sorted(pairs.items(), key=lambda pair: (pair[0].startswith("layers."), pair[0].count(".")))
+    return sorted(pairs.items(), key=lambda pair: _rank(pair[0]))
+
+
+def _rank(path: str) -> tuple[bool, int, bool]:
+    return path.startswith("layers."), path.count("."), not path.startswith("all.")
 
 
 def differences(recipe: Recipe, origin: Recipe) -> dict[str, str]:

@@ -107,8 +107,17 @@ def put(tree: Tree, path: str, text: str) -> None:
             raise _unknown(path, "layers", ["N.key", "N.value"])
         case [role, *rest] if role in ROLES:
             _set_scheme(tree[role], path, rest, text)
+        case ["all", *rest]:
+            schemes = [pair[role] for pair in (tree, *tree["layers"].values()) for role in ROLES]
+            for scheme in [scheme for scheme in schemes if _has(scheme, rest)] or schemes[:1]:
+                _set_scheme(scheme, path, rest, text)
         case _:
-            raise _unknown(path, "a recipe", ["name", "position", "window", *ROLES, "layers", "policies"])
+            raise _unknown(path, "a recipe", ["name", "position", "window", *ROLES, "all", "layers", "policies"])
+
+
+def _has(scheme: Tree, rest: list[str]) -> bool:
+    """Whether a scheme has what a path names below it; a stage may be put anywhere."""
+    return len(rest) < 2 or (isinstance(stage := scheme.get(rest[0]), dict) and rest[1] in stage)
 
 
 def _set_scheme(scheme: Tree, path: str, rest: list[str], text: str) -> None:

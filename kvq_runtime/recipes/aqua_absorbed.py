@@ -35,12 +35,10 @@ def absorbed(name: str, scheme: Scheme, key: Linear, value: Linear, summary: str
 
 
 def recipes() -> list[Recipe]:
-    """2 bits: chains of 2, 3 and 4 layers, and stars of 4."""
-    found, two = [], higgs.scheme("2bit")
-    for every in (2, 3, 4):
-        key = Linear(anchor_every=every)
-        summary = f"2 bits, an anchor every {every} layers"
-        found.append(absorbed(f"2bit-{every}", two, key, replace(key, keys=False), summary))
-    star = Linear(anchor_every=4, reads="anchor")
+    """2 bits: chains of 2 layers, and stars of 4; longer chains are a setting, `all.predict.anchor_every=4`."""
+    two, chain, star = higgs.scheme("2bit"), Linear(anchor_every=2), Linear(anchor_every=4, reads="anchor")
     summary = "2 bits, predicted from anchors every 4 layers"
-    return [*found, absorbed("2bit-4-star", two, star, replace(star, keys=False), summary)]
+    return [
+        absorbed("2bit-2", two, chain, replace(chain, keys=False), "2 bits, an anchor every 2 layers"),
+        absorbed("2bit-4-star", two, star, replace(star, keys=False), summary),
+    ]

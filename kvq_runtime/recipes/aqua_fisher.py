@@ -9,10 +9,11 @@ g and the sharing are those of `aqua_metric.py`. Other than there
         and values alike. `aqua-metric` weighs them by what the layer itself makes of them
     z   has trellis paths along a block's tokens, which leave 1.2 to 1.5 times less squared error than Lloyd–Max codes
 
-All layers share one budget, the first with them, so that bits in a name are the mean over all, gains included.
-Predictors are stored in 4 bits, which cost 4.5 with their scales; with `-bf16` in 16. Bases have 16: in 4, what they
-lose themselves is more than what 3 bits lose. It costs a backward pass over a part of the text, and a path search for
-each block that is encoded: these recipes are for bytes that are kept and read often.
+All layers share one budget, the first with them, so that bits in a name are the mean over all, gains included; others
+are a setting, `aqua-fisher-1bit+all.quantize.target=0.6`. Predictors are stored in 4 bits, which cost 4.5 with their
+scales. Bases have 16: in 4, what they lose themselves is more than what 3 bits lose. It costs a backward pass over a
+part of the text, and a path search for each block that is encoded: these recipes are for bytes that are kept and read
+often.
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), sections 4.1 and 4.2; Theis et al., 2018
 (Fisher information by one draw for each token); Tseng et al., 2024 (QTIP), section 3; Cover and Thomas, 2006, section
@@ -24,34 +25,27 @@ from dataclasses import replace
 
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes.aqua_metric import GAIN
-from kvq_runtime.stages.four_bits import Storage
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import GradientBasis
 
-WIDTHS = (0.5, 0.6, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
-PLAIN = (0.5, 1.0, 2.0)  # of which there is one with predictors in 16 bits
+WIDTHS = (0.5, 1.0, 2.0, 3.0, 4.0)
 RIDGE = 1e-4
 
 
-def recipe(bits: float, storage: Storage = "gptq4") -> Recipe:
-    """The recipe with so many bits per element, in the mean over all layers, keys and values.
-
-    storage   of predictors
-    """
+def recipe(bits: float) -> Recipe:
+    """The recipe with so many bits per element, in the mean over all layers, keys and values."""
     rounding = Mixed(target=bits, codebook="trellis", gain=GAIN, shared=True)
-    two = Linear(below=(1, 2), both=True, ridge=RIDGE, storage=storage)
+    two = Linear(below=(1, 2), both=True, ridge=RIDGE, storage="gptq4")
     scheme = Scheme(rounding, predict=two, rotate=GradientBasis())
     layers = {layer: replace(scheme, predict=below) for layer, below in enumerate((Mean(), replace(two, below=(1,))))}
     name, summary = (
         f"aqua-fisher-{bits:g}bit",
         f"AQUA-KV, bases in the metric of gradients, trellis paths, {bits:g} bits",
     )
-    if storage == "bf16":
-        name, summary = f"{name}-bf16", f"{summary}, predictors in 16 bits"
     return Recipe(name, scheme, scheme, "pre", {layer: (one, one) for layer, one in layers.items()}, summary)
 
 
 def recipes() -> list[Recipe]:
-    """Half a bit to 4 bits; some with predictors in 16 bits."""
-    return [*map(recipe, WIDTHS), *(recipe(bits, "bf16") for bits in PLAIN)]
+    """Half a bit to 4 bits."""
+    return [*map(recipe, WIDTHS)]

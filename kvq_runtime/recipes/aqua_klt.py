@@ -7,24 +7,22 @@ so that few bits suffice (B is the Karhunen–Loève transform of the residuals)
 token has no scale of its own. A token far outside the calibrated ranges is stored by the 8-bit escape, one for each
 block.
 
-Bits in a name are those of a predicted layer, its escape slot included; the first layer has 4, or 3.
+Bits in a name are those of a predicted layer, its escape slot included; the first layer has 4.
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), sections 4.1 and 4.2; Cover and Thomas,
 2006, section 10.3.3 (reverse water-filling).
 Differs: values have a basis too (SVDq leaves them); all channels of a schedule are filled by their eigenvalues.
-`-output` weighs the errors of values by the output projection. On the model it was measured on it changes divergence by
--6% to +3% and perplexity by less than its standard error, for a second matrix per layer: it is no default.
+`value.rotate=output_basis` weighs the errors of values by the output projection. On the model it was measured on it
+changes divergence by -6% to +3% and perplexity by less than its standard error, for a second matrix per layer.
 """
-
-from dataclasses import replace
 
 from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.recipes.aqua import aqua
 from kvq_runtime.stages.escape import BITS, Escape
 from kvq_runtime.stages.mixed import Mixed
-from kvq_runtime.stages.rotate import Basis, OutputBasis
+from kvq_runtime.stages.rotate import Basis
 
-WIDTHS = {"1bit": 1.0, "1.25bit": 1.25, "1.5bit": 1.5, "2bit": 2.0}
+WIDTHS = {"1bit": 1.0, "1.5bit": 1.5, "2bit": 2.0}
 
 
 def scheme(bits: float) -> Scheme:
@@ -34,22 +32,8 @@ def scheme(bits: float) -> Scheme:
 
 
 def recipes() -> list[Recipe]:
-    """1 to 2 bits above a first layer of 4 bits, and the lowest above one of 3."""
-    found = [
+    """1 to 2 bits above a first layer of 4 bits."""
+    return [
         aqua(f"klt-{name}", scheme(bits), scheme(4), summary=f"AQUA-KV over a basis of its residuals, {name}")
         for name, bits in WIDTHS.items()
     ]
-    low = aqua(
-        "klt-1bit-first-3bit", scheme(1), scheme(3), summary="AQUA-KV over a basis of its residuals, first 3 bits"
-    )
-    return [*found, low, weighed("1bit")]
-
-
-def weighed(name: str) -> Recipe:
-    """The recipe of these bits with values in an output basis."""
-    plain = aqua(
-        f"klt-{name}-output", scheme(WIDTHS[name]), scheme(4), summary=f"the same, {name}, values weighed by Wo"
-    )
-    first_key, first_value = plain.layers[0]
-    layers = {0: (first_key, replace(first_value, rotate=OutputBasis()))}
-    return replace(plain, value=replace(plain.value, rotate=OutputBasis()), layers=layers)

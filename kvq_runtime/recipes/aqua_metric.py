@@ -16,8 +16,8 @@ matrices each, which are counted as predictors are.
 `-vocab` stores which token it is in place of the first layer's keys and values, which is all that they say: they are
 exact but for bfloat16, and cost 11 to 18 bits a token. The table is 4 bytes times vocabulary times width.
 
-`-gptq` stores predictors and bases in 4 bits, which cost 4.5 with their scales; the table of a vocabulary as it was.
-`-4bit` stores the table in 4 bits, too: 1.125 bytes times vocabulary times width; its rows are the first layer.
+Predictors and bases may be stored in 4 bits, which cost 4.5 with their scales, and the table of a vocabulary, 1.125
+bytes times vocabulary times width: `+all.predict.storage=gptq4+all.rotate.storage=gptq4+all.quantize.storage=rtn4`.
 
 What was measured is in benchmarks/records; models as small as that one flatter predictions and bases.
 
@@ -26,24 +26,16 @@ Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), s
 Differs: as `aqua_klt.py`, without its escape, which the gain replaces.
 """
 
-from dataclasses import replace
-
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import OutputBasis, QueryBasis
 from kvq_runtime.stages.vocabulary import Vocabulary
 
-WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
-BY_TOKEN = (0.4,)  # widths that only `-vocab` has
+WIDTHS = (0.5, 1.0, 1.5, 2.0)
+BY_TOKEN = (0.25, 0.75)  # widths that only `-vocab` has
 GAIN = 3
 FIRST = 4.0
-PACKED = (
-    "0.5bit-vocab",
-    "1bit",
-    "1bit-vocab",
-    "2bit-vocab",
-)  # of which there is one with predictors and bases in 4 bits
 
 
 def recipe(name: str, rounding: Mixed, first: Mixed | Vocabulary, summary: str) -> Recipe:
@@ -56,7 +48,7 @@ def recipe(name: str, rounding: Mixed, first: Mixed | Vocabulary, summary: str) 
 
 
 def recipes() -> list[Recipe]:
-    """0.25 to 2 bits above a first layer of 4 bits, or of token numbers, and half a bit in all layers."""
+    """0.5 to 2 bits above a first layer of 4 bits, 0.25 to 2 above token numbers, and half a bit in all layers."""
     found, how = [], "AQUA-KV from keys and values, bases in the metric of errors, bits shared out"
     for bits in sorted((*WIDTHS, *BY_TOKEN)):
         rounding, first = Mixed(target=bits, gain=GAIN, shared=True), Mixed(target=FIRST, gain=GAIN)
@@ -66,30 +58,4 @@ def recipes() -> list[Recipe]:
             recipe(f"{bits:g}bit-vocab", rounding, Vocabulary(), f"{how}, {bits:g} bits, first layer by token")
         )
     half = Mixed(target=0.5, gain=GAIN, shared=True)
-    packed = [in_four_bits(one) for one in found if one.name.removeprefix("aqua-metric-") in PACKED]
-    tables = [_table_too(one) for one in packed if one.name.endswith("-vocab-gptq")]
-    return [*found, recipe("0.5bit-all", half, half, f"{how} in all layers, 0.5 bits"), *packed, *tables]
-
-
-def in_four_bits(plain: Recipe) -> Recipe:
-    """The recipe with predictors and bases in 4 bits."""
-
-    def packed(scheme: Scheme) -> Scheme:
-        stages = {slot: getattr(scheme, slot) for slot in ("predict", "rotate")}
-        stored = {slot: replace(one, storage="gptq4") for slot, one in stages.items() if hasattr(one, "storage")}
-        return replace(scheme, **stored)
-
-    layers = {layer: (packed(key), packed(value)) for layer, (key, value) in plain.layers.items()}
-    summary = f"{plain.summary}, predictors and bases in 4 bits"
-    return replace(
-        plain, name=f"{plain.name}-gptq", key=packed(plain.key), value=packed(plain.value), layers=layers,
-        summary=summary,
-    )  # fmt: skip
-
-
-def _table_too(packed: Recipe) -> Recipe:
-    """A recipe of `in_four_bits` with the vocabulary's table in 4 bits, too."""
-    key, value = (replace(one, quantize=Vocabulary(storage="rtn4")) for one in packed.layers[0])
-    summary = packed.summary.replace("predictors and bases", "predictors, bases and table")
-    name = packed.name.replace("-gptq", "-4bit")
-    return replace(packed, name=name, layers={**packed.layers, 0: (key, value)}, summary=summary)
+    return [*found, recipe("0.5bit-all", half, half, f"{how} in all layers, 0.5 bits")]

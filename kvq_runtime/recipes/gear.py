@@ -4,8 +4,8 @@
     gear-2bit       groups of 64
     gear-l-2bit     without the outliers, the paper's GEAR-L
     gear-l-2bit-r1  one direction, not four: about the bits of KIVI in groups of 32
-    -r2-g32         rank 2 over groups of 32, as SQuat (appendix D.2) compares with it
 
+SQuat (appendix D.2) compares with rank 2 over groups of 32: `gear-2bit+all.quantize.group=32+all.correct.rank=2`.
 A direction costs 16 (1/D + 1/128) bits per element: four are 1 bit of a head of 128 channels, 1.5 of one of 64.
 Outliers cost 0.5 bits.
 
@@ -36,13 +36,10 @@ def schemes(bits: int, group: str | int, key: Correct, value: Correct) -> tuple[
 def recipes() -> list[Recipe]:
     """2 and 4 bits; 2 bits with the low rank alone."""
     both, four, one = (LowRankSparse(group="channel"), LowRankSparse(group="token")), LowRank(4), LowRank(1)
-    two = LowRankSparse(2, group="channel"), LowRankSparse(2, group="token")
     pairs = {
         "gear-2bit": (schemes(2, 64, *both), "GEAR, 2 bits, groups of 64, rank 4, 2% outliers"),
         "gear-4bit": (schemes(4, "all", *both), "GEAR, 4 bits, rank 4, 2% outliers"),
         "gear-l-2bit": (schemes(2, 64, four, four), "GEAR, 2 bits, groups of 64, rank 4, no outliers"),
         "gear-l-2bit-r1": (schemes(2, 64, one, one), "GEAR, 2 bits, groups of 64, rank 1, no outliers"),
-        "gear-2bit-r2-g32": (schemes(2, 32, *two), "GEAR, 2 bits, groups of 32, rank 2, 2% outliers"),
-        "gear-l-2bit-r2-g32": (schemes(2, 32, LowRank(2), LowRank(2)), "GEAR, 2 bits, groups of 32, rank 2"),
     }
     return [Recipe(name, *pair, summary=text, window=kivi.WINDOW) for name, (pair, text) in pairs.items()]

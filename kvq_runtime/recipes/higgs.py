@@ -35,11 +35,12 @@ def plain() -> list[Recipe]:
 
 def recipes() -> list[Recipe]:
     """Plain, per head, and with the mean removed, before RoPE and, per head, after it."""
-    found = []
-    for bits, bare in zip(GRIDS, plain(), strict=True):
-        found.append(bare)
-        head, mean = scheme(bits, "head"), scheme(bits, predict=Mean())
+    found = plain()
+    for bits in ("1bit", "1.5bit", "2bit", "3bit", "4bit"):
+        head = scheme(bits, "head")
         found.append(Recipe(f"higgs-head-{bits}", head, head, summary=f"HIGGS, {bits}, a scale per head"))
+    for bits in ("2bit", "3bit", "4bit"):
+        mean = scheme(bits, predict=Mean())
         found.append(Recipe(f"mean-higgs-{bits}", mean, mean, position="pre", summary=f"HIGGS, {bits}, mean removed"))
     for bits in ("1bit", "2bit", "3bit", "4bit"):
         own, summary = scheme(bits, "head", Mean()), f"HIGGS, {bits}, a scale per head, mean removed after RoPE"

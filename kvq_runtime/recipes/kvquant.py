@@ -4,7 +4,7 @@ k-means instead of even steps, and the 1% of elements that are farthest out kept
 Before RoPE the channels of keys keep their sizes from token to token, so that their ranges can be fitted offline;
 values have no such channels. "3 bits" are 3.3 with the outliers, and 32 more bits per token of values.
 
-`kivi-2bit-outliers` is KIVI with the same outliers: the stage goes with any rounding.
+Outliers go with any rounding: `kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse`.
 
 Source: Hooper et al., 2024 (KVQuant, arXiv 2401.18079), sections 3.1 to 3.5, table 1.
 Differs: the number of outliers is fixed; those of keys are chosen by their rounding errors, so that the largest
@@ -12,10 +12,7 @@ errors of a block are stored, not those beyond the threshold of their channel; t
 encoded 128 at a time (theirs: at once); k-means is not weighted by Fisher information.
 """
 
-from dataclasses import replace
-
 from kvq_runtime.recipe import Recipe, Scheme, Window
-from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.nuq import Nuq
 from kvq_runtime.stages.sparse import Sparse
 
@@ -33,8 +30,8 @@ def values(bits: int) -> Scheme:
 
 
 def recipes() -> list[Recipe]:
-    """2, 3 and 4 bits with 1% outliers, and KIVI with outliers."""
-    found = [
+    """2, 3 and 4 bits with 1% outliers."""
+    return [
         Recipe(
             f"kvquant-{bits}bit",
             keys(bits),
@@ -45,6 +42,3 @@ def recipes() -> list[Recipe]:
         )
         for bits in BITS
     ]
-    pair = replace(kivi.keys(2), correct=Sparse(group="channel")), replace(kivi.values(2), correct=Sparse())
-    summary = "KIVI, 2 bits, groups of 32, 1% outliers"
-    return [*found, Recipe("kivi-2bit-outliers", *pair, summary=summary, window=kivi.WINDOW)]

@@ -1,10 +1,10 @@
 """OSCAR: rotate each head by the eigenvectors of what reads it and a Hadamard, clip, and round per token.
 
-    oscar-*         keys in the metric of the queries after RoPE, values in that of the attention-weighted values
-    oscar-output-*  values in the metric of the output projection instead
+    oscar-*             keys in the metric of the queries after RoPE, values in that of the attention-weighted values
+    oscar-output-2bit   values in the metric of the output projection instead
 
-At 2 bits the largest 4% of a key's magnitudes, and 8% of a value's, are cut, as the authors serve it; at 3 and 4 bits,
-which the paper does not have, nothing is. A code has 2 and two 16-bit numbers for a head: 2.25 bits for heads of 128.
+At 2 bits the largest 4% of a key's magnitudes, and 8% of a value's, are cut, as the authors serve it; at 3 bits, which
+the paper does not have, nothing is. A code has 2 and two 16-bit numbers for a head: 2.25 bits for heads of 128.
 
 Source: Zhou et al., 2026 (OSCAR, arXiv 2605.17757); thresholds 0.96 and 0.92 of the authors' code.
 Differs: window and sinks are ours, as for every recipe (theirs: 64 sinks, 256 recent tokens). One rotation for each
@@ -26,11 +26,10 @@ def scheme(bits: int, metric: Metric) -> Scheme:
 
 
 def recipes() -> list[Recipe]:
-    """2, 3 and 4 bits; values as published, and weighed by the output projection."""
-    found = []
-    for bits in (2, 3, 4):
-        keys, summary = scheme(bits, "queries"), f"OSCAR, {bits} bits"
-        found.append(Recipe(f"oscar-{bits}bit", keys, scheme(bits, "attended"), summary=summary))
-        summary = f"OSCAR, {bits} bits, values weighed by Wo"
-        found.append(Recipe(f"oscar-output-{bits}bit", keys, scheme(bits, "output"), summary=summary))
-    return found
+    """2 bits as published and with values weighed by the output projection, and 3 bits."""
+    two, three = scheme(2, "queries"), scheme(3, "queries")
+    return [
+        Recipe("oscar-2bit", two, scheme(2, "attended"), summary="OSCAR, 2 bits"),
+        Recipe("oscar-output-2bit", two, scheme(2, "output"), summary="OSCAR, 2 bits, values weighed by Wo"),
+        Recipe("oscar-3bit", three, scheme(3, "attended"), summary="OSCAR, 3 bits"),
+    ]

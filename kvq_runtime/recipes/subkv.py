@@ -4,7 +4,7 @@ Keys are rounded per channel in groups of tokens, values per token in groups of 
 while its oldest token gets no less attention than the newest one, the next block stays exact. No calibration.
 
     subkv-2bit        "2 bits" are 2 and two 16-bit numbers per group of 32: 3
-    -by-layer         each layer has a window of its own
+    -by-layer         each layer has a window of its own; of any other, `+policies.dynamic.per=layer`
     subkv-aqua-2bit   AQUA-KV's prediction and grids under SubKV's first token and window
 
 Recipes with this window need attention weights: call model.set_attn_implementation("kvq").
@@ -34,20 +34,19 @@ from kvq_runtime.recipes import aqua, higgs, kivi
 WINDOW = Window(sinks=1, recent=32, block=32)  # the paper's F, N and G
 
 
-def subkv(bits: int, policy: DynamicWindow | None = None) -> Recipe:
+def subkv(bits: int) -> Recipe:
     """The paper's method at so many bits."""
     summary = f"SubKV, {bits} bits, groups of 32, N from 32 to 128"
-    schemes, policies = (kivi.keys(bits), kivi.values(bits)), (policy or DynamicWindow(),)
+    schemes, policies = (kivi.keys(bits), kivi.values(bits)), (DynamicWindow(),)
     return Recipe(f"subkv-{bits}bit", *schemes, summary=summary, window=WINDOW, policies=policies)
 
 
 def recipes() -> list[Recipe]:
-    """2, 3 and 4 bits, and AQUA-KV in SubKV's window."""
-    predicted = aqua.aqua("2bit", higgs.scheme("2bit"), higgs.scheme("4bit"))
-    summary = "AQUA-KV over HIGGS, 2bit, in SubKV's window"
-    mixed = replace(predicted, name="subkv-aqua-2bit", summary=summary, window=WINDOW, policies=(DynamicWindow(),))
-    found = [*(subkv(bits) for bits in (2, 3, 4)), mixed]
-    for bits in (2, 4):
-        one = subkv(bits, DynamicWindow(per="layer"))
-        found.append(replace(one, name=f"{one.name}-by-layer", summary=f"{one.summary}, by layer"))
-    return found
+    """2, 3 and 4 bits, 2 by layer, and AQUA-KV in SubKV's window."""
+    two, three, four = (subkv(bits) for bits in (2, 3, 4))
+    predicted = aqua.aqua(
+        "2bit", higgs.scheme("2bit"), higgs.scheme("4bit"), "AQUA-KV over HIGGS, 2bit, in SubKV's window"
+    )
+    mixed = replace(predicted, name="subkv-aqua-2bit", window=WINDOW, policies=two.policies)
+    policies, summary = (DynamicWindow(per="layer"),), f"{two.summary}, by layer"
+    return [two, three, four, mixed, replace(two, name="subkv-2bit-by-layer", summary=summary, policies=policies)]

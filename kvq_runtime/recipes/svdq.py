@@ -2,10 +2,12 @@
 
     mean μ → z = (k - μ) B → bits by latent channel, in the order of the eigenvalues, down to none
 
-The paper's schedules give 8 equal runs of channels their bits. `svdq-wf-*` find them for any total by reverse
-water-filling on the eigenvalues: bit by bit, each where it lowers the error most. Values stay at 16 bits, or take 4
-bits per token (`-v4`). `svdq-*-block` takes ranges from each block of tokens, the nearest to the paper's "all tokens"
-that a growing cache allows. `svdq-online-*` decompose each row's own prompt, with the paper's schedules.
+The paper's schedules give 8 equal runs of channels their bits; its others are settings: 1.75 bits are
+`svdq-2bit+key.quantize.bits=8,4,2,0,0,0,0,0`. `svdq-wf-*` find them for any total (`+key.quantize.target=1.5`) by
+reverse water-filling on the eigenvalues: bit by bit, each where it lowers the error most. Values stay at 16 bits
+(`+value.quantize=exact`), or take 4 bits per token (`-v4`). `+key.quantize.codebook=block` takes ranges from each block
+of tokens, the nearest to the paper's "all tokens" that a growing cache allows. `svdq-online-*` decompose each row's own
+prompt (`+policies.first_tokens=on`), with the paper's schedules.
 
 Source: Hong et al., 2025 (SVDq), algorithm 1, equations 4 and 6, table 1.
 Differs: mean, basis and ranges come from calibration, once, and cost nothing per prompt; the paper decomposes each
@@ -14,10 +16,11 @@ prompt and counts the bits of neither basis nor ranges. Online ones do as the pa
 bit. Ranges leave the exact sinks out and are clipped where that lowers the error; the paper's, of all tokens, are
 stretched by one outlier.
 
-`svdq-shadow-*` reads by chunks, as ShadowKV does: the paper's "SVDq+Sparsity" (tables 3 and 5: 2.25, 1.75 and 1.25
-bits), a budget of 2048 tokens; `svdq-shadow-online-*` with the basis of each prompt, as published. All tokens are held;
-landmarks add 2 bits per key element of a 16-bit model, which the paper does not count. Chunks alone are
-`exact+policies.chunks=on`; ShadowKV's own keys, of rank 160 in 16 bits, have no recipe: latent channels take 8 at most.
+`svdq-shadow-*` reads by chunks, as ShadowKV does (`+policies.chunks=on`): the paper's "SVDq+Sparsity" (tables 3 and 5:
+2.25, 1.75 and 1.25 bits), a budget of 2048 tokens; `svdq-shadow-online-*` with the basis of each prompt, as published.
+All tokens are held; landmarks add 2 bits per key element of a 16-bit model, which the paper does not count. Chunks
+alone are `exact+policies.chunks=on`; ShadowKV's own keys, of rank 160 in 16 bits, have no recipe: latent channels take
+8 at most.
 `svdq-shadow-2bit-v4-128` reads 128 tokens and 4 outlier chunks, for models whose whole context is within that budget.
 """
 
@@ -37,12 +40,10 @@ SCHEDULES = {
     "3bit": (8, 4, 4, 4, 2, 2, 0, 0),
     "2.25bit": (8, 4, 4, 2, 0, 0, 0, 0),
     "2bit": (8, 4, 4, 0, 0, 0, 0, 0),
-    "1.75bit": (8, 4, 2, 0, 0, 0, 0, 0),
     "1.25bit": (4, 4, 2, 0, 0, 0, 0, 0),
 }
-SHADOWED = ("2bit", "2bit-v4", "1.25bit", "1.25bit-v4")
-PUBLISHED = ("2.25bit", "1.75bit", "1.25bit")  # with selection
-FILLED = {"3bit": 3.0, "2bit": 2.0, "1.5bit": 1.5, "1.25bit": 1.25, "1bit": 1.0}
+FILLED = {"2bit": 2.0, "1.25bit": 1.25, "1bit": 1.0}
+EXACT, FOUR = Scheme(Exact()), Scheme(Rtn(4, "all"))
 
 
 def scheme(quantize: Mixed) -> Scheme:
@@ -50,38 +51,27 @@ def scheme(quantize: Mixed) -> Scheme:
     return Scheme(quantize, predict=Mean(), rotate=Basis())
 
 
+def scheduled(name: str, bits: str, value: Scheme, how: str = "its schedule", policies=()) -> Recipe:
+    """The paper's schedule of these bits."""
+    summary = f"SVDq, keys {bits}, {how}; values {'16 bit' if value == EXACT else '4 bits'}"
+    key = scheme(Mixed(SCHEDULES[bits], codebook="uniform"))
+    return Recipe(name, key, value, "pre", summary=summary, policies=policies)
+
+
 def recipes() -> list[Recipe]:
-    """The paper's schedules, water-filled ones, ranges by block, reading by chunks; values at 16 and at 4 bits."""
-    exact, four = Scheme(Exact()), Scheme(Rtn(4, "all"))
-    keys = {bits: (Mixed(schedule, codebook="uniform"), "its schedule") for bits, schedule in SCHEDULES.items()}
-    keys |= {
-        f"wf-{bits}": (Mixed(target=target, codebook="uniform"), "water-filled") for bits, target in FILLED.items()
-    }
-    keys["2bit-block"] = (Mixed(SCHEDULES["2bit"], codebook="block"), "ranges of each block")
-    found = []
-    for name, (quantize, how) in keys.items():
-        for suffix, value, values in (("", exact, "16 bit"), ("-v4", four, "4 bits")):
-            summary = f"SVDq, keys {name.removeprefix('wf-').removesuffix('-block')}, {how}; values {values}"
-            found.append(Recipe(f"svdq-{name}{suffix}", scheme(quantize), value, "pre", summary=summary))
-    for bits, schedule in SCHEDULES.items():
-        keyed = scheme(Mixed(schedule, codebook="uniform"))
-        for suffix, value, values in (("", exact, "16 bit"), ("-v4", four, "4 bits")):
-            name, how = f"svdq-online-{bits}{suffix}", "its schedule, fitted to each prompt"
-            summary = f"SVDq, keys {bits}, {how}; values {values}"
-            found.append(Recipe(name, keyed, value, "pre", summary=summary, policies=(PromptFit(),)))
-    shadowed = [_shadow(recipe) for recipe in found if recipe.name.removeprefix("svdq-") in SHADOWED]
-    few = ShadowChunks(budget=128, outliers=4)
-    short = [
-        replace(one, name=f"{one.name}-128", policies=(few,), summary=f"{one.summary}, 128 tokens")
-        for one in shadowed
-        if one.name == "svdq-shadow-2bit-v4"
-    ]
-    published = {f"{start}{bits}{v}" for start in ("", "online-") for bits in PUBLISHED for v in ("", "-v4")}
-    later = [one for one in found if one.name.removeprefix("svdq-") in published - {*SHADOWED}]
-    return found + shadowed + short + [_shadow(recipe) for recipe in later]
-
-
-def _shadow(recipe: Recipe) -> Recipe:
-    name = recipe.name.replace("svdq", "svdq-shadow")
-    policies = (ShadowChunks(), *recipe.policies)
-    return replace(recipe, name=name, policies=policies, summary=f"{recipe.summary}; read by chunks")
+    """Schedules of the paper and water-filled ones; by prompt, and reading by chunks; values at 16 and at 4 bits."""
+    found = [scheduled(f"svdq-{bits}-v4", bits, FOUR) for bits in ("3bit", "2bit", "1.25bit")]
+    for bits, target in FILLED.items():
+        key = scheme(Mixed(target=target, codebook="uniform"))
+        summary = f"SVDq, keys {bits}, water-filled; values 4 bits"
+        found.append(Recipe(f"svdq-wf-{bits}-v4", key, FOUR, "pre", summary=summary))
+    each, chunks = "its schedule, fitted to each prompt", (ShadowChunks(),)
+    shadow = scheduled("svdq-shadow-2bit-v4", "2bit", FOUR, policies=chunks)
+    shadow = replace(shadow, summary=f"{shadow.summary}; read by chunks")
+    short = (ShadowChunks(budget=128, outliers=4),)
+    found.append(replace(shadow, name=f"{shadow.name}-128", policies=short, summary=f"{shadow.summary}, 128 tokens"))
+    for value, v4 in ((EXACT, ""), (FOUR, "-v4")):
+        found.append(scheduled(f"svdq-online-2bit{v4}", "2bit", value, each, (PromptFit(),)))
+        published = scheduled(f"svdq-shadow-online-2.25bit{v4}", "2.25bit", value, each, (*chunks, PromptFit()))
+        found.append(replace(published, summary=f"{published.summary}; read by chunks"))
+    return [scheduled("svdq-2bit", "2bit", EXACT), *found, shadow]

@@ -3,11 +3,11 @@
 After a random rotation the coordinates of a vector are nearly independent, with the density of a coordinate on the
 sphere, whatever the data: a scalar codebook and one norm per head suffice. It is the scalar case of HIGGS.
 
-    turboquant-plain-*   as published: the norm of the vector
-    turboquant-*         the decoded vector made as long as the original ("norm correction")
-    lloyd-*              after a signed Hadamard, with the least-squares scale: least squared error
-    mean-lloyd-*         the same before RoPE, with the mean removed; *-post: after RoPE, as `mean-higgs-head-*-post`
-    *-even-2bit          by evenly spaced levels: 1% more squared error, and the decode kernel needs no table
+    turboquant-plain-3bit   as published: the norm of the vector
+    turboquant-*            the decoded vector made as long as the original ("norm correction")
+    lloyd-*                 after a signed Hadamard, with the least-squares scale: least squared error
+    mean-lloyd-*-post       the same with the mean removed, as `mean-higgs-head-*-post`; before RoPE: `+position=pre`
+    lloyd-even-2bit         by evenly spaced levels: 1% more squared error, and the decode kernel needs no table
 
 Source: Zandieh et al., 2025 (TurboQuant, arXiv 2504.19874), algorithm 1; the correction as in vLLM's `turboquant_*_nc`
 cache types; even levels: Max, 1960.
@@ -29,21 +29,16 @@ def scheme(bits: int, group: str = "head", predict=None) -> Scheme:
 
 
 def recipes() -> list[Recipe]:
-    """1 to 4 bits; the published scale where others use it, at 2 to 4."""
+    """1 to 4 bits; as published at 3, by even levels at 2."""
     found = []
     for bits in BITS:
         turbo = Scheme(quantize=Lloyd(bits), rotate=Random())
-        plain = Scheme(quantize=Lloyd(bits, scale="plain"), rotate=Random())
         lloyd, mean = scheme(bits), scheme(bits, predict=Mean())
         found.append(Recipe(f"turboquant-{bits}bit", turbo, turbo, summary=f"TurboQuant, {bits} bits, norms kept"))
-        if bits > 1:
-            found.append(Recipe(f"turboquant-plain-{bits}bit", plain, plain, summary=f"TurboQuant, {bits} bits"))
         found.append(Recipe(f"lloyd-{bits}bit", lloyd, lloyd, summary=f"scalar Lloyd–Max, {bits} bits"))
-        found.append(Recipe(f"mean-lloyd-{bits}bit", mean, mean, "pre", summary=f"the same, {bits} bits, mean removed"))
         summary = f"the same, {bits} bits, mean removed after RoPE"
         found.append(Recipe(f"mean-lloyd-{bits}bit-post", mean, mean, summary=summary))
-    for start, predict, summary in (("", None, ""), ("mean-", Mean(), ", mean removed after RoPE")):
-        even = Scheme(quantize=Even(2), rotate=Hadamard("head"), predict=predict)
-        name = f"{start}lloyd-even-2bit" + "-post" * bool(predict)
-        found.append(Recipe(name, even, even, summary="evenly spaced levels, 2 bits" + summary))
-    return found
+    plain = Scheme(quantize=Lloyd(3, scale="plain"), rotate=Random())
+    even = Scheme(quantize=Even(2), rotate=Hadamard("head"))
+    published = Recipe("turboquant-plain-3bit", plain, plain, summary="TurboQuant, 3 bits")
+    return [*found, published, Recipe("lloyd-even-2bit", even, even, summary="evenly spaced levels, 2 bits")]

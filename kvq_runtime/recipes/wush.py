@@ -1,7 +1,7 @@
 """WUSH-KV: the linear transform of each head whose rounding error costs attention least, then rounding.
 
-    wush-*          plain rounding per token, one range for a head
-    wush-higgs-*    the nearest point of a Gaussian grid, one scale for a head: neither paper has this
+    wush-*bit         plain rounding per token, one range for a head
+    wush-higgs-2bit   the nearest point of a Gaussian grid, one scale for a head: neither paper has this
 
 Keys are transformed after RoPE in the metric of the queries, values in that of the output projection.
 
@@ -17,12 +17,14 @@ from kvq_runtime.stages.rtn import Rtn
 
 
 def recipes() -> list[Recipe]:
-    """2, 3 and 4 bits, by plain rounding and by HIGGS's grid."""
+    """2 and 3 bits by plain rounding, 2 by HIGGS's grid."""
+    roundings = {
+        "wush-2bit": (Rtn(2, "head"), "2 bits, plain rounding"),
+        "wush-3bit": (Rtn(3, "head"), "3 bits, plain rounding"),
+        "wush-higgs-2bit": (Grid(*GRIDS["2bit"], "head"), "2 bits, HIGGS's grid"),
+    }
     found = []
-    for bits in (2, 3, 4):
-        for name, quantize in (("wush", Rtn(bits, "head")), ("wush-higgs", Grid(*GRIDS[f"{bits}bit"], "head"))):
-            keys, values = Scheme(quantize, rotate=Wush("queries")), Scheme(quantize, rotate=Wush("output"))
-            rounding = "HIGGS's grid" if isinstance(quantize, Grid) else "plain rounding"
-            summary = f"WUSH-KV, {bits} bits, {rounding} per head"
-            found.append(Recipe(f"{name}-{bits}bit", keys, values, summary=summary))
+    for name, (quantize, how) in roundings.items():
+        keys, values = Scheme(quantize, rotate=Wush("queries")), Scheme(quantize, rotate=Wush("output"))
+        found.append(Recipe(name, keys, values, summary=f"WUSH-KV, {how} per head"))
     return found

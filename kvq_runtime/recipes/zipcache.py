@@ -1,10 +1,10 @@
 """ZipCache: keys per channel, values per token after every channel was divided by a scale of its own.
 
-    zipcache-*          as published, but for the bits of salient tokens: keys channelwise, values channel-separable
-    zipcache-tokens-*   keys channel-separable too, before RoPE, where channels keep their sizes; single tokens can be
-                        decoded
-    zipcache-online-*   as the first, with the scales of each row's own prompt, as in the paper
-    aqua-zipcache-*     what AQUA-KV's prediction leaves, keys and values channel-separable
+    zipcache-*bit          as published, but for the bits of salient tokens: keys channelwise, values channel-separable
+    zipcache-tokens-2bit   keys channel-separable too, before RoPE, where channels keep their sizes; single tokens can
+                           be decoded
+    zipcache-online-2bit   with the scales of each row's own prompt, as in the paper
+    aqua-zipcache-2bit     what AQUA-KV's prediction leaves, keys and values channel-separable
 
 Values store a step and a low end per token, so that "2 bits" are 2 and 32 bits per token: 2.25 of 128 channels, 2.03 of
 1024. Keys store them per channel of a block of 128 tokens: 2.25.
@@ -17,12 +17,14 @@ prompt); keys have a range per block of 128 tokens (theirs: of the prompt, then 
 and the 128 newest tokens stay exact (theirs: none of the prompt, and up to 100 generated ones).
 """
 
+from dataclasses import replace
+
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import aqua, kivi
 from kvq_runtime.stages.separable import Separable
 
-BITS = (2, 3, 4)
+BITS = (2, 4)
 
 
 def scheme(bits: int) -> Scheme:
@@ -31,16 +33,15 @@ def scheme(bits: int) -> Scheme:
 
 
 def recipes() -> list[Recipe]:
-    """2, 3 and 4 bits of each; AQUA-KV with 4 bits for the first layer."""
+    """2 and 4 bits; at 2 also keys as the values, the scales of each prompt, and AQUA-KV with 4 for its first layer."""
     found = []
     for bits in BITS:
         keys, values = kivi.keys(bits, "all"), scheme(bits)
         summary = f"ZipCache, {bits} bits: keys per channel, values per token over calibrated channel scales"
         found.append(Recipe(f"zipcache-{bits}bit", keys, values, summary=summary))
-        summary = f"the same, {bits} bits, keys before RoPE as the values"
-        found.append(Recipe(f"zipcache-tokens-{bits}bit", values, values, "pre", summary=summary))
-        summary = f"ZipCache, {bits} bits, channel scales of each prompt"
-        online = Recipe(f"zipcache-online-{bits}bit", keys, values, summary=summary, policies=(PromptFit(),))
-        found.append(online)
+    two, summary = scheme(2), "the same, 2 bits, keys before RoPE as the values"
+    tokens = Recipe("zipcache-tokens-2bit", two, two, "pre", summary=summary)
+    summary = "ZipCache, 2 bits, channel scales of each prompt"
+    online = replace(found[0], name="zipcache-online-2bit", summary=summary, policies=(PromptFit(),))
     summary = "AQUA-KV over channel-separable rounding, 2 bits"
-    return [*found, aqua.aqua("zipcache-2bit", scheme(2), scheme(4), summary=summary)]
+    return [*found, tokens, online, aqua.aqua("zipcache-2bit", two, scheme(4), summary)]

@@ -106,7 +106,7 @@ def test_papers_are_those_of_stages_and_policies_that_there_are():
     assert PAPERS.keys() <= known and issubclass(policy_kinds()["select"]["heavy"], PolicySetting)
     assert papers(preset("exact")) == [] and papers(preset("kivi-2bit")) == ["2402.02750"]
     assert papers(preset("aqua-2bit")) == ["2411.17525", "2501.19392"]
-    assert papers(preset("svdq-shadow-2bit")) == ["2410.21465", "2502.15304"]
+    assert papers(preset("svdq-shadow-2bit-v4")) == ["2410.21465", "2502.15304"]
 
 
 AQUA, SVDQ = "2501.19392", "2502.15304"

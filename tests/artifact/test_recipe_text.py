@@ -3,16 +3,18 @@
 import json
 import random
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.policies.heavy_hitters import HeavyHitters
-from kvq_runtime.recipe import Recipe, Window, preset, presets
+from kvq_runtime.recipe import Recipe, Scheme, Window, preset, presets
 from kvq_runtime.registry.reference import is_name
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.feedback import QueryOrthogonal
+from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import Hadamard
@@ -30,6 +32,14 @@ def squat(rank: int) -> Recipe:
     return replace(recipe, key=replace(recipe.key, feedback=QueryOrthogonal(rank=rank)))
 
 
+def aqua(key: Any, value: Any = ..., size: int = 16, first: int = 256) -> Recipe:
+    """AQUA-KV with these predictors, or one of both; points of its grids, and of the first layer's."""
+    scheme = Scheme(Grid(2, size, "all"), rotate=Hadamard("all"))
+    below = replace(scheme, quantize=Grid(2, first, "all"), predict=Mean())
+    both = replace(scheme, predict=key), replace(scheme, predict=key if value is ... else value)
+    return Recipe("aqua", *both, "pre", {0: (below, below)})
+
+
 # ---- what settings mean: against dataclasses made by hand ----
 
 
@@ -43,15 +53,23 @@ def squat(rank: int) -> Recipe:
         ("exact+policies.heavy=on", preset("h2o")),
         ("h2o+policies.heavy=none", preset("exact")),
         ("exact+policies.heavy=on+policies.heavy.share=1", replace(preset("exact"), policies=(HeavyHitters(1.0),))),
-        ("aqua-2bit+position=post", preset("aqua-2bit-post")),
-        ("aqua-2bit+window.sinks=64", preset("aqua-2bit-sinks-64")),
-        ("aqua-2bit+key.predict.storage=gptq4+value.predict.storage=gptq4", preset("aqua-2bit-gptq")),
-        ("aqua-2bit+key.predict.below=1,2+value.predict.below=[1, 2]", preset("aqua-2bit-below-1-2")),
-        ("aqua-2bit+value.predict.keys=false", preset("aqua-2bit-no-keys-to-values")),
-        ("aqua-2bit+key.predict=none", preset("aqua-2bit-no-key")),
-        ("aqua-2bit+key.predict=mean+value.predict=mean", preset("aqua-2bit-mean")),
-        ("aqua-2bit+layers.0.key.quantize.size=64+layers.0.value.quantize.size=64", preset("aqua-2bit-first-3bit")),
-        ("aqua-2bit-first-2bit+layers.0.key.quantize.size=256+layers.0.value.quantize.size=256", preset("aqua-2bit")),
+        ("aqua-2bit+position=post", replace(preset("aqua-2bit"), position="post")),
+        ("aqua-2bit+window.sinks=64", replace(preset("aqua-2bit"), window=Window(sinks=64))),
+        ("aqua-2bit+key.predict.storage=gptq4+value.predict.storage=gptq4", aqua(Linear(storage="gptq4"))),
+        ("aqua-2bit+key.predict.below=1,2+value.predict.below=[1, 2]", aqua(Linear(below=(1, 2)))),
+        ("aqua-2bit+value.predict.keys=false", aqua(Linear(), Linear(keys=False))),
+        ("aqua-2bit+value.predict.below=", aqua(Linear(), Linear(below=()))),
+        ("aqua-2bit+key.predict=none", aqua(None, Linear())),
+        ("aqua-2bit+key.predict=mean+value.predict=mean", aqua(Mean())),
+        ("aqua-2bit+layers.0.key.quantize.size=64+layers.0.value.quantize.size=64", aqua(Linear(), first=64)),
+        ("aqua-2bit+all.predict.storage=gptq4", aqua(Linear(storage="gptq4"))),
+        ("aqua-2bit+all.quantize.size=64", aqua(Linear(), size=64, first=64)),
+        ("aqua-2bit+key.quantize.size=16+value.quantize.size=16+all.quantize.size=64", aqua(Linear(), first=64)),
+        (
+            "aqua-2bit+all.quantize.size=64+layers.0.key.quantize.size=256+layers.0.value.quantize.size=256",
+            aqua(Linear(), size=64),
+        ),
+        ("aqua-2bit+all.predict=mean", aqua(Mean())),
         ("squat-2bit+key.feedback=none", preset("kivi-2bit")),
         ("squat-2bit+key.feedback.lam=1", preset("squat-2bit")),
     ],
@@ -154,7 +172,7 @@ def test_differences_make_one_recipe_of_another(one, two):
 
 
 @pytest.mark.parametrize(
-    "name", ["subkv-2bit", "aqua-2bit-mlp-paper", "svdq-shadow-online-2.25bit", "gear-2bit", "h2o-halves"]
+    "name", ["subkv-2bit", "aqua-fisher-1bit", "svdq-shadow-online-2.25bit", "gear-2bit", "h2o-halves"]
 )
 def test_every_setting_is_printed_as_it_is_written(name):
     """All of them make the recipe out of another one, and setting them again changes nothing."""
@@ -214,7 +232,10 @@ def test_a_file_that_is_no_recipe(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("squat-2bit+foo=1", "foo: no such setting; a recipe has name, position, window, key, value, layers, policies"),
+        (
+            "squat-2bit+foo=1",
+            "foo: no such setting; a recipe has name, position, window, key, value, all, layers, policies",
+        ),
         ("squat-2bit+window.size=1", "window.size: no such setting; window has sinks, recent, block"),
         ("squat-2bit+key.rank=1", "a scheme has axis, predict, rotate, quantize, feedback, correct"),
         ("squat-2bit+key.feedback.rnk=1", "query_orthogonal has blocks, lam, rank, normalize, queries"),
@@ -233,6 +254,10 @@ def test_a_file_that_is_no_recipe(tmp_path, content, message):
             "there is no key.feedback here: first key.feedback=KIND, one of query_ortho",
         ),
         ("higgs-2bit+layers.x.key.axis=token", "layers has N.key, N.value"),
+        ("higgs-2bit+all=1", "all: no such setting; a scheme has axis, predict"),
+        ("higgs-2bit+all.quantize.bits=2", "all.quantize.bits: no such setting; grid has dim, size, group"),
+        ("higgs-2bit+all.feedback.rank=2", "there is no all.feedback here: first all.feedback=KIND"),
+        ("svdq-2.25bit-v4", "there are svdq-1.25bit-v4, .*prints settings: svdq-1.25bit-v4.PATH=VALUE is another"),
         ("higgs-2bit+policies.heavy.share=1", "there is no policies.heavy here: first policies.heavy=on"),
         ("higgs-2bit+policies.light=on", "policies has chunks, dynamic, first_tokens, heavy"),
         ("h2o+policies.heavy=yes", "policies.heavy=yes; use on or none"),

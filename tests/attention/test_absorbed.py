@@ -8,6 +8,7 @@ import torch
 from feeding import error, feed_in, rotary, small, tensors, turned
 from fitted import tensors as fitted_tensors
 
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.attention.absorbed import bits_read, chain, refusal
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.cli.main import main
@@ -20,7 +21,7 @@ from kvq_runtime.stages.predict import MLP, Linear, LowRank
 GEOMETRY = Geometry(layers=5, kv_heads=2, head_size=32)
 GROUP = 3  # query heads per KV head
 SCALE = GEOMETRY.head_size**-0.5
-PLAIN = preset("aqua-absorbed-2bit-3")
+PLAIN = read("aqua-absorbed-2bit-2+all.predict.anchor_every=3")
 
 
 def of(scheme: Scheme, key=None, **settings) -> Recipe:
@@ -160,7 +161,7 @@ def test_bits_read_are_those_of_the_chain():
     [
         (preset("higgs-2bit"), "no layer is predicted"),
         (preset("aqua-2bit"), "before RoPE"),
-        (preset("aqua-2bit-post"), "keys=false"),
+        (read("aqua-2bit+position=post"), "keys=false"),
         (of(higgs.scheme("2bit"), MLP()), "mlp, which is not linear"),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from representative import REPRESENTATIVE
 from scipy.linalg import hadamard as walsh
 from torch import Tensor
+from written import EVERY
 
 from kvq_calib.fit import predict as fits
 from kvq_calib.fit.statistics import Centred
@@ -15,7 +16,7 @@ from kvq_runtime.codec import codec
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import grid, rope, rotation
-from kvq_runtime.recipe import Recipe, Scheme, Window, presets
+from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.polar import Polar
@@ -147,14 +148,14 @@ def test_error_on_gaussian_data_is_the_grids(size, rotate):
     "head_size, name",
     [
         (size, name)
-        for size, names in ((64, presets()), (80, sorted(REPRESENTATIVE)))
+        for size, names in ((64, EVERY), (80, sorted(REPRESENTATIVE)))
         for name in names
-        if not presets()[name].fits_prompt
+        if not EVERY[name].fits_prompt
     ],
 )
 def test_bits_are_the_bytes_that_are_held(name, head_size):
     geometry = Geometry(3, 4, head_size)
-    recipe = presets()[name]
+    recipe = EVERY[name]
     stages = [scheme.quantize for scheme in recipe.schemes if isinstance(scheme.quantize, Polar)]
     if head_size == 80 and any(stage.levels == 0 and stage.group == "head" for stage in stages):
         with pytest.raises(ValueError, match="levels=0 does not fit a vector of 80 elements"):

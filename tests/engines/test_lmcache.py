@@ -128,7 +128,7 @@ def test_another_recipes_chunks_are_a_miss(tmp_path: Path):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [("aqua-2bit", "has to be fitted"), ("mean-higgs-2bit", "fitted"), ("no-such-recipe", "no-such-recipe"),
-     ("svdq-online-3bit", "nearest recipe that it can keep them by")],
+     ("svdq-online-2bit", "nearest recipe that it can keep them by")],
 )  # fmt: skip
 def test_what_cannot_be_kept_stops_the_start(recipe: str, message: str, tmp_path: Path):
     with pytest.raises(ValueError, match=message) as refused:

@@ -19,9 +19,9 @@ LOSSY = [
     "mean-higgs-3bit",
     "aqua-2bit",
     "aqua-3bit",
-    "aqua-2bit-post",
-    "aqua-2bit-channel",
-    "aqua-2bit-below-1-2",
+    "aqua-2bit+position=post",
+    "aqua-2bit+key.axis=channel+value.axis=channel",
+    "aqua-2bit+all.predict.below=1,2",
     "rtn-4bit",
     "gear-4bit",
 ]

@@ -14,6 +14,7 @@ from parity import DEVICE, error
 from tiers import each_once, some
 from torch import Tensor
 
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.ops import dispatch
@@ -111,7 +112,7 @@ def test_blocks_are_the_same_however_many_are_due(name):
         ("oscar-2bit", "no kernel for its keys; kernels take one rotation for all heads"),
         ("aqua-klt-1bit", "no kernel for its keys"),
         ("h2o-higgs-2bit", "keeps tokens by their attention weights"),
-        ("svdq-shadow-2bit", "chunks that each query asks for"),
+        ("svdq-shadow-2bit-v4", "chunks that each query asks for"),
         ("polar-online", "a codec of its own"),
         ("squat-pre-online-2bit", "a codec of its own"),
     ],
@@ -120,7 +121,7 @@ def test_other_recipes_say_so(name, says):
     reason = refusal(preset(name), ONE)
     assert reason is not None and says in reason and "decoded" in reason and name in reason
     assert refusal(FAMILIES["rtn-2bit"], ONE) is None
-    assert refusal(preset("polar-3bit-fitted-plain"), ONE) is None  # whatever is fitted
+    assert refusal(read("polar-paper-fitted+all.rotate=none"), ONE) is None  # whatever is fitted
     assert refusal(preset("mean-higgs-head-2bit-post"), ONE) is None
     assert "registers" in str(refusal(preset("mean-higgs-head-2bit-post"), replace(ONE, head_size=256)))
 
@@ -134,13 +135,13 @@ def test_other_recipes_say_so(name, says):
         ("higgs-head-2bit", "codebook in registers"),
         ("higgs-head-4bit", "gathers"),
         ("polar-3bit", "cos and sin in registers"),
-        ("aqua-2bit-quanto-post", "by torch, in layer 1: there is no kernel for its keys"),
+        ("aqua-2bit-quanto+position=post", "by torch, in layer 1: there is no kernel for its keys"),
         ("polar-online", "by torch, in layer 0: each row has a codec"),
     ],
 )
 def test_what_a_step_reads_is_said(name, says):
     geometry = replace(ONE, layers=3, head_size=128)
-    said, recipe = reads(preset(name), geometry), preset(name)
+    said, recipe = reads(read(name), geometry), read(name)
     assert says in said
     assert any(refusal(recipe, geometry, layer) for layer in range(3)) == said.startswith("decoded blocks")
 

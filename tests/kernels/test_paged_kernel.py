@@ -35,7 +35,7 @@ RECIPES = {
     **{name: name for name in ("rtn-2bit", "quarot-head-2bit", "lloyd-3bit", "higgs-head-2bit", "polar-3bit")},
     "kivi-2bit": "kivi-2bit+window.block=32",
     "kivi-2bit groups": "kivi-2bit+window.block=32+key.quantize.group=16+value.quantize.group=16",
-    "squat-pre-2bit": "squat-pre-2bit-paper-r32",  # before RoPE
+    "squat-pre-2bit": "squat-pre-2bit-paper+window.recent=32+window.block=32",  # before RoPE
     "mean": "mean-higgs-head-2bit-post",
 }
 QUICK = [name for name in RECIPES if name not in ("polar-3bit", "kivi-2bit groups")]

@@ -3,11 +3,12 @@
 import pytest
 
 pytest.importorskip("triton")
+from written import EVERY
+
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import settings
 from kvq_runtime.kernels.attend.layout import layout
 from kvq_runtime.ops import pack
-from kvq_runtime.recipe import preset, presets
 
 READERS = (settings.CodebookSettings, settings.PolarSettings)
 
@@ -22,7 +23,7 @@ def test_every_reader_has_what_a_tile_has(reader):
 @pytest.mark.parametrize("size", [64, 128])
 def test_slots_are_a_head_or_a_group(size):
     geometry, seen = Geometry(1, 2, size), set()
-    for recipe in map(preset, presets()):
+    for recipe in EVERY.values():
         for role, scheme in zip(ROLES, (recipe.key, recipe.value), strict=True):
             made = layout(scheme, recipe.window.block, geometry, role, recipe.position)
             if made is None:

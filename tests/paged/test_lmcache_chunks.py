@@ -165,13 +165,14 @@ def test_what_is_not_finite_is_not_kept():
     ("name", "reason"),
     [
         ("aqua-2bit", "before RoPE"), ("mean-higgs-2bit", "before RoPE"), ("svdq-3bit-v4", "before RoPE"),
-        ("mean-lloyd-3bit-post", "mean turns"), ("aqua-2bit-post", "mean turns"), ("polar-online", "waits for a"),
+        ("mean-lloyd-3bit-post", "mean turns"), ("aqua-2bit+position=post", "mean turns"),
+        ("polar-online", "waits for a"),
     ],
 )  # fmt: skip
 def test_what_needs_positions_is_refused_with_the_nearest_that_does_not(name: str, reason: str):
     with pytest.raises(ValueError, match=reason) as refused:
-        served.check(preset(name), Geometry(28, 4, 128))
-    assert f"LMCache's chunks cannot be kept by {name}: " in str(refused.value)
+        served.check(recipe := recipe_text.read(name), Geometry(28, 4, 128))
+    assert f"LMCache's chunks cannot be kept by {recipe.name}: " in str(refused.value)
     near = str(refused.value).partition("keep them by is ")[2].partition(",")[0]
     served.check(preset(near), Geometry(28, 4, 128))
 

@@ -9,8 +9,9 @@ from kvq_runtime.vllm import attend, served, tails
 from kvq_runtime.vllm.tails import Kept, Place, Tails
 
 RECIPES = [
-    "kivi-2bit-r32", "gear-2bit-r2-g32+window.block=32", "gear-4bit+window.block=16", "squat-2bit-paper-r32",
-    "squat-pre-2bit-paper-r32", "kvquant-3bit+window.block=16", "kivi-2bit-r32+value.quantize.bits=4",
+    "kivi-2bit-r32", "gear-2bit+all.quantize.group=32+all.correct.rank=2+window.block=32", "gear-4bit+window.block=16",
+    "squat-2bit-paper+window.recent=32+window.block=32", "squat-pre-2bit-paper+window.recent=32+window.block=32",
+     "kvquant-3bit+window.block=16", "kivi-2bit-r32+value.quantize.bits=4",
     "svdq-2bit+window.block=32", "zipcache-2bit+window.block=32",
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ from feeding import GEOMETRY, error, feed, feed_in, make, read, rotary, same, st
 from models import prompt, random_model
 from tiers import some
 from torch import Tensor
+from written import EVERY
 
 from kvq_calib.fit import clusters
 from kvq_calib.fit.scheme import Blocks, SchemeFit
@@ -21,9 +22,9 @@ from kvq_runtime.hf import KVQCache
 from kvq_runtime.ops import lloyd, rope
 from kvq_runtime.policies.dynamic_window import DynamicWindow
 from kvq_runtime.policies.prompt_fit import PromptFit
-from kvq_runtime.recipe import ROLES, Recipe, preset, presets
+from kvq_runtime.recipe import ROLES, Recipe, preset
 
-ONLINE = {name: recipe for name, recipe in presets().items() if recipe.fits_prompt}
+ONLINE = {name: recipe for name, recipe in EVERY.items() if recipe.fits_prompt}
 # an online recipe, and the same one fitted offline
 PAIRS = {
     "svdq-online-2bit": "svdq-2bit",
@@ -32,13 +33,13 @@ PAIRS = {
     "squat-pre-online-2bit": "squat-pre-2bit",
 }
 FIT = 256
-QUICK = ("polar-online", "squat-online-2bit", "squat-pre-online-2bit", "svdq-online-2bit", "svdq-online-1.25bit-v4")
+QUICK = ("polar-online", "squat-online-2bit", "squat-pre-online-2bit", "svdq-online-2bit", "svdq-online-2bit-v4")
 every_online = pytest.mark.parametrize("name", some(ONLINE, *QUICK))
 
 
 def short(name: str, fit_tokens: int | str = "prompt") -> Recipe:
     """A window of 32, blocks of 32."""
-    recipe = preset(name)
+    recipe = read(name)
     window = replace(recipe.window, recent=32, block=32)
     return replace(recipe, window=window, policies=(PromptFit(fit_tokens),)).check(GEOMETRY)
 
@@ -280,7 +281,7 @@ def test_a_recipe_says_what_is_fitted_online():
         ("higgs-2bit", {}, "nothing is fitted"),
         ("aqua-2bit", {}, "linear needs calibration"),
         ("kvquant-3bit", {}, "needs calibration"),
-        ("svdq-wf-2bit", {}, "differ by row"),
+        ("svdq-wf-2bit-v4", {}, "differ by row"),
         ("squat-2bit", {"policies": (PromptFit(), DynamicWindow())}, "does not wait"),
     ],
 )

@@ -21,7 +21,7 @@ from kvq_runtime.store.layer import EXTRA
 
 GROUP, SCALE = 2, GEOMETRY.head_size**-0.5
 HEADS, D = GEOMETRY.kv_heads, GEOMETRY.head_size
-BASES = ("svdq-shadow-2bit", "svdq-shadow-1.25bit-v4")
+BASES = ("svdq-2bit+policies.chunks=on", "svdq-shadow-2bit-v4")
 ONLINE = ("svdq-shadow-online-2.25bit", "svdq-shadow-online-2.25bit-v4")  # each row has a basis of its own
 OTHERS = (*ONLINE, "exact", "rtn-2bit", "higgs-2bit", "polar-3bit", "mean-higgs-2bit", "turboquant-3bit")
 
@@ -246,7 +246,7 @@ def test_recipes_whose_tokens_cannot_be_decoded_one_by_one():
             replace(preset(name), policies=(ShadowChunks(),), position="post").check()
     with pytest.raises(ValueError, match="chunks of 24 do not divide the blocks"):
         recipe(chunk=24).check()
-    assert Recipe.from_json(preset(BASES[0]).to_json()) == preset(BASES[0])
+    assert Recipe.from_json(preset(BASES[1]).to_json()) == preset(BASES[1])
 
 
 # ---- with a model ----
@@ -254,9 +254,9 @@ def test_recipes_whose_tokens_cannot_be_decoded_one_by_one():
 
 def test_other_attention_reads_all_tokens_and_says_so_once():
     model, ids = random_model("llama"), prompt(2, 80)
-    cache, plain = kvq("svdq-shadow-2bit", model), kvq("svdq-2bit", model)
+    cache, plain = kvq("svdq-shadow-2bit-v4", model), kvq("svdq-2bit-v4", model)
     with torch.no_grad():
-        with pytest.warns(UserWarning, match="svdq-shadow-2bit chooses what it reads .* sdpa attention does not"):
+        with pytest.warns(UserWarning, match="svdq-shadow-2bit-v4 chooses what it reads .* sdpa attention does not"):
             model(ids[:, :60], past_key_values=cache)
         model(ids[:, :60], past_key_values=plain)
         with warnings.catch_warnings():
@@ -265,7 +265,7 @@ def test_other_attention_reads_all_tokens_and_says_so_once():
         assert torch.equal(one, model(ids[:, 60:], past_key_values=plain).logits)
 
 
-@pytest.mark.parametrize("name", ["svdq-shadow-1.25bit-v4", "svdq-shadow-online-2.25bit-v4"])
+@pytest.mark.parametrize("name", ["svdq-shadow-2bit-v4", "svdq-shadow-online-2.25bit-v4"])
 @pytest.mark.parametrize("way", some(WAYS, "beams", "assisted"))
 def test_every_way_of_generating_works(way, name):
     model = random_model("llama", attention="kvq")
@@ -277,4 +277,4 @@ def test_every_way_of_generating_works(way, name):
         one.blocks.reset()
     replayed(model, ids, cache, again, way)
     assert cache.blocks.layers[2].encoded >= (32 if others else 48) and cache.blocks.reencoded == 0
-    assert small(preset("svdq-shadow-2bit")).policies == (ShadowChunks(),)
+    assert small(preset("svdq-shadow-2bit-v4")).policies == (ShadowChunks(),)

@@ -187,14 +187,14 @@ def test_sinks_longer_than_a_block_stay_exact():
         assert not torch.equal(k[20:], keys[layer][20:])
 
 
-@pytest.mark.parametrize("name", ["subkv-2bit", "h2o", "squat-online-2bit", "svdq-shadow-2bit"])
+@pytest.mark.parametrize("name", ["subkv-2bit", "h2o", "squat-online-2bit", "svdq-shadow-2bit-v4"])
 def test_what_cannot_be_kept_is_refused_with_the_reason(name):
     with pytest.raises(ValueError, match=f"{name} .*; use the"):
         check(preset(name))
 
 
 def test_every_other_recipe_is_kept():
-    assert len(KEPT) > 200 and all(recipe.policies for name, recipe in RECIPES.items() if name in REFUSED)
+    assert len(KEPT) > 100 and all(recipe.policies for name, recipe in RECIPES.items() if name in REFUSED)
 
 
 # ---- which blocks are found

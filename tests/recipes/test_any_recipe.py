@@ -16,11 +16,12 @@ import feeding
 import fitted
 import pytest
 import torch
+from written import EVERY
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry, Window
-from kvq_runtime.recipe import Recipe, presets
+from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.kinds import kinds
 from kvq_runtime.stages.stage import SLOTS, Scheme, Stage
 
@@ -95,7 +96,7 @@ def recipe(draw: random.Random, known: dict[str, list[Stage]]) -> Recipe:
 def known() -> dict[str, list[Stage]]:
     """Every stage that a preset has, by slot."""
     found: dict[str, dict[Stage, None]] = {slot: {} for slot in SLOTS}
-    for preset in presets().values():
+    for preset in EVERY.values():
         for one in preset.schemes:
             for slot, used in one.stages:
                 found[slot][used] = None

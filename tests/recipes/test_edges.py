@@ -20,12 +20,12 @@ from feeding import (
     whole,
 )
 from representative import REPRESENTATIVE
+from written import EVERY
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rope import rotate
-from kvq_runtime.recipe import presets
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 CHAINED = {name: recipe for name, recipe in RECIPES.items() if recipe.cross_layer}
@@ -36,11 +36,11 @@ def allowed(geometry: Geometry) -> list:
     """One recipe of each class for this geometry; those that refuse it must say so in a sentence."""
     found = []
     for name in sorted(REPRESENTATIVE):
-        preset = presets()[name]
+        preset = EVERY[name]
         try:
             found.append(whole(small(preset.check(geometry), geometry)))
         except ValueError as refusal:
-            assert name in str(refusal)
+            assert preset.name in str(refusal)
     return found
 
 
@@ -273,7 +273,7 @@ def read_as(cache: BlockCache, dtype: torch.dtype):
     return [tuple(x.clone() for x in cache.update(layer, empty, empty)) for layer in range(3)]
 
 
-@pytest.mark.parametrize("name", ["aqua-2bit", "mean-higgs-2bit", "aqua-2bit-post", "exact-pre"])
+@pytest.mark.parametrize("name", ["aqua-2bit", "mean-higgs-2bit", "aqua-2bit+position=post", "exact-pre"])
 def test_a_recipe_that_needs_positions_says_so_at_once(name):
     recipe = RECIPES[name]
     cache, x = make(recipe), tensors(3)

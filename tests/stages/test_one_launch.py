@@ -7,6 +7,7 @@ import torch
 from parity import DEVICE, normal
 from tiers import each_once, some
 
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
@@ -24,7 +25,13 @@ from triton.runtime.interpreter import GridExecutor
 
 ONE = (
     *("kivi-2bit-g128", "rtn-3bit", "rtn-absmax-4bit", "quarot-head-4bit", "higgs-head-2bit", "higgs-head-1.5bit"),
-    *("lloyd-3bit", "turboquant-3bit", "polar-paper", "polar-3bit", "polar-hadamard"),
+    *(
+        "lloyd-3bit",
+        "turboquant-3bit",
+        "polar-paper",
+        "polar-3bit",
+        "polar-radius8+all.rotate=hadamard+all.rotate.group=head",
+    ),
 )
 GEOMETRY = Geometry(1, 2, 64)
 QUANTIZERS = [
@@ -94,7 +101,7 @@ def test_rotating_and_rounding_in_one_is_rotating_first(quantize, rotation, kern
 @pytest.mark.parametrize("role", ["key", "value"])
 @pytest.mark.parametrize("name", some(ONE, "kivi-2bit-g128", "rtn-3bit", "higgs-head-2bit", "lloyd-3bit", "polar-3bit"))
 def test_a_flush_is_one_launch(name, role, launches):
-    made, x_NTC = codec(preset(name), role), normal(1, 128, 128).bfloat16()
+    made, x_NTC = codec(read(name), role), normal(1, 128, 128).bfloat16()
     with dispatch.forced(True):
         assert made.one_launch(x_NTC)
         fields = made.encode(x_NTC, Context())

@@ -11,11 +11,12 @@ from scipy.integrate import quad
 from torch import Tensor
 
 from kvq_calib.fit import clusters
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import polar as polar_fit
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import polar
-from kvq_runtime.recipe import Recipe, Scheme, preset
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.rotate import Random
 
@@ -171,8 +172,8 @@ def test_a_fit_to_zeros_and_zero_rows():
     assert out.isfinite().all() and not out[0, 3].any()
 
 
-@pytest.mark.parametrize("name", ["polar-3bit-fitted", "polar-3bit-fitted-plain"])
+@pytest.mark.parametrize("name", ["polar-paper-fitted", "polar-paper-fitted+all.rotate=none"])
 def test_fitted_recipes_refuse_the_head_sizes_that_exact_ones_refuse(name):
     with pytest.raises(ValueError, match="does not fit a vector of 80 elements; use a power of two"):
-        preset(name).check(Geometry(2, 2, 80))
-    preset(name.replace("3bit", "paper")).check(Geometry(2, 2, 80))
+        read(name, ["all.quantize.levels=0"]).check(Geometry(2, 2, 80))
+    read(name).check(Geometry(2, 2, 80))

@@ -109,7 +109,7 @@ def test_a_loud_channel_costs_the_others_less_than_in_plain_rounding():
 # ---- what it costs, and where it can be used
 
 
-@pytest.mark.parametrize(("name", "bits"), [("zipcache-2bit", 2), ("zipcache-3bit", 3), ("aqua-zipcache-2bit", 2)])
+@pytest.mark.parametrize(("name", "bits"), [("zipcache-2bit", 2), ("zipcache-4bit", 4), ("aqua-zipcache-2bit", 2)])
 def test_the_bill_is_bytes(name, bits):
     """Of values: the codes and 32 bits a token; scales cost nothing per token."""
     geometry, scheme = Geometry(2, 8, 128), replace(preset(name).value, predict=None)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe, Scheme, preset
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.rotate import Random
 from kvq_runtime.stages.rtn import Rtn
@@ -93,17 +94,20 @@ def test_what_is_billed_is_what_is_held(share, group, size):
     assert codec.bits() == pytest.approx(3 + (16 + places) * each / size, abs=0.01)
 
 
+OUTLIERS = "kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse"
+
+
 def test_kivi_with_outliers_survives_what_kivi_does_not():
     """A group of 32 tokens, or channels, with one far element has no code left for the others."""
     geometry, x, token = Geometry(1, 2, 64), gaussian(4, 128, 128), torch.arange(128)
     x[:, token, 7 * token % 128] = 300
     for role in ("key", "value"):
         errors = {}
-        for name in ("kivi-2bit", "kivi-2bit-outliers"):
-            codec = Codec(preset(name), 0, role, geometry, {})
+        for name in ("kivi-2bit", OUTLIERS):
+            codec = Codec(read(name), 0, role, geometry, {})
             out = codec.decode(codec.encode(x, NOWHERE), NOWHERE).float()
             errors[name] = float((out - x).square().sum())
-        assert 5 * errors["kivi-2bit-outliers"] < errors["kivi-2bit"]
+        assert 5 * errors[OUTLIERS] < errors["kivi-2bit"]
 
 
 @pytest.mark.parametrize("name, number", [("token", 0), ("token", 3), ("channel", 3), ("rotated", 0)])

@@ -7,13 +7,14 @@ import pytest
 import torch
 from feeding import GEOMETRY, feed_in, make, tensors
 from representative import REPRESENTATIVE
+from written import EVERY
 
 from kvq_calib.evaluate.bits import bits_at
 from kvq_calib.model import find as models
 from kvq_calib.model.catalog import CATALOG
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import MODELS, Geometry
-from kvq_runtime.recipe import preset, presets
+from kvq_runtime.recipe import preset
 from kvq_runtime.store.device import SLACK
 from kvq_runtime.store.held import Sizes
 
@@ -23,15 +24,15 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in REPRESENTATIVE else pytest.mark.all_recipes) for n in presets()]
+    "name", [pytest.param(n, marks=() if n in REPRESENTATIVE else pytest.mark.all_recipes) for n in EVERY]
 )
 def test_what_is_computed_is_what_a_cache_holds(name):
     """After a prompt of several slabs and a step; to the byte. A window that nothing attended to decides nothing."""
-    recipe = preset(name)
+    recipe = EVERY[name]
     try:
         sizes = Sizes(recipe.check(SMALL), SMALL)
     except ValueError as refusal:
-        assert name in str(refusal)
+        assert recipe.name in str(refusal)
         return
     found = fitted.tensors(recipe, SMALL) or None
     for tokens in (100, 700, 5000 if name in ("higgs-2bit", "kivi-2bit-r32", "h2o-higgs-2bit") else 1501):

@@ -20,7 +20,7 @@ FAMILIES = (
     "polar-3bit",
     "aqua-2bit",
     "gear-2bit",
-    "svdq-shadow-2bit",
+    "svdq-shadow-2bit-v4",
 )
 
 

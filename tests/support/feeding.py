@@ -6,13 +6,14 @@ from dataclasses import replace
 import fitted
 import torch
 from torch import Tensor
+from written import EVERY
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rope import Rotary, rotate
 from kvq_runtime.policies.heavy_hitters import HeavyHitters
 from kvq_runtime.policies.prompt_fit import PromptFit
-from kvq_runtime.recipe import OURS, Recipe, Window, presets
+from kvq_runtime.recipe import OURS, Recipe, Window
 from kvq_runtime.store.layer import EXTRA
 
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
@@ -44,10 +45,11 @@ def whole(recipe: Recipe) -> Recipe:
     return replace(recipe, policies=tuple(every if policy is select else policy for policy in recipe.policies))
 
 
-RECIPES = {name: whole(small(recipe)) for name, recipe in presets().items()}
+RECIPES = {name: whole(small(recipe)) for name, recipe in EVERY.items()}
 
 
-FEW = ("exact", "exact-pre", "higgs-2bit", "aqua-2bit", "aqua-2bit-post", "aqua-2bit-channel")
+FEW = ("exact", "exact-pre", "higgs-2bit", "aqua-2bit", "aqua-2bit+position=post",
+       "aqua-2bit+key.axis=channel+value.axis=channel")  # fmt: skip
 # every recipe in a model's usual dtype, a few in single precision
 DTYPES = [(recipe, torch.bfloat16) for recipe in RECIPES.values()] + [(RECIPES[name], torch.float32) for name in FEW]
 DTYPE_IDS = [f"{recipe.name}-{str(dtype).removeprefix('torch.')}" for recipe, dtype in DTYPES]

@@ -44,7 +44,10 @@ FAMILIES = {
     **{recipe.name: recipe for recipe in (kivi(2), kivi(2, block=32), kivi(2, "pre"), kivi(2, "pre", 32))},
     **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit")},
     **{name: replace(RECIPES[name], window=Window(2, 8, 32)) for name in ("lloyd-3bit", "mean-lloyd-3bit-post")},
-    **{name: RECIPES[name] for name in ("polar-3bit", "polar-3bit-fitted")},
+    **{
+        name: RECIPES[name]
+        for name in ("polar-3bit", "polar-paper-fitted+all.quantize.levels=0+all.quantize.points=mean")
+    },
 }
 MEANS = {
     **{name: RECIPES[name] for name in ("mean-higgs-head-2bit-post",)},

@@ -8,8 +8,8 @@ from feeding import small
 from models import random_model
 from transformers import DynamicCache, PreTrainedModel
 
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.hf import KVQCache, geometry_of
-from kvq_runtime.recipe import preset
 
 NEW = 40  # tokens
 WAYS = {
@@ -25,7 +25,7 @@ WAYS = {
 def kvq(name: str, model: PreTrainedModel, whole: bool = False) -> KVQCache:
     """A cache with a window of a few tokens, and random fitted tensors where the recipe wants some."""
     geometry = geometry_of(model)
-    recipe = preset(name) if whole else small(preset(name), geometry)
+    recipe = read(name) if whole else small(read(name), geometry)
     return KVQCache(recipe, model, fitted.tensors(recipe, geometry) or None)
 
 

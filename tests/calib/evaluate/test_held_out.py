@@ -91,7 +91,7 @@ def test_the_default_is_a_small_part_of_a_run(model):
 
 def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
     run = tmp_path / "run"
-    words = arguments(model, run, "--recipe", "mean-higgs-4bit", "--recipe", "mean-higgs-1bit")
+    words = arguments(model, run, "--recipe", "mean-higgs-4bit", "--recipe", "mean-higgs-2bit")
     assert cli.main([*words, "--no-publish"]) == 0
     capsys.readouterr()
     four, one = (measured.figures(made, "full")["kl"] for made in json.loads((run / "evaluation.json").read_text()))
@@ -100,12 +100,12 @@ def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
     captured = capsys.readouterr()
     assert [row["artifact"] for row in json.loads(captured.out)] == [
         "tiny-model-mean-higgs-4bit@1.0.0",
-        "tiny-model-mean-higgs-1bit",
+        "tiny-model-mean-higgs-2bit",
     ]
-    assert "tiny-model-mean-higgs-1bit was not published. KL divergence, nats, full encode" in captured.err
+    assert "tiny-model-mean-higgs-2bit was not published. KL divergence, nats, full encode" in captured.err
     assert registry.open_registry().names() == ["tiny-model-mean-higgs-4bit"]
-    left = run / "tiny-model-mean-higgs-1bit"
-    assert artifact.load(left / "kvq.safetensors").recipe.name == "mean-higgs-1bit"
+    left = run / "tiny-model-mean-higgs-2bit"
+    assert artifact.load(left / "kvq.safetensors").recipe.name == "mean-higgs-2bit"
     verdict = json.loads((left / "evaluation.json").read_text())["result"]["gate"]
     assert verdict["bounds"]["perplexity_ratio"] == 100 and len(verdict["failed"]) == 1
     assert "Bounds for publication" in (left / "README.md").read_text()

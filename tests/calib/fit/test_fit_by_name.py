@@ -1,6 +1,7 @@
 """Every stage that is fitted has a module of its own module's name, in a package that fits it."""
 
 import pytest
+from written import EVERY
 
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_runtime.fit.fitting import Fitting, fit_module
@@ -20,7 +21,7 @@ def stages(recipe: Recipe) -> list[Stage]:
 
 @pytest.mark.parametrize("fitting, online", [(SchemeFit, False), (Fitting, True)])
 def test_every_fitted_stage_is_found_and_names_fields_that_there_are(fitting, online):
-    recipes = [recipe for recipe in presets().values() if recipe.fits_prompt == online]
+    recipes = [recipe for recipe in EVERY.values() if recipe.fits_prompt == online]
     fitted = {stage for recipe in recipes for stage in stages(recipe)}
     assert len({stage.kind for stage in fitted}) >= (3 if online else 8)
     for stage in fitted:

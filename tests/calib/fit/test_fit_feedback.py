@@ -17,6 +17,7 @@ from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.fit import feedback as fits
 from kvq_runtime.fit.moments import averaged
 from kvq_runtime.fit.statistics import Queries
@@ -133,7 +134,7 @@ def test_a_run_fits_the_moves_of_the_models_own_queries(tmp_path):
     tiny.save(folder, layers=2)
     tiny.text(folder)
     files = models.resolve(str(folder))
-    chain = preset("aqua-2bit-channel")
+    chain = read("aqua-2bit+key.axis=channel+value.axis=channel")
     chain = replace(chain, name="chain", key=replace(chain.key, feedback=preset("squat-pre-2bit").key.feedback))
     recipes = (preset("squat-2bit"), preset("squat-pre-2bit"), preset("aqua-2bit"), chain)
     made = plans.make(files, recipes, str(folder / "corpus.txt"), samples=6, seq_len=256, held_out=2)

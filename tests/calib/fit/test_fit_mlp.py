@@ -13,9 +13,9 @@ from kvq_calib.cli import calibrate as cli
 from kvq_calib.fit import predict
 from kvq_calib.fit.mlp import fit_mlp, fit_mlp_to_all
 from kvq_calib.fit.statistics import Centred, CrossMoments
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec.codec import all_specs
 from kvq_runtime.geometry import MODELS
-from kvq_runtime.recipe import preset
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.stages.predict import MLP
 from kvq_runtime.store.held import Sizes
@@ -108,21 +108,25 @@ def test_every_token_is_seen_equally_often_and_a_chunk_or_two_are_in_memory(toke
     assert 40 * 256 - passes * tokens < trained < 40 * 256 + passes * tokens
 
 
+MLPS = "aqua-2bit+key.predict=mlp+value.predict=mlp"
+PAPERS = f"{MLPS}+all.predict.hidden=width+all.predict.tokens=all"
+
+
 def test_the_papers_memory():
     """Table 9: 540 MiB on Llama 3.2 3B: 27 layers of 4 C² weights for keys and 6 C² for values, in 16 bits."""
     llama = MODELS["llama-3.2-3b"]
     weights = 27 * (4 + 6) * llama.width**2
-    found = sum(Sizes(preset("aqua-2bit-mlp-paper"), llama).shared.values())
+    found = sum(Sizes(read(PAPERS), llama).shared.values())
     assert weights * 2 / (1 << 20) == 540 and found == pytest.approx(weights * 2, rel=0.02)
     before = 27 * (4 + 12) * llama.width**2
-    assert sum(Sizes(preset("aqua-2bit-mlp"), llama).shared.values()) == pytest.approx(before * 2, rel=0.02)
+    assert sum(Sizes(read(MLPS), llama).shared.values()) == pytest.approx(before * 2, rel=0.02)
 
 
 def test_a_file_without_the_settings_means_what_it_meant():
-    old = preset("aqua-2bit-mlp")
+    old = read(MLPS)
     assert {"hidden", "tokens"}.isdisjoint(old.to_json()["key"]["predict"])
     assert (old.key.predict.hidden, old.value.predict.tokens) == ("inputs", "sample")
-    new = preset("aqua-2bit-mlp-paper").to_json()["value"]["predict"]
+    new = read(PAPERS).to_json()["value"]["predict"]
     assert (new["hidden"], new["tokens"]) == ("width", "all")
     with pytest.raises(ValueError, match="hidden='half'; use one of"):
         MLP(hidden="half")  # type: ignore[arg-type]
@@ -136,7 +140,7 @@ def test_a_calibration_fits_it_and_gives_the_same_bytes_again(tmp_path, capsys):
     tiny.save(model, "llama", layers=2)
     tiny.text(model)
     words = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "128"]
-    words += ["--recipe", "aqua-2bit-mlp-paper", "--no-eval"]
+    words += ["--recipe", PAPERS, "--no-eval"]
     found = []
     for run in ("one", "two"):
         assert cli.main([*words, "--run", str(Path(tmp_path, run)), "--name", "mlp"]) == 0
@@ -148,4 +152,4 @@ def test_a_calibration_fits_it_and_gives_the_same_bytes_again(tmp_path, capsys):
     for name, (shape, dtype) in all_specs(artifact.recipe, geometry).items():
         assert (tuple(artifact.tensors[name].shape), artifact.tensors[name].dtype) == (shape, dtype)
     assert artifact.tensors["layers.1.value.predict.hidden"].shape == (2 * geometry.width, 2 * geometry.width)
-    assert artifact.recipe == preset("aqua-2bit-mlp-paper")
+    assert artifact.recipe == read(PAPERS)

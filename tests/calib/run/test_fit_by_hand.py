@@ -22,12 +22,13 @@ from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.artifact.recipe_text import read
+from kvq_runtime.recipe import Recipe
 from kvq_runtime.recipes import aqua, rtn
 
 SAMPLES, HELD_OUT, SEQ_LEN, SINKS, GROUP = 6, 2, 256, 4, 16
 FITTED = SAMPLES - HELD_OUT
-BY_HAND = aqua.aqua("by-hand", rtn.scheme(2, GROUP), rtn.scheme(4, GROUP))
+BY_HAND = aqua.aqua("by-hand", rtn.scheme(2, GROUP), rtn.scheme(4, GROUP), "")
 
 Array = np.ndarray
 
@@ -152,7 +153,8 @@ def test_a_run_fits_what_numpy_fits_to_the_decoded_layer_below(projected, made):
 # ---- against runs with something else in the place of what must not count
 
 
-PRESETS = [preset(name) for name in ("aqua-2bit-channel", "zipcache-2bit", "svdq-2bit", "squat-2bit")]
+CHANNEL = "aqua-2bit+key.axis=channel+value.axis=channel"
+PRESETS = [read(text) for text in (CHANNEL, "zipcache-2bit", "svdq-2bit", "squat-2bit")]
 OTHERS = (BY_HAND, *(replace(one, window=replace(one.window, sinks=SINKS)) for one in PRESETS))
 
 

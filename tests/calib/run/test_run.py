@@ -19,9 +19,11 @@ from kvq_calib.run import checkpoint
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.recipe import preset
 
-RECIPES = ("aqua-2bit", "aqua-2bit-agnostic", "aqua-2bit-post", "aqua-2bit-below-1-2", "aqua-klt-1bit")
+RECIPES = ("aqua-2bit", "aqua-2bit+all.predict.fit=clean+name=agnostic", "aqua-2bit+position=post",
+           "aqua-2bit+all.predict.below=1,2", "aqua-klt-1bit")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def model(tmp_path_factory) -> Path:
 def a_run(model: Path, folder: Path, names=RECIPES, **settings) -> Run:
     files = models.resolve(str(model))
     given = {"samples": 10, "seq_len": 256, "held_out": 2} | settings
-    made = plans.make(files, tuple(preset(name) for name in names), str(model / "corpus.txt"), **given)
+    made = plans.make(files, tuple(read(name) for name in names), str(model / "corpus.txt"), **given)
     return Run(made, files, folder)
 
 
@@ -186,7 +188,9 @@ def test_what_is_kept_is_read(model, tmp_path, monkeypatch):
     kept, read, save, load = set(), set(), checkpoint.save, checkpoint.load
     monkeypatch.setattr(checkpoint, "save", lambda tensors, path: (kept.add(_place(path)), save(tensors, path)))
     monkeypatch.setattr(checkpoint, "load", lambda path, *args: (read.add(_place(path)), load(path, *args))[1])
-    runs.calibrate(a_run(model, tmp_path, ("aqua-2bit", "aqua-2bit-below-1-2", "mean-higgs-2bit"), samples=4))
+    runs.calibrate(
+        a_run(model, tmp_path, ("aqua-2bit", "aqua-2bit+all.predict.below=1,2", "mean-higgs-2bit"), samples=4)
+    )
     assert kept == read
     assert {name for layer, name in kept if layer == "layer-0003"} >= {"aqua-2bit-key-00000.safetensors"}
 
@@ -204,9 +208,7 @@ def test_prediction_explains_what_the_mean_does_not(undisturbed):
 
 
 def test_the_clean_fit_is_no_better_on_decoded_inputs(undisturbed):
-    specific, agnostic = (
-        artifact.from_bytes(undisturbed[name]).fit["layers"] for name in ("aqua-2bit", "aqua-2bit-agnostic")
-    )
+    specific, agnostic = (artifact.from_bytes(undisturbed[name]).fit["layers"] for name in ("aqua-2bit", "agnostic"))
     errors = [
         (s["value"]["relative_error"], a["value"]["relative_error"]) for s, a in zip(specific, agnostic, strict=True)
     ]

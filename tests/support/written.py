@@ -1,0 +1,23 @@
+"""Every recipe that tests take: presets, and presets with the settings that no preset has, as they are written."""
+
+from kvq_runtime.artifact.recipe_text import read
+from kvq_runtime.recipe import Recipe, presets
+
+SETTINGS = (  # options of stages, and stages together, that no preset has
+    "aqua-2bit+position=post", "aqua-2bit+window.sinks=0", "aqua-2bit+window.sinks=64", "aqua-2bit+key.predict=none",
+    "aqua-2bit+key.axis=channel+value.axis=channel", "aqua-2bit+key.predict=low_rank+value.predict=low_rank",
+    "aqua-2bit+all.predict.fit=clean+key.predict.below=2+value.predict.below=", "aqua-2bit-quanto+position=post",
+    "aqua-2bit+key.predict=mlp+value.predict=mlp+key.predict.norm=none+value.predict.hidden=width"
+    "+value.predict.tokens=all",
+    "aqua-klt-1bit+value.rotate=output_basis+layers.0.value.rotate=output_basis",
+    "aqua-metric-1bit+all.predict.storage=gptq4+all.rotate.storage=gptq4",
+    "aqua-metric-1bit-vocab+all.predict.storage=gptq4+all.rotate.storage=gptq4+all.quantize.storage=rtn4",
+    "kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse",
+    "mean-lloyd-2bit-post+all.quantize=even", "mean-lloyd-3bit-post+position=pre",
+    "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4",
+    "polar-paper-fitted+all.quantize.levels=0+all.quantize.points=mean",
+    "polar-paper-fitted+all.rotate=none", "polar-online+all.rotate=none",
+    "squat-pre-2bit-paper+key.feedback.blocks=4", "svdq-2bit+key.quantize.codebook=block",
+    "svdq-2bit+policies.chunks=on",
+)  # fmt: skip
+EVERY: dict[str, Recipe] = {text: read(text) for text in (*presets(), *SETTINGS)}
