@@ -288,13 +288,17 @@ def families() -> dict[str, list[Recipe]]:
 
 
 def family(name: str) -> str:
-    """The family of a recipe: the file that lists it or, of one with other settings, the recipe it is made of; "auto"
-    for bits chosen by layer, and the name itself where no file has anything like it."""
+    """The family of a recipe: the file that lists it or, of any other, the one file whose recipes begin as it does;
+    "auto" for bits chosen by layer, and the name itself where no file has anything like it, or several have."""
     files = {recipe.name: file for file, recipes in families().items() for recipe in recipes}
-    known = [start for start in files if name == start or name.startswith(f"{start}-")]
-    if not known:
-        return "auto" if name.startswith("auto-") else name
-    return files[max(known, key=len)].replace("_", "-")
+    parts = name.split("-")
+    for count in range(len(parts), 0, -1):
+        start = "-".join(parts[:count])
+        found = {file for known, file in files.items() if known == start or known.startswith(f"{start}-")}
+        if found:
+            file = files.get(start) or (found.pop() if len(found) == 1 else name)
+            return file.replace("_", "-")
+    return "auto" if name.startswith("auto-") else name
 
 
 def presets() -> dict[str, Recipe]:

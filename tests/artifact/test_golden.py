@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvq_runtime.artifact import artifact, recipe_text
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import Recipe, presets
+from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.resolve import load_artifact
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").glob("v*/*.safetensors"))
@@ -114,6 +116,18 @@ def test_a_golden_artifact_is_fitted_again_to_the_same_or_one_as_good(golden, re
             centred_1TC = x_1TC - tensors.get(start + "predict.mean", torch.zeros(()))
             now, then = (off(decoded[start + "decoded"], centred_1TC) for decoded in (again, stored))
             assert now <= 1.02 * then + 1e-4, start
+
+
+def test_an_artifact_needs_no_recipe_of_its_name_to_be_listed_and_loaded(tmp_path):
+    """It holds its own, whatever kvq itself has names for."""
+    others = [path for path in GOLDEN if path.stem not in presets()]
+    store = LocalRegistry(tmp_path)
+    for path in others:
+        store.publish(f"golden-{path.stem}", path.read_bytes())
+    assert len(others) > 10 and set(store.names()) == {f"golden-{path.stem}" for path in others}
+    for path in others:
+        made = load_artifact(f"golden-{path.stem}@1.0.0", store.url)
+        assert made.recipe.name == path.stem and artifact.to_bytes(made) == path.read_bytes()
 
 
 def test_a_golden_artifact_written_again_has_the_same_bytes():

@@ -39,7 +39,7 @@ every_online = pytest.mark.parametrize("name", some(ONLINE, *QUICK))
 
 def short(name: str, fit_tokens: int | str = "prompt") -> Recipe:
     """A window of 32, blocks of 32."""
-    recipe = read(name)
+    recipe = EVERY[name]
     window = replace(recipe.window, recent=32, block=32)
     return replace(recipe, window=window, policies=(PromptFit(fit_tokens),)).check(GEOMETRY)
 

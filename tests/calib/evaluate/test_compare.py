@@ -229,6 +229,12 @@ def test_a_combination_is_held_against_the_best_near_recipe_of_each_paper():
         recipe_text.read("squat-2bit+key.axis=token").name,
     )
     assert [family(name) for name in changed] == ["aqua-klt", "squat"] and family("mine") == "mine"
+    others = ["svdq-wf-2bit", "aqua-metric-0.4bit-vocab", "mean-lloyd-2bit", "zipcache-3bit", "aqua-2bit-mlp"]
+    assert [family(name) for name in others] == ["svdq", "aqua-metric", "turboquant", "zipcache", "aqua"]
+    assert [family(name) for name in ("aqua-2bit", "h2o-higgs-2bit")] == ["aqua", "h2o"] and family(
+        "mean-x"
+    ) == "mean-x"
+    assert all(family(one.name) == file.replace("_", "-") for file, own in families().items() for one in own)
 
 
 def of_two_texts(recipe: str, bits: float, reported: float, chosen: float, other: float) -> dict:
