@@ -22,6 +22,7 @@ CARD = f"---\nlibrary_name: kvq\n---\n# card\n{UNMEASURED}\n"
 BAD = {  # {what is wrong: (path of a field of the record, its value)}
     "a number of 400 digits": ("result.layers.0.key_error", 10**400),
     "a large number": ("result.protocols.full.kl", 1e308),
+    "a large number that no reader knows": ("result.protocols.full.more", [1e308]),
     "a number below zero": ("result.layers.0.attention_error", -1e200),
     "text for a number": ("result.protocols.full.relative", "0.1"),
     "a list for a part": ("result.protocols.full", []),
