@@ -256,6 +256,10 @@ def test_chunks_that_an_artifact_says_nothing_of_are_refused():
     alike = Chunks(Settings(Source("lloyd-3bit", preset("lloyd-3bit"), None), whole, 32, 1))
     assert alike.codec((2, 2, TOKENS, 64), torch.bfloat16).geometry == Geometry(2, 2, 32)
     assert alike.codec((2, TOKENS, 128), torch.bfloat16, 1, 2).geometry == Geometry(2, 2, 32)
+    by_layer = preset("lloyd-3bit").with_schemes(0, *preset("lloyd-2bit").at(0))
+    unlike = Chunks(Settings(Source("mine", by_layer, None), whole, 32, 1))
+    with pytest.raises(ValueError, match="pipeline parallelism"):
+        unlike.codec((2, 2, TOKENS, 64), torch.bfloat16)
 
 
 def test_latents_are_not_taken_for_fused_heads(demo_model: Path, tmp_path: Path):
