@@ -16,7 +16,7 @@ from kvq_calib.evaluate import full, gate, ledger, perplexity, record
 from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
-from kvq_calib.evaluate.reads import CountedCache, counting
+from kvq_calib.evaluate.reads import CountedCache, Reads, counting
 from kvq_calib.evaluate.subject import find
 from kvq_calib.model import find as models
 from kvq_calib.report import plots, sections, tables
@@ -186,6 +186,26 @@ def test_a_ledger_tells_prompts_apart(small, tmp_path):
         found = perplexity.scores(small.model, small.tokens, {}, LENGTH, ledger=Ledger(tmp_path), prompt=prompt)
         assert found[perplexity.REFERENCE].tokens == 2 * (LENGTH - 1 - prompt)
     assert len(list(tmp_path.glob("*.json"))) == 3
+
+
+def test_what_a_mask_hides_has_no_share():
+    """A row with padding before it, in one pass: its softmax is over what it sees."""
+    q, k = (torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    mask = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6).clone()
+    mask[0, ..., :2] = torch.eye(6, dtype=torch.bool)[:, :2]  # padding sees itself alone
+    reads = Reads()
+    reads.count(q, k, 6, range(1, 4), mask, 0.3)
+    weights = (0.3 * q.double() @ k.double().mT).masked_fill(~mask, -torch.inf).softmax(-1)
+    assert reads.decoded_weight == pytest.approx(float(weights[..., 1:4].sum()))
+    assert (reads.pairs, reads.decoded_pairs) == (int(mask.sum()), int(mask[..., 1:4].sum()))
+
+
+@pytest.mark.parametrize("length", [31, 32])
+def test_whether_a_window_encodes_anything_is_known_before(small, length):
+    recipe = replace(preset("rtn-2bit"), window=Window(sinks=3, recent=64, block=32))
+    cache = FullCache(recipe, small.model, length=length)
+    logits_of(small.model, small.tokens[:, :length], cache)
+    assert full.encodes(recipe, length) == (cache.blocks.layers[0].encoded > 0) == (length == 32)
 
 
 def test_our_own_attention_is_counted_as_the_models_is(small):
