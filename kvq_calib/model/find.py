@@ -2,7 +2,6 @@
 
 import difflib
 import importlib.util
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from kvq_calib.model import gguf
 from kvq_calib.model.catalog import CATALOG, Entry, entry
-from kvq_calib.model.files import ModelFiles, Stored, read
+from kvq_calib.model.files import ModelFiles, Stored, read, weight_map
 from kvq_runtime.disk.gguf import is_gguf
 from kvq_runtime.errors import NotFound
 
@@ -54,9 +53,8 @@ def look_up(name: str | Path, revision: str | None = None) -> ModelFiles:
         path = _download(hub, revision, SMALL)
     except RuntimeError as error:
         return _without_hub(str(name), revision, error)
-    index = path / "model.safetensors.index.json"
-    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    at_hand = all((path / shard).is_file() for shard in shards)
+    shards = weight_map(path) or {"all": "model.safetensors"}
+    at_hand = all((path / shard).is_file() for shard in set(shards.values()))
     return read(path, hub, path.name, None if at_hand else _headers(hub, path.name))
 
 

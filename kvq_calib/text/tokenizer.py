@@ -12,6 +12,7 @@ from kvq_runtime.disk import files, gguf
 
 # what transformers' conversion of a GGUF leaves out, by its `tokenizer.ggml.pre`: digits are tokens of their own
 DIGITS = ("smollm",)
+LIMIT = 1 << 27  # bytes of a tokenizer.json
 
 
 class Encoder:
@@ -59,8 +60,9 @@ def load(folder: Path) -> tuple[Tokenizer, str]:
         return found, hashlib.sha256(found.to_str().encode()).hexdigest()
     file = folder / "tokenizer.json"
     if file.is_file():
+        data = files.read(file.resolve(), LIMIT)
         try:
-            return Tokenizer.from_file(str(file)), hashlib.sha256(file.read_bytes()).hexdigest()
+            return Tokenizer.from_buffer(data), hashlib.sha256(data).hexdigest()
         except Exception as error:  # what the library raises has no other class
             raise ValueError(f"{file} is no tokenizer: {error}; download the model again") from None
     try:

@@ -12,7 +12,7 @@ from hub_server import Hub
 from huggingface_hub import constants
 
 from kvq_runtime.registry import resolve
-from kvq_runtime.registry.hub import client
+from kvq_runtime.registry.hub import client, records
 from kvq_runtime.registry.hub import index as hub_index
 from kvq_runtime.registry.hub import upkeep as hub_upkeep
 from kvq_runtime.registry.hub.registry import HubRegistry
@@ -103,6 +103,18 @@ def test_an_answer_without_end_is_left(pattern, hub, store):
     with pytest.raises(RuntimeError, match="sends more than the [0-9]+ bytes that are expected; check HF_ENDPOINT"):
         everything(store)
     assert hub.faults.happened and hub.faults.sent < ENDLESS
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MOST", 2), ("BYTES", 300)])
+def test_records_without_end_are_left(limit, most, hub, store, monkeypatch):
+    """Each is small, and there is always one more."""
+    for number in range(3):
+        about = {"corpus": f"{number:064}", "protocol": {}, "environment": {}, "result": {}}
+        store.add_evaluation({"artifact": DIGEST, **about}, NAME)
+    assert len(HubRegistry("org").evaluations(DIGEST, NAME)) == 4
+    monkeypatch.setattr(records, limit, most)
+    with pytest.raises(RuntimeError, match=f"evaluations/{DIGEST}: more than .* records or .* bytes of them"):
+        HubRegistry("org").evaluations(DIGEST, NAME)
 
 
 @pytest.mark.parametrize("kind", ["trickle", "heads"])
