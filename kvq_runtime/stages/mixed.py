@@ -48,6 +48,7 @@ class Mixed(Quantizer):
     """
 
     kind: ClassVar[str] = "mixed"
+    papers: ClassVar[tuple[str, ...]] = ("2502.15304",)
     needs: ClassVar[frozenset[str]] = frozenset({"fit"})
     takes_latents: ClassVar[bool] = True
     later: ClassVar[frozenset[str]] = frozenset({"gain", "shared"})

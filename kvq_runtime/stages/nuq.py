@@ -31,6 +31,7 @@ class Nuq(Quantizer):
     """
 
     kind: ClassVar[str] = "nuq"
+    papers: ClassVar[tuple[str, ...]] = ("2401.18079",)
     needs: ClassVar[frozenset[str]] = frozenset({"fit"})
     bits: int = 3
     scale: Literal["channel", "token"] = "token"

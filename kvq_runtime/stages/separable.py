@@ -33,6 +33,7 @@ class Separable(Quantizer):
     """
 
     kind: ClassVar[str] = "separable"
+    papers: ClassVar[tuple[str, ...]] = ("2405.14256",)
     needs: ClassVar[frozenset[str]] = frozenset({"fit"})
     bits: int = 2
     group: str | int = "all"
