@@ -1,14 +1,17 @@
 """Add golden artifacts: small ones of the recipes that families name, a block encoded, and what that decodes to.
 
-    python scripts/make_golden.py            writes what is missing in artifacts/golden/v1; never changes what is there
+    python scripts/make_golden.py       writes what is missing in artifacts/golden/v1, and the digests of new presets in
+                                        tests/recipes/presets.json; never changes what is there
 
 Of recipes without fitted tensors there is the block alone, in artifacts/golden/v1/unfitted. What was published once
 must load and decode to the same numbers for ever: `tests/artifact/test_golden.py` reads all files here. The model is no
 model: keys and values are a fixed chain of sines, so that nothing has to be kept to make them again.
 """
 
+import json
 import sys
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,14 @@ from kvq_calib.fit.statistics import Moments
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe
 from kvq_runtime.codec.codec import Context, build
+from kvq_runtime.disk import strict_json
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.recipe import ROLES, Recipe, Scheme, facts, preset
+from kvq_runtime.recipe import ROLES, Recipe, Scheme, facts, preset, presets
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "golden" / "v1"
+PRESETS = Path(__file__).parents[1] / "tests" / "recipes" / "presets.json"
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
 TOKENS, SEQUENCES = 128, 4
 SHOWN = 16  # of what an unfitted recipe decodes, every sixteenth token is kept
@@ -189,8 +194,16 @@ def fingerprint() -> Fingerprint:
     return Fingerprint(GEOMETRY, {"rope_type": "default", "rope_theta": 10000.0}, False, probes)
 
 
+def digest(recipe: Recipe) -> str:
+    """Of the JSON that stands in artifacts, name and summary included."""
+    return sha256(strict_json.dumps(recipe.to_json()).encode()).hexdigest()[:16]
+
+
 def main() -> int:
     """Write what is missing."""
+    known = json.loads(PRESETS.read_text())
+    found = {name: digest(recipe) for name, recipe in presets().items()} | known
+    PRESETS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
     methods, unfitted_ones = names()
