@@ -30,6 +30,7 @@ class Even(Rtn):
     """
 
     kind: ClassVar[str] = "even"
+    slack: ClassVar[float] = Quantizer.slack
     papers_in = Quantizer.papers_in
     group: str | int = "head"
     range: Literal["minmax", "absmax"] = "absmax"

@@ -24,6 +24,7 @@ class Rtn(Quantizer):
     """
 
     kind: ClassVar[str] = "rtn"
+    slack: ClassVar[float] = 1.6  # uniform steps from a group's least number to its largest
     kernel: ClassVar[str | None] = "uniform"
     bits: int = 2
     group: str | int = 64

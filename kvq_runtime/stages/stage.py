@@ -175,6 +175,7 @@ class Quantizer(Stage):
     keeps_dtype     whether it stores its input as it is, in the model's dtype
     takes_latents   whether it rounds latent channels, so that a rotation that gives them must come first
     scaled_lookup   whether `lookup` gives elements without their group's scale
+    slack           how much more error it may leave of a Gaussian than Lloyd's and Max's quantizer of as many bits
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
     """
 
@@ -182,6 +183,7 @@ class Quantizer(Stage):
     keeps_dtype: ClassVar[bool] = False
     takes_latents: ClassVar[bool] = False
     scaled_lookup: ClassVar[bool] = False
+    slack: ClassVar[float] = 1.15
     kernel: ClassVar[str | None] = None
 
     def check(self, site: Site) -> None:
