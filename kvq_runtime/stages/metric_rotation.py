@@ -78,6 +78,7 @@ class Oscar(MetricRotation):
     """
 
     kind: ClassVar[str] = "oscar"
+    papers: ClassVar[tuple[str, ...]] = ("2605.17757",)
 
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
         rotation_HDD = tensors.get("rotation")
@@ -102,6 +103,7 @@ class Wush(MetricRotation):
     """
 
     kind: ClassVar[str] = "wush"
+    papers: ClassVar[tuple[str, ...]] = ("2609.38121",)
 
     def __post_init__(self):
         super().__post_init__()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvq_runtime.artifact import artifact
-from kvq_runtime.recipe import preset
+from kvq_runtime.recipe import preset, presets
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").glob("v*/*.safetensors"))
@@ -37,9 +37,12 @@ def golden(tmp_path_factory):
     return make_golden
 
 
-def test_there_is_a_golden_artifact_of_every_method(golden):
-    assert {path.stem for path in GOLDEN} >= set(golden.METHODS)
-    assert {path.stem for path in UNFITTED} >= set(golden.UNFITTED)
+def test_there_is_a_golden_artifact_of_every_stage_and_of_all_that_families_name(golden):
+    assert [{path.stem for path in paths} for paths in (GOLDEN, UNFITTED)] == [set(names) for names in golden.names()]
+    schemes = [scheme for path in (*GOLDEN, *UNFITTED) for scheme in preset(path.stem).schemes]
+    held = {(slot, stage.kind) for scheme in schemes for slot, stage in scheme.stages}
+    used = {(slot, stage.kind) for one in presets().values() for scheme in one.schemes for slot, stage in scheme.stages}
+    assert used <= held, f"name recipes in `golden` with {used - held}, run scripts/make_golden.py"
 
 
 def off(found: Tensor, expected: Tensor) -> float:
