@@ -323,6 +323,11 @@ def presets() -> dict[str, Recipe]:
 def preset(name: str) -> Recipe:
     """The recipe of this name; `kvq recipes` lists them. NotFound, a ValueError, lists similar names."""
     known = presets()
+    if name.split("-")[0] == "auto":
+        asked = "kvq-calibrate --recipe auto --bits B"
+        raise NotFound(
+            f"no recipe {name!r}: its bits are chosen on a model; {asked} does, and publishes what is to be loaded"
+        )
     if name not in known:
         families = ", ".join(sorted({other.partition("-")[0] for other in known}))
         close = ", ".join(get_close_matches(name, known, 8)) or f"names that begin with {families}"

@@ -68,7 +68,11 @@ def load(folder: Path) -> tuple[Tokenizer, str]:
     try:
         found = whole(folder).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {error}") from error
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{folder} has no tokenizer.json, and no other tokenizer is found there ({why:.160}); put the model's "
+            "tokenizer.json into that folder"
+        ) from error
     return found, hashlib.sha256(found.to_str().encode()).hexdigest()
 
 
