@@ -138,8 +138,17 @@ class Codec:
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
         """Encode blocks [N, block, C], any T for most schemes per token: the fields of the quantizer, each [N, ...]."""
+        return self._stored(x_NTC, context, self.predicted(context))
+
+    def encode_decode(self, x_NTC: Tensor, context: Context) -> tuple[dict[str, Tensor], Tensor]:
+        """`encode`, and `decode` of what it gives, from one prediction."""
+        predicted = self.predicted(context)
+        fields = self._stored(x_NTC, context, predicted)
+        return fields, self._joined(fields, predicted)
+
+    def _stored(self, x_NTC: Tensor, context: Context, predicted: Tensor | None) -> dict[str, Tensor]:
         bare = self.predictor is None and self.scheme.correct is None
-        x = x_NTC if bare else self.residual(x_NTC, context)
+        x = x_NTC if bare else self._left(x_NTC, context, predicted)
         if self.scheme.correct is None:
             return self._round(x)
         fields = self._round(self.scheme.correct.rest(x))
@@ -147,10 +156,12 @@ class Codec:
 
     def residual(self, x_NTC: Tensor, context: Context) -> Tensor:
         """What is left to be rounded after mean and prediction, float32."""
+        return self._left(x_NTC, context, self.predicted(context))
+
+    def _left(self, x_NTC: Tensor, context: Context, predicted: Tensor | None) -> Tensor:
         x = x_NTC.float()
         if self.predictor is not None:
             x = x - self.mean(context)
-        predicted = self.predicted(context)
         return x if predicted is None else x - predicted.float()
 
     def decode(self, fields: Mapping[str, Tensor], context: Context, out: Tensor | None = None) -> Tensor:
@@ -158,7 +169,9 @@ class Codec:
 
         out   a float32 [N, T, C] to decode into, where nothing is predicted; what is returned may be another tensor
         """
-        predicted = self.predicted(context)
+        return self._joined(fields, self.predicted(context), out)
+
+    def _joined(self, fields: Mapping[str, Tensor], predicted: Tensor | None, out: Tensor | None = None) -> Tensor:
         x = self.decode_residual(fields, out if predicted is None else None)
         return x if predicted is None else predicted.add_(x.to(torch.bfloat16))
 

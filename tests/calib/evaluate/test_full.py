@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 import kvq_calib
@@ -26,6 +27,7 @@ from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry import measured
+from kvq_runtime.stages.predict import Linear
 
 GEOMETRY = Geometry(3, 2, 16)
 LENGTH = 300  # two blocks of 128, and a rest
@@ -257,6 +259,23 @@ def test_queries_are_fitted_to_as_well(small):
     plain = FullCache(preset("kivi-2bit"), small.model, length=LENGTH)
     found, other = (logits_of(small.model, small.tokens, one) for one in (cache, plain))
     assert distance(found, other) > 1e-3 and torch.isfinite(found).all()
+
+
+def test_what_is_predicted_is_encoded_at_once_from_one_prediction(small, monkeypatch):
+    """A matrix product, and a search for paths, of one block after the other take several times as long."""
+    seen, own = [], Linear.apply
+    monkeypatch.setattr(Linear, "apply", lambda self, z, tensors: seen.append(tuple(z.shape)) or own(self, z, tensors))
+    recipe = preset("aqua-2bit")
+    logits_of(small.model, small.tokens, FullCache(recipe, small.model, tensors_of(recipe), length=LENGTH))
+    blocks = 2 * (LENGTH // 128)
+    assert seen == [(blocks, 128, 32), (blocks, 128, 64)] * 2  # keys and values of the two layers above the first
+
+
+def test_what_counts_reads_is_a_fused_kernel():
+    """Without one, attention's weights of all heads are written out, which takes five times as long."""
+    q_BHTD, k_BHTD = torch.randn(2, 1, 2, 64, 16, generator=torch.Generator().manual_seed(1))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        Reads().count(q_BHTD, k_BHTD, 64, range(4, 32), None, 0.25)
 
 
 def test_one_pass_a_cache(small):
