@@ -391,11 +391,9 @@ def whole_bytes(files: ModelFiles, plan: Plan) -> int:
 def _writable(folder: Path) -> None:
     """RuntimeError where nothing can be written to the folder, or made in the nearest one above it."""
     there = _existing(folder)
-    try:
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        what = f"nothing can be written in {there} ({error.strerror})"
-        raise RuntimeError(f"{what}; name another folder for the run: --run DIR, or $KVQ_HOME for all of kvq") from None
+    if not os.access(there, os.W_OK | os.X_OK):
+        what = f"nothing can be written in {there}"
+        raise RuntimeError(f"{what}; name another folder for the run: --run DIR, or $KVQ_HOME for all of kvq")
 
 
 def _existing(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import socket
 
 import pytest
@@ -36,9 +37,13 @@ def test_a_folder_without_a_tokenizer_is_told_in_a_line(tmp_path):
     assert "\n" not in str(raised.value)
 
 
-def test_a_folder_that_takes_no_file_is_named_before_a_run():
-    with pytest.raises(RuntimeError, match=r"nothing can be written in /proc .*--run DIR, or \$KVQ_HOME"):
-        job._writable(job.Path("/proc/kvq/runs"))
+def test_a_folder_that_takes_no_file_is_named_before_a_run(tmp_path, monkeypatch):
+    job._writable(tmp_path / "runs" / "one")
+    asked = []
+    monkeypatch.setattr(os, "access", lambda *given: asked.append(given))  # root may write anywhere but on such disks
+    with pytest.raises(RuntimeError, match=rf"nothing can be written in {tmp_path}; .*--run DIR, or \$KVQ_HOME"):
+        job._writable(tmp_path / "runs" / "one")
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
 
 
 def test_bits_by_layer_are_no_recipe_without_a_calibration():
