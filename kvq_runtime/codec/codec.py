@@ -12,7 +12,7 @@ What is stored, and what it costs, is the Scheme's own answer. A codec never cha
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -38,11 +38,14 @@ class Context:
     rope    cos and sin of its tokens, [N, T, K] each, where keys are encoded after RoPE with their mean removed
     keys    this layer's decoded keys, centred; for values
     below   the decoded (keys, values) of the layers underneath, centred, nearest first
+
+    predicted   what is predicted from them, where it has been computed; `decode` adds to it in place
     """
 
     rope: tuple[Tensor, Tensor] | None = None
     keys: Tensor | None = None
     below: Sequence[tuple[Tensor, Tensor]] = ()
+    predicted: Tensor | None = None
 
 
 class Codec:
@@ -138,17 +141,8 @@ class Codec:
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
         """Encode blocks [N, block, C], any T for most schemes per token: the fields of the quantizer, each [N, ...]."""
-        return self._stored(x_NTC, context, self.predicted(context))
-
-    def encode_decode(self, x_NTC: Tensor, context: Context) -> tuple[dict[str, Tensor], Tensor]:
-        """`encode`, and `decode` of what it gives, from one prediction."""
-        predicted = self.predicted(context)
-        fields = self._stored(x_NTC, context, predicted)
-        return fields, self._joined(fields, predicted)
-
-    def _stored(self, x_NTC: Tensor, context: Context, predicted: Tensor | None) -> dict[str, Tensor]:
         bare = self.predictor is None and self.scheme.correct is None
-        x = x_NTC if bare else self._left(x_NTC, context, predicted)
+        x = x_NTC if bare else self.residual(x_NTC, context)
         if self.scheme.correct is None:
             return self._round(x)
         fields = self._round(self.scheme.correct.rest(x))
@@ -156,22 +150,24 @@ class Codec:
 
     def residual(self, x_NTC: Tensor, context: Context) -> Tensor:
         """What is left to be rounded after mean and prediction, float32."""
-        return self._left(x_NTC, context, self.predicted(context))
-
-    def _left(self, x_NTC: Tensor, context: Context, predicted: Tensor | None) -> Tensor:
         x = x_NTC.float()
         if self.predictor is not None:
             x = x - self.mean(context)
+        predicted = self.predicted(context)
         return x if predicted is None else x - predicted.float()
+
+    def encode_decode(self, x_NTC: Tensor, context: Context) -> tuple[dict[str, Tensor], Tensor]:
+        """`encode`, and `decode` of what it gives, from one prediction."""
+        context = replace(context, predicted=self.predicted(context))
+        fields = self.encode(x_NTC, context)
+        return fields, self.decode(fields, context)
 
     def decode(self, fields: Mapping[str, Tensor], context: Context, out: Tensor | None = None) -> Tensor:
         """Decode blocks to [N, T, C], centred: bfloat16 where predicted, float32 else, or the stored dtype of `exact`.
 
         out   a float32 [N, T, C] to decode into, where nothing is predicted; what is returned may be another tensor
         """
-        return self._joined(fields, self.predicted(context), out)
-
-    def _joined(self, fields: Mapping[str, Tensor], predicted: Tensor | None, out: Tensor | None = None) -> Tensor:
+        predicted = self.predicted(context)
         x = self.decode_residual(fields, out if predicted is None else None)
         return x if predicted is None else predicted.add_(x.to(torch.bfloat16))
 
@@ -276,6 +272,8 @@ class Codec:
         """The centred prediction, bfloat16; None where only a mean, or nothing, is predicted."""
         if self.predictor is None or not self.predictor.cross_layer:
             return None
+        if context.predicted is not None:
+            return context.predicted
         return self.predictor.apply(self.inputs(context), self._own["predict"])
 
     def affine(self) -> tuple[Tensor, Tensor]:
