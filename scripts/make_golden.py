@@ -1,14 +1,17 @@
-"""Add golden artifacts: one small artifact per method, a block that it encoded, and what that decodes to.
+"""Add golden artifacts: small ones of the recipes that families name, a block encoded, and what that decodes to.
 
-    python scripts/make_golden.py            writes what is missing in artifacts/golden/v1; never changes what is there
+    python scripts/make_golden.py       writes what is missing in artifacts/golden/v1, and the digests of new presets in
+                                        tests/recipes/presets.json; never changes what is there
 
 Of recipes without fitted tensors there is the block alone, in artifacts/golden/v1/unfitted. What was published once
 must load and decode to the same numbers for ever: `tests/artifact/test_golden.py` reads all files here. The model is no
 model: keys and values are a fixed chain of sines, so that nothing has to be kept to make them again.
 """
 
+import json
 import sys
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,44 +26,23 @@ from kvq_calib.fit.statistics import Moments
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe
 from kvq_runtime.codec.codec import Context, build
+from kvq_runtime.disk import strict_json
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
+from kvq_runtime.recipe import ROLES, Recipe, Scheme, facts, preset, presets
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "golden" / "v1"
+PRESETS = Path(__file__).parents[1] / "tests" / "recipes" / "presets.json"
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
 TOKENS, SEQUENCES = 128, 4
-METHODS = (  # as recipes are written; each file has the recipe's name
-    "mean-higgs-2bit", "mean-higgs-3bit", "aqua-1bit", "aqua-1.5bit", "aqua-2bit", "aqua-3bit", "aqua-4bit",
-    "aqua-2bit+key.predict=low_rank+value.predict=low_rank+name=aqua-2bit-rrr",
-    "aqua-2bit+key.predict=mlp+value.predict=mlp+name=aqua-2bit-mlp",
-    "aqua-2bit+all.predict.storage=gptq4+name=aqua-2bit-gptq", "aqua-2bit+position=post+name=aqua-2bit-post",
-    "aqua-2bit+key.axis=channel+value.axis=channel+name=aqua-2bit-channel",
-    "aqua-2bit+all.predict.below=1,2+name=aqua-2bit-below-1-2", "aqua-2bit-quarot", "aqua-2bit-first-16bit",
-    "aqua-absorbed-2bit-2", "aqua-absorbed-2bit-4-star", "mean-lloyd-2bit-post+position=pre+name=mean-lloyd-2bit",
-    "polar-3bit+all.predict=mean+position=pre+name=mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
-    "svdq-2bit-v4", "svdq-wf-2bit-v4+value.quantize=exact+name=svdq-wf-2bit", "aqua-klt-1bit", "kvquant-3bit",
-    "aqua-klt-1bit+value.rotate=output_basis+layers.0.value.rotate=output_basis+name=aqua-klt-1bit-output",
-    "polar-3bit+all.rotate=none+all.quantize=polar_fitted+all.quantize.levels=0+all.quantize.points=mean"
-    "+name=polar-3bit-fitted-plain",
-    "squat-pre-2bit-paper+key.feedback.blocks=4+key.feedback.lam=5e-4+key.feedback.rank=60+name=squat-pre-2bit-llama3",
-    "svdq-1.25bit-v4+policies.chunks=on+name=svdq-shadow-1.25bit-v4", "aqua-svdq-2bit", "squat-2bit",
-    "squat-hadamard-2bit", "subkv-aqua-2bit", "aqua-h2o-2bit", "zipcache-2bit", "aqua-zipcache-2bit",
-    "aqua-metric-1bit", "aqua-metric-1bit-vocab",
-    "aqua-metric-1bit+all.predict.storage=gptq4+all.rotate.storage=gptq4+name=aqua-metric-1bit-gptq",
-    "aqua-metric-1bit-vocab+all.predict.storage=gptq4+all.rotate.storage=gptq4+all.quantize.storage=rtn4"
-    "+name=aqua-metric-1bit-vocab-4bit",
-    "aqua-fisher-1bit", "oscar-2bit", "oscar-3bit+value.rotate.metric=output+name=oscar-output-3bit",
-    "wush-2bit", "wush-higgs-2bit",
-)  # fmt: skip
-UNFITTED = (
-    "rtn-2bit", "kivi-2bit", "gear-2bit", "gear-l-2bit", "quarot-2bit", "higgs-2bit", "lloyd-1bit", "lloyd-even-2bit",
-    "kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse+name=kivi-2bit-outliers",
-    "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4+name=polar-hadamard",
-    "turboquant-3bit", "polar-radius8", "trellis-head-1bit", "subkv-2bit",
-)  # fmt: skip
 SHOWN = 16  # of what an unfitted recipe decodes, every sixteenth token is kept
+
+
+def recipes() -> tuple[list[Recipe], list[Recipe]]:
+    """Recipes that have a golden artifact, and those without fitted tensors, which have a block alone."""
+    named = [recipe_text.read(text) for one in facts().values() for text in one.golden]
+    return [one for one in named if one.fitted], [one for one in named if not one.fitted]
 
 
 def activations(layer: int) -> tuple[Tensor, Tensor]:
@@ -212,12 +194,20 @@ def fingerprint() -> Fingerprint:
     return Fingerprint(GEOMETRY, {"rope_type": "default", "rope_theta": 10000.0}, False, probes)
 
 
+def digest(recipe: Recipe) -> str:
+    """Of the JSON that stands in artifacts, name and summary included."""
+    return sha256(strict_json.dumps(recipe.to_json()).encode()).hexdigest()[:16]
+
+
 def main() -> int:
     """Write what is missing."""
+    known = json.loads(PRESETS.read_text())
+    found = {name: digest(recipe) for name, recipe in presets().items()} | known
+    PRESETS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for text in METHODS:
-        stated = recipe_text.read(text)
+    fitted, without = recipes()
+    for stated in fitted:
         path = FOLDER / f"{stated.name}.safetensors"
         if path.exists():
             continue
@@ -227,7 +217,7 @@ def main() -> int:
         artifact.save(made, path)
         print(f"{path.name}  {path.stat().st_size} bytes")
     (FOLDER / "unfitted").mkdir(exist_ok=True)
-    for recipe in map(recipe_text.read, UNFITTED):
+    for recipe in without:
         path = FOLDER / "unfitted" / f"{recipe.name}.expected"
         if not path.exists():
             save_file(unfitted(recipe), path, metadata=None)

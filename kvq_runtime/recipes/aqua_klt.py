@@ -16,11 +16,23 @@ Differs: values have a basis too (SVDq leaves them); all channels of a schedule 
 changes divergence by -6% to +3% and perplexity by less than its standard error, for a second matrix per layer.
 """
 
+from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.recipes.aqua import aqua
 from kvq_runtime.stages.escape import BITS, Escape
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.rotate import Basis
+
+FAMILY = Family(
+    look=("red", "D"),
+    golden=(
+        "aqua-klt-1bit",
+        "aqua-klt-1bit+value.rotate=output_basis+layers.0.value.rotate=output_basis+name=aqua-klt-1bit-output",
+    ),
+    compared=("aqua-klt-1bit", "aqua-klt-1.5bit", "aqua-klt-2bit"),
+    claims=(Claim("here: bases of AQUA-KV's residuals beat its grid", "aqua-klt-2bit", "aqua-2bit"),),
+    combined=("aqua-klt",),
+)
 
 WIDTHS = {"1bit": 1.0, "1.5bit": 1.5, "2bit": 2.0}
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvq_runtime.artifact import artifact, recipe_text
+from kvq_runtime.artifact import artifact
 from kvq_runtime.recipe import Recipe, presets
 from kvq_runtime.registry.local.registry import LocalRegistry
 from kvq_runtime.registry.resolve import load_artifact
@@ -42,11 +42,17 @@ def golden(tmp_path_factory):
 @pytest.fixture(scope="module")
 def recipes(golden) -> dict[str, Recipe]:
     """The recipe that each file was made of, which need not have a name any longer."""
-    return {recipe.name: recipe for recipe in map(recipe_text.read, (*golden.METHODS, *golden.UNFITTED))}
+    return {recipe.name: recipe for found in golden.recipes() for recipe in found}
 
 
-def test_there_is_a_golden_artifact_of_every_method_and_no_other(recipes):
-    assert {path.stem for path in (*GOLDEN, *UNFITTED)} == recipes.keys()
+def test_there_is_a_golden_artifact_of_every_stage_and_of_all_that_families_name(golden, recipes):
+    named = [{recipe.name for recipe in found} for found in golden.recipes()]
+    assert [{path.stem for path in paths} for paths in (GOLDEN, UNFITTED)] == named
+    held, used = (
+        {(slot, stage.kind) for one in found.values() for scheme in one.schemes for slot, stage in scheme.stages}
+        for found in (recipes, presets())
+    )
+    assert used <= held, f"name recipes in `golden` with {used - held}, run scripts/make_golden.py"
 
 
 def off(found: Tensor, expected: Tensor) -> float:
@@ -61,8 +67,8 @@ def check_decoded(decoded: dict[str, Tensor], stored: dict[str, Tensor]) -> None
         assert off(found, stored[name]) <= 0.01, name
 
 
-def check_fields(found: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
-    """Of codes one byte in a hundred may fall to the other side of a step elsewhere; none does where they were made."""
+def check_fields(found: dict[str, Tensor], stored: dict[str, Tensor], share: float = 0.01) -> None:
+    """Of codes such a share of bytes may fall to the other side of a step elsewhere; none does where they were made."""
     assert found.keys() == {name for name in stored if not name.endswith(".decoded")}
     for name, field in found.items():
         expected = stored[name]
@@ -70,7 +76,7 @@ def check_fields(found: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
         if field.is_floating_point():
             assert off(field, expected) <= 0.01, name
         else:
-            assert float((field != expected).double().mean()) <= 0.01, name
+            assert float((field != expected).double().mean()) <= share, name
 
 
 @every_golden
@@ -81,8 +87,10 @@ def test_a_golden_artifact_decodes_to_the_numbers_it_always_did(golden, path):
 
 @every_golden
 def test_a_golden_artifact_encodes_to_the_codes_it_always_did(golden, path):
-    stored = load_file(path.with_suffix(".expected"))
-    check_fields(golden.encoded(artifact.load(path), stored), stored)
+    """Where a path turns off elsewhere, it goes another way for some tokens: more of its bytes are others."""
+    stored, made = load_file(path.with_suffix(".expected")), artifact.load(path)
+    paths = any(getattr(scheme.quantize, "codebook", "") == "trellis" for scheme in made.recipe.schemes)
+    check_fields(golden.encoded(made, stored), stored, 0.2 if paths else 0.01)
 
 
 def follows(name: str, tensors: Mapping[str, Tensor]) -> bool:
