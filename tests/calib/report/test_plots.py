@@ -96,7 +96,7 @@ def test_no_picture_has_more_lines_than_can_be_told_apart():
 def test_the_frontier_is_what_no_other_recipe_beats():
     chance = random.Random(3)
     for _ in range(50):
-        given = [points.Point({}, chance.randint(1, 6) / 2, chance.randint(1, 9) / 100) for _ in range(12)]
+        given = [points.Point("", "", chance.randint(1, 6) / 2, chance.randint(1, 9) / 100) for _ in range(12)]
         beaten = [
             one for one in given for other in given
             if other.bits <= one.bits and other.cost <= one.cost and (other.bits, other.cost) != (one.bits, one.cost)
