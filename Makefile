@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env real-model demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env real-model browser demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -17,7 +17,7 @@ env: $(VENV)/.installed ## make or update .venv (Python 3.11 or newer)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@bash scripts/make_venv.sh $(VENV)
-	$(INSTALL) -e '.[flows,scale,sign,gguf,dev,triton]'
+	$(INSTALL) -e '.[flows,scale,sign,gguf,completion,dev,triton]'
 	@touch $@
 
 # Apart from env: where hqq is installed transformers imports it, and every start takes two seconds longer.
@@ -29,6 +29,11 @@ real-model: build/smollm2-135m/config.json ## make build/smollm2-135m, a real la
 
 build/smollm2-135m/config.json: scripts/real_model.py | $(VENV)/.installed
 	PYTHONPATH=. $(RUN) -m scripts.real_model build
+
+browser: build/chromium/chromium ## make build/chromium of Debian's package, for the tests of pages (115 MB to fetch, 0.4 GB)
+
+build/chromium/chromium: scripts/get_chromium.sh
+	bash $< $(@D)
 
 # as kvq-calibrate does
 demo demo-real: export GOMP_SPINCOUNT ?= 5000
@@ -103,7 +108,7 @@ build/engines/.installed: pyproject.toml
 
 ENGINES ?= tests/engines
 test-engines: engines ## serve the embedded model by vLLM, and ask it; ENGINES=tests/engines/test_vllm.py PYTEST_ARGS="-k fit"
-	PYTHONPATH=. OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false build/engines/bin/python -m pytest -q -s -c /dev/null \
+	PYTHONPATH=. OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false build/engines/bin/python -m pytest -q -rs -s -c /dev/null \
 	    --rootdir=. --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) $(ENGINES)
 
 # LMCache asks for CUDA's libraries, and for older packages than .venv has; it works without them. So it lies beside
@@ -117,7 +122,7 @@ build/lmcache/.installed: Makefile $(VENV)/.installed
 	@touch $@
 
 test-lmcache: build/lmcache/.installed ## keep chunks in a real LMCache's file tier, and load them in another process
-	LMCACHE_TRACK_USAGE=false PYTHONPATH=build/lmcache:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -c /dev/null --rootdir=. \
+	LMCACHE_TRACK_USAGE=false PYTHONPATH=build/lmcache:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
 	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lmcache.py \
 	    tests/engines/test_lmcache_server.py
 
@@ -130,7 +135,7 @@ build/lm-eval/.installed: $(VENV)/.installed
 	@touch $@
 
 test-lm-eval: build/lm-eval/.installed ## answer tasks of a real lm-eval through the cache, by its command line and ours
-	PYTHONPATH=build/lm-eval:. HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -c /dev/null --rootdir=. \
+	PYTHONPATH=build/lm-eval:. HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
 	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lm_eval.py
 
 format: env ## let ruff format and fix

@@ -228,6 +228,7 @@ def preflight(job: Job, work: Run) -> list[str]:
             f"{here} cores; leave out --threads"
         )
     needs, folder = plan.needs(files), work.folder
+    _writable(folder)
     free = shutil.disk_usage(_existing(folder)).free
     if free < needs["disk"]:
         raise RuntimeError(f"the run needs {needs['disk'] / 1e9:.1f} GB in {folder}, and {free / 1e9:.1f} GB are free")
@@ -385,6 +386,14 @@ def _leave(folder: Path, contents: Mapping[str, bytes], own: Mapping[str, Any] |
 def whole_bytes(files: ModelFiles, plan: Plan) -> int:
     """The bytes of the whole model as `kvq eval` loads it."""
     return files.weight_bytes * (4 if plan.device == "cpu" else files.dtype.itemsize) // files.dtype.itemsize
+
+
+def _writable(folder: Path) -> None:
+    """RuntimeError where nothing can be written to the folder, or made in the nearest one above it."""
+    there = _existing(folder)
+    if not os.access(there, os.W_OK | os.X_OK):
+        what = f"nothing can be written in {there}"
+        raise RuntimeError(f"{what}; name another folder for the run: --run DIR, or $KVQ_HOME for all of kvq")
 
 
 def _existing(path: Path) -> Path:

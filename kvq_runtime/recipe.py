@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib import import_module
+from types import ModuleType
 from typing import Any, Literal
 
 from kvq_runtime.errors import NotFound
+from kvq_runtime.family import Family
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.stages.kinds import LATER, check_keys, kinds, stage_from, stage_json
 from kvq_runtime.stages.stage import SLOTS, Scheme, Site
@@ -74,6 +76,12 @@ class Recipe:
     def schemes(self) -> list[Scheme]:
         """Every Scheme the recipe names."""
         return [scheme for pair in self.pairs for scheme in pair]
+
+    @property
+    def papers(self) -> list[str]:
+        """Numbers on arXiv, sorted, of the papers whose methods are in the recipe."""
+        found = {paper for scheme in self.schemes for _, stage in scheme.stages for paper in stage.papers_in(scheme)}
+        return sorted(found.union(*(policy.papers for policy in self.policies)))
 
     @property
     def fits_prompt(self) -> bool:
@@ -282,9 +290,19 @@ def policy_setting() -> type:
 
 def families() -> dict[str, list[Recipe]]:
     """Every recipe that comes with kvq, by the file of `kvq_runtime/recipes` that lists it in `recipes()`."""
+    return {name: module.recipes() for name, module in _files().items()}
+
+
+def facts() -> dict[str, Family]:
+    """What each of these files says of its recipes, in `FAMILY`."""
+    return {name: module.FAMILY for name, module in _files().items()}
+
+
+@cache
+def _files() -> dict[str, ModuleType]:
     package = import_module("kvq_runtime.recipes")
-    files = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    return {name: import_module(f"kvq_runtime.recipes.{name}").recipes() for name in files}
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    return {name: import_module(f"{package.__name__}.{name}") for name in names}
 
 
 def family(name: str) -> str:
@@ -305,6 +323,11 @@ def presets() -> dict[str, Recipe]:
 def preset(name: str) -> Recipe:
     """The recipe of this name; `kvq recipes` lists them. NotFound, a ValueError, lists similar names."""
     known = presets()
+    if name.split("-")[0] == "auto":
+        asked = "kvq-calibrate --recipe auto --bits B"
+        raise NotFound(
+            f"no recipe {name!r}: its bits are chosen on a model; {asked} does, and publishes what is to be loaded"
+        )
     if name not in known:
         families = ", ".join(sorted({other.partition("-")[0] for other in known}))
         close = ", ".join(get_close_matches(name, known, 8)) or f"names that begin with {families}"

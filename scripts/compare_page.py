@@ -9,8 +9,8 @@ from kvq_calib.report.captions import size_of
 from kvq_calib.report.frame import short
 from kvq_calib.report.tables import comparison, notes, relative
 from kvq_runtime.cli.table import cell
-from kvq_runtime.recipe import family
-from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN, elsewhere, figures, texts
+from kvq_runtime.recipe import facts, family
+from kvq_runtime.registry.measured import FULL, SPOKEN, elsewhere, figures, texts
 
 BUDGETS = (1.25, 2.1, 3.1)
 ABOUT_BITS = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4)  # of the table that the page opens with
@@ -51,12 +51,8 @@ divergence; in bold where the paper's is better. Perplexities within the standar
 and may be lower than it; divergences do not. Our variants of a paper's method (PolarQuant to the last level,
 water-filled SVDq) count as the paper's.
 """
-# the five papers, by their files of kvq_runtime/recipes, and how names of recipes of several papers begin
-PAPERS = {"aqua": "AQUA-KV", "squat": "SQuat", "polar": "PolarQuant", "svdq": "SVDq", "subkv": "SubKV"}
-COMBINED = ("auto", "aqua-fisher", "aqua-klt", "aqua-metric", "aqua-polar", "aqua-lloyd", "aqua-svdq", "aqua-trellis",
-            "aqua-zipcache", "aqua-h2o", "aqua-2bit-quarot", "squat-hadamard", "subkv-aqua", "wush-higgs")  # fmt: skip
-
-OURS = (*COMBINED, "mean-", "aqua-absorbed")  # recipes that no paper has
+COMBINED = ("auto", *(start for one in facts().values() for start in one.combined))
+OURS = (*COMBINED, *(start for one in facts().values() for start in one.varied))  # recipes that no paper has
 
 
 @dataclass(frozen=True)
@@ -69,41 +65,6 @@ class Model:
     samples: int
     length: int
     windows: int
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim of a paper: the recipe `better` diverges less than `worse`."""
-
-    text: str
-    better: str
-    worse: str
-    protocol: str = FULL
-
-
-CLAIMS = (
-    Claim("AQUA-KV: predicting from the layer below beats the same grid alone", "aqua-2bit", "higgs-2bit"),
-    Claim("AQUA-KV: and so at 3 bits", "aqua-3bit", "higgs-3bit"),
-    Claim("AQUA-KV: at 2 bits it beats KIVI at 2 bits", "aqua-2bit", "kivi-2bit"),
-    Claim("HIGGS: rounding pairs to a Gaussian grid beats rotation with min-max (QuaRot)", "higgs-2bit", "quarot-2bit"),
-    Claim("QuaRot: a rotation helps plain rounding", "quarot-2bit", "rtn-2bit"),
-    Claim("KIVI: keys by channel beat keys by token", "kivi-2bit", "rtn-2bit"),
-    Claim("SQuat: feedback beats KIVI's plain rounding, keys after RoPE", "squat-2bit", "kivi-2bit"),
-    Claim("SQuat: and so with the subspace of the prompt", "squat-online-2bit", "kivi-2bit"),
-    Claim("SQuat: keys before RoPE are better still", "squat-pre-2bit", "squat-2bit"),
-    Claim("SubKV: a window that attention keeps beats KIVI's, in its blocks", "subkv-2bit", "kivi-2bit-r32", IN_USE),
-    Claim("KVQuant: fitted points before RoPE and outliers beat KIVI", "kvquant-2bit", "kivi-2bit"),
-    Claim("ZipCache: channel scales beat groups of channels, in fewer bits", "zipcache-2bit", "rtn-2bit"),
-    Claim("PolarQuant: angles beat KIVI", "polar-paper", "kivi-2bit"),
-    Claim("PolarQuant: codebooks of the prompt beat those of the exact density", "polar-online", "polar-paper"),
-    Claim("TurboQuant: an optimal scalar grid beats PolarQuant", "turboquant-3bit", "polar-paper"),
-    Claim("SVDq: latent channels of mixed bits beat KIVI (2-bit keys, 4-bit values)", "svdq-2bit-v4", "kivi-2bit"),
-    Claim("SVDq: a basis of the prompt beats KIVI too", "svdq-online-2bit-v4", "kivi-2bit"),
-    Claim("GEAR: low rank and outliers correct KIVI's rounding", "gear-2bit", "kivi-2bit"),
-    Claim("here: water-filling beats SVDq's fixed schedule", "svdq-wf-2bit-v4", "svdq-2bit-v4"),
-    Claim("here: the mean is worth removing", "mean-higgs-2bit", "higgs-2bit"),
-    Claim("here: bases of AQUA-KV's residuals beat its grid", "aqua-klt-2bit", "aqua-2bit"),
-)
 
 
 def page(
@@ -241,7 +202,7 @@ def rivals(results: Sequence[Mapping[str, Any]], budget: float) -> dict[str, str
         return {}
     best = min(within, key=_chosen_by)
     row = {"best combination": _offer(best, best)}
-    for file, paper in PAPERS.items():
+    for file, (paper, *_) in ((file, one.papers) for file, one in facts().items() if one.opposed):
         own = [
             one
             for one in results
@@ -288,7 +249,7 @@ def _offer(one: Mapping[str, Any], best: Mapping[str, Any]) -> str:
 def _verdicts(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> str:
     """A row a claim, a column a model: whether it holds there, and what both sides cost at which bits."""
     rows = []
-    for claim in CLAIMS:
+    for claim in (claim for one in facts().values() for claim in one.claims):
         row = {"claim": claim.text, "recipes": f"{claim.better} / {claim.worse}", "protocol": SPOKEN[claim.protocol]}
         for model, records in found.items():
             results = {one["recipe"]: one for one in results_of(records, claim.protocol)}

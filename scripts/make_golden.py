@@ -1,14 +1,17 @@
-"""Add golden artifacts: one small artifact per method, a block that it encoded, and what that decodes to.
+"""Add golden artifacts: small ones of the recipes that families name, a block encoded, and what that decodes to.
 
-    python scripts/make_golden.py            writes what is missing in artifacts/golden/v1; never changes what is there
+    python scripts/make_golden.py       writes what is missing in artifacts/golden/v1, and the digests of new presets in
+                                        tests/recipes/presets.json; never changes what is there
 
 Of recipes without fitted tensors there is the block alone, in artifacts/golden/v1/unfitted. What was published once
 must load and decode to the same numbers for ever: `tests/artifact/test_golden.py` reads all files here. The model is no
 model: keys and values are a fixed chain of sines, so that nothing has to be kept to make them again.
 """
 
+import json
 import sys
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +26,23 @@ from kvq_calib.fit.statistics import Moments
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe
 from kvq_runtime.codec.codec import Context, build
+from kvq_runtime.disk import strict_json
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
+from kvq_runtime.recipe import ROLES, Recipe, Scheme, facts, preset, presets
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "golden" / "v1"
+PRESETS = Path(__file__).parents[1] / "tests" / "recipes" / "presets.json"
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
 TOKENS, SEQUENCES = 128, 4
-METHODS = (
-    "mean-higgs-2bit", "mean-higgs-3bit", "aqua-1bit", "aqua-1.5bit", "aqua-2bit", "aqua-3bit", "aqua-4bit",
-    "aqua-2bit-rrr", "aqua-2bit-mlp", "aqua-2bit-gptq", "aqua-2bit-post", "aqua-2bit-quarot",
-    "aqua-2bit-channel", "aqua-2bit-below-1-2", "aqua-2bit-first-16bit",
-    "aqua-absorbed-2bit-2", "aqua-absorbed-2bit-4-star",
-    "mean-lloyd-2bit", "mean-polar-3bit", "aqua-lloyd-2bit", "aqua-polar-3bit",
-    "svdq-2bit-v4", "svdq-wf-2bit", "aqua-klt-1bit", "aqua-klt-1bit-output", "kvquant-3bit",
-    "polar-3bit-fitted-plain", "aqua-svdq-2bit", "squat-2bit", "squat-pre-2bit-llama3", "squat-hadamard-2bit",
-    "subkv-aqua-2bit", "aqua-h2o-2bit", "svdq-shadow-1.25bit-v4", "zipcache-2bit", "aqua-zipcache-2bit",
-    "aqua-metric-1bit", "aqua-metric-1bit-vocab", "aqua-metric-1bit-gptq", "aqua-metric-1bit-vocab-4bit",
-    "aqua-fisher-1bit", "oscar-2bit", "oscar-output-3bit", "wush-2bit", "wush-higgs-2bit",
-)  # fmt: skip
-UNFITTED = (
-    "rtn-2bit", "kivi-2bit", "kivi-2bit-outliers", "gear-2bit", "gear-l-2bit", "quarot-2bit", "higgs-2bit",
-    "lloyd-1bit", "lloyd-even-2bit", "turboquant-3bit", "polar-hadamard", "polar-radius8", "trellis-head-1bit",
-    "subkv-2bit",
-)  # fmt: skip
 SHOWN = 16  # of what an unfitted recipe decodes, every sixteenth token is kept
+
+
+def names() -> tuple[list[str], list[str]]:
+    """Recipes that have a golden artifact, and those without fitted tensors, which have a block alone."""
+    named = [name for one in facts().values() for name in one.golden]
+    return [name for name in named if preset(name).fitted], [name for name in named if not preset(name).fitted]
 
 
 def activations(layer: int) -> tuple[Tensor, Tensor]:
@@ -200,11 +194,20 @@ def fingerprint() -> Fingerprint:
     return Fingerprint(GEOMETRY, {"rope_type": "default", "rope_theta": 10000.0}, False, probes)
 
 
+def digest(recipe: Recipe) -> str:
+    """Of the JSON that stands in artifacts, name and summary included."""
+    return sha256(strict_json.dumps(recipe.to_json()).encode()).hexdigest()[:16]
+
+
 def main() -> int:
     """Write what is missing."""
+    known = json.loads(PRESETS.read_text())
+    found = {name: digest(recipe) for name, recipe in presets().items()} | known
+    PRESETS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in METHODS:
+    methods, unfitted_ones = names()
+    for name in methods:
         path = FOLDER / f"{name}.safetensors"
         if path.exists():
             continue
@@ -214,7 +217,7 @@ def main() -> int:
         artifact.save(made, path)
         print(f"{path.name}  {path.stat().st_size} bytes")
     (FOLDER / "unfitted").mkdir(exist_ok=True)
-    for name in UNFITTED:
+    for name in unfitted_ones:
         path = FOLDER / "unfitted" / f"{name}.expected"
         if not path.exists():
             save_file(unfitted(preset(name)), path, metadata=None)

@@ -46,7 +46,7 @@ def test_data() -> Path:
     """Models and text that are not part of the project, under KVQ_TEST_DATA."""
     folder = os.environ.get("KVQ_TEST_DATA")
     if not folder:
-        pytest.skip("KVQ_TEST_DATA is not set: it names the folder of the larger test models and texts")
+        pytest.skip("KVQ_TEST_DATA is not set: KVQ_TEST_DATA=FOLDER make test-all, of the larger test models and texts")
     path = Path(folder)
     assert path.is_dir(), f"KVQ_TEST_DATA={folder} is no folder"
     return path
@@ -116,6 +116,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. A recipe that another stands for
     goes through every fifth of these tests, its neighbour through the next ones. What is asked for by its name runs.
     """
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="a GPU is needed: make test-all on a machine that has one"))
     if "feeding" not in sys.modules:
         return
     from feeding import RECIPES

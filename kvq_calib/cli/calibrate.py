@@ -11,8 +11,11 @@ from typing import Any
 from kvq_calib.cli.allocator import keep_memory
 from kvq_calib.cli.commands import count
 from kvq_calib.cli.status import Status
+from kvq_calib.evaluate import gate
+from kvq_calib.model import catalog
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
+from kvq_runtime.cli.options import Parser
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
 from kvq_runtime.registry import verdict
 
@@ -76,6 +79,9 @@ def _renamed(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace) -> int:
     if args.list_models:
         return _list_models(args.json)
+    gate.Bounds(args.max_perplexity_ratio, args.max_kl)
+    if args.model is not None:
+        catalog.check(args.model)
     with Status("kvq-calibrate", args.quiet) as show:
         show("loading torch and transformers")
         from kvq_calib import job
@@ -115,10 +121,11 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _list_models(as_json: bool) -> int:
-    from kvq_calib.model.catalog import CATALOG
     from kvq_runtime.cli.table import print_table
 
-    print_table([{"model": e.name, "hub": e.hub or "embedded", "corpus": e.corpus} for e in CATALOG.values()], as_json)
+    print_table(
+        [{"model": e.name, "hub": e.hub or "embedded", "corpus": e.corpus} for e in catalog.CATALOG.values()], as_json
+    )
     return 0
 
 
@@ -157,6 +164,13 @@ def _here(asked, work, quiet: bool):
         bar.close()
 
 
+def _pair(text: str) -> int:
+    """The type of --seq-len: a token, and one to be foretold by it."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 2")
+    return int(text)
+
+
 def _wants_prefect(args: argparse.Namespace) -> bool:
     return args.prefect or bool(os.environ.get("PREFECT_API_URL"))
 
@@ -169,7 +183,7 @@ def _through_prefect(asked, work, quiet: bool):
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         "kvq-calibrate",
         description="Fit KV-cache quantizers to a model, and publish the artifacts to a registry.",
         epilog=EPILOG,
@@ -201,7 +215,7 @@ def parser() -> argparse.ArgumentParser:
         help="with --recipe auto-vocab or --for: a text of another kind whose fit part settings are measured on, too; "
         "or none (default: demo-code, or demo beside that)")  # fmt: skip
     add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")
-    add("--seq-len", type=count, metavar="L", help="tokens per sequence")
+    add("--seq-len", type=_pair, metavar="L", help="tokens per sequence")
     add("--held-out", type=int, metavar="N", help="sequences that only measure the fit (default: an eighth)")
     add("--seed", type=int, default=0, metavar="S", help="of the choice of text (default 0)")
     add = top.add_argument_group("where").add_argument

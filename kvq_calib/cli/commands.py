@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from kvq_calib.cli.allocator import keep_memory
+from kvq_calib.model import catalog
+from kvq_runtime.cli.options import png
 from kvq_runtime.errors import extra
 
 _TEXT = """\
@@ -215,7 +217,7 @@ def _tasks(command: argparse.ArgumentParser) -> None:
         "--haystack", metavar="TEXT", default="demo",
         help="of RULER's tasks in essays: a corpus, as --corpus takes it (default: demo, Python's documentation)",
     )  # fmt: skip
-    command.add_argument("--plot", metavar="FILE", help="of tasks: write accuracy by length and depth, a PNG")
+    command.add_argument("--plot", type=png, metavar="FILE", help="of tasks: write accuracy by length and depth, a PNG")
     command.add_argument(
         "--limit", type=count, metavar="N", help="of lm-eval's tasks: the first examples (default: all)"
     )
@@ -262,7 +264,7 @@ def add_compare(subparsers: Any) -> None:
     command.add_argument("--wide", action="store_true", help="every column, instead of those that fit in 100")
     command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
     _measuring(command)
-    command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
+    command.add_argument("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
     command.add_argument("--output", metavar="FILE", help="write the records as JSON")
     command.add_argument(
         "--run", dest="folder", metavar="DIR", help="folder of the run's files (default: under $KVQ_HOME)"
@@ -296,7 +298,7 @@ def add_bench(subparsers: Any) -> None:
     command.add_argument("--dtype", choices=kinds, help="default: as stored; bfloat16 where that has 32 bits")
     command.add_argument("--seed", type=int, default=0, help="chooses the prompts (default: 0)")
     command.add_argument("--out", metavar="FILE", help="keep finished rounds here, and go on with what it has")
-    command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
+    command.add_argument("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
     command.add_argument(
         "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
     )
@@ -309,7 +311,7 @@ def add_probe(subparsers: Any) -> None:
     command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: as a calibration)")
     command.add_argument("--held-out", type=count, metavar="N", help="sequences to measure on (default: likewise)")
     command.add_argument("--layers", action="store_true", help="print a row per layer instead of means")
-    command.add_argument("--plot", metavar="FILE", help="write the plot, a PNG")
+    command.add_argument("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
 
 
 def _measuring(command: argparse.ArgumentParser, decode: bool = False) -> None:
@@ -390,6 +392,8 @@ def _run(module: str, function: str, args: argparse.Namespace) -> int:
         "ignore", "`torch.jit", DeprecationWarning
     )  # hqq's, which transformers imports if it is there
     keep_memory()
+    if getattr(args, "model", None):
+        catalog.check(args.model)
     try:
         return getattr(import_module(module), function)(args)
     except KeyboardInterrupt:

@@ -157,7 +157,7 @@ def bench(args: argparse.Namespace) -> int:
     asked = rounds.Plan(batches=args.batch, tokens=args.tokens, rounds=args.rounds, seed=args.seed)
     fitting = tuple(length for length in rounds.CONTEXTS if asked.longest(length) <= files.context)
     plan = replace(asked, contexts=args.context or fitting or rounds.CONTEXTS[:1]).check(files)
-    memory = parse_bytes(args.memory) if args.memory else memory_of(device)
+    memory = parse_bytes(args.memory, "--memory ") if args.memory else memory_of(device)
     ours = contenders.ours(recipe_text.with_settings(args.subjects, args.set), files, args.registry)
     others = ",".join(contenders.BESIDE) if args.beside is None else args.beside
     stock = [contenders.quantized(name) for name in ([] if others == "none" else others.split(","))]

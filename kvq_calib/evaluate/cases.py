@@ -88,14 +88,11 @@ def of_symbols(files: ModelFiles) -> bool:
 
 @lru_cache(maxsize=4)
 def _tokenizer(folder: Path) -> Tokenizer:
-    if is_gguf(folder):
-        return tokenizer.load(folder)[0]
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not is_gguf(folder) and not (folder / "tokenizer.json").is_file():
         raise ValueError(
             f"{folder} has no tokenizer.json, which makes texts into tokens; give the folder of a whole model"
         )
-    return Tokenizer.from_file(str(path))
+    return tokenizer.load(folder)[0]
 
 
 def _symbolic(task: str, seed: int, length: int, depth: float) -> Case:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvq_calib.evaluate.reads import CountedCache
+from kvq_runtime.geometry import SLAB
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Pair
 
@@ -71,6 +72,7 @@ class FullCache(CountedCache):
         self, recipe: Recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None, *, length: int
     ):
         super().__init__(encoding_all(recipe, length), model, tensors)
+        self.blocks.encoder.together = SLAB
         self.inner = "kvq"  # so that a layer takes keys and values in, and leaves it to `attend` to read them
 
     def _begin(self, attention_mask: Tensor | None) -> None:

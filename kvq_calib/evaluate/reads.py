@@ -69,7 +69,7 @@ class Reads:
         part = slice(decoded.start, decoded.stop)
         self.decoded_pairs += int(visible[..., part].sum())
         keys_BHSD = k_BHSD.float().repeat_interleave(heads // k_BHSD.shape[1], 1)
-        is_decoded = keys_BHSD.new_zeros(read, 1)
+        is_decoded = keys_BHSD.new_zeros(keys_BHSD.shape[-2:])  # stored whole: else no fused kernel takes them
         is_decoded[part] = 1
         causal = given is None and queries == read
         # with values of 1 where a token was decoded, and 0 elsewhere, out comes the weight on decoded tokens

@@ -160,7 +160,7 @@ class SchemeFit(Fitting):
 
     def decode(self, data: Blocks, context: Context) -> Tensor:
         """The chunk encoded and decoded, centred."""
-        return self.codec.decode(self.codec.encode(data.x, context), context)
+        return self.codec.encode_decode(data.x, context)[1]
 
     def errors(self, data: Blocks, context: Context, decoded: Tensor) -> Tensor:
         """Sums over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number."""

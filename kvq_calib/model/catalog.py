@@ -4,7 +4,12 @@ A revision of None means: whatever commit the Hub's main branch names at the fir
 that commit; a run writes it into its plan and provenance, and from then on asks for it by its hash.
 """
 
+import difflib
+import re
 from dataclasses import dataclass
+from pathlib import Path
+
+from kvq_runtime.errors import NotFound
 
 # The papers' corpus. Its main branch holds a loading script, which datasets 5 refuses; this is the Hub's own parquet
 # conversion of it. That it exists has not been checked against the Hub: if it does not, the error says so, and
@@ -77,3 +82,20 @@ def entry(name: str) -> Entry:
     """The catalog's entry, or the defaults for a folder or Hub id that it does not list."""
     hub_ids = {known.hub: known for known in CATALOG.values() if known.hub}
     return CATALOG.get(name) or hub_ids.get(name) or Entry(name, None)
+
+
+def hub_id(name: str) -> str:
+    """The id on the Hub that a name means. NotFound for one that means none."""
+    known = CATALOG.get(name)
+    hub = known.hub if known else name
+    if hub is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub) or hub.startswith((".", "/")):
+        near = difflib.get_close_matches(name, CATALOG, n=3, cutoff=0.5) or list(CATALOG)
+        raise NotFound(f"model {name!r} is no folder, no Hub id (org/name) and not in the catalog: {', '.join(near)}")
+    return hub
+
+
+def check(name: str) -> None:
+    """Refuse a name that can mean no model, before anything is imported that takes long. Raises NotFound."""
+    known = CATALOG.get(name)
+    if not Path(name).exists() and (known is None or known.hub is not None):
+        hub_id(name)

@@ -109,11 +109,8 @@ class ModelFiles:
         """The file that holds each tensor."""
         if self.headers is not None:
             return {name: one.file for name, one in self.headers.items()}
-        index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            named = disk.json_object(index).get("weight_map")
-            if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-                raise ArtifactError(f"{index}: weight_map does not name the file of each tensor; download it again")
+        named = weight_map(self.path)
+        if named is not None:
             return named
         return dict.fromkeys(_open(self.path / "model.safetensors").keys(), "model.safetensors")
 
@@ -248,9 +245,18 @@ def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str,
     if not config.is_file():
         instead = _gguf_of(path) or "give the folder of a model in Hugging Face format, or a .gguf file"
         raise ValueError(f"{path} has no config.json; {instead}")
-    if config.stat().st_size > CONFIG_LIMIT:
-        raise ValueError(f"{config} has more than {CONFIG_LIMIT} bytes; it is no model's config.json")
-    return ModelFiles(path, id, revision, disk.json_object(config), headers).check()
+    return ModelFiles(path, id, revision, disk.json_object(config, CONFIG_LIMIT), headers).check()
+
+
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor, as the index of a model in several files says; None where there is no index."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return None
+    named = disk.json_object(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise ArtifactError(f"{index}: weight_map does not name the file of each tensor; download it again")
+    return named
 
 
 def _gguf_of(folder: Path) -> str:

@@ -1,17 +1,14 @@
 """Find a model: by its name in the catalog, in a local folder or GGUF file, or by its id on the Hugging Face Hub."""
 
-import difflib
 import importlib.util
-import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
 from kvq_calib.model import gguf
-from kvq_calib.model.catalog import CATALOG, Entry, entry
-from kvq_calib.model.files import ModelFiles, Stored, read
+from kvq_calib.model.catalog import CATALOG, Entry, entry, hub_id
+from kvq_calib.model.files import ModelFiles, Stored, read, weight_map
 from kvq_runtime.disk.gguf import is_gguf
 from kvq_runtime.errors import NotFound
 
@@ -54,9 +51,8 @@ def look_up(name: str | Path, revision: str | None = None) -> ModelFiles:
         path = _download(hub, revision, SMALL)
     except RuntimeError as error:
         return _without_hub(str(name), revision, error)
-    index = path / "model.safetensors.index.json"
-    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    at_hand = all((path / shard).is_file() for shard in shards)
+    shards = weight_map(path) or {"all": "model.safetensors"}
+    at_hand = all((path / shard).is_file() for shard in set(shards.values()))
     return read(path, hub, path.name, None if at_hand else _headers(hub, path.name))
 
 
@@ -99,11 +95,7 @@ def _without_hub(name: str, revision: str | None, error: RuntimeError) -> ModelF
 
 def _on_hub(name: str, revision: str | None) -> tuple[str, str | None]:
     """The id and revision on the Hub that a name means."""
-    known = CATALOG.get(name)
-    hub = known.hub if known else name
-    if hub is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub) or hub.startswith((".", "/")):
-        near = difflib.get_close_matches(name, CATALOG, n=3, cutoff=0.5) or list(CATALOG)
-        raise NotFound(f"model {name!r} is no folder, no Hub id (org/name) and not in the catalog: {', '.join(near)}")
+    known, hub = CATALOG.get(name), hub_id(name)
     return hub, revision or (known.revision if known else None)
 
 

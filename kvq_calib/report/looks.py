@@ -1,7 +1,8 @@
 """Give each family of recipes one colour and one marker in every picture, and each line of a picture a look of its own.
 
-A family is a file of kvq_runtime/recipes, `auto`, or the name of somebody's own recipe. No two families share both
-colour and marker; families that share a colour have markers of different kinds (round, pointed, crossed).
+A family is a file of kvq_runtime/recipes, which names its look, `auto`, or the name of somebody's own recipe. No two
+families share both colour and marker; families that share a colour have markers of different kinds (round, pointed,
+crossed).
 """
 
 from collections import Counter
@@ -18,37 +19,29 @@ from kvq_runtime import recipe
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BLUE, RED, GREEN, PINK, ORANGE, SKY, BLACK = COLOURS
 WINE, OLIVE, INDIGO, GREY = "#882255", "#8A8A1F", "#5B3FA0", "#808080"
-FAMILIES = {
-    "aqua": (BLUE, "o"),
-    "aqua-absorbed": (SKY, "s"),
-    "aqua-fisher": (BLACK, "*"),
-    "aqua-klt": (RED, "D"),
-    "aqua-metric": (GREEN, "*"),
-    "auto": (BLACK, "P"),
-    "exact": (GREY, "o"),
-    "gear": (WINE, "P"),
-    "h2o": (GREY, "*"),
-    "higgs": (ORANGE, "s"),
-    "kivi": (PINK, "^"),
-    "kvquant": (SKY, "p"),
-    "oscar": (OLIVE, "D"),
-    "polar": (INDIGO, "h"),
-    "quarot": (RED, "<"),
-    "rtn": (GREY, "v"),
-    "squat": (GREEN, ">"),
-    "subkv": (OLIVE, "^"),
-    "svdq": (WINE, "d"),
-    "trellis": (BLUE, "X"),
-    "turboquant": (INDIGO, "v"),
-    "wush": (ORANGE, "*"),
-    "zipcache": (PINK, "X"),
-}
-OWN = ((BLACK, "o"), (BLACK, "s"), (BLACK, "^"), (SKY, "D"), (SKY, "P"), (ORANGE, "o"))  # families that are not listed
+NAMED = {"blue": BLUE, "red": RED, "green": GREEN, "pink": PINK, "orange": ORANGE, "sky": SKY, "black": BLACK,
+         "wine": WINE, "olive": OLIVE, "indigo": INDIGO, "grey": GREY}  # fmt: skip
+AUTO = (BLACK, "P")
+OWN = (
+    (BLACK, "o"),
+    (BLACK, "s"),
+    (BLACK, "^"),
+    (SKY, "D"),
+    (SKY, "P"),
+    (ORANGE, "o"),
+)  # families of others
 _STROKES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 _FILLS = ("full", "none", "left", "bottom")
 
 
 family = cache(recipe.family)  # it reads all recipes
+
+
+@cache
+def families() -> dict[str, tuple[str, str]]:
+    """Colour and marker of every family that comes with kvq."""
+    found = {name.replace("_", "-"): (NAMED[one.look[0]], one.look[1]) for name, one in recipe.facts().items()}
+    return found | {"auto": AUTO}
 
 
 @dataclass(frozen=True)
@@ -83,10 +76,10 @@ class Look:
 def looks(recipes: Sequence[str]) -> list[Look]:
     """The looks of the recipes of one picture, by name: a family's recipes are its variants, in their order."""
     seen: Counter[tuple[str, str]] = Counter()
-    own = [name for name in dict.fromkeys(map(family, recipes)) if name not in FAMILIES]
+    own = [name for name in dict.fromkeys(map(family, recipes)) if name not in families()]
     found = []
     for name in map(family, recipes):
-        colour, marker = FAMILIES[name] if name in FAMILIES else OWN[own.index(name) % len(OWN)]
+        colour, marker = families()[name] if name in families() else OWN[own.index(name) % len(OWN)]
         found.append(Look(colour, marker, seen[colour, marker]))
         seen[colour, marker] += 1
     return found

@@ -11,7 +11,10 @@ FILE.parquet      column `text`
 import gzip
 import hashlib
 import json
+import sys
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOBase
 from pathlib import Path
@@ -84,7 +87,7 @@ def utf8(path: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    with _unpacked(path) as file:
+    with _sound(path), _unpacked(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -98,6 +101,21 @@ def _lines(path: Path) -> Iterator[str]:
                     f"corpus {path.name}, line {number}: found {keys}; a document is a string under 'text'"
                 )
             yield row["text"].encode("utf-8", "replace").decode()  # JSON may hold half a surrogate pair
+
+
+@contextmanager
+def _sound(path: Path) -> Iterator[None]:
+    """Name the file in what a reader of compressed files raises for a damaged one."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, *_zstd_errors()) as error:
+        raise ValueError(f"corpus {path.name} cannot be unpacked ({error}); make or download it again") from error
+
+
+def _zstd_errors() -> tuple[type[Exception], ...]:
+    """What the library of .zst raises, where it has been imported."""
+    library = sys.modules.get("zstandard")
+    return (library.ZstdError,) if library else ()
 
 
 def _unpacked(path: Path) -> TextIOBase:

@@ -12,6 +12,7 @@ from kvq_runtime.disk import files, gguf
 
 # what transformers' conversion of a GGUF leaves out, by its `tokenizer.ggml.pre`: digits are tokens of their own
 DIGITS = ("smollm",)
+LIMIT = 1 << 27  # bytes of a tokenizer.json
 
 
 class Encoder:
@@ -59,14 +60,19 @@ def load(folder: Path) -> tuple[Tokenizer, str]:
         return found, hashlib.sha256(found.to_str().encode()).hexdigest()
     file = folder / "tokenizer.json"
     if file.is_file():
+        data = files.read(file.resolve(), LIMIT)
         try:
-            return Tokenizer.from_file(str(file)), hashlib.sha256(file.read_bytes()).hexdigest()
+            return Tokenizer.from_buffer(data), hashlib.sha256(data).hexdigest()
         except Exception as error:  # what the library raises has no other class
             raise ValueError(f"{file} is no tokenizer: {error}; download the model again") from None
     try:
         found = whole(folder).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {error}") from error
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{folder} has no tokenizer.json, and no other tokenizer is found there ({why:.160}); put the model's "
+            "tokenizer.json into that folder"
+        ) from error
     return found, hashlib.sha256(found.to_str().encode()).hexdigest()
 
 

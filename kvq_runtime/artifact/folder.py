@@ -12,7 +12,6 @@ from typing import Any
 
 from kvq_runtime.artifact import ARTIFACT_FILE, artifact, stated
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.artifact.papers import papers
 from kvq_runtime.disk import files
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits, human
@@ -50,7 +49,7 @@ def config(made: Artifact, data: bytes) -> str:
         "size": len(data),
         "geometry": geometry,
         **sizes(made),
-        "papers": [f"arXiv:{number}" for number in papers(made.recipe)],
+        "papers": [f"arXiv:{number}" for number in made.recipe.papers],
         "recipe": made.recipe.to_json(),
         "fingerprint": made.fingerprint.to_json(),
         "provenance": dict(made.provenance),
@@ -72,7 +71,7 @@ def sizes(made: Artifact) -> dict[str, Any]:
 
 def metadata(made: Artifact) -> dict[str, Any]:
     """What a card's front matter says of any artifact, in the words of the Hugging Face Hub; sizes under `kvq`."""
-    tags = ["kvq", "kv-cache", "quantization", made.recipe.name, *(f"arxiv:{number}" for number in papers(made.recipe))]
+    tags = ["kvq", "kv-cache", "quantization", made.recipe.name, *(f"arxiv:{number}" for number in made.recipe.papers)]
     return {"library_name": "kvq", "pipeline_tag": "text-generation", "tags": tags, "kvq": sizes(made)}
 
 
@@ -94,7 +93,7 @@ def card(made: Artifact, place: str) -> str:
             for tokens, size in counted["bytes"].items()
         },
         "smaller than 16 bit": "never" if start is None else f"from {start:,} tokens on",
-        "papers": ", ".join(f"[arXiv:{number}](https://arxiv.org/abs/{number})" for number in papers(recipe)) or "none",
+        "papers": ", ".join(f"[arXiv:{number}](https://arxiv.org/abs/{number})" for number in recipe.papers) or "none",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""\

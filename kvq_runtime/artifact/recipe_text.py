@@ -19,10 +19,11 @@ to differ. Where that is no name, a part of a digest stands for the settings.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from kvq_runtime.artifact import recipe_tree
 from kvq_runtime.disk import files, strict_json
@@ -113,14 +114,29 @@ def _from_file(path: Path) -> Recipe:
     """The recipe in a file, under the name that it has there. ValueError for a file that holds none."""
     try:
         stated = strict_json.loads(files.read(path, LARGEST), str(path))
+        beside = {}
         if isinstance(stated, dict) and isinstance(stated.get("settings"), dict):
-            stated = stated["settings"]
+            beside, stated = stated, stated["settings"]
         recipe = Recipe.from_json(stated)
+        _agree(beside, recipe)
     except NotFound:
         raise
     except (ArtifactError, ValueError) as error:
         raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
     return recipe if recipe.name in presets() else _own(recipe, recipe.name)
+
+
+def _agree(beside: Mapping[str, Any], recipe: Recipe) -> None:
+    """ValueError where what `kvq recipes NAME --json` prints beside the settings was changed, which sets nothing."""
+    if not beside:
+        return
+    from kvq_runtime.artifact import describe
+
+    row = describe.recipe_row(recipe, describe.REFERENCE_MODEL)
+    for field in ("position", "bits", "keys", "values", "layers", "window"):
+        if beside.get(field, row[field]) != row[field]:
+            given = f"{field} is {beside[field]!r:.80} beside settings that mean {row[field]!r:.80}"
+            raise ValueError(f"{given}; change what is under settings, and leave {field} out")
 
 
 def _own(recipe: Recipe, name: str) -> Recipe:

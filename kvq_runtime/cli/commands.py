@@ -106,6 +106,9 @@ def pull(args: Namespace) -> int:
     """
     from kvq_runtime.artifact import artifact
 
+    folder = Path(args.output) if args.output else None
+    if folder and folder.exists() and not folder.is_dir():
+        raise ArtifactError(f"-o {folder}: not a folder; name a new one, or one that kvq pull wrote")
     policy = sign.policy(args)
     locked = lock.read_lock(args.locked) if args.locked else None
     resolved = resolve_name(args.reference, args.registry, args.locked)
@@ -122,7 +125,7 @@ def pull(args: Namespace) -> int:
         text = f"left out: {', '.join(version.files)}; lock file or signature do not cover them; sign or pull again"
         warnings.warn(text, stacklevel=2)
     data = artifact.read(registry.fetch_verified(resolved.name, version), resolved.sha256, resolved.size)
-    folder = Path(args.output or resolved.name)
+    folder = folder or Path(resolved.name)
     contents = {reference.ARTIFACT_FILE: data} | attachments
     known = {entry["sha256"] for one in state.versions.values() for entry in one.files.values()}
     foreign = [name for name in attachments if not (args.force or _is_of(folder / name, known))]

@@ -17,6 +17,7 @@ from importlib import import_module, metadata
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes, where
 from kvq_runtime.cli.exit_codes import EXIT_CODES
+from kvq_runtime.cli.options import Parser
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
 from kvq_runtime.errors import extra
 from kvq_runtime.registry import search
@@ -102,13 +103,18 @@ def _calibrate(given: list[str]) -> int:
 def _parsed(given: list[str]) -> argparse.Namespace:
     """The arguments; a command that is not there is answered with the nearest one that is."""
     top = parser()
-    (commands,) = (action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    names = [*commands, "calibrate"]
+    names = list(commands(top))
     if not given[0].startswith("-") and given[0] not in names:
         near = difflib.get_close_matches(given[0], names, n=1, cutoff=0.5)
         hint = f"did you mean kvq {near[0]}? " if near else ""
         raise ValueError(f"there is no command {given[0]!r:.80}; {hint}kvq --help lists all")
     return top.parse_args(given)
+
+
+def commands(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The command line of each command of `parser`."""
+    (found,) = (action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    return found
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -155,6 +161,7 @@ _COMMANDS = {  # {command: (its module in this package, its function)}, of those
     "prefix": ("prefix", "prefix"),
     "recipes": ("recipes", "recipes"),
     "bytes": ("size", "held"),
+    "completion": ("completion", "completion"),
 }
 
 
@@ -166,7 +173,7 @@ def _function(command: str) -> Callable[[argparse.Namespace], int]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line, with the commands of installed packages (entry points of the group kvq.commands)."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         "kvq",
         description="Find, check, copy and promote artifacts for compressed KV caches.",
         epilog=EPILOG,
@@ -290,6 +297,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--tokens", metavar="T", type=count, nargs="+", help="a row (default: 8192 32768 131072)")
     command.add_argument("--batch", metavar="B", type=count, default=1, help="rows (default: 1)")
     command.add_argument("--vocabulary", metavar="N", type=count, help="tokens of the model's vocabulary, if not known")
+    text = "the script by which a shell completes commands and options (extra `completion`)"
+    command = add("completion", text, 'eval "$(kvq completion bash)"', registry=False)
+    command.add_argument("shell", choices=["bash", "zsh", "fish", "tcsh"], help="for which shell")
+    subparsers.add_parser("calibrate", help="fit recipes to a model, measure them, publish them: kvq-calibrate")
     for command in sorted(metadata.entry_points(group="kvq.commands"), key=lambda command: command.name):
         try:
             command.load()(subparsers)

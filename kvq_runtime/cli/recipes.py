@@ -41,7 +41,7 @@ def recipes(args: Namespace) -> int:
         return 0
     if not (args.all or args.family or args.bits or args.fitted is not None):
         print("\n".join(_advice()) + "\n")
-        print_table(_folded(), json=False)
+        print_table(by_family(), json=False)
         print(f"{BITS}\n{ALL}")
         return 0
     shown = [{field: row[field] for field in ("name", "bits", "fitted", "summary")} for row in rows.values()]
@@ -91,7 +91,7 @@ def _advice() -> list[str]:
     return [f"{name:{width}}  {_bits(preset(name)):.2f} bits  {text}" for name, text in ADVICE.items()]
 
 
-def _folded() -> list[dict[str, Any]]:
+def by_family() -> list[dict[str, Any]]:
     """A row a family, by the fewest bits of its recipes."""
     rows = []
     for name, found in families().items():

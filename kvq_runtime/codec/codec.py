@@ -12,7 +12,7 @@ What is stored, and what it costs, is the Scheme's own answer. A codec never cha
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -38,11 +38,14 @@ class Context:
     rope    cos and sin of its tokens, [N, T, K] each, where keys are encoded after RoPE with their mean removed
     keys    this layer's decoded keys, centred; for values
     below   the decoded (keys, values) of the layers underneath, centred, nearest first
+
+    predicted   what is predicted from them, where it has been computed; `decode` adds to it in place
     """
 
     rope: tuple[Tensor, Tensor] | None = None
     keys: Tensor | None = None
     below: Sequence[tuple[Tensor, Tensor]] = ()
+    predicted: Tensor | None = None
 
 
 class Codec:
@@ -152,6 +155,12 @@ class Codec:
             x = x - self.mean(context)
         predicted = self.predicted(context)
         return x if predicted is None else x - predicted.float()
+
+    def encode_decode(self, x_NTC: Tensor, context: Context) -> tuple[dict[str, Tensor], Tensor]:
+        """`encode`, and `decode` of what it gives, from one prediction."""
+        context = replace(context, predicted=self.predicted(context))
+        fields = self.encode(x_NTC, context)
+        return fields, self.decode(fields, context)
 
     def decode(self, fields: Mapping[str, Tensor], context: Context, out: Tensor | None = None) -> Tensor:
         """Decode blocks to [N, T, C], centred: bfloat16 where predicted, float32 else, or the stored dtype of `exact`.
@@ -263,6 +272,8 @@ class Codec:
         """The centred prediction, bfloat16; None where only a mean, or nothing, is predicted."""
         if self.predictor is None or not self.predictor.cross_layer:
             return None
+        if context.predicted is not None:
+            return context.predicted
         return self.predictor.apply(self.inputs(context), self._own["predict"])
 
     def affine(self) -> tuple[Tensor, Tensor]:

@@ -59,10 +59,14 @@ def read(path: Path, limit: int) -> bytes:
         return file.read(limit)
 
 
-def json_object(path: Path) -> dict[str, Any]:
-    """The object in a file of JSON, of a model's folder; ArtifactError with its name for anything else."""
+def json_object(path: Path, limit: int = 1 << 26) -> dict[str, Any]:
+    """The object in a file of JSON, of a model's folder; ArtifactError with its name for anything else.
+
+    limit   the most bytes that it may have; links are followed
+    """
+    data = read(path.resolve(), limit)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: invalid JSON: {error}; download it again") from None
     if not isinstance(found, dict):

@@ -112,9 +112,14 @@ class ChunkCodec:
                 text = f"finite: {field.name} of layer {field.layer} has NaN or infinity; the chunk is computed again"
                 raise ArtifactError(text)
             parts.setdefault((field.layer, field.role), {})[field.name] = part
+        found: dict[tuple[int, int], Tensor] = {}
         for layer, role, codec in self._each():
             x_NTC = codec.restore(codec.decode(parts[layer, role], Context()), Context())
-            out_2LTC[role, layer] = x_NTC.flatten(0, 1).to(self.dtype)
+            found[role, layer] = x_NTC.flatten(0, 1).to(self.dtype)
+            if not bool(torch.isfinite(found[role, layer]).all()):  # a large scale overflows, above all in float16
+                raise ArtifactError(f"finite: layer {layer} decodes to NaN or infinity; the chunk is computed again")
+        for place, x_TC in found.items():
+            out_2LTC[place] = x_TC
 
     def _each(self):
         for layer, pair in enumerate(self._codecs):

@@ -9,7 +9,6 @@ head_size  in place of `model`, of a recipe without artifact: elements of a head
 workers    threads that code chunks, 1 by default
 """
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq_runtime.disk.files import json_object
 from kvq_runtime.engines import heads, source
 from kvq_runtime.engines.source import Source
 from kvq_runtime.errors import NotFound
@@ -98,7 +98,7 @@ def _config(model: str, revision: str | None) -> Mapping[str, Any]:
             f"no config.json of {model} on this machine; fetch it (hf download {model} config.json), or name a folder "
             "that has it"
         )
-    config = json.loads(path.read_bytes())
+    config = json_object(path)
     return config.get("text_config", config)
 
 

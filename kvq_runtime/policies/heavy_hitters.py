@@ -41,6 +41,7 @@ class HeavyHitters(PolicySetting):
     """
 
     kind: ClassVar[str] = "heavy"
+    papers: ClassVar[tuple[str, ...]] = ("2306.14048",)
     slot: ClassVar[str] = "select"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
     arrival_dependent: ClassVar[bool] = True

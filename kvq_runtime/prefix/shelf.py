@@ -37,14 +37,14 @@ class Shelf(Protocol):
         ...
 
 
-def parse_bytes(budget: str | int) -> int:
-    """Bytes of "20GB", "512MiB" or a number. ValueError for anything else."""
+def parse_bytes(budget: str | int, name: str = "budget=") -> int:
+    """Bytes of "20GB", "512MiB" or a number. ValueError for anything else, which begins with how it was given."""
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", str(budget).upper())
     size = int(float(found[1]) * UNITS[found[2]]) if found and found[2] in UNITS else 0
     if size < 1:
-        raise ValueError(f'budget={budget!r}; use a number of bytes, or text such as "20GB" or "512MiB"')
+        raise ValueError(f'{name}{budget!r}; use a number of bytes, or text such as "20GB" or "512MiB"')
     return size
 
 

@@ -13,11 +13,29 @@ subtracts what it reads.
 from dataclasses import replace
 from typing import Literal
 
+from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.recipes import higgs, polar, quarot, rtn, svdq, turboquant
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
+
+FAMILY = Family(
+    look=("blue", "o"),
+    papers={"AQUA-KV": "Shutova et al., 2025, arXiv 2501.19392"},
+    golden=("aqua-2bit", "aqua-1bit", "aqua-1.5bit", "aqua-3bit", "aqua-4bit", "aqua-2bit-rrr", "aqua-2bit-mlp",
+            "aqua-2bit-gptq", "aqua-2bit-post", "aqua-2bit-quarot", "aqua-2bit-channel", "aqua-2bit-below-1-2",
+            "aqua-2bit-first-16bit", "aqua-lloyd-2bit", "aqua-polar-3bit", "aqua-svdq-2bit"),
+    compared=("aqua-1bit", "aqua-2bit", "aqua-3bit", "aqua-2bit-quarot", "aqua-lloyd-2bit", "aqua-polar-3bit",
+              "aqua-svdq-2bit"),
+    claims=(
+        Claim("AQUA-KV: predicting from the layer below beats the same grid alone", "aqua-2bit", "higgs-2bit"),
+        Claim("AQUA-KV: and so at 3 bits", "aqua-3bit", "higgs-3bit"),
+        Claim("AQUA-KV: at 2 bits it beats KIVI at 2 bits", "aqua-2bit", "kivi-2bit"),
+    ),
+    combined=("aqua-polar", "aqua-lloyd", "aqua-svdq", "aqua-2bit-quarot"),
+    opposed=True,
+)  # fmt: skip
 
 PAPER_MLP = MLP(hidden="width", tokens="all")
 EXACT = Scheme(quantize=Exact())

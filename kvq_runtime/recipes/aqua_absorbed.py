@@ -23,9 +23,16 @@ Differs: anchors, `-star` and the order in which decode attention multiplies are
 
 from dataclasses import replace
 
+from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import higgs
 from kvq_runtime.stages.predict import Linear
+
+FAMILY = Family(
+    look=("sky", "s"),
+    golden=("aqua-absorbed-2bit-2", "aqua-absorbed-2bit-4-star"),
+    varied=("aqua-absorbed",),
+)
 
 
 def absorbed(name: str, scheme: Scheme, key: Linear, value: Linear, summary: str) -> Recipe:

@@ -22,12 +22,20 @@ Differs: no paper has these together.
 
 from dataclasses import replace
 
+from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes.aqua_metric import GAIN
 from kvq_runtime.stages.four_bits import Storage
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import GradientBasis
+
+FAMILY = Family(
+    look=("black", "*"),
+    golden=("aqua-fisher-1bit",),
+    compared=("aqua-fisher-0.5bit", "aqua-fisher-1bit", "aqua-fisher-2bit", "aqua-fisher-3bit"),
+    combined=("aqua-fisher",),
+)
 
 WIDTHS = (0.5, 0.6, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 PLAIN = (0.5, 1.0, 2.0)  # of which there is one with predictors in 16 bits

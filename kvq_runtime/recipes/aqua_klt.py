@@ -18,11 +18,20 @@ Differs: values have a basis too (SVDq leaves them); all channels of a schedule 
 
 from dataclasses import replace
 
+from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.recipes.aqua import aqua
 from kvq_runtime.stages.escape import BITS, Escape
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.rotate import Basis, OutputBasis
+
+FAMILY = Family(
+    look=("red", "D"),
+    golden=("aqua-klt-1bit", "aqua-klt-1bit-output"),
+    compared=("aqua-klt-1bit", "aqua-klt-1.5bit", "aqua-klt-2bit"),
+    claims=(Claim("here: bases of AQUA-KV's residuals beat its grid", "aqua-klt-2bit", "aqua-2bit"),),
+    combined=("aqua-klt",),
+)
 
 WIDTHS = {"1bit": 1.0, "1.25bit": 1.25, "1.5bit": 1.5, "2bit": 2.0}
 

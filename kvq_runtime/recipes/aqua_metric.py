@@ -28,11 +28,22 @@ Differs: as `aqua_klt.py`, without its escape, which the gain replaces.
 
 from dataclasses import replace
 
+from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import OutputBasis, QueryBasis
 from kvq_runtime.stages.vocabulary import Vocabulary
+
+FAMILY = Family(
+    look=("green", "*"),
+    golden=("aqua-metric-1bit", "aqua-metric-1bit-vocab", "aqua-metric-1bit-gptq", "aqua-metric-1bit-vocab-4bit"),
+    compared=("aqua-metric-0.25bit-vocab", "aqua-metric-0.5bit-vocab", "aqua-metric-0.75bit-vocab",
+              "aqua-metric-1bit-vocab", "aqua-metric-1.5bit-vocab", "aqua-metric-2bit-vocab",
+              "aqua-metric-0.5bit-all", "aqua-metric-0.5bit", "aqua-metric-1bit", "aqua-metric-1.5bit",
+              "aqua-metric-2bit"),
+    combined=("aqua-metric",),
+)  # fmt: skip
 
 WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 BY_TOKEN = (0.4,)  # widths that only `-vocab` has

@@ -11,10 +11,19 @@ Differs: see `kvq_runtime/policies/heavy_hitters.py`.
 
 from dataclasses import replace
 
+from kvq_runtime.family import Family
 from kvq_runtime.policies.heavy_hitters import HeavyHitters
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import aqua, higgs
 from kvq_runtime.stages.exact import Exact
+
+FAMILY = Family(
+    look=("grey", "*"),
+    papers={"H2O": "Zhang et al., 2023, arXiv 2306.14048"},
+    golden=("aqua-h2o-2bit",),
+    compared=("aqua-h2o-2bit", "h2o"),
+    combined=("aqua-h2o",),
+)
 
 POLICIES = {"": HeavyHitters(0.2), "-50": HeavyHitters(0.5), "-halves": HeavyHitters(0.2, 0.1)}
 BITS = {"2bit": "2 bits", "3bit": "3 bits", "4bit": "4 bits"}

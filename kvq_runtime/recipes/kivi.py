@@ -11,8 +11,17 @@ their buffer empties at a flush); values leave it together with the keys, not on
 head's channels. A key group never has fewer than `group` tokens, so that generated tokens are really rounded.
 """
 
+from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.stages.rtn import Rtn
+
+FAMILY = Family(
+    look=("pink", "^"),
+    papers={"KIVI": "Liu et al., 2024, arXiv 2402.02750"},
+    golden=("kivi-2bit",),
+    compared=("kivi-2bit", "kivi-2bit-r32", "kivi-3bit", "kivi-4bit"),
+    claims=(Claim("KIVI: keys by channel beat keys by token", "kivi-2bit", "rtn-2bit"),),
+)
 
 WINDOW = Window(sinks=0)  # the residual of 128 tokens
 SHORT = Window(sinks=0, recent=32, block=32)

@@ -14,10 +14,19 @@ encoded 128 at a time (theirs: at once); k-means is not weighted by Fisher infor
 
 from dataclasses import replace
 
+from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.nuq import Nuq
 from kvq_runtime.stages.sparse import Sparse
+
+FAMILY = Family(
+    look=("sky", "p"),
+    papers={"KVQuant": "Hooper et al., 2024, arXiv 2401.18079"},
+    golden=("kvquant-3bit", "kivi-2bit-outliers"),
+    compared=("kvquant-2bit", "kvquant-3bit"),
+    claims=(Claim("KVQuant: fitted points before RoPE and outliers beat KIVI", "kvquant-2bit", "kivi-2bit"),),
+)
 
 BITS = (2, 3, 4)
 

@@ -11,10 +11,18 @@ Differs: window and sinks are ours, as for every recipe (theirs: 64 sinks, 256 r
 cached head: see `stages/metric_rotation.py`.
 """
 
+from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.clipped import Clipped
 from kvq_runtime.stages.metric_rotation import Metric, Oscar
 from kvq_runtime.stages.rtn import Rtn
+
+FAMILY = Family(
+    look=("olive", "D"),
+    papers={"OSCAR": "Zhou et al., 2026, arXiv 2605.17757"},
+    golden=("oscar-2bit", "oscar-output-3bit"),
+    compared=("oscar-2bit", "oscar-output-2bit", "oscar-3bit"),
+)
 
 KEEP: dict[Metric, float] = {"queries": 0.96, "attended": 0.92, "output": 0.92}
 

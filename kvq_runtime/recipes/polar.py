@@ -18,11 +18,25 @@ k-means++.
 
 from dataclasses import replace
 
+from kvq_runtime.family import Claim, Family
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard, Random
+
+FAMILY = Family(
+    look=("indigo", "h"),
+    papers={"PolarQuant": "Han et al., 2025, arXiv 2502.02617"},
+    golden=("mean-polar-3bit", "polar-3bit-fitted-plain", "polar-hadamard", "polar-radius8"),
+    compared=("polar-paper", "polar-paper-fitted", "polar-online", "polar-2.5bit", "polar-3bit"),
+    claims=(
+        Claim("PolarQuant: angles beat KIVI", "polar-paper", "kivi-2bit"),
+        Claim("PolarQuant: codebooks of the prompt beat those of the exact density", "polar-online", "polar-paper"),
+    ),
+    varied=("mean-",),
+    opposed=True,
+)
 
 PAPER = Window(sinks=0)
 # name → bits of levels 1, 2, ...; the last is that of all further ones

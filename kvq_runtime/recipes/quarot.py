@@ -5,9 +5,18 @@ Source: Ashkboos et al., 2024 (QuaRot, arXiv 2404.00456), section 4; group size 
 Differs: a range is that of the group's own ends, without a clipping ratio.
 """
 
+from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
+
+FAMILY = Family(
+    look=("red", "<"),
+    papers={"QuaRot": "Ashkboos et al., 2024, arXiv 2404.00456"},
+    golden=("quarot-2bit",),
+    compared=("quarot-2bit", "quarot-3bit"),
+    claims=(Claim("QuaRot: a rotation helps plain rounding", "quarot-2bit", "rtn-2bit"),),
+)
 
 
 def scheme(bits: int, group: str = "all", predict=None) -> Scheme:

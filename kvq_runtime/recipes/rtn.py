@@ -8,8 +8,15 @@ Source: optimum-quanto, as used by Shutova et al., 2025 (AQUA-KV), section 4.1 a
 
 from typing import Literal
 
+from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.rtn import Rtn
+
+FAMILY = Family(
+    look=("grey", "v"),
+    golden=("rtn-2bit",),
+    compared=("rtn-2bit", "rtn-3bit", "rtn-4bit"),
+)
 
 
 def scheme(bits: int, group: str | int = 64, range: Literal["minmax", "absmax"] = "minmax", predict=None) -> Scheme:

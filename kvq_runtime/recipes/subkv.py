@@ -27,9 +27,24 @@ Differs: where text and pseudocode contradict each other or leave a gap, as foll
 
 from dataclasses import replace
 
+from kvq_runtime.family import Claim, Family
 from kvq_runtime.policies.dynamic_window import DynamicWindow
 from kvq_runtime.recipe import Recipe, Window
 from kvq_runtime.recipes import aqua, higgs, kivi
+
+FAMILY = Family(
+    look=("olive", "^"),
+    papers={"SubKV": "Zeng et al., 2025, doi 10.1002/spe.3422"},
+    golden=("subkv-aqua-2bit", "subkv-2bit"),
+    compared=("subkv-2bit", "subkv-3bit", "subkv-aqua-2bit"),
+    claims=(
+        Claim(
+            "SubKV: a window that attention keeps beats KIVI's, in its blocks", "subkv-2bit", "kivi-2bit-r32", "in-use"
+        ),
+    ),
+    combined=("subkv-aqua",),
+    opposed=True,
+)
 
 WINDOW = Window(sinks=1, recent=32, block=32)  # the paper's F, N and G
 

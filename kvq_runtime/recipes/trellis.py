@@ -8,10 +8,19 @@ Source: Tseng et al., 2024 (QTIP), section 3, a method for weights; here for cac
 Differs: see `ops/trellis.py`.
 """
 
+from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import aqua, higgs
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.trellis import Trellis
+
+FAMILY = Family(
+    look=("blue", "X"),
+    papers={"QTIP": "Tseng et al., 2024, arXiv 2406.11235 (for weights)"},
+    golden=("trellis-head-1bit",),
+    compared=("aqua-trellis-2bit", "trellis-head-1bit", "trellis-head-2bit", "trellis-head-3bit"),
+    combined=("aqua-trellis",),
+)
 
 BITS = (1, 2, 3, 4)
 

@@ -14,11 +14,25 @@ cache types; even levels: Max, 1960.
 Differs: no residual sketch (see the stage), no extra bits for outlier channels: removing the mean gains more.
 """
 
+from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.even import Even
 from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard, Random
+
+FAMILY = Family(
+    look=("indigo", "v"),
+    papers={
+        "TurboQuant": "Zandieh et al., 2025, arXiv 2504.19874",
+        "DRIVE": "scales, arXiv 2105.08339",
+        "EDEN": "scales, arXiv 2108.08842",
+    },
+    golden=("mean-lloyd-2bit", "lloyd-1bit", "lloyd-even-2bit", "turboquant-3bit"),
+    compared=("lloyd-2bit", "lloyd-3bit", "turboquant-2bit", "turboquant-3bit"),
+    claims=(Claim("TurboQuant: an optimal scalar grid beats PolarQuant", "turboquant-3bit", "polar-paper"),),
+    varied=("mean-",),
+)
 
 BITS = (1, 2, 3, 4)
 

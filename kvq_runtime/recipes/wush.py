@@ -9,11 +9,20 @@ Source: WUSH-KV, 2026 (arXiv 2609.38121).
 Differs: the paper was not at hand; its formula of the transform is implemented, its quantizer and window may be others.
 """
 
+from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes.higgs import GRIDS
 from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.metric_rotation import Wush
 from kvq_runtime.stages.rtn import Rtn
+
+FAMILY = Family(
+    look=("orange", "*"),
+    papers={"WUSH-KV": "Chen et al., 2026, arXiv 2609.38121", "WUSH": "for weights, arXiv 2512.00956"},
+    golden=("wush-2bit", "wush-higgs-2bit"),
+    compared=("wush-2bit", "wush-higgs-2bit", "wush-3bit"),
+    combined=("wush-higgs",),
+)
 
 
 def recipes() -> list[Recipe]:

@@ -17,10 +17,19 @@ prompt); keys have a range per block of 128 tokens (theirs: of the prompt, then 
 and the 128 newest tokens stay exact (theirs: none of the prompt, and up to 100 generated ones).
 """
 
+from kvq_runtime.family import Claim, Family
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import aqua, kivi
 from kvq_runtime.stages.separable import Separable
+
+FAMILY = Family(
+    look=("pink", "X"),
+    papers={"ZipCache": "He et al., 2024, arXiv 2405.14256"},
+    golden=("zipcache-2bit", "aqua-zipcache-2bit"),
+    claims=(Claim("ZipCache: channel scales beat groups of channels, in fewer bits", "zipcache-2bit", "rtn-2bit"),),
+    combined=("aqua-zipcache",),
+)
 
 BITS = (2, 3, 4)
 

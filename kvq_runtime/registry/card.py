@@ -89,7 +89,7 @@ def _answers(record: Mapping[str, Any], kind: Any) -> list[Any]:
     about = record["protocol"]
     args = {"corpus": record["corpus"], "model": about["model"]["id"], "by": about["name"]}
     found = []
-    for answer in (one for one in measured.answers(record) if "value" in one):
+    for answer in (one for one in measured.answers(record) if one.get("value") is not None):
         metric, _, chosen = answer["metric"].partition(",")
         title = metric if chosen in ("", "none") else f"{metric} ({chosen})"
         found.append(kind(

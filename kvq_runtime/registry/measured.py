@@ -89,7 +89,7 @@ def elsewhere(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         protocol = {**about, **about["texts"][name]}
         del protocol["texts"]
         found[name] = {**record, "protocol": protocol, "result": {**result, **measured, "layers": [], "texts": {}}}
-        found[name]["corpus"] = protocol["text"].get("corpus_digest", record["corpus"])
+        found[name]["corpus"] = (protocol.get("text") or {}).get("corpus_digest", record["corpus"])
     return found
 
 

@@ -10,7 +10,7 @@ from kvq_runtime.ops import rtn
 from kvq_runtime.ops.rotation import Rotation, rotate
 from kvq_runtime.stages import groups
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.stage import Tensors
+from kvq_runtime.stages.stage import Quantizer, Tensors
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Clipped(Rtn):
     """
 
     kind: ClassVar[str] = "rtn_clipped"
+    papers: ClassVar[tuple[str, ...]] = ("2605.17757",)
+    papers_in = Quantizer.papers_in
     keep: float = 0.96
 
     def __post_init__(self):

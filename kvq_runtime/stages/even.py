@@ -11,7 +11,7 @@ from kvq_runtime.ops import lloyd
 from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages import groups
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.stage import Site, Tensors
+from kvq_runtime.stages.stage import Quantizer, Site, Tensors
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Even(Rtn):
     """
 
     kind: ClassVar[str] = "even"
+    slack: ClassVar[float] = Quantizer.slack
+    papers_in = Quantizer.papers_in
     group: str | int = "head"
     range: Literal["minmax", "absmax"] = "absmax"
 

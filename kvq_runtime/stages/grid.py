@@ -24,6 +24,7 @@ class Grid(CodebookQuantizer):
     """
 
     kind: ClassVar[str] = "grid"
+    papers: ClassVar[tuple[str, ...]] = ("2411.17525",)
     kernel: ClassVar[str | None] = "grid"
     dim: int = 2
     size: int = 16

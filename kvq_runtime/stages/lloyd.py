@@ -30,6 +30,7 @@ class Lloyd(CodebookQuantizer):
     """
 
     kind: ClassVar[str] = "lloyd"
+    papers: ClassVar[tuple[str, ...]] = ("2504.19874",)
     kernel: ClassVar[str | None] = "lloyd"
     bits: int = 2
     group: str | int = "head"

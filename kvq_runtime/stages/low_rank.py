@@ -36,6 +36,7 @@ class LowRank(Correction):
     """
 
     kind: ClassVar[str] = "low_rank"
+    papers: ClassVar[tuple[str, ...]] = ("2403.05527",)
     rank: int = 4
 
     def __post_init__(self):
@@ -78,6 +79,7 @@ class LowRankSparse(Correction):
     """
 
     kind: ClassVar[str] = "low_rank_sparse"
+    papers: ClassVar[tuple[str, ...]] = ("2403.05527",)
     rank: int = 4
     share: float = 0.02
     group: Literal["token", "channel", "block"] = "token"

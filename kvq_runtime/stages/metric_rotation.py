@@ -56,7 +56,11 @@ class MetricRotation(Rotation):
             raise ValueError(f"{self.kind} and feedback both weigh errors by queries; drop one of them")
         if site.geometry is not None:
             head, group = site.geometry.head_size, scheme.quantize.group_size(site.geometry.width, site.geometry)
-            if group is None or head % group:
+            if group is None:
+                raise ValueError(
+                    f"{self.kind}: {scheme.quantize.kind} has no groups; use a quantizer with some, as rtn"
+                )
+            if head % group:
                 raise ValueError(
                     f'{self.kind}: {scheme.quantize.kind} with group={group} mixes heads of {head}; use group="head"'
                 )
@@ -78,6 +82,7 @@ class Oscar(MetricRotation):
     """
 
     kind: ClassVar[str] = "oscar"
+    papers: ClassVar[tuple[str, ...]] = ("2605.17757",)
 
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
         rotation_HDD = tensors.get("rotation")
@@ -102,6 +107,7 @@ class Wush(MetricRotation):
     """
 
     kind: ClassVar[str] = "wush"
+    papers: ClassVar[tuple[str, ...]] = ("2609.38121",)
 
     def __post_init__(self):
         super().__post_init__()

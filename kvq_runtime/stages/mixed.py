@@ -48,6 +48,8 @@ class Mixed(Quantizer):
     """
 
     kind: ClassVar[str] = "mixed"
+    papers: ClassVar[tuple[str, ...]] = ("2502.15304",)
+    slack: ClassVar[float] = 1.35  # latent channels of unequal size
     needs: ClassVar[frozenset[str]] = frozenset({"fit"})
     takes_latents: ClassVar[bool] = True
     later: ClassVar[frozenset[str]] = frozenset({"gain", "shared"})

@@ -40,6 +40,7 @@ class Polar(Quantizer):
     """
 
     kind: ClassVar[str] = "polar"
+    papers: ClassVar[tuple[str, ...]] = ("2502.02617",)
     kernel: ClassVar[str | None] = "polar"
     bits: tuple[int, ...] = (4, 2)
     levels: int = 4

@@ -58,6 +58,7 @@ class Linear(Predictor):
     """
 
     kind: ClassVar[str] = "linear"
+    papers: ClassVar[tuple[str, ...]] = ("2501.19392",)
     cross_layer: ClassVar[bool] = True
     linear: ClassVar[bool] = True
     later: ClassVar[frozenset[str]] = frozenset({"both", "anchor_every", "reads"})

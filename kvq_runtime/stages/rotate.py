@@ -107,6 +107,7 @@ class Basis(Rotation):
     """
 
     kind: ClassVar[str] = "basis"
+    papers: ClassVar[tuple[str, ...]] = ("2502.15304",)
     latents: ClassVar[bool] = True
 
     needs = frozenset({"fit"})

@@ -11,7 +11,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import lookup, pack, rtn
 from kvq_runtime.ops.rotation import Rotation, in_tile
 from kvq_runtime.stages import groups
-from kvq_runtime.stages.stage import NOTHING, Fields, PackedCodes, Quantizer, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, PackedCodes, Quantizer, Scheme, Tensors
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Rtn(Quantizer):
     """
 
     kind: ClassVar[str] = "rtn"
+    slack: ClassVar[float] = 1.6  # uniform steps from a group's least number to its largest
     kernel: ClassVar[str | None] = "uniform"
     bits: int = 2
     group: str | int = 64
@@ -35,6 +36,11 @@ class Rtn(Quantizer):
             raise ValueError(f"bits={self.bits}; use 1, 2, 3, 4 or 8")
         if self.range not in ("minmax", "absmax"):
             raise ValueError(f'range={self.range!r}; use "minmax" or "absmax"')
+
+    def papers_in(self, scheme: Scheme) -> tuple[str, ...]:
+        """By channel it is KIVI's, after a Hadamard QuaRot's; else it is general knowledge."""
+        by_channel, turned = scheme.axis == "channel", scheme.rotate is not None and scheme.rotate.kind == "hadamard"
+        return ("2402.02750",) * by_channel + ("2404.00456",) * turned
 
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
         """Names, shapes and dtypes of what one block [rows, width] is stored as."""

@@ -33,6 +33,8 @@ class Separable(Quantizer):
     """
 
     kind: ClassVar[str] = "separable"
+    papers: ClassVar[tuple[str, ...]] = ("2405.14256",)
+    slack: ClassVar[float] = Rtn.slack
     needs: ClassVar[frozenset[str]] = frozenset({"fit"})
     bits: int = 2
     group: str | int = "all"

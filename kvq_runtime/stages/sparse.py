@@ -36,6 +36,7 @@ class Sparse(Correction):
     """
 
     kind: ClassVar[str] = "sparse"
+    papers: ClassVar[tuple[str, ...]] = ("2401.18079",)
     share: float = 0.01
     group: Literal["token", "channel", "block"] = "token"
 

@@ -40,16 +40,22 @@ class Stage(ABC):
     slot    the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
     needs   what it has to be given: "fit", tensors fitted to a model's keys or values; "queries", to its queries
     later   settings younger than the file format: JSON does not name them at their defaults, which mean what was before
+    papers  numbers on arXiv of the papers that it comes from; none for what is older than arXiv, or general knowledge
     """
 
     kind: ClassVar[str]
     slot: ClassVar[str]
+    papers: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
     later: ClassVar[frozenset[str]] = frozenset()
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """What a fit gives it at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
         return {}
+
+    def papers_in(self, scheme: Scheme) -> tuple[str, ...]:
+        """The papers that it comes from, beside the other stages of this scheme."""
+        return self.papers
 
     def check(self, site: Site) -> None:  # noqa: B027
         """Raise a ValueError, a sentence, if it cannot be used there; its own settings are checked when it is made."""
@@ -169,6 +175,7 @@ class Quantizer(Stage):
     keeps_dtype     whether it stores its input as it is, in the model's dtype
     takes_latents   whether it rounds latent channels, so that a rotation that gives them must come first
     scaled_lookup   whether `lookup` gives elements without their group's scale
+    slack           how much more error it may leave of a Gaussian than Lloyd's and Max's quantizer of as many bits
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
     """
 
@@ -176,6 +183,7 @@ class Quantizer(Stage):
     keeps_dtype: ClassVar[bool] = False
     takes_latents: ClassVar[bool] = False
     scaled_lookup: ClassVar[bool] = False
+    slack: ClassVar[float] = 1.15
     kernel: ClassVar[str | None] = None
 
     def check(self, site: Site) -> None:

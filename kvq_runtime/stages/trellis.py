@@ -28,6 +28,7 @@ class Trellis(CodebookQuantizer):
     """
 
     kind: ClassVar[str] = "trellis"
+    papers: ClassVar[tuple[str, ...]] = ("2406.11235",)
     bits: int = 2
     memory: int = 10
     group: str | int = "head"

@@ -68,22 +68,24 @@ class Decoder:
         self.count(room)
         return room
 
-    def below(self, layer: int, block: int) -> list[Pair]:
-        """A block of the layers that this one's predictions read, decoded, nearest first."""
-        return [self.block(layer - depth, block) for depth in range(1, self._reads[layer] + 1)]
+    def below(self, layer: int, run: Run) -> list[Pair]:
+        """A run of the layers that this one's predictions read, decoded, nearest first."""
+        layers = range(layer - 1, layer - 1 - self._reads[layer], -1)
+        return [self.block(one, run[0]) if run[1] - run[0] == 1 else self._pair(one, run) for one in layers]
 
     def block(self, layer: int, block: int) -> Pair:
         """One decoded block of a layer: at hand from this forward pass, or decoded again."""
         if (layer, block) not in self._fresh:
-            below = self.below(layer, block)
+            below = self.below(layer, (block, block + 1))
             store = self.stores[layer]
             parts = [{n: f[:, 0] for n, f in store.fields(role, block, block + 1).items()} for role in (0, 1)]
             self._fresh[layer, block] = self._decode_pair(layer, parts, below)
         return self._fresh[layer, block]
 
-    def add(self, layer: int, block: int, pair: Pair) -> None:
-        """Keep a block that has just been encoded, decoded, for the layers above."""
-        self._fresh[layer, block] = pair
+    def add(self, layer: int, run: Run, pair: Pair) -> None:
+        """Keep blocks that have just been encoded, decoded, for the layers above."""
+        first, stop = run
+        (self._fresh if stop - first == 1 else self._carried)[layer, first] = pair
 
     def survivors(self, layer: int, role: int, block: int) -> Tensor:
         """One block as it is read, [B, block, C], sinks put back: what a crop in the middle of it keeps."""

@@ -1,12 +1,12 @@
 """Encode the oldest tokens of a layer's window, one whole block at a time, when they are due."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.codec.block_input import block_input
-from kvq_runtime.codec.codec import Context
+from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, SLAB
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe
@@ -21,8 +21,12 @@ Extra = Callable[[int, LayerStore], Slab]
 class Encoder:
     """Turns the oldest blocks of windows into encoded ones.
 
-    extra   what policies store beside a block
+    extra      what policies store beside a block
+    together   predicted blocks that are encoded at once: 1, so that a block does not depend on its company, but for a
+               cache of one pass that nobody keeps, which takes a third of the time with whole slabs
     """
+
+    together = 1
 
     def __init__(self, recipe: Recipe, positions: Positions, decoder: Decoder, extra: Extra):
         self.recipe, self.positions, self.decoder, self.extra = recipe, positions, decoder, extra
@@ -41,13 +45,13 @@ class Encoder:
     def encode(self, layer: int, count: int) -> None:
         """Encode so many of the oldest blocks in the window of a layer."""
         store, target = self.stores[layer], self.stores[layer].blocks + count
-        together = 1
+        together = self.together if self.recipe.cross_layer else 1
         if not self.recipe.cross_layer and not self.recipe.policies:
             # a launch encodes each block as it would alone; a matrix product might round them differently
             together = SLAB if all(codec.one_launch(store.buffer_2BTC) for codec in store.codecs) else 1
         while store.blocks < target:
             some = min(together, target - store.blocks, SLAB - store.blocks % SLAB)
-            parts = self._predicted(layer, store) if self.recipe.cross_layer else self._encoded(store, some)
+            parts = (self._predicted if self.recipe.cross_layer else self._encoded)(layer, store, some)
             extra = {name: field[:, None] for name, field in self.extra(layer, store).items()}
             store.add_blocks(some, *parts, extra)
 
@@ -83,36 +87,38 @@ class Encoder:
                         "forward pass"
                     )
 
-    def _encoded(self, store: LayerStore, count: int) -> tuple[Slab, Slab]:
+    def _encoded(self, layer: int, store: LayerStore, count: int) -> tuple[Slab, Slab]:
         """The fields of the window's oldest blocks of keys and of values, [B, count, ...] each."""
-        found = []
-        for role, codec in enumerate(store.codecs):
-            inputs = [self._input(store, role, block) for block in range(store.blocks, store.blocks + count)]
-            x_NTC, context = inputs[0]
-            if count > 1:
-                x_NTC = torch.stack([x_BTC for x_BTC, _ in inputs], 1).flatten(0, 1)
-                if context.rope is not None:
-                    turns = zip(*(context.rope for _, context in inputs), strict=True)  # type: ignore[misc]
-                    cos, sin = (torch.stack([x.expand(store.rows, -1, -1) for x in part], 1) for part in turns)
-                    context = Context(rope=(cos.flatten(0, 1), sin.flatten(0, 1)))
-            fields = codec.encode(x_NTC, context)
-            found.append({name: field.unflatten(0, (-1, count)) for name, field in fields.items()})
-        return found[0], found[1]
+        keys, values = (codec.encode(*self._inputs(store, role, count)) for role, codec in enumerate(store.codecs))
+        return _by_row(keys, count), _by_row(values, count)
 
-    def _predicted(self, layer: int, store: LayerStore) -> tuple[Slab, Slab]:
-        """The oldest block of keys, then of values, [B, 1, ...], from the decoded block of the layers below."""
-        block, (keys, values) = store.blocks, store.codecs
-        below = self.decoder.below(layer, block)
-        k_BTC, context = self._input(store, 0, block)
-        v_BTC, _ = self._input(store, 1, block)
-        k_fields = keys.encode(k_BTC, Context(context.rope, None, below))
-        decoded = keys.decode(k_fields, Context(below=below))
-        v_fields = values.encode(v_BTC, Context(keys=decoded, below=below))
-        if layer + 1 < self.decoder.geometry.layers:
-            v_decoded = values.decode(v_fields, Context(keys=decoded, below=below))
-            self.decoder.add(layer, block, (decoded, v_decoded))
-        keys_B1, values_B1 = ({name: field[:, None] for name, field in part.items()} for part in (k_fields, v_fields))
-        return keys_B1, values_B1
+    def _predicted(self, layer: int, store: LayerStore, count: int) -> tuple[Slab, Slab]:
+        """The same, from the decoded blocks of the layers below."""
+        run, (keys, values) = (store.blocks, store.blocks + count), store.codecs
+        assert isinstance(keys, Codec) and isinstance(values, Codec), "nothing fitted to a prompt is predicted"
+        below = self.decoder.below(layer, run)
+        k_NTC, context = self._inputs(store, 0, count)
+        v_NTC, _ = self._inputs(store, 1, count)
+        k_fields, decoded = keys.encode_decode(k_NTC, Context(context.rope, None, below))
+        from_keys = Context(keys=decoded, below=below)
+        if count > 1 or layer + 1 < self.decoder.geometry.layers:
+            v_fields, v_decoded = values.encode_decode(v_NTC, from_keys)
+            self.decoder.add(layer, run, (decoded, v_decoded))
+        else:
+            v_fields = values.encode(v_NTC, from_keys)
+        return _by_row(k_fields, count), _by_row(v_fields, count)
+
+    def _inputs(self, store: LayerStore, role: int, count: int) -> tuple[Tensor, Context]:
+        """The window's oldest blocks as their codec wants them, those of a row side by side: [B · count, block, C]."""
+        inputs = [self._input(store, role, block) for block in range(store.blocks, store.blocks + count)]
+        x_NTC, context = inputs[0]
+        if count > 1:
+            x_NTC = torch.stack([x_BTC for x_BTC, _ in inputs], 1).flatten(0, 1)
+            if context.rope is not None:
+                turns = zip(*(context.rope for _, context in inputs), strict=True)  # type: ignore[misc]
+                cos, sin = (torch.stack([x.expand(store.rows, -1, -1) for x in part], 1) for part in turns)
+                context = Context(rope=(cos.flatten(0, 1), sin.flatten(0, 1)))
+        return x_NTC, context
 
     def _input(self, store: LayerStore, role: int, block: int) -> tuple[Tensor, Context]:
         """A block of the window as its codec wants it."""
@@ -129,3 +135,7 @@ class Encoder:
         k_BTC, rope = block_input(x_BTC, source, tables, undo, heads)
         keeps = store.codecs[role].scheme.quantize.keeps_dtype
         return k_BTC.to(x_BTC.dtype) if keeps else k_BTC, Context(rope=rope)
+
+
+def _by_row(fields: Mapping[str, Tensor], count: int) -> Slab:
+    return {name: field.unflatten(0, (-1, count)) for name, field in fields.items()}

@@ -13,11 +13,8 @@ from hub_client import REPO, clear
 
 from kvq_runtime import load_artifact, push_to_hub, save_pretrained
 from kvq_runtime.artifact import artifact, folder
-from kvq_runtime.artifact.papers import PAPERS, papers
 from kvq_runtime.errors import Conflict
-from kvq_runtime.policies.policy import PolicySetting
-from kvq_runtime.recipe import Recipe, families, policy_kinds, preset
-from kvq_runtime.stages.kinds import kinds
+from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.store.held import Sizes
 
 RECIPES = Path(folder.__file__).parents[1] / "recipes"
@@ -101,27 +98,10 @@ def test_a_push_is_a_version_that_loads_from_everywhere(hub, monkeypatch, tmp_pa
 # ---- papers
 
 
-def test_papers_are_those_of_stages_and_policies_that_there_are():
-    known = {(slot, kind) for slot, found in (kinds() | policy_kinds()).items() for kind in found}
-    assert PAPERS.keys() <= known and issubclass(policy_kinds()["select"]["heavy"], PolicySetting)
-    assert papers(preset("exact")) == [] and papers(preset("kivi-2bit")) == ["2402.02750"]
-    assert papers(preset("aqua-2bit")) == ["2411.17525", "2501.19392"]
-    assert papers(preset("svdq-shadow-2bit")) == ["2410.21465", "2502.15304"]
-
-
-AQUA, SVDQ = "2501.19392", "2502.15304"
-SILENT = {  # families whose file names authors alone, and what their recipes are of all the same
-    "aqua": {AQUA}, "aqua_absorbed": {AQUA}, "aqua_fisher": {AQUA, SVDQ}, "aqua_klt": {AQUA, SVDQ},
-    "aqua_metric": {AQUA, SVDQ}, "exact": set(), "h2o": {"2306.14048"}, "rtn": set(), "squat": {"2503.24358"},
-    "subkv": {"2402.02750"}, "svdq": {SVDQ}, "trellis": {"2406.11235"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", families())
-def test_numbers_that_a_recipe_states_are_those_of_its_stages(family):
-    text = (RECIPES / f"{family}.py").read_text()
-    stated = set(re.findall(r"arXiv (\d{4}\.\d{5})", text))
-    assert bool(stated) != (family in SILENT)
-    found = {number for recipe in families()[family] for number in papers(recipe)}
-    assert SILENT.get(family, stated) <= found and bool(found) == (family not in ("exact", "rtn"))
-    assert stated <= found, f"{family}: {stated - found} is stated, and no stage has it"
+def test_papers_are_those_of_stages_and_policies_as_they_are_combined():
+    by_recipe = {
+        "exact": [], "rtn-2bit": [], "lloyd-even-2bit": [], "kivi-2bit": ["2402.02750"], "quarot-2bit": ["2404.00456"],
+        "oscar-2bit": ["2605.17757"], "aqua-2bit": ["2411.17525", "2501.19392"],
+        "svdq-shadow-2bit": ["2410.21465", "2502.15304"],
+    }  # fmt: skip
+    assert {name: preset(name).papers for name in by_recipe} == by_recipe

@@ -122,7 +122,8 @@ def use(loaded: artifact.Artifact) -> None:
             fields = one.encode(x_NTC, context)
             kinds = {name: (tuple(field.shape[1:]), field.dtype) for name, field in fields.items()}
             assert kinds == one.fields(torch.float32), "it is not stored as it says"
-            assert one.restore(one.decode(fields, context), context).shape == x_NTC.shape
+            found_NTC = one.restore(one.decode(fields, context), context)
+            assert found_NTC.shape == x_NTC.shape and bool(found_NTC.isfinite().all()), "not finite"
 
 
 def says(full, given) -> bool:

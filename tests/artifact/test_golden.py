@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvq_runtime.artifact import artifact
-from kvq_runtime.recipe import preset
+from kvq_runtime.recipe import preset, presets
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").glob("v*/*.safetensors"))
@@ -37,9 +37,12 @@ def golden(tmp_path_factory):
     return make_golden
 
 
-def test_there_is_a_golden_artifact_of_every_method(golden):
-    assert {path.stem for path in GOLDEN} >= set(golden.METHODS)
-    assert {path.stem for path in UNFITTED} >= set(golden.UNFITTED)
+def test_there_is_a_golden_artifact_of_every_stage_and_of_all_that_families_name(golden):
+    assert [{path.stem for path in paths} for paths in (GOLDEN, UNFITTED)] == [set(names) for names in golden.names()]
+    schemes = [scheme for path in (*GOLDEN, *UNFITTED) for scheme in preset(path.stem).schemes]
+    held = {(slot, stage.kind) for scheme in schemes for slot, stage in scheme.stages}
+    used = {(slot, stage.kind) for one in presets().values() for scheme in one.schemes for slot, stage in scheme.stages}
+    assert used <= held, f"name recipes in `golden` with {used - held}, run scripts/make_golden.py"
 
 
 def off(found: Tensor, expected: Tensor) -> float:
@@ -54,8 +57,8 @@ def check_decoded(decoded: dict[str, Tensor], stored: dict[str, Tensor]) -> None
         assert off(found, stored[name]) <= 0.01, name
 
 
-def check_fields(found: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
-    """Of codes one byte in a hundred may fall to the other side of a step elsewhere; none does where they were made."""
+def check_fields(found: dict[str, Tensor], stored: dict[str, Tensor], share: float = 0.01) -> None:
+    """Of codes such a share of bytes may fall to the other side of a step elsewhere; none does where they were made."""
     assert found.keys() == {name for name in stored if not name.endswith(".decoded")}
     for name, field in found.items():
         expected = stored[name]
@@ -63,7 +66,7 @@ def check_fields(found: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
         if field.is_floating_point():
             assert off(field, expected) <= 0.01, name
         else:
-            assert float((field != expected).double().mean()) <= 0.01, name
+            assert float((field != expected).double().mean()) <= share, name
 
 
 @every_golden
@@ -74,8 +77,10 @@ def test_a_golden_artifact_decodes_to_the_numbers_it_always_did(golden, path):
 
 @every_golden
 def test_a_golden_artifact_encodes_to_the_codes_it_always_did(golden, path):
-    stored = load_file(path.with_suffix(".expected"))
-    check_fields(golden.encoded(artifact.load(path), stored), stored)
+    """Where a path turns off elsewhere, it goes another way for some tokens: more of its bytes are others."""
+    stored, made = load_file(path.with_suffix(".expected")), artifact.load(path)
+    paths = any(getattr(scheme.quantize, "codebook", "") == "trellis" for scheme in made.recipe.schemes)
+    check_fields(golden.encoded(made, stored), stored, 0.2 if paths else 0.01)
 
 
 def follows(name: str, tensors: Mapping[str, Tensor]) -> bool:

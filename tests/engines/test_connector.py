@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-pytest.importorskip("vllm.v1", reason="vLLM has an environment of its own: make test-engines")
+pytest.importorskip("vllm.v1", reason="vLLM is in an environment of its own: make test-engines")
 
 from vllm_server import PATIENCE, ROOT, Server, tokens_of_a_text
 

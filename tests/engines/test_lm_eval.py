@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="lm-eval is an extra of its own: make test-lm-eval")
+pytest.importorskip("lm_eval", reason="lm-eval is in an environment of its own: make test-lm-eval")
 
 import lm_eval
 import torch

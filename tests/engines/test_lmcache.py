@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("lmcache", reason="LMCache is in an environment of its own: make test-engines")
+pytest.importorskip("lmcache", reason="LMCache is in an environment of its own: make test-lmcache")
 
 import torch
 from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import get_layout_desc

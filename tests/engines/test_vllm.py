@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm.v1", reason="vLLM has an environment of its own: make test-engines")
+pytest.importorskip("vllm.v1", reason="vLLM is in an environment of its own: make test-engines")
 
 import torch
 from transformers import AutoModelForCausalLM

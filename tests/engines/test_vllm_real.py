@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm.v1", reason="vLLM has an environment of its own: make test-engines")
+pytest.importorskip("vllm.v1", reason="vLLM is in an environment of its own: make test-engines")
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,7 +19,7 @@ from kvq_runtime.recipe import preset
 LENGTH = 512
 RECIPES = (  # of each family that vLLM serves without a fit
     "lloyd-3bit", "rtn-4bit", "kivi-4bit", "higgs-4bit", "quarot-4bit", "gear-4bit", "turboquant-3bit",
-    "trellis-head-2bit",
+    "trellis-head-2bit", "polar-3bit",
 )  # fmt: skip
 BYTES = 64 << 20  # of the cache
 NAME = "smollm2-135m"

@@ -110,7 +110,6 @@ def test_tokens_and_logits_are_those_of_eager_steps(way, lengths, quick):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="records a CUDA graph")
 @pytest.mark.parametrize("lengths", [(40, 40), (40, 23)], ids=["whole", "padded"])
 def test_a_gpu_replays_what_it_recorded(lengths):
     model: Any = model_of()

@@ -300,8 +300,6 @@ def test_generation_is_rehearsed_with_the_heads_of_the_model(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_step_is_one_graph():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     case = cases.Case(cases.MODELS[0], "kivi-2bit-g128", 4096, 1)
     step = cases.built(case, torch.device("cuda"))
     q = torch.randn(1, 32, 1, 128, dtype=torch.bfloat16, device="cuda")

@@ -102,7 +102,6 @@ def test_what_is_not_the_kernels_is_not_recorded():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="records a CUDA graph")
 @pytest.mark.parametrize("starts", [None, PADDED], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_is_one_graph(name, starts):

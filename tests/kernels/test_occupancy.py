@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from fused_driver import FAMILIES, Driver, with_kernels  # noqa: F401
 
 pytest.importorskip("triton")
@@ -70,7 +69,6 @@ def test_a_cache_chooses_once_by_the_room_that_it_has(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the driver counts registers")
 def test_the_compiled_kernel_is_asked():
     driver = Driver(FAMILIES["rtn-2bit"])
     driver.step(58, expected=False)

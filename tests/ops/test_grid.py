@@ -124,7 +124,6 @@ def test_zeros_nothing_and_nonsense(size):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("size", SIZES)
 def test_nearest_on_a_gpu(size):
     x = vectors(100_000, size[0])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvq_calib.run.plan import environment
 from kvq_runtime.ops import product
@@ -37,6 +38,19 @@ def test_what_is_not_bfloat16_is_left_alone(without):
     assert not product.widened(numbers(4).to("meta"))
 
 
+class Products(TorchDispatchMode):
+    """The dtypes of what is multiplied as matrices meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
+            self.dtypes |= {x.dtype for x in args}
+        return op(*args, **kwargs or {})
+
+
 @pytest.mark.parametrize("stage", [Linear(), LowRank(rank=8), MLP()], ids=lambda stage: stage.kind)
 def test_predictions_multiply_no_bfloat16(stage, monkeypatch: pytest.MonkeyPatch):
     """With instructions and without they agree to bfloat16's rounding, and without no product is of bfloat16."""
@@ -48,13 +62,10 @@ def test_predictions_multiply_no_bfloat16(stage, monkeypatch: pytest.MonkeyPatch
     z = numbers(2, 8, 32)
     monkeypatch.setattr(product, "multiplies_bfloat16", lambda: True)
     native = stage.apply(z, tensors)
-    seen = []
     monkeypatch.setattr(product, "multiplies_bfloat16", lambda: False)
-    for name in ("addmm", "matmul"):
-        own = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *args, own=own: seen.append(args[1].dtype) or own(*args))
-    wide = stage.apply(z, tensors)
-    assert set(seen) <= {torch.float32}
+    with Products() as products:
+        wide = stage.apply(z, tensors)
+    assert products.dtypes == {torch.float32}
     assert wide.dtype == native.dtype == torch.bfloat16
     torch.testing.assert_close(wide, native, rtol=2**-6, atol=2**-7)
 
@@ -66,6 +77,9 @@ def test_predictions_multiply_no_bfloat16(stage, monkeypatch: pytest.MonkeyPatch
 def test_what_the_machine_has(named: str, has: bool, expected: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", named)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has, "avx2": True}, raising=False)
+    assert product.multiplies_bfloat16.__wrapped__() is expected
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # an older torch
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
     assert product.multiplies_bfloat16.__wrapped__() is expected
 
 

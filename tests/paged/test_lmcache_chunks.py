@@ -117,10 +117,26 @@ def test_a_chunk_with_a_scale_that_is_not_finite_is_not_decoded(value):
     assert bool((out == 7.0).all())
 
 
+@pytest.mark.parametrize("name", ["rtn-2bit", "higgs-2bit", "kivi-2bit-r32"])
+def test_a_chunk_with_a_scale_that_overflows_is_not_decoded(name):
+    """A finite scale, of the last layer's values: nothing of the layers before it is written either."""
+    codec = _codec(name, dtype=torch.float16)
+    chunk = torch.randn(codec.shape_2LTC).to(codec.dtype)
+    data, out = _kept(codec, chunk), torch.full_like(chunk, 7.0)
+    for field in (
+        field for field in codec._fields if field.dtype.is_floating_point and (field.layer, field.role) == (1, 1)
+    ):
+        data[field.start : field.stop].view(field.dtype)[:] = torch.finfo(field.dtype).max
+    with pytest.raises(ArtifactError, match="finite: layer 1 decodes to NaN or infinity"):
+        codec.decode(_sealed(codec, data), KEY, out)
+    assert bool((out == 7.0).all())
+
+
 @pytest.mark.slow
-def test_no_mutant_of_a_chunk_decodes_to_what_is_not_finite():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_no_mutant_of_a_chunk_decodes_to_what_is_not_finite(dtype):
     """300 changes of bytes, half with the digest made again: refused, the same, or finite numbers."""
-    codecs = [_codec(name) for name in RECIPES]
+    codecs = [_codec(name, dtype=dtype) for name in RECIPES]
     kept = [_kept(codec, torch.randn(codec.shape_2LTC).to(codec.dtype)) for codec in codecs]
     counts = Counter()
     for number in range(300):
@@ -256,6 +272,10 @@ def test_chunks_that_an_artifact_says_nothing_of_are_refused():
     alike = Chunks(Settings(Source("lloyd-3bit", preset("lloyd-3bit"), None), whole, 32, 1))
     assert alike.codec((2, 2, TOKENS, 64), torch.bfloat16).geometry == Geometry(2, 2, 32)
     assert alike.codec((2, TOKENS, 128), torch.bfloat16, 1, 2).geometry == Geometry(2, 2, 32)
+    by_layer = preset("lloyd-3bit").with_schemes(0, *preset("lloyd-2bit").at(0))
+    unlike = Chunks(Settings(Source("mine", by_layer, None), whole, 32, 1))
+    with pytest.raises(ValueError, match="pipeline parallelism"):
+        unlike.codec((2, 2, TOKENS, 64), torch.bfloat16)
 
 
 def test_latents_are_not_taken_for_fused_heads(demo_model: Path, tmp_path: Path):

@@ -9,7 +9,8 @@ import pytest
 
 from kvq_calib.cli import calibrate
 from kvq_runtime.cli import main
-from kvq_runtime.recipe import presets
+from kvq_runtime.recipe import facts, families, presets
+from scripts import make_family_tables
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -111,17 +112,26 @@ def test_papers_that_a_page_names_are_linked_there():
                 )
 
 
-def test_every_file_of_recipes_is_in_the_table_of_papers_and_its_names_are_recipes():
-    rows = [line.split("|") for line in PAPERS.splitlines() if line.startswith("| ") and "`recipes/" in line]
-    files = {file for row in rows for file in re.findall(r"`recipes/(\w+\.py)`", row[3])}
-    assert files == {path.name for path in (ROOT / "kvq_runtime" / "recipes").glob("[a-z]*.py")}
-    stages = {file for row in rows for file in re.findall(r"`((?:stages|policies)/\w+\.py)`", row[3])}
-    assert all((ROOT / "kvq_runtime" / file).exists() for file in stages)
-    patterns = [pattern for row in rows for pattern in re.findall(r"`([^`]+)`", row[2])]
-    for pattern in patterns:
-        assert any(re.fullmatch(pattern.replace("*", ".*"), one) for one in presets()), pattern
-    left = [one for one in presets() if not any(re.fullmatch(pattern.replace("*", ".*"), one) for pattern in patterns)]
-    assert not left, f"of no paper, nor of none: {left}"
+@pytest.mark.parametrize("name", make_family_tables.TABLES)
+def test_the_tables_of_families_are_this_versions(name):
+    told = f"docs/{name} is old: run python scripts/make_family_tables.py"
+    assert (DOCS / name).read_text() == make_family_tables.page(name), told
+
+
+def test_the_tables_of_families_have_every_family_and_link_what_its_stages_come_from():
+    served, cited = make_family_tables.served(), make_family_tables.cited()
+    assert [row[0] for row in served[1:]] == [f"`{name.replace('_', '-')}`" for name in families()]
+    assert {row[1] for row in cited[1:]} == {row[0] for row in served[1:]}
+    (kvquant,) = [row for row in cited if row[1] == "`kvquant`"]
+    assert kvquant[0] == "KVQuant: Hooper et al., 2024, [arXiv 2401.18079](https://arxiv.org/abs/2401.18079)"
+    assert kvquant[2] == "`recipes/kvquant.py`, `stages/nuq.py`, `stages/sparse.py`"
+    (svdq,) = [row for row in served if row[0] == "`svdq`"]
+    assert svdq[-3:] == ["some", "22", "no"]
+    for name, one in facts().items():
+        stated = {number for by in one.papers.values() for number in make_family_tables.ARXIV.findall(by)}
+        own = {number for recipe in families()[name] for number in recipe.papers}
+        missing = f"{name} names papers {stated}; none of its stages or policies has one among its `papers`: {own}"
+        assert stated & own or not stated, missing
 
 
 def test_a_paper_has_the_same_link_everywhere():

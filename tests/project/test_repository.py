@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvq_runtime.recipe import presets
-
 ROOT = Path(__file__).parents[2]
 LARGEST = 9_000_000  # bytes
 # Spelled in parts, so that this file does not contain what it looks for.
@@ -91,24 +89,6 @@ def test_files_that_the_readme_names_exist():
     text = (ROOT / "README.md").read_text()
     for name in re.findall(r"`((?:[\w-]+/)+[\w.-]+\.\w+|[A-Z]{4,}|constraints\.txt)`", text):
         assert name.startswith("build/") or (ROOT / name).exists(), name
-
-
-def test_the_page_of_recipes_has_each_once_and_says_whether_it_is_fitted():
-    """A recipe belongs to the row with the longest beginning of its name."""
-    part = (ROOT / "docs" / "recipes.md").read_text().split("\n## Names\n")[1].split("\n## ")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| `")
-    ]
-    starts = {start: row for row in rows for start in re.findall(r"`([^`]+)`", row[0])}
-    assert sum(row[0].count("`") for row in rows) == 2 * len(starts), "a beginning stands in two rows"
-    fitted: dict[str, set[str]] = {start: set() for start in starts}
-    for recipe in presets().values():
-        named = [start for start in starts if recipe.name == start or recipe.name.startswith(f"{start}-")]
-        assert named, f"{recipe.name} is in no row"
-        fitted[max(named, key=len)].add("yes" if recipe.fitted else "no")
-    for row in rows:
-        found = set().union(*(fitted[start] for start in starts if starts[start] is row))
-        assert found and set(re.findall("yes|no", row[2])) == found, row
 
 
 def test_excerpts_of_the_documentation_are_the_code():

@@ -32,6 +32,7 @@ SETTINGS: dict[str, list[Any]] = {  # by name; a Literal and a bool are drawn fr
     "bits": [1, 2, 3, 4, 5, 6, 7, 8, 0, 9],
     "group": ["head", "all", 8, 16, 32, 64, 2, 1, 12, 0],
     "dim": [1, 2, 4, 8, 3],
+    "channels": [4, 2, 8, 3, 0],
     "size": [16, 256, 64, 8, 2, 0, 4096, 1000],
     "seed": [0, 1, 7],
     "rank": [1, 4, 64, 0, 1000],

@@ -1,23 +1,16 @@
 """What a preset's name stands for never changes: artifacts, plans and published figures are known by it."""
 
 import json
-from hashlib import sha256
-from pathlib import Path
 
-from kvq_runtime.disk import strict_json
-from kvq_runtime.recipe import Recipe, presets
+from kvq_runtime.recipe import presets
+from scripts import make_golden
 
-DIGESTS = json.loads(Path(__file__).with_name("presets.json").read_text())
-
-
-def digest(recipe: Recipe) -> str:
-    """Of the JSON that stands in artifacts, name and summary included."""
-    return sha256(strict_json.dumps(recipe.to_json()).encode()).hexdigest()[:16]
+DIGESTS = json.loads(make_golden.PRESETS.read_text())
 
 
 def test_every_preset_is_what_it_was_and_a_new_one_is_written_down():
-    """After a new preset: add its line to presets.json. A line that would have to change means another name."""
-    found = {name: digest(recipe) for name, recipe in presets().items()}
+    """After a new preset: run scripts/make_golden.py. A line that would have to change means another name."""
+    found = {name: make_golden.digest(recipe) for name, recipe in presets().items()}
     assert {name: DIGESTS.get(name) for name in found} == found
     assert DIGESTS.keys() == found.keys()
 

@@ -1,5 +1,6 @@
 """A Hub that lies: nothing of its answers becomes a path, and none is without end."""
 
+import io
 import time
 from hashlib import sha256
 
@@ -12,7 +13,7 @@ from hub_server import Hub
 from huggingface_hub import constants
 
 from kvq_runtime.registry import resolve
-from kvq_runtime.registry.hub import client
+from kvq_runtime.registry.hub import client, receive, records
 from kvq_runtime.registry.hub import index as hub_index
 from kvq_runtime.registry.hub import upkeep as hub_upkeep
 from kvq_runtime.registry.hub.registry import HubRegistry
@@ -103,6 +104,45 @@ def test_an_answer_without_end_is_left(pattern, hub, store):
     with pytest.raises(RuntimeError, match="sends more than the [0-9]+ bytes that are expected; check HF_ENDPOINT"):
         everything(store)
     assert hub.faults.happened and hub.faults.sent < ENDLESS
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MOST", 2), ("BYTES", 300)])
+def test_records_without_end_are_left(limit, most, hub, store, monkeypatch):
+    """Each is small, and there is always one more."""
+    for number in range(3):
+        about = {"corpus": f"{number:064}", "protocol": {}, "environment": {}, "result": {}}
+        store.add_evaluation({"artifact": DIGEST, **about}, NAME)
+    assert len(HubRegistry("org").evaluations(DIGEST, NAME)) == 4
+    monkeypatch.setattr(records, limit, most)
+    with pytest.raises(RuntimeError, match=f"evaluations/{DIGEST}: more than .* records or .* bytes of them"):
+        HubRegistry("org").evaluations(DIGEST, NAME)
+
+
+def test_a_limit_is_of_all_pages_of_a_list(hub, store, monkeypatch):
+    sizes, read = [], receive._json
+    monkeypatch.setattr(receive, "_json", lambda *given: sizes.append((found := read(*given))[1]) or found)
+    path = f"/api/models/{REPO}/tree/main"
+    rows = [*receive.pages(path, {"recursive": "true"})]
+    assert len(sizes) > 1
+    monkeypatch.setattr(receive, "ANSWER", sum(sizes))
+    assert [*receive.pages(path, {"recursive": "true"})] == rows
+    monkeypatch.setattr(receive, "ANSWER", sum(sizes[: len(sizes) // 2]) - 1)
+    with pytest.raises(RuntimeError, match="bytes that are expected"):
+        list(receive.pages(path, {"recursive": "true"}))
+
+
+def test_a_limit_is_of_all_tries_of_a_file(hub, store):
+    """What was received before counts."""
+    address = f"{hub.url}/{REPO}/resolve/main/kvq.json"
+    receive.append(address, whole := io.BytesIO(), 1 << 16)
+    size = len(whole.getvalue())
+    begun = io.BytesIO()
+    begun.write(whole.getvalue()[: size - 4])
+    with pytest.raises(RuntimeError, match="more than the 3 bytes that are expected"):
+        receive.append(address, begun, size - 1)
+    begun.seek(size - 4)
+    receive.append(address, begun, size)
+    assert begun.getvalue() == whole.getvalue()
 
 
 @pytest.mark.parametrize("kind", ["trickle", "heads"])

@@ -149,6 +149,18 @@ def test_a_file_that_was_damaged_in_the_cache_is_refused_and_fetched_again(hub, 
     resolve.load_artifact(f"hf://org/{NAME}", lock=lock)
 
 
+def test_an_index_that_was_edited_in_the_cache_is_not_believed(hub, store):
+    """What is there by now has the form of an index, but not the digest that names it."""
+    store.publish(NAME, tiny.data())
+    assert resolve.resolve(f"hf://org/{NAME}").version == "1.0.0"
+    kept = {path.resolve() for path in client.cache_folder().rglob(hub_index.FILE)}
+    for path in kept:
+        path.write_bytes(path.read_bytes().replace(b"1.0.0", b"9.0.0"))
+    hub.requests.clear()
+    assert resolve.resolve(f"hf://org/{NAME}").version == "1.0.0"
+    assert kept and any(hub_index.FILE in line for line in asked(hub)), "received again"
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_index_that_was_damaged_on_its_way_is_fetched_again(times, hub, store, monkeypatch, tmp_path):
     store.publish(NAME, tiny.data())

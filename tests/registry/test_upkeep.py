@@ -83,6 +83,12 @@ def test_doctor_names_missing_events_by_ranges(store, kvq):
     assert code == 1 and "99999998" in out
 
 
+def test_doctor_sees_that_the_first_event_is_missing(store):
+    three(store)
+    event_files(store)[0].unlink()
+    assert any(one.what.startswith("event 1 of ") for one in upkeep.examine(store))
+
+
 def test_gc_gives_a_blob_back_that_was_named_meanwhile(store, monkeypatch):
     store.publish("other", tiny.data(0))
     data = tiny.data(1)

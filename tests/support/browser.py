@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+HERE = Path(__file__).parents[2] / "build" / "chromium"  # by make browser
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -72,9 +74,10 @@ class Page:
 @contextmanager
 def browser() -> Iterator[Page]:
     """A page of a new browser; skips the test where there is none."""
-    program = next((found for name in NAMES if (found := shutil.which(name))), None)
+    places = f"{os.environ['PATH']}{os.pathsep}{HERE}"
+    program = next((found for name in NAMES if (found := shutil.which(name, path=places))), None)
     if program is None:
-        pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
+        pytest.skip(f"none of {', '.join(NAMES)} is here, for the tests of pages: make browser")
     from websockets.sync.client import connect
 
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:

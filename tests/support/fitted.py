@@ -1,6 +1,6 @@
 """Fitted tensors without a calibration: random, but of the size that a fit would give, for any recipe and geometry.
 
-A quantizer that the runtime fits is really fitted, to random tokens, so that a new one has nothing to add here.
+A quantizer that is fitted to tokens alone is really fitted, to random ones, so that a new one has nothing to add here.
 """
 
 from dataclasses import replace
@@ -19,6 +19,7 @@ from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.stage import Quantizer
 
 ROWS = 256  # tokens that a quantizer is fitted to
+PACKAGES = ("kvq_runtime.fit", "kvq_calib.fit")  # the shorter fit first
 
 
 def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tensor]:
@@ -51,22 +52,19 @@ def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tens
 
 
 def _is_fitted_here(quantize: Quantizer) -> bool:
-    """Whether the runtime fits it to tokens alone; the bits of latent channels need a basis that fits them."""
+    """Whether it is fitted to tokens alone; the bits of latent channels need a basis that fits them."""
     if "fit" not in quantize.needs or quantize.takes_latents:
         return False
-    try:
-        return fitting.fit_module(quantize, fitting.Fitting.packages).statistics(quantize) == ("residuals",)
-    except ValueError:  # only a calibration fits it
-        return False
+    return fitting.fit_module(quantize, PACKAGES).statistics(quantize) == ("residuals",)
 
 
 @cache
 def _quantizer(scheme: Scheme, geometry: Geometry, seed: int) -> dict[str, Tensor]:
-    """The tensors of a scheme's quantizer, fitted to tokens whose channels differ in size and in mean."""
+    """The tensors of a scheme's quantizer, fitted to tokens whose channels are of middling mean and size."""
     generator = torch.Generator().manual_seed(seed)
-    channel = torch.rand(geometry.width, generator=generator)
-    rows_NC = torch.randn(ROWS, geometry.width, generator=generator) * (0.5 + channel) + channel
+    rows_NC = 0.5 + torch.randn(ROWS, geometry.width, generator=generator)
     fit = fitting.Fitting(Recipe("random", scheme, scheme), 0, "key", geometry, Statistics(rows_NC.mean(0)))
+    fit.packages = PACKAGES
     fit.solve(lambda field: row.residuals(rows_NC), slots=("quantize",))
     return fit.tensors
 
@@ -79,16 +77,12 @@ def _reach(quantize: Mixed, width: int) -> Tensor:
 def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    if field == "points":  # as of a Gaussian whose ends are its deviations times two
-        return torch.special.ndtri((torch.arange(shape[0]) + 0.5) / shape[0]) / 2
     x = torch.randn(shape, generator=generator)
     if field in ("basis", "rotation") and len(shape) == 3:  # of each head
         return torch.linalg.qr(x).Q.to(dtype).contiguous()
     if field == "basis":
         square = torch.randn(shape[0], shape[0], generator=generator)
         return torch.linalg.qr(square).Q[:, : shape[1]].to(dtype).contiguous()
-    if field in ("middle", "half"):  # of channels: 2.6 deviations about a mean of 1/2
-        return 0.5 + 0.1 * x if field == "middle" else 2.6 * (1 + 0.05 * x.abs())
     if field in ("deviation", "high") or (field, dtype) == ("low", torch.float32):  # of latent channels
         return {"deviation": 1.2, "high": 1.2, "low": -1.2}[field] * (1 + 0.05 * x)
     if field.startswith("update_"):  # of feedback: smaller than the error that it follows

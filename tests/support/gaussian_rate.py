@@ -9,9 +9,6 @@ from kvq_runtime.stages.mixed import Mixed
 
 # the error of Lloyd's and Max's quantizers, relative to the deviation (Max, 1960, table I), 8 bits by Panter and Dite
 LLOYD_MAX = {0: 1.0, 1: 0.603, 2: 0.343, 3: 0.186, 4: 0.0975, 8: 0.0068}
-# times that: uniform steps from a group's least number to its largest; latent channels of unequal size; all others
-SLACK = {"rtn": 1.6, "rtn_clipped": 1.6, "separable": 1.6, "mixed": 1.35}
-OTHERS = 1.15
 
 
 def gaussian(bits: float) -> float:
@@ -34,4 +31,4 @@ def most(codec: Codec) -> float:
         expected = gaussian(8 * math.prod(shape) / (codec.block * width))
     rotate = codec.scheme.rotate
     matrices = 2 * gaussian(4) ** 2 if rotate is not None and rotate.packed else 0.0  # there and back, in 4 bits
-    return min(0.99, SLACK.get(quantize.kind, OTHERS) * math.sqrt(expected**2 + matrices))
+    return min(0.99, quantize.slack * math.sqrt(expected**2 + matrices))

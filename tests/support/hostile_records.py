@@ -1,4 +1,4 @@
-"""Mutants of evaluation records of every protocol, such that a registry accepts them."""
+"""Mutants of evaluation records of every protocol."""
 
 import random
 from collections.abc import Iterator
@@ -32,8 +32,33 @@ def seeds(digest: str) -> list[dict[str, Any]]:
     return [usual, usual, week, first, *others]
 
 
+def one_field(digest: str) -> Iterator[dict[str, Any]]:
+    """Records in which one field of protocol or result is missing, null, or of another kind."""
+    for record in seeds(digest)[1:]:
+        for parents, name in _fields(record, ()):
+            for value in (None, [], {}, "x", 7, [None], {"x": {}}, ...):
+                found = mutate.copied(record)
+                place: Any = found
+                for parent in parents:
+                    place = place[parent]
+                place[name] = value
+                if value is ...:
+                    del place[name]
+                yield found
+
+
+def _fields(value: Any, parents: tuple) -> Iterator[tuple[tuple, Any]]:
+    """(where it is, its name) of every field below protocol and result; of lists the first."""
+    below = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for name, one in below:
+        if parents:
+            yield parents, name
+        if parents or name in ("protocol", "result"):
+            yield from _fields(one, (*parents, name))
+
+
 def mutants(digest: str, count: int, first: int = 0) -> Iterator[dict[str, Any]]:
-    """Records with one to eight changes below protocol, result or environment."""
+    """Records with one to eight changes below protocol, result or environment that a registry accepts."""
     originals = seeds(digest)
     known = mutate.vocabulary(originals)
     for number in range(first, first + count):

@@ -17,7 +17,6 @@ from kvq_runtime import __version__
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import recipe_row
-from kvq_runtime.artifact.papers import papers
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.events import State, Version
@@ -73,7 +72,7 @@ def of_artifact(made: Artifact) -> dict[str, Any]:
     held = [sizes.at(tokens) for tokens in folder.LENGTHS]
     shape = {"layers": geometry.layers, "kv_heads": geometry.kv_heads, "head_size": geometry.head_size}
     return {
-        "recipe": recipe_row(made.recipe, geometry) | {"papers": [f"arXiv:{one}" for one in papers(made.recipe)]},
+        "recipe": recipe_row(made.recipe, geometry) | {"papers": [f"arXiv:{one}" for one in made.recipe.papers]},
         "settings": made.recipe.to_json(),
         "model": {"id": model, "revision": revision, **shape},
         "corpus": dict(corpus_of(made)),

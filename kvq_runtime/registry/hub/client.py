@@ -8,6 +8,7 @@ error is not chained to ours.
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -128,7 +129,7 @@ def retry_delay(error: BaseException) -> float | None:
     """Seconds to wait before the same request may succeed; None if a retry is useless."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    if any(isinstance(cause, OfflineModeIsEnabled) for cause in _chain(error)):
+    if any(isinstance(cause, OfflineModeIsEnabled) for cause in _chain(error)) or _is_unknown_host(error):
         return None
     status = http_status(error)
     if status in _TRANSIENT:
@@ -162,6 +163,15 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+def _is_unknown_host(error: BaseException | None) -> bool:
+    """Whether the address has a name that nobody knows, which another try will not change."""
+    while error is not None:
+        if isinstance(error, socket.gaierror):
+            return error.errno == socket.EAI_NONAME
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _is_network(error: BaseException) -> bool:
@@ -217,6 +227,8 @@ def _translated(error: Exception, repo: str) -> Exception | None:
         return NotFound(f"{repo}: {message}")
     if code == 429:
         return RuntimeError(f"{repo}: the Hub limits the rate of requests (429); retry in some minutes")
+    if _is_unknown_host(error):
+        return RuntimeError(f"{repo}: {place()}: no host of this name is found; check the network, or HF_ENDPOINT")
     if code is not None or any(map(_is_network, chain)) or isinstance(error, errors.LocalEntryNotFoundError):
         return RuntimeError(f"{repo}: no answer from the Hub at {place()} after {TRIES} tries: {message}")
     return None

@@ -12,6 +12,9 @@ from kvq_runtime.registry import evaluations, reference
 from kvq_runtime.registry.hub import ask, cache, client
 from kvq_runtime.registry.registry import Kind
 
+MOST = 1 << 12  # records of an artifact, of one kind
+BYTES = 1 << 26  # of all of them
+
 
 def add(repo: str, kind: Kind, sha256: str, data: bytes) -> str:
     """Add a record in a commit, and return its digest. It contradicts nothing, so the commit names no parent."""
@@ -31,7 +34,7 @@ def add(repo: str, kind: Kind, sha256: str, data: bytes) -> str:
 
 
 def read(repo: str, kind: Kind, sha256: str, commit: str) -> list[tuple[PurePath, bytes]]:
-    """(path, content) of every record of an artifact at a commit."""
+    """(path, content) of every record of an artifact at a commit; RuntimeError for too many."""
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     folder = _folder(kind, sha256)
@@ -52,13 +55,16 @@ def read_cached(repo: str, kind: Kind, sha256: str) -> list[tuple[PurePath, byte
 
 def _read(repo: str, folder: str, names: Mapping[str, str]) -> list[tuple[PurePath, bytes]]:
     """Records by {file name: a commit that has it}; a file that is not named by a digest is none."""
-    found = []
+    found, left = [], BYTES
     for name, commit in sorted(names.items()):
         digest, path = name.removesuffix(".json"), f"{folder}/{name}"
         if reference.is_sha256(digest):
             data = cache.whole(repo, path, commit, evaluations.LIMIT)
             data = data or files.read(cache.download(repo, path, commit, evaluations.LIMIT, digest), evaluations.LIMIT)
             found.append((PurePath(path), data))
+            left -= len(data)
+        if left < 0 or len(found) > MOST:
+            raise RuntimeError(f"{repo}/{folder}: more than {MOST} records or {BYTES} bytes of them; remove some there")
     return found
 
 

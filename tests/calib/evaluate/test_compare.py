@@ -16,7 +16,7 @@ from kvq_calib.report import plots, tables
 from kvq_calib.run import calibrate as graph
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import families, family, preset, presets
+from kvq_runtime.recipe import facts, families, family, preset, presets
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.resolve import open_registry
 from scripts import compare_models
@@ -156,7 +156,8 @@ def test_every_family_is_represented_by_default():
     chosen = {recipe.name for recipe in compare.choose([], Geometry(6, 2, 64))[0]}
     for name, recipes in families().items():
         assert name == "exact" or chosen & {recipe.name for recipe in recipes}, name
-    assert set(compare.CHOICE) <= set(presets())
+    for name, one in facts().items():
+        assert set(one.compared or ()) <= {recipe.name for recipe in families()[name]}, name
 
 
 def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name():
@@ -190,7 +191,9 @@ def result(kl: float, bits: float) -> dict:
 )
 def test_a_claim_is_judged_with_its_bits(better, worse, says):
     assert script.verdict(better, worse) == says
-    assert {name for one in script.CLAIMS for name in (one.better, one.worse)} <= set(compare.CHOICE)
+    for name, one in facts().items():
+        for claim in one.claims:
+            assert {claim.better, claim.worse} <= set(compare.chosen()), f"{name}: name these in `compared`: {claim}"
 
 
 def offered(recipe: str, bits: float, reported: float, chosen: float | None = None) -> dict:
@@ -222,8 +225,7 @@ def test_a_combination_is_held_against_the_best_near_recipe_of_each_paper():
     row = script.rivals(results, 2.1)
     assert row["best combination"] == "aqua-klt-2bit, 2.1 bits: +10.00% ± 0.00%, 1.1"
     assert row["AQUA-KV"] == "aqua-2bit, 2.4 bits: **+1.00% ± 0.00%**, **0.2**"
-    known = {family(name) for name in compare.CHOICE}
-    assert set(script.PAPERS) <= known and family("auto-2.1bit") == "auto"
+    assert family("auto-2.1bit") == "auto"
     changed = (
         recipe_text.read("aqua-klt-1bit+window.recent=32").name,
         recipe_text.read("squat-2bit+key.axis=token").name,

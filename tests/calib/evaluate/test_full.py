@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 import kvq_calib
@@ -16,7 +17,7 @@ from kvq_calib.evaluate import full, gate, ledger, perplexity, record
 from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
-from kvq_calib.evaluate.reads import CountedCache, counting
+from kvq_calib.evaluate.reads import CountedCache, Reads, counting
 from kvq_calib.evaluate.subject import find
 from kvq_calib.model import find as models
 from kvq_calib.report import plots, sections, tables
@@ -26,6 +27,7 @@ from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry import measured
+from kvq_runtime.stages.predict import Linear
 
 GEOMETRY = Geometry(3, 2, 16)
 LENGTH = 300  # two blocks of 128, and a rest
@@ -188,6 +190,26 @@ def test_a_ledger_tells_prompts_apart(small, tmp_path):
     assert len(list(tmp_path.glob("*.json"))) == 3
 
 
+def test_what_a_mask_hides_has_no_share():
+    """A row with padding before it, in one pass: its softmax is over what it sees."""
+    q, k = (torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    mask = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6).clone()
+    mask[0, ..., :2] = torch.eye(6, dtype=torch.bool)[:, :2]  # padding sees itself alone
+    reads = Reads()
+    reads.count(q, k, 6, range(1, 4), mask, 0.3)
+    weights = (0.3 * q.double() @ k.double().mT).masked_fill(~mask, -torch.inf).softmax(-1)
+    assert reads.decoded_weight == pytest.approx(float(weights[..., 1:4].sum()))
+    assert (reads.pairs, reads.decoded_pairs) == (int(mask.sum()), int(mask[..., 1:4].sum()))
+
+
+@pytest.mark.parametrize("length", [31, 32])
+def test_whether_a_window_encodes_anything_is_known_before(small, length):
+    recipe = replace(preset("rtn-2bit"), window=Window(sinks=3, recent=64, block=32))
+    cache = FullCache(recipe, small.model, length=length)
+    logits_of(small.model, small.tokens[:, :length], cache)
+    assert full.encodes(recipe, length) == (cache.blocks.layers[0].encoded > 0) == (length == 32)
+
+
 def test_our_own_attention_is_counted_as_the_models_is(small):
     """Which attention answers is no part of what is counted."""
     found = []
@@ -237,6 +259,23 @@ def test_queries_are_fitted_to_as_well(small):
     plain = FullCache(preset("kivi-2bit"), small.model, length=LENGTH)
     found, other = (logits_of(small.model, small.tokens, one) for one in (cache, plain))
     assert distance(found, other) > 1e-3 and torch.isfinite(found).all()
+
+
+def test_what_is_predicted_is_encoded_at_once_from_one_prediction(small, monkeypatch):
+    """A matrix product, and a search for paths, of one block after the other take several times as long."""
+    seen, own = [], Linear.apply
+    monkeypatch.setattr(Linear, "apply", lambda self, z, tensors: seen.append(tuple(z.shape)) or own(self, z, tensors))
+    recipe = preset("aqua-2bit")
+    logits_of(small.model, small.tokens, FullCache(recipe, small.model, tensors_of(recipe), length=LENGTH))
+    blocks = 2 * (LENGTH // 128)
+    assert seen == [(blocks, 128, 32), (blocks, 128, 64)] * 2  # keys and values of the two layers above the first
+
+
+def test_what_counts_reads_is_a_fused_kernel():
+    """Without one, attention's weights of all heads are written out, which takes five times as long."""
+    q_BHTD, k_BHTD = torch.randn(2, 1, 2, 64, 16, generator=torch.Generator().manual_seed(1))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        Reads().count(q_BHTD, k_BHTD, 64, range(4, 32), None, 0.25)
 
 
 def test_one_pass_a_cache(small):

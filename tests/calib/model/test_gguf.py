@@ -92,8 +92,10 @@ def test_logits_are_those_of_transformers_own_loader(name: str, tmp_path: Path):
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128},
         {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
          "original_max_position_embeddings": 8192},
+        {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 2048},
     ],
-    ids=lambda rope: rope["rope_type"],
+    ids=lambda rope: f"{rope['rope_type']}-{rope.get('factor', 1):g}",
 )  # fmt: skip
 def test_rope_is_that_of_the_model(rope: dict, tmp_path: Path):
     """transformers' own loader reads no scaling, so the model itself is the reference; float32 is exact."""
@@ -101,6 +103,8 @@ def test_rope_is_that_of_the_model(rope: dict, tmp_path: Path):
     if rope["rope_type"] == "llama3":
         factors = gguf_mean.frequencies({**rope, "rope_type": "default"}, 16) / gguf_mean.frequencies(rope, 16)
         said["rope_freqs.weight"] = factors.float()
+        if rope["original_max_position_embeddings"] != 8192:  # which no file says
+            said["llama.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
         assert len(set(factors.tolist())) > 2
     elif "factor" in rope:
         said |= {"llama.rope.scaling.type": rope["rope_type"], "llama.rope.scaling.factor": rope["factor"]}
@@ -152,6 +156,15 @@ REFUSED = {
     "uneven": ({"llama.attention.head_count_kv": [2, 1]}, "layers with different attention.head_count_kv"),
     "partial": ({"llama.rope.dimension_count": 8}, "rotates 8 of 16 channels"),
     "longrope": ({"llama.rope.scaling.type": "longrope"}, "RoPE scaling 'longrope'"),
+    "attention's factor": (
+        {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 4.0,
+            "llama.rope.scaling.attn_factor": 2.0,
+            "llama.rope.scaling.original_context_length": 128,
+        },
+        "RoPE scaling 'yarn'",
+    ),
     "factors": ({"rope_freqs.weight": torch.tensor([1.0, 1, 1, 1, 2, 2, 2, 2])}, "other factors than Llama 3's"),
     "layers": ({"llama.block_count": 5}, "no weights for layer 2 of 5"),
     "no layers": ({"llama.block_count": None}, "block_count of llama is None; a whole number"),

@@ -19,7 +19,7 @@ TEXTS = {  # {what: (the file, what is said)}
     "null": ("null", "expected an object, got None"),
     "no text": ("\udcff", "config.json: invalid JSON"),
     "a digit more": ("1" * 5000, "config.json: invalid JSON"),
-    "spaces": (" " * (files.CONFIG_LIMIT + 1), "has more than 16777216 bytes"),
+    "spaces": (" " * (files.CONFIG_LIMIT + 1), "config.json: 16777217 bytes; at most 16777216 are allowed"),
 }
 CHANGES = [(name, value) for name in files.SIZES for value in (0, -1, 10**12, "2", 2.0, True, [1])]
 
@@ -88,6 +88,27 @@ def test_a_tokenizer_that_is_none_is_refused(text, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match="tokenizer.json is no tokenizer: .*; download the model again"):
         tokenizer.Encoder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_a_file_without_end_is_not_read(name, demo_model, tmp_path):
+    folder = copied(demo_model, tmp_path)
+    with (folder / name).open("r+b") as file:
+        file.truncate(1 << 28)  # of zeros, which take no room
+    with pytest.raises(ValueError, match=f"{name}: 268435456 bytes; at most .* are allowed"):
+        tokenizer.Encoder(folder)
+
+
+def test_an_index_without_end_or_of_another_kind_is_refused(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    for text, message in (("[]", "expected an object"), ('{"weight_map": {"a": 1}}', "does not name the file of each")):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            files.weight_map(tmp_path)
+    with index.open("r+b") as file:
+        file.truncate(1 << 28)
+    with pytest.raises(ValueError, match="at most 67108864 are allowed"):
+        files.weight_map(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "[" * 200_000])

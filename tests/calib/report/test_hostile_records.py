@@ -10,8 +10,9 @@ import pytest
 import tiny_artifact as tiny
 
 from kvq_calib.report.page import known, version, wall, whole
+from kvq_runtime.artifact import describe
 from kvq_runtime.cli import main as cli
-from kvq_runtime.registry import card
+from kvq_runtime.registry import card, compared, verdict
 from kvq_runtime.registry.card import UNMEASURED
 from kvq_runtime.registry.local.registry import LocalRegistry
 from kvq_runtime.registry.sound import is_sound
@@ -22,6 +23,7 @@ CARD = f"---\nlibrary_name: kvq\n---\n# card\n{UNMEASURED}\n"
 BAD = {  # {what is wrong: (path of a field of the record, its value)}
     "a number of 400 digits": ("result.layers.0.key_error", 10**400),
     "a large number": ("result.protocols.full.kl", 1e308),
+    "a large number that no reader knows": ("result.protocols.full.more", [1e308]),
     "a number below zero": ("result.layers.0.attention_error", -1e200),
     "text for a number": ("result.protocols.full.relative", "0.1"),
     "a list for a part": ("result.protocols.full", []),
@@ -85,6 +87,26 @@ def test_a_record_that_is_not_sound_is_left_out_and_counted(path, value, store, 
 
 def test_what_kvq_writes_is_sound():
     assert all(map(is_sound, hostile_records.seeds("a" * 64)))
+
+
+def test_no_field_of_a_record_stops_a_card_a_verdict_or_a_comparison():
+    good, left_out, stopped = many.record("a" * 64, 0.25), 0, set()
+    for record in hostile_records.one_field("a" * 64):
+        if not is_sound(record):
+            left_out += 1
+            continue
+        for read in (
+            lambda record=record: card._table(card.eval_results([record])),
+            lambda record=record: verdict.of_records([record, good], "x"),
+            lambda record=record: compared._pairs([record, good], [good, record]),
+            lambda record=record: describe.tables({"fit": {}, "evaluations": [record]}),
+        ):
+            try:
+                read()
+            except Exception as error:
+                stopped.add(f"{type(error).__name__} {error}, line {error.__traceback__.tb_next.tb_lineno}")  # type: ignore
+    assert not stopped, "\n".join(sorted(stopped))
+    assert left_out > 100
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from matplotlib.text import Annotation
 
 from kvq_calib.evaluate import compare
 from kvq_calib.report import fit_plots, frame, labels, names, plots, points, tables
-from kvq_calib.report.looks import FAMILIES, looks
-from kvq_runtime.recipe import families, family
+from kvq_calib.report.looks import families, looks
+from kvq_runtime.recipe import family
 
 BITS = {"asymptotic": 2.0, "at_length": 6.0, "at_4096": 3.0, "all_at_4096": 3.3}
 GOOD = {
@@ -63,17 +63,16 @@ def written(axis) -> dict[str, Annotation]:
 
 
 def test_every_family_has_its_own_look_in_every_picture():
-    assert {file.replace("_", "-") for file in families()} | {"auto"} == set(FAMILIES)
-    for one, other in itertools.combinations(FAMILIES, 2):
-        assert FAMILIES[one] != FAMILIES[other], (one, other)
-    alone = {name: looks([name])[0] for name in compare.CHOICE}
-    together = looks(compare.CHOICE[::-1])
-    for name, look in zip(compare.CHOICE[::-1], together, strict=True):
-        assert (look.colour, look.marker) == (alone[name].colour, alone[name].marker) == FAMILIES[family(name)]
+    for one, other in itertools.combinations(families(), 2):
+        assert families()[one] != families()[other], f"{one} and {other} look alike: give one another `look`"
+    chosen = compare.chosen()
+    alone = {name: looks([name])[0] for name in chosen}
+    for name, look in zip(chosen[::-1], looks(chosen[::-1]), strict=True):
+        assert (look.colour, look.marker) == (alone[name].colour, alone[name].marker) == families()[family(name)]
 
 
 def test_no_two_lines_of_a_picture_are_alike():
-    given = [*compare.CHOICE, "mine", "yours", *["aqua-klt-1bit"] * 20]
+    given = [*compare.chosen(), "mine", "yours", *["aqua-klt-1bit"] * 20]
     lines = [look.line for look in looks(given)]
     keys = ("color", "marker", "linestyle", "fillstyle")
     assert len({tuple(line[key] for key in keys) for line in lines}) == len(given)
@@ -240,7 +239,7 @@ def test_our_recommendation_is_marked():
 
 def test_of_many_recipes_the_frontier_and_one_of_each_family_are_named():
     chance = random.Random(1)
-    given = {name: (1 + 3 * chance.random(), 10 ** -(1 + 2 * chance.random())) for name in compare.CHOICE}
+    given = {name: (1 + 3 * chance.random(), 10 ** -(1 + 2 * chance.random())) for name in compare.chosen()}
     figure = plots._frontier([some(given)], True, 10, 6)
     (axis,) = figure.axes
     best = {one.recipe for one in points.frontier(points.points(some(given), points.KL, "full"))}

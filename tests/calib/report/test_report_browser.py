@@ -81,23 +81,23 @@ def test_a_registry_sorts_and_filters(page, tmp_path):
     address = saved(wall.page(whole.of_registry(store, datetime(2026, 11, 23, tzinfo=UTC))), tmp_path)
     page.show(address)
     assert page.problems == [] and page.run("document.querySelector('.tools').hidden") is False
-    column = "Array.from(document.querySelectorAll('tbody tr:not([hidden])'), (row) => row.cells[{}].textContent)"
-    column = column.replace("tbody", ".sorted tbody")
-    click = "Array.from(document.querySelectorAll('.sorted th')).find((head) => head.textContent === '{}').click()"
-    page.run(click.format("KL, nats"))
-    losses = [float(text) for text in page.run(column.format(6))]
+    table = "Array.from(document.querySelectorAll('.sorted {}'))"
+    head = table.format("th") + ".find((head) => head.textContent === '{}')"
+    cells = table.format("tbody tr:not([hidden])") + f".map((row) => row.cells[{head}.cellIndex].textContent)"
+    page.run(head.format("KL, nats") + ".click()")
+    losses = [float(text) for text in page.run(cells.format("KL, nats"))]
     assert losses == sorted(losses) and len(losses) == 24 and losses[0] < losses[-1]
-    page.run(click.format("KL, nats"))
-    assert page.run(column.format(6)) == [f"{loss:.3g}" for loss in sorted(losses, reverse=True)]
-    page.run(click.format("drift"))
-    drifts = page.run(column.format(9))
+    page.run(head.format("KL, nats") + ".click()")
+    assert page.run(cells.format("KL, nats")) == [f"{loss:.3g}" for loss in sorted(losses, reverse=True)]
+    page.run(head.format("drift") + ".click()")
+    drifts = page.run(cells.format("drift"))
     assert drifts[0] == "2.00" and drifts[-1] == "", "what is not known is last"
     type_ = "const box = document.querySelector('input'); box.value = '{}'; box.dispatchEvent(new Event('input'))"
     page.run("{" + type_.format("model-003 tiny") + "}")
-    assert set(page.run(column.format(0))) == {"model-003-tiny-2bit"}
+    assert set(page.run(cells.format("name"))) == {"model-003-tiny-2bit"}
     assert page.run("document.querySelector('output').textContent") == "2 of 24"
     page.show(address + "#production")
-    assert len(page.run(column.format(0))) == 12
+    assert len(page.run(cells.format("name"))) == 12
 
 
 class _Heard(BaseHTTPRequestHandler):

@@ -88,6 +88,15 @@ def test_a_place_that_is_worth_nothing_still_stores_a_bit_and_only_what_is_share
     assert sum(stage.target for stage in own) == pytest.approx(3.0)
 
 
+def test_a_draft_searches_no_paths_for_what_is_shared():
+    """Keys, values and single layers alike; a path with a target of its own stays one."""
+    paths = Scheme(Mixed(target=1.0, codebook="trellis", shared=True), rotate=Basis())
+    own = Scheme(Mixed(target=1.0, codebook="trellis"), rotate=Basis())
+    plain = Scheme(Mixed(target=1.0, shared=True), rotate=Basis())
+    found = share.drafted(Recipe("r", paths, paths, "pre", {0: (own, paths), 1: (plain, plain)}))
+    assert found == Recipe("r", plain, plain, "pre", {0: (own, plain), 1: (plain, plain)})
+
+
 def test_there_must_be_a_target_to_share():
     with pytest.raises(ValueError, match="no target to share"):
         Mixed(shared=True)

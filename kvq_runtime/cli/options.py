@@ -1,0 +1,40 @@
+"""Parse a command line; say in one line what is wrong with it, and which option was perhaps meant."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+
+from kvq_runtime.cli.table import printable
+from kvq_runtime.registry.reference import without_secrets
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's own, with a line in place of the usage for a wrong command line; exit code 2."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]  # argparse's own is overloaded
+        """Parse; what no argument takes is refused here, where the options of the command are known."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._guess(rest)}")
+        return found, rest
+
+    def error(self, message: str):
+        """Print what is wrong, and end with exit code 2."""
+        said = f"{self.prog}: {message}; {self.prog} --help explains its arguments"
+        print(printable(without_secrets(said)), file=sys.stderr)
+        sys.exit(2)
+
+    def _guess(self, rest: Sequence[str]) -> str:
+        """Options that are written nearly as those that were not known, as the end of a sentence."""
+        known = [option for action in self._actions for option in action.option_strings]
+        wrong = [one.partition("=")[0] for one in rest if one.startswith("--")]
+        near = [option for one in wrong for option in difflib.get_close_matches(one, known, 1)]
+        return f"; did you mean {' '.join(near)}" if near else ""
+
+
+def png(text: str) -> str:
+    """The type of an option: the path of a picture."""
+    if not text.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{text!r}; pictures are written as PNG: use a path that ends in .png")
+    return text

@@ -1,0 +1,89 @@
+"""Faults that have little to do with kvq say what is at fault, and what to do."""
+
+import gzip
+import json
+import os
+import socket
+
+import pytest
+import tiny_artifact as tiny
+
+from kvq_calib import job
+from kvq_calib.text import documents, tokenizer
+from kvq_runtime.artifact import recipe_text
+from kvq_runtime.errors import NotFound
+from kvq_runtime.prefix.shelf import parse_bytes
+from kvq_runtime.recipe import preset
+from kvq_runtime.registry.hub import client
+from kvq_runtime.registry.resolve import open_registry
+
+
+def test_a_corpus_that_cannot_be_unpacked_is_named(tmp_path):
+    path = tmp_path / "text.jsonl.gz"
+    for content in (b"hello", gzip.compress(b'{"text": "abc"}\n' * 99)[:-9]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"corpus text\.jsonl\.gz cannot be unpacked .*download it again"):
+            documents.local(path)
+    path = path.with_suffix(".zst")
+    path.write_bytes(b"hello")
+    with pytest.raises(ValueError, match=r"corpus text\.jsonl\.zst cannot be unpacked"):
+        documents.local(path)
+
+
+def test_a_folder_without_a_tokenizer_is_told_in_a_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match=r"put the model's tokenizer\.json into that folder$") as raised:
+        tokenizer.load(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_that_takes_no_file_is_named_before_a_run(tmp_path, monkeypatch):
+    job._writable(tmp_path / "runs" / "one")
+    asked = []
+    monkeypatch.setattr(os, "access", lambda *given: asked.append(given))  # root may write anywhere but on such disks
+    with pytest.raises(RuntimeError, match=rf"nothing can be written in {tmp_path}; .*--run DIR, or \$KVQ_HOME"):
+        job._writable(tmp_path / "runs" / "one")
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+def test_bits_by_layer_are_no_recipe_without_a_calibration():
+    with pytest.raises(NotFound, match=r"no recipe 'auto-2\.1bit': .* kvq-calibrate --recipe auto --bits B"):
+        preset("auto-2.1bit")
+
+
+def test_a_size_is_refused_by_the_option_that_it_was_given_as():
+    with pytest.raises(ValueError, match=r'^--memory \'lots\'; use a number of bytes, or text such as "20GB"'):
+        parse_bytes("lots", "--memory ")
+
+
+def test_pull_writes_into_folders_only(kvq, tmp_path):
+    open_registry().publish("tiny-2bit", tiny.data(0))
+    (tmp_path / "file").touch()
+    code, _, err = kvq("pull", "tiny-2bit@1.0.0", "-o", tmp_path / "file")
+    assert code == 1 and "not a folder; name a new one, or one that kvq pull wrote" in err
+
+
+def test_what_a_file_says_beside_its_settings_agrees_with_them(kvq, tmp_path):
+    stated = json.loads(kvq("recipes", "aqua-2bit", "--json")[1])
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(stated))
+    assert recipe_text.read(str(path)) == preset("aqua-2bit")
+    for field, value in {"bits": 7.0, "position": "post"}.items():
+        path.write_text(json.dumps(stated | {field: value}))
+        with pytest.raises(ValueError, match=f"{field} is .* change what is under settings"):
+            recipe_text.read(str(path))
+
+
+@pytest.mark.parametrize("errno, tries", [(socket.EAI_NONAME, 1), (socket.EAI_AGAIN, client.TRIES)])
+def test_a_host_that_nobody_knows_is_asked_for_once(monkeypatch, errno, tries):
+    asked = []
+
+    def ask():
+        asked.append(1)
+        raise ConnectionError("no") from socket.gaierror(errno, "not known")
+
+    monkeypatch.setattr(client.time, "sleep", lambda seconds: None)
+    said = "no host of this name" if tries == 1 else "after 5 tries"
+    with pytest.raises(RuntimeError, match=said), client.translate_errors("org/name"):
+        client.retry(ask)
+    assert len(asked) == tries
