@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from kvq_calib.report import frame, panels
 from kvq_calib.report.captions import about, where
-from kvq_calib.report.looks import FAMILIES, Look, family, looks
+from kvq_calib.report.looks import Look, families, family, looks
 from kvq_calib.report.names import name_of, named
 from kvq_calib.report.panels import TITLES, Panel
 from kvq_calib.report.points import ATTENTION, KL, PERPLEXITY, Point, by_bits, points, recommended
@@ -200,7 +200,7 @@ def _finish(figure: Figure, drawn: Sequence[Panel], most: int, named: Sequence[P
 
 
 def _key(shown: Mapping[str, Look]) -> tuple[list[Line2D], list[str]]:
-    names = sorted(shown, key=lambda name: (name not in FAMILIES, name))[: len(FAMILIES)]
+    names = sorted(shown, key=lambda name: (name not in families(), name))[: len(families())]
     return [Line2D([], [], **shown[name].point) for name in names], [name[:SHORT] for name in names]
 
 
