@@ -1,7 +1,7 @@
 """Read the points of a picture from records: bits, cost and standard error of each, and which are the frontier."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ def _cost(record: Record, part: Record, measure: str, protocol: str) -> tuple[fl
     if measure == ATTENTION:
         return attention_error(record, protocol), None
     if measure == KL:
-        return part["kl"], kl_error(part)
+        return part.get("kl"), kl_error(part)
     spread = standard_error(part)
     return 100 * part["relative"], None if spread is None else 100 * spread
 
@@ -87,6 +87,12 @@ def frontier(given: Sequence[Point]) -> list[Point]:
     return found
 
 
+def not_drawn(names: Iterable[str]) -> str:
+    """A sentence on what has no divergence, and so no mark; empty where there is no such thing."""
+    said = ", ".join(dict.fromkeys(names))
+    return f"Not drawn, for their divergence was not measured: {said}." if said else ""
+
+
 def recommended(given: Sequence[Point]) -> Point | None:
     """The point of our recommendation, if it was measured."""
     known = {one.recipe: one for one in given}
@@ -99,6 +105,7 @@ def by_bits(records: Sequence[Record]) -> list[Record]:
     def order(one: Record) -> tuple[float, float]:
         name = decisive(one)
         part = None if name is None else figures(one, name)
-        return bits_of(one), math.inf if part is None else part["kl"] or 0.0
+        cost = None if part is None else part.get("kl")
+        return bits_of(one), math.inf if cost is None else cost
 
     return sorted(records, key=order)

@@ -15,7 +15,7 @@ from kvq_calib.report.looks import BLUE, Look
 from kvq_calib.report.page.html import Html, folded, pairs, table, tag
 from kvq_calib.report.page.words import Known, figure, missing, model_of, reference, spread
 from kvq_calib.report.plots import SHORT, layer_errors, scatter
-from kvq_calib.report.points import Point
+from kvq_calib.report.points import Point, not_drawn
 from kvq_calib.report.points import frontier as frontier_of
 from kvq_calib.report.svg import svg
 from kvq_calib.report.task_plot import grid
@@ -69,10 +69,13 @@ def frontier(known: Known) -> list[Any]:
     points = [
         Point(one["recipe"], named(one), one["bits"], one["kl"], one.get("kl_se"), here=bool(one.get("this")))
         for one in known["compared"]
+        if one["kl"] is not None
     ]
+    left = not_drawn(named(one) for one in known["compared"] if one["kl"] is None) or None
     if len(points) < 2:
         measure = f"kvq compare --model {model_of(known)} --output compare.json"
-        return [missing(measure, f"kvq report {reference(known)} --compare compare.json")]
+        found = missing(measure, f"kvq report {reference(known)} --compare compare.json")
+        return [found, left and tag("p", left, class_="soft")]
     best = frontier_of(points)
     rows = [
         {
@@ -86,7 +89,7 @@ def frontier(known: Known) -> list[Any]:
     ]
     return [
         drawn(_scatter, points),
-        tag("p", _HOW, class_="soft"),
+        tag("p", " ".join(filter(None, [_HOW, left])), class_="soft"),
         folded(f"All {len(points)}", table(rows)),
     ]
 
