@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvq_calib.report.names import name_of
 from kvq_calib.report.panels import Panel
-from kvq_calib.report.points import recommended
+from kvq_calib.report.points import not_drawn, recommended
 from kvq_calib.report.tables import reference
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
@@ -33,7 +34,13 @@ def about(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel] = (), te
     said += [_PROTOCOL[name] for name in PROTOCOLS if any(measured.figures(one, name) for one in records)]
     exact = [f"{one:.4g}" for name in PROTOCOLS if (one := reference(records, name))][:1]
     said += [f"Perplexity of the 16-bit model: {exact[0]}."] if exact else []
-    return " ".join(said + _marks(panels))
+    unknown = [name_of(one) for one in records for name in PROTOCOLS if _unknown(measured.figures(one, name))]
+    return " ".join(filter(None, [*said, *_marks(panels), not_drawn(unknown) if panels else ""]))
+
+
+def _unknown(part: Mapping[str, Any] | None) -> bool:
+    """Whether there are figures without a divergence."""
+    return part is not None and part.get("kl") is None
 
 
 _PROTOCOL = {

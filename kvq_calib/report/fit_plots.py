@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from kvq_calib.evaluate.probe import means
 from kvq_calib.report.captions import size_of
-from kvq_calib.report.frame import caption, png, tidy
+from kvq_calib.report.frame import caption, png, say, tidy
 from kvq_calib.report.looks import COLOURS
 
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
@@ -23,24 +23,32 @@ def bits_by_layer(name: str, rows: Sequence[Mapping[str, Any]], where: str) -> b
 
     where   the model, its size, and what the bits were chosen on
     """
-    figure = Figure(figsize=(max(7.0, 2 + 0.28 * len(rows)), 3.8), layout="constrained")
-    axis = figure.subplots()
-    for place, role in enumerate(("keys", "values")):
-        axis.bar([row["layer"] + 0.4 * (place - 0.5) for row in rows], [row[role] for row in rows], 0.38, label=role,
-                 color=COLOURS[place])  # fmt: skip
-    axis.set_xlabel("layer")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_ylabel("bits per element")
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    figure = layer_bits(rows, max(7.0, 2 + 0.28 * len(rows)), 3.8)
     mean = sum(row["keys"] + row["values"] for row in rows) / (2 * len(rows))
-    axis.set_title(f"{name}: {mean:.3g} bits in all", loc="left", fontsize=10)
-    tidy(axis, "y")
+    figure.axes[0].set_title(f"{name}: {mean:.3g} bits in all", loc="left", fontsize=10)
     caption(
         figure,
         f"{where}. Bits per element that the search gave to each layer, scales and metadata included, for the least "
         "sum of the errors that it measured there within the budget.",
     )
     return png(figure)
+
+
+def layer_bits(rows: Sequence[Mapping[str, Any]], wide: float, high: float) -> Figure:
+    """Bars alone, of such a size in inches."""
+    figure = Figure(figsize=(wide, high), layout="constrained")
+    axis = figure.subplots()
+    for place, role in enumerate(("keys", "values")):
+        bars = axis.bar([row["layer"] + 0.4 * (place - 0.5) for row in rows], [row[role] for row in rows], 0.38,
+                        label=role, color=COLOURS[place])  # fmt: skip
+        for bar, row in zip(bars, rows, strict=True):
+            say(bar, f"layer {row['layer']}, {role}: {row[role]:.4g}")
+    axis.set_xlabel("layer")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_ylabel("bits per element")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    tidy(axis, "y")
+    return figure
 
 
 def probes(found: Mapping[str, Any]) -> bytes:

@@ -1,9 +1,15 @@
 """Frame a picture: axes without ornament, plain numbers at ticks, a caption below, the bytes of a PNG."""
 
 import io
+import json
 import math
 import textwrap
+import unicodedata
+import warnings
+from contextlib import contextmanager
 
+from matplotlib import rc_context
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, FigureBase
@@ -11,7 +17,31 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 
 DPI = 130
 INK = "0.35"
+SAID = "said:"  # before what is said of a mark, in its identifier
 _WORDS = 8.5  # points of a caption's letters
+
+
+@contextmanager
+def names_as_they_are():
+    """No `$` of a name begins a formula, and a letter that the font lacks is a box, without a warning."""
+    with rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        yield
+
+
+def shown(text: str) -> str:
+    """The text with control characters, and marks that turn its direction round, as escapes; line ends stay."""
+    return "".join(
+        letter
+        if letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs", "Co", "Cn")
+        else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
+def say(artist: Artist, *texts: str) -> None:
+    """Say what a mark is, or what each marker of a line is, to whoever points at it in a page."""
+    artist.set_gid(SAID + json.dumps(texts))
 
 
 def tidy(axis: Axes, grid: str = "both") -> None:

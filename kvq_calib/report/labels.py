@@ -17,6 +17,7 @@ from kvq_calib.report.frame import canvas
 
 MARKER = 5.0  # points: half of a marker's width, and what is left free around it
 DISTANCES = (6.5, 9.0, 13.0, 18.0, 25.0, 34.0, 45.0, 60.0, 80.0, 105.0, 135.0, 170.0)  # points, marker to name
+RING = 10.0  # points: a name begins outside the ring around its marker
 LINE_FROM = 12.0  # points: from here on a name needs a line
 DIRECTIONS = [(math.cos(angle), math.sin(angle)) for angle in np.arange(16) * math.tau / 16]
 HALO = withStroke(linewidth=1.8, foreground="white")  # where a name lies over a line, it can be read
@@ -27,6 +28,7 @@ class Label:
     """A name at a point in data coordinates.
 
     near   left out unless it can stand right beside its point
+    ring   whether there is a ring around its point, which the name leaves free
     """
 
     x: float
@@ -35,6 +37,7 @@ class Label:
     colour: str = "black"
     bold: bool = False
     near: bool = False
+    ring: bool = False
 
 
 def place(
@@ -66,7 +69,8 @@ def place(
         extent = probe.get_window_extent(renderer)
         probe.remove()
         reach = LINE_FROM if label.near else math.inf
-        found = _best(reach, centre, extent.width, extent.height, unit, bounds, markers, soft, boxes, tails)
+        least = RING if label.ring else 0.0
+        found = _best(least, reach, centre, extent.width, extent.height, unit, bounds, markers, soft, boxes, tails)
         if found is None:
             continue
         box, tail = found
@@ -88,10 +92,12 @@ def _pixels(axis: Axes, places: Sequence[tuple[float, float]]) -> np.ndarray:
     return axis.transData.transform(np.array(places, dtype=float).reshape(-1, 2))
 
 
-def _best(reach, centre, width, height, unit, bounds, markers, soft, boxes, tails):
+def _best(nearest, reach, centre, width, height, unit, bounds, markers, soft, boxes, tails):
     """The nearest free box [x0, y0, x1, y1] and the places of its line, in pixels; None where there is none."""
     best, least = None, math.inf
     for distance in DISTANCES:
+        if distance < nearest:
+            continue
         if distance > min(least, reach):
             break
         for across, up in DIRECTIONS:

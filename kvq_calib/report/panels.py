@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from kvq_calib.report import points as reading
-from kvq_calib.report.frame import INK, log_scale, plain, symlog_scale, tidy
+from kvq_calib.report.frame import INK, log_scale, plain, say, symlog_scale, tidy
 from kvq_calib.report.labels import Label, place
 from kvq_calib.report.looks import Look, family, looks
 from kvq_calib.report.points import PERPLEXITY, Point
@@ -28,6 +28,8 @@ TITLES = {
     reading.PERPLEXITY: "perplexity above that of the 16-bit model",
     reading.ATTENTION: "attention output, relative squared error",
 }
+
+_UNITS = {reading.KL: "nats", reading.PERPLEXITY: "%", reading.ATTENTION: "of its energy"}
 
 
 @dataclass(frozen=True)
@@ -78,16 +80,23 @@ def scatter(
             low = min(one.spread, 0.9 * one.cost) if log else one.spread
             axis.errorbar(one.bits, one.cost, [[low], [one.spread]], color=look.colour, capsize=2, linewidth=0.9,
                           alpha=0.6, linestyle="none", zorder=2)  # fmt: skip
-        axis.plot(one.bits, one.cost, zorder=3, **look.point)
-    marked = reading.recommended(drawn)
-    if marked is not None:
-        axis.plot(marked.bits, marked.cost, "o", markersize=15, color="none", markeredgecolor="black",
-                  markeredgewidth=1.4, zorder=2.8)  # fmt: skip
+        (mark,) = axis.plot(one.bits, one.cost, zorder=3, **look.point)
+        spread = f" ± {one.spread:.2g}" if one.spread is not None else ""
+        say(mark, f"{one.name}: {one.bits:.3g} bits, {one.cost:.3g}{spread} {_UNITS[measure]}")
+    for one in _ringed(drawn) if front else []:
+        axis.plot(one.bits, one.cost, "o", markersize=15, color="none", markeredgecolor="black", markeredgewidth=1.4,
+                  zorder=2.8)  # fmt: skip
     axis.set_title(title, loc="left", fontsize=10)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     axis.set_xlabel("bits per key or value element, asymptotic", fontsize=9)
     tidy(axis)
     return Panel(axis, drawn, best, chosen, [one.name for one in given if one not in drawn], bool(drawn) and not log)
+
+
+def _ringed(given: Sequence[Point]) -> list[Point]:
+    """What the picture is about, and our recommendation."""
+    marked = reading.recommended(given)
+    return [*(one for one in given if one.here), *([marked] if marked and not marked.here else [])]
 
 
 def _limits(axis: Axes, drawn: Sequence[Point], log: bool) -> None:
@@ -112,20 +121,20 @@ def _limits(axis: Axes, drawn: Sequence[Point], log: bool) -> None:
     symlog_scale(axis, low - max(0.06 * min(high - low, 1.0), -0.4 * low, LINEAR / 2), high * 1.6, LINEAR)
 
 
-def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0) -> None:
+def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0, others: bool = True) -> None:
     """Write the names of the points. The figure's layout must be final.
 
-    which   points that are named if there is a place at all; others only right beside them. None: all are
+    which    points that are named if there is a place at all. None: all are
+    others   whether the others are named too, where there is a place right beside them
     """
-    marked = reading.recommended(panel.points)
-    first = [one for one in [marked, *panel.front] if one is not None]
-    order = {id(one): one for one in [*first, *panel.points]}
+    ringed = _ringed(panel.points)
+    first = [*ringed, *panel.front]
     must = {id(one) for one in (panel.points if which is None else which)}
-    wanted = sorted(order.values(), key=lambda one: id(one) not in must)
+    wanted = list({id(one): one for one in [*first, *panel.points] if others or id(one) in must}.values())
     labels = [
-        Label(one.bits, one.cost, f"{one.name} (recommended)" if one is marked else one.name, panel.look(one).ink,
-              one is marked or any(one is given for given in panel.front), id(one) not in must)
-        for one in wanted
+        Label(one.bits, one.cost, one.name + _role(one, ringed), panel.look(one).ink,
+              any(one is given for given in first), id(one) not in must, any(one is given for given in ringed))
+        for one in sorted(wanted, key=lambda one: id(one) not in must)
     ]  # fmt: skip
     if panel.zero:
         labels.insert(0, Label(panel.axis.get_xlim()[1], 0.0, "16 bit", INK))
@@ -133,13 +142,16 @@ def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0) 
     place(panel.axis, labels, [(one.bits, one.cost) for one in panel.points], lines, size)
 
 
+def _role(one: Point, ringed: Sequence[Point]) -> str:
+    if not any(one is given for given in ringed):
+        return ""
+    return " (this version)" if one.here else " (recommended)"
+
+
 def speakers(panel: Panel) -> list[Point]:
     """The points to name where there are too many for all: those of the frontier, ours, and of each other family the
     one that comes nearest to the frontier."""
-    best = {id(one): one for one in panel.front}
-    marked = reading.recommended(panel.points)
-    if marked is not None:
-        best[id(marked)] = marked
+    best = {id(one): one for one in [*panel.front, *_ringed(panel.points)]}
     heard = {family(one.recipe) for one in best.values()}
     nearest: dict[str, tuple[float, Point]] = {}
     for one in panel.points:

@@ -6,7 +6,6 @@ Each function returns the bytes of a PNG; the same numbers give the same picture
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -15,16 +14,17 @@ from matplotlib.ticker import MaxNLocator
 
 from kvq_calib.report import frame, panels
 from kvq_calib.report.captions import about, where
-from kvq_calib.report.looks import Look, family, looks
+from kvq_calib.report.looks import Look, families, family, looks
 from kvq_calib.report.names import name_of, named
 from kvq_calib.report.panels import TITLES, Panel
-from kvq_calib.report.points import ATTENTION, KL, PERPLEXITY, by_bits, points, recommended
+from kvq_calib.report.points import ATTENTION, KL, PERPLEXITY, Point, by_bits, points, recommended
 from kvq_calib.report.points import frontier as frontier_of
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, figures
 
 Records = Sequence[Mapping[str, Any]]
 LINES = 7  # of a panel that are drawn in colour and named; of more records the others are thin and grey
+SHORT = 24  # letters of a family's name in the key
 NAMED = 16  # points of a panel; of more, those of the frontier and one of each family have their names
 ERRORS = {
     "key_error": "keys",
@@ -43,30 +43,11 @@ def error_by_layer(records: Records) -> bytes:
 
 def _error_by_layer(records: Records) -> Figure:
     records = _with_names(records)
-    figure = Figure(figsize=(10.5, 7.2), layout="constrained")
-    axes = figure.subplots(2, 2, sharex=True)
     spoken = [id(one) for one in _lines(records)]
     chosen = iter(looks([one["result"]["recipe"] for one in records if id(one) in spoken]))
     styles = [{"label": name_of(one), **next(chosen).line} if id(one) in spoken else _GREY for one in records]
-    for axis, (key, title) in zip(axes.flat, ERRORS.items(), strict=True):
-        heights = []
-        for record, style in zip(records, styles, strict=True):
-            rows = [(row["layer"], row[key]) for row in record["result"]["layers"] if row[key]]
-            if rows:
-                axis.plot(*zip(*rows, strict=True), **style)
-                heights += [height for _, height in rows]
-        axis.set_title(title, loc="left", fontsize=10)
-        if heights:
-            frame.log_scale(axis, min(heights) / 1.3, max(heights) * 1.3)
-        else:
-            axis.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        frame.tidy(axis)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("relative squared error")
-    for axis in axes[1]:
-        axis.set_xlabel("layer")
-    shown = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure = layer_errors([one["result"]["layers"] for one in records], styles)
+    shown = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     if shown:
         figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False, fontsize=8.5)
     windows = records[0]["protocol"].get("error_windows")
@@ -79,6 +60,33 @@ def _error_by_layer(records: Records) -> Figure:
     return figure
 
 
+def layer_errors(lines: Sequence[Sequence[Mapping[str, Any]]], styles: Sequence[Mapping[str, Any]]) -> Figure:
+    """A panel for each of ERRORS, a line for each list of layers; what is 0 or None leaves a gap."""
+    figure = Figure(figsize=(10.5, 7.2), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True)
+    for axis, (key, title) in zip(axes.flat, ERRORS.items(), strict=True):
+        heights = []
+        for rows, style in zip(lines, styles, strict=True):
+            found = [row.get(key) or math.nan for row in rows]
+            known = [(layer, value) for layer, value in enumerate(found) if value > 0]
+            if known:
+                (line,) = axis.plot([value if value > 0 else math.nan for value in found], **style)
+                frame.say(line, *(f"layer {layer}, {title}: {value:.3g}" for layer, value in known))
+                heights += [value for _, value in known]
+        axis.set_title(title, loc="left", fontsize=10)
+        if heights:
+            frame.log_scale(axis, min(heights) / 1.3, max(heights) * 1.3)
+        else:
+            axis.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        frame.tidy(axis)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("relative squared error")
+    for axis in axes[1]:
+        axis.set_xlabel("layer")
+    return figure
+
+
 _GREY = {"label": "others", "color": "0.8", "linewidth": 0.8, "zorder": 1}
 
 
@@ -86,9 +94,9 @@ def _lines(records: Records) -> Records:
     """Up to LINES records: the first, which the picture is about, the recommended, the frontier from the fewest bits
     on, then the others in their order."""
     found = [point for name in PROTOCOLS for point in points(records, KL, name)]
-    marked = recommended(found)
-    first = [records[0], *([marked.record] if marked else []), *(point.record for point in frontier_of(found))]
-    return list({id(one): one for one in [*first, *records]}.values())[:LINES]
+    marked, known = recommended(found), {name_of(one): one for one in records}
+    first = [known[one.name] for one in [*([marked] if marked else []), *frontier_of(found)]]
+    return list({id(one): one for one in [records[0], *first, *records]}.values())[:LINES]
 
 
 def perplexity_by_bits(records: Records, tokens: int = 4096) -> bytes:
@@ -116,9 +124,7 @@ def _costs(records: Records, measures: Sequence[str], tokens: int | None = None)
     drawn: list[Panel] = []
     for axes, (text, protocol, some) in zip(grid, rows, strict=True):
         for axis, measure in zip(axes, measures, strict=True):
-            given = points(some, measure, protocol)
-            if tokens is not None:
-                given = [replace(one, tail=one.record["result"]["bits"][f"at_{tokens}"]) for one in given]
+            given = points(some, measure, protocol, f"at_{tokens}" if tokens else "")
             if text and measure == ATTENTION:
                 axis.set_axis_off()  # measured on the first text alone
                 continue
@@ -166,8 +172,20 @@ def _frontier(models: Sequence[Records], elsewhere: bool, width: float, height: 
     return _finish(figure, drawn, NAMED)
 
 
-def _finish(figure: Figure, drawn: Sequence[Panel], most: int) -> Figure:
-    """Add the key of families, fix the layout, and write names where they are free."""
+def scatter(given: Sequence[Point], front: bool = True, named: Sequence[Point] | None = None) -> Figure:
+    """KL divergence by bits of any points, for a page.
+
+    front   with the frontier and rings: points of one model and text
+    named   those whose names are written. None: the ringed and the frontier, and others where there is room
+    """
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    panel = panels.scatter(figure.subplots(), given, KL, front=front)
+    panel.axis.set_ylabel(TITLES[KL], fontsize=9)
+    return _finish(figure, [panel], 0, named)
+
+
+def _finish(figure: Figure, drawn: Sequence[Panel], most: int, named: Sequence[Point] | None = None) -> Figure:
+    """Add the key of families, fix the layout, and write names where they are free, or of those alone in `named`."""
     shown = {family(one.recipe): panel.look(one) for panel in drawn for one in panel.points}
     many = any(len(panel.points) > most for panel in drawn)
     if many:
@@ -176,13 +194,14 @@ def _finish(figure: Figure, drawn: Sequence[Panel], most: int) -> Figure:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for panel in drawn:
-        panels.name(panel, panels.speakers(panel) if len(panel.points) > most else None)
+        some = panels.speakers(panel) if len(panel.points) > most else None
+        panels.name(panel, some if named is None else named, others=named is None)
     return figure
 
 
 def _key(shown: Mapping[str, Look]) -> tuple[list[Line2D], list[str]]:
-    names = sorted(shown)
-    return [Line2D([], [], **shown[name].point) for name in names], names
+    names = sorted(shown, key=lambda name: (name not in families(), name))[: len(families())]
+    return [Line2D([], [], **shown[name].point) for name in names], [name[:SHORT] for name in names]
 
 
 def _with_names(records: Records) -> Records:

@@ -1,7 +1,7 @@
 """Read the points of a picture from records: bits, cost and standard error of each, and which are the frontier."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +21,16 @@ class Point:
 
     spread   standard error of the cost over windows; None: not known
     tail     bits of a whole cache of 4096 tokens; None: not asked for
+    here     whether it is what the picture is about
     """
 
-    record: Record
+    recipe: str
+    name: str
     bits: float
     cost: float
     spread: float | None = None
     tail: float | None = None
-
-    @property
-    def recipe(self) -> str:
-        return self.record["result"]["recipe"]
-
-    @property
-    def name(self) -> str:
-        return name_of(self.record)
+    here: bool = False
 
 
 def bits_of(record: Record) -> float:
@@ -43,25 +38,32 @@ def bits_of(record: Record) -> float:
     return record["result"]["bits"]["asymptotic"]
 
 
-def points(records: Sequence[Record], measure: str, protocol: str) -> list[Point]:
+def points(records: Sequence[Record], measure: str, protocol: str, tail: str = "") -> list[Point]:
     """The points of one panel, in the order of the records; those without figures are left out.
 
     measure   KL in nats; PERPLEXITY above that of 16 bit, in percent; ATTENTION, the relative error of its output
+    tail      which bits of the record a line to the right ends at
     """
     found = []
     for record in records:
-        part, bits = figures(record, protocol), bits_of(record)
+        part, end = figures(record, protocol), record["result"]["bits"][tail] if tail else None
         if part is None:
             continue
-        if measure == ATTENTION:
-            error = attention_error(record, protocol)
-            found += [] if error is None else [Point(record, bits, error)]
-        elif measure == KL:
-            found.append(Point(record, bits, part["kl"], kl_error(part)))
-        else:
-            spread = standard_error(part)
-            found.append(Point(record, bits, 100 * part["relative"], None if spread is None else 100 * spread))
+        cost, spread = _cost(record, part, measure, protocol)
+        if cost is not None:
+            recipe = record["result"]["recipe"]
+            found.append(Point(recipe, name_of(record), bits_of(record), cost, spread, end))
     return found
+
+
+def _cost(record: Record, part: Record, measure: str, protocol: str) -> tuple[float | None, float | None]:
+    """The cost and its standard error."""
+    if measure == ATTENTION:
+        return attention_error(record, protocol), None
+    if measure == KL:
+        return part.get("kl"), kl_error(part)
+    spread = standard_error(part)
+    return 100 * part["relative"], None if spread is None else 100 * spread
 
 
 def kl_error(part: Mapping[str, Any]) -> float | None:
@@ -85,6 +87,12 @@ def frontier(given: Sequence[Point]) -> list[Point]:
     return found
 
 
+def not_drawn(names: Iterable[str]) -> str:
+    """A sentence on what has no divergence, and so no mark; empty where there is no such thing."""
+    said = ", ".join(dict.fromkeys(names))
+    return f"Not drawn, for their divergence was not measured: {said}." if said else ""
+
+
 def recommended(given: Sequence[Point]) -> Point | None:
     """The point of our recommendation, if it was measured."""
     known = {one.recipe: one for one in given}
@@ -97,6 +105,7 @@ def by_bits(records: Sequence[Record]) -> list[Record]:
     def order(one: Record) -> tuple[float, float]:
         name = decisive(one)
         part = None if name is None else figures(one, name)
-        return bits_of(one), math.inf if part is None else part["kl"] or 0.0
+        cost = None if part is None else part.get("kl")
+        return bits_of(one), math.inf if cost is None else cost
 
     return sorted(records, key=order)

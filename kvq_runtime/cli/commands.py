@@ -8,7 +8,7 @@ from typing import Any
 
 from kvq_runtime.cli import sign
 from kvq_runtime.cli.exit_codes import say
-from kvq_runtime.cli.table import percent, print_record, print_table
+from kvq_runtime.cli.table import percent, print_record, print_table, printable
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import lock, reference, search, verdict
@@ -31,6 +31,7 @@ MEANINGS = {  # of the checks, for people
     "fingerprint": "the model it is for: shape, RoPE, a probe of its projections",
     "tensors": "each that the recipe needs, of its shape and dtype, and no other",
     "finite": "no NaN, no infinity and nothing beyond 2^20 in any of them",
+    "lock": "all that the lock file pins or demands",
     "signature": "made with the key that was given",
 }
 
@@ -71,6 +72,7 @@ def show(args: Namespace) -> int:
     resolved = resolve(args.reference, args.registry, args.lock)
     loaded = artifact.load(resolved.path, resolved.sha256, resolved.size)
     record: dict[str, Any] = _record(resolved)
+    found_to_be = []
     if resolved.registry:
         registry = open_registry(resolved.registry)
         state = registry.existing(resolved.name)
@@ -78,12 +80,17 @@ def show(args: Namespace) -> int:
         record["published"] = version.at
         record["aliases"] = [alias for alias in state.aliases if state.at(alias) == resolved.version]
         record["files"] = dict(version.files)
+        found_to_be = [str(verdict.of_version(registry, resolved.name, version)), *record["aliases"]]
+        found_to_be += [] if version.yanked is None else [f"yanked: {version.yanked}"]
         found = registry.evaluations(resolved.sha256, resolved.name)
         record["evaluations"] = sound(found)
         if len(record["evaluations"]) < len(found):
             said = f"{len(found) - len(record['evaluations'])} evaluations are of a form that is not read, and left out"
             warnings.warn(said, stacklevel=2)
     record |= describe.artifact_record(loaded) | ({"settings": loaded.recipe.to_json()} if args.json else {})
+    if not args.json:
+        lead = [f"{resolved.name} {resolved.version}".rstrip(), f"{record['recipe']['bits']:.3g} bits", *found_to_be]
+        print(printable("; ".join(lead)) + "\n")
     print_record(record if args.json else describe.brief(record), args.json)
     for title, rows in ({} if args.json else describe.tables(record)).items():
         print(f"\n{title}")
@@ -171,6 +178,8 @@ def verify(args: Namespace) -> int:
     for check in artifact.CHECKS:
         compared = has_digest or check not in ("size", "sha256")
         rows.append({"check": check, "result": "ok" if compared else "not compared: a path, and no --lock"})
+    if args.lock:
+        rows.append({"check": "lock", "result": "ok"})
     if args.key:
         sign.check(resolved, args.lock, sign.public_key(args.key))
         rows.append({"check": "signature", "result": "ok"})
@@ -179,6 +188,8 @@ def verify(args: Namespace) -> int:
         print(f"{version}, sha256 {resolved.sha256}, {resolved.size} bytes\n{resolved.path}\n")
         rows = [{**row, "what": MEANINGS[row["check"]]} for row in rows]
     print_table(rows, args.json)
+    if not args.json:
+        print(f"\nverified: {version}, {resolved.chosen_because}")
     return 0
 
 

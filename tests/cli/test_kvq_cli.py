@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import many_versions as many
 import pytest
 import tiny_artifact as tiny
 
@@ -72,7 +73,8 @@ def test_show_has_everything_about_a_version(store, as_json, kvq):
     assert shown["recipe"]["bits"] == pytest.approx(2 + 32 / 8)  # 2 bits, and step and low of 16 per group of 8
     assert as_json("show", f"{NAME}@1.0.0")["files"].keys() == {"README.md", "error.png"}
     code, out, _ = kvq("show", NAME)
-    top, evaluations, fit = (part.splitlines() for part in out.split("\n\n"))
+    (lead,), top, evaluations, fit = (part.splitlines() for part in out.split("\n\n"))
+    assert lead == f"{NAME} 1.0.1; 6 bits; usable: perplexity +0.0%, in use; production"
     assert code == 0 and ["fingerprint.qk_norm", "no"] in [line.split() for line in top]
     assert [line.split() for line in evaluations[1:]] == [
         ["perplexity", "relative", "top1"],
@@ -80,6 +82,10 @@ def test_show_has_everything_about_a_version(store, as_json, kvq):
     ]
     assert ["fingerprint.rope.rope_theta", "10000"] in [line.split() for line in top]
     assert fit[1].split()[:2] == ["layer", "key"] and [line.split()[0] for line in fit[2:]] == ["0", "1"]
+    store.yank(NAME, "1.0.0", "wrong corpus")
+    store.add_evaluation(many.record(resolve.resolve(f"{NAME}@1.0.0").sha256, 0.2))
+    lossy = "too lossy: perplexity +20.0%, KL 0.2 nats, full encode; more than +10% and more than 0.1 nats"
+    assert kvq("show", f"{NAME}@1.0.0")[1].startswith(f"{NAME} 1.0.0; 6 bits; {lossy}; yanked: wrong corpus\n\n")
 
 
 def test_pull_copies_checks_and_locks(store, as_json, kvq, tmp_path):
@@ -102,6 +108,10 @@ def test_pull_copies_checks_and_locks(store, as_json, kvq, tmp_path):
     shown = kvq("verify", f"{NAME}@1.0.0")[1]
     assert shown.startswith(f"{NAME} 1.0.0, sha256 {pulled['sha256']}, {len(tiny.data(0))} bytes\n{store.root}/blobs/")
     assert "finite       ok      no NaN, no infinity and nothing beyond 2^20 in any of them\n" in shown
+    assert shown.endswith(f"\n\nverified: {NAME} 1.0.0, asked for by number\n")
+    assert "\nlock " not in shown
+    *_, row, _, last = kvq("verify", f"{NAME}@1.0.0", "--lock", lock)[1].splitlines()
+    assert row.split()[:2] == ["lock", "ok"] and last == f"verified: {NAME} 1.0.0, pinned by {lock}"
     lock.write_text(json.dumps(json.loads(lock.read_text())))  # one line, as they were once
     assert {row["result"] for row in as_json("verify", out / "kvq.safetensors", "--lock", lock)} == {"ok"}
     rows = {row["check"]: row["result"] for row in as_json("verify", out / "kvq.safetensors")}

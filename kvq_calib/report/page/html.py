@@ -8,12 +8,12 @@ nor be fetched. Style attributes are not allowed either; colours are classes, so
 import base64
 import hashlib
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
+from kvq_calib.report.frame import shown
 from kvq_runtime.cli.table import cell
 
 _VOID = {"meta", "br", "input", "rect", "path", "line", "circle"}
@@ -47,7 +47,7 @@ def _child(child: Any) -> str:
     if isinstance(child, Html):
         return child
     if isinstance(child, str):
-        return escape(plain(child), quote=True)
+        return escape(shown(child), quote=True)
     if isinstance(child, Iterable):
         return join(child)
     return escape(cell(child), quote=True)
@@ -57,19 +57,8 @@ def _attribute(name: str, value: Any) -> str:
     name = name.rstrip("_").replace("_", "-") if name != "viewBox" else name
     if isinstance(value, bool):
         return f" {name}" if value else ""
-    text = f"{value:.5g}" if isinstance(value, float) else plain(str(value))
+    text = f"{value:.5g}" if isinstance(value, float) else shown(str(value))
     return f' {name}="{escape(text, quote=True)}"'
-
-
-def plain(text: str) -> str:
-    """The text with control characters, and marks that turn its direction round, as escapes; line ends stay."""
-    return "".join(_shown(letter) for letter in text)
-
-
-def _shown(letter: str) -> str:
-    if letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs", "Co", "Cn"):
-        return letter
-    return letter.encode("unicode_escape").decode()
 
 
 def table(rows: Sequence[Mapping[str, Any]], class_: str | None = None, heads: Sequence[str] | None = None) -> Html:

@@ -42,7 +42,7 @@ def rows(records: Sequence[Record], about: Mapping[str, Any] | None = None) -> I
         part = measured.figures(record, FULL)
         bits = losses.number((record["result"].get("bits") or {}).get("asymptotic"))
         if part is not None and bits is not None:
-            row: dict[str, Any] = {"recipe": record["result"]["recipe"], "bits": bits, "kl": part["kl"]}
+            row: dict[str, Any] = {"recipe": record["result"]["recipe"], "bits": bits, "kl": part.get("kl")}
             row |= {"kl_se": kl_error(part), "artifact": record.get("artifact"), "this": False}
             yield row | dict(about or {"name": row["recipe"], "version": None})
 

@@ -1,12 +1,14 @@
 """Write the page of a registry from what is known of it (`whole.py`): what a team puts on a wall."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvq_calib.report.page import scatter, svg
 from kvq_calib.report.page.html import Html, document, section, table, tag
+from kvq_calib.report.page.pictures import drawn, named, outliers
 from kvq_calib.report.page.words import figure
+from kvq_calib.report.points import Point
 from kvq_runtime.cli.table import percent
 from kvq_runtime.registry.measured import FULL, SPOKEN
 from kvq_runtime.registry.verdict import COLOURS, LOSSY
@@ -88,18 +90,17 @@ def _look_at(whole: Mapping[str, Any]) -> Html | None:
 
 def _picture(rows: Sequence[Row]) -> Html | None:
     points = [
-        {**row, "this": False}
+        Point(row["recipe"], named(row), row["bits"], row["kl"])
         for row in current(rows)
         if row["kl"] and row["bits"] is not None and row["protocol"] == FULL and row["recipe"]
     ]
     if len(points) < 2:
         return None
-    apart = {(one["bits"], one["kl"]): one for one in reversed(points)}  # of points in one place the first
-    worst = sorted(apart.values(), key=lambda one: -one["kl"])[:WORST]
+    count = min(WORST, len({(one.bits, one.cost) for one in points}))
     return section(
         "Loss against bits",
-        scatter.losses_by_bits(points, stairs=False, named=worst),
-        tag("p", f"Of each name the version in use, by full encode; {len(worst)} of the largest divergences are named. "
+        drawn(outliers, points, WORST),
+        tag("p", f"Of each name the version in use, by full encode; {count} of the largest divergences are named. "
             "They may be of different models and texts: the picture shows what stands out, not which recipe is better.",
             class_="soft"),
     )  # fmt: skip
@@ -146,13 +147,29 @@ def _row(row: Row, chosen: bool) -> Html:
         tag("td", [piece for badge in badges for piece in (badge, " ")]),
         tag("td", row["recipe"]),
         tag("td", row["model"]),
-        tag("td", svg.spark(row["losses"], len(row["losses"]) - 1), data_value=_exact(row["kl"])),
+        tag("td", _spark(row["losses"]), data_value=_exact(row["kl"])),
         _number(row["drift"], ".2f"),
         _number(row["days"], "d"),
         tag("td", human(row["size"]), class_="n", data_value=row["size"]),
         tag("td", needs, class_="bad" if needs else None),
     ]
     return tag("tr", *cells, class_=_classes(row, chosen))
+
+
+def _spark(losses: Sequence[float | None]) -> Html | None:
+    """A small line of a loss a version, on a logarithmic scale, a dot at the last: a picture for every row would take
+    matplotlib minutes."""
+    known = [(place, math.log(value)) for place, value in enumerate(losses) if value and value > 0]
+    if not known:
+        return None
+    low, high = min(value for _, value in known), max(value for _, value in known)
+    at = [
+        (4 + 76 * place / max(1, len(losses) - 1), 16 - 12 * (value - low) / ((high - low) or 1.0))
+        for place, value in known
+    ]
+    line = tag("path", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at), class_="curve") if len(at) > 1 else None
+    last = tag("circle", cx=at[-1][0], cy=at[-1][1], r=2.6) if known[-1][0] == len(losses) - 1 else None
+    return tag("svg", line, last, viewBox="0 0 84 20", class_="spark", aria_hidden="true")
 
 
 def _classes(row: Row, chosen: bool) -> str | None:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
 from pathlib import Path
 from uuid import UUID
 
@@ -55,6 +57,20 @@ def test_no_path_and_every_policy_in_flows_yaml():
         assert one["concurrency_limit"]["collision_strategy"] in ("ENQUEUE", "CANCEL_NEW")
         assert all(schedule["timezone"] for schedule in one.get("schedules", []))
         assert (ROOT / one["entrypoint"].partition(":")[0]).is_file()
+
+
+def test_the_page_starts_a_deployment_that_there_is():
+    import yaml
+
+    (line,) = [one for one in (ROOT / "docs" / "fleet.md").read_text().splitlines() if "prefect deployment run" in one]
+    words = shlex.split(line)
+    flow, name = words[words.index("run") + 1].split("/")
+    (found,) = [one for one in yaml.safe_load((ROOT / "flows.yaml").read_text())["deployments"] if one["name"] == name]
+    file, function = found["entrypoint"].split(":")
+    made = getattr(import_module(file.removesuffix(".py").replace("/", ".")), function)
+    assert made.name == flow
+    given = dict(words[place + 1].split("=", 1) for place, word in enumerate(words) if word == "--param")
+    made.validate_parameters(found["parameters"] | {key: json.loads(value) for key, value in given.items()})
 
 
 def test_runs_are_killed_resumed_completed_and_cancelled_and_a_failed_gate_told(tmp_path, monkeypatch, hook):

@@ -11,6 +11,7 @@ from matplotlib.text import Annotation
 from kvq_calib.evaluate import compare
 from kvq_calib.report import fit_plots, frame, labels, names, plots, points, tables
 from kvq_calib.report.looks import families, looks
+from kvq_runtime.cli.table import print_table
 from kvq_runtime.recipe import family
 
 BITS = {"asymptotic": 2.0, "at_length": 6.0, "at_4096": 3.0, "all_at_4096": 3.3}
@@ -95,7 +96,7 @@ def test_no_picture_has_more_lines_than_can_be_told_apart():
 def test_the_frontier_is_what_no_other_recipe_beats():
     chance = random.Random(3)
     for _ in range(50):
-        given = [points.Point({}, chance.randint(1, 6) / 2, chance.randint(1, 9) / 100) for _ in range(12)]
+        given = [points.Point("", "", chance.randint(1, 6) / 2, chance.randint(1, 9) / 100) for _ in range(12)]
         beaten = [
             one for one in given for other in given
             if other.bits <= one.bits and other.cost <= one.cost and (other.bits, other.cost) != (one.bits, one.cost)
@@ -276,3 +277,33 @@ def test_pictures_of_a_fit_say_the_model_and_its_size(monkeypatch):
     settings = {"length": 512, "held_out": 2, "source": "stories"}
     fit_plots.probes({"rows": rows, "settings": settings, "model": {"id": "tiny", "parameters": 4_070_000}})
     assert all("tiny (4.07M parameters)" in text for text in said) and len(said) == 2
+
+
+def test_a_record_without_a_divergence_is_no_mark_and_is_said():
+    given = [*some(), record("rtn-2bit", 2.0, 0.2)]
+    for part in given[-1]["result"]["protocols"].values():
+        part["kl"] = None
+        part["windows"] = {**part["windows"], "kl": []}
+    for figure in (drawn(given, points.KL), plots._frontier([given], True, 9.0, 5.4)):
+        assert not any("rtn-2bit" in written(axis) for axis in figure.axes)
+        assert "not measured: rtn-2bit." in " ".join(figure.get_supxlabel().split())
+    assert "not measured" not in plots._frontier([some()], True, 9.0, 5.4).get_supxlabel()
+    near = [one["result"]["recipe"] for one in points.by_bits([given[-1], record("higgs-2bit", 2.0, 0.1)])]
+    assert near == ["higgs-2bit", "rtn-2bit"], "what was not measured comes last"
+
+
+def test_the_decisive_columns_of_a_comparison_fit_a_terminal():
+    given = [*some(), record("auto-2.1bit", 2.1, 0.0034, 0.0123)]
+    wide, rows = tables.comparison(given), tables.narrow(given)
+    assert list(rows[0]) == ["recipe", "bits", "full", "full KL", "in use", "in use KL"]
+    assert rows == [{name: row[name] for name in rows[0]} for row in wide] and set(rows[0]) < set(wide[0])
+    assert rows[0]["full"] == "20.000" and rows[-1]["full"] == "+1.23% ± 0.10%", "of 16 bit the perplexity itself"
+    assert rows[-1]["in use KL"] == 0.0034
+    one = record("higgs-2bit", 2.125, 0.11)
+    del one["result"]["protocols"]["in-use"]
+    assert list(tables.narrow([one])[0]) == ["recipe", "bits", "full", "full KL"]
+
+
+def test_the_table_of_a_comparison_has_at_most_100_columns(capsys):
+    print_table(tables.narrow([record("mean-higgs-head-3bit-post", 3.1234, 0.01234, 0.1234)]), False)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100

@@ -65,7 +65,7 @@ def test_names_of_points_do_not_lie_on_each_other(page, tmp_path):
     names = ("aqua-2bit", "kivi-2bit", "auto-2.1bit", "higgs-2bit", "rtn-2bit", "aqua-3bit", "kivi-4bit", "quarot-2bit")
     beside = [many.record(name, 0.03 / 1.4**n, recipe=name, bits=2 + n / 9) for n, name in enumerate(names)]
     page.show(saved(version.page(known.of_version(store, "tiny-2bit", "1.1.0", beside)), tmp_path))
-    boxes = page.run("""Array.from(document.querySelectorAll('#frontier text.ink'), (text) => {
+    boxes = page.run("""Array.from(document.querySelectorAll('#frontier svg text'), (text) => {
         const box = text.getBoundingClientRect();
         return [box.left, box.top, box.right, box.bottom, text.textContent]})""")
     assert {"tiny-2bit@1.1.0 (this version)", "auto-2.1bit (recommended)"} <= {box[4] for box in boxes}

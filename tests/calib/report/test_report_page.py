@@ -263,6 +263,11 @@ def test_the_frontier_takes_other_versions_and_given_records(store, kvq_report, 
     found = known.of_version(store, "tiny-2bit", "1.1.0", [elsewhere])
     assert [one["name"] for one in found["compared"]] == ["tiny-2bit", "another", "tiny-2bit", "higgs-2bit"]
     assert "another@1.0.0" in harmless(version.page(found)).said
+    unknown = many.record("rtn-2bit", 0.1, recipe="rtn-2bit", bits=2.0)
+    unknown["result"]["protocols"]["full"] |= {"kl": None, "windows": {}}
+    beside = known.of_version(store, "tiny-2bit", "1.1.0", [elsewhere, unknown])
+    assert "Not drawn, for their divergence was not measured: rtn-2bit." in harmless(version.page(beside)).said
+    assert "Not drawn" not in harmless(version.page(found)).said
     foreign = {**elsewhere, "protocol": {**elsewhere["protocol"], "model": {"id": "else"}}}
     given = tmp_path / "compare.json"
     for bad in ([foreign], {"no": "list"}, ["x"]):

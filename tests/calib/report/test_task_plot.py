@@ -1,5 +1,7 @@
 """The picture of tasks: every cell has its number in its place, a reason stands where there are none."""
 
+import math
+
 import pytest
 
 from kvq_calib.report import task_plot
@@ -35,7 +37,7 @@ def figure():
 
 
 def numbers(axis) -> dict[tuple[int, int], str]:
-    return {(round(text.get_position()[0]), round(text.get_position()[1])): text.get_text() for text in axis.texts}
+    return {tuple(math.floor(place) for place in text.get_position()): text.get_text() for text in axis.texts}
 
 
 def test_a_row_a_recipe_and_protocol_and_a_column_a_task(figure):
@@ -53,4 +55,4 @@ def test_every_cell_has_its_number_in_its_place(figure):
 
 def test_a_reason_stands_in_place_of_numbers(figure):
     assert [text.get_text() for text in figure.axes[2].texts] == ["rtn-2bit chooses its tokens"]
-    assert not figure.axes[2].images and not figure.axes[3].images and figure.axes[4].images
+    assert not figure.axes[2].collections and not figure.axes[3].collections and figure.axes[4].collections
