@@ -70,7 +70,7 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
             "over the model"
         )
     if "shared_bits" in found:
-        shown["shared bits"] = f"{', '.join(found['shared_bits'])}: 2 rounds, each a pass over the model"
+        shown["shared bits"] = f"{', '.join(found['shared_bits'])}: after a draft, fitted to a part of the text"
     if "forward_seconds" in found:
         one, count = found["forward_seconds"], found["forward_passes"]
         shown["time"] = (
@@ -102,9 +102,11 @@ def _time(work: Run) -> dict[str, float]:
         begun = time.perf_counter()
         layer.forward(hidden).h_BTE.cpu()  # which waits for the device
         taken.append(time.perf_counter() - begun)
-    passes = float(budget.most_rounds(plan))
+    passes = float(budget.ROUNDS if plan.budgets else 1)
+    if any(map(share.wanted, plan.recipes)):
+        passes += share.draft(plan).tokens / plan.tokens
     if any(map(gradients.wanted, plan.recipes)):
-        passes += 4 * sum(len(plan.chunks[index]) for index in gradients.chunks(work)) / plan.samples
+        passes += 4 * sum(map(len, gradients.chunks(plan))) / plan.samples
     count = plan.samples + plan.transfer_samples
     return {"forward_seconds": min(taken) * count * plan.geometry.layers, "forward_passes": round(passes, 2)}
 

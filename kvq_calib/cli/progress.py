@@ -74,8 +74,12 @@ class Bar:
     def _work(self, round: int, layer: int) -> int:
         """Tokens of a layer, each as often as it is worked on; in later rounds of the budgets, at most."""
         plan = self._plan
-        again = len(plan.budgets) + (sum(map(share.wanted, plan.recipes)) if round == 1 else 0)
-        recipes = again if round else len(plan.recipes)
+        if any(map(share.wanted, plan.recipes)):
+            if round == 0:
+                draft = share.draft(plan)
+                return (1 + 2 * len(draft.recipes)) * draft.tokens
+            round -= 1
+        recipes = len(plan.budgets if round else plan.recipes)
         measured = sum(len(plan.chunks[index]) for index in sensitivity.chunks(plan)) * plan.seq_len
         chosen = [recipe for recipe in plan.recipes if recipe.name in plan.budgets]
         settings = 0

@@ -74,7 +74,9 @@ def prepare(asked: job.Job, number: int) -> int | None:
         return None
     with token.publishing():  # whether it may write is asked before the work, not after it
         job.preflight(asked, work)
-    job.begin(asked, work) if number == 0 else stages.start(work)
+    if number == 0:
+        job.begin(asked, _work(asked))
+    stages.start(work)
     return stages.first_unfinished(work)
 
 

@@ -190,14 +190,20 @@ class Head:
         return self._output(self._norm(h_BTE))
 
     def gradient(self, h_TE: Tensor, uniform_T: Tensor, weight_T: Tensor) -> Tensor:
-        """∂/∂h Σ weight · log p(y), y the token at which the running sum of the model's own p passes `uniform`."""
+        """∂/∂h Σ weight · log p(y), y the token at which the running sum of the model's own p passes `uniform`.
+
+        With respect to the logits that is weight · (1 at y, and 0 elsewhere, - p): no graph goes through them.
+        """
         h_TE = h_TE.detach().requires_grad_()
         with torch.enable_grad():
-            log_TV = self._output(self._norm(h_TE)).float().log_softmax(-1)
-            running_TV = log_TV.detach().exp().cumsum(-1)
-            drawn_T1 = torch.searchsorted(running_TV, uniform_T[:, None] * running_TV[:, -1:])
-            chosen_T = log_TV.gather(1, drawn_T1.clamp(max=log_TV.shape[1] - 1))[:, 0]
-            return torch.autograd.grad((chosen_T * weight_T).sum(), h_TE)[0]
+            normed_TE = self._norm(h_TE)
+        p_TV = self._output(normed_TE.detach()).float().softmax(-1)
+        running_TV = p_TV.cumsum(-1)
+        drawn_T = torch.searchsorted(running_TV, uniform_T[:, None] * running_TV[:, -1:])[:, 0]
+        rows_VE = self._output.get_parameter("weight")
+        expected_TE = p_TV.to(rows_VE.dtype) @ rows_VE
+        moved_TE = (rows_VE[drawn_T.clamp(max=len(rows_VE) - 1)] - expected_TE) * weight_T[:, None].to(rows_VE.dtype)
+        return torch.autograd.grad(normed_TE, h_TE, moved_TE)[0]
 
 
 _opened: dict[tuple, Stream] = {}

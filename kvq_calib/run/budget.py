@@ -58,6 +58,7 @@ PREDICT = Linear(both=True)
 MEAN = Mean()
 SERVED = (4, 8)  # bits of plain rounding among the settings of an engine: where codebooks end
 ROUNDS = 3
+DRAFT = "draft"  # its folder, in the run's own
 TOLERANCE = 0.05
 
 
@@ -185,18 +186,19 @@ def allocated(
 
 def most_rounds(plan: Plan) -> int:
     """How many rounds a plan takes at the most."""
-    return ROUNDS if plan.budgets else 2 if any(map(share.wanted, plan.recipes)) else 1
+    return (ROUNDS if plan.budgets else 1) + any(map(share.wanted, plan.recipes))
 
 
 def rounds(run: Run) -> Iterator[Run]:
-    """The run itself, then those its budgets need beyond it. Finish each before the next is asked for.
-
-    Recipes whose bits are shared out (`share.py`) need one more, which is the first of these."""
-    yield run
-    part, waiting = run, [recipe for recipe in run.plan.recipes if recipe.name in run.plan.budgets]
-    sharing = [recipe for recipe in run.plan.recipes if share.wanted(recipe)]
+    """The draft of recipes whose bits are shared out (`share.py`), if there are any, the run itself, then those its
+    budgets need beyond it. Finish each before the next is asked for."""
+    sharing = any(map(share.wanted, run.plan.recipes))
+    if sharing:
+        yield replace(run, plan=share.draft(run.plan), folder=run.folder / DRAFT)
+    yield (part := replace(run, round=int(sharing)))
+    waiting = [recipe for recipe in run.plan.recipes if recipe.name in run.plan.budgets]
     for number in range(1, ROUNDS):
-        if not waiting and not (number == 1 and sharing):
+        if not waiting:
             return
         budgets = {recipe.name: run.plan.budgets[recipe.name] for recipe in waiting}
         chosen = [
@@ -206,27 +208,29 @@ def rounds(run: Run) -> Iterator[Run]:
             )
             for recipe in waiting
         ]  # fmt: skip
-        shared = [
-            share.shared_out(recipe, run.plan.geometry, _notes(run, recipe.name, "variances"))
-            for recipe in sharing
-            if number == 1
-        ]
-        plan = replace(run.plan, recipes=(*(recipe for recipe, _ in chosen), *shared), budgets=budgets)
-        part = replace(run, plan=plan, folder=run.folder / f"round-{number}", round=number)
+        plan = replace(run.plan, recipes=tuple(recipe for recipe, _ in chosen), budgets=budgets)
+        part = replace(run, plan=plan, folder=run.folder / f"round-{number}", round=number + sharing)
         yield part
         waiting = [
             recipe for recipe, promised in chosen if abs(total(part, recipe.name) - promised) > TOLERANCE * promised
         ]
 
 
+def given(run: Run, recipe: Recipe) -> Recipe:
+    """The recipe as it is fitted in this run: with what the draft has shared out, or as the draft's own."""
+    if run.plan.draft:
+        return share.drafted(recipe)
+    if not share.wanted(recipe):
+        return recipe
+    draft = replace(run, folder=run.folder / DRAFT)
+    return share.shared_out(recipe, run.plan.geometry, _notes(draft, recipe.name, "variances"))
+
+
 def settled(run: Run, name: str) -> tuple[Run, dict[str, Any]]:
     """Of a finished run's rounds the one whose artifact to take, and what to note of it: without a budget nothing, and
-    the run itself, or the round for which the recipe's bits were shared out."""
+    the run itself."""
     if name not in run.plan.budgets:
-        for part in rounds(run):
-            recipe = next((recipe for recipe in part.plan.recipes if recipe.name == name), None)
-            if recipe is not None and not share.wanted(recipe):
-                return part, {}
+        return run, {}
     parts = [part for part in rounds(run) if name in part.plan.budgets]
     totals = [total(part, name) for part in parts]
     best = min(range(len(parts)), key=totals.__getitem__)

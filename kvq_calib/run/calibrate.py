@@ -55,6 +55,7 @@ def calibrate(run: Run) -> dict[str, Artifact]:
 
 def fit(run: Run) -> dict[str, Artifact]:
     """`calibrate` in a run folder that is claimed already."""
+    start(run)  # what a draft begins with
     for part in budget.rounds(run):
         stream = start(part)
         for layer in range(first_unfinished(part), part.plan.geometry.layers):
@@ -91,9 +92,10 @@ def prepare(run: Run, stream: Stream) -> None:
     plan = run.plan
     if checkpoint.record(run.folder, -1) is not None:
         return
+    if plan.draft:
+        return _begin_draft(run)
     batch = corpus.select(plan.corpus, run.files.path, plan.samples, plan.seq_len, plan.seed)
     tokens_BT, record = batch.tokens_BT, {"corpus": batch.description}
-    needing = any(map(gradients.wanted, plan.recipes))
     if plan.transfer is not None:
         other = corpus.select(plan.transfer, run.files.path, plan.transfer_samples, plan.seq_len, plan.seed)
         tokens_BT, record = torch.cat([tokens_BT, other.tokens_BT]), record | {"transfer": other.description}
@@ -101,11 +103,19 @@ def prepare(run: Run, stream: Stream) -> None:
         for index, rows in enumerate(plan.chunks):
             tokens = tokens_BT[rows.start : rows.stop]
             checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / passes.file("hidden", index))
-        if needing and run.round:  # measured by the first round
-            before = checkpoint.load(checkpoint.folder_of(run.folder.parent, -1) / gradients.FILE)
-            checkpoint.save(before, folder / gradients.FILE)
-        elif needing:
+        if any(map(gradients.wanted, plan.recipes)):
             checkpoint.save(gradients.collect(run, stream, batch.tokens_BT, folder), folder / gradients.FILE)
+
+
+def _begin_draft(run: Run) -> None:
+    """Take what the run that the draft is of begins with: of hidden states the first, and gradients."""
+    before = checkpoint.folder_of(run.folder.parent, -1)
+    with checkpoint.layer_folder(run.folder, -1, {}) as folder:
+        for index, rows in enumerate(run.plan.chunks):
+            name = passes.file("hidden", index)
+            checkpoint.save({"hidden": checkpoint.load(before / name)["hidden"][: len(rows)]}, folder / name)
+        if (before / gradients.FILE).is_file():
+            checkpoint.save(checkpoint.load(before / gradients.FILE), folder / gradients.FILE)
 
 
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
@@ -118,11 +128,12 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
         tensors: dict[str, Tensor] = {}
         for recipe in plan.recipes:
             begun = time.perf_counter()
-            fitted, measures, work = _fit_recipe(run, stream, layer, share.drafted(recipe), collected, folder)
+            given = budget.given(run, recipe)
+            fitted, measures, work = _fit_recipe(run, stream, layer, given, collected, folder)
             tensors |= {f"{recipe.name}/{name}": tensor for name, tensor in fitted.items()}
             record["fit"][recipe.name] = measures
-            record["recipes"][recipe.name] = recipe.with_schemes(layer, *work.schemes).to_json()
-            if share.wanted(recipe):
+            record["recipes"][recipe.name] = given.with_schemes(layer, *work.schemes).to_json()
+            if plan.draft:
                 record["variances"][recipe.name] = _variances(work, collected)
             if recipe.name in plan.budgets:
                 tokens = 0 if layer else plan.vocabularies.get(recipe.name, 0)
@@ -154,7 +165,8 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
     }
     query_sums = None
     schemes = [scheme for recipe in plan.recipes for scheme in recipe.schemes]
-    if plan.budgets or any("queries" in scheme.needs or share.shares(scheme) for scheme in schemes):
+    asked = any("queries" in scheme.needs for scheme in schemes)
+    if plan.budgets or asked or (plan.draft and not all(map(gradients.wanted, plan.recipes))):
         query_sums = QuerySums(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
     energy, counted = 0.0, 0
     shared = passes.Capture(run, stream, layer, folder, frozenset(sums), query_sums)
@@ -189,7 +201,8 @@ def _fit_recipe(
         errors = run.executor(passes.decode, passes.Pass(work, fit), range(len(plan.chunks)))
         for index, chunk_sums in enumerate(errors):
             sums += chunk_sums
-            run.report(layer, f"{recipe.name} {role}s", index + 1, len(plan.chunks))
+            tokens = len(plan.chunks[index]) * plan.seq_len
+            run.report(layer, f"{recipe.name} {role}s", index + 1, len(plan.chunks), tokens)
         work.fits[role] = fit
         tensors |= {f"layers.{layer}.{role}.{name}": tensor.cpu() for name, tensor in fit.tensors.items()}
         measures[role] = summary(sums)
@@ -200,7 +213,9 @@ def _fit_recipe(
 
 
 def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, list[float]]:
-    """By role, the latent variances times what errors cost, of schemes whose bits are shared out."""
+    """By role, the latent variances times what errors cost, of schemes whose bits are shared out.
+
+    A prediction from I inputs, fitted to n tokens, leaves 1 - I / n as much of them as of others."""
     run, recipe = work.run, work.recipe
     roles: list[Role] = [role for role in ROLES if share.shares(recipe.scheme(work.layer, role))]
     if gradients.wanted(recipe):
@@ -210,7 +225,12 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, list[f
         weight = run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
         variance_C = collected.moments[recipe.window.sinks][1].variance_C
         cost = share.costs(weight, collected.queries, variance_C, collected.energy, run.plan.geometry)
-    return {role: (cost[role] * work.fits[role].statistics.directions[0]).tolist() for role in roles}
+    found, count = {}, collected.moments[recipe.window.sinks][0].count
+    for role in roles:
+        inputs = run.plan.geometry.width * recipe.scheme(work.layer, role).inputs(work.layer, role).tokens
+        left = max(1 - inputs / count, 0.1)
+        found[role] = (cost[role] / left * work.fits[role].statistics.directions[0]).tolist()
+    return found
 
 
 def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected: LayerStatistics) -> SchemeFit:

@@ -32,6 +32,7 @@ class Plan:
     vocabularies        tokens of the model's, by name of those of them whose first layer may be stored by token
     transfer            a text of another kind, on whose fit part settings are measured too; None: none
     transfer_samples    sequences of it, after all others: nothing is fitted on them
+    draft               sequences of a draft (`share.py`): the first to fit on, and no others; 0: this is none
     """
 
     model: str
@@ -52,6 +53,7 @@ class Plan:
     vocabularies: dict[str, int] = field(default_factory=dict)
     transfer: str | None = None
     transfer_samples: int = 0
+    draft: int = 0
 
     def __post_init__(self):
         names = [recipe.name for recipe in self.recipes]
@@ -77,23 +79,29 @@ class Plan:
     def chunks(self) -> list[range]:
         """The sequences of each chunk; a chunk is fitted on, held out, or of the transfer text, as a whole."""
         fitted, end = self.samples - self.held_out, self.samples + self.transfer_samples
-        parts = (range(0, fitted), range(fitted, self.samples), range(self.samples, end))
+        parts = [range(0, self._fitted)]
+        if not self.draft:
+            parts += [range(fitted, self.samples), range(self.samples, end)]
         return [part[at : at + self.chunk] for part in parts for at in range(0, len(part), self.chunk)]
 
     @property
     def own_chunks(self) -> int:
         """How many chunks are of the corpus; those of the transfer text follow them."""
-        return self.fitted_chunks + math.ceil(self.held_out / self.chunk)
+        return self.fitted_chunks + (0 if self.draft else math.ceil(self.held_out / self.chunk))
 
     @property
     def fitted_chunks(self) -> int:
         """How many chunks are fitted on; the rest, if any, are held out."""
-        return math.ceil((self.samples - self.held_out) / self.chunk)
+        return math.ceil(self._fitted / self.chunk)
+
+    @property
+    def _fitted(self) -> int:
+        return min(self.draft or self.samples, self.samples - self.held_out)
 
     @property
     def tokens(self) -> int:
         """Tokens in all, of the corpus."""
-        return self.samples * self.seq_len
+        return (self._fitted if self.draft else self.samples) * self.seq_len
 
     @property
     def depth(self) -> int:
@@ -113,6 +121,8 @@ class Plan:
             del given["vocabularies"]
         if self.transfer is None:
             del given["transfer"], given["transfer_samples"]
+        if not self.draft:
+            del given["draft"]
         return given | {"geometry": asdict(self.geometry)}
 
     @property

@@ -1,7 +1,8 @@
 """Share the bits of a recipe out among layers, keys and values, by the variances that were measured in all of them.
 
-    round 0   fit the recipe with its target in every place; note the latent variances λ of each, by what errors cost
-    round 1   fill all latent channels of all places in one order, and fit with the targets that this gives each
+    draft   fit the recipe with its target in every place, to a part of the text; note the latent variances λ of each,
+            by what errors cost
+    then    fill all latent channels of all places in one order, and fit with the targets that this gives each
 
 Water-filling wants costs in one unit. An error e of one token, read with weight a, adds to the stream h
 
@@ -25,9 +26,12 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit.allocate import water_fill
+from kvq_calib.run.plan import Plan
 from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
+
+TOKENS = 4096  # of the fit part, that a draft is fitted to
 
 
 def shares(scheme: Scheme) -> bool:
@@ -38,6 +42,12 @@ def shares(scheme: Scheme) -> bool:
 def wanted(recipe: Recipe) -> bool:
     """Whether any bits of the recipe are shared out."""
     return any(map(shares, recipe.schemes))
+
+
+def draft(plan: Plan) -> Plan:
+    """The plan of the draft: of the recipes that share, to the first sequences."""
+    recipes = tuple(filter(wanted, plan.recipes))
+    return replace(plan, recipes=recipes, draft=-(-TOKENS // plan.seq_len), budgets={}, vocabularies={})
 
 
 def drafted(recipe: Recipe) -> Recipe:

@@ -1,6 +1,6 @@
 """Fit the scale of every latent channel on a sample of tokens, in the basis that was fitted before.
 
-    scale of channel r      of some candidates, the one with the least squared error on the sample, the worst
+    scale of channel r      of some candidates, the one with the least squared error on the sample, the largest
                             thousandth of its tokens left out
 
 A scale that only covers the bulk of a heavy-tailed channel has less error than one that covers its extremes; a normal
@@ -24,7 +24,7 @@ DEVIATIONS = tuple(0.7 + 0.05 * step for step in range(19))  # times the deviati
 REACHES = tuple(0.5 + 0.1 * step for step in range(36))  # ends at the sample's quantiles of so many deviations
 ROOM = 2.0  # times the largest gain that the sample needs
 RESCALED = 2
-COARSE = 3  # before the last time, of the candidates for a scale one of so many is tried
+COARSE = 3  # of the candidates for a scale one of so many is tried, and then the last time those beside the best
 TRIMMED = 1024  # one token of so many is left out: an outlier must not stretch the ranges of all
 
 
@@ -65,15 +65,15 @@ def with_gain(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) ->
         if step:
             gain_N = levels[quantize.best_gain(z_NR.mT.float()[None], found, width)[0].long()]
         over_NR = z_NR.float() / gain_N[:, None]
-        every = 1 if step == RESCALED else COARSE
-        found |= scales(quantize, over_NR, over_NR.double().square().mean(0).sqrt(), width, every)
+        deviation_R = over_NR.double().square().mean(0).sqrt()
+        found |= scales(quantize, over_NR, deviation_R, width, fine=step == RESCALED)
     return found
 
 
-def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int, every: int = 1) -> dict[str, Tensor]:
+def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int, fine: bool = True) -> dict[str, Tensor]:
     """The tensors of the quantizer, from a sample of latents and their deviations.
 
-    every   of the candidates, which follow each other by size, one of so many is tried
+    fine   of the candidates, which follow each other by size, those beside the best of one in COARSE are tried too
     """
     if quantize.codebook == "block":
         return {}
@@ -83,39 +83,62 @@ def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int, every
         part = slice(start, start + count)
         z_RT = z_NR[:, part].mT.float().contiguous()
         if quantize.codebook == "uniform":
-            best = _uniform(z_RT, bits, every)
+            best = _uniform(z_RT, bits, fine)
         else:
-            best = _gaussian(z_RT, deviation_R[part], bits, every)
+            best = _gaussian(z_RT, deviation_R[part], bits, fine)
         for name, tensor in best.items():
             found.setdefault(name, []).append(tensor)
         start += count
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def _gaussian(z_RT: Tensor, deviation_R: Tensor, bits: int, every: int) -> dict[str, Tensor]:
-    options = [{"deviation": (deviation_R * factor).float()} for factor in DEVIATIONS[::every]]
-    return _best(options, lambda option: latent.errors_gaussian(z_RT[None], option["deviation"], bits)[0])
+def _gaussian(z_RT: Tensor, deviation_R: Tensor, bits: int, fine: bool) -> dict[str, Tensor]:
+    factors = deviation_R.new_tensor(DEVIATIONS)
+
+    def option(choice_R: Tensor) -> dict[str, Tensor]:
+        return {"deviation": (deviation_R * factors[choice_R]).float()}
+
+    def errors(part_RT: Tensor, own: dict[str, Tensor]) -> Tensor:
+        return latent.errors_gaussian(part_RT[None], own["deviation"], bits)[0]
+
+    return _best(z_RT, len(DEVIATIONS), option, errors, fine)
 
 
-def _uniform(z_RT: Tensor, bits: int, every: int) -> dict[str, Tensor]:
-    shares = torch.special.ndtr(-z_RT.new_tensor(REACHES[::every]))
-    lows, highs = (torch.quantile(z_RT, part, dim=1) for part in (shares, 1 - shares))
-    options = [{"low": low, "high": high} for low, high in zip(lows, highs, strict=True)]
+def _uniform(z_RT: Tensor, bits: int, fine: bool) -> dict[str, Tensor]:
+    shares = torch.special.ndtr(-z_RT.new_tensor(REACHES))
+    ends = {name: torch.quantile(z_RT, part, dim=1) for name, part in (("low", shares), ("high", 1 - shares))}
 
-    def errors(option: dict[str, Tensor]) -> Tensor:
-        ends = option["low"], option["high"]
-        return (latent.decode_uniform(latent.encode_uniform(z_RT, *ends, bits), *ends, bits) - z_RT).square_()
+    def option(choice_R: Tensor) -> dict[str, Tensor]:
+        return {name: end.gather(0, choice_R[None])[0] for name, end in ends.items()}
 
-    return _best(options, errors)
+    def errors(part_RT: Tensor, own: dict[str, Tensor]) -> Tensor:
+        low, high = own["low"], own["high"]
+        decoded = latent.decode_uniform(latent.encode_uniform(part_RT, low, high, bits), low, high, bits)
+        return (decoded - part_RT).square_()
+
+    return _best(z_RT, len(REACHES), option, errors, fine)
 
 
-def _best(options: list[dict[str, Tensor]], squared_errors: Callable[[dict[str, Tensor]], Tensor]) -> dict[str, Tensor]:
-    """Channel by channel, the option with the least error; the first on a tie."""
-    errors = []
-    for option in options:
-        error_RT = squared_errors(option)
-        for _ in range(error_RT.shape[1] // TRIMMED):  # several times as fast as topk; equal ones go together
-            error_RT.masked_fill_(error_RT == error_RT.amax(1, keepdim=True), 0.0)
-        errors.append(error_RT.sum(1, dtype=torch.float64))
-    chosen_R = torch.stack(errors).argmin(0)
-    return {name: torch.stack([option[name] for option in options]).gather(0, chosen_R[None])[0] for name in options[0]}
+def _best(
+    z_RT: Tensor,
+    count: int,
+    option: Callable[[Tensor], dict[str, Tensor]],
+    errors: Callable[[Tensor, dict[str, Tensor]], Tensor],
+    fine: bool,
+) -> dict[str, Tensor]:
+    """Channel by channel, the option with the least error of `count`; the first on a tie. Errors have one minimum."""
+    largest_RK = z_RT.gather(1, z_RT.abs().topk(z_RT.shape[1] // TRIMMED, 1).indices)
+
+    def least(choices: list[Tensor]) -> Tensor:
+        found = []
+        for choice_R in choices:
+            own = option(choice_R)
+            all_R, trimmed_R = (errors(part, own).sum(1, dtype=torch.float64) for part in (z_RT, largest_RK))
+            found.append(all_R - trimmed_R)
+        return torch.stack(choices).gather(0, torch.stack(found).argmin(0)[None])[0]
+
+    first = torch.zeros(len(z_RT), dtype=torch.int64, device=z_RT.device)
+    best_R = least([first + place for place in range(0, count, COARSE)])
+    if fine:
+        best_R = least([(best_R + step).clamp(0, count - 1) for step in range(1 - COARSE, COARSE)])
+    return option(best_R)

@@ -76,6 +76,31 @@ def test_single_tokens_are_decoded_alone(codebook):
     stage.check_tokens(GEOMETRY)
 
 
+@pytest.mark.parametrize("codebook", ["gaussian", "uniform"])
+@pytest.mark.parametrize("bits", [1, 3])
+def test_scales_are_the_best_of_all_candidates(codebook, bits):
+    """Against a search through all, on heavy-tailed channels whose four largest of 4096 tokens do not count."""
+    z_NR = torch.distributions.StudentT(torch.tensor(5.0)).sample((4096, 6)) * torch.tensor([1, 2, 3, 5, 8, 13.0])
+    stage = Mixed(bits=(bits,), counts=(6,), codebook=codebook)
+    deviation_R = z_NR.square().mean(0).sqrt()
+    found = mixed.scales(stage, z_NR, deviation_R, 6)
+    for channel, z_N in enumerate(z_NR.double().mT):
+        kept_N = z_N[z_N.abs().argsort()[:-4]]
+        if codebook == "gaussian":
+            options = [deviation_R[channel] * factor for factor in mixed.DEVIATIONS]
+            tables = [latent.gaussian(bits)[1] * option for option in options]
+            own = found["deviation"][channel]
+        else:
+            shares = torch.special.ndtr(-torch.tensor(mixed.REACHES, dtype=torch.float64))
+            options = [torch.quantile(z_N, share) for share in shares]
+            ends = zip(options, [torch.quantile(z_N, 1 - share) for share in shares], strict=True)
+            tables = [torch.linspace(float(low), float(high), 2**bits, dtype=torch.float64) for low, high in ends]
+            own = found["low"][channel]
+        errors = [(kept_N[:, None] - table).square().amin(1).sum() for table in tables]
+        best = min(range(len(errors)), key=lambda place: float(errors[place]))
+        assert float(own) == pytest.approx(float(options[best]), rel=1e-4)
+
+
 @pytest.mark.parametrize("stage", [STAGE, Mixed((2, 1, 0), (4, 5, 7), gain=4)], ids=["3", "4"])
 @pytest.mark.parametrize("seed", [3, 4])
 def test_gains_are_chosen_anew_with_the_scales_that_follow_from_them(stage, seed, monkeypatch):

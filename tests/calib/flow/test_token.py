@@ -59,7 +59,7 @@ def test_the_steps_that_publish_have_it_and_those_that_compute_do_not(tmp_path, 
     for name in ("preflight", "begin", "evaluate"):
         monkeypatch.setattr(flow.job, name, saw(name))
     monkeypatch.setattr(flow.job, "publish", lambda *given: [saw("publish")()])
-    for name in ("artifacts", "first_unfinished"):
+    for name in ("artifacts", "start", "first_unfinished"):
         monkeypatch.setattr(flow.stages, name, saw(name))
     monkeypatch.setattr(drift.measure.models, "resolve", saw("drift"))
     flow.prepare.fn("asked", 0)
@@ -68,4 +68,4 @@ def test_the_steps_that_publish_have_it_and_those_that_compute_do_not(tmp_path, 
         drift.check.fn(["name"], "model", "text", drift.Bounds(1.05, None), 0)
     with_token = {"preflight", "publish", "artifacts", "evaluate", "drift"}
     assert seen == {name: "hf_canary" if name in with_token else None for name in seen}
-    assert set(seen) == with_token | {"begin", "first_unfinished"}
+    assert set(seen) == with_token | {"begin", "start", "first_unfinished"}

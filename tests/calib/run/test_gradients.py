@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream
+from kvq_calib.run import budget, checkpoint, gradients
 from kvq_calib.run import calibrate as runs
-from kvq_calib.run import checkpoint, gradients
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact import artifact
@@ -62,7 +62,7 @@ def test_moments_are_those_of_one_backward_pass(tmp_path, architecture):
     tiny.text(model)
     run = a_run(model, tmp_path / "run", preset(RECIPE))
     tokens_BT = torch.randint(0, 256, (6, 256), generator=torch.Generator().manual_seed(1))
-    assert gradients.chunks(run) == [0, 1]  # of the fit part all, which has fewer tokens than are asked for
+    assert gradients.chunks(run.plan) == [range(0, 2), range(2, 4)]  # all to fit on: fewer tokens than are asked for
     (folder := tmp_path / "work").mkdir()
     found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder)
     expected = whole_model(model, tokens_BT[:4], 2, run.plan.seed, sinks=4)
@@ -103,6 +103,12 @@ def test_errors_cost_half_their_square_in_nats(tmp_path):
     assert sum(kls) / len(kls) == pytest.approx(0.5 * trace * sigma**2 * 252 / 256, rel=0.25)
 
 
+def test_gradients_are_of_a_few_sequences_however_long_the_text_is(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(gradients, "TOKENS", 700)  # two sequences and three quarters of one
+    plan = replace(a_run(model, tmp_path / "run", preset(RECIPE)).plan, chunk=2)
+    assert gradients.chunks(plan) == [range(0, 2), range(2, 3)]
+
+
 def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path):
     recipe = preset(RECIPE)
     made = runs.calibrate(a_run(model, tmp_path / "one", recipe))[RECIPE]
@@ -110,7 +116,7 @@ def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path):
     assert asymptotic_bits(made.recipe, geometry) == pytest.approx(1.0)
     stages = [made.recipe.scheme(layer, role).quantize for layer in range(3) for role in ROLES]
     assert len({stage.target for stage in stages}) > 1 and {stage.codebook for stage in stages} == {"trellis"}
-    folders = [tmp_path / "one", tmp_path / "one" / "round-1"]
+    folders = [tmp_path / "one", tmp_path / "one" / budget.DRAFT]
     assert len({(checkpoint.folder_of(folder, -1) / gradients.FILE).read_bytes() for folder in folders}) == 1
     stopped = a_run(model, tmp_path / "two", recipe)
     runs.start(stopped)  # and killed there

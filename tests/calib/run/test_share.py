@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from kvq_calib.model import find as models
+from kvq_calib.run import budget, checkpoint, passes, share
 from kvq_calib.run import calibrate as runs
-from kvq_calib.run import checkpoint, passes, share
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact import artifact
 from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
-from kvq_runtime.recipe import ROLES, Recipe, Scheme
+from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
@@ -95,6 +95,49 @@ def test_a_draft_searches_no_paths_for_what_is_shared():
     plain = Scheme(Mixed(target=1.0, shared=True), rotate=Basis())
     found = share.drafted(Recipe("r", paths, paths, "pre", {0: (own, paths), 1: (plain, plain)}))
     assert found == Recipe("r", plain, plain, "pre", {0: (own, plain), 1: (plain, plain)})
+
+
+def test_the_draft_is_fitted_to_a_few_sequences_and_by_what_shares_alone(model, tmp_path, monkeypatch):
+    """Three of four sequences: what the fourth says changes nothing of the draft, nor do those held out."""
+    monkeypatch.setattr(share, "TOKENS", 3 * 256)
+    other = preset("aqua-2bit")
+    whole = a_run(model, tmp_path / "run", everywhere("shared-1bit", 1.0), other)
+    stream, changed = runs.start(whole), checkpoint.folder_of(whole.folder, -1) / passes.file("hidden", 0)
+    first, second, *more = budget.rounds(whole)
+    assert not more and (second.plan, second.folder) == (whole.plan, whole.folder)
+    assert [recipe.name for recipe in first.plan.recipes] == ["shared-1bit"]
+    notes = []
+    for folder in ("one", "two"):
+        part = replace(first, folder=whole.folder / folder)
+        runs.start(part)
+        runs.fit_layer(part, stream, 0)
+        notes.append((checkpoint.record(part.folder, 0) or {})["variances"]["shared-1bit"])
+        hidden = checkpoint.load(changed)["hidden"].clone()
+        hidden[3:] *= 2
+        checkpoint.save({"hidden": hidden}, changed)
+    assert notes[0] == notes[1]
+
+
+def test_what_a_prediction_leaves_is_counted_as_of_tokens_that_it_has_not_seen(model, tmp_path):
+    """Least squares to n tokens leaves 1 - I / n as much of them as of others, of I inputs: by hand."""
+    recipe = everywhere("shared-1bit", 1.0)
+    whole = a_run(model, tmp_path / "run", recipe)
+    stream, part = runs.start(whole), next(budget.rounds(whole))
+    runs.start(part)
+    (folder := tmp_path / "layer").mkdir()
+    runs.fit_layer(part, stream, 0)
+    collected = runs._capture(part, stream, 1, folder, {})
+    _, _, work = runs._fit_recipe(part, stream, 1, recipe, collected, folder)
+    found = runs._variances(work, collected)
+    count, width = 4 * (256 - 4), part.plan.geometry.width
+    weight = part.files.tensor("model.layers.1.self_attn.o_proj.weight")
+    assert collected.queries is not None
+    variance_C = collected.moments[4][1].variance_C
+    cost = share.costs(weight, collected.queries, variance_C, collected.energy, part.plan.geometry)
+    for role, inputs in (("key", 2), ("value", 3)):
+        latent_C = work.fits[role].statistics.directions[0]
+        expected = (cost[role] * latent_C / (1 - inputs * width / count)).tolist()
+        assert found[role] == pytest.approx(expected)  # type: ignore[index]
 
 
 def test_there_must_be_a_target_to_share():
