@@ -20,7 +20,7 @@ from torch import Tensor
 from kvq_runtime.attention.absorbed import Absorbed
 from kvq_runtime.attention.fused import Explanation, Fused, refusal
 from kvq_runtime.attention.long_query import LongQuery
-from kvq_runtime.attention.path import Path
+from kvq_runtime.attention.path import Path, newest_weights
 from kvq_runtime.attention.reference import Reference
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
@@ -92,7 +92,8 @@ class BlockCache:
             recipe, geometry, sorted(self.held), self.layers, self.codecs, self.positions, self.decoder, self.encoder
         )
         self.policies: list[Policy] = [setting.policy(parts) for setting in recipe.policies]
-        weigh = self._weighed if self.policies else None
+        self._newest = max((policy.newest for policy in self.policies), default=0)
+        weigh = self._weighed if self._newest else None
         reference = Reference(self.decoder, self.positions, weigh)
         self.absorbed = Absorbed(self.decoder, self.positions, weigh)
         self.paths: list[Path] = [self.fused, LongQuery(self.decoder, self.fused), self.absorbed, reference]
@@ -185,17 +186,15 @@ class BlockCache:
             if layer not in self._told:
                 self._told.add(layer)
                 _log.debug("layer %d: %s", layer, Explanation(path, self.fused, layer, q_BHTD))
-            if attended.lse_BHT is not None:
-                for policy in self.policies:
-                    policy.attended(layer, q_BHTD, attended.lse_BHT, scale)
+            if attended.lse_BHT is not None and self._newest:
+                self._weighed(layer, newest_weights(attended, store, q_BHTD, scale), range(store.length)[-1:])
             return attended.out_BHTD
         raise AssertionError("the reference answers every query")
 
     def weighed_first(self, count: int) -> int:
         """How many of a first forward pass's `count` queries, the newest, have to go through `attend`: those whose
         weights a policy needs. The others may attend to the pass's own keys and values, which are exact."""
-        weighs = {policy.weighs for policy in self.policies}
-        return count if "all" in weighs else min(count, 1) if "newest" in weighs else 0
+        return min(count, self._newest)
 
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
@@ -322,8 +321,15 @@ class BlockCache:
         return fields
 
     def _weighed(self, layer: int, p_BHGTT: Tensor, slots: range) -> None:
+        """Tell policies what queries attend to the window, each of the newest that it wants."""
+        store, real_BT = self.layers[layer], self.positions.real_BT
+        p_BHGTW = p_BHGTT[..., p_BHGTT.shape[-1] - store.window_2BTC.shape[2] :]
+        if real_BT is not None:
+            p_BHGTW = p_BHGTW * real_BT[:, None, None, slots.start : slots.stop, None]
         for policy in self.policies:
-            policy.weighed(layer, p_BHGTT, slots)
+            late = slots[max(0, store.length - policy.newest - slots.start) :]
+            if late:
+                policy.observe(layer, p_BHGTW[..., len(slots) - len(late) :, :], late)
 
     def settle(self) -> None:
         """Undo a forward pass that has not ended."""

@@ -32,6 +32,7 @@ from itertools import pairwise
 from random import Random
 from uuid import UUID
 
+LONGEST = 60  # words of a sentence of a haystack: a book's table of contents ends in no full stop
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 ABOUT = (
@@ -75,7 +76,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Haystack:
-    """What needles of `ESSAYS` lie in: sentences, repeated where they are too few.
+    """What needles of `ESSAYS` lie in: sentences, repeated where they are too few. Longer ones than LONGEST are parted.
 
     name, digest   of the text
     """
@@ -87,7 +88,9 @@ class Haystack:
     @staticmethod
     def of(name: str, digest: str, texts: Iterable[str]) -> "Haystack":
         whole = re.sub(r"\s+", " ", " ".join(texts)).strip()
-        return Haystack(name, digest, tuple(re.split(r"(?<=[.!?]) ", whole)))
+        sentences = (one.split(" ") for one in re.split(r"(?<=[.!?]) ", whole))
+        parts = (words[start : start + LONGEST] for words in sentences for start in range(0, len(words), LONGEST))
+        return Haystack(name, digest, tuple(map(" ".join, parts)))
 
     def first(self, count: int) -> list[str]:
         """So many sentences."""

@@ -3,6 +3,7 @@
 paths of policies (`Policy.attend`)  →  fused  →  long_query  →  absorbed  →  reference
 """
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -42,3 +43,12 @@ class Path(ABC):
     def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
         """Why no query to this layer is for this path, and what that costs; None: some are."""
         return None
+
+
+def newest_weights(attended: Attended, store: LayerStore, q_BHTD: Tensor, scale: float) -> Tensor:
+    """What the newest query attends to the tokens of the window, from a path that reports `lse`: [B, H, G, 1, W]."""
+    assert attended.lse_BHT is not None
+    heads = store.codecs[0].geometry.kv_heads
+    k_BH1WD = store.window_2BTC[0].float().unflatten(2, (heads, -1)).transpose(1, 2)[:, :, None]
+    q_BHG1D, lse_BHG1 = (x[:, :, -1:].float().unflatten(1, (heads, -1)) for x in (q_BHTD, attended.lse_BHT))
+    return (q_BHG1D @ k_BH1WD.mT * (scale / math.log(2)) - lse_BHG1[..., None]).exp2()

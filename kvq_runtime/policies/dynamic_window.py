@@ -17,7 +17,6 @@ A pass that is undone and made again, or cropped away, decides as it did, or has
 Source: Zeng et al., 2025 (SubKV), sections 3.3 and 3.5; algorithm 1 stands inside one attention layer.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -80,7 +79,7 @@ class DynamicWindowPolicy(Policy):
     It decides at the beginning of a pass for the cache, or when a layer may encode for that layer.
     """
 
-    weighs = "newest"
+    newest = 1
 
     def __init__(self, setting: DynamicWindow, cache: CacheParts):
         self.setting, self.cache, self.positions = setting, cache, cache.positions
@@ -122,23 +121,11 @@ class DynamicWindowPolicy(Policy):
         leaving = store.due if self.setting.per == "cache" else store.beyond(self._most)
         return (store.blocks + leaving) * store.window.block
 
-    def weighed(self, layer: int, p_BHGTT: Tensor, slots: range) -> None:
-        """Of the newest query, whose slice comes last; the edge is that of the window as this pass leaves it."""
+    def observe(self, layer: int, p_BHGTW: Tensor, slots: range) -> None:
+        """The edge is that of the window as this pass leaves it."""
         store = self.cache.stores[layer]
-        self._gaps[layer] = gaps(p_BHGTT[..., -1, :], self._edge(store), store.window.sinks, self.positions.real_BT)
-
-    def attended(self, layer: int, q_BHTD: Tensor, lse_BHT: Tensor, scale: float) -> None:
-        """The weights that count are of two exact tokens: the newest and the edge."""
-        store, q_BHD, lse_BH = self.cache.stores[layer], q_BHTD[:, :, -1], lse_BHT[..., -1]
-        heads = self.cache.geometry.kv_heads
-        first_B, heard_B = edges(self._edge(store), store.window.sinks, self.positions.real_BT, q_BHD, store.length)
-        newest_B = torch.full_like(first_B, store.length - 1)
-        places_B2 = (torch.stack([newest_B, first_B], 1) - store.encoded).clamp(min=0)
-        rows_B = torch.arange(len(q_BHD), device=q_BHD.device)
-        k_B2HD = store.window_2BTC[0][rows_B[:, None], places_B2].float().unflatten(2, (heads, -1))
-        s_BHG2 = q_BHD.float().unflatten(1, (heads, -1)) @ k_B2HD.permute(0, 2, 3, 1) * (scale / math.log(2))
-        p_BHG2 = (s_BHG2 - lse_BH.unflatten(1, (heads, -1))[..., None]).exp2()
-        self._gaps[layer] = (p_BHG2[..., 0] - p_BHG2[..., 1]).mean((1, 2)).where(heard_B, torch.nan)
+        p_BHGW, edge, real_BT = p_BHGTW[..., -1, :], self._edge(store), self.positions.real_BT
+        self._gaps[layer] = gaps(p_BHGW, edge, store.window.sinks, real_BT, store.encoded)
 
     def crop(self, length: int) -> None:
         if length < self._seen:
@@ -159,32 +146,26 @@ class DynamicWindowPolicy(Policy):
         self._seen, self._gaps = seen, gaps
 
 
-def edges(edge: int, sinks: int, real_BT: Tensor | None, like: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Each row's edge among `length` slots, int64 [B], and whether it has a say, bool [B].
+def gaps(p_BHGW: Tensor, edge: int, sinks: int, real_BT: Tensor | None, encoded: int = 0) -> Tensor:
+    """A_new - A_edge of each row, means over heads: float32 [B], NaN for a row that has no say.
 
-    edge    the first slot that stays exact; a row's edge is its first real token from there on that is no sink
-    like    of B rows, where the result shall be
+    A row's edge is its first real token from slot `edge` on that is no sink. It has no say if its newest token is
+    padding, or its edge is not older than that.
 
-    A row has no say if its newest token is padding, or its edge is not older than its newest token.
+    p_BHGW   the newest query's weights on the slots from `encoded` on; on padding they are never looked at
     """
-    newest = length - 1
+    newest = encoded + p_BHGW.shape[-1] - 1
     if real_BT is None:
-        first_B = torch.full((len(like),), max(edge, sinks), device=like.device)
-        return first_B.clamp(max=newest), first_B < newest
-    able_BT = real_BT & (real_BT.cumsum(1) > sinks)
-    able_BT[:, :edge] = False
-    first_B = able_BT.int().argmax(1)
-    return first_B, able_BT[:, newest] & (first_B < newest)
-
-
-def gaps(p_BHGT: Tensor, edge: int, sinks: int, real_BT: Tensor | None) -> Tensor:
-    """A_new - A_edge of each row, means over heads: float32 [B], NaN for a row that has no say; see `edges`.
-
-    p_BHGT  the newest query's weights; on tokens that padding hides they are never looked at
-    """
-    first_B, heard_B = edges(edge, sinks, real_BT, p_BHGT, p_BHGT.shape[-1])
-    p_BHG = p_BHGT.gather(-1, first_B.view(-1, 1, 1, 1).expand(*p_BHGT.shape[:3], 1))[..., 0]
-    return (p_BHGT[..., -1] - p_BHG).mean((1, 2)).where(heard_B, torch.nan)
+        first_B = torch.full((len(p_BHGW),), max(edge, sinks), device=p_BHGW.device)
+        heard_B = first_B < newest
+    else:
+        able_BT = real_BT & (real_BT.cumsum(1) > sinks)
+        able_BT[:, :edge] = False
+        first_B = able_BT.int().argmax(1)
+        heard_B = able_BT[:, newest] & (first_B < newest)
+    places_B111 = (first_B.clamp(max=newest) - encoded).clamp(min=0).view(-1, 1, 1, 1)
+    p_BHG = p_BHGW.gather(-1, places_B111.expand(*p_BHGW.shape[:3], 1))[..., 0]
+    return (p_BHGW[..., -1] - p_BHG).mean((1, 2)).where(heard_B, torch.nan)
 
 
 def keep_edge(gaps_LB: Tensor) -> bool:

@@ -2,16 +2,17 @@
 
 A `PolicySetting` stands in a recipe: a frozen dataclass of settings that JSON can hold. Of it a cache makes a `Policy`,
 which it tells what happens, pass by pass and layer by layer, and asks what may be done. A new policy is a file of this
-folder with both, and is found there by its `kind`, as recipes and stages are; the cache names none.
+folder, and is found there by its `kind`, as recipes and stages are; the cache names none. One that evicts tokens is a
+setting alone, with a score and a budget: `policies/evict.py`.
 
-    begin → (per layer: queried, weighed or attended → may_encode, extra_fields) → end       one forward pass
-    crop, reorder                                                                        between two of them
+    begin → (per layer: attend, observe → queried → may_encode → extra_fields) → end       one forward pass
+    check_crop → crop, reorder                                                             between two of them
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,12 +20,15 @@ from torch import Tensor
 from kvq_runtime.attention.path import Attended
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import Geometry, Role, Window
+from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.encode import Encoder
 from kvq_runtime.store.layer import LayerStore, Slab
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
+
+ALL = 1 << 30  # queries, as many as a forward pass has
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,32 @@ class CacheParts:
     decoder: Decoder
     encoder: Encoder
 
+    def evict(self, kept_BK: Tensor) -> None:
+        """Keep these tokens of the window of all layers, in rising order; it comes back if the pass is undone.
+
+        Raises a ValueError for a NaN or an infinity in the window, before a token is dropped.
+        """
+        encoded = 0
+        for layer, store in self.stores.items():
+            encoded = store.encoded
+            if dispatch.is_waited_for(store.buffer_2BTC):  # else looked at as it arrived
+                self.encoder.watch(layer, store.window_2BTC, encoded)
+        self.encoder.refuse_nan()
+        if encoded + kept_BK.shape[1] == self.positions.length:
+            return
+        first = torch.arange(encoded, device=kept_BK.device).expand(len(kept_BK), -1)
+        self.positions.drop(torch.cat([first, kept_BK + encoded], 1))
+        for store in self.stores.values():
+            store.drop(kept_BK)
+
+    def encode(self, blocks: int | None = None) -> None:
+        """Encode so many of the oldest blocks in the window of every layer; None: those that are due."""
+        for layer in sorted(self.stores):
+            store = self.stores[layer]
+            self.encoder.encode(layer, store.due if blocks is None else blocks)
+            store.trim()
+            self.decoder.forget(layer, layer == self.layers[-1])
+
 
 @dataclass(frozen=True)
 class PolicySetting(ABC):
@@ -62,6 +92,7 @@ class PolicySetting(ABC):
     papers             numbers on arXiv of the papers that it comes from
     waits_for_fit      whether blocks may wait until what they are encoded with is fitted to the prompt
     unpacked           why the decode kernel cannot read the blocks of a cache that has it; None: it can
+    neutral            settings with which it changes nothing, for tests of what every recipe owes
     """
 
     kind: ClassVar[str]
@@ -74,13 +105,16 @@ class PolicySetting(ABC):
     later: ClassVar[frozenset[str]] = frozenset()
     waits_for_fit: ClassVar[bool] = False
     unpacked: ClassVar[str | None] = None
+    neutral: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
     def policy(self, cache: CacheParts) -> "Policy":
         """The policy of one cache."""
 
-    def check(self, recipe: Any, geometry: Geometry | None) -> None:  # noqa: B027
+    def check(self, recipe: Any, geometry: Geometry | None) -> None:
         """Raise a ValueError, a sentence, if the recipe cannot have it; `geometry` once the model is known."""
+        if self.slot == "select" and recipe.policy("window") is not None:
+            raise ValueError("tokens are selected behind a fixed window; drop select, or window")
 
     def most(self, recent: int, block: int) -> int:
         """The most tokens of the window that it keeps exact, of `recent` that the recipe keeps itself."""
@@ -107,31 +141,30 @@ class PolicySetting(ABC):
 class Policy:
     """A policy at work in one cache. All hooks do nothing here; a policy has those that it needs.
 
-    weighs   the queries of a first forward pass whose attention weights it needs, "all" or the "newest" of each row;
-             None: that pass may attend to its own keys and values without it. Of later passes it is told all
+    newest   of each forward pass, how many queries `observe` is told of: the newest so many; 0: of none
     """
 
-    weighs: ClassVar[Literal["all", "newest"] | None] = None
+    newest: int = 0
 
     def begin(self, step: Step) -> None:
         """A forward pass begins; nothing of it has been taken in. What the policy changes during it, it has the step
         restore if the pass is undone: `step.on_undo`."""
-
-    def queried(self, layer: int, q_BHTD: Tensor) -> None:
-        """The queries, after RoPE, of what a layer has taken in, [B, query heads, T, D]."""
-
-    def weighed(self, layer: int, p_BHGTT: Tensor, slots: range) -> None:
-        """The attention weights [B, H, G, queries, tokens] of some queries of a layer, those in these slots, slice
-        after slice; no tensor may be kept. For a policy whose `unpacked` keeps the decode kernel away this is all."""
-
-    def attended(self, layer: int, q_BHTD: Tensor, lse_BHT: Tensor, scale: float) -> None:
-        """Instead of `weighed`, from the decode kernel: the queries, and log2 Σ 2^s of their scores."""
 
     def attend(
         self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
     ) -> Attended | None:
         """Answer queries in place of the cache's own paths, as `Path.attend`; None: not these."""
         return None
+
+    def observe(self, layer: int, p_BHGTW: Tensor, slots: range) -> None:
+        """What some of the newest queries of a layer, those in these slots, attend to the tokens of its window, slice
+        after slice: weights [B, H, G, queries, window], zero for a query that is padding. No tensor may be kept.
+
+        The decode kernel tells of the newest query alone; `unpacked` keeps it away from policies that want more.
+        """
+
+    def queried(self, layer: int, q_BHTD: Tensor) -> None:
+        """The queries, after RoPE, of what a layer has taken in, [B, query heads, T, D]."""
 
     def may_encode(self, layer: int) -> bool:
         """Whether a layer may encode the blocks that are due, now that it has attended."""

@@ -10,6 +10,7 @@ Differs: outliers are found as blocks are encoded, in the prompt and after it, t
 padding count neither for a landmark nor for its cosines; only keys are kept exact, values are read from their blocks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,6 +41,7 @@ class ShadowChunks(PolicySetting):
     chooses_by_query: ClassVar[bool] = True
     waits_for_fit: ClassVar[bool] = True
     unpacked: ClassVar[str | None] = "it reads the chunks that each query asks for"
+    neutral: ClassVar[Mapping[str, Any]] = {"outliers": 0}
     chunk: int = 8
     budget: int = 2048
     outliers: int = 48
@@ -50,8 +52,7 @@ class ShadowChunks(PolicySetting):
 
     def check(self, recipe: Any, geometry: Geometry | None) -> None:
         """Raise a ValueError if the recipe cannot have it: single tokens are decoded."""
-        if recipe.policy("window") is not None:
-            raise ValueError("tokens are selected behind a fixed window; drop select, or window")
+        super().check(recipe, geometry)
         if recipe.window.block % self.chunk:
             raise ValueError(f"chunks of {self.chunk} do not divide the blocks of {recipe.window.block}; use a divisor")
         if recipe.cross_layer or any(scheme.correct or scheme.axis != "token" for scheme in recipe.schemes):

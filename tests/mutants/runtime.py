@@ -173,15 +173,15 @@ MUTANTS = [
     Mutant(
         "hitters-sinks",
         "heavy hitters may push out the sinks",
-        "kvq_runtime/policies/heavy_hitters.py",
-        "rate_BW.masked_fill(sink_BW, torch.inf).argsort(",
-        "rate_BW.argsort(",
+        "kvq_runtime/policies/evict.py",
+        "score_BW.masked_fill(sink_BW, torch.inf).argsort(",
+        "score_BW.argsort(",
         ("policies/test_h2o.py",),
     ),
     Mutant(
         "hitters-rate",
         "attention is divided by how many came before, not after",
-        "kvq_runtime/policies/heavy_hitters.py",
+        "kvq_runtime/policies/evict.py",
         "after = asked.flip(1).cumsum(1).flip(1)",
         "after = asked.cumsum(1)",
         ("policies/test_h2o.py",),
@@ -356,9 +356,9 @@ MUTANTS = [
     Mutant(
         "heavy-crop",
         "tokens cropped out of blocks keep the attention of others",
-        "kvq_runtime/policies/heavy_hitters.py",
-        "x.new_zeros(len(x), width) if again else x[:, :width].clone()",
-        "x[:, :width].clone()",
+        "kvq_runtime/policies/evict.py",
+        "self.got_2BW.new_zeros(shape) if again else self.got_2BW[..., :width].clone()",
+        "self.got_2BW[..., :width].clone()",
         ("policies/test_h2o.py",),
     ),
     # ---- engines

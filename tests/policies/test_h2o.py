@@ -246,7 +246,7 @@ def test_what_is_cropped_back_out_of_blocks_starts_from_nothing():
         assert held(cache) == oracle.held
         if stop == 9:
             mass = torch.tensor([[row[token] for token in range(9)] for row in oracle.mass])
-            torch.testing.assert_close(cache.policies[0].mass_BW, mass, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(cache.policies[0].got_2BW[0], mass, rtol=1e-4, atol=1e-5)
     assert cache.positions.dropped > 1
 
 
@@ -261,7 +261,7 @@ def test_a_pass_that_stops_midway_counts_no_attention():
     cache.finish(0)
     for each in (cache, other):
         drive(each, x, q, 60, 80)
-    assert held(cache) == held(other) and torch.equal(cache.policies[0].mass_BW, other.policies[0].mass_BW)
+    assert held(cache) == held(other) and torch.equal(cache.policies[0].got_2BW, other.policies[0].got_2BW)
 
 
 def test_rows_keep_their_own_tokens_when_they_are_reordered():
@@ -294,11 +294,10 @@ def test_the_papers_halves():
     """Of 8192 tokens a fifth: 819 heavy and 819 of the newest, to within a block; without, the newest are 128."""
     for policy, recent in ((HeavyHitters(0.2, 0.1), 820), (HeavyHitters(0.2), 128)):
         window = preset("h2o").window
-        left = policy.left(8192, window)
-        assert policy.newest(8192, window) == recent and 0 <= 8192 - left - recent < window.block
-        heavy = policy.held(left, window.sinks, recent)
+        old, heavy = policy.budget(8192, window)
+        assert 0 <= 8192 - old - recent < window.block and old % window.block == 0
         assert heavy + recent == pytest.approx(0.2 * 8192, abs=0.2 * window.block + 1)
         blocks, exact = policy.chosen(8192, window)
-        assert blocks * window.block + exact == heavy + 8192 - left
+        assert blocks * window.block + exact == heavy + 8192 - old
     with pytest.raises(ValueError, match="recent=0.2; use at least 0 and less than share=0.2"):
         HeavyHitters(0.2, 0.2)

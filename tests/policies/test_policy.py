@@ -1,16 +1,21 @@
 """A policy that nobody has heard of, defined in this file, works in a cache: every hook, undo, crop, rows, memory."""
 
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 from feeding import GEOMETRY, RECIPES, feed, feed_in, make, same, state, tensors
+from models import prompt, random_model
 from owned_bytes import owned
 from torch import Tensor
 
 from kvq_runtime import recipe as recipes
 from kvq_runtime.attention.fused import refusal
+from kvq_runtime.hf import KVQCache, geometry_of
+from kvq_runtime.policies import evict
 from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import LayerStore, Slab
@@ -148,6 +153,62 @@ def test_the_kernel_reads_its_blocks_unless_it_says_why_not():
     assert "rtn-2bit, layer 0: blocks wait for a bus" in str(refusal(replace(plain, policies=(Impatient(),)), wide))
 
 
+def test_a_model_calls_the_hooks_in_the_order_that_is_documented():
+    """Under kvq attention, a prompt and a step: of each pass as many of the newest queries are told as are wanted."""
+    calls = []
+
+    class Listening(PatiencePolicy):
+        newest = 2
+
+        def begin(self, step):
+            calls.append(("begin", step.count))
+
+        def attend(self, store, layer, q_BHTD, mask, scale):
+            calls.append((layer, "attend"))
+
+        def observe(self, layer, p_BHGTW, slots):
+            calls.append((layer, "observe", slots))
+            width = self.cache.stores[layer].window_2BTC.shape[2]
+            assert p_BHGTW.shape[-2:] == (len(slots), width) and (p_BHGTW.sum(-1) <= 1 + 1e-5).all()
+
+        def queried(self, layer, q_BHTD):
+            calls.append((layer, "queried", q_BHTD.shape[2]))
+
+        def may_encode(self, layer):
+            calls.append((layer, "may_encode"))
+            return True
+
+        def end(self, step):
+            calls.append(("end", step.count))
+
+    class Ear(Patience):
+        needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+
+        def policy(self, cache):
+            return Listening(self, cache)
+
+    model = random_model("llama", attention="kvq")
+    cache = KVQCache(replace(BASE, policies=(Ear(),)).check(), model)
+    with torch.no_grad():
+        model(prompt(2, 40), past_key_values=cache)
+        model(prompt(2, 1), past_key_values=cache)
+    layers = range(geometry_of(model).layers)
+    expected = []
+    for start, count in ((38, 40), (40, 1)):
+        passes = [
+            [(i, "attend"), (i, "observe", range(start, min(start + 2, 41 if count == 1 else 40))),
+             (i, "queried", count), (i, "may_encode")]
+            for i in layers
+        ]  # fmt: skip
+        expected += [("begin", count), *[call for layer in passes for call in layer], ("end", count)]
+    assert calls == expected
+
+
 def test_every_policy_of_the_folder_is_found_by_its_kind():
-    kinds = {slot: sorted(classes) for slot, classes in recipes.policy_kinds().items()}
-    assert kinds == {"window": ["dynamic"], "select": ["chunks", "heavy"], "online": ["first_tokens"], "policies": []}
+    """Those whose kind stands in a source file; what has none is a base of others."""
+    files = Path(evict.__file__).parent.glob("*.py")
+    stated = {kind for file in files for kind in re.findall(r'kind: ClassVar\[str\] = "(\w+)"', file.read_text())}
+    found = recipes.policy_kinds()
+    assert {kind for classes in found.values() for kind in classes} == stated >= {"dynamic", "chunks", "heavy"}
+    for slot, classes in found.items():
+        assert all((cls.slot, cls.kind) == (slot, kind) for kind, cls in classes.items())

@@ -7,7 +7,7 @@ import pytest
 
 from kvq_runtime.codec import codec
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.policies.heavy_hitters import HeavyHitters
+from kvq_runtime.policies.evict import Evicting
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset, presets
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.grid import Grid
@@ -40,7 +40,7 @@ def test_every_preset_names_what_it_needs(name):
     assert recipe.cross_layer == any("weight" in n or "down" in n or "codes" in n or "hidden" in n for n in specs)
     if recipe.position == "pre":
         assert "positions" in recipe.needs
-    held, dynamic = isinstance(recipe.policy("select"), HeavyHitters), recipe.policy("window") is not None
+    held, dynamic = isinstance(recipe.policy("select"), Evicting), recipe.policy("window") is not None
     assert ("attention" in recipe.needs) == (dynamic or held)
     assert recipe.arrival_dependent == (dynamic or held or recipe.fits_prompt)
     assert not any(name.startswith("layers.0.") and name.endswith("bias") for name in specs if "predict" not in name)

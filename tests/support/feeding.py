@@ -11,7 +11,6 @@ from written import EVERY
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rope import Rotary, rotate
-from kvq_runtime.policies.heavy_hitters import HeavyHitters
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import OURS, Recipe, Window
 from kvq_runtime.store.layer import EXTRA
@@ -38,11 +37,7 @@ def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
 
 def whole(recipe: Recipe) -> Recipe:
     """The recipe without a choice among tokens, if it makes one: all that other recipes owe, it then owes too."""
-    select = recipe.policy("select")
-    if select is None:
-        return recipe
-    every = HeavyHitters(share=1.0) if isinstance(select, HeavyHitters) else replace(select, outliers=0)
-    return replace(recipe, policies=tuple(every if policy is select else policy for policy in recipe.policies))
+    return replace(recipe, policies=tuple(replace(policy, **policy.neutral) for policy in recipe.policies))
 
 
 RECIPES = {name: whole(small(recipe)) for name, recipe in EVERY.items()}
@@ -104,10 +99,10 @@ def attended(
     """What `update` gives, by the way of recipes that want queries or attention: the newest token's attend."""
     cache.take(layer, k_BTC, v_BTC)
     q_BHTD = query(k_BTC, v_BTC).unflatten(-1, (cache.geometry.kv_heads, -1)).transpose(1, 2)
-    cache.take_queries(layer, q_BHTD)
     if k_BTC.shape[1] and "attention" in cache.recipe.needs:
         mask = None if real_BT is None else real_BT[:, None, None, : cache.positions.length]
         cache.attend(layer, q_BHTD[:, :, -1:], mask, cache.geometry.head_size**-0.5)
+    cache.take_queries(layer, q_BHTD)
     out = cache.decoder.whole(layer)
     cache.finish(layer)
     return out

@@ -18,6 +18,6 @@ SETTINGS = (  # options of stages, and stages together, that no preset has
     "polar-paper-fitted+all.quantize.levels=0+all.quantize.points=mean",
     "polar-paper-fitted+all.rotate=none", "polar-online+all.rotate=none",
     "squat-pre-2bit-paper+key.feedback.blocks=4", "svdq-2bit+key.quantize.codebook=block",
-    "svdq-2bit+policies.chunks=on",
+    "svdq-2bit+policies.chunks=on", "snapkv+policies.votes.pool=avg",
 )  # fmt: skip
 EVERY: dict[str, Recipe] = {text: read(text) for text in (*presets(), *SETTINGS)}

@@ -15,6 +15,17 @@ def words(text: str) -> int:
     return len(text.split())
 
 
+def test_a_list_without_full_stops_is_parted_so_that_a_text_fills_its_length():
+    """Else a prompt of needles in a book that opens with its chapters had a tenth of the tokens asked for."""
+    book = ruler.Haystack.of(
+        "book", "0", [" ".join(f"CHAPTER {number}" for number in range(2000)), "It began. It ended."]
+    )
+    assert max(len(one.split()) for one in book.sentences) == ruler.LONGEST
+    assert " ".join(book.sentences).split()[:4] == ["CHAPTER", "0", "CHAPTER", "1"]
+    made = ruler.fitted("niah_single_2", 0, 1000, 0.5, lambda text: len(text.split()), book)
+    assert 1000 - ruler.LONGEST <= len((made.context + made.asked).split()) + made.steps <= 1000
+
+
 def test_one_needle_is_asked_for_as_the_benchmark_does():
     made = ruler.niah_single_1(Draw(0, 2, 0.5))
     (value,) = made.references
