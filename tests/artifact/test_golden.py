@@ -111,8 +111,8 @@ def test_a_golden_artifact_is_fitted_again_to_the_same_or_one_as_good(golden, re
         assert tensor.dtype == made.tensors[name].dtype
         if not name.startswith("layers.0.") or (follows(name, made.tensors) and tensor.is_floating_point()):
             continue
-        if name.endswith("quantize.deviation") and name.replace("deviation", "gain_ends") in tensors:
-            continue  # scales and gains are found in turns, which end where what is decoded is as near
+        if name.endswith("quantize.deviation"):
+            continue  # found from coarse to fine, which may end elsewhere, where what is decoded is as near
         elif tensor.is_floating_point():
             assert off(tensor.float(), made.tensors[name].float()) <= 0.005, name
         else:

@@ -30,7 +30,7 @@ ONE = (
         "turboquant-3bit",
         "polar-paper",
         "polar-3bit",
-        "polar-radius8+all.rotate=hadamard+all.rotate.group=head",
+        "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean",
     ),
 )
 GEOMETRY = Geometry(1, 2, 64)

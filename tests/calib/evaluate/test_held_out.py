@@ -184,10 +184,13 @@ def test_progress_reaches_its_end_exactly_with_and_without_kept_units(model, tmp
         assert sum(one.tokens for one in said) == said[-1].done == said[-1].total > 0
 
 
+FOUR = ("mean-higgs-2bit", "mean-higgs-3bit", "mean-higgs-4bit", "mean-higgs-head-2bit-post")
+
+
 @pytest.mark.slow
 def test_killed_during_the_evaluation_it_resumes(model, tmp_path):
     run = tmp_path / "run"
-    words = arguments(model, run, *(f"--recipe=mean-higgs-{n}bit" for n in (1, 2, 3, 4)), "--eval-windows", "3")
+    words = arguments(model, run, *(f"--recipe={name}" for name in FOUR), "--eval-windows", "3")
     program = f"import sys; from kvq_calib.cli.calibrate import main; sys.exit(main({words!r}))"
     hold = tmp_path / "hold"
     hold.touch()
