@@ -77,6 +77,13 @@ def table(rows: Sequence[Mapping[str, Any]], class_: str | None = None, heads: S
     return tag("div", whole, class_="wide", tabindex="0")
 
 
+def tiles(figures: Sequence[tuple[Any, str]]) -> Html:
+    """Figures and what each is, in rows of about as many: more than five are two rows, so that none stands alone."""
+    columns = len(figures) if len(figures) <= 5 else -(-len(figures) // 2)
+    parts = (tag("div", tag("b", figure), tag("span", said), class_="tile") for figure, said in figures)
+    return tag("div", parts, class_=f"tiles of-{columns}")
+
+
 def pairs(rows: Mapping[str, Any]) -> Html:
     """Names and values, a line each; values that are None are left out."""
     lines = (

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvq_calib.report.page.html import Html, folded, table, tag
+from kvq_calib.report.page.html import Html, folded, table, tag, tiles
 from kvq_calib.report.page.losses import deciding
 from kvq_calib.report.page.words import Known, figure, fixed, missing, model_of, reference, share, spread
 from kvq_runtime.cli.table import percent
@@ -20,26 +20,22 @@ SMALL = 1_000_000_000  # parameters below which figures say little about the mod
 def summary(known: Known) -> list[Any]:
     """Tiles, losses and bounds."""
     recipe, decisive = known["recipe"] or {}, deciding(known["losses"])
-    tiles = [_tile(recipe.get("name", "unknown"), "recipe")]
+    figures = [(recipe.get("name", "unknown"), "recipe")]
     if recipe:
-        tiles.append(_tile(f"{recipe['bits']:.3g}", "bits per element, of one more token"))
+        figures.append((f"{recipe['bits']:.3g}", "bits per element, of one more token"))
     for one in known.get("sizes", []):
         said = f"{human(one['bytes'])} of {human(one['of_16_bit'])}"
-        tiles.append(_tile(f"{one['bits']:.3g}", f"bits at {one['tokens']:,} tokens, all bytes: {said}"))
+        figures.append((f"{one['bits']:.3g}", f"bits at {one['tokens']:,} tokens, all bytes: {said}"))
     if decisive:
-        tiles.append(_tile(percent(decisive["relative"]), f"perplexity against 16 bit, {SPOKEN[decisive['protocol']]}"))
-        tiles.append(_tile(f"{decisive['kl']:.3g}", f"KL divergence, nats per token, {SPOKEN[decisive['protocol']]}"))
+        figures.append((percent(decisive["relative"]), f"perplexity against 16 bit, {SPOKEN[decisive['protocol']]}"))
+        figures.append((f"{decisive['kl']:.3g}", f"KL divergence, nats per token, {SPOKEN[decisive['protocol']]}"))
     least = known.get("smaller_from")
     begins = (
         "is never smaller than in 16 bit" if least is None else f"is smaller than in 16 bit from {least:,} tokens on"
     )
     about = f"Bytes are computed from shapes, for one sequence, with what all share. Such a cache {begins}."
     computed = about if recipe else None
-    return [tag("div", tiles, class_="tiles"), tag("p", computed, class_="soft"), *losses(known), *bounds(known)]
-
-
-def _tile(figure: str, said: str) -> Html:
-    return tag("div", tag("b", figure), tag("span", said), class_="tile")
+    return [tiles(figures), tag("p", computed, class_="soft"), *losses(known), *bounds(known)]
 
 
 def losses(known: Known) -> list[Any]:
@@ -49,13 +45,15 @@ def losses(known: Known) -> list[Any]:
     rows = []
     for one in known["losses"]:
         domain = {True: "in", False: "out", None: "not known"}[one["in_domain"]]
-        row = {"text": one["text"], "domain": domain, "protocol": SPOKEN[one["protocol"]]}
+        row = {"text": one["text"]}
+        if "reason" not in one:  # what counts comes first: a narrow screen shows no more
+            row |= {"against 16 bit": spread(percent(one["relative"]), one["relative_se"], ".2%")}
+            row |= {"KL, nats": spread(figure(one["kl"]), one["kl_se"], ".2g")}
+        row |= {"protocol": SPOKEN[one["protocol"]], "domain": domain}
         if "reason" in one:
             rows.append(row | {"decoded": one["reason"]})
             continue
         row |= {"16 bit": fixed(one["reference_perplexity"]), "perplexity": fixed(one["perplexity"])}
-        row |= {"against 16 bit": spread(percent(one["relative"]), one["relative_se"], ".2%")}
-        row |= {"KL, nats": spread(figure(one["kl"]), one["kl_se"], ".2g")}
         rows.append(row | {"top-1": share(one["top1"], ".2%"), "decoded": share(one["decoded"])})
     about = known["evaluation"]
     size = about["parameters"]

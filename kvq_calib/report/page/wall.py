@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvq_calib.report.page.html import Html, document, section, table, tag
+from kvq_calib.report.page.html import Html, document, section, table, tag, tiles
 from kvq_calib.report.page.pictures import drawn, named, outliers
 from kvq_calib.report.page.words import figure
 from kvq_calib.report.points import Point
@@ -60,7 +60,7 @@ def _tiles(whole: Mapping[str, Any]) -> Html:
     rows = whole["versions"]
     now = current(rows)
     measured = sum(row["kl"] is not None for row in now)
-    tiles = {
+    figures = {
         "names": len({row["name"] for row in rows}),
         "models": len({row["model"] for row in rows if row["model"]}),
         "versions": len(rows),
@@ -71,8 +71,7 @@ def _tiles(whole: Mapping[str, Any]) -> Html:
         "to look at": sum(bool(row["needs"]) for row in now) + len(whole["faults"]),
         "all files": human(sum(row["size"] for row in rows)),
     }
-    parts = (tag("div", tag("b", count), tag("span", said), class_="tile") for said, count in tiles.items())
-    return tag("div", parts, class_="tiles")
+    return tiles([(count, said) for said, count in figures.items()])
 
 
 def _look_at(whole: Mapping[str, Any]) -> Html | None:

@@ -12,7 +12,7 @@ import tiny_artifact as tiny
 from many_versions import greedy
 
 from kvq_calib.report.page import known, version, wall, whole
-from kvq_calib.report.page.html import document, tag
+from kvq_calib.report.page.html import document, tag, tiles
 from kvq_runtime.registry.local.registry import LocalRegistry
 from kvq_runtime.registry.resolve import open_registry
 
@@ -361,3 +361,10 @@ def test_a_registry_on_a_hub_has_pages_too(hub, kvq_report):
     assert "+2.00%" in read.said and "hf://org" in read.said and "Measured on the same windows" in read.said
     assert kvq_report("--registry", "hf://org")[0] == 0
     assert "1 name, 2 versions" in harmless(Path("registry.html").read_text()).said
+
+
+@pytest.mark.parametrize(("count", "columns"), [(2, 2), (5, 5), (6, 3), (7, 4), (9, 5)])
+def test_no_tile_stands_alone_in_a_second_row(count, columns):
+    page = str(tiles([(number, "said") for number in range(count)]))
+    assert page.startswith(f'<div class="tiles of-{columns}">') and page.count('class="tile"') == count
+    assert count <= columns or count - columns > 1
