@@ -189,7 +189,8 @@ def rows(shared: Pass, index: int) -> Tensor:
 def decode(shared: Pass, index: int) -> Tensor:
     """Keep a chunk as it is decoded, where a prediction reads it; the sums of its errors, where they count."""
     work, role, plan = shared.work, shared.fit.codec.role, shared.work.run.plan
-    kept, measured = work.is_read(role), (plan.held_out == 0 or index >= plan.fitted_chunks) and index < plan.own_chunks
+    counts = (plan.held_out == 0 or index >= plan.fitted_chunks) and index < plan.own_chunks
+    kept, measured = work.is_read(role), counts and not plan.draft
     sums = torch.zeros(5, dtype=torch.float64)
     if kept or measured:
         data, context = work.data(index, role, clean=False)

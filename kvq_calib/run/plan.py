@@ -5,7 +5,7 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 
 import torch
@@ -32,7 +32,7 @@ class Plan:
     vocabularies        tokens of the model's, by name of those of them whose first layer may be stored by token
     transfer            a text of another kind, on whose fit part settings are measured too; None: none
     transfer_samples    sequences of it, after all others: nothing is fitted on them
-    draft               sequences of a draft (`share.py`): the first to fit on, and no others; 0: this is none
+    draft               whether this is a draft (`share.py`), which begins with what another run has begun with
     """
 
     model: str
@@ -53,7 +53,7 @@ class Plan:
     vocabularies: dict[str, int] = field(default_factory=dict)
     transfer: str | None = None
     transfer_samples: int = 0
-    draft: int = 0
+    draft: bool = False
 
     def __post_init__(self):
         names = [recipe.name for recipe in self.recipes]
@@ -79,29 +79,28 @@ class Plan:
     def chunks(self) -> list[range]:
         """The sequences of each chunk; a chunk is fitted on, held out, or of the transfer text, as a whole."""
         fitted, end = self.samples - self.held_out, self.samples + self.transfer_samples
-        parts = [range(0, self._fitted)]
-        if not self.draft:
-            parts += [range(fitted, self.samples), range(self.samples, end)]
+        parts = (range(0, fitted), range(fitted, self.samples), range(self.samples, end))
         return [part[at : at + self.chunk] for part in parts for at in range(0, len(part), self.chunk)]
 
     @property
     def own_chunks(self) -> int:
         """How many chunks are of the corpus; those of the transfer text follow them."""
-        return self.fitted_chunks + (0 if self.draft else math.ceil(self.held_out / self.chunk))
+        return self.fitted_chunks + math.ceil(self.held_out / self.chunk)
 
     @property
     def fitted_chunks(self) -> int:
         """How many chunks are fitted on; the rest, if any, are held out."""
-        return math.ceil(self._fitted / self.chunk)
-
-    @property
-    def _fitted(self) -> int:
-        return min(self.draft or self.samples, self.samples - self.held_out)
+        return math.ceil((self.samples - self.held_out) / self.chunk)
 
     @property
     def tokens(self) -> int:
         """Tokens in all, of the corpus."""
-        return (self._fitted if self.draft else self.samples) * self.seq_len
+        return self.samples * self.seq_len
+
+    def beginning(self, tokens: int) -> "Plan":
+        """The plan of the first sequences that are fitted on, of at least so many tokens if there are, and no other."""
+        count = min(math.ceil(tokens / self.seq_len), self.samples - self.held_out)
+        return replace(self, samples=count, held_out=0, transfer=None, transfer_samples=0)
 
     @property
     def depth(self) -> int:

@@ -47,7 +47,7 @@ def wanted(recipe: Recipe) -> bool:
 def draft(plan: Plan) -> Plan:
     """The plan of the draft: of the recipes that share, to the first sequences."""
     recipes = tuple(filter(wanted, plan.recipes))
-    return replace(plan, recipes=recipes, draft=-(-TOKENS // plan.seq_len), budgets={}, vocabularies={})
+    return replace(plan.beginning(TOKENS), recipes=recipes, draft=True, budgets={}, vocabularies={})
 
 
 def drafted(recipe: Recipe) -> Recipe:

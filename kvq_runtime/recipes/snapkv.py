@@ -33,7 +33,7 @@ def recipes() -> list[Recipe]:
     over = [
         Recipe("snapkv", exact, exact, summary="16 bit"),
         Recipe("snapkv-higgs-2bit", two, two, summary="HIGGS, 2 bits"),
-        replace(aqua.aqua("2bit", two, higgs.scheme("4bit"), summary="AQUA-KV, 2 bits"), name="aqua-snapkv-2bit"),
+        aqua.aqua("snapkv-2bit", two, higgs.scheme("4bit"), "AQUA-KV, 2 bits"),
     ]
     return [
         replace(one, name=one.name + suffix, policies=(votes,),

@@ -14,6 +14,7 @@ _HOW = (
     " ± is a standard error over windows. Full encode: every token but the sinks is encoded before it is read. "
     "Decoded: the share of attention's weight that came out of encoded blocks."
 )
+_HEADS = ("text", "against 16 bit", "KL, nats", "protocol", "domain", "16 bit", "perplexity", "top-1", "decoded")
 SMALL = 1_000_000_000  # parameters below which figures say little about the models people serve
 
 
@@ -45,22 +46,20 @@ def losses(known: Known) -> list[Any]:
     rows = []
     for one in known["losses"]:
         domain = {True: "in", False: "out", None: "not known"}[one["in_domain"]]
-        row = {"text": one["text"]}
-        if "reason" not in one:  # what counts comes first: a narrow screen shows no more
-            row |= {"against 16 bit": spread(percent(one["relative"]), one["relative_se"], ".2%")}
-            row |= {"KL, nats": spread(figure(one["kl"]), one["kl_se"], ".2g")}
-        row |= {"protocol": SPOKEN[one["protocol"]], "domain": domain}
+        row = {"text": one["text"], "domain": domain, "protocol": SPOKEN[one["protocol"]]}
         if "reason" in one:
             rows.append(row | {"decoded": one["reason"]})
             continue
         row |= {"16 bit": fixed(one["reference_perplexity"]), "perplexity": fixed(one["perplexity"])}
+        row |= {"against 16 bit": spread(percent(one["relative"]), one["relative_se"], ".2%")}
+        row |= {"KL, nats": spread(figure(one["kl"]), one["kl_se"], ".2g")}
         rows.append(row | {"top-1": share(one["top1"], ".2%"), "decoded": share(one["decoded"])})
     about = known["evaluation"]
     size = about["parameters"]
     small = size is not None and size < SMALL
     return [
         tag("h3", "Loss, in and out of the domain of the fit"),
-        table(rows),
+        table(rows, heads=_HEADS),
         tag("p", " ".join(about["texts"]), _HOW, class_="soft"),
         tag("p", _CAUTION, class_="soft") if small else None,
         folded(f"All {len(known['records'])} figures that the registry has of this version", table(known["records"])),
