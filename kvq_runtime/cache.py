@@ -381,7 +381,7 @@ class BlockCache:
     def reorder(self, rows: Tensor) -> None:
         """Keep these rows of every tensor that has rows, in this order: beam search, batch changes."""
         self.settle()
-        self.decoder.clear()
+        self.decoder.restart()
         self.fused.forget()
         self.positions.reorder(rows)
         for policy in self.policies:

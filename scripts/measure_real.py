@@ -39,6 +39,7 @@ from kvq_calib.evaluate.ledger import Ledger, code
 from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.evaluate.record import Protocol, load_model, weights
 from kvq_calib.evaluate.subject import Subject
+from kvq_calib.evaluate.witness import WitnessCache
 from kvq_calib.job import Job
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
@@ -389,7 +390,7 @@ def measure(home: Home, model, unit: Unit, batch: Batch) -> dict[str, Any]:
         cache.reads = None  # counting repeats attention
     else:
         assert unit.protocol == IN_USE
-        cache = KVQCache(recipe, model, subject.tensors)
+        cache = WitnessCache(recipe, model, subject.tensors)
     states = positions.states(model, tokens_BT, cache, unit.step)
     share = positions.encoded(cache) / unit.length
     if share <= 0:

@@ -23,6 +23,7 @@ from kvq_calib.evaluate import bits, cases, conversation, decode, tasks
 from kvq_calib.evaluate.ledger import Ledger, code
 from kvq_calib.evaluate.record import load_model, weights
 from kvq_calib.evaluate.subject import Subject
+from kvq_calib.evaluate.witness import WitnessCache
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.plan import environment
 from kvq_calib.text import corpus
@@ -31,7 +32,6 @@ from kvq_runtime import PrefixStore
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
-from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import Recipe
 from scripts import measure_real, real_records
 
@@ -117,7 +117,7 @@ def talk(model, files: ModelFiles, subject: Subject, passages: Sequence[Sequence
     """What one recipe's caches did in several conversations, each with one cache."""
     held = []
     for some in passages:
-        cache = KVQCache(subject.recipe, model, subject.tensors or None)
+        cache = WitnessCache(subject.recipe, model, subject.tensors or None)
         (found,) = conversation.follow(model, conversation.turns(files.path, some), [cache], most)
         held.append(found)
     length = held[0][-1]["history"] + held[0][-1]["added"] + held[0][-1]["tokens"]

@@ -99,6 +99,7 @@ class CountedCache(KVQCache):
 
     def __init__(self, recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None):
         super().__init__(recipe, model, tensors)
+        self.blocks.decoder.keep = True
         self.inner = self.attention or self.inner
         chosen = any(policy.chooses_by_query for policy in recipe.policies)
         self.reads: Reads | None = None if chosen else Reads()

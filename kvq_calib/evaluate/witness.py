@@ -22,6 +22,7 @@ class WitnessCache(KVQCache):
 
     def __init__(self, recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None):
         super().__init__(recipe, model, tensors)
+        self.blocks.decoder.keep = True
         self.passes: list[tuple[Tensor, Tensor]] = []
 
     def _announce(self, positions_BT, cos_sin, rotary, attention: str | None) -> None:

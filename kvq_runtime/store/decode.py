@@ -26,12 +26,16 @@ class Decoder:
 
     stores         by layer
     scratch_peak   most bytes of decoded tensors alive at once so far
+    keep           hold decoded history from pass to pass, as large as 16 bit, so that a block is decoded once: for
+                   measurements, whose time is what binds
     """
 
     def __init__(self, recipe: Recipe, geometry: Geometry, codecs: list[tuple[Codec, Codec]], positions: Positions):
         self.recipe, self.geometry, self.positions = recipe, geometry, positions
         self.stores: dict[int, LayerStore] = {}
         self.scratch_peak = 0
+        self.keep = False
+        self._history: dict[int, Pair] = {}
         # by layer, how many layers underneath its predictions read
         self._reads = [max(max(codec.below, default=0) for codec in pair) for pair in codecs]
         self._depth = max(self._reads)
@@ -46,7 +50,10 @@ class Decoder:
             whole = self._room(role, window_BTC, store.length)
             whole[:, store.encoded :] = window_BTC
             out.append(whole)
-        for run in store.runs():
+        if self.keep and store.blocks:
+            for whole, history_BTC in zip(out, self._decoded_once(layer), strict=True):
+                whole[:, : store.encoded] = history_BTC
+        for run in () if self.keep else store.runs():
             decoded = self._pair(layer, run) if self.recipe.cross_layer else None
             for role, whole in enumerate(out):
                 room = whole[:, slice(*store.tokens(run))]
@@ -62,6 +69,8 @@ class Decoder:
         """Keys, after RoPE, or values of one run of blocks, [B, T, C]; sinks are not put back."""
         store = self.stores[layer]
         start, stop = store.tokens(run)
+        if self.keep:
+            return self._decoded_once(layer)[role][:, start:stop]
         room = self._room(ROLES[role], store.sinks_2BSC[role], stop - start)
         decoded = self._pair(layer, run)[role] if self.recipe.cross_layer else self._decode(store, role, run, room)
         self._restore(store, role, decoded, run, room)
@@ -98,7 +107,7 @@ class Decoder:
 
     def crop(self, length: int) -> int:
         """Keep the first `length` slots of every layer; how many tokens went back to the window, decoded."""
-        self.clear()
+        self.restart()
         again = 0
         for layer in sorted(self.stores, reverse=True):
             store, cut = self.stores[layer], None
@@ -119,11 +128,36 @@ class Decoder:
             for key in [key for key in kept if key[0] <= layer - self._depth]:
                 del kept[key]
 
+    def restart(self) -> None:
+        """Drop everything decoded, that of earlier passes too: slots or rows are others now."""
+        self.clear()
+        self._history.clear()
+
     def clear(self) -> None:
-        """Drop everything decoded."""
+        """Drop what was decoded in this forward pass."""
         self._carried.clear()
         self._fresh.clear()
         self._rooms.clear()
+
+    def _decoded_once(self, layer: int) -> Pair:
+        """All decoded blocks of a layer, [B, encoded, C] each, sinks not put back; only new ones are decoded."""
+        store, block = self.stores[layer], self.stores[layer].window.block
+        keys_BTC, values_BTC = self._history.get(layer, (store.window_2BTC[0, :, :0], store.window_2BTC[1, :, :0]))
+        for first, stop in store.runs():
+            run = max(first, keys_BTC.shape[1] // block), stop
+            if run[0] < stop:
+                decoded = self._pair(layer, run) if self.recipe.cross_layer else (None, None)
+                keys_BTC = torch.cat([keys_BTC, self._read(store, 0, run, decoded[0])], 1)
+                values_BTC = torch.cat([values_BTC, self._read(store, 1, run, decoded[1])], 1)
+        self._history[layer] = keys_BTC, values_BTC
+        return keys_BTC[:, : store.encoded], values_BTC[:, : store.encoded]
+
+    def _read(self, store: LayerStore, role: int, run: Run, decoded_NTC: Tensor | None) -> Tensor:
+        """A run of blocks as it is read, [B, T, C], in memory of its own; sinks are not put back."""
+        start, stop = store.tokens(run)
+        out_BTC = store.buffer_2BTC.new_empty(store.rows, stop - start, self.geometry.width)
+        self._restore(store, role, self._decode(store, role, run) if decoded_NTC is None else decoded_NTC, run, out_BTC)
+        return out_BTC
 
     def _pair(self, layer: int, run: Run) -> Pair:
         """The decoded, centred blocks of a run in this layer, [B·n, block, C] each; carried for the layers above."""
