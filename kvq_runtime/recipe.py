@@ -22,10 +22,10 @@ from typing import Any, Literal
 from kvq_runtime.errors import NotFound
 from kvq_runtime.family import Family
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
+from kvq_runtime.policy_setting import POLICY_SLOTS, PolicySetting, policy_kinds
 from kvq_runtime.stages.kinds import LATER, check_keys, kinds, stage_from, stage_json
-from kvq_runtime.stages.stage import SLOTS, Scheme, Site
+from kvq_runtime.stages.stage import SLOTS, Scheme, Site, Stage
 
-POLICY_SLOTS = ("window", "select", "online")  # keys of a recipe's JSON under which it has one policy at most
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
 
 
@@ -49,7 +49,7 @@ class Recipe:
     layers: Mapping[int, tuple[Scheme, Scheme]] = field(default_factory=dict)
     summary: str = field(default="", compare=False)
     window: Window = field(default_factory=Window)
-    policies: tuple[Any, ...] = ()
+    policies: tuple[PolicySetting, ...] = ()
 
     def at(self, layer: int) -> tuple[Scheme, Scheme]:
         """The Schemes of keys and values in this layer."""
@@ -59,7 +59,7 @@ class Recipe:
         """One of the two Schemes of this layer."""
         return self.at(layer)[ROLES.index(role)]
 
-    def policy(self, slot: str) -> Any:
+    def policy(self, slot: str) -> PolicySetting | None:
         """The policy of this slot, "window", "select" or "online"; None if the recipe has none."""
         return next((policy for policy in self.policies if policy.slot == slot), None)
 
@@ -168,15 +168,16 @@ class Recipe:
         if scheme.axis not in ("token", "channel"):
             raise ValueError(f'{where}: axis={scheme.axis!r}; use "token" or "channel"')
         for slot in SLOTS:
-            stage, known = getattr(scheme, slot), kinds()[slot]
-            if not isinstance(stage, tuple(known.values())) and (stage is not None or slot == "quantize"):
-                raise ValueError(f"{where}: {slot}={stage!r}; use one of {sorted(known)}")
+            stage = getattr(scheme, slot)
+            fits = stage.slot == slot if isinstance(stage, Stage) else stage is None and slot != "quantize"
+            if not fits:
+                raise ValueError(f"{where}: {slot}={stage!r}; use one of {sorted(kinds()[slot])}")
         site = Site(scheme, role, layer, self.position, self.window, geometry)
         for _, stage in scheme.stages:
             _asked(where, stage.check, site)
 
     def _check_policies(self) -> None:
-        if not all(isinstance(policy, policy_setting()) for policy in self.policies):
+        if not all(isinstance(policy, PolicySetting) for policy in self.policies):
             names = sorted(kind for classes in policy_kinds().values() for kind in classes)
             raise ValueError(f"{self.name}: policies={self.policies!r}; use some of {names}")
         slots = [policy.slot for policy in self.policies if policy.slot in POLICY_SLOTS]
@@ -228,9 +229,8 @@ class Recipe:
         others = stated.get("policies", [])
         if not isinstance(others, list):
             raise ValueError(f"recipe: policies must be a list, not {others!r:.200}")
-        known = policy_kinds()
-        policies = [stage_from(slot, stated.get(slot), known[slot]) for slot in POLICY_SLOTS]
-        policies += [stage_from("policies", other, known["policies"]) for other in others]
+        asked = [(slot, stated[slot]) for slot in POLICY_SLOTS if stated.get(slot) is not None]
+        asked += [("policies", other) for other in others]
         return Recipe(
             name=stated["name"],
             position=stated["position"],
@@ -239,7 +239,7 @@ class Recipe:
             layers={int(n): (pair[0][0], pair[1][0]) for n, pair in zip(layers, pairs[1:], strict=True)},
             summary=stated.get("summary", ""),
             window=windows[0],
-            policies=tuple(policy for policy in policies if policy is not None),
+            policies=tuple(stage_from(slot, one, policy_kinds()[slot]) for slot, one in asked),
         ).check()
 
 
@@ -271,38 +271,23 @@ def _scheme_from(stated: Any) -> tuple[Scheme, Window]:
     return Scheme(**settings | stages), Window(**{name: value for name, value in stated.items() if name in _WINDOW})
 
 
-@cache
-def policy_kinds() -> dict[str, dict[str, type]]:
-    """The settings of all policies there are in `kvq_runtime/policies`: slot → kind → class."""
-    package = import_module("kvq_runtime.policies")
-    classes: dict[str, dict[str, type]] = {slot: {} for slot in (*POLICY_SLOTS, "policies")}
-    for file in pkgutil.iter_modules(package.__path__):
-        for cls in vars(import_module(f"{package.__name__}.{file.name}")).values():
-            if isinstance(cls, type) and issubclass(cls, policy_setting()) and "kind" in vars(cls):
-                classes[cls.slot][cls.kind] = cls
-    return classes
-
-
-def policy_setting() -> type:
-    """What the setting of every policy is derived from: `PolicySetting`."""
-    return import_module("kvq_runtime.policies.policy").PolicySetting
-
-
 def families() -> dict[str, list[Recipe]]:
     """Every recipe that comes with kvq, by the file of `kvq_runtime/recipes` that lists it in `recipes()`."""
-    return {name: module.recipes() for name, module in _files().items()}
+    return {name: _file(name).recipes() for name in _files()}
 
 
 def facts() -> dict[str, Family]:
     """What each of these files says of its recipes, in `FAMILY`."""
-    return {name: module.FAMILY for name, module in _files().items()}
+    return {name: _file(name).FAMILY for name in _files()}
 
 
 @cache
-def _files() -> dict[str, ModuleType]:
-    package = import_module("kvq_runtime.recipes")
-    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    return {name: import_module(f"{package.__name__}.{name}") for name in names}
+def _files() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(_file("").__path__))
+
+
+def _file(name: str) -> ModuleType:
+    return import_module(f"kvq_runtime.recipes.{name}".rstrip("."))
 
 
 def family(name: str) -> str:
@@ -326,6 +311,11 @@ def presets() -> dict[str, Recipe]:
 
 def preset(name: str) -> Recipe:
     """The recipe of this name; `kvq recipes` lists them. NotFound, a ValueError, lists similar names."""
+    for file in _files():
+        if name.startswith(file.replace("_", "-")):  # where it most likely is, so that no other need be read
+            found = {recipe.name: recipe for recipe in _file(file).recipes()}
+            if name in found:
+                return found[name]
     known = presets()
     if name.split("-")[0] == "auto":
         asked = "kvq-calibrate --recipe auto --bits B"

@@ -13,7 +13,8 @@ from pathlib import Path
 from kvq_runtime.cli.recipes import by_family
 from kvq_runtime.geometry import MODELS
 from kvq_runtime.lmcache.served import LMCACHE
-from kvq_runtime.recipe import Recipe, facts, families, policy_kinds
+from kvq_runtime.policy_setting import policy_kinds
+from kvq_runtime.recipe import Recipe, facts, families
 from kvq_runtime.stages.kinds import kinds
 from kvq_runtime.vllm.served import VLLM
 

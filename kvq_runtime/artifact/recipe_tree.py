@@ -15,7 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Window
-from kvq_runtime.recipe import Recipe, policy_kinds
+from kvq_runtime.policy_setting import policy_kinds
+from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.kinds import fits_type, kinds, setting_types
 from kvq_runtime.stages.stage import SLOTS, Scheme
 
@@ -56,17 +57,17 @@ def recipe_json(tree: Tree, recipe: Recipe) -> Tree:
 
     layers = {layer: pair(stated) for layer, stated in tree["layers"].items()}
     stated = {"name": recipe.name, "position": tree["position"], **pair(tree), "layers": layers}
-    slots = {kind: slot for slot, classes in policy_kinds().items() for kind in classes}
     for kind, settings in tree["policies"].items():
-        if slots[kind] == "policies":
+        slot = _policies()[kind].slot
+        if slot == "policies":
             stated.setdefault("policies", []).append(settings)
-        elif slots[kind] in stated:
-            taken = stated[slots[kind]]["kind"]
+        elif slot in stated:
+            taken = stated[slot]["kind"]
             raise ValueError(
                 f"policies.{kind} beside policies.{taken}: a recipe has one of the two; set the other to none"
             )
         else:
-            stated[slots[kind]] = settings
+            stated[slot] = settings
     return stated | {"summary": recipe.summary}
 
 
@@ -142,7 +143,7 @@ def _set_scheme(scheme: Tree, path: str, rest: list[str], text: str) -> None:
 
 
 def _set_policy(policies: Tree, path: str, kind: str, rest: list[str], text: str) -> None:
-    known = {kind: cls for classes in policy_kinds().values() for kind, cls in classes.items()}
+    known = _policies()
     if kind not in known or len(rest) > 1:
         raise _unknown(path, "policies", sorted(known))
     if rest:
@@ -155,6 +156,11 @@ def _set_policy(policies: Tree, path: str, kind: str, rest: list[str], text: str
         policies.setdefault(kind, _defaults(known[kind]))
     else:
         raise ValueError(f"{path}={text}; use on or none")
+
+
+def _policies() -> dict[str, Any]:
+    """The settings of all policies, by kind."""
+    return {kind: cls for classes in policy_kinds().values() for kind, cls in classes.items()}
 
 
 def _defaults(cls: Any) -> Tree:
@@ -236,9 +242,8 @@ def differences(ours: Tree, theirs: Tree) -> Iterable[tuple[str, str]]:
             before = theirs["layers"].get(layer, ours)  # a layer that is named anew begins as the others
             yield from _scheme_differences(place, ours["layers"].get(layer, ours)[role], before[role])
     for kind in [*ours["policies"], *(kind for kind in theirs["policies"] if kind not in ours["policies"])]:
-        known = {kind: cls for classes in policy_kinds().values() for kind, cls in classes.items()}
         here, there = (tree["policies"].get(kind) for tree in (ours, theirs))
-        yield from _stage_differences(f"policies.{kind}", here, there, known, "on")
+        yield from _stage_differences(f"policies.{kind}", here, there, _policies(), "on")
 
 
 def _scheme_differences(place: str, ours: Tree, theirs: Tree) -> Iterable[tuple[str, str]]:

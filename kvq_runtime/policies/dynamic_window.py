@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, Window
-from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
+from kvq_runtime.policies.policy import CacheParts, Policy
+from kvq_runtime.policy_setting import PolicySetting
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes

@@ -1,25 +1,23 @@
 """The contract of a policy: a choice about tokens that a cache makes while a sequence grows.
 
-A `PolicySetting` stands in a recipe: a frozen dataclass of settings that JSON can hold. Of it a cache makes a `Policy`,
-which it tells what happens, pass by pass and layer by layer, and asks what may be done. A new policy is a file of this
-folder, and is found there by its `kind`, as recipes and stages are; the cache names none. One that evicts tokens is a
-setting alone, with a score and a budget: `policies/evict.py`.
+Of a recipe's `PolicySetting` (`kvq_runtime/policy_setting.py`) a cache makes a `Policy`, which it tells what happens,
+pass by pass and layer by layer, and asks what may be done. A new policy is a file of this folder, and is found there by
+its `kind`, as recipes and stages are; the cache names none. One that evicts tokens is a setting alone, with a score and
+a budget: `policies/evict.py`.
 
     begin → (per layer: attend, observe → queried → may_encode → extra_fields) → end       one forward pass
     check_crop → crop, reorder                                                             between two of them
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.attention.path import Attended
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.geometry import Geometry, Role, Window
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
@@ -74,68 +72,6 @@ class CacheParts:
             self.encoder.encode(layer, store.due if blocks is None else blocks)
             store.trim()
             self.decoder.forget(layer, layer == self.layers[-1])
-
-
-@dataclass(frozen=True)
-class PolicySetting(ABC):
-    """What a recipe says of a policy.
-
-    kind               its name in JSON, unique in its slot
-    slot               the key of a recipe's JSON under which it stands: "window" (how long tokens stay exact), "select"
-                       (which are held, or read) or "online" (what is fitted in the cache), of each of which a recipe
-                       has at most one; "policies": any other, in a list
-    needs              what it is told beside keys and values: "positions", "queries", "attention"
-    arrival_dependent  whether blocks depend on how tokens arrive
-    fits_prompt        whether it fits the recipe's stages to each row's own tokens, in place of a calibration
-    chooses_by_query   whether queries choose what is read: under another attention than ours, all tokens are read
-    later              settings younger than the file format: at their defaults JSON does not name them
-    papers             numbers on arXiv of the papers that it comes from
-    waits_for_fit      whether blocks may wait until what they are encoded with is fitted to the prompt
-    unpacked           why the decode kernel cannot read the blocks of a cache that has it; None: it can
-    neutral            settings with which it changes nothing, for tests of what every recipe owes
-    """
-
-    kind: ClassVar[str]
-    slot: ClassVar[str] = "policies"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    arrival_dependent: ClassVar[bool] = False
-    fits_prompt: ClassVar[bool] = False
-    chooses_by_query: ClassVar[bool] = False
-    papers: ClassVar[tuple[str, ...]] = ()
-    later: ClassVar[frozenset[str]] = frozenset()
-    waits_for_fit: ClassVar[bool] = False
-    unpacked: ClassVar[str | None] = None
-    neutral: ClassVar[Mapping[str, Any]] = {}
-
-    @abstractmethod
-    def policy(self, cache: CacheParts) -> "Policy":
-        """The policy of one cache."""
-
-    def check(self, recipe: Any, geometry: Geometry | None) -> None:
-        """Raise a ValueError, a sentence, if the recipe cannot have it; `geometry` once the model is known."""
-        if self.slot == "select" and recipe.policy("window") is not None:
-            raise ValueError("tokens are selected behind a fixed window; drop select, or window")
-
-    def most(self, recent: int, block: int) -> int:
-        """The most tokens of the window that it keeps exact, of `recent` that the recipe keeps itself."""
-        return recent
-
-    def held_share(self) -> float:
-        """The share of the tokens seen that is held, of a long text: over 0, at most 1."""
-        return 1.0
-
-    def chosen(self, tokens: int, window: Window) -> tuple[int, int] | None:
-        """Of `tokens` tokens that a row has seen: (blocks of them that it holds encoded, tokens that it holds exact),
-        of a policy that evicts some; None: what is behind the window is all encoded."""
-        return None
-
-    def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """What it holds for each row of so many tokens, in bytes by kind, beside what `extra_bits` says."""
-        return {}
-
-    def extra_bits(self, role: Role, dtype: torch.dtype) -> float:
-        """What it stores beside each encoded element of keys or values, in bits; `dtype` is the model's."""
-        return 0.0
 
 
 class Policy:

@@ -15,7 +15,8 @@ from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.fit import row
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import dispatch, rope
-from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
+from kvq_runtime.policies.policy import CacheParts, Policy
+from kvq_runtime.policy_setting import PolicySetting
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes

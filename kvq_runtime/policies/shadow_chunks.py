@@ -20,7 +20,8 @@ from torch import Tensor
 from kvq_runtime.attention.path import Attended
 from kvq_runtime.attention.selected import LANDMARKS, OutlierChunks, Selected
 from kvq_runtime.geometry import Geometry, Role, Window
-from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
+from kvq_runtime.policies.policy import CacheParts, Policy
+from kvq_runtime.policy_setting import PolicySetting
 from kvq_runtime.store.layer import LayerStore, Slab
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes

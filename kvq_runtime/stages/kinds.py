@@ -8,13 +8,12 @@ import dataclasses
 import json
 import pkgutil
 import types
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import cache
 from importlib import import_module
 from inspect import isabstract
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvq_runtime import stages
 from kvq_runtime.stages.stage import SLOTS, Stage
 
 LATER = ("feedback", "correct")  # slots younger than the file format: without one, a scheme does not name it
@@ -23,17 +22,19 @@ LATER = ("feedback", "correct")  # slots younger than the file format: without o
 @cache
 def kinds() -> dict[str, dict[str, type]]:
     """The classes of all stages: slot → kind → class, in alphabetical order of files."""
-    modules = [import_module(f"{stages.__name__}.{m.name}") for m in pkgutil.iter_modules(stages.__path__)]
-    classes: dict[str, dict[str, type]] = {slot: {} for slot in SLOTS}
-    for module in modules:
-        for cls in vars(module).values():
-            if isinstance(cls, type) and cls.__module__ == module.__name__ and _is_kind(cls):
-                classes[cls.slot][cls.kind] = cls
-    return classes
+    return by_kind("kvq_runtime.stages", Stage, SLOTS)
 
 
-def _is_kind(cls: type) -> bool:
-    return issubclass(cls, Stage) and not isabstract(cls) and "kind" in vars(cls)
+def by_kind(package: str, base: type, slots: Sequence[str]) -> dict[str, dict[str, type]]:
+    """The classes in the files of a package that are derived from `base` and have a kind: slot → kind → class."""
+    found: dict[str, dict[str, type]] = {slot: {} for slot in slots}
+    for file in pkgutil.iter_modules(import_module(package).__path__):
+        module = import_module(f"{package}.{file.name}")
+        own: list[Any] = [cls for cls in vars(module).values() if getattr(cls, "__module__", "") == module.__name__]
+        for cls in own:
+            if isinstance(cls, type) and issubclass(cls, base) and not isabstract(cls) and "kind" in vars(cls):
+                found[cls.slot][cls.kind] = cls
+    return found
 
 
 def stage_json(stage: Any) -> dict:

@@ -16,7 +16,8 @@ from kvq_runtime import recipe as recipes
 from kvq_runtime.attention.fused import refusal
 from kvq_runtime.hf import KVQCache, geometry_of
 from kvq_runtime.policies import evict
-from kvq_runtime.policies.policy import CacheParts, Policy, PolicySetting
+from kvq_runtime.policies.policy import CacheParts, Policy
+from kvq_runtime.policy_setting import PolicySetting
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import LayerStore, Slab
 from kvq_runtime.store.step import Step

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from lean import ABSENT, BLOCKED
 
+from kvq_runtime import preset
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").rglob("*.safetensors"))
 VLLM = tuple(
@@ -53,6 +55,22 @@ print([name for name in sys.modules if name.startswith(("huggingface_hub", "http
 """
     done = run(body, home=tmp_path)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_a_preset_reads_the_file_that_lists_it_and_its_json_what_it_names(tmp_path):
+    body = """
+import json
+from kvq_runtime import Recipe, preset
+def loaded(folder): return [name for name in sys.modules if name.startswith(f"kvq_runtime.{folder}.")]
+recipe = preset("higgs-2bit").check()
+print(json.dumps([loaded(folder) for folder in ("recipes", "policies", "store", "codec")]))
+assert Recipe.from_json(recipe.to_json()) == recipe and not loaded("policies")
+assert Recipe.from_json(json.loads(sys.argv[1])).policies and loaded("policies")
+"""
+    stated = json.dumps(preset("subkv-2bit").to_json())
+    done = run(body, stated, home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [["kvq_runtime.recipes.higgs"], [], [], []]
 
 
 def test_there_are_golden_artifacts():

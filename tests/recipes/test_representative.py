@@ -8,7 +8,7 @@ from feeding import RECIPES
 from representative import REPRESENTATIVE, classes, first_of_each
 from written import EVERY
 
-from kvq_runtime.recipe import policy_kinds
+from kvq_runtime.policy_setting import policy_kinds
 from kvq_runtime.stages.kinds import kinds, setting_types
 
 
