@@ -22,7 +22,7 @@ Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
 class RecordableCache(Protocol):
-    """What is asked of a `BlockCache`."""
+    """The part of a `BlockCache` that recording uses."""
 
     @property
     def recipe(self) -> Recipe: ...
