@@ -51,7 +51,7 @@ def _lowest(planes, tile):
 
 @triton.constexpr_function
 def weight(planes, tile):
-    """What `operand` divides the codes of a tile by: a power of two."""
+    """Return the power of two that `operand` divides the codes of a tile by."""
     return float(1 << (10 - _lowest(planes, tile)))
 
 
@@ -195,7 +195,7 @@ def pairs_of_lanes(S: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr, APART
 
 @triton.jit
 def halves_of_pairs(b_x, S: tl.constexpr, RUN: tl.constexpr):
-    """What was loaded from `pairs_of_lanes`, of left and of right channels: [I, 8 g, 4 t, 2 h] each."""
+    """Split what was loaded from `pairs_of_lanes` into left and right channels: [I, 8 g, 4 t, 2 h] each."""
     R: tl.constexpr = S.RUNS[RUN]
     COUNT: tl.constexpr = R.COUNT
     return tl.split(tl.permute(tl.reshape(b_x, (COUNT, 2, 8, 4, 2)), (0, 2, 3, 4, 1)))

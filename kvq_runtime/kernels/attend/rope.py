@@ -27,7 +27,7 @@ CHUNK = tl.constexpr(32)  # frequencies that a product takes at a time: more wou
 
 
 class RopePointers(NamedTuple):
-    """What the kernel gets, as one argument: the tensors of RopeTables, and what was removed from keys.
+    """RoPE's argument of the kernel: the tensors of RopeTables, and the mean that was removed from keys.
 
     mean   of keys before RoPE, float32 [H · D]; or None
     """

@@ -117,7 +117,7 @@ def scan(
 
 @triton.constexpr_function
 def _rest(runs, number):
-    """Which of b_rest a run shares with those before it that have the same scales and weight."""
+    """Return the index in b_rest that a run shares with earlier ones of the same scales and weight."""
     kinds = []
     for _, _, _, group, planes in runs[: number + 1]:
         width, up, _, slot = planes[0]

@@ -1,4 +1,4 @@
-"""What the encoding kernels share: groups as rows of a tile, their rotation, rounding, and planar packing in registers.
+"""Shared code of the encoding kernels: groups as rows of a tile, rotation, rounding, planar packing in registers.
 
 A row is a group of K elements that are encoded together; a program has ROWS of them, each padded to P, a power of two.
 Rotations act on runs of S elements of a row.
