@@ -142,7 +142,7 @@ class Sizes:
         return found
 
     def at(self, tokens: int, batch: int = 1) -> HeldBytes:
-        """What so many rows of so many tokens hold, in a step."""
+        """Return the bytes that a cache of `batch` rows of `tokens` tokens holds in a step, by kind."""
         window = self.recipe.widest.window
         blocks, exact = max(0, tokens - window.recent) // window.block, window.recent + window.block
         found: dict[str, int] = {}

@@ -66,7 +66,7 @@ class LayerStore:
         self._start = self._stop = window.sinks
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is held, between two forward passes: views of it are made again, and a cache makes the index."""
+        """Return what is held between two forward passes, without views and the index, which are made again."""
         views = ("_keys", "_values", "_by_head", "_packed")
         kept = {name: value for name, value in self.__dict__.items() if name not in views}
         return kept | {"index": None, "_step": None}
@@ -99,7 +99,7 @@ class LayerStore:
         return self.buffer_2BTC[:, :, self._start - self.window.sinks : self._start]
 
     def exact_YTD(self, role: int) -> Tensor:
-        """What is exact, sinks, once there are blocks, and window, by head, float32; a single row where it lies."""
+        """Return the exact tokens by head, float32: sinks (once there are blocks) and window; one row is a view."""
         start = self._start - self.front
         x = self._by_head[role].narrow(-2, start, self._stop - start)
         return (x if x.ndim == 3 else x.flatten(0, 1)).float()
@@ -357,7 +357,7 @@ class LayerStore:
         self._packed: list[list[PackedBlocks]] = [[], []]
 
     def _order(self, part: int) -> KernelOrder | None:
-        """How the codes of keys (0) or values (1) lie in slabs; None: as they were encoded."""
+        """Return the kernel's order of the codes of keys (0) or values (1) in slabs; None: the encoder's order."""
         return None if part == EXTRA else self.orders[part]
 
     def _store(self, part: int, count: int, fields: Slab) -> None:

@@ -45,7 +45,7 @@ class Step:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is held so that the pass can be undone."""
+        """Return the tensors that are held to undo the pass."""
         return [*_tensors([state for _, state in self._changes])]
 
 
