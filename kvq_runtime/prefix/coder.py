@@ -174,5 +174,5 @@ def _first(fields: Slab) -> Slab:
 
 
 def _reads(pair: tuple[Codec, Codec]) -> int:
-    """How many layers underneath the predictions of a layer read."""
+    """Return how many layers below a layer its predictions read."""
     return max(max(codec.below, default=0) for codec in pair)

@@ -154,7 +154,7 @@ def remove(one: Kept) -> None:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What the blocks of a set are of; ArtifactError if the file is damaged."""
+    """Return the description of a set of blocks; ArtifactError if the file is damaged."""
     path = folder / "about.json"
     about = strict_json.loads(files.read(path, 1 << 22), str(path))
     if not isinstance(about, dict):

@@ -17,7 +17,7 @@ class Shelf(Protocol):
     """Where blocks are kept. Raises OSError where the machine does not do it."""
 
     def has(self, name: str) -> bool:
-        """Whether there is a block of this name; nothing of it is checked."""
+        """True if there is a block of this name, which is not checked."""
         ...
 
     def get(self, name: str, limit: int) -> bytes | None:

@@ -95,7 +95,7 @@ class PrefixBlocks:
         return self.format.recipe.window.block
 
     def longest(self, tokens: Tensor | Iterable[int]) -> int:
-        """How many of these tokens, from the first on, are kept; their blocks are not read, so not checked."""
+        """Return how many of these tokens, from the first on, are kept; their blocks are not read, so not checked."""
         count = 0
         for name in chain.names(self.root, chain.token_row(tokens), self.block):
             if not self.shelf.has(name):
@@ -159,7 +159,7 @@ class PrefixBlocks:
         return [*self._found(tokens, limit, start)]
 
     def checked(self, tokens: Tensor | Iterable[int], limit: int | None = None, start: int = 0) -> int:
-        """How many of these tokens `load` would find now, counted from the first; all before `start` are."""
+        """Return how many of these tokens, from the first on, `load` would find now; it trusts those before `start`."""
         return start + self.block * sum(1 for _ in self._found(tokens, limit, start))
 
     def decode(
@@ -250,7 +250,7 @@ def check(recipe: Recipe) -> None:
 
 
 def describe(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What decides how tokens become bytes, as JSON; its digest is the name of a set of blocks."""
+    """Return all that decides how tokens become bytes, as JSON; its digest is the name of a set of blocks."""
     fit = None
     if tensors:
         digest = sha256()
