@@ -173,7 +173,7 @@ class KVQImpl(STOCK.get_impl_cls()):
 
 
 class KVQBackend(STOCK):
-    """What is registered with vLLM; it says of a layer what vLLM would, until kvq takes it."""
+    """The attention backend that kvq registers with vLLM; it answers as vLLM's own until kvq takes a layer."""
 
     forward_includes_kv_cache_update: ClassVar[bool] = False
 

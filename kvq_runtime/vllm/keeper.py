@@ -216,7 +216,7 @@ class Keeper:
             self._thread = None
 
     def take_counts(self) -> Mapping[str, float]:
-        """What happened since the last call."""
+        """Return the counts since the last call."""
         with self._lock:
             found, self.counts = self.counts, defaultdict(float)
         found["blocks_damaged"] += self.store.tally.pop("damaged", 0)
