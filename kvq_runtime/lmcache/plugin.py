@@ -110,7 +110,7 @@ class KVQDeserializer(Deserializer):
 
 
 def key_bytes(key: ObjectKey) -> bytes:
-    """What a chunk is found by, in one form; a chunk is bound to it."""
+    """Return the key of a chunk as bytes, which its digest covers."""
     parts = [key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt]
     return json.dumps(parts).encode()
 

@@ -31,7 +31,7 @@ NAMES = ("cache", "model", "revision", "head_size", "workers")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is served.
+    """Settings of the serde.
 
     geometry   of the model, None where only `head_size` is known
     """
