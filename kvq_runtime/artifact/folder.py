@@ -70,7 +70,7 @@ def sizes(made: Artifact) -> dict[str, Any]:
 
 
 def metadata(made: Artifact) -> dict[str, Any]:
-    """What a card's front matter says of any artifact, in the words of the Hugging Face Hub; sizes under `kvq`."""
+    """Return a card's front matter, in the terms of the Hugging Face Hub; sizes under `kvq`."""
     tags = ["kvq", "kv-cache", "quantization", made.recipe.name, *(f"arxiv:{number}" for number in made.recipe.papers)]
     return {"library_name": "kvq", "pipeline_tag": "text-generation", "tags": tags, "kvq": sizes(made)}
 

@@ -45,7 +45,7 @@ def read(text: str, changes: Sequence[str] = ()) -> Recipe:
 
 
 def written(text: str) -> bool:
-    """Whether a text is a recipe, and no reference to an artifact: a preset, a file, or either with settings."""
+    """True if a text is a recipe and not a reference to an artifact: a preset, a file, or either with settings."""
     start, *settings = SETTING.split(text)
     return bool(settings) or start.endswith(SUFFIX) or start in presets()
 
