@@ -45,8 +45,10 @@ class PackedBlocks:
 
 @dataclass(frozen=True)
 class PackedReader:
-    """How one codec's blocks are attended to without decoding. `turn` is Rᵀ: [D, D], [heads of a span, D, E], or each
-    head's own, [H, D, D]."""
+    """Attention to one codec's blocks without decoding them.
+
+    `turn` is Rᵀ: [D, D], [heads of a span, D, E], or each head's own, [H, D, D].
+    """
 
     geometry: Geometry
     packed: PackedCodes
