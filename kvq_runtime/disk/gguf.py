@@ -44,7 +44,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself; `values` are numbers, texts, short lists and `Long`."""
+    """The header of a file; `values` are numbers, texts, short lists and `Long`."""
 
     values: Mapping[str, Any]
     tensors: Mapping[str, Held]
@@ -59,7 +59,7 @@ class Header:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
+    """True if the path's name is that of a GGUF file."""
     return path.suffix.lower() == ".gguf"
 
 
@@ -115,7 +115,7 @@ def _same(value: Any, name: str, path: Path) -> Any:
 
 
 class _Damaged(Exception):
-    """What cannot be in a header."""
+    """A header holds something impossible."""
 
 
 class _Cursor:
