@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _short() -> int:
-    """What `kvq` alone prints: where one begins."""
+    """Print how to begin, for `kvq` without a command."""
     print(SHORT, file=sys.stderr)
     return 2
 
@@ -166,7 +166,7 @@ _COMMANDS = {  # {command: (its module in this package, its function)}, of those
 
 
 def _function(command: str) -> Callable[[argparse.Namespace], int]:
-    """What runs a command; only its own module is imported."""
+    """Return the function that runs a command; only its own module is imported."""
     module, name = _COMMANDS[command]
     return getattr(import_module(f"kvq_runtime.cli.{module}"), name)
 

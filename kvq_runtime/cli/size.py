@@ -95,7 +95,7 @@ def _models(text: str, tokens: int | None) -> Iterator[tuple[str, Geometry, int 
 
 
 def _config(path: Path) -> Any:
-    """What a file of JSON holds; NotFound, or ArtifactError for anything else, with its name."""
+    """Read a file of JSON; NotFound, or ArtifactError with its name for anything else."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
