@@ -154,7 +154,7 @@ class KVQCache(Cache):
 
     @property
     def attention(self) -> str | None:
-        """What to give `model.set_attn_implementation` for all that the recipe does: "kvq"; None if any will do."""
+        """The attention for `model.set_attn_implementation` that the recipe needs: "kvq"; None if any will do."""
         recipe = self.blocks.recipe
         return "kvq" if recipe.needs & OURS or any(policy.chooses_by_query for policy in recipe.policies) else None
 
@@ -194,7 +194,7 @@ class KVQCache(Cache):
         self._mask, self._announced = attention_mask, False
 
     def _is_whole(self, given: dict[str, Any]) -> bool:
-        """Whether the decoder is given one token a row, with its position, and nothing is padded, nor ever was.
+        """True if the decoder gets one token a row, with its position, and no token is padding or ever was.
 
         This waits for the device once. With the mask, transformers would wait for it once more, and we twice.
         """

@@ -132,7 +132,7 @@ class CudaGraphs:
 
 
 class _Steps:
-    """What one `generate` takes its steps with.
+    """The steps of one `generate`.
 
     chunked   whether it may be given parts of a prompt too, in whose masks padding can be anywhere
     """

@@ -108,7 +108,7 @@ def check_rope(model: PreTrainedModel, attention: Sequence[nn.Module], recipe: s
 
 @torch.no_grad()
 def _by_halves(apply, rotary: nn.Module) -> bool:
-    """Whether a model's function turns channels f and f + K by the same angle, as ours."""
+    """True if a model's function turns channels f and f + K by the same angle, as ours does."""
     frequencies_K = torch.as_tensor(rotary.inv_freq)
     device, half = frequencies_K.device, len(frequencies_K)
     x = torch.linspace(-1, 1, 4 * half, device=device).view(1, 1, 2, 2 * half)
