@@ -57,7 +57,7 @@ def make(
 
 @lru_cache(maxsize=4)
 def turn(folder: Path) -> tuple[str, str]:
-    """What a model's chat template puts before a user's first words, and between them and its own.
+    """Return the text that a model's chat template puts before a user's first words, and the text after them.
 
     Raises ValueError for a model that has no template.
     """
@@ -80,7 +80,7 @@ def haystack(source: str) -> ruler.Haystack:
 
 
 def of_symbols(files: ModelFiles) -> bool:
-    """Whether a model's tokenizer is that of the recall model."""
+    """True if a model's tokenizer is that of the recall model."""
     if files.vocabulary != symbols.SIZE or not (files.path / "tokenizer.json").is_file():
         return False
     return _tokenizer(files.path).get_vocab() == {word: id for id, word in enumerate(symbols.words())}

@@ -36,7 +36,7 @@ def refusal(recipe: Recipe) -> str | None:
 
 
 def encodes(recipe: Recipe, length: int) -> bool:
-    """Whether anything of a window can be encoded: in a full encode or, for a recipe that has none, in use."""
+    """True if anything of a window can be encoded: in a full encode or, for a recipe that has none, in use."""
     window = recipe.window
     if refusal(recipe) is not None:
         return length > window.recent + window.block

@@ -11,7 +11,7 @@ from kvq_runtime.registry.measured import SPOKEN
 
 @dataclass(frozen=True)
 class Bounds:
-    """What an artifact may cost at the most; None: no bound.
+    """Bounds on what an artifact costs; None: no bound.
 
     perplexity_ratio   held-out perplexity over that of the 16-bit model; above 1 it has got worse
     kl                 divergence from the 16-bit model, nats per token

@@ -57,7 +57,7 @@ class Score:
 
     @staticmethod
     def of(kept: Mapping[str, Any]) -> "Score":
-        """What `asdict` was made of."""
+        """Make a score from what `asdict` made of one."""
         return Score(**{**kept, "reads": None if kept["reads"] is None else Reads(**kept["reads"])})
 
     def add(self, other: "Score") -> None:

@@ -81,7 +81,7 @@ class Reads:
 
     @property
     def shares(self) -> dict[str, float]:
-        """What the file's head lists, 0 to 1."""
+        """The shares that the file's head lists, 0 to 1."""
         return {
             "attention": self.decoded_weight / self.weight,
             "reads": self.decoded_pairs / self.pairs,

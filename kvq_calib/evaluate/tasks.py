@@ -44,7 +44,7 @@ LENGTHS = (1024, 4096)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked: so many texts of each task, length and depth.
+    """The questions of an evaluation: so many texts of each task, length and depth.
 
     protocols   "in-use", "full", or both
     haystack    of those of RULER's tasks that lie in essays
@@ -122,13 +122,13 @@ def evaluate(
 
 
 def work(plan: Plan, subjects: int) -> int:
-    """How many tokens `evaluate` reports to `progress`, in all."""
+    """Return the tokens that `evaluate` reports to `progress`, in all."""
     texts = len(plan.tasks) * len(plan.depths) * plan.samples * sum(plan.lengths)
     return texts * (1 + subjects) * len(plan.protocols)
 
 
 def _digest(plan: Plan) -> str:
-    """What the texts follow from, beside the tokenizer of a model that is asked in words."""
+    """Return a digest of all that the texts follow from, but for the tokenizer of a model that is asked in words."""
     texts = {name: value for name, value in plan.to_json().items() if name != "protocols"}
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
 
