@@ -49,7 +49,7 @@ class Encoder:
         return self._tokenizer.encode(text, add_special_tokens=True).ids
 
     def text(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """What token ids say, without special tokens."""
+        """Decode token ids into text, without special tokens."""
         return self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True)
 
 
