@@ -182,7 +182,7 @@ class ModelFiles:
         return self.config.get(fingerprint.DEQUANTIZED)
 
     def fingerprint(self) -> fingerprint.Fingerprint:
-        """What an artifact remembers of the model it was fitted to."""
+        """Return the identity of the model, which an artifact fitted to it stores."""
         return fingerprint.from_config(
             self.config, lambda layer, name: self.tensor(f"model.layers.{layer}.self_attn.{name}.weight")
         )
@@ -260,7 +260,7 @@ def weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _gguf_of(folder: Path) -> str:
-    """What to give instead of a folder that has a GGUF file."""
+    """Return advice on what to pass in place of a folder that has a GGUF file, or ""."""
     found = next(iter(sorted(folder.glob("*.gguf"))), None)
     return f"for its GGUF file give {found}" if found else ""
 
