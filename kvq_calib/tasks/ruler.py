@@ -76,7 +76,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Haystack:
-    """What needles of `ESSAYS` lie in: sentences, repeated where they are too few. Longer ones than LONGEST are parted.
+    """The text that needles of `ESSAYS` lie in: sentences, repeated if too few. Longer ones than LONGEST are parted.
 
     name, digest   of the text
     """
@@ -99,7 +99,7 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a text is drawn from.
+    """The settings that a text is drawn from.
 
     size       how much of what is not asked for; the text grows with it
     depth      of what is asked for, 0 to 1
@@ -129,7 +129,7 @@ class Prompt:
 
     @property
     def asked(self) -> str:
-        """What comes after the context."""
+        """The text after the context."""
         return self.question + self.begun
 
 

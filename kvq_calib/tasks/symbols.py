@@ -18,7 +18,7 @@ KEYS = range(512, 1024)
 
 
 def words() -> list[str]:
-    """What each symbol is written as, by its id."""
+    """Return the spelling of each symbol, by its id."""
     spoken = {BEGIN: "<begin>", END: ";", ASK: "<ask>", TRACE: "<trace>", COUNT: "<count>", PASS: "<pass>"}
     kinds = (("digit", DIGITS), ("number", NUMBERS), ("filler", FILLER), ("value", VALUES), ("key", KEYS))
     spoken |= {start: f"<{name}-{place}>" for name, ids in kinds for place, start in enumerate(ids)}
