@@ -23,7 +23,7 @@ def named(records: Sequence[Mapping[str, Any]], references: Sequence[str] = ()) 
 
 
 def name_of(record: Mapping[str, Any]) -> str:
-    """What a record is called in tables and pictures."""
+    """Return the name of a record in tables and pictures."""
     return record.get("name") or record["result"]["recipe"]
 
 

@@ -100,7 +100,7 @@ def _lines(records: Records) -> Records:
 
 
 def perplexity_by_bits(records: Records, tokens: int = 4096) -> bytes:
-    """What recipes cost against the bits they hold: KL divergence and perplexity, a row a protocol. Lines to the right
+    """Draw KL divergence and perplexity of recipes over the bits they hold, a row a protocol. Lines to the right
     end at the bits of a cache of 4096 tokens, whiskers are a standard error over windows."""
     return frame.png(_costs(records, (KL, PERPLEXITY), tokens))
 

@@ -57,7 +57,7 @@ class Published:
 
     @property
     def reference(self) -> str:
-        """What loads it from the first of its registries; its name if none has it."""
+        """The reference that loads it from the first of its registries; its name if none has it."""
         return self.places[0].reference if self.places else self.name
 
     def row(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Published:
 
 
 def figures(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record says of an artifact, as fields of `Published`."""
+    """Return a record's figures as fields of `Published`."""
     protocol = measured.decisive(record)
     found = measured.figures(record, protocol) if protocol else None
     if found is None or protocol is None:

@@ -77,7 +77,7 @@ def evaluations(
 
 
 def _signatures(registry: Registry, name: str, version: Version) -> dict[str, Any]:
-    """How many signature records are of this version; whose they are, `kvq verify --key` says."""
+    """Count the signature records of this version; `kvq verify --key` tells whose they are."""
     try:
         records = [signing.read(data) for data in registry.signatures(version.sha256, name)]
     except (ArtifactError, NotFound) as error:

@@ -67,7 +67,7 @@ def _model(record: Record) -> Any:
 
 
 def _windows(record: Record) -> tuple[Any, ...]:
-    """What two records must share to be one picture: model, text and which of its tokens."""
+    """Return what two records must share to be one picture: model, text and which of its tokens."""
     given = record["protocol"]
     text = given.get("text") or {}
     return (_model(record), given["length"], given["windows"], text.get("token_digest"), given.get("sinks"))

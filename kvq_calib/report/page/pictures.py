@@ -95,7 +95,7 @@ def frontier(known: Known) -> list[Any]:
 
 
 def named(one: Mapping[str, Any]) -> str:
-    """What a point is called."""
+    """Return the label of a point."""
     return f"{one['name']}@{one['version']}" if one.get("version") else str(one["name"])
 
 

@@ -75,7 +75,7 @@ def _tiles(whole: Mapping[str, Any]) -> Html:
 
 
 def _look_at(whole: Mapping[str, Any]) -> Html | None:
-    """What somebody should look at, of the versions that are in use."""
+    """List the versions in use that need attention."""
     rows = [{"name": f"{row['name']}@{row['version']}", "what": "; ".join(row["needs"])}
             for row in current(whole["versions"]) if row["needs"]]  # fmt: skip
     rows = [{"name": one["name"], "what": f"cannot be read: {one['reason']}"} for one in whole["faults"]] + rows

@@ -91,7 +91,7 @@ def _loss(registry: Registry, name: str, version: Version, fitted: str | None) -
 
 
 def _needs(row: Mapping[str, Any]) -> list[str]:
-    """What somebody should look at."""
+    """Return the reasons why a version needs attention."""
     said = []
     if row["damage"] is not None:
         said.append(f"cannot be read: {row['damage']}")
