@@ -169,5 +169,5 @@ def own_server() -> Iterator[str]:
 
 
 def _tag(work: Run) -> str:
-    """What flow runs of one run folder have in common, on whichever machine shares it."""
+    """Return the tag that flow runs of one run folder share, on any machine."""
     return f"run-{hashlib.sha256(str(work.folder.absolute()).encode()).hexdigest()[:16]}"

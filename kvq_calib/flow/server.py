@@ -42,7 +42,7 @@ _running: list[tuple[subprocess.Popen[str], Path]] = []
 
 @cache
 def secret() -> str:
-    """What the clients of this process's server must know."""
+    """Make the secret that the clients of this process's server need."""
     return guard.new_secret()
 
 
