@@ -114,7 +114,7 @@ class Job:
 
     @property
     def bounds(self) -> Bounds:
-        """What an artifact must keep to be published."""
+        """The bounds within which an artifact is published."""
         return Bounds(self.max_perplexity_ratio, self.max_kl)
 
     def beside(self, files: ModelFiles) -> tuple[str, ...]:

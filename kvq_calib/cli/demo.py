@@ -24,7 +24,7 @@ from kvq_runtime.registry.measured import FULL, IN_USE
 
 @dataclass(frozen=True)
 class Size:
-    """How much a demo does: `samples` sequences of `length` tokens to fit on, `windows` to measure on.
+    """The size of a demo: `samples` sequences of `length` tokens to fit on, `windows` to measure on.
 
     recipes    that are fitted and published; the first generates
     beside     recipes without a fit, measured on the same windows

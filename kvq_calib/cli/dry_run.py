@@ -137,7 +137,7 @@ def _spoken(found: dict[str, Any] | None) -> str:
 
 
 def _rounds(plan: Plan) -> dict[str, Any]:
-    """What a plan's budgets make it do, if it has any."""
+    """Return what a plan's budgets make it do, if it has any."""
     shared = [recipe.name for recipe in plan.recipes if share.wanted(recipe)]
     if plan.budgets:
         return {

@@ -48,7 +48,7 @@ def show(
 
 
 def _paragraph(made: Published, found: Verdict, caution: str | None) -> list[str]:
-    """Whether an artifact can be used, where it is, and what to do with it."""
+    """Describe an artifact: whether it can be used, where it is, and what to do with it."""
     folder, said = Path(made.folder), [made.name, _line("VERDICT", f"{found.word.upper()}: {found.why}")]
     said += [_line("CAUTION", caution)] if caution else []
     for place in made.places:
@@ -77,7 +77,7 @@ def _line(what: str, text: str) -> str:
 
 
 def _kinds(folder: Path) -> str:
-    """What lies in the folder beside the artifact."""
+    """List what is in the folder beside the artifact."""
     kinds = {"card": "README.md", "plots": "*.png", "record": "evaluation.json"}
     return ", ".join(kind for kind, pattern in kinds.items() if any(folder.glob(pattern)))
 
