@@ -110,7 +110,7 @@ def _keep(path: Path, secret: str) -> None:
 
 
 def server_command(port: int) -> list[str]:
-    """What Python runs as the server."""
+    """Return Python's arguments that run the server."""
     idle = flow_server.QUIET["PREFECT_SERVER_API_KEEPALIVE_TIMEOUT"]
     where = ["--host", "127.0.0.1", "--port", str(port), "--timeout-keep-alive", idle, "--log-level", "error"]
     return ["-m", "uvicorn", "--factory", "kvq_calib.flow.guard:app", *where]
