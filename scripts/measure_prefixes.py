@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def row(model, recipe: str, prompt, after, exact: DynamicCache, token_bytes: float, rounds: int = 5) -> dict:
-    """What one recipe costs and saves."""
+    """Measure the costs and savings of one recipe."""
 
     def best(work) -> float:
         return fastest(work, rounds)

@@ -27,7 +27,7 @@ OPEN, CLOSE = "<!-- real table -->", "<!-- end of real table -->"
 
 
 def sections(folder: Path, docs: Path) -> list[str]:
-    """What stands below the first table: lengths, both ways of fitting, positions, needles, talk; draw in docs."""
+    """Write what follows the first table: lengths, both ways of fitting, positions, needles, talk; draw in docs."""
     lines = list(real_records.read(folder).values())
     return [
         part
@@ -122,7 +122,7 @@ def _positions(lines: Sequence[Mapping[str, Any]], docs: Path) -> list[str]:
 
 
 def _needles(folder: Path, docs: Path) -> list[str]:
-    """What the 16-bit model finds decides the tasks; the picture of what recipes find."""
+    """Write which needles the 16-bit model finds, by which the tasks are chosen; draw those that recipes find."""
     found = []
     first = _read(folder / "needles-16bit.json")
     if first:

@@ -25,7 +25,7 @@ def digest(found: Any) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on: the processor, how many there are, and the memory."""
+    """Return the machine of the figures: the processor, the number of them, and the memory."""
     said = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
     named = re.search(r"^model name\s*:\s*(.+)$", said, re.M)
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
