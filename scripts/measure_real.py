@@ -136,7 +136,7 @@ class Home:
         return self.folder / f"{on}-{self.args.samples}x{self.args.fit_length}" / f"{recipe}.safetensors"
 
     def subject(self, recipe: str, on: str | None) -> Subject | None:
-        """Find the subject of a name; None if it is still to be fitted, or was fitted with other settings than it now has."""
+        """Find the subject of a name; None if it is still to be fitted, or was fitted with other settings."""
         if on is None:
             known = recipe_text.read(recipe)
             return Subject(recipe, known, {})
