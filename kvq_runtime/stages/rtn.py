@@ -58,7 +58,7 @@ class Rtn(Quantizer):
         return dict(zip(("codes", "step", "low"), encoded, strict=False))
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Whether a kernel rotates, rounds and packs rows of `width` in one launch."""
+        """True if a kernel rotates, rounds and packs rows of `width` in one launch."""
         return in_tile(rotation, groups.size(self.group, width, geometry))
 
     def decode(
@@ -93,7 +93,7 @@ class Rtn(Quantizer):
         return 0 if self.range == "minmax" else (2**self.bits - 1) / 2
 
     def _together(self, size: int) -> int:
-        """How many codes one lookup gives: all of a byte, where they fill it and are a word together."""
+        """Return the number of codes of one lookup: all of a byte, where they fill it and are a word together."""
         return 8 // self.bits if self.bits in (2, 4) and size % (8 // self.bits) == 0 else 1
 
 
