@@ -12,7 +12,7 @@ from kvq_runtime.stages.rotate import Basis
 
 
 def statistics(stage: Basis) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("residuals",)
 
 
