@@ -15,4 +15,4 @@ class NotFound(ArtifactError):
 
 
 class Conflict(ArtifactError):
-    """A change came second to somebody else's, or contradicts the present state."""
+    """A change came second to another one, or contradicts the present state."""

@@ -4,9 +4,9 @@
     python -m pipelines.service down
 
 Database, logs and the record of what was started lie in $KVQ_HOME/flows, which its user alone can read. A process is
-known by its id and the moment it began, so that an id that the system has given away again is left alone.
+known by its id and the moment it began, so that an id that the system has reused is left alone.
 
-    auth        what every request to the server must know: made when it is started, given to worker and commands
+    auth        what every request to the server must know: made when it is started, passed to worker and commands
     hf-token    $HF_TOKEN, which the worker does not have: see kvq_calib/flow/token.py
 """
 

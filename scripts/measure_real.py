@@ -193,7 +193,7 @@ def source(text: str) -> str | None:
 
 
 def at_hand(texts: Sequence[str]) -> list[str]:
-    """The texts that are here; stderr says which are not."""
+    """The texts that are here; the others are listed on stderr."""
     for text in texts:
         if source(text) is None:
             print(f"{text} is left out: {TEXTS[text]} is not under KVQ_TEST_DATA", file=sys.stderr)

@@ -69,7 +69,7 @@ def keep_text(folder: Path, batch: Batch) -> None:
 def records(folder: Path, on: str, length: int) -> list[dict[str, Any]]:
     """Of each recipe fitted on a text, or not fitted, a record as of `kvq compare`: that text in domain, others beside.
 
-    Recipes without figures in domain are left out; of lines that say the same of the same, the newest counts.
+    Recipes without figures in domain are left out; of lines on the same measurement, the newest counts.
     """
     path = folder / "texts.json"
     described = json.loads(path.read_text()) if path.is_file() else {}

@@ -82,7 +82,7 @@ def _forms(files: ModelFiles) -> list[bool]:
 
 
 def used(results: Path, chat: bool) -> list[str]:
-    """The tasks that the 16-bit model answers in the given form: at least FOUND of the shortest texts."""
+    """The tasks that the 16-bit model answers in this form: at least FOUND of the shortest texts."""
     path = results / "needles-16bit.json"
     if not path.is_file():
         raise ValueError(f"{path} is not there: what the 16-bit model finds decides what is asked; use needles --first")

@@ -1,7 +1,7 @@
 """Say what takes part in a benchmark: recipes and artifacts, and transformers' own caches beside them.
 
 Time and bytes depend on the shapes of fitted tensors, not on what is in them: a recipe that is to be fitted, and of
-which there is no artifact, takes part with random ones, and says so.
+which there is no artifact, takes part with random ones, with a note.
 """
 
 import re

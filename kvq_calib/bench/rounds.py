@@ -165,7 +165,7 @@ def measure(
     kept: Rounds,
     progress: Progress = lambda tokens: None,
 ) -> None:
-    """Measure what `kept` does not have, round by round. `progress` is told how many of `work(...)` were done."""
+    """Measure what `kept` does not have, round by round. `progress` gets the number of `work(...)` tokens done."""
     full: dict[str, list[tuple[int, int]]] = {}
     for context, batch in plan.cells:
         each = len(contenders) * context * batch

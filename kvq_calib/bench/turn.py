@@ -1,4 +1,4 @@
-"""Let a model generate with one cache, as a user does, and say how long each token took and what the cache holds."""
+"""Let a model generate with one cache, as a user does, and return the time of each token and the bytes of the cache."""
 
 import gc
 import time

@@ -1,6 +1,6 @@
 """`make demo`: the whole line on the embedded model. Calibrate, measure, publish, load, generate.
 
-Without --full it does as much as a newcomer waits for, and says what it left out. `make demo-real` does the same on a
+Without --full it does as much as a newcomer waits for, and lists what it left out. `make demo-real` does the same on a
 model that others have trained.
 """
 

@@ -15,7 +15,7 @@ from kvq_calib.text import others
 
 
 def record(asked: Job, work: Run) -> dict[str, Any]:
-    """The plan as JSON; names say the units. `evaluation` is None without one."""
+    """The plan as JSON, with units in the names. `evaluation` is None without one."""
     plan, files = work.plan, work.files
     needs = plan.needs(files)
     return {

@@ -1,4 +1,4 @@
-"""Print what a calibration made: what was measured, where it lies, what it took, and what to do next."""
+"""Print the outcome of a calibration: its measurements, where the artifact is, what it took, and what to do next."""
 
 import json
 import shlex
@@ -23,7 +23,7 @@ def show(
     """Print the table of results, then a paragraph an artifact, its verdict first; with `as_json`, a list of records.
 
     records   of the evaluation, artifacts first, then baselines; empty without one
-    caution   what a fit on few sequences is to be said of: `verdict.thin`
+    caution   a warning about a fit on few sequences: `verdict.thin`
     """
     beside = records[len(done) :]
     verdicts = [verdict.of_record(records[place] if records else None) for place in range(len(done))]

@@ -43,7 +43,7 @@ def make(
 ) -> Case:  # fmt: skip
     """One text of at most `length` tokens: exactly so many of symbols, with question and answer.
 
-    haystack   of those of RULER's tasks that lie in essays
+    haystack   text of those of RULER's tasks that use essays
     chat       text and question are a user's turn, in the model's own form, and the answer begins in the next
     steps      the most tokens of an answer in words; None: the benchmark's
     """

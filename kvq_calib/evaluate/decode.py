@@ -45,7 +45,7 @@ class Plan:
     """The length of greedy text, and the parts it is reported in.
 
     length   tokens of prompt and continuation; the windows of the text are the prompts
-    bins     equal parts of the continuation that figures are given for
+    bins     equal parts of the continuation, with figures for each
     """
 
     length: int = LENGTH
@@ -62,7 +62,7 @@ def evaluate(
     progress: Callable[[int], object] = lambda tokens: None,
     ledger: Ledger = NOWHERE,
 ) -> list[dict[str, Any]]:
-    """One record per subject. `progress` is told how many of `work(...)` tokens were done.
+    """One record per subject. `progress` gets the number of `work(...)` tokens done.
 
     Raises ValueError where the length leaves fewer tokens than bins, or is more than the model was made for.
     """

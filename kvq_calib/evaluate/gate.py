@@ -49,7 +49,7 @@ def passes(record: Mapping[str, Any], bounds: Bounds) -> list[str]:
     """Hold an evaluation record against bounds: the reasons why it does not pass, none when it does.
 
     The full encode is judged where it was measured, else what was measured in use. A figure that is no number passes no
-    bound, and neither does an evaluation in which nothing was decoded: it says nothing about what is bounded.
+    bound, and neither does an evaluation in which nothing was decoded: it shows nothing about what is bounded.
     """
     if not bounds.given:
         return []

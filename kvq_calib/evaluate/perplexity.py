@@ -115,7 +115,7 @@ def scores(
     step       tokens per forward pass
     rows       windows that go through side by side (default: 8192 tokens' worth, fewer where the vocabulary is large);
                no result depends on it but by rounding, and where a dynamic window decides for all rows together
-    progress   is told how many tokens were done, counted once per cache
+    progress   gets the number of tokens done, counted once per cache
     ledger     keeps the score of each cache on each group of rows
     prompt     tokens of the first pass, which are not scored; 0: a step, which is
     """

@@ -85,7 +85,7 @@ class Protocol:
 
 
 def load_model(files: ModelFiles, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The whole model, from safetensors or GGUF; float32 on a CPU, else as stored, unless `dtype` is given."""
+    """The whole model, from safetensors or GGUF; in `dtype`; None: float32 on a CPU, else as stored."""
     model: Any = files.model(dtype or _kind(files, device))
     return model.to(device).eval()
 
@@ -105,7 +105,7 @@ def evaluate(
     ledger: Ledger = NOWHERE,
     others: Mapping[str, Batch] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """One record per subject, in their order. `progress` is told how many of `work(...)` tokens were done.
+    """One record per subject, in their order. `progress` gets the number of `work(...)` tokens done.
 
     others   texts of other kinds, by name, on which figures are measured too
     """
@@ -144,7 +144,7 @@ def evaluate(
 
 
 def weights(files: ModelFiles) -> str:
-    """A digest of a few weights of each layer: a folder's name may be given to another model."""
+    """A digest of a few weights of each layer: another model may take a folder's name."""
     probes = files.fingerprint().probes
     return hashlib.sha256(b"".join(probes[name].numpy().tobytes() for name in sorted(probes))).hexdigest()
 

@@ -47,7 +47,7 @@ class Plan:
     """The questions of an evaluation: so many texts of each task, length and depth.
 
     protocols   "in-use", "full", or both
-    haystack    of those of RULER's tasks that lie in essays
+    haystack    text of those of RULER's tasks that use essays
     chat        texts and questions in words are a user's turn, in the model's own form
     steps       the most tokens of an answer in words; None: the benchmark's
     """
@@ -63,7 +63,7 @@ class Plan:
     steps: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As records have it: of the haystack name and digest, where there is one; `chat`, `steps` where given."""
+        """The plan in records: of a haystack name and digest; `chat` and `steps` if set."""
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "haystack"}
         found = {name: value for name, value in given.items() if name not in ("chat", "steps") or value}
         text = self.haystack
@@ -85,7 +85,7 @@ def evaluate(
     progress: Progress = lambda tokens: None,
     ledger: Ledger = NOWHERE,
 ) -> list[dict[str, Any]]:
-    """One record for the 16-bit model, then one per subject. `progress` is told how many of `work(...)` were done.
+    """One record for the 16-bit model, then one per subject. `progress` gets the number of `work(...)` tokens done.
 
     Raises ValueError for a task that the model cannot be asked, or texts longer than it was made for.
     """

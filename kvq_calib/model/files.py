@@ -58,7 +58,7 @@ class ModelFiles:
 
     id         what provenance calls it: the catalog's or the folder's name, or the Hub id
     revision   the Hub commit the files belong to; None for a local folder
-    headers    of weights that are on the Hub alone, what their headers say by tensor: enough to plan, not to read; None
+    headers    of weights that are on the Hub alone, their headers by tensor: enough to plan, not to read; None
                where the weights are in the folder
     """
 
@@ -249,7 +249,7 @@ def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str,
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, as the index of a model in several files says; None where there is no index."""
+    """The file of each tensor, from the index of a model in several files; None without an index."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return None

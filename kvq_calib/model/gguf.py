@@ -62,7 +62,7 @@ class GgufFiles(ModelFiles):
 
     @cached_property
     def _held(self) -> Mapping[str, gguf.Held]:
-        """Where each tensor lies, by transformers' name of it."""
+        """The place of each tensor, by transformers' name of it."""
         return _named(gguf.read(self.path), self.path)
 
     @property

@@ -1,4 +1,4 @@
-"""Lay out as rows what a benchmark measured, and say below what the columns mean."""
+"""Lay out a benchmark's results as rows, and explain the columns below."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -12,7 +12,7 @@ from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
 
 
 def size_of(parameters: int) -> str:
-    """4.1M, 7.6B: a number of parameters as people say it."""
+    """4.1M, 7.6B: a number of parameters as text."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if parameters >= scale:
             return f"{parameters / scale:.3g}{unit}"

@@ -1,7 +1,7 @@
 """Draw what was measured of recipes: errors by layer, what they cost against bits, and the frontier of several models.
 
 Each function returns the bytes of a PNG; the same numbers give the same picture. Every family has its own look
-(`looks.py`), every point its name beside it (`labels.py`), every picture a caption that says what was measured.
+(`looks.py`), every point its name beside it (`labels.py`), every picture a caption on what was measured.
 """
 
 import math

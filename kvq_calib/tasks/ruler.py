@@ -10,7 +10,7 @@
     vt                  a number, and five variables that are assigned it one from the other
     cwe                 ten words of a numbered list that are there more often than the others
     fwe                 the three most frequent of made-up words, whose frequencies fall as 1 / rank²
-    passkey             five digits, said twice, in the haystack of five sentences: not RULER's, and older
+    passkey             five digits, stated twice, in the haystack of five sentences: not RULER's, and older
 
 Prompts and scores are those of the benchmark: the questions' words, worked examples, what the answer begins with, the
 number of tokens generated, and the share of the references that the answer contains, in whatever case.

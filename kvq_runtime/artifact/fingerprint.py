@@ -3,7 +3,7 @@
 Compared exactly: layers, KV heads, head size, RoPE parameters, QK-norm. Compared within a tolerance: probes, 8×8 evenly
 spaced elements of k_proj and v_proj per layer. ‖model - stored‖ ≤ 2⁻⁷ ‖stored‖ holds for bf16 and fp16 loads of the
 same weights, and for no others. Where one of the two is quantized, as its configuration says or a GGUF file is, another
-rounding of the same weights is expected: up to QUANTIZED_TOLERANCE a warning says by how much they differ.
+rounding of the same weights is expected: up to QUANTIZED_TOLERANCE a warning states the difference.
 """
 
 import re

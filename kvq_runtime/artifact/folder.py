@@ -76,7 +76,7 @@ def metadata(made: Artifact) -> dict[str, Any]:
 
 
 def card(made: Artifact, place: str) -> str:
-    """The text of README.md: what the file says itself; results of evaluations are on cards of a registry."""
+    """The text of README.md, from the file alone; results of evaluations are on cards of a registry."""
     from huggingface_hub import ModelCardData
 
     about = stated.summary({"recipe": {"name": made.recipe.name}, "provenance": made.provenance})

@@ -2,7 +2,7 @@
 
 A step asks the device nothing: blocks are in the slabs of `store/layer.py`, which a table on the device finds; blocks
 and tokens are counted on the device too (`store/device.py`). So it can be recorded as one graph (`cuda_graph.py`).
-What encodes a block is eager, at a step that the host knows; the device is told of it at the next.
+A block is encoded eagerly, at a step that the host knows; the device learns of it at the next.
 
 Imports the kernels, and with them triton, when the first layer is kept so: see ops/dispatch.py.
 """

@@ -153,7 +153,7 @@ def visible(mask: Tensor, tokens_BHX: Tensor, seen_BHX: Tensor) -> Tensor:
 
 
 def by_head(x_BTC: Tensor, heads: int) -> Tensor:
-    """[B, H, T, D], float32: where it lies, if it is float32."""
+    """[B, H, T, D], float32: a view if it is float32 already."""
     batch, tokens, width = x_BTC.shape
     return x_BTC.float().view(batch, tokens, heads, width // heads).transpose(1, 2)
 

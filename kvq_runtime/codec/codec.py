@@ -49,7 +49,7 @@ class Context:
 
 
 class Codec:
-    """Encode and decode one layer's keys or values, as `recipe` says, with the tensors fitted for it.
+    """Encode and decode one layer's keys or values by `recipe`, with the tensors fitted for it.
 
     tensors        {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
     back           what rotates a run of decoded elements, in stored order, back; or None

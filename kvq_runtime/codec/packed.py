@@ -31,7 +31,7 @@ from kvq_runtime.stages.stage import PackedCodes, Scheme
 class PackedBlocks:
     """A run of blocks as a PackedReader reads it: codes, scales and low ends [Z, 1, T]; views, for a single row.
 
-    groups and heads are Z and Y, kept as numbers: a step asks for them often, and a tensor is slow to say its shape.
+    groups and heads are Z and Y, kept as numbers: a step needs them often, and reading a tensor's shape is slow.
     """
 
     batch: int

@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file: what it says of a model, and where its tensors lie. No tensor is read.
+"""Read the header of a GGUF file: a model's settings, and the places of its tensors. No tensor is read.
 
     magic, version, number of tensors, number of values | values: name, type, value | tensors: name, shape, type, offset
 
@@ -35,7 +35,7 @@ class Long:
 
 @dataclass(frozen=True)
 class Held:
-    """Where a tensor lies: its shape as torch has it, ggml's number of its type, and its first byte in the file."""
+    """A tensor's place: its shape in torch's order, ggml's number of its type, and its first byte in the file."""
 
     shape: tuple[int, ...]
     kind: int

@@ -1,4 +1,4 @@
-"""Read what an engine is told to keep its cache with, and compare it with the model that it serves.
+"""Read the recipe or artifact that an engine's cache is to use, and compare it with the served model.
 
 lloyd-3bit                        a recipe that needs no artifact, with settings if wanted (+key.bits=4)
 qwen2.5-7b-mean-lloyd-3bit-post@production  an artifact of the registry $KVQ_REGISTRY

@@ -17,7 +17,7 @@ def statistics(stage: Basis) -> tuple[str, ...]:
 
 
 def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, dict[str, Tensor]]:
-    """The basis, and its dual where a metric is given: bfloat16 [C, R]."""
+    """The basis, and with a metric its dual: bfloat16 [C, R]."""
     return stage, leading(statistics, codec.scheme.quantize.stored(codec.geometry.width))
 
 

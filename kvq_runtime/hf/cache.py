@@ -121,7 +121,7 @@ class KVQCache(Cache):
         local_files_only     make no request: use what the cache has
         All but the third are as for `load_artifact`, which says what each may be. Caches of one artifact share its
         tensors, however many there are: keep one, or what `load_artifact` returns, and the next reads no file.
-        Raises ArtifactError if the file is not what the registry or the lock says, or belongs to another model.
+        Raises ArtifactError if the file differs from the registry's record or the lock, or belongs to another model.
         """
         artifact = load_artifact(
             reference, registry, lock, revision=revision, cache_dir=cache_dir, token=token,
@@ -286,7 +286,7 @@ class KVQCache(Cache):
     def unhook(model: PreTrainedModel) -> None:
         """Take kvq's hooks off a model, as if no cache had been made of it; the next cache puts them on again.
 
-        Caches of this model that are still in use are not told of padding and positions any more.
+        Caches of this model that are still in use get no padding and positions any more.
         """
         for module in model.modules():
             hooks = module._forward_pre_hooks
@@ -303,7 +303,7 @@ class KVQCache(Cache):
             )
 
     def _each(self, method: str, *args) -> None:
-        """Call transformers' own layers (sliding windows, say), which keep their own tensors."""
+        """Call transformers' own layers (such as sliding windows), which keep their own tensors."""
         for layer in self.layers:
             filled = getattr(layer, "is_initialized", False)
             if isinstance(layer, LinearAttentionCacheLayerMixin):

@@ -13,8 +13,8 @@ from kvq_runtime.cache import BlockCache
 class Pass:
     """The way in which one forward pass reads the layers.
 
-    announced   whether the model has said that our own attention will read the next pass
-    attended    whether it reads this one: a pass of a model that says nothing, a copy without hooks, is read decoded
+    announced   whether the model has announced that our own attention will read the next pass
+    attended    whether it reads this one: a pass that no model announces (a copy without hooks) is read decoded
     mixed       whether keys and values are of two dtypes, or autocast is on, which would round what we multiply
     """
 

@@ -57,7 +57,7 @@ def _devices(model: PreTrainedModel) -> list[str]:
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:
-    """The shape of a loaded model's cache. Raises ValueError if its configuration does not say."""
+    """The shape of a loaded model's cache. Raises ValueError if its configuration lacks it."""
     config = model.config.get_text_config(decoder=True)
     try:
         return Geometry.from_config(config.to_dict())

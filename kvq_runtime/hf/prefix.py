@@ -34,7 +34,7 @@ class PrefixStore:
 
     or, in steps, `cache = store.load(input_ids)`, `model.generate(input_ids, past_key_values=cache)`,
     `store.put(cache, output[0])`. What is kept are whole blocks of 128 tokens, packed as the cache holds them; what a
-    prompt shares with another is kept once. docs/prefix.md says what is guaranteed.
+    prompt shares with another is kept once. docs/prefix.md has the guarantees.
 
     path      a folder, which processes may share; None: this process' memory
     recipe    an Artifact, a Recipe, or text: the name of a recipe, or a reference to an artifact

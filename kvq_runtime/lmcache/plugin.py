@@ -76,7 +76,7 @@ class KVQSerializer(Serializer):
             raise
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """The bytes of a chunk; of one that is refused those it has, as `serialize` says why, where LMCache listens."""
+        """The bytes of a chunk; of a refused one its own: LMCache reports errors of `serialize` alone."""
         shapes, dtypes = layout_desc.shapes, layout_desc.dtypes
         try:
             if len(shapes) == 1:

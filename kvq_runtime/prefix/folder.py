@@ -163,7 +163,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def check_owner(root: Path) -> None:
-    """Raise ArtifactError unless a folder is this user's, and nobody else may write to it."""
+    """Raise ArtifactError unless a folder is this user's, and no other user may write to it."""
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise ArtifactError(f"{root}: not a folder, or a link to one; use the folder itself")

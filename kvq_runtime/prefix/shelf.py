@@ -38,7 +38,7 @@ class Shelf(Protocol):
 
 
 def parse_bytes(budget: str | int, name: str = "budget=") -> int:
-    """Bytes of "20GB", "512MiB" or a number. ValueError for anything else, which begins with how it was given."""
+    """Bytes of "20GB", "512MiB" or a number. ValueError for anything else, which begins with that text."""
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", str(budget).upper())

@@ -110,7 +110,7 @@ class PrefixBlocks:
 
         keys     of each held layer, after RoPE, [T, H, D] or [T, C]: those of tokens `start` to start + T
         values   the same
-        start    the first token that rows are given for, a multiple of `block`; all before it should be kept already
+        start    the first token of the rows, a multiple of `block`; all before it should be kept already
         Blocks that are kept are not encoded again. OSError: the disk refused; the blocks before it are kept.
         """
         if start % self.block:
@@ -154,7 +154,7 @@ class PrefixBlocks:
     def load(self, tokens: Tensor | Iterable[int], limit: int | None = None, start: int = 0) -> list[Block]:
         """The kept blocks of these tokens from token `start` on, checked: of the first `limit` tokens at most.
 
-        A damaged block, and all after it, are missing; it is removed, and a warning says so.
+        A damaged block, and all after it, are missing; it is removed, with a warning.
         """
         return [*self._found(tokens, limit, start)]
 
@@ -271,7 +271,7 @@ def describe(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> di
 
 
 def set_digest(about: Mapping[str, Any]) -> str:
-    """sha256 of what `describe` says."""
+    """sha256 of the JSON of `describe`."""
     return sha256(strict_json.dumps(dict(about)).encode()).hexdigest()
 
 

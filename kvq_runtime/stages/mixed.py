@@ -5,7 +5,7 @@ bits. Channels of 0 bits are not stored, and their columns are not in the basis.
 block, channel by channel, so that a run may have any number of channels and no bit is lost to padding.
 
 With `gain` bits, every token has a factor of its own, on a log scale: z ≈ g ẑ, ẑ from codes of z / g. Channels keep the
-calibrated proportions of their scales; how large a token is as a whole it says itself, so that text of another kind
+calibrated proportions of their scales; a token's own gain says how large it is as a whole, so that text of another kind
 than the calibration's, and outliers, are rounded in cells of their own size. A token costs `gain` bits more. All gains
 are tried, and the one with the least error in the latents is taken.
 

@@ -64,7 +64,7 @@ class Rtn(Quantizer):
     def decode(
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
     ) -> Tensor:
-        """Decode to float32 [..., rows, width], into `out` if it is given."""
+        """Decode to float32 [..., rows, width], into `out` if not None."""
         size = groups.size(self.group, width, geometry)
         codes = pack.unpack(fields["codes"], self.bits, size)
         room = None if out is None else out.unflatten(-1, codes.shape[-2:])

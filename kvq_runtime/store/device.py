@@ -1,7 +1,7 @@
 """A layer's index on the device, for a kernel: block tables, counts, and a window that stays in its place.
 
 What a decode step changes on the device depends on these alone, not on what the host counts, so that the step can be
-recorded as a graph. The host says what it has changed when it next publishes (`attention/fused.py`), and waits for
+recorded as a graph. The host sends its changes when it next publishes (`attention/fused.py`), and waits for
 nothing then.
 """
 

@@ -23,7 +23,7 @@ class Encoder:
 
     extra      what policies store beside a block
     together   predicted blocks that are encoded at once: 1, so that a block does not depend on its company, but for a
-               cache of one pass that nobody keeps, which takes a third of the time with whole slabs
+               cache of one pass that is not kept, which takes a third of the time with whole slabs
     """
 
     together = 1

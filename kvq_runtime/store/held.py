@@ -2,7 +2,7 @@
 
     blocks    ⌊(T - recent) / block⌋ of them, in slabs of 32 of which the last grows by doubling
     window    its room, recent + block tokens, in 16 bits, and the sinks beside it
-    policies  what choices about tokens hold beside that, each says itself
+    policies  what policies hold beside that, by their `held_bytes`
     shared    predictors, bases, codebooks and whatever else was fitted, and rotations: once, whatever T and the batch
 
 Nothing is filled and nothing measured: a cache of 131,072 tokens of a model with 70 billion parameters takes no memory
@@ -98,7 +98,7 @@ class Sizes:
 
     @property
     def _of_fitted_rotation(self) -> Iterator[int]:
-        """Bytes of what a codec makes of each fitted rotation, as the way back, and holds beside it."""
+        """Bytes of the matrix back that a codec makes of each fitted rotation, and holds beside it."""
         for layer in range(self.geometry.layers):
             for role in ROLES:
                 tensors = self._rotation(layer, role)

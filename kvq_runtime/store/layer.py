@@ -319,7 +319,7 @@ class LayerStore:
         return sum(served for served, _ in counts), sum(wanted for _, wanted in counts)
 
     def bytes(self) -> dict[str, int]:
-        """Allocated bytes by kind: what a field is, its stage says; what policies add is a kind of its own."""
+        """Allocated bytes by kind, which the stage of a field decides; fields of policies are kinds of their own."""
         sinks = self.sinks_2BSC.nbytes
         parts = {"window": storage_bytes([self.buffer_2BTC]) - sinks, "sinks": sinks}
         kinds = [codec.scheme.memory_kinds(self.window.block, codec.geometry) for codec in self.codecs]
@@ -345,7 +345,7 @@ class LayerStore:
         self._by_head = [x[0] if len(x) == 1 else x for x in x_2BHTD]
 
     def _changed(self, sinks: bool = False) -> None:
-        """The host has moved something that the device has to be told of."""
+        """Mark that the host has moved something that the device has to know."""
         if self.index is not None:
             self.index.stale = True
             self.index.sinks_stale |= sinks

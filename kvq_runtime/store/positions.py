@@ -16,7 +16,7 @@ from kvq_runtime.store.storage import storage_bytes
 
 
 class Positions:
-    """The slots of one cache. `announce` says what the next tokens are; `extend` takes them in."""
+    """The slots of one cache. `announce` describes the next tokens; `extend` adds them."""
 
     def __init__(self):
         self.length = 0
@@ -144,7 +144,7 @@ class Positions:
         return self.positions_BT[row if len(self.positions_BT) > 1 else 0]
 
     def require(self) -> Rotary:
-        """The model's rotation; a RuntimeError if nobody has announced it."""
+        """The model's rotation; a RuntimeError if it has not been announced."""
         if self.rotary is None:
             raise RuntimeError(
                 "the recipe needs the positions of its tokens, which only the model knows: "

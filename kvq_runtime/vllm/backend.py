@@ -2,7 +2,7 @@
 
 vLLM chooses one backend class for all layers and asks it, not the layer, how large a page is. So the class that is
 registered (`KVQBackend`) serves a layer as vLLM would until its weights are loaded; then each layer that kvq takes gets
-the class of its page (`_backend_of`), which says its bytes. Layers with the same bytes share one. A layer that does not
+the class of its page (`_backend_of`), which has its bytes. Layers with the same bytes share one. A layer that does not
 attend to all tokens keeps vLLM's own cache and attention.
 
 Pinned to vLLM 0.32 and 0.33: `customize_spec` is marked temporary there.

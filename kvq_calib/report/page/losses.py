@@ -25,7 +25,7 @@ def number(value: Any) -> float | None:
 
 
 def sound(records: Iterable[Record]) -> list[Record]:
-    """The records of perplexity that are sound, and say of which windows and which figures they are."""
+    """The records of perplexity that are sound, and name their windows and figures."""
     return [record for record in records if is_sound(record) and _is_whole(record)]
 
 

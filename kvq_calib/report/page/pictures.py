@@ -100,7 +100,7 @@ def named(one: Mapping[str, Any]) -> str:
 
 
 def drawn(draw: Callable[..., Figure], *given: Any) -> Html:
-    """A picture in a page: what a function of this file draws of JSON, whose first line is said to a screen reader."""
+    """A picture in a page, drawn from JSON by a function of this file, whose docstring a screen reader reads."""
     return _drawn(draw, json.dumps(given, default=asdict))
 
 

@@ -180,7 +180,7 @@ def _classes(row: Row, chosen: bool) -> str | None:
 
 
 def _loss(row: Row) -> Html:
-    """The divergence, by full encode unless it says otherwise."""
+    """The divergence, by full encode unless stated otherwise."""
     said = f" {SPOKEN[row['protocol']]}" if row["protocol"] not in (None, FULL) else ""
     return tag("td", figure(row["kl"]) + said, class_="n", data_value=_exact(row["kl"]))
 

@@ -1,6 +1,6 @@
 """Gather what is known of every version of a registry, as JSON: a row a version, read from events, headers and records.
 
-No file is loaded as a whole, so that 500 models take seconds. What cannot be read is a row that says so.
+No file is loaded as a whole, so that 500 models take seconds. What cannot be read is a row with the reason.
 """
 
 from collections.abc import Iterator, Mapping

@@ -44,7 +44,7 @@ def _placed(width, slot):
 
 @triton.constexpr_function
 def _lowest(planes, tile):
-    """Where in the mantissa the lowest bit of a code is: its first plane says."""
+    """The place of a code's lowest bit in the mantissa, by its first plane."""
     width, up, _, slot = planes[0]
     return _placed(width, slot + tile)[1] - up
 
@@ -81,7 +81,7 @@ def load_words(p_codes, S: tl.constexpr):
 
 @triton.jit
 def _load(p_codes, S: tl.constexpr, NUMBER: tl.constexpr):
-    """The words that one of WORDS says: int16 [I, 256]."""
+    """The words of one entry of WORDS: int16 [I, 256]."""
     W: tl.constexpr = S.WORDS[NUMBER]
     START: tl.constexpr = W.START  # Triton 3.6 does not compute with a plain number
     STRIDE: tl.constexpr = W.STRIDE

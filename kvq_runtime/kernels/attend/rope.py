@@ -64,7 +64,7 @@ class RopeTables(NamedTuple):
     def of(
         frequencies_K: Tensor, scaling: float, block: int, blocks: int, starts_B: Tensor, position: str = "pre"
     ) -> "RopeTables":
-        """Tables of `blocks` blocks of `block` tokens, for keys before or after RoPE, as the recipe's `position` says.
+        """Tables of `blocks` blocks of `block` tokens, for keys before or after RoPE, by the recipe's `position`.
 
         starts_B   the first real slot of each row
         """
