@@ -83,7 +83,7 @@ class Window:
     """The tokens of every row that stay exact, and the number that are encoded together.
 
     sinks    first tokens of every row, 0 to 2^20
-    recent   newest tokens, at least so many, 0 to 2^20
+    recent   newest tokens, at least this number, 0 to 2^20
     block    tokens that are encoded together, 1 to 2^20
     """
 

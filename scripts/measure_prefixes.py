@@ -111,7 +111,7 @@ def perplexity(model, cache, prompt, after) -> float:
 
 
 def fastest(work, rounds: int = 5) -> float:
-    """Seconds of the fastest of so many calls."""
+    """Seconds of the fastest of `rounds` calls."""
     times = []
     for _ in range(rounds):
         begun = time.perf_counter()

@@ -82,7 +82,7 @@ BINS = 16  # parts of a window that figures are given for by position
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what is asked."""
+    """Run the chosen command."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("what", choices=[
         "fit", "scores", "left", "needles", "conversation", "greedy", "prefix", "bench",

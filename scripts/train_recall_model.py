@@ -39,7 +39,7 @@ FIRST = 1 << 32  # seed of training: smaller ones are left to evaluations
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run: texts of one length, so many tokens a step, up to this share of the run."""
+    """A part of the run: texts of one length, a number of tokens a step, up to this share of the run."""
 
     length: int
     tokens: int

@@ -41,7 +41,7 @@ def make(
     files: ModelFiles, task: str, seed: int, length: int, depth: float, haystack: ruler.Haystack | None = None,
     chat: bool = False, steps: int | None = None,
 ) -> Case:  # fmt: skip
-    """One text of at most `length` tokens: exactly so many of symbols, with question and answer.
+    """One text of at most `length` tokens, of symbols exactly that number, with question and answer.
 
     haystack   text of those of RULER's tasks that use essays
     chat       text and question are a user's turn, in the model's own form, and the answer begins in the next

@@ -144,7 +144,7 @@ def scores(
 
 
 def slice_up(count: int, step: int) -> Iterator[slice]:
-    """Runs of at most `step` of so many places."""
+    """Runs of at most `step` of `count` places."""
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 

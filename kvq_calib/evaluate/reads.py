@@ -130,7 +130,7 @@ class CountedCache(KVQCache):
         return packed.attention(module, query, key, value, mask, scale, **kwargs)
 
     def decoded(self, encoded: int) -> range:
-        """The tokens that are read decoded where so many of the first are in blocks: all of them but the sinks."""
+        """The tokens that are read decoded if the first `encoded` are in blocks: all of these but the sinks."""
         return range(min(self.blocks.recipe.window.sinks, encoded), encoded)
 
     def _count(self, *counted: Any) -> None:

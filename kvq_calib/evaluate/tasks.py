@@ -44,7 +44,7 @@ LENGTHS = (1024, 4096)
 
 @dataclass(frozen=True)
 class Plan:
-    """The questions of an evaluation: so many texts of each task, length and depth.
+    """The questions of an evaluation: `samples` texts of each task, length and depth.
 
     protocols   "in-use", "full", or both
     haystack    text of those of RULER's tasks that use essays
@@ -218,7 +218,7 @@ def _scores(
 
 
 def _groups(given: Sequence[tuple[float, Case]], rows: int) -> Iterator[list[tuple[float, Case]]]:
-    """Texts of one shape, at most so many at a time, in their order."""
+    """Texts of one shape, at most `rows` at a time, in their order."""
     group: list[tuple[float, Case]] = []
     for one in given:
         if group and (len(group) == rows or group[0][1].shape != one[1].shape):

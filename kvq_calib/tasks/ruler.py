@@ -304,7 +304,7 @@ def _in_essays(random: Random, pairs: Sequence[tuple[str, str]], asked: int, kin
 
 
 def _tracked(random: Random, letters: int, size: int, depth: float) -> Prompt:
-    """A chain of variables with so many letters each."""
+    """A chain of variables with `letters` letters each."""
     names = _different(random, lambda draw: "".join(draw.choices(LETTERS, k=letters)), HOPS + 1)
     value = str(random.randint(10000, 99999))
     said = [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in pairwise(names))]
@@ -319,7 +319,7 @@ def _tracked(random: Random, letters: int, size: int, depth: float) -> Prompt:
 
 
 def _listed(random: Random, others: int, often: int, seldom: int) -> Prompt:
-    """A numbered list of common words, so many times each, and others."""
+    """A numbered list of common words, `often` times each, and others, `seldom` times."""
     words = _words("noun", "adjective", "verb")
     count = COUNTS + others
     chosen = random.sample(words, count) if count <= len(words) else _different(random, _word, count)

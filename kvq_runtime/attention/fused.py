@@ -214,7 +214,7 @@ class Fused(Path):
         return self._found(store, q_BHTD, mask) is not None
 
     def fits(self, q_BHTD: Tensor) -> bool:
-        """True if the kernel takes so many rows of queries."""
+        """True if the kernel takes this number of query rows."""
         (batch, q_heads, tokens, _), heads = q_BHTD.shape, self.geometry.kv_heads
         return kernels().takes(batch * heads, q_heads // heads, tokens)
 

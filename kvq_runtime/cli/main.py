@@ -369,7 +369,7 @@ def seconds(text: str) -> float:
 
 
 def bits_range(text: str) -> tuple[float, float]:
-    """The type of --bits: B, at most so many; or A-B, from A to B."""
+    """The type of --bits: B, at most B bits; or A-B, from A to B."""
     found = re.fullmatch(r"(?:(\d+(?:\.\d+)?)-)?(\d+(?:\.\d+)?)", text)
     low, high = (float(found[1] or 0), float(found[2])) if found else (1.0, 0.0)
     if low > high:

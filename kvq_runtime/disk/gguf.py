@@ -28,7 +28,7 @@ DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Long:
-    """An array that was walked over: of so many elements."""
+    """An array that was skipped, with its number of elements."""
 
     count: int
 

@@ -269,7 +269,7 @@ class KVQCache(Cache):
         self._each("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row so many times, copies side by side."""
+        """Repeat every row `repeats` times, copies side by side."""
         self._whole("batch_repeat_interleave", repeats)
         if self.blocks.layers:
             rows = torch.arange(self.blocks.rows)

@@ -52,7 +52,7 @@ def codebook(level: int, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def check(level: int, bits: int) -> None:
-    """ValueError unless a level, from 1, has a codebook of so many bits: 2 to 6 at level 1, 1 to 4 above."""
+    """ValueError unless a level, from 1, has a codebook of `bits` bits: 2 to 6 at level 1, 1 to 4 above."""
     least, most = (2, 6) if level == 1 else (1, 4)
     if not least <= bits <= most:
         raise ValueError(f"bits={bits} at level {level}; use {least} to {most}")

@@ -95,7 +95,7 @@ class Folder:
                 remove(Kept(0.0, path.lstat().st_size, path))
 
     def _make_room(self, needed: int) -> None:
-        """Evict until so many bytes fit, and allow this process a share of the rest before it looks again."""
+        """Evict until `needed` bytes fit, and allow this process a share of the rest before it looks again."""
         kept = all_blocks(self.root)
         gone = oldest(kept, self.budget - needed)
         for one in gone:
@@ -136,7 +136,7 @@ def oldest(kept: list[Kept], budget: int) -> list[Kept]:
 
 
 def old_drafts(folder: Path, grace: float) -> list[Kept]:
-    """The drafts of dead processes in a set that are older than so many seconds."""
+    """The drafts of dead processes in a set that are older than `grace` seconds."""
     found = []
     for path in () if (folder / "tmp").is_symlink() else files.orphans(folder / "tmp"):
         with suppress(FileNotFoundError):

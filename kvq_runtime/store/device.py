@@ -46,7 +46,7 @@ class DeviceIndex:
 
     @lasting
     def make_tables(self, slabs: int) -> None:
-        """Make room for the addresses of so many slabs."""
+        """Make room for the addresses of `slabs` slabs."""
         device = self.counts.device
         self.tables = [torch.zeros(slabs, columns, dtype=torch.int64, device=device) for columns in self.columns]
         self.forget_slabs()

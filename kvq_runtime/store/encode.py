@@ -43,7 +43,7 @@ class Encoder:
         self.encode(layer, store.due)
 
     def encode(self, layer: int, count: int) -> None:
-        """Encode so many of the oldest blocks in the window of a layer."""
+        """Encode the `count` oldest blocks in the window of a layer."""
         store, target = self.stores[layer], self.stores[layer].blocks + count
         together = self.together if self.recipe.cross_layer else 1
         if not self.recipe.cross_layer and not self.recipe.policies:

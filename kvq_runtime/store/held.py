@@ -1,4 +1,4 @@
-"""Compute, from shapes alone, what a cache of so many tokens holds: every byte, as the stores allocate it.
+"""Compute, from shapes alone, the bytes of a cache of a number of tokens, as the stores allocate them.
 
     blocks    ⌊(T - recent) / block⌋ of them, in slabs of 32 of which the last grows by doubling
     window    its room, recent + block tokens, in 16 bits, and the sinks beside it

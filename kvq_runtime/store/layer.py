@@ -115,7 +115,7 @@ class LayerStore:
         return self.beyond(self.recent)
 
     def beyond(self, recent: int, count: int = 0) -> int:
-        """Whole blocks that the window holds beyond so many tokens, once `count` more have come."""
+        """Whole blocks that the window holds beyond `recent` tokens, once `count` more have come."""
         return max(0, self._stop - self._start + count - recent) // self.window.block
 
     def fields(self, part: int, start: int, stop: int) -> dict[str, Tensor]:
@@ -402,7 +402,7 @@ class LayerStore:
         self._changed()
 
     def _restore(self, blocks: int, window_2BTC: Tensor | None) -> None:
-        """Keep so many blocks, and this window after them."""
+        """Keep `blocks` blocks, and this window after them."""
         self.blocks = blocks
         for slabs in self.slabs:
             del slabs[-(-blocks // SLAB) :]
@@ -420,7 +420,7 @@ class LayerStore:
 
 
 def _room(field: Tensor, blocks: int, by_group: bool) -> Tensor:
-    """Memory for so many blocks of a field [B, n, ...]; for the ends of groups [B, n, block, M], which a packed reader
+    """Memory for `blocks` blocks of a field [B, n, ...]; for the ends of groups [B, n, block, M], which a packed reader
     takes by group, by group."""
     batch, _, *shape = field.shape
     if not by_group or len(shape) != 2 or dispatch.runs_kernel(field):

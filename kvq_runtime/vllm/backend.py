@@ -188,7 +188,7 @@ class KVQBackend(STOCK):
 
 @cache
 def _backend_of(per_token: int, sinks: int) -> type[AttentionBackend]:
-    """The backend of layers whose pages have so many bytes a token, of all heads, keys and values together."""
+    """The backend of layers whose pages have `per_token` bytes a token, of all heads, keys and values together."""
 
     class Paged(KVQBackend):
         @classmethod

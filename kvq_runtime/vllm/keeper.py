@@ -209,7 +209,7 @@ class Keeper:
             self.counts[name] += number
 
     def close(self, seconds: float = 10.0) -> None:
-        """Write what waits, for so many seconds at most."""
+        """Write what waits, for at most `seconds` seconds."""
         if self._thread is not None:
             self._copies.put(None)
             self._thread.join(seconds)

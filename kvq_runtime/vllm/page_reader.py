@@ -49,7 +49,7 @@ class Shared:
 
     @lasting
     def rope(self, rows: int, pages: int, device: torch.device) -> Any:
-        """Tables for so many rows and pages of each, or more; None: the recipe needs none."""
+        """Tables for `rows` rows of `pages` pages, or more; None: the recipe needs none."""
         if self.rotary is None:
             return None
         have = self._rope

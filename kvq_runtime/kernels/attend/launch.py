@@ -40,7 +40,7 @@ def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
 
 
 def takes(lines: int, ratio: int, tokens: int) -> bool:
-    """True if the kernel takes so many query tokens: every tile of them reads the blocks again.
+    """True if the kernel takes `tokens` query tokens: every tile of them reads the blocks again.
 
     lines   batch rows times KV heads
     ratio   query heads of a KV head
@@ -49,7 +49,7 @@ def takes(lines: int, ratio: int, tokens: int) -> bool:
 
 
 def tile_rows(keys: Layout, values: Layout, rows: int) -> int:
-    """Columns of a tile for so many query rows of a KV head: 8, 16, 32 or 64. More rows are several tiles.
+    """Columns of a tile for `rows` query rows of a KV head: 8, 16, 32 or 64. More rows are several tiles.
 
     Beside a mean's operands, angles, or the scores of a sub-block of rounded tokens, there are registers for 8 rows;
     where codes are looked up, a tile of 32 costs more than two of 16, which do not spill.

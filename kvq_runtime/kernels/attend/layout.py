@@ -223,7 +223,7 @@ def _grid(scheme: Scheme, block: int, geometry: Geometry) -> Layout | None:
 
 
 def _codebook(scheme: Scheme, block: int, geometry: Geometry, points: Tensor, bits: int, indices: int) -> Layout | None:
-    """A codebook [entries, elements] of so many indices, each of `bits`."""
+    """A codebook [entries, elements] for `indices` indices, each of `bits`."""
     streams, elements = _streams(bits), points.shape[1]
     if indices % streams or elements not in (1, 2, 4, 8):
         return None
@@ -294,7 +294,7 @@ def _in_pairs(
 
 
 def _entries(bits: int) -> int:
-    """Words that the points of so many bits take."""
+    """Words that the points of `bits` bits take."""
     return 2 if bits <= 2 else 2 ** (bits - 1)
 
 

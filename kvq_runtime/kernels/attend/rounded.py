@@ -285,7 +285,7 @@ def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexp
 
 @triton.jit
 def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr, TILES: tl.constexpr):
-    """Steps and lows of the tokens of TILES tiles, the i_sub-th of so many: float16 [16], by group and tile.
+    """Steps and lows of the tokens of TILES tiles, the i_sub-th group of them: float16 [16], by group and tile.
 
     No lows where they follow from steps.
     """

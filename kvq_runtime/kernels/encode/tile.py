@@ -81,7 +81,7 @@ def signs_on(size: int, seed: int, device: torch.device) -> Tensor:
 
 
 def programs(rows: int, padded: int, matrix: Tensor | None = None) -> tuple[int, tuple[int]]:
-    """(rows of a program, grid) for so many rows of a padded size; half as many beside a matrix, or registers spill."""
+    """(rows of a program, grid) for `rows` rows of a padded size; half as many beside a matrix, or registers spill."""
     tile = TILE if matrix is None else TILE // 2
     each = max(1, min(tile // padded, triton.next_power_of_2(max(rows, 1))))
     return each, (triton.cdiv(rows, each),)
