@@ -114,7 +114,7 @@ class Job:
 
     @property
     def bounds(self) -> Bounds:
-        """What an artifact must keep to be published."""
+        """The bounds within which an artifact is published."""
         return Bounds(self.max_perplexity_ratio, self.max_kl)
 
     def beside(self, files: ModelFiles) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ class Job:
 
 
 def not_alone(job: Job, work: Run) -> Job:
-    """The job with plain HIGGS of 2 bits beside one recipe: a figure says little without another one."""
+    """The job with plain HIGGS of 2 bits beside one recipe: one figure alone shows little."""
     if not job.evaluate or job.baselines or len(work.plan.recipes) > 1:
         return job
     return replace(job, baselines=(PLAIN,))

@@ -88,7 +88,7 @@ def __dir__() -> list[str]:
 
 
 def _transformers() -> str:
-    """Which transformers kvq takes, and which is here, if any."""
+    """Return the versions of transformers that kvq takes, and the one that is installed, if any."""
     from kvq_runtime.errors import extra
 
     try:

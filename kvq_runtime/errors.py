@@ -2,7 +2,7 @@
 
 
 def extra(name: str) -> str:
-    """What installs an extra: the source does, as no release is on an index, where the name is anybody's."""
+    """Return the command that installs an extra from source: on an index anybody may take the name."""
     return f"the extra `{name}` of kvq brings it: pip install -e '.[{name}]' in a checkout"
 
 
@@ -11,8 +11,8 @@ class ArtifactError(ValueError):
 
 
 class NotFound(ArtifactError):
-    """What is named is not there: an artifact, version, alias, registry, recipe, model, corpus or file."""
+    """Something named does not exist: an artifact, version, alias, registry, recipe, model, corpus or file."""
 
 
 class Conflict(ArtifactError):
-    """A change came second to somebody else's, or contradicts the present state."""
+    """A change came second to another one, or contradicts the present state."""

@@ -80,10 +80,10 @@ VOCABULARIES = {name: _VOCABULARIES[max(filter(name.startswith, _VOCABULARIES), 
 
 @dataclass(frozen=True)
 class Window:
-    """Which tokens of every row stay exact, and how many are encoded together.
+    """The tokens of every row that stay exact, and the number that are encoded together.
 
     sinks    first tokens of every row, 0 to 2^20
-    recent   newest tokens, at least so many, 0 to 2^20
+    recent   newest tokens, at least this number, 0 to 2^20
     block    tokens that are encoded together, 1 to 2^20
     """
 

@@ -1,1 +1,1 @@
-"""What is scheduled: flows composed of `kvq_calib.flow.flow`, deployed by `flows.yaml`."""
+"""The scheduled flows: composed of `kvq_calib.flow.flow`, deployed by `flows.yaml`."""

@@ -1,4 +1,4 @@
-"""Tell somebody: of a failed gate, of drift, and when no calibration has succeeded for 36 hours; and find the dead.
+"""Notify of a failed gate, of drift, and when no calibration has succeeded for 36 hours; find dead runs.
 
 Each is an automation of the Prefect server, known by its name; defined again, it replaces the one before.
 """
@@ -27,7 +27,7 @@ SILENT = '{"text": "kvq: no calibration has succeeded for 36 hours"}'
 def define(webhook: str | None = None) -> list[str]:
     """Define the automations on the server in use; their names.
 
-    webhook   where messages are posted, as JSON {"text": ...}; None: nobody is told, and only the dead are found
+    webhook   where messages are posted, as JSON {"text": ...}; None: no messages, and only dead runs are found
     """
     made = [dead()]
     if webhook is not None:

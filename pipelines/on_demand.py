@@ -1,4 +1,4 @@
-"""Calibrate one model when somebody asks for it."""
+"""Calibrate one model on demand."""
 
 from prefect import flow
 

@@ -4,9 +4,9 @@
     python -m pipelines.service down
 
 Database, logs and the record of what was started lie in $KVQ_HOME/flows, which its user alone can read. A process is
-known by its id and the moment it began, so that an id that the system has given away again is left alone.
+known by its id and the moment it began, so that an id that the system has reused is left alone.
 
-    auth        what every request to the server must know: made when it is started, given to worker and commands
+    auth        what every request to the server must know: made when it is started, passed to worker and commands
     hf-token    $HF_TOKEN, which the worker does not have: see kvq_calib/flow/token.py
 """
 
@@ -110,7 +110,7 @@ def _keep(path: Path, secret: str) -> None:
 
 
 def server_command(port: int) -> list[str]:
-    """What Python runs as the server."""
+    """Return Python's arguments that run the server."""
     idle = flow_server.QUIET["PREFECT_SERVER_API_KEEPALIVE_TIMEOUT"]
     where = ["--host", "127.0.0.1", "--port", str(port), "--timeout-keep-alive", idle, "--log-level", "error"]
     return ["-m", "uvicorn", "--factory", "kvq_calib.flow.guard:app", *where]

@@ -50,7 +50,7 @@ def error(x_NK: Tensor, table_S: Tensor, bits: int) -> float:
 
 
 def fit(bits: int, memory: int, rounds: int, samples: int, seed: int = 0) -> Tensor:
-    """The values of all states, float32 [2^memory]; in each round so many fresh numbers for each state."""
+    """The values of all states, float32 [2^memory]; in each round `samples` fresh numbers for each state."""
     size = 2**memory
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
     values = torch.special.ndtri((order.double() + 0.5) / size).float()

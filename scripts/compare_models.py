@@ -117,7 +117,7 @@ def main() -> int:
 
 
 def _can_be_measured(model: Model, folder: str) -> bool:
-    """Whether the model is here; if not, stderr says why."""
+    """True if the model is here; if not, write the reason to stderr."""
     if model.text in (None, *EMBEDDED):
         return True
     if not os.environ.get("KVQ_TEST_DATA"):

@@ -106,7 +106,7 @@ def _size(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def summary(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """What the page comes to: the best at some budgets of the first model that was measured by full encode."""
+    """Write the page's summary: the best at some budgets of the first model that was measured by full encode."""
     for model, records in found.items():
         rows = best_at(records)
         if rows:
@@ -238,7 +238,7 @@ def on_windows(one: Mapping[str, Any], some: slice) -> dict[str, Any]:
 
 
 def _offer(one: Mapping[str, Any], best: Mapping[str, Any]) -> str:
-    """What a recipe costs on the windows it was not chosen by, the odd ones."""
+    """Write a recipe's cost on the odd windows, by which it was not chosen."""
     one, best = (on_windows(given, ODD) for given in (one, best))
     cost, kl = relative(one), f"{one['kl']:.2g}"
     cost = f"**{cost}**" if one["perplexity"] < best["perplexity"] else cost
@@ -266,7 +266,7 @@ def _verdicts(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def verdict(better: Mapping[str, Any], worse: Mapping[str, Any]) -> str:
-    """Whether a claim holds for two results; bits within a quarter count as the same."""
+    """Judge a claim by two results; bits within a quarter count as the same."""
     fewer = worse["bits"]["asymptotic"] - better["bits"]["asymptotic"]
     if abs(fewer) <= 0.25 and abs(better["kl"] - worse["kl"]) <= 0.05 * worse["kl"]:
         return "no difference"

@@ -23,7 +23,7 @@ from kvq_runtime.ops.grid import scan
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to try: `starts` short runs on 2**`scout` samples, the best `finalists` of them on 2**`samples`.
+    """The effort of a fit: `starts` short runs on 2**`scout` samples, the best `finalists` of them on 2**`samples`.
 
     A run ends when an iteration improves the error by less than `tolerance` of itself, or after `iterations`.
     """

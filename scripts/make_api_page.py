@@ -29,21 +29,19 @@ INTRODUCTION = """
 # Public API
 
 `python scripts/make_api_page.py` writes this page from docstrings: signatures, first sentences and errors.
-`help(kvq_runtime.KVQCache)` prints the rest, what each argument may be among it.
+`help(kvq_runtime.KVQCache)` prints the rest.
 
 ```python
 from kvq_runtime import KVQCache, load_artifact, preset
 ```
 
 You may rely on these names, with the attributes and methods below, on the commands with their exit codes and `--json`
-fields, and on the [artifact format](../artifacts/README.md), of which every version loads for ever. Everything else is
-private, whatever its name: modules of `kvq_runtime` and `kvq_calib` may move or change in any version. Objects
-reached through public ones (`Scheme`, `Window`, `Fingerprint`, stages and policies of a recipe) can be read, compared
-and printed; do not construct them or import their classes.
+fields, and on the [artifact format](../artifacts/README.md) ([what may change](consume.md#what-may-change)). Everything
+else is private. Objects reached through public ones (`Scheme`, `Window`, `Fingerprint`, stages and policies of a
+recipe) can be read, compared and printed; do not construct them or import their classes.
 
-Names are imported on first use. `KVQCache`, `PrefixStore` and `CudaGraphs` need transformers, the extra `hf`; the
-others need torch, safetensors and huggingface-hub alone. Shapes: `B` rows, `H` KV heads, `T` tokens, `D` head size,
-`C` = H·D.
+`KVQCache`, `PrefixStore` and `CudaGraphs` need transformers, the extra `hf`; the others need torch, safetensors and
+huggingface-hub alone. Shapes: `B` rows, `H` KV heads, `T` tokens, `D` head size, `C` = H·D.
 """
 
 

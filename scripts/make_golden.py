@@ -103,7 +103,7 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
 
 
 def collected(layer: int, tables: Pair, scheme: SchemeFit, data: Blocks, context: Context, field: str) -> Any:
-    """What a stage is fitted to: a field of Statistics, of all sequences in one chunk."""
+    """Collect a field of Statistics for a stage's fit, from all sequences in one chunk."""
     if field == "queries":
         sums = QuerySums(GEOMETRY, tables, fitted=1)
         sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
@@ -126,7 +126,7 @@ def collected(layer: int, tables: Pair, scheme: SchemeFit, data: Blocks, context
 
 
 def read(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a loaded artifact decodes the stored blocks to."""
+    """Decode the stored blocks with a loaded artifact."""
     decoded: dict[str, Tensor] = {}
     cos, sin = rotary().tables(torch.arange(TOKENS)[None])
     below: list[tuple[Tensor, Tensor]] = []
@@ -143,7 +143,7 @@ def read(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def encoded(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a loaded artifact makes of the first block of the activations, above the layers that are stored."""
+    """Encode the first block of the activations with a loaded artifact, above the layers that are stored."""
     found: dict[str, Tensor] = {}
     below: list[tuple[Tensor, Tensor]] = []
     for layer, codecs in enumerate(build(made.recipe, GEOMETRY, made.tensors)):
@@ -166,7 +166,7 @@ def first_block(recipe: Recipe, role: Role, x_NTC: Tensor) -> tuple[Tensor, Pair
 
 
 def unfitted(recipe: Recipe) -> dict[str, Tensor]:
-    """What a recipe without fitted tensors stores of layer 0, and a part of what that decodes to."""
+    """Encode layer 0 with a recipe without fitted tensors; return the fields, and a part of what they decode to."""
     found: dict[str, Tensor] = {}
     for codec, x_NTC in zip(build(recipe, GEOMETRY, {})[0], activations(0), strict=True):
         x_1TC, rope = first_block(recipe, codec.role, x_NTC)
@@ -176,7 +176,7 @@ def unfitted(recipe: Recipe) -> dict[str, Tensor]:
 
 
 def unfitted_decoded(recipe: Recipe, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What it decodes of that, of every sixteenth token."""
+    """Decode those fields; return every sixteenth token."""
     found = {}
     for codec in build(recipe, GEOMETRY, {})[0]:
         fields = {name: stored[f"{codec.role}.{name}"] for name in codec.fields(torch.float32)}

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def row(model, recipe: str, prompt, after, exact: DynamicCache, token_bytes: float, rounds: int = 5) -> dict:
-    """What one recipe costs and saves."""
+    """Measure the costs and savings of one recipe."""
 
     def best(work) -> float:
         return fastest(work, rounds)
@@ -111,7 +111,7 @@ def perplexity(model, cache, prompt, after) -> float:
 
 
 def fastest(work, rounds: int = 5) -> float:
-    """Seconds of the fastest of so many calls."""
+    """Seconds of the fastest of `rounds` calls."""
     times = []
     for _ in range(rounds):
         begun = time.perf_counter()

@@ -83,7 +83,7 @@ BINS = 16  # parts of a window that figures are given for by position
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what is asked."""
+    """Run the chosen command."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("what", choices=[
         "fit", "scores", "left", "needles", "conversation", "greedy", "prefix", "bench",
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Home:
-    """What is kept of one model between calls, and what of it an artifact or a line depends on."""
+    """The files that are kept of one model between calls, and what of it an artifact or a line depends on."""
 
     files: ModelFiles
     args: argparse.Namespace
@@ -137,7 +137,7 @@ class Home:
         return self.folder / f"{on}-{self.args.samples}x{self.args.fit_length}" / f"{recipe}.safetensors"
 
     def subject(self, recipe: str, on: str | None) -> Subject | None:
-        """What a name means: None where it is still to be fitted, or was fitted as other settings than it now has."""
+        """Find the subject of a name; None if it is still to be fitted, or was fitted with other settings."""
         if on is None:
             known = recipe_text.read(recipe)
             return Subject(recipe, known, {})
@@ -180,7 +180,7 @@ def automatic(recipe: str) -> float | None:
 
 
 def is_fitted(recipe: str) -> bool:
-    """Whether a recipe has what depends on a text."""
+    """True if a part of a recipe depends on a text."""
     return automatic(recipe) is not None or recipe_text.read(recipe).fitted
 
 
@@ -194,7 +194,7 @@ def source(text: str) -> str | None:
 
 
 def at_hand(texts: Sequence[str]) -> list[str]:
-    """The texts that are here; stderr says which are not."""
+    """The texts that are here; the others are listed on stderr."""
     for text in texts:
         if source(text) is None:
             print(f"{text} is left out: {TEXTS[text]} is not under KVQ_TEST_DATA", file=sys.stderr)
@@ -366,7 +366,7 @@ def scores(home: Home, args: argparse.Namespace) -> int:
 
 
 def measure(home: Home, model, unit: Unit, batch: Batch) -> dict[str, Any]:
-    """What a line says of one unit: figures, or the reason why there are none."""
+    """Measure one unit; return a line's figures, or the reason why there are none."""
     files, tokens_BT = home.files, batch.tokens_BT
     bins = BINS if unit.text == positional() and unit.length == max(home.args.lengths) else 0
     about = {"model": {"id": files.id, "revision": files.revision, "parameters": model.num_parameters()}}

@@ -20,14 +20,14 @@ DRAWN = (  # by position; those of them that were measured
     "aqua-metric-2bit", "aqua-fisher-1bit", "aqua-fisher-2bit",
 )  # fmt: skip
 BRIEF = (  # of README's table
-    "aqua-fisher-1bit", "aqua-metric-1bit", "aqua-fisher-2bit", "higgs-2bit", "aqua-2bit", "aqua-fisher-3bit",
-    "kivi-2bit", "aqua-fisher-4bit", "higgs-4bit", "kivi-4bit",
+    "aqua-fisher-1bit", "aqua-fisher-2bit", "higgs-2bit", "aqua-2bit", "aqua-fisher-3bit", "kivi-2bit",
+    "aqua-fisher-4bit", "higgs-4bit", "kivi-4bit",
 )  # fmt: skip
 OPEN, CLOSE = "<!-- real table -->", "<!-- end of real table -->"
 
 
 def sections(folder: Path, docs: Path) -> list[str]:
-    """What stands below the first table: lengths, both ways of fitting, positions, needles, talk; draw in docs."""
+    """Write what follows the first table: lengths, both ways of fitting, positions, needles, talk; draw in docs."""
     lines = list(real_records.read(folder).values())
     return [
         part
@@ -122,7 +122,7 @@ def _positions(lines: Sequence[Mapping[str, Any]], docs: Path) -> list[str]:
 
 
 def _needles(folder: Path, docs: Path) -> list[str]:
-    """What the 16-bit model finds decides the tasks; the picture of what recipes find."""
+    """Write which needles the 16-bit model finds, by which the tasks are chosen; draw those that recipes find."""
     found = []
     first = _read(folder / "needles-16bit.json")
     if first:

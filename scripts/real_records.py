@@ -25,7 +25,7 @@ def digest(found: Any) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on: the processor, how many there are, and the memory."""
+    """Return the machine of the figures: the processor, the number of them, and the memory."""
     said = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
     named = re.search(r"^model name\s*:\s*(.+)$", said, re.M)
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -69,7 +69,7 @@ def keep_text(folder: Path, batch: Batch) -> None:
 def records(folder: Path, on: str, length: int) -> list[dict[str, Any]]:
     """Of each recipe fitted on a text, or not fitted, a record as of `kvq compare`: that text in domain, others beside.
 
-    Recipes without figures in domain are left out; of lines that say the same of the same, the newest counts.
+    Recipes without figures in domain are left out; of lines on the same measurement, the newest counts.
     """
     path = folder / "texts.json"
     described = json.loads(path.read_text()) if path.is_file() else {}

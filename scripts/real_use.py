@@ -47,7 +47,7 @@ IN_USE = ("kivi-2bit", "kivi-4bit", "higgs-4bit", "aqua-2bit", "aqua-metric-2bit
 
 
 def needles(args: argparse.Namespace, files: ModelFiles) -> int:
-    """What recipes find, by depth and length; `--first`: what the 16-bit model does, asked plainly and in a chat."""
+    """Find needles by recipe, depth and length; `--first`: by the 16-bit model, asked plainly and in a chat."""
     name = "needles-16bit" if args.first else "needles"
     kept = Kept(args.results / f"{name}.json", args.again)
     chosen = args.tasks or (TASKS if args.first else used(args.results, args.chat))
@@ -82,7 +82,7 @@ def _forms(files: ModelFiles) -> list[bool]:
 
 
 def used(results: Path, chat: bool) -> list[str]:
-    """The tasks that the 16-bit model answers in the given form: at least FOUND of the shortest texts."""
+    """The tasks that the 16-bit model answers in this form: at least FOUND of the shortest texts."""
     path = results / "needles-16bit.json"
     if not path.is_file():
         raise ValueError(f"{path} is not there: what the 16-bit model finds decides what is asked; use needles --first")
@@ -114,7 +114,7 @@ def found_by(rows: Any) -> list[tuple[str, ...]]:
 
 
 def talk(model, files: ModelFiles, subject: Subject, passages: Sequence[Sequence[str]], most: int) -> dict[str, Any]:
-    """What one recipe's caches did in several conversations, each with one cache."""
+    """Measure one recipe's caches in several conversations, each with one cache."""
     held = []
     for some in passages:
         cache = WitnessCache(subject.recipe, model, subject.tensors or None)

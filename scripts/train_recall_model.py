@@ -39,7 +39,7 @@ FIRST = 1 << 32  # seed of training: smaller ones are left to evaluations
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run: texts of one length, so many tokens a step, up to this share of the run."""
+    """A part of the run: texts of one length, a number of tokens a step, up to this share of the run."""
 
     length: int
     tokens: int
@@ -195,7 +195,7 @@ class Tally:
 
 
 def groups(model: Qwen2ForCausalLM, settings: Settings) -> list[dict]:
-    """What is trained at which share of the rate, and how it decays.
+    """Return the groups of weights, with their share of the rate and their decay.
 
     What counts a token's likes has them in exponents of 24: a step of Adam in embeddings or in layer 0, as large where
     a gradient is noise as where it is not, would undo it. They are trained at a three-hundredth of the rate.

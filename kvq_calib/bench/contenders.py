@@ -1,7 +1,7 @@
 """Say what takes part in a benchmark: recipes and artifacts, and transformers' own caches beside them.
 
 Time and bytes depend on the shapes of fitted tensors, not on what is in them: a recipe that is to be fitted, and of
-which there is no artifact, takes part with random ones, and says so.
+which there is no artifact, takes part with random ones, with a note.
 """
 
 import re
@@ -51,7 +51,7 @@ class Contender:
 
     @property
     def attention(self) -> str:
-        """What the model attends to it with."""
+        """The attention that the model uses with the cache."""
         return "kvq" if self.recipe else STOCK
 
 
@@ -108,7 +108,7 @@ def _of(text: str, files: ModelFiles, registry: str | None) -> Contender:
 
 
 def _subject(text: str, files: ModelFiles, registry: str | None) -> tuple[Subject, str]:
-    """What a text means, and a note: a recipe to be fitted, of which there is no artifact, has random tensors."""
+    """Find the subject that a text names, and a note. A recipe to be fitted, without artifact, gets random tensors."""
     try:
         return find(text, files, registry), ""
     except NotFound:

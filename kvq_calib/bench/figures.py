@@ -83,8 +83,10 @@ def failed(found: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def largest_batch(turn: Turn, batch: int, weights: int, memory: int) -> int:
-    """How many rows such as these fit beside the weights, computed: what a row holds was measured, and a pass needs
-    memory of its own, which is not counted."""
+    """Compute how many rows such as these fit beside the weights.
+
+    The bytes of a row were measured; the memory of a pass itself is not counted.
+    """
     row = (turn.cache_bytes - turn.shared_bytes) / batch
     return max(0, int((memory - weights - turn.shared_bytes) / row))
 

@@ -13,8 +13,11 @@ RESET = "5"  # sets this process' peak to what it has now; Source: Linux, Docume
 
 
 def watch(device: torch.device) -> Callable[[], int | None]:
-    """Begin anew, and return what is to be asked at the end: bytes at the most, weights included, on a CPU all of the
-    process; None where nobody counts them. What earlier caches freed, and the allocator keeps, is given back first."""
+    """Start a measurement of peak memory; return a function to call at its end.
+
+    It returns the most bytes in use, weights included, on a CPU those of the whole process; None if the system does not
+    count them. Memory that earlier caches freed and the allocator keeps is released first.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return lambda: torch.cuda.max_memory_allocated(device)

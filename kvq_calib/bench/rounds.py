@@ -33,7 +33,7 @@ CONTEXTS = (1024, 4096)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: prompts of each length, in batches of each size.
+    """The prompts to measure: of each length, in batches of each size.
 
     tokens   of a row whose time counts, in each round
     """
@@ -165,7 +165,7 @@ def measure(
     kept: Rounds,
     progress: Progress = lambda tokens: None,
 ) -> None:
-    """Measure what `kept` does not have, round by round. `progress` is told how many of `work(...)` were done."""
+    """Measure what `kept` does not have, round by round. `progress` gets the number of `work(...)` tokens done."""
     full: dict[str, list[tuple[int, int]]] = {}
     for context, batch in plan.cells:
         each = len(contenders) * context * batch
@@ -205,7 +205,7 @@ def _beyond(full: Sequence[tuple[int, int]], ids_BT: Tensor) -> Turn | None:
 
 
 def work(contenders: int, plan: Plan) -> int:
-    """How many tokens `measure` reports to `progress`, in all."""
+    """Return the tokens that `measure` reports to `progress`, in all."""
     return (plan.rounds + 1) * contenders * sum(context * batch for context, batch in plan.cells)
 
 

@@ -1,4 +1,4 @@
-"""Let a model generate with one cache, as a user does, and say how long each token took and what the cache holds."""
+"""Let a model generate with one cache, as a user does, and return the time of each token and the bytes of the cache."""
 
 import gc
 import time
@@ -25,14 +25,14 @@ FULL = "out of memory"
 
 @dataclass(frozen=True)
 class Turn:
-    """What one cache did with one batch of prompts.
+    """The times and bytes of one cache with one batch of prompts.
 
     first_s       seconds from the call until the first token of each row is at hand: the prompt's time
     steps_s       seconds of each later token, without the first WARM
     cache_bytes   in memory at the end, `shared_bytes` of them held once by all caches of the recipe
-    peak_bytes    most memory in use during it, weights included; None where this cannot be asked
+    peak_bytes    most memory in use during it, weights included; None if the system cannot report it
     graphs        what `CudaGraphs` replayed; "" where there were none
-    error         why it has no figures; "" if it has
+    error         the reason for having no figures; "" if it has some
     """
 
     first_s: float = 0.0
@@ -129,7 +129,7 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether memory was asked for that is not there, of a device or of the machine."""
+    """True if the error is that a device or the machine has no more memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # of PyTorch on a CPU

@@ -1,4 +1,4 @@
-"""What `kvq eval --protocol decode` does: follow the 16-bit model's greedy text with each compressed cache."""
+"""The command `kvq eval --protocol decode`: follow the 16-bit model's greedy text with each compressed cache."""
 
 import argparse
 import json

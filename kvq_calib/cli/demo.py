@@ -1,6 +1,6 @@
 """`make demo`: the whole line on the embedded model. Calibrate, measure, publish, load, generate.
 
-Without --full it does as much as a newcomer waits for, and says what it left out. `make demo-real` does the same on a
+Without --full it does as much as a newcomer waits for, and lists what it left out. `make demo-real` does the same on a
 model that others have trained.
 """
 
@@ -24,7 +24,7 @@ from kvq_runtime.registry.measured import FULL, IN_USE
 
 @dataclass(frozen=True)
 class Size:
-    """How much a demo does: `samples` sequences of `length` tokens to fit on, `windows` to measure on.
+    """The size of a demo: `samples` sequences of `length` tokens to fit on, `windows` to measure on.
 
     recipes    that are fitted and published; the first generates
     beside     recipes without a fit, measured on the same windows

@@ -15,7 +15,7 @@ from kvq_calib.text import others
 
 
 def record(asked: Job, work: Run) -> dict[str, Any]:
-    """The plan as JSON; names say the units. `evaluation` is None without one."""
+    """The plan as JSON, with units in the names. `evaluation` is None without one."""
     plan, files = work.plan, work.files
     needs = plan.needs(files)
     return {
@@ -137,7 +137,7 @@ def _spoken(found: dict[str, Any] | None) -> str:
 
 
 def _rounds(plan: Plan) -> dict[str, Any]:
-    """What a plan's budgets make it do, if it has any."""
+    """Return what a plan's budgets make it do, if it has any."""
     shared = [recipe.name for recipe in plan.recipes if share.wanted(recipe)]
     if plan.budgets:
         return {

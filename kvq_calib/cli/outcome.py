@@ -1,4 +1,4 @@
-"""Print what a calibration made: what was measured, where it lies, what it took, and what to do next."""
+"""Print the outcome of a calibration: its measurements, where the artifact is, what it took, and what to do next."""
 
 import json
 import shlex
@@ -23,7 +23,7 @@ def show(
     """Print the table of results, then a paragraph an artifact, its verdict first; with `as_json`, a list of records.
 
     records   of the evaluation, artifacts first, then baselines; empty without one
-    caution   what a fit on few sequences is to be said of: `verdict.thin`
+    caution   a warning about a fit on few sequences: `verdict.thin`
     """
     beside = records[len(done) :]
     verdicts = [verdict.of_record(records[place] if records else None) for place in range(len(done))]
@@ -48,7 +48,7 @@ def show(
 
 
 def _paragraph(made: Published, found: Verdict, caution: str | None) -> list[str]:
-    """Whether an artifact can be used, where it is, and what to do with it."""
+    """Describe an artifact: whether it can be used, where it is, and what to do with it."""
     folder, said = Path(made.folder), [made.name, _line("VERDICT", f"{found.word.upper()}: {found.why}")]
     said += [_line("CAUTION", caution)] if caution else []
     for place in made.places:
@@ -77,7 +77,7 @@ def _line(what: str, text: str) -> str:
 
 
 def _kinds(folder: Path) -> str:
-    """What lies in the folder beside the artifact."""
+    """List what is in the folder beside the artifact."""
     kinds = {"card": "README.md", "plots": "*.png", "record": "evaluation.json"}
     return ", ".join(kind for kind, pattern in kinds.items() if any(folder.glob(pattern)))
 

@@ -18,7 +18,7 @@ class Bar:
 
     A layer's work is its forward pass and, for each recipe, decoding its keys and its values, and measuring every
     setting of a budget: each counts its tokens. The first bar is there before the first report, while text is chosen;
-    after the last, a line says that plots and cards are being made.
+    after the last, a line announces plots and cards.
     """
 
     def __init__(self, plan: Plan, quiet: bool = False):

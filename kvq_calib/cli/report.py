@@ -1,4 +1,4 @@
-"""What `kvq report` does: gather what is known, write a page or print it as JSON."""
+"""The command `kvq report`: gather what is known, write a page or print it as JSON."""
 
 import argparse
 import json
@@ -59,7 +59,7 @@ def _is_fault(row: Mapping[str, Any]) -> bool:
 
 
 def _version(args: argparse.Namespace) -> dict[str, Any]:
-    """What is known of the version that the reference means."""
+    """Gather what is known of the version that the reference means."""
     given, compared = parse_folder(args.reference), _records(args.compare)
     if isinstance(given, Path):
         resolved = resolve(args.reference, args.registry or None)

@@ -40,7 +40,7 @@ class Status:
 
 
 class Left:
-    """How long work will still take, from how long its part since the first call took; units of any kind."""
+    """Estimate the time that is left, from the time of the part since the first call; units of any kind."""
 
     def __init__(self, clock: Callable[[], float] | None = None):
         self._clock = clock or time.monotonic

@@ -1,4 +1,4 @@
-"""What `kvq eval`, `compare`, `bench`, `probe` and `import` do: take parsed arguments, print, return an exit code.
+"""The commands `kvq eval`, `compare`, `bench`, `probe` and `import`: take parsed arguments, print, return an exit code.
 
 What they need is imported when they run: `kvq list` must not wait for it.
 """

@@ -1,4 +1,4 @@
-"""What `kvq eval --tasks` does: kvq's own tasks, and those of lm-eval, with records kept where artifacts are."""
+"""The command `kvq eval --tasks`: kvq's own tasks, and lm-eval's, with records kept where artifacts are."""
 
 import argparse
 import json

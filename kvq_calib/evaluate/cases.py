@@ -41,9 +41,9 @@ def make(
     files: ModelFiles, task: str, seed: int, length: int, depth: float, haystack: ruler.Haystack | None = None,
     chat: bool = False, steps: int | None = None,
 ) -> Case:  # fmt: skip
-    """One text of at most `length` tokens: exactly so many of symbols, with question and answer.
+    """One text of at most `length` tokens, of symbols exactly that number, with question and answer.
 
-    haystack   of those of RULER's tasks that lie in essays
+    haystack   text of those of RULER's tasks that use essays
     chat       text and question are a user's turn, in the model's own form, and the answer begins in the next
     steps      the most tokens of an answer in words; None: the benchmark's
     """
@@ -57,7 +57,7 @@ def make(
 
 @lru_cache(maxsize=4)
 def turn(folder: Path) -> tuple[str, str]:
-    """What a model's chat template puts before a user's first words, and between them and its own.
+    """Return the text that a model's chat template puts before a user's first words, and the text after them.
 
     Raises ValueError for a model that has no template.
     """
@@ -80,7 +80,7 @@ def haystack(source: str) -> ruler.Haystack:
 
 
 def of_symbols(files: ModelFiles) -> bool:
-    """Whether a model's tokenizer is that of the recall model."""
+    """True if a model's tokenizer is that of the recall model."""
     if files.vocabulary != symbols.SIZE or not (files.path / "tokenizer.json").is_file():
         return False
     return _tokenizer(files.path).get_vocab() == {word: id for id, word in enumerate(symbols.words())}

@@ -8,7 +8,7 @@ from kvq_runtime.recipe import Recipe, facts, families, presets
 
 
 def chosen() -> list[str]:
-    """The names of the recipes that each family compares: those it says, or its first."""
+    """The names of the recipes that each family compares: those of its `FAMILY`, or its first."""
     known = families()
     own = {file: [known[file][0].name] if one.compared is None else one.compared for file, one in facts().items()}
     return [name for names in own.values() for name in names]

@@ -2,7 +2,7 @@
 
 Context and continuation arrive in steps of a few tokens, as in `perplexity.py`: a token that came in the same pass as
 all that is before it would read exact keys, and the answer to a question of one token would test nothing. Rows begin
-together and are padded on the right, which the cache is told: so blocks begin where they begin alone, and no row's
+together and are padded on the right, which the cache knows: so blocks begin where they begin alone, and no row's
 figures depend on its neighbours but by rounding, or where a policy decides for all rows together.
 """
 

@@ -42,10 +42,10 @@ PROMPT, LENGTH, BINS = 256, 4096, 8
 
 @dataclass(frozen=True)
 class Plan:
-    """How far to follow.
+    """The length of greedy text, and the parts it is reported in.
 
     length   tokens of prompt and continuation; the windows of the text are the prompts
-    bins     equal parts of the continuation that figures are given for
+    bins     equal parts of the continuation, with figures for each
     """
 
     length: int = LENGTH
@@ -62,7 +62,7 @@ def evaluate(
     progress: Callable[[int], object] = lambda tokens: None,
     ledger: Ledger = NOWHERE,
 ) -> list[dict[str, Any]]:
-    """One record per subject. `progress` is told how many of `work(...)` tokens were done.
+    """One record per subject. `progress` gets the number of `work(...)` tokens done.
 
     Raises ValueError where the length leaves fewer tokens than bins, or is more than the model was made for.
     """
@@ -106,7 +106,7 @@ def evaluate(
 
 
 def work(batch: Batch, subjects: int, plan: Plan) -> int:
-    """How many tokens `evaluate` reports to `progress`, in all."""
+    """Return the tokens that `evaluate` reports to `progress`, in all."""
     windows, prompt = batch.tokens_BT.shape
     return windows * (plan.length - prompt) * subjects
 
@@ -188,7 +188,7 @@ def _by_pass(cache: WitnessCache, rows: int) -> list[list[float]]:
 
 
 def figures(subject: Subject, found: Sequence[Mapping[str, Any]], bins: int, prompt: int) -> dict[str, Any]:
-    """What a record says: means over windows, each window, and each part of the continuation; or a reason."""
+    """Return a record's figures: means over windows, each window, and each part of the continuation; or a reason."""
     kl_WT, agreed_WT, entropy_WT, decoded_WT = (
         torch.tensor([row for one in found for row in one[name]], dtype=torch.float64)
         for name in ("kl", "agreed", "entropy", "decoded")

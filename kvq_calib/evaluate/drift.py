@@ -1,4 +1,4 @@
-"""Measure published artifacts again, on text that nobody has seen: has what they cost grown beyond the bound?
+"""Measure published artifacts again, on new text: has their loss grown beyond the bound?
 
 The text is the held-out part of a corpus: even where the corpus is the one of the fit, none of it was fitted on.
 """

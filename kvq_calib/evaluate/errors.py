@@ -49,7 +49,7 @@ def by_layer(
 ) -> dict[str, list[dict[str, Any]]]:
     """Errors of each (recipe, tensors), by name: one dict per layer, with the keys listed above.
 
-    progress   is told how many tokens went through a layer
+    progress   gets the number of tokens that went through a layer
     prompt     tokens of the first pass; 0: a step
     """
     geometry = stream.files.geometry

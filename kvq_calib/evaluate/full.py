@@ -7,7 +7,7 @@ below. It is what a long context comes to, of which a recent window or an unfini
 
 A window that is no multiple of the block leaves the rest of its tokens, less than a block, exact; what is decoded is
 counted (`reads.py`). A recipe that is fitted to its prompt is fitted to the first half of the window, or to as many
-tokens as it says itself if they are fewer, and then encodes all of it. A recipe that chooses among tokens has no full
+tokens as its setting if they are fewer, and then encodes all of it. A recipe that chooses among tokens has no full
 encode: which it holds, reads or keeps exact is what it is about.
 """
 
@@ -36,7 +36,7 @@ def refusal(recipe: Recipe) -> str | None:
 
 
 def encodes(recipe: Recipe, length: int) -> bool:
-    """Whether anything of a window can be encoded: in a full encode or, for a recipe that has none, in use."""
+    """True if anything of a window can be encoded: in a full encode or, for a recipe that has none, in use."""
     window = recipe.window
     if refusal(recipe) is not None:
         return length > window.recent + window.block

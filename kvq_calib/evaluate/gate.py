@@ -11,7 +11,7 @@ from kvq_runtime.registry.measured import SPOKEN
 
 @dataclass(frozen=True)
 class Bounds:
-    """What an artifact may cost at the most; None: no bound.
+    """Bounds on what an artifact costs; None: no bound.
 
     perplexity_ratio   held-out perplexity over that of the 16-bit model; above 1 it has got worse
     kl                 divergence from the 16-bit model, nats per token
@@ -49,7 +49,7 @@ def passes(record: Mapping[str, Any], bounds: Bounds) -> list[str]:
     """Hold an evaluation record against bounds: the reasons why it does not pass, none when it does.
 
     The full encode is judged where it was measured, else what was measured in use. A figure that is no number passes no
-    bound, and neither does an evaluation in which nothing was decoded: it says nothing about what is bounded.
+    bound, and neither does an evaluation in which nothing was decoded: it shows nothing about what is bounded.
     """
     if not bounds.given:
         return []

@@ -28,7 +28,7 @@ PROTOCOL = Protocol(error_windows=2)
 
 
 def windows(plan: Plan, length: int) -> int:
-    """How many windows to measure on by default: a small part of the run, and two for a standard error."""
+    """Return the default number of windows: a small part of the run, and two for a standard error."""
     return max(2, min(plan.tokens // SHARE, TOKENS) // length)
 
 

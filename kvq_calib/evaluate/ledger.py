@@ -33,7 +33,7 @@ class Ledger:
         return replace(self, about={**self.about, **about})
 
     def read(self, **unit: Any) -> Any | None:
-        """What was found for a unit, or None."""
+        """Return the result of a unit, or None."""
         path = self._path(unit)
         if path is None or not path.is_file():
             return None

@@ -57,7 +57,7 @@ class Score:
 
     @staticmethod
     def of(kept: Mapping[str, Any]) -> "Score":
-        """What `asdict` was made of."""
+        """Make a score from what `asdict` made of one."""
         return Score(**{**kept, "reads": None if kept["reads"] is None else Reads(**kept["reads"])})
 
     def add(self, other: "Score") -> None:
@@ -115,7 +115,7 @@ def scores(
     step       tokens per forward pass
     rows       windows that go through side by side (default: 8192 tokens' worth, fewer where the vocabulary is large);
                no result depends on it but by rounding, and where a dynamic window decides for all rows together
-    progress   is told how many tokens were done, counted once per cache
+    progress   gets the number of tokens done, counted once per cache
     ledger     keeps the score of each cache on each group of rows
     prompt     tokens of the first pass, which are not scored; 0: a step, which is
     """
@@ -144,7 +144,7 @@ def scores(
 
 
 def slice_up(count: int, step: int) -> Iterator[slice]:
-    """Runs of at most `step` of so many places."""
+    """Runs of at most `step` of `count` places."""
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 

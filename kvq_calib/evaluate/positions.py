@@ -33,7 +33,7 @@ DIGITS = 6  # of a mean that a record keeps
 
 @dataclass(frozen=True)
 class Trace:
-    """What each token but the first of each window cost, [W, T - 1]: float64, float64, bool."""
+    """The cost of each token but the first of each window, [W, T - 1]: float64, float64, bool."""
 
     loss_WT: Tensor
     kl_WT: Tensor
@@ -74,10 +74,10 @@ def states(
     step: int | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> Tensor:
-    """What the output layer is given for each token, [B, T, hidden], on the CPU.
+    """Return the input of the output layer for each token, [B, T, hidden], on the CPU.
 
     step       tokens of a forward pass; None: all in one
-    progress   is told how many tokens were done
+    progress   gets the number of tokens done
     """
     tokens_BT, found = tokens_BT.to(model.device).long(), []
     length = tokens_BT.shape[1]
@@ -121,7 +121,7 @@ def divergence(exact_TV: Tensor, found_TV: Tensor) -> Tensor:
 
 @contextmanager
 def _headless(model: PreTrainedModel) -> Iterator[None]:
-    """The model gives what its output layer is given, in place of logits.
+    """Let the model return the input of its output layer, in place of logits.
 
     Raises ValueError for a model that does more than multiply there.
     """

@@ -42,7 +42,7 @@ Place = tuple[str, int]  # a role, and how far away it is
 
 @dataclass(frozen=True)
 class Settings:
-    """What a probe reads: `samples` sequences of the corpus' fit part, `held_out` ones of its held-out part."""
+    """The text of a probe: `samples` sequences of the corpus' fit part, `held_out` ones of its held-out part."""
 
     source: str
     samples: int
@@ -52,7 +52,7 @@ class Settings:
     ridge: float = 1e-3
 
     def work(self, files: ModelFiles) -> int:
-        """How many tokens `probe` reports to `progress`, in all."""
+        """Return the tokens that `probe` reports to `progress`, in all."""
         return (self.samples + self.held_out) * self.length * files.geometry.layers
 
 

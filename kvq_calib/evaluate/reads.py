@@ -81,7 +81,7 @@ class Reads:
 
     @property
     def shares(self) -> dict[str, float]:
-        """What the file's head lists, 0 to 1."""
+        """The shares that the file's head lists, 0 to 1."""
         return {
             "attention": self.decoded_weight / self.weight,
             "reads": self.decoded_pairs / self.pairs,
@@ -131,7 +131,7 @@ class CountedCache(KVQCache):
         return packed.attention(module, query, key, value, mask, scale, **kwargs)
 
     def decoded(self, encoded: int) -> range:
-        """The tokens that are read decoded where so many of the first are in blocks: all of them but the sinks."""
+        """The tokens that are read decoded if the first `encoded` are in blocks: all of these but the sinks."""
         return range(min(self.blocks.recipe.window.sinks, encoded), encoded)
 
     def _count(self, *counted: Any) -> None:

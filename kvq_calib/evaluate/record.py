@@ -48,7 +48,7 @@ Pairs = Mapping[str, tuple[Recipe, Mapping[str, Tensor]]]  # what is measured, b
 
 @dataclass(frozen=True)
 class Protocol:
-    """How perplexity and errors are measured.
+    """The protocol of perplexity and errors.
 
     step           tokens per forward pass, in use
     prompt         in use: tokens of the first pass, which are not scored; 0: a step, which is
@@ -85,7 +85,7 @@ class Protocol:
 
 
 def load_model(files: ModelFiles, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The whole model, from safetensors or GGUF; float32 on a CPU, else as stored, unless `dtype` is given."""
+    """The whole model, from safetensors or GGUF; in `dtype`; None: float32 on a CPU, else as stored."""
     model: Any = files.model(dtype or _kind(files, device))
     return model.to(device).eval()
 
@@ -105,7 +105,7 @@ def evaluate(
     ledger: Ledger = NOWHERE,
     others: Mapping[str, Batch] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """One record per subject, in their order. `progress` is told how many of `work(...)` tokens were done.
+    """One record per subject, in their order. `progress` gets the number of `work(...)` tokens done.
 
     others   texts of other kinds, by name, on which figures are measured too
     """
@@ -144,7 +144,7 @@ def evaluate(
 
 
 def weights(files: ModelFiles) -> str:
-    """A digest of a few weights of each layer: a folder's name may be given to another model."""
+    """A digest of a few weights of each layer: another model may take a folder's name."""
     probes = files.fingerprint().probes
     return hashlib.sha256(b"".join(probes[name].numpy().tobytes() for name in sorted(probes))).hexdigest()
 
@@ -155,7 +155,7 @@ def _digest(subject: Subject, recipe: Recipe) -> str:
 
 def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str, dtype, progress: Progress,
              ledger: Ledger, others: Mapping[str, Batch]) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """What was measured of each (recipe, tensors)."""
+    """Measure each (recipe, tensors); return the results by digest."""
     if not pairs:
         return {}
     tokens_BT = batch.tokens_BT
@@ -180,7 +180,7 @@ def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str,
 
 
 def _elsewhere(protocol: Protocol, pairs: Pairs) -> dict[str, Pairs]:
-    """What is measured on a text of another kind, by the protocol that it is measured under."""
+    """Return what to measure on a text of another kind, by protocol."""
     if len(set(protocol.protocols)) < len(PROTOCOLS):
         return {name: pairs for name in protocol.protocols}
     without = {digest: pair for digest, pair in pairs.items() if full.refusal(pair[0]) is not None}
@@ -240,7 +240,7 @@ def _error_work(files: ModelFiles, some: Tensor, subjects: int) -> int:
 def _part(
     name: str, recipe: Recipe, protocol: Protocol, tokens_BT: Tensor, scores: Mapping[str, Score], digest: str
 ) -> dict[str, Any]:
-    """What a record says of one protocol: figures and shares, or the reason why there are no figures."""
+    """Return a record's part for one protocol: figures and shares, or the reason why there are no figures."""
     if digest not in scores:
         return {"reason": full.refusal(recipe)}
     score, reference, length = scores[digest], scores[REFERENCE], tokens_BT.shape[1]
@@ -278,7 +278,7 @@ def work(
     protocol: Protocol,
     others: Mapping[str, Batch] = MappingProxyType({}),
 ) -> int:
-    """How many tokens `evaluate` reports to `progress`, in all."""
+    """Return the tokens that `evaluate` reports to `progress`, in all."""
     if not subjects:
         return 0
     some = batch.tokens_BT[: protocol.error_windows]

@@ -16,7 +16,7 @@ from kvq_runtime.registry import resolve as registry
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated.
+    """A recipe with its tensors, to be evaluated.
 
     name       as the user gave it
     sha256     of the artifact; None for a recipe that needs none

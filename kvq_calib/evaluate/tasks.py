@@ -44,10 +44,10 @@ LENGTHS = (1024, 4096)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked: so many texts of each task, length and depth.
+    """The questions of an evaluation: `samples` texts of each task, length and depth.
 
     protocols   "in-use", "full", or both
-    haystack    of those of RULER's tasks that lie in essays
+    haystack    text of those of RULER's tasks that use essays
     chat        texts and questions in words are a user's turn, in the model's own form
     steps       the most tokens of an answer in words; None: the benchmark's
     """
@@ -63,7 +63,7 @@ class Plan:
     steps: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As records have it: of the haystack name and digest, where there is one; `chat`, `steps` where given."""
+        """The plan in records: of a haystack name and digest; `chat` and `steps` if set."""
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "haystack"}
         found = {name: value for name, value in given.items() if name not in ("chat", "steps") or value}
         text = self.haystack
@@ -85,7 +85,7 @@ def evaluate(
     progress: Progress = lambda tokens: None,
     ledger: Ledger = NOWHERE,
 ) -> list[dict[str, Any]]:
-    """One record for the 16-bit model, then one per subject. `progress` is told how many of `work(...)` were done.
+    """One record for the 16-bit model, then one per subject. `progress` gets the number of `work(...)` tokens done.
 
     Raises ValueError for a task that the model cannot be asked, or texts longer than it was made for.
     """
@@ -122,13 +122,13 @@ def evaluate(
 
 
 def work(plan: Plan, subjects: int) -> int:
-    """How many tokens `evaluate` reports to `progress`, in all."""
+    """Return the tokens that `evaluate` reports to `progress`, in all."""
     texts = len(plan.tasks) * len(plan.depths) * plan.samples * sum(plan.lengths)
     return texts * (1 + subjects) * len(plan.protocols)
 
 
 def _digest(plan: Plan) -> str:
-    """What the texts follow from, beside the tokenizer of a model that is asked in words."""
+    """Return a digest of all that the texts follow from, but for the tokenizer of a model that is asked in words."""
     texts = {name: value for name, value in plan.to_json().items() if name != "protocols"}
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
 
@@ -218,7 +218,7 @@ def _scores(
 
 
 def _groups(given: Sequence[tuple[float, Case]], rows: int) -> Iterator[list[tuple[float, Case]]]:
-    """Texts of one shape, at most so many at a time, in their order."""
+    """Texts of one shape, at most `rows` at a time, in their order."""
     group: list[tuple[float, Case]] = []
     for one in given:
         if group and (len(group) == rows or group[0][1].shape != one[1].shape):

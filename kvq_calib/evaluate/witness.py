@@ -31,7 +31,7 @@ class WitnessCache(KVQCache):
         super()._announce(positions_BT, cos_sin, rotary, attention)
 
     def _note(self, count: int, device: torch.device) -> None:
-        """Note a pass of so many tokens, none of which has been taken in."""
+        """Note a pass of `count` tokens, none of which has been stored yet."""
         places = self.blocks.positions
         encoded, sinks = min(store.encoded for store in self.blocks.layers.values()), self.blocks.recipe.window.sinks
         real_BT = places.real_BT

@@ -1,6 +1,6 @@
 """The stages of a calibration as a Prefect flow: functions of `run/calibrate.py` and `job.py`, one task a layer.
 
-Checkpoints in the run folder are the only truth for resuming, so Prefect's caching is off; tasks are given the job and
+Checkpoints in the run folder are the only truth for resuming, so Prefect's caching is off; tasks get the job and
 numbers, never tensors. Where no Prefect server is configured, one is started for this process: see `server.py`.
 """
 
@@ -109,7 +109,7 @@ def publish(asked: job.Job) -> list[job.Published]:
 def calibrate(asked: dict) -> Sequence[job.Published] | State:
     """Calibrate a model and publish its artifacts; `asked` holds the fields of a Job.
 
-    Where an artifact does not keep its bounds the run ends in the state GateFailed, which says why.
+    Where an artifact does not keep its bounds the run ends in the state GateFailed, with the reason.
     """
     requested = job.Job.from_settings(**asked)
     work = _work(requested)
@@ -169,5 +169,5 @@ def own_server() -> Iterator[str]:
 
 
 def _tag(work: Run) -> str:
-    """What flow runs of one run folder have in common, on whichever machine shares it."""
+    """Return the tag that flow runs of one run folder share, on any machine."""
     return f"run-{hashlib.sha256(str(work.folder.absolute()).encode()).hexdigest()[:16]}"

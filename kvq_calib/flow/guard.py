@@ -14,7 +14,7 @@ HOSTS = ("127.0.0.1", "localhost")
 
 
 def new_secret() -> str:
-    """What a client must know, in the form of Prefect: user:password."""
+    """Make a secret for clients, in the form of Prefect: user:password."""
     return f"kvq:{secrets.token_urlsafe(32)}"
 
 

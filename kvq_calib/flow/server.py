@@ -42,7 +42,7 @@ _running: list[tuple[subprocess.Popen[str], Path]] = []
 
 @cache
 def secret() -> str:
-    """What the clients of this process's server must know."""
+    """Make the secret that the clients of this process's server need."""
     return guard.new_secret()
 
 
@@ -50,7 +50,7 @@ def secret() -> str:
 def address() -> str:
     """The API of this process's server, started when it is first asked for; it asks for `secret`.
 
-    Raises RuntimeError with what the server said if it does not start.
+    Raises RuntimeError with the server's output if it does not start.
     """
     home = Path(tempfile.mkdtemp(prefix="kvq-prefect-"))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
@@ -108,7 +108,7 @@ def stop() -> None:
 
 
 def _remove(home: Path) -> None:
-    """Delete a folder in which somebody may be making files yet."""
+    """Delete a folder in which another process may still be making files."""
     for _ in range(100):
         shutil.rmtree(home, ignore_errors=True)
         if not home.exists():

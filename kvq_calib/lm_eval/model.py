@@ -129,7 +129,7 @@ class CompressedLM(HFLM):
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside its results."""
+        """Return what lm-eval writes beside its results."""
         name = self.subject.recipe.name if self.subject else REFERENCE
         artifact = self.subject.sha256 if self.subject else None
         return super().get_model_info() | {
@@ -227,7 +227,7 @@ class CompressedLM(HFLM):
         return torch.tensor(kept["tokens"], device=context.device)
 
     def _length(self, tokens: Sequence[int], stop: Sequence[str]) -> int:
-        """How many tokens an answer has, the one that ends it included."""
+        """Return the tokens of an answer, the one that ends it included."""
 
         def ended(count: int) -> bool:
             text = self.tok_decode(tokens[:count], skip_special_tokens=False)
@@ -236,7 +236,7 @@ class CompressedLM(HFLM):
         return min(len(tokens), 1 + bisect_left(range(1, len(tokens) + 1), True, key=ended))
 
     def _kept(self, work: Callable[[], dict[str, Any]], **unit: Any) -> dict[str, Any]:
-        """What was found for a unit before, or is now."""
+        """Return the result of a unit, from the ledger or by doing the work."""
         found = self._ledger.read(**unit)
         if found is None:
             found = work()

@@ -33,7 +33,7 @@ AT_LENGTH = 4096  # tokens of the cache whose bits a record states
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked, in lm-eval's words.
+    """The arguments of lm-eval's evaluation.
 
     limit      examples of each task, the first ones; None: all
     num_fewshot, batch_size, apply_chat_template   as lm-eval takes them

@@ -22,7 +22,7 @@ TILE = 512  # queries: what a tile's scores take grows with tile × tokens
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention reads in one layer of one chunk, float32 [N, T, C], all heads side by side.
+    """Attention's inputs in one layer of one chunk, float32 [N, T, C], all heads side by side.
 
     k_pre   keys before RoPE; `k`, `q`: keys and queries after RoPE
     rope    cos and sin of the positions, [1, T, K] each
@@ -60,7 +60,7 @@ def passes(tokens: int, step: int, prompt: int = 0) -> list[range]:
 
 
 def tiles_in_use(window: Window, tokens: int, step: int, prompt: int = 0) -> list[Tile]:
-    """What queries read from a cache in which tokens arrive in steps, after a prompt if there is one.
+    """Return what queries read from a cache in which tokens arrive in steps, after a prompt if there is one.
 
     A step reads the state before its own flush: whole blocks of what had arrived before it, less `recent`.
     """

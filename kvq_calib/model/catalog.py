@@ -20,7 +20,7 @@ EMBEDDED = ("demo-code", "demo")  # texts of every machine; the first that is no
 
 @dataclass(frozen=True)
 class Entry:
-    """What kvq knows of a model: where it is, and the calibration that suits it (the papers' by default).
+    """A model that kvq knows: its place, and the calibration that suits it (the papers' by default).
 
     hub    its id on the Hub; None: an embedded model
     package   (module, GGUF file in it): where the model is, too, if no Hub is reached

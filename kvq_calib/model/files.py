@@ -58,7 +58,7 @@ class ModelFiles:
 
     id         what provenance calls it: the catalog's or the folder's name, or the Hub id
     revision   the Hub commit the files belong to; None for a local folder
-    headers    of weights that are on the Hub alone, what their headers say by tensor: enough to plan, not to read; None
+    headers    of weights that are on the Hub alone, their headers by tensor: enough to plan, not to read; None
                where the weights are in the folder
     """
 
@@ -182,7 +182,7 @@ class ModelFiles:
         return self.config.get(fingerprint.DEQUANTIZED)
 
     def fingerprint(self) -> fingerprint.Fingerprint:
-        """What an artifact remembers of the model it was fitted to."""
+        """Return the identity of the model, which an artifact fitted to it stores."""
         return fingerprint.from_config(
             self.config, lambda layer, name: self.tensor(f"model.layers.{layer}.self_attn.{name}.weight")
         )
@@ -249,7 +249,7 @@ def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str,
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, as the index of a model in several files says; None where there is no index."""
+    """The file of each tensor, from the index of a model in several files; None without an index."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return None
@@ -260,7 +260,7 @@ def weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _gguf_of(folder: Path) -> str:
-    """What to give instead of a folder that has a GGUF file."""
+    """Return advice on what to pass in place of a folder that has a GGUF file, or ""."""
     found = next(iter(sorted(folder.glob("*.gguf"))), None)
     return f"for its GGUF file give {found}" if found else ""
 

@@ -107,7 +107,7 @@ def _download(hub: str, revision: str | None, wanted: list[str]) -> Path:
 
 
 def _headers(hub: str, revision: str) -> dict[str, Stored]:
-    """What the headers of the weights say, by tensor, without the weights."""
+    """Read the headers of the weights, by tensor, without the weights."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 

@@ -62,7 +62,7 @@ class GgufFiles(ModelFiles):
 
     @cached_property
     def _held(self) -> Mapping[str, gguf.Held]:
-        """Where each tensor lies, by transformers' name of it."""
+        """The place of each tensor, by transformers' name of it."""
         return _named(gguf.read(self.path), self.path)
 
     @property
@@ -76,7 +76,7 @@ class GgufFiles(ModelFiles):
 
     @property
     def _kinds(self) -> Counter[str]:
-        """How many elements the layers have in each of ggml's types."""
+        """Count the elements of the layers in each of ggml's types."""
         found: Counter[str] = Counter()
         for name, held in self._held.items():
             if name.startswith("model.layers.") and len(held.shape) > 1:

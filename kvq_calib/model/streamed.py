@@ -58,7 +58,7 @@ class Stream:
 
     @property
     def layer_bytes(self) -> int:
-        """What the largest layer takes on the device."""
+        """Return the bytes of the largest layer on the device."""
         return max(sum(map(_bytes, layer.parameters())) for layer in self._model.model.layers)
 
     @torch.no_grad()
@@ -131,8 +131,10 @@ class Layer:
         return Captured(k, v, q if queries else None, out)
 
     def gradients(self, h_BTE: Tensor, above_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What a gradient with respect to the layer's output becomes below it: with respect to the hidden states, the
-        keys before RoPE and the values, [B, T, C] the last two."""
+        """Carry a gradient with respect to the layer's output below it.
+
+        Returns those with respect to the hidden states, the keys before RoPE and the values, [B, T, C] the last two.
+        """
         h_BTE = self._given(h_BTE).requires_grad_()
         turns = self._stream._positions(h_BTE.shape[1], self._stream.dtype)
         with torch.enable_grad():
@@ -146,7 +148,7 @@ class Layer:
 
     @torch.no_grad()
     def project(self, h_BTE: Tensor, queries: bool = False) -> Projected:
-        """What `forward` hands out beside the output, without attention and MLP: all that is asked of a last layer."""
+        """Return what `forward` returns beside the output, without attention and MLP, for a last layer."""
         attention, x_BTE = self._module.self_attn, self._module.input_layernorm(self._given(h_BTE))
 
         def heads(name: str) -> Tensor:
@@ -210,7 +212,7 @@ _opened: dict[tuple, Stream] = {}
 
 
 def opened(files: ModelFiles, device: torch.device, dtype: torch.dtype) -> Stream:
-    """What a Stream is in another process: the same model, opened there, and kept until another one is asked for."""
+    """Open a Stream's model in another process, and keep it until another one is needed."""
     key = files.path, device, dtype
     if key not in _opened:
         _opened.clear()

@@ -25,7 +25,7 @@ def sections(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _tasks(record: Mapping[str, Any]) -> str:
-    """What one record says: how it was asked, then a row a task, metric and protocol, beside the 16-bit model."""
+    """Write one record: how the tasks were asked, then a row a task, metric and protocol, beside the 16-bit model."""
     rows = []
     for answer in measured.answers(record):
         if "reason" in answer:

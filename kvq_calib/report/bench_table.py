@@ -1,4 +1,4 @@
-"""Lay out as rows what a benchmark measured, and say below what the columns mean."""
+"""Lay out a benchmark's results as rows, and explain the columns below."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def _times(one: Mapping[str, Any], name: str) -> str:
 
 
 def notes(found: Rows, about: Mapping[str, Any], memory: int) -> list[str]:
-    """What was measured, on what, and what it does not say."""
+    """Explain what was measured, on what, and what it does not show."""
     model, machine, tokens = about["model"], about["environment"], about["tokens"]
     rounds = max((one.get("steps", 0) for one in found), default=0) // tokens
     whole = ", of the whole process" if machine["device"] == "cpu" else ""

@@ -12,7 +12,7 @@ from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
 
 
 def size_of(parameters: int) -> str:
-    """4.1M, 7.6B: a number of parameters as people say it."""
+    """4.1M, 7.6B: a number of parameters as text."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if parameters >= scale:
             return f"{parameters / scale:.3g}{unit}"
@@ -26,7 +26,7 @@ def where(record: Mapping[str, Any]) -> str:
 
 
 def about(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel] = (), texts: bool = True) -> str:
-    """What was measured, on texts of other kinds too if `texts`, and how the panels' marks are read."""
+    """Describe what was measured, on texts of other kinds too if `texts`, and how to read the panels' marks."""
     given = records[0]["protocol"]
     said = [f"{where(records[0])}, {_windows(given)}."]
     for text, other in (given.get("texts") or {}).items() if texts else ():
@@ -39,7 +39,7 @@ def about(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel] = (), te
 
 
 def _unknown(part: Mapping[str, Any] | None) -> bool:
-    """Whether there are figures without a divergence."""
+    """True if there are figures without a divergence."""
     return part is not None and part.get("kl") is None
 
 
@@ -54,7 +54,7 @@ def _windows(given: Mapping[str, Any]) -> str:
 
 
 def _marks(panels: Sequence[Panel]) -> list[str]:
-    """How to read what the panels have."""
+    """Explain the marks of the panels."""
     if not panels:
         return []
     said = []

@@ -97,7 +97,7 @@ def card(
 
 
 def _verdict(artifact: Artifact, records: Sequence[Mapping[str, Any]]) -> str:
-    """What leads the card: the bits, whether it can be used, from how many tokens on it pays."""
+    """Write the card's first line: the bits, whether it can be used, from how many tokens on it pays."""
     geometry = artifact.fingerprint.geometry
     found = verdict.of_record(
         next((one for one in records if of_text(one) and one["result"].get("recipe") == artifact.recipe.name), None)

@@ -100,7 +100,7 @@ def probes(found: Mapping[str, Any]) -> bytes:
 
 
 def query_deviation(layers: Sequence[Mapping[str, Any]], where: str) -> bytes:
-    """How far held-out queries stick out of their calibrated subspace: by its rank (the paper's figure 2), for some
+    """Draw how far held-out queries leave their calibrated subspace: by its rank (the paper's figure 2), for some
     layers, and by layer, for some ranks.
 
     layers   of an artifact's fit

@@ -113,7 +113,7 @@ def _ticked(line, places: list[float], words) -> None:
 
 
 def caption(figure: FigureBase, text: str, inches: float | None = None) -> None:
-    """Say below the picture what was measured, in lines as wide as it: so many inches, of a part of a picture."""
+    """Write below the picture what was measured, in lines as wide as it; `inches`: the width of a part of a picture."""
     if inches is None:
         assert isinstance(figure, Figure), "a part of a picture does not know its width"
         inches = figure.get_figwidth()

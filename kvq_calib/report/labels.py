@@ -140,7 +140,7 @@ def _inside(box, places, room):
 
 
 def _nearer(box, centre, markers) -> bool:
-    """Whether another marker is nearer to a box than its own point is: a reader would take the name for its."""
+    """True if another marker is nearer to a box than its own point is: a reader would take the name for its."""
     gaps = np.hypot(*(np.clip(markers, box[:2], box[2:]) - markers).T)
     others = np.hypot(*(markers - centre).T) > 1
     own = np.hypot(*(np.clip(centre, box[:2], box[2:]) - centre))
@@ -148,7 +148,7 @@ def _nearer(box, centre, markers) -> bool:
 
 
 def _near(tail, markers, room) -> int:
-    """How many markers a line runs over."""
+    """Count the markers that a line runs over."""
     if not len(tail) or not len(markers):
         return 0
     gaps = np.abs(tail[4:, None] - markers[None]).max(axis=2).min(axis=0)

@@ -8,7 +8,7 @@ from typing import Any
 
 def named(records: Sequence[Mapping[str, Any]], references: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The records, each with the "name" that `name_of` gives: its recipe, if that is the only one of it; else the
-    reference it was asked for by or, where none is given, recipe and first digits of the artifact's sha256.
+    reference of the request or, without one, recipe and first digits of the artifact's sha256.
 
     references   one a record, or none at all
     """
@@ -23,7 +23,7 @@ def named(records: Sequence[Mapping[str, Any]], references: Sequence[str] = ()) 
 
 
 def name_of(record: Mapping[str, Any]) -> str:
-    """What a record is called in tables and pictures."""
+    """Return the name of a record in tables and pictures."""
     return record.get("name") or record["result"]["recipe"]
 
 

@@ -94,7 +94,7 @@ def scatter(
 
 
 def _ringed(given: Sequence[Point]) -> list[Point]:
-    """What the picture is about, and our recommendation."""
+    """Return the picture's own points, and the recommended one."""
     marked = reading.recommended(given)
     return [*(one for one in given if one.here), *([marked] if marked and not marked.here else [])]
 

@@ -1,7 +1,7 @@
 """Draw what was measured of recipes: errors by layer, what they cost against bits, and the frontier of several models.
 
 Each function returns the bytes of a PNG; the same numbers give the same picture. Every family has its own look
-(`looks.py`), every point its name beside it (`labels.py`), every picture a caption that says what was measured.
+(`looks.py`), every point its name beside it (`labels.py`), every picture a caption on what was measured.
 """
 
 import math
@@ -100,7 +100,7 @@ def _lines(records: Records) -> Records:
 
 
 def perplexity_by_bits(records: Records, tokens: int = 4096) -> bytes:
-    """What recipes cost against the bits they hold: KL divergence and perplexity, a row a protocol. Lines to the right
+    """Draw KL divergence and perplexity of recipes over the bits they hold, a row a protocol. Lines to the right
     end at the bits of a cache of 4096 tokens, whiskers are a standard error over windows."""
     return frame.png(_costs(records, (KL, PERPLEXITY), tokens))
 

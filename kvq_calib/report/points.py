@@ -17,7 +17,7 @@ KL, PERPLEXITY, ATTENTION = "kl", "relative", "attention"
 
 @dataclass(frozen=True)
 class Point:
-    """What a recipe costs at its bits.
+    """A recipe's cost at its bits.
 
     spread   standard error of the cost over windows; None: not known
     tail     bits of a whole cache of 4096 tokens; None: not asked for

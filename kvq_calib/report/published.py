@@ -1,4 +1,4 @@
-"""Say what became of the artifacts of a calibration: what was measured, where they were published, where files lie."""
+"""The outcome of a calibration's artifacts: what was measured, where they were published, where files are."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,7 +35,7 @@ class Published:
     failed       the bounds that it does not keep
     layers       of a recipe with a budget: what was chosen
     places       the registries that have it
-    folder       where card, plots and record lie, and the artifact if it was not published
+    folder       of card, plots and record, and of the artifact if it was not published
     """
 
     recipe: str
@@ -57,7 +57,7 @@ class Published:
 
     @property
     def reference(self) -> str:
-        """What loads it from the first of its registries; its name if none has it."""
+        """The reference that loads it from the first of its registries; its name if none has it."""
         return self.places[0].reference if self.places else self.name
 
     def row(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Published:
 
 
 def figures(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record says of an artifact, as fields of `Published`."""
+    """Return a record's figures as fields of `Published`."""
     protocol = measured.decisive(record)
     found = measured.figures(record, protocol) if protocol else None
     if found is None or protocol is None:
@@ -144,7 +144,7 @@ def _cells(protocol: str, perplexity: float | None, relative: float, kl: float |
 
 
 def _numbers(protocol: str, perplexity: float | None, relative: float | None, kl: float | None) -> dict[str, Any]:
-    """Figures by names that say their units; none where nothing was measured."""
+    """Figures by names with their units; none where nothing was measured."""
     if relative is None:
         return {}
     ratio = {"perplexity_over_16_bit": 1 + relative, "kl_nats_per_token": kl}

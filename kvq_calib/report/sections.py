@@ -38,13 +38,13 @@ def model_of(artifact: Artifact) -> tuple[str, str | None]:
 
 
 def corpus_of(artifact: Artifact) -> Mapping[str, Any]:
-    """What is known of the text that the artifact was fitted to."""
+    """Return the provenance of the text that the artifact was fitted to."""
     given = artifact.provenance.get("corpus")
     return given if isinstance(given, Mapping) else {"source": given}
 
 
 def recipe(artifact: Artifact) -> str:
-    """What is stored of keys and values, and at how many bits."""
+    """Describe how keys and values are stored, and at how many bits."""
     row = recipe_row(artifact.recipe, artifact.fingerprint.geometry)
     window, shape = artifact.recipe.window, artifact.fingerprint.geometry
     exceptions = _exceptions(artifact.recipe)
@@ -124,7 +124,7 @@ def machine_of(given: Mapping[str, Any]) -> str:
 
 
 def fit(artifact: Artifact) -> str:
-    """What the fit itself measured, by layer."""
+    """Write what the fit itself measured, by layer."""
     layers = artifact.fit.get("layers") or []
     if not layers:
         return "Nothing was measured during the fit."
@@ -141,7 +141,7 @@ def fit(artifact: Artifact) -> str:
 
 
 def evaluation(records: Sequence[Mapping[str, Any]]) -> str:
-    """What was measured since, in a table for each protocol."""
+    """Write what was measured since, in a table for each protocol."""
     if not records:
         return UNMEASURED
     blocks = []

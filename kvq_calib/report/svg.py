@@ -35,7 +35,7 @@ HALO = "halo"  # class of names that lie over lines
 
 
 def svg(figure: Figure, label: str) -> str:
-    """The figure as an element of HTML; `label` is what a screen reader says."""
+    """The figure as an element of HTML; a screen reader reads `label`."""
     for patch in (figure.patch, *(axis.patch for axis in figure.axes)):
         patch.set_visible(False)
     for text in (text for axis in figure.axes for text in axis.texts if text.get_path_effects()):

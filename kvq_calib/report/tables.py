@@ -87,7 +87,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text_name(record: Mapping[str, Any]) -> str:
-    """What the text of a record is called."""
+    """Return the name of a record's text."""
     return str(record["protocol"]["text"]["source"])
 
 
@@ -116,7 +116,7 @@ def measures(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoded(part: Mapping[str, Any]) -> str:
-    """Which share of what queries read was decoded."""
+    """Write the share of what queries read that was decoded."""
     if "decoded" not in part:
         return "not counted"
     shares = part["decoded"]
@@ -128,7 +128,7 @@ def decoded(part: Mapping[str, Any]) -> str:
 
 
 def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What was measured on, a sentence a text, and why figures are missing: one for each reason, with its recipes."""
+    """Describe the texts, a sentence each, and why figures are missing: one for each reason, with its recipes."""
     said: dict[str, dict[str, None]] = {}  # the recipes in their order, each once
     for group in _by_text(records).values():
         for record in group:
@@ -138,7 +138,7 @@ def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def about_texts(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What was measured on: a sentence for each text."""
+    """Describe the texts that were measured on: a sentence each."""
     return [about_text(group[0], name) for name, group in _by_text(records).items()]
 
 
@@ -148,7 +148,7 @@ def _by_text(records: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Mapping
 
 
 def about_text(record: Mapping[str, Any], name: str = "") -> str:
-    """Which windows a record is of, and what they share with what was fitted on."""
+    """Describe a record's windows, and what they share with the text that was fitted on."""
     given = record["protocol"]
     text, found = given["text"], given["text"].get("overlap")
     known = "" if name in ("", text["source"]) else f"{name}: "

@@ -73,7 +73,7 @@ def grid(
 
 
 def _scale(figure: Figure, axes: list[Axes]) -> None:
-    """What the colours mean, in ten steps."""
+    """Draw the scale of the colours, in ten steps."""
     steps = ListedColormap(colormaps[COLOURS](np.linspace(0.05, 0.95, 10)))
     given = ScalarMappable(BoundaryNorm(np.linspace(0, 1, 11), 10), steps)
     figure.colorbar(given, ax=axes, label="right answers", shrink=0.8, aspect=30, ticks=np.linspace(0, 1, 6))

@@ -43,7 +43,7 @@ def cell(answer: Mapping[str, Any]) -> str:
 
 
 def _decoded(part: Mapping[str, Any]) -> str:
-    """Which share of the reads was decoded, by length or by task; or why nothing was measured."""
+    """Write the share of the reads that was decoded, by length or by task; or why nothing was measured."""
     if "reason" in part:
         return part["reason"]
     shares = [f"{share:.0%} of {length}" for length, share in (part.get("decoded") or {}).items()]

@@ -10,7 +10,7 @@
     vt                  a number, and five variables that are assigned it one from the other
     cwe                 ten words of a numbered list that are there more often than the others
     fwe                 the three most frequent of made-up words, whose frequencies fall as 1 / rank²
-    passkey             five digits, said twice, in the haystack of five sentences: not RULER's, and older
+    passkey             five digits, stated twice, in the haystack of five sentences: not RULER's, and older
 
 Prompts and scores are those of the benchmark: the questions' words, worked examples, what the answer begins with, the
 number of tokens generated, and the share of the references that the answer contains, in whatever case.
@@ -76,7 +76,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Haystack:
-    """What needles of `ESSAYS` lie in: sentences, repeated where they are too few. Longer ones than LONGEST are parted.
+    """The text that needles of `ESSAYS` lie in: sentences, repeated if too few. Longer ones than LONGEST are parted.
 
     name, digest   of the text
     """
@@ -99,7 +99,7 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a text is drawn from.
+    """The settings that a text is drawn from.
 
     size       how much of what is not asked for; the text grows with it
     depth      of what is asked for, 0 to 1
@@ -129,7 +129,7 @@ class Prompt:
 
     @property
     def asked(self) -> str:
-        """What comes after the context."""
+        """The text after the context."""
         return self.question + self.begun
 
 
@@ -304,7 +304,7 @@ def _in_essays(random: Random, pairs: Sequence[tuple[str, str]], asked: int, kin
 
 
 def _tracked(random: Random, letters: int, size: int, depth: float) -> Prompt:
-    """A chain of variables with so many letters each."""
+    """A chain of variables with `letters` letters each."""
     names = _different(random, lambda draw: "".join(draw.choices(LETTERS, k=letters)), HOPS + 1)
     value = str(random.randint(10000, 99999))
     said = [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in pairwise(names))]
@@ -319,7 +319,7 @@ def _tracked(random: Random, letters: int, size: int, depth: float) -> Prompt:
 
 
 def _listed(random: Random, others: int, often: int, seldom: int) -> Prompt:
-    """A numbered list of common words, so many times each, and others."""
+    """A numbered list of common words, `often` times each, and others, `seldom` times."""
     words = _words("noun", "adjective", "verb")
     count = COUNTS + others
     chosen = random.sample(words, count) if count <= len(words) else _different(random, _word, count)

@@ -148,7 +148,7 @@ def pin(source: str) -> str:
 
 
 def is_remote(source: str) -> bool:
-    """Whether a corpus is read from the Hub: neither embedded nor a file."""
+    """True if a corpus is read from the Hub: neither embedded nor a file."""
     if source in sources.EMBEDDED:
         return False
     return wikitext.file_of(source) is None if wikitext.is_named(source) else _hub(source) is not None
@@ -205,7 +205,7 @@ def _dataset(source: str, found: dict[str, Any], split: str = "train") -> Sequen
 
 
 def _overlap(unseen: Unseen, encoder: Encoder, rows: list[list[int]]) -> dict[str, Any]:
-    """What a description says of held-out text: what was left out, and what the sequences still share with fit parts.
+    """Describe held-out text: what was left out, and what the sequences still share with fit parts.
 
     against             the corpora whose fit parts were looked through
     run_bytes, limit    how long a run is, and the share of runs above which a document is left out

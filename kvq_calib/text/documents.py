@@ -113,7 +113,7 @@ def _sound(path: Path) -> Iterator[None]:
 
 
 def _zstd_errors() -> tuple[type[Exception], ...]:
-    """What the library of .zst raises, where it has been imported."""
+    """Return the errors that the library of .zst raises, if it has been imported."""
     library = sys.modules.get("zstandard")
     return (library.ZstdError,) if library else ()
 

@@ -20,7 +20,7 @@ class Encoder:
 
     digest     sha256 of its file
     boundary   what parts documents that are packed: "bos", the tokenizer's own start of a text, or "eos" after each
-    size       how many tokens the model's config.json knows; None where it does not say
+    size       the number of tokens in the model's config.json; None if it has none
     """
 
     def __init__(self, folder: Path):
@@ -49,7 +49,7 @@ class Encoder:
         return self._tokenizer.encode(text, add_special_tokens=True).ids
 
     def text(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """What token ids say, without special tokens."""
+        """Decode token ids into text, without special tokens."""
         return self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True)
 
 
@@ -104,7 +104,7 @@ def _from_gguf(path: Path, changed: int) -> Any:
 
 
 def _eos(folder: Path, tokenizer: Tokenizer) -> int:
-    """The end-of-text token, from tokenizer_config.json, else config.json, or what a GGUF file says."""
+    """The end-of-text token, from tokenizer_config.json, else config.json, or a GGUF file."""
     if gguf.is_gguf(folder):
         found = gguf.read(folder).values.get("tokenizer.ggml.eos_token_id")
         if type(found) is not int:

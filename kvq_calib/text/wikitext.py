@@ -27,7 +27,7 @@ def file_of(source: str) -> Path | None:
 
 
 def is_named(source: str) -> bool:
-    """Whether a corpus is the test set."""
+    """True if a corpus is the test set."""
     return source == NAME or source.startswith(f"{NAME}:")
 
 

@@ -3,7 +3,7 @@
 Compared exactly: layers, KV heads, head size, RoPE parameters, QK-norm. Compared within a tolerance: probes, 8×8 evenly
 spaced elements of k_proj and v_proj per layer. ‖model - stored‖ ≤ 2⁻⁷ ‖stored‖ holds for bf16 and fp16 loads of the
 same weights, and for no others. Where one of the two is quantized, as its configuration says or a GGUF file is, another
-rounding of the same weights is expected: up to QUANTIZED_TOLERANCE a warning says by how much they differ.
+rounding of the same weights is expected: up to QUANTIZED_TOLERANCE a warning states the difference.
 """
 
 import re
@@ -29,7 +29,7 @@ PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What is compared between the model an artifact was fitted to and the model in use.
+    """The identity of a model: the one an artifact was fitted to is compared with the one in use.
 
     rope        rope_type, rope_theta and the other parameters of the type, numbers as floats
     probes      {"layers.0.key.fingerprint.probe": float32 [8, 8], ...}; without those of packed weights
@@ -123,7 +123,7 @@ def _plain(value: Any) -> Any:
 
 
 def mismatches(stored: Fingerprint, model: Fingerprint) -> list[str]:
-    """What differs apart from the weights, a clause each, with both values."""
+    """Return the differences apart from the weights, a clause each, with both values."""
     ours, theirs = stored.to_json(), model.to_json()
     return [
         f"{name} is {theirs[name]} in the model, {ours[name]} in the artifact"

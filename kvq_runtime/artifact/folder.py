@@ -70,13 +70,13 @@ def sizes(made: Artifact) -> dict[str, Any]:
 
 
 def metadata(made: Artifact) -> dict[str, Any]:
-    """What a card's front matter says of any artifact, in the words of the Hugging Face Hub; sizes under `kvq`."""
+    """Return a card's front matter, in the terms of the Hugging Face Hub; sizes under `kvq`."""
     tags = ["kvq", "kv-cache", "quantization", made.recipe.name, *(f"arxiv:{number}" for number in made.recipe.papers)]
     return {"library_name": "kvq", "pipeline_tag": "text-generation", "tags": tags, "kvq": sizes(made)}
 
 
 def card(made: Artifact, place: str) -> str:
-    """The text of README.md: what the file says itself; results of evaluations are on cards of a registry."""
+    """The text of README.md, from the file alone; results of evaluations are on cards of a registry."""
     from huggingface_hub import ModelCardData
 
     about = stated.summary({"recipe": {"name": made.recipe.name}, "provenance": made.provenance})

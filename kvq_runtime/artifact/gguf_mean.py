@@ -34,7 +34,7 @@ STRING, BOOL, F32 = 8, 7, 0  # types of values, and of tensors
 
 
 def from_artifact(artifact: Artifact, channels: str | None, positions: int = POSITIONS) -> bytes:
-    """The file's bytes. ValueError for an artifact that cannot give it, or an order of channels that must be said.
+    """The file's bytes. ValueError for an artifact that has no such means, or an order of channels that must be stated.
 
     channels   "halves" or "pairs"; None: halves, if the model has QK-norm, which only qwen3 has
     """

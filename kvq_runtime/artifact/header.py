@@ -112,5 +112,5 @@ def _range(name: str, entry: Any) -> tuple[int, int]:
 
 
 def _sizes(value: Any) -> bool:
-    """Whether a value is a list of whole numbers that can be sizes in bytes."""
+    """True if a value is a list of whole numbers that can be sizes in bytes."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)

@@ -1,4 +1,4 @@
-"""Load an artifact once a process: whoever asks for the same sha256 while somebody holds it gets the same object.
+"""Load an artifact once a process: as long as it is in use, a load of the same sha256 returns the same object.
 
 Weak references: with its last user, a cache or a variable, the artifact is dropped and the next call loads it again.
 """

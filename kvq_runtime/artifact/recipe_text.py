@@ -4,7 +4,7 @@
     squat-2bit+key.feedback.rank=60+window.recent=32      the same with other settings; each begins with +
     my.json, my.json+key.quantize.bits=3          a file: `Recipe.to_json`, or what `kvq recipes NAME --json` prints
 
-A setting is a path and a value, of the type that the dataclass says:
+A setting is a path and a value, of the dataclass field's type:
 
     position=pre                                  window.recent=32 (sinks, recent, block)
     key.axis=channel                              key.quantize.bits=3, value.predict.ridge=0.01
@@ -45,7 +45,7 @@ def read(text: str, changes: Sequence[str] = ()) -> Recipe:
 
 
 def written(text: str) -> bool:
-    """Whether a text is a recipe, and no reference to an artifact: a preset, a file, or either with settings."""
+    """True if a text is a recipe and not a reference to an artifact: a preset, a file, or either with settings."""
     start, *settings = SETTING.split(text)
     return bool(settings) or start.endswith(SUFFIX) or start in presets()
 
@@ -155,7 +155,7 @@ def _own(recipe: Recipe, name: str) -> Recipe:
 
 
 def _derived(recipe: Recipe, origin: Recipe) -> Recipe:
-    """The recipe under a name that says how it differs from the one that it is made of."""
+    """The recipe, renamed after its differences from the recipe that it is made of."""
     changes = differences(recipe, origin)
     if not changes:
         return origin

@@ -117,7 +117,7 @@ def put(tree: Tree, path: str, text: str) -> None:
 
 
 def _has(scheme: Tree, rest: list[str]) -> bool:
-    """Whether a scheme has what a path names below it; a stage may be put anywhere."""
+    """True if a scheme has what a path names below it; a stage may be put anywhere."""
     return len(rest) < 2 or (isinstance(stage := scheme.get(rest[0]), dict) and rest[1] in stage)
 
 
@@ -183,7 +183,7 @@ def _unknown(path: str, where: str, names: Iterable[str]) -> ValueError:
 
 
 def _value(path: str, text: str, expected: Any) -> Any:
-    """What a text means as a value of this type; ValueError says which values there are."""
+    """Parse a text as a value of this type; ValueError lists the values there are."""
     candidates: list[Any] = []
     for written in (text, f"[{text}]"):  # 8,4,2 is a list without brackets
         try:
@@ -197,7 +197,7 @@ def _value(path: str, text: str, expected: Any) -> Any:
 
 
 def _wants_float(value: Any, expected: Any) -> bool:
-    """Whether a whole number stands where only fractions are expected: 1 for 1.0."""
+    """True for a whole number where only fractions are expected: 1 for 1.0."""
     kinds = get_args(expected) if get_origin(expected) in (Union, UnionType) else (expected,)
     return type(value) is int and float in kinds and int not in kinds
 

@@ -1,4 +1,4 @@
-"""Read what an artifact's file says of itself, without torch: for lists of hundreds of versions."""
+"""Read the header of an artifact's file, without torch: for lists of hundreds of versions."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -23,7 +23,7 @@ COST = 256  # steps that hashing one object of it may take
 
 
 def load(data: bytes, limit: int, name: str) -> Any:
-    """What a file holds; ArtifactError for any other file, or one that unpacks to more than `limit` bytes."""
+    """Load a file of torch.save; ArtifactError for any other file, or one that unpacks to more than `limit` bytes."""
     if not data.startswith(ZIP):
         raise ArtifactError(f"{name}: no file of torch.save, which is a zip archive; save its dictionary again")
     try:

@@ -53,7 +53,7 @@ def bits_read(recipe: Recipe, geometry: Geometry) -> float:
 
 
 def reads(recipe: Recipe, geometry: Geometry) -> str | None:
-    """What a decode step reads where all layers are attended to so; None for other recipes."""
+    """Say what a decode step reads where every layer can be attended to without rebuilding; None for other recipes."""
     if any(_reason(recipe, layer) is not None for layer in range(geometry.layers)):
         return None
     bits = bits_read(recipe, geometry)
@@ -111,8 +111,10 @@ class Absorbed(Reference):
         return [reader.turn for reader in self._readers.values() if reader is not None and reader.turn is not None]
 
     def takes(self, layer: int, q_BHTD: Tensor) -> bool:
-        """Whether reading the residuals below takes no more operations than rebuilding: as long as rows of queries, for
-        each of these layers, are not more than channels."""
+        """True if reading the residuals below takes no more operations than rebuilding.
+
+        That is, if rows of queries times layers below are at most the channels.
+        """
         if not self._taken[layer]:
             return False
         below = max(len(layers) for layers in self._chains[layer].values()) - 1
@@ -162,7 +164,7 @@ class Absorbed(Reference):
         return torch.baddbmm(mixed_YND, exact, store.exact_YTD(1))
 
     def _lowered(self, layer: int, q_BMC: Tensor) -> tuple[dict[int, Tensor], Tensor]:
-        """What each layer's residuals are multiplied with, and what the biases add to every score, [B, M, 1]."""
+        """Return the queries of each layer's residuals, and what the biases add to every score, [B, M, 1]."""
         found, bias_BM1 = {layer: q_BMC}, torch.zeros_like(q_BMC[..., :1])
         for one in self._chains[layer]["key"]:  # downwards: all that reads a layer comes before it
             codec = self._codec(one, 0)
@@ -228,7 +230,7 @@ class Absorbed(Reference):
         return codec
 
     def _reader(self, layer: int, role: int) -> PackedReader | None:
-        """How residuals of a layer are read packed, by queries of all channels; None: it is decoded."""
+        """Return the reader of a layer's packed residuals for queries of all channels; None: they are decoded."""
         codec = self._codec(layer, role)
         site = layer, role, codec.device
         if site not in self._readers:

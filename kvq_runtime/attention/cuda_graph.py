@@ -22,7 +22,7 @@ Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
 class RecordableCache(Protocol):
-    """What is asked of a `BlockCache`."""
+    """The part of a `BlockCache` that recording uses."""
 
     @property
     def recipe(self) -> Recipe: ...
@@ -89,9 +89,9 @@ def captured(cache: RecordableCache, step: Callable[[], T], record: Record = gra
 
     step     a forward pass from tensors to tensors that stay where they are: fill in the token, and its position,
              before each call. It runs once here, and is undone. Its token is taken to be real and to follow the last.
-    record   makes of a step (its result, what replays it)
+    record   step -> (its result, a function that replays it)
 
-    Raises RuntimeError where `refused` or `not_yet` say why, and whatever the step raises.
+    Raises RuntimeError with the reason of `refused` or `not_yet`, and whatever the step raises.
     """
     cache.settle()
     reason = refused(cache) or not_yet(cache)

@@ -2,7 +2,7 @@
 
 A step asks the device nothing: blocks are in the slabs of `store/layer.py`, which a table on the device finds; blocks
 and tokens are counted on the device too (`store/device.py`). So it can be recorded as one graph (`cuda_graph.py`).
-What encodes a block is eager, at a step that the host knows; the device is told of it at the next.
+A block is encoded eagerly, at a step that the host knows; the device learns of it at the next.
 
 Imports the kernels, and with them triton, when the first layer is kept so: see ops/dispatch.py.
 """
@@ -60,13 +60,13 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
 
 
 def layouts(recipe: Recipe, geometry: Geometry, layer: int) -> list[Any]:
-    """How the kernel reads keys and values of a layer; None where it does not."""
+    """Return the kernel's layouts of a layer's keys and values; None for one that it cannot read."""
     given = zip(recipe.at(layer), ROLES, strict=True)
     return [kernels().layout(one, recipe.window.block, geometry, role, recipe.position) for one, role in given]
 
 
 def reads(recipe: Recipe, geometry: Geometry) -> str:
-    """What a decode step under kvq attention reads on a GPU, and what is expected to bind; or why no kernel attends.
+    """Say what a decode step under kvq attention reads on a GPU, and what should bind it; or why no kernel attends.
 
     The first layer that a kernel refuses speaks for all, as in `KVQCache.refusal`.
     """
@@ -89,7 +89,7 @@ def kernels() -> ModuleType:
 
 
 def reader(codec: Codec, position: str, device: torch.device) -> Any:
-    """How a scheme's blocks are read, wherever they are; what was fitted for a layer is its own."""
+    """Make the reader of a scheme's blocks, without their addresses; a fitted codec gets one of its own."""
     given = (codec.scheme, codec.block, codec.geometry, codec.role, position, device)
     made = _made(*given, codec.fitted) if codec.fitted else _shared(*given)
     return replace(made, mean=codec.tensors.get("predict.mean"))
@@ -116,7 +116,7 @@ def _made(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which path attends to a layer, and why the kernel does not: text, made where it is printed."""
+    """A sentence on which path attends to a layer and why the kernel does not; the text is made when it is printed."""
 
     path: Any
     fused: "Fused"
@@ -135,7 +135,7 @@ class Explanation:
 
 
 class Fused(Path):
-    """What the layers of a cache share that the kernel reads.
+    """The kernel's path, and what its layers in a cache share.
 
     max_tokens   what tables have room for, and the number of splits is chosen for
     shared       codebooks and rotations, as the kernel wants them
@@ -163,7 +163,7 @@ class Fused(Path):
         self.padding.forget()
 
     def index(self, layer: int, codecs: tuple[Codec, Codec], k_BTC: Tensor) -> DeviceIndex | None:
-        """What the kernel will find a new layer by, for keys like these; None where it reads none."""
+        """Make the index by which the kernel finds a new layer, for keys like these; None if it reads none."""
         if not dispatch.runs_kernel(k_BTC) or _reason(self.recipe, self.geometry, layer):
             return None
         window = self.recipe.window
@@ -178,7 +178,7 @@ class Fused(Path):
 
     @lasting
     def _counts(self, device: torch.device) -> Tensor:
-        """What counts blocks and tokens of all layers on the device, int32 [L, 4]."""
+        """Return the counts of blocks and tokens of all layers on the device, int32 [L, 4]."""
         if self._counts_L4 is None or self._counts_L4.device != device:
             self._counts_L4 = torch.zeros(self.geometry.layers, 4, dtype=torch.int32, device=device)
         return self._counts_L4
@@ -210,17 +210,17 @@ class Fused(Path):
         return Attended(*host.attend(*given, scale, self._splits[shape], rope))
 
     def takes(self, store: LayerStore, q_BHTD: Tensor, mask: Tensor | None) -> bool:
-        """Whether the layer is read by the kernel, and padding is as it wants it, whatever the number of queries."""
+        """True if the kernel reads the layer and can read its padding, whatever the number of queries."""
         return self._found(store, q_BHTD, mask) is not None
 
     def fits(self, q_BHTD: Tensor) -> bool:
-        """Whether the kernel takes so many rows of queries."""
+        """True if the kernel takes this number of query rows."""
         (batch, q_heads, tokens, _), heads = q_BHTD.shape, self.geometry.kv_heads
         return kernels().takes(batch * heads, q_heads // heads, tokens)
 
     @property
     def regular(self) -> bool:
-        """Whether padding is on the left, and RoPE, where the kernel applies it, rotates whole heads by their place."""
+        """True if padding is on the left, and RoPE, where the kernel applies it, rotates whole heads by position."""
         if "positions" not in self.recipe.needs:  # keys after RoPE, without a mean
             return self.padding.real
         whole = 2 * self.positions.rotary_pairs == self.geometry.head_size
@@ -288,7 +288,7 @@ class Fused(Path):
         return store.index if self.padding.real else None
 
     def _read(self, layer: int, index: DeviceIndex) -> list[Any]:
-        """How keys and values of a layer are read, where its tables are now."""
+        """Return the readers of a layer's keys and values, with the present addresses of its tables."""
         readers = self._readers[layer]
         if readers[0].addresses is not index.tables[0]:
             readers = self._readers[layer] = [
@@ -314,7 +314,7 @@ class Fused(Path):
 
 
 def _counted(store: LayerStore | None) -> list[int]:
-    """What the device counts with of a layer; zeros for one that no kernel reads."""
+    """Return the counts of a layer for the device; zeros for one that no kernel reads."""
     if store is None or store.index is None:
         return [0, 0, 0, 0]
     return [store.blocks, store.window_start, store.window_2BTC.shape[2], 0]

@@ -18,16 +18,16 @@ class LeftPadding:
         self.forget()
 
     def forget(self) -> None:
-        """Look again before the next attention: rows or tokens are others."""
+        """Look again before the next attention: rows or tokens have changed."""
         self._length, self.real, self.counted = -1, False, False
 
     @property
     def forgotten(self) -> bool:
-        """Whether nobody has looked since."""
+        """True if `look` has not been called since `forget`."""
         return self._length < 0
 
     def look(self, batch: int, count: int, device: torch.device) -> bool:
-        """Find the starts, once in a pass, and not while steps bring no padding; whether they may be others.
+        """Find the starts, once in a pass, and not while steps bring no padding; True if they may have changed.
 
         A step that announces nothing brings none; of one that does, the newest slot alone is looked at.
         """

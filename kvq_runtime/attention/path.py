@@ -15,7 +15,7 @@ from kvq_runtime.store.layer import LayerStore
 
 
 class Attended(NamedTuple):
-    """What queries get.
+    """The result of attention.
 
     out_BHTD  of the shape of the queries
     lse_BHT   log2 Σ 2^s of their scores, [B, query heads, T]; None from a path that reports the weights themselves
@@ -46,7 +46,7 @@ class Path(ABC):
 
 
 def newest_weights(attended: Attended, store: LayerStore, q_BHTD: Tensor, scale: float) -> Tensor:
-    """What the newest query attends to the tokens of the window, from a path that reports `lse`: [B, H, G, 1, W]."""
+    """Return the newest query's weights over the window, for a path that reports `lse`: [B, H, G, 1, W]."""
     assert attended.lse_BHT is not None
     heads = store.codecs[0].geometry.kv_heads
     k_BH1WD = store.window_2BTC[0].float().unflatten(2, (heads, -1)).transpose(1, 2)[:, :, None]

@@ -108,12 +108,12 @@ class Reference(Path):
             yield by_head(self.decoder.run(layer, role, run)[:, 0 if run[0] else hidden :], self._heads).flatten(0, 1)
 
     def _hidden(self, store: LayerStore) -> int:
-        """How many of the first tokens have no column in their block: all sinks, where they are known to be."""
+        """Count the first tokens that have no column in their block: all sinks if their place is known, else 0."""
         known = store.front and store.sizes[0] >= store.front and self.positions.real_BT is None
         return store.front if known else 0
 
     def _columns(self, store: LayerStore) -> tuple[Tensor, Tensor]:
-        """Which token each column is of, and whether it stands for it rather than for nothing, [B or 1, X] each."""
+        """Return the token of each column, and False for a column that stands for no token, [B or 1, X] each."""
         encoded, device, hidden = store.encoded, store.buffer_2BTC.device, self._hidden(store)
         tokens = torch.arange(store.length, device=device)[None]
         seen = torch.ones_like(tokens, dtype=torch.bool)
@@ -128,7 +128,7 @@ class Reference(Path):
         return torch.cat([first, slots.clamp(max=store.length - 1), last], 1), torch.cat([held, moved, exact], 1)
 
     def _seen(self, store: LayerStore, mask: Tensor | None, count: int) -> Tensor:
-        """Which columns each query sees, bool [B or 1, 1, T or 1, X]."""
+        """Return the columns that each query sees, bool [B or 1, 1, T or 1, X]."""
         tokens, seen = (x[:, None] for x in self._columns(store))
         return seen[:, :, None] if mask is None else visible(mask, tokens, seen)
 
@@ -142,7 +142,7 @@ class Reference(Path):
 
 
 def visible(mask: Tensor, tokens_BHX: Tensor, seen_BHX: Tensor) -> Tensor:
-    """Which columns each query sees, bool [B, H, T, X], of a mask [B or 1, 1, T, all tokens].
+    """Return the columns that each query sees, bool [B, H, T, X], from a mask [B or 1, 1, T, all tokens].
 
     tokens_BHX   which token each column is of, [B or 1, H, X]          seen_BHX   whether it stands for it
     """
@@ -153,7 +153,7 @@ def visible(mask: Tensor, tokens_BHX: Tensor, seen_BHX: Tensor) -> Tensor:
 
 
 def by_head(x_BTC: Tensor, heads: int) -> Tensor:
-    """[B, H, T, D], float32: where it lies, if it is float32."""
+    """[B, H, T, D], float32: a view if it is float32 already."""
     batch, tokens, width = x_BTC.shape
     return x_BTC.float().view(batch, tokens, heads, width // heads).transpose(1, 2)
 
@@ -166,5 +166,5 @@ def _factor(scale: float) -> Tensor:
 
 
 def causal(count: int, length: int, device: torch.device) -> Tensor:
-    """Which tokens each of the newest `count` sees: itself and all before, bool [1, 1, T, length]."""
+    """Return the causal mask of the newest `count` tokens: each sees itself and all before, bool [1, 1, T, length]."""
     return torch.ones(count, length, dtype=torch.bool, device=device).tril_(length - count)[None, None]

@@ -143,8 +143,10 @@ class Selected(Path):
         return slots_BHM, torch.cat([known >= 0, usable], 2).repeat_interleave(self.chunk, 2)
 
     def _columns(self, store: LayerStore, slots_BHM: Tensor, open_BHM: Tensor) -> tuple[Tensor, Tensor]:
-        """Which token each column is of, sinks, read tokens and window in that order, and whether it may be read: a
-        sink once, in its own column; [B, H, N] each."""
+        """Return each column's token (sinks, read tokens, window), and whether it may be read, [B, H, N] each.
+
+        A sink may be read once, in its own column.
+        """
         slots, arrived = self.positions.sink_slots(store.window.sinks, len(slots_BHM), slots_BHM.device)
         exact, slots = arrived & (slots < store.encoded), slots.clamp(max=store.length - 1)
         again = ((slots_BHM[..., None] == slots[:, None, None]) & exact[:, None, None]).any(-1)

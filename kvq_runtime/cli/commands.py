@@ -152,7 +152,7 @@ def pull(args: Namespace) -> int:
 
 
 def _is_of(path: Path, known: set[str]) -> bool:
-    """Whether a file is not there, or has one of these digests."""
+    """True if a file does not exist, or has one of these digests."""
     try:
         return files.digest(path)[0] in known
     except NotFound:
@@ -293,7 +293,7 @@ def diff(args: Namespace) -> int:
 
 
 def _evaluations(reference: str, args: Namespace) -> list[dict[str, Any]]:
-    """What a registry has of the measurements of a version; of a file there are none."""
+    """Return a registry's evaluations of a version; a file has none."""
     resolved = resolve(reference, args.registry)
     if not resolved.registry:
         return []

@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _short() -> int:
-    """What `kvq` alone prints: where one begins."""
+    """Print how to begin, for `kvq` without a command."""
     print(SHORT, file=sys.stderr)
     return 2
 
@@ -166,7 +166,7 @@ _COMMANDS = {  # {command: (its module in this package, its function)}, of those
 
 
 def _function(command: str) -> Callable[[argparse.Namespace], int]:
-    """What runs a command; only its own module is imported."""
+    """Return the function that runs a command; only its own module is imported."""
     module, name = _COMMANDS[command]
     return getattr(import_module(f"kvq_runtime.cli.{module}"), name)
 
@@ -369,7 +369,7 @@ def seconds(text: str) -> float:
 
 
 def bits_range(text: str) -> tuple[float, float]:
-    """The type of --bits: B, at most so many; or A-B, from A to B."""
+    """The type of --bits: B, at most B bits; or A-B, from A to B."""
     found = re.fullmatch(r"(?:(\d+(?:\.\d+)?)-)?(\d+(?:\.\d+)?)", text)
     low, high = (float(found[1] or 0), float(found[2])) if found else (1.0, 0.0)
     if low > high:

@@ -1,4 +1,4 @@
-"""Parse a command line; say in one line what is wrong with it, and which option was perhaps meant."""
+"""Parse a command line; report in one line what is wrong with it, and the option that was perhaps meant."""
 
 import argparse
 import difflib

@@ -82,7 +82,7 @@ def _bits(recipe: Recipe) -> float:
 
 
 def _is_fitted(recipe: Recipe) -> bool:
-    """Whether it takes a calibration; one that is fitted to each prompt takes none."""
+    """True if the recipe needs a calibration; one that is fitted to each prompt needs none."""
     return recipe.fitted and not recipe.fits_prompt
 
 

@@ -63,9 +63,9 @@ def accepted(registry: Registry, resolved: Resolved, policy: Mapping[str, Any]) 
 
 
 def covered(registry: Registry, resolved: Resolved, locked: Lock | None, signature: Mapping[str, Any] | None) -> bool:
-    """Whether lock and signature, where there are, cover the files beside a version, so that these may be written.
+    """True if lock and signature, where there are, cover the files beside a version, so that these may be written.
 
-    locked      the lock file that says what to pull
+    locked      the lock file that pins what to pull
     signature   that the policy demands
     Raises ArtifactError where they are of other files.
     """

@@ -52,7 +52,7 @@ def _recipe(text: str) -> Recipe:
 
 
 def _of(recipe: Recipe, model: str, tokens: int | None) -> Recipe:
-    """The recipe for a vocabulary of so many tokens; ValueError where it asks for one that is not known."""
+    """The recipe for a vocabulary of `tokens` tokens; ValueError if it needs one and `tokens` is None."""
     if tokens is not None:
         return recipe.of_vocabulary(tokens)
     if recipe.of_vocabulary(2) != recipe:
@@ -95,7 +95,7 @@ def _models(text: str, tokens: int | None) -> Iterator[tuple[str, Geometry, int 
 
 
 def _config(path: Path) -> Any:
-    """What a file of JSON holds; NotFound, or ArtifactError for anything else, with its name."""
+    """Read a file of JSON; NotFound, or ArtifactError with its name for anything else."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Context:
-    """What a block is predicted from.
+    """The decoded tokens that a block is predicted from.
 
     rope    cos and sin of its tokens, [N, T, K] each, where keys are encoded after RoPE with their mean removed
     keys    this layer's decoded keys, centred; for values
@@ -49,7 +49,7 @@ class Context:
 
 
 class Codec:
-    """Encode and decode one layer's keys or values, as `recipe` says, with the tensors fitted for it.
+    """Encode and decode one layer's keys or values by `recipe`, with the tensors fitted for it.
 
     tensors        {"predict.weight": ..., ...}, exactly those of `specs`; a fit that has not come so far gives fewer
     back           what rotates a run of decoded elements, in stored order, back; or None
@@ -124,12 +124,12 @@ class Codec:
 
     @property
     def back(self) -> Tensor | None:
-        """What turns a run of decoded elements, in stored order, back."""
+        """The matrix that turns a run of decoded elements, in stored order, back."""
         return self._matrices[1]
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:
-        """What was fitted for the quantizer."""
+        """The fitted tensors of the quantizer."""
         return self._own["quantize"]
 
     @property
@@ -149,7 +149,7 @@ class Codec:
         return fields | self.scheme.correct.encode(x, self._unround(fields), self.geometry, self._own["correct"])
 
     def residual(self, x_NTC: Tensor, context: Context) -> Tensor:
-        """What is left to be rounded after mean and prediction, float32."""
+        """Return the residual that is left to round after mean and prediction, float32."""
         x = x_NTC.float()
         if self.predictor is not None:
             x = x - self.mean(context)
@@ -196,11 +196,11 @@ class Codec:
         return x if self.predictor is None else x + self._own["predict"]["mean"][channels]
 
     def rounded(self, x_NTC: Tensor) -> Tensor:
-        """What the quantizer alone makes of residuals [N, T, C]."""
+        """Round residuals [N, T, C] with the quantizer alone, and decode them."""
         return self._unround(self._round(x_NTC))
 
     def one_launch(self, x_NTC: Tensor) -> bool:
-        """Whether a kernel rotates, rounds and packs this in one launch, so that blocks do not depend on each other.
+        """True if a kernel rotates, rounds and packs this in one launch, so that blocks do not depend on each other.
 
         Then many are encoded at once; a matrix product may round a block otherwise in other company.
         """
@@ -288,7 +288,7 @@ class Codec:
         return self.scheme.fields(self.block, self.geometry, dtype)
 
     def bits(self, dtype: torch.dtype = torch.bfloat16) -> float:
-        """What a stored element costs, in bits: codes and everything stored beside them."""
+        """Return the bits of a stored element: codes and everything stored beside them."""
         return self.scheme.bits(self.block, self.geometry, dtype)
 
 

@@ -44,8 +44,10 @@ class KernelOrder:
     stored: tuple[int, ...] = ()
 
     def arranged(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What slabs hold, of fields [B, n, ...] as a codec encodes them: codes [B, n, H, bytes], numbers [B, n, H, M,
-        D] (axis "channel") or [B, n, H, M, T]; of as many bytes."""
+        """Order fields [B, n, ...] of a codec for slabs, in as many bytes.
+
+        Codes become [B, n, H, bytes], numbers [B, n, H, M, D] (axis "channel") or [B, n, H, M, T].
+        """
         found = {name: self._numbers(x) for name, x in fields.items() if name != "codes"}
         return {"codes": fragment.arrange(self._codes(fields["codes"]), self.order, self.rows)} | found
 

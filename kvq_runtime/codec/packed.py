@@ -31,7 +31,7 @@ from kvq_runtime.stages.stage import PackedCodes, Scheme
 class PackedBlocks:
     """A run of blocks as a PackedReader reads it: codes, scales and low ends [Z, 1, T]; views, for a single row.
 
-    groups and heads are Z and Y, kept as numbers: a step asks for them often, and a tensor is slow to say its shape.
+    groups and heads are Z and Y, kept as numbers: a step needs them often, and reading a tensor's shape is slow.
     """
 
     batch: int
@@ -45,8 +45,10 @@ class PackedBlocks:
 
 @dataclass(frozen=True)
 class PackedReader:
-    """How one codec's blocks are attended to without decoding. `turn` is Rᵀ: [D, D], [heads of a span, D, E], or each
-    head's own, [H, D, D]."""
+    """Attention to one codec's blocks without decoding them.
+
+    `turn` is Rᵀ: [D, D], [heads of a span, D, E], or each head's own, [H, D, D].
+    """
 
     geometry: Geometry
     packed: PackedCodes

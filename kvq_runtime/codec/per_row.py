@@ -62,7 +62,7 @@ class RowCodec:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What was fitted, row by row."""
+        """Return the fitted tensors, row by row."""
         return [tensor for codec in self.rows for tensor in codec.tensors.values()]
 
     def _parts(self, count: int) -> Iterator[tuple[Codec, slice]]:
@@ -72,6 +72,6 @@ class RowCodec:
 
 
 def _of(context: Context, part: slice) -> Context:
-    """What is known of the blocks of a row. Nothing online is predicted from layers or keys."""
+    """Return a row's part of the context: nothing online is predicted from layers or keys."""
     rope = context.rope
     return context if rope is None else Context(rope=(rope[0][part], rope[1][part]))

@@ -45,7 +45,7 @@ def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> 
 
 
 def moved(codec: Codec, device: torch.device) -> Codec:
-    """`codec.to(device)`, the same for everyone who asks while somebody holds it."""
+    """`codec.to(device)`, one object for all callers as long as it is in use."""
     if device == codec.device:
         return codec
     with _lock:

@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file: what it says of a model, and where its tensors lie. No tensor is read.
+"""Read the header of a GGUF file: a model's settings, and the places of its tensors. No tensor is read.
 
     magic, version, number of tensors, number of values | values: name, type, value | tensors: name, shape, type, offset
 
@@ -28,14 +28,14 @@ DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Long:
-    """An array that was walked over: of so many elements."""
+    """An array that was skipped, with its number of elements."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Held:
-    """Where a tensor lies: its shape as torch has it, ggml's number of its type, and its first byte in the file."""
+    """A tensor's place: its shape in torch's order, ggml's number of its type, and its first byte in the file."""
 
     shape: tuple[int, ...]
     kind: int
@@ -44,7 +44,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself; `values` are numbers, texts, short lists and `Long`."""
+    """The header of a file; `values` are numbers, texts, short lists and `Long`."""
 
     values: Mapping[str, Any]
     tensors: Mapping[str, Held]
@@ -59,7 +59,7 @@ class Header:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
+    """True if the path's name is that of a GGUF file."""
     return path.suffix.lower() == ".gguf"
 
 
@@ -115,7 +115,7 @@ def _same(value: Any, name: str, path: Path) -> Any:
 
 
 class _Damaged(Exception):
-    """What cannot be in a header."""
+    """A header holds something impossible."""
 
 
 class _Cursor:

@@ -16,7 +16,7 @@ from kvq_runtime.recipe import Recipe
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the model's KV heads a worker has: `part` of `parts` equal runs."""
+    """A worker's share of the model's KV heads: `part` of `parts` equal runs."""
 
     part: int = 0
     parts: int = 1

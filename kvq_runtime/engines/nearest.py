@@ -15,7 +15,7 @@ from kvq_runtime.recipe import Recipe, presets
 
 @dataclass(frozen=True)
 class Engine:
-    """What takes recipes.
+    """An engine that takes some recipes.
 
     cannot   begins the sentence of a refusal, before the recipe's name: "vLLM cannot serve"
     can      ends "the nearest recipe that it can ..."

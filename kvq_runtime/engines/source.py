@@ -1,4 +1,4 @@
-"""Read what an engine is told to keep its cache with, and compare it with the model that it serves.
+"""Read the recipe or artifact that an engine's cache is to use, and compare it with the served model.
 
 lloyd-3bit                        a recipe that needs no artifact, with settings if wanted (+key.bits=4)
 qwen2.5-7b-mean-lloyd-3bit-post@production  an artifact of the registry $KVQ_REGISTRY
@@ -30,7 +30,7 @@ LOCKS = (".lock", ".lock.json")
 
 @dataclass(frozen=True)
 class Source:
-    """What is served: a recipe, and the artifact it is of, if it is fitted."""
+    """A recipe, and the artifact that it comes from, if it is fitted."""
 
     reference: str
     recipe: Recipe
@@ -42,7 +42,7 @@ class Source:
 
 
 def read(reference: str) -> Source:
-    """What a reference names. Raises what `load_artifact` does, and ValueError for a recipe that has to be fitted."""
+    """Read a reference. Raises as `load_artifact` does, and ValueError for a recipe that has to be fitted."""
     if reference.endswith(LOCKS):
         artifact = load_artifact(read_lock(reference).reference, lock=reference)
     elif recipe_text.written(reference):

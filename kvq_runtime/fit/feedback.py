@@ -17,7 +17,7 @@ from kvq_runtime.stages.feedback import QueryOrthogonal
 
 
 def statistics(stage: QueryOrthogonal) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("queries",)
 
 

@@ -27,7 +27,7 @@ from kvq_runtime.stages.stage import SLOTS, Predictor, Stage
 
 
 def fit_module(stage: Stage, packages: Sequence[str]) -> ModuleType:
-    """The module that fits a stage: the one named as the stage's own, in the first of these packages that has it."""
+    """The module that fits a stage: named as the stage's own, from the first of these packages that has one."""
     names = [f"{package}.{type(stage).__module__.rpartition('.')[2]}" for package in packages]
     for name in names:
         if find_spec(name) is not None:

@@ -29,7 +29,7 @@ TRIMMED = 1024  # one token of so many is left out: an outlier must not stretch 
 
 
 def statistics(stage: Mixed) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("residuals",)
 
 

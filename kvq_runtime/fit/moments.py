@@ -20,7 +20,7 @@ TILE = 1024  # rows of one float32 product, whose error grows with them; product
 
 
 def add(total_HDD: Tensor, q_NTGD: Tensor) -> None:
-    """Add Σ q qᵀ over all tokens, and over the query heads of each KV head, which lie side by side, in float64."""
+    """Add Σ q qᵀ over all tokens, and over the query heads of each KV head, which are adjacent, in float64."""
     rows_HRD = q_NTGD.float().unflatten(2, (len(total_HDD), -1)).permute(2, 0, 1, 3, 4).flatten(1, 3)
     for tile_HRD in rows_HRD.split(TILE, 1):
         total_HDD += tile_HRD.mT @ tile_HRD

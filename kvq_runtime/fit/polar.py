@@ -25,7 +25,7 @@ Centres = Callable[[Tensor, int], Tensor]  # (numbers, count) → the rising cen
 
 
 def statistics(stage: PolarFitted) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("residuals",)
 
 

@@ -8,7 +8,7 @@ from kvq_runtime.stages.stage import Predictor
 
 
 def statistics(stage: Predictor) -> tuple[str, ...]:
-    """What a fit needs, beside the mean."""
+    """Return the names of the statistics that a fit needs, beside the mean."""
     return ()
 
 

@@ -12,12 +12,12 @@ from kvq_runtime.stages.rotate import Basis
 
 
 def statistics(stage: Basis) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("residuals",)
 
 
 def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, dict[str, Tensor]]:
-    """The basis, and its dual where a metric is given: bfloat16 [C, R]."""
+    """The basis, and with a metric its dual: bfloat16 [C, R]."""
     return stage, leading(statistics, codec.scheme.quantize.stored(codec.geometry.width))
 
 

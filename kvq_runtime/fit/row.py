@@ -20,7 +20,7 @@ def fit(recipe: Recipe, layer: int, role: Role, geometry: Geometry, x_NC: Tensor
     """The codec of one scheme of one layer, fitted to these tokens of one row.
 
     x_NC   keys in the recipe's position, or values, float32; at least one
-    q_NC   where the scheme has feedback: all heads' queries, before or after RoPE as it says
+    q_NC   if the scheme has feedback: all heads' queries, before or after RoPE as its setting
     """
     fitting = Fitting(recipe, layer, role, geometry, Statistics(x_NC.mean(0, dtype=torch.float64).float()))
 

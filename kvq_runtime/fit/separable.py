@@ -18,7 +18,7 @@ QUIETEST = 2.0**-10  # of the largest scale: a magnitude of 2⁻²⁰ of the lar
 
 
 def statistics(stage: Separable) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("residuals",)
 
 

@@ -1,4 +1,4 @@
-"""What the stages of one scheme are fitted to: sums over the chunks of a calibration, or over one row of a cache.
+"""The statistics that a scheme's stages are fitted to: sums over a calibration's chunks, or over one row of a cache.
 
 A stage names the fields that it needs (`statistics` in its fit module); `Fitting.solve` asks for them one by one.
 """
@@ -18,7 +18,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Residuals:
-    """What the prediction leaves of the tokens that are encoded.
+    """The residual of the prediction, over the tokens that are encoded.
 
     moment_CC   second moment about zero, float64
     rows_NC     a sample of tokens, float32

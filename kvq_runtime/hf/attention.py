@@ -62,7 +62,7 @@ def attention(
 
 
 def _check(arguments: dict[str, Any], mark: Mark | None, sliding_window: int | None) -> None:
-    """Raise a ValueError for arguments that are given, but not known; of what transformers caches, by sdpa."""
+    """Raise a ValueError for arguments that this attention does not know; sdpa attends to transformers' own layers."""
     known = BY_SDPA if mark is None else HARMLESS
     unknown = sorted(name for name, value in arguments.items() if value is not None and name not in known)
     if mark is not None and sliding_window is not None:

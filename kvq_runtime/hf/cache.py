@@ -121,7 +121,7 @@ class KVQCache(Cache):
         local_files_only     make no request: use what the cache has
         All but the third are as for `load_artifact`, which says what each may be. Caches of one artifact share its
         tensors, however many there are: keep one, or what `load_artifact` returns, and the next reads no file.
-        Raises ArtifactError if the file is not what the registry or the lock says, or belongs to another model.
+        Raises ArtifactError if the file differs from the registry's record or the lock, or belongs to another model.
         """
         artifact = load_artifact(
             reference, registry, lock, revision=revision, cache_dir=cache_dir, token=token,
@@ -154,7 +154,7 @@ class KVQCache(Cache):
 
     @property
     def attention(self) -> str | None:
-        """What to give `model.set_attn_implementation` for all that the recipe does: "kvq"; None if any will do."""
+        """The attention for `model.set_attn_implementation` that the recipe needs: "kvq"; None if any will do."""
         recipe = self.blocks.recipe
         return "kvq" if recipe.needs & OURS or any(policy.chooses_by_query for policy in recipe.policies) else None
 
@@ -194,7 +194,7 @@ class KVQCache(Cache):
         self._mask, self._announced = attention_mask, False
 
     def _is_whole(self, given: dict[str, Any]) -> bool:
-        """Whether the decoder is given one token a row, with its position, and nothing is padded, nor ever was.
+        """True if the decoder gets one token a row, with its position, and no token is padding or ever was.
 
         This waits for the device once. With the mask, transformers would wait for it once more, and we twice.
         """
@@ -269,7 +269,7 @@ class KVQCache(Cache):
         self._each("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row so many times, copies side by side."""
+        """Repeat every row `repeats` times, copies side by side."""
         self._whole("batch_repeat_interleave", repeats)
         if self.blocks.layers:
             rows = torch.arange(self.blocks.rows)
@@ -286,7 +286,7 @@ class KVQCache(Cache):
     def unhook(model: PreTrainedModel) -> None:
         """Take kvq's hooks off a model, as if no cache had been made of it; the next cache puts them on again.
 
-        Caches of this model that are still in use are not told of padding and positions any more.
+        Caches of this model that are still in use get no padding and positions any more.
         """
         for module in model.modules():
             hooks = module._forward_pre_hooks
@@ -303,7 +303,7 @@ class KVQCache(Cache):
             )
 
     def _each(self, method: str, *args) -> None:
-        """Call transformers' own layers (sliding windows, say), which keep their own tensors."""
+        """Call transformers' own layers (such as sliding windows), which keep their own tensors."""
         for layer in self.layers:
             filled = getattr(layer, "is_initialized", False)
             if isinstance(layer, LinearAttentionCacheLayerMixin):

@@ -67,7 +67,7 @@ class CudaGraphs:
         """Take effect at once.
 
         model    whose `generate` is meant
-        record   makes of a step (its result, what replays it): other than by CUDA in tests
+        record   step -> (its result, a function that replays it); a stand-in for CUDA in tests
         """
         check_model(model)
         if not isinstance(model, GenerationMixin):
@@ -124,7 +124,7 @@ class CudaGraphs:
             self._note(DIRECT)
 
     def _note(self, reason: str, level: int = logging.WARNING) -> None:
-        """Count an eager step, and say once why."""
+        """Count an eager step, and log the reason once."""
         if reason not in self.eager:
             _log.log(level, "a decode step is not replayed as a CUDA graph: %s", reason)
         self.eager[reason] += 1
@@ -132,9 +132,9 @@ class CudaGraphs:
 
 
 class _Steps:
-    """What one `generate` takes its steps with.
+    """The steps of one `generate`.
 
-    chunked   whether it may be given parts of a prompt too, in whose masks padding can be anywhere
+    chunked   whether it may get parts of a prompt too, in whose masks padding can be anywhere
     """
 
     def __init__(self, graphs: CudaGraphs, chunked: bool):

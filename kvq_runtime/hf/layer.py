@@ -11,10 +11,10 @@ from kvq_runtime.cache import BlockCache
 
 @dataclass
 class Pass:
-    """How the layers of one forward pass are read.
+    """The way in which one forward pass reads the layers.
 
-    announced   whether the model has said that our own attention will read the next pass
-    attended    whether it reads this one: a pass of a model that says nothing, a copy without hooks, is read decoded
+    announced   whether the model has announced that our own attention will read the next pass
+    attended    whether it reads this one: a pass that no model announces (a copy without hooks) is read decoded
     mixed       whether keys and values are of two dtypes, or autocast is on, which would round what we multiply
     """
 
@@ -31,7 +31,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Mark:
-    """What our attention finds on the keys of a layer that has taken them in; `first`: its first ones."""
+    """The mark that our attention finds on the keys of a layer that has stored them; `first`: its first ones."""
 
     blocks: BlockCache
     layer: int

@@ -57,7 +57,7 @@ def _devices(model: PreTrainedModel) -> list[str]:
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:
-    """The shape of a loaded model's cache. Raises ValueError if its configuration does not say."""
+    """The shape of a loaded model's cache. Raises ValueError if its configuration lacks it."""
     config = model.config.get_text_config(decoder=True)
     try:
         return Geometry.from_config(config.to_dict())
@@ -108,7 +108,7 @@ def check_rope(model: PreTrainedModel, attention: Sequence[nn.Module], recipe: s
 
 @torch.no_grad()
 def _by_halves(apply, rotary: nn.Module) -> bool:
-    """Whether a model's function turns channels f and f + K by the same angle, as ours."""
+    """True if a model's function turns channels f and f + K by the same angle, as ours does."""
     frequencies_K = torch.as_tensor(rotary.inv_freq)
     device, half = frequencies_K.device, len(frequencies_K)
     x = torch.linspace(-1, 1, 4 * half, device=device).view(1, 1, 2, 2 * half)

@@ -34,7 +34,7 @@ class PrefixStore:
 
     or, in steps, `cache = store.load(input_ids)`, `model.generate(input_ids, past_key_values=cache)`,
     `store.put(cache, output[0])`. What is kept are whole blocks of 128 tokens, packed as the cache holds them; what a
-    prompt shares with another is kept once. docs/prefix.md says what is guaranteed.
+    prompt shares with another is kept once. docs/prefix.md has the guarantees.
 
     path      a folder, which processes may share; None: this process' memory
     recipe    an Artifact, a Recipe, or text: the name of a recipe, or a reference to an artifact
@@ -87,7 +87,7 @@ class PrefixStore:
         )  # fmt: skip
 
     def longest(self, input_ids: Tensor | Iterable[int]) -> int:
-        """How many of these tokens, from the first on, are kept. Nothing is read."""
+        """Return how many of these tokens, from the first on, are kept. Nothing is read."""
         return self._blocks.longest(input_ids)
 
     def load(self, input_ids: Tensor | Iterable[int], recent: int | None = None) -> KVQCache:
@@ -158,7 +158,7 @@ class PrefixStore:
         return out
 
     def _rows(self, settings: dict[str, Any]) -> int:
-        """How many rows transformers makes of one prompt: beams, or samples."""
+        """Return the rows that transformers makes of one prompt: beams or samples."""
         config = settings.get("generation_config") or self.model.generation_config
         asked = [settings.get(name, getattr(config, name, None)) for name in ("num_beams", "num_return_sequences")]
         return max(number or 1 for number in asked)

@@ -15,7 +15,7 @@ TAKEN = {*FILLED, "attention_mask", "past_key_values"}
 
 
 class Asked:
-    """What a step is asked for, beside its token, and of which model: a recorded one gives nothing else."""
+    """The arguments of a step beside its token, and its model: a recorded step gives nothing else."""
 
     def __init__(self, model: PreTrainedModel, given: dict[str, Any]):
         others = {name: value for name, value in given.items() if name not in TAKEN and value is not None}
@@ -72,7 +72,7 @@ class RecordedStep:
         self.recorded = captured(cache.blocks, step, record)
 
     def ready(self) -> bool:
-        """Whether it can be replayed where the cache is now."""
+        """True if the step can be replayed in the cache's present state."""
         return self.recorded.ready()
 
     def take(self, given: dict[str, Any]) -> ModelOutput:

@@ -53,7 +53,7 @@ class ChunkCodec:
     tensors   of its fit, {} where there is none
     tokens    of a chunk
     dtype     of its keys and values
-    Raises ValueError if the recipe cannot encode so many tokens.
+    Raises ValueError if the recipe cannot encode that number of tokens.
     """
 
     def __init__(

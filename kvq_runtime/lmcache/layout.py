@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def fused(shape: Sequence[int]) -> bool:
-    """Whether chunks of this shape have one row of a token, in which keys and values may be."""
+    """True if chunks of this shape have one row per token, which may hold both keys and values."""
     return len(shape) == 3 or (len(shape) == 4 and shape[0] == 1)
 
 

@@ -76,7 +76,7 @@ class KVQSerializer(Serializer):
             raise
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """The bytes of a chunk; of one that is refused those it has, as `serialize` says why, where LMCache listens."""
+        """The bytes of a chunk; of a refused one its own: LMCache reports errors of `serialize` alone."""
         shapes, dtypes = layout_desc.shapes, layout_desc.dtypes
         try:
             if len(shapes) == 1:
@@ -110,7 +110,7 @@ class KVQDeserializer(Deserializer):
 
 
 def key_bytes(key: ObjectKey) -> bytes:
-    """What a chunk is found by, in one form; a chunk is bound to it."""
+    """Return the key of a chunk as bytes, which its digest covers."""
     parts = [key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt]
     return json.dumps(parts).encode()
 

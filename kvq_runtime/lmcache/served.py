@@ -36,7 +36,7 @@ def check(recipe: Recipe, geometry: Geometry) -> None:
 
 
 def cut(recipe: Recipe, tokens: int) -> Recipe:
-    """The recipe with blocks that a chunk of so many tokens is made of: its own, or, if it rounds token by token, one.
+    """The recipe with blocks that make up a chunk of `tokens` tokens: its own, or, if it rounds token by token, one.
 
     Raises ValueError if codes belong to a block and the chunk is not whole blocks.
     """

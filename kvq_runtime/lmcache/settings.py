@@ -31,7 +31,7 @@ NAMES = ("cache", "model", "revision", "head_size", "workers")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is served.
+    """Settings of the serde.
 
     geometry   of the model, None where only `head_size` is known
     """
@@ -113,7 +113,7 @@ class Chunks:
     def codec(self, shape: Sequence[int], dtype: torch.dtype, rank: int = 0, ranks: int | None = None) -> ChunkCodec:
         """The codec of chunks of this worker (`layout.py`). Raises ValueError for chunks that the recipe cannot keep.
 
-        rank, ranks   the worker's number and how many there are; None: as many as the chunk's channels say
+        rank, ranks   the worker's number and the number of workers; None: it follows from the chunk's channels
         """
         asked = (*shape, dtype, rank, ranks)
         with self._lock:

@@ -24,7 +24,7 @@ _forced: list[bool] = []
 
 @cache
 def available() -> bool:
-    """Whether triton is installed."""
+    """True if triton is installed."""
     return find_spec("triton") is not None
 
 
@@ -39,12 +39,12 @@ def forced(kernels: bool) -> Iterator[None]:
 
 
 def runs_kernel(x: torch.Tensor) -> bool:
-    """Whether an op on this tensor is a kernel's."""
+    """True if a kernel computes an op on this tensor."""
     return _forced[-1] if _forced else x.is_cuda and available()
 
 
 def is_waited_for(x: torch.Tensor) -> bool:
-    """Whether reading a value of it makes the host wait for a device."""
+    """True if reading a value of the tensor makes the host wait for a device."""
     return x.is_cuda
 
 

@@ -50,7 +50,7 @@ def push(x_NHDK: Tensor, moves: Sequence[Tensor], rounded: Callable[[Tensor, sli
     """The vectors to round in place of `x`: K of them for each head, channels in the second last dimension.
 
     moves     of `updates`: [H, R, g] each, or [N, H, R, g] where every row has its own
-    rounded   what rounding makes of some channels of such a tensor, those of one block; none of another block may
+    rounded   rounds and decodes some channels of such a tensor, those of one block; none of another block may
               change it
     """
     x = x_NHDK.clone()

@@ -74,7 +74,7 @@ class Run(NamedTuple):
 
 
 class Order(NamedTuple):
-    """How a head's block is ordered.
+    """The order of a head's codes in a block.
 
     BITS     of a code
     TILES    S: tiles of tokens of a sub-block

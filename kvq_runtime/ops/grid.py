@@ -86,7 +86,7 @@ def _scan(scores_NS: Tensor, columns: int) -> Tensor:
 
 
 def _strip(x: Tensor) -> int:
-    """How many numbers to work on at once: on a CPU, about what its cache holds."""
+    """Return how many numbers to work on at once: on a CPU, about what its cache holds."""
     return 1 << (26 if x.is_cuda else 19)
 
 

@@ -68,7 +68,7 @@ def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
 
 
 def _compared(x_NRT: Tensor, bits: int) -> Tensor:
-    """How many boundaries lie below each number, by comparing with all of them."""
+    """Encode numbers by comparing them with every boundary: the code counts the boundaries below."""
     codes_NRT = torch.zeros_like(x_NRT, dtype=torch.uint8)
     for boundary in gaussian(bits)[0].float().tolist():
         codes_NRT += (x_NRT > boundary).view(torch.uint8)

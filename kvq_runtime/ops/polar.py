@@ -52,7 +52,7 @@ def codebook(level: int, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def check(level: int, bits: int) -> None:
-    """ValueError unless a level, from 1, has a codebook of so many bits: 2 to 6 at level 1, 1 to 4 above."""
+    """ValueError unless a level, from 1, has a codebook of `bits` bits: 2 to 6 at level 1, 1 to 4 above."""
     least, most = (2, 6) if level == 1 else (1, 4)
     if not least <= bits <= most:
         raise ValueError(f"bits={bits} at level {level}; use {least} to {most}")
@@ -60,7 +60,7 @@ def check(level: int, bits: int) -> None:
 
 @lru_cache(maxsize=128)
 def points(level: int, bits: int, kind: Points) -> Tensor:
-    """What every code of a level decodes to: (cos, sin) float64 [2^bits, 2]."""
+    """Return what each code of a level decodes to: (cos, sin) float64 [2^bits, 2]."""
     boundaries, centroids = codebook(level, bits)
     circle = torch.stack([centroids.cos(), centroids.sin()], 1)
     if kind == "unit":
@@ -117,7 +117,7 @@ def pack_levels(codes: Sequence[Tensor], bits: Sequence[int]) -> Tensor:
 
 
 def _quarter(a: Tensor, b: Tensor, boundaries: Tensor) -> Tensor:
-    """How many of the boundaries, all inside [0, π/2], the angle of (a, b) lies beyond; a, b ≥ 0."""
+    """Count the boundaries, all inside [0, π/2], that the angle of (a, b) lies beyond; a, b ≥ 0."""
     codes = torch.zeros(a.shape, dtype=torch.uint8, device=a.device)
     for angle in boundaries.tolist():
         codes += b * math.cos(angle) > a * math.sin(angle)
@@ -125,7 +125,7 @@ def _quarter(a: Tensor, b: Tensor, boundaries: Tensor) -> Tensor:
 
 
 def _whole(x: Tensor, y: Tensor, bits: int) -> Tensor:
-    """Which of 2^bits equal sectors of the circle (x, y) lies in: the quadrant, then the sector inside it."""
+    """Return the number of the sector, of 2^bits equal ones, that (x, y) lies in: the quadrant, then the part of it."""
     up, right = y >= 0, x >= 0
     quadrant = torch.where(up, (~right).to(torch.uint8), 2 + right.to(torch.uint8))
     odd = up != right
@@ -135,7 +135,7 @@ def _whole(x: Tensor, y: Tensor, bits: int) -> Tensor:
 
 
 def _circle(x: Tensor, y: Tensor, boundaries: Tensor) -> Tensor:
-    """How many of the boundaries, anywhere inside (0, 2π), the angle of (x, y) lies beyond."""
+    """Count the boundaries, anywhere inside (0, 2π), that the angle of (x, y) lies beyond."""
     codes, lower = torch.zeros(x.shape, dtype=torch.uint8, device=x.device), y < 0
     for angle in boundaries.tolist():
         beyond = y * math.cos(angle) > x * math.sin(angle)  # inside a half of the circle

@@ -72,7 +72,7 @@ def by_run(x: Tensor, matrices_HSV: Tensor) -> Tensor:
 
 
 def in_tile(rotation: Rotation, size: int) -> bool:
-    """Whether a kernel rotates groups of `size` elements in registers, in the launch that encodes them.
+    """True if a kernel rotates groups of `size` elements in registers, in the launch that encodes them.
 
     Its runs have to be inside a group, and a matrix one operand of a tile's product, the same for all heads. Any other
     rotation is a launch before it: of `hadamard`, or a product, which may round a row otherwise in other company.

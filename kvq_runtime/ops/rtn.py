@@ -45,7 +45,7 @@ def _codes(x: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
 
 @dispatch.paired
 def decode(codes: Tensor, step: Tensor, low: Tensor | None, bits: int, out: Tensor | None = None) -> Tensor:
-    """Decode unpacked codes uint8 [..., K] to float32, into `out` if given; without `low` the group is symmetric."""
+    """Decode unpacked codes uint8 [..., K] to float32, into `out` if not None; without `low` the group is symmetric."""
     step = step.float()[..., None]
     start = step * (-(2**bits - 1) / 2) if low is None else low.float()[..., None]
     x = codes.float() if out is None else out.copy_(codes)

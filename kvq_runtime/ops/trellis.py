@@ -58,7 +58,7 @@ def _file() -> dict[str, Tensor]:
 
 @lru_cache(maxsize=16)
 def table(bits: int, memory: int) -> Tensor:
-    """What each state decodes to, bfloat16 [2^memory], checked against its pinned digest."""
+    """Return the value of each state, bfloat16 [2^memory], checked against its pinned digest."""
     name = f"k{bits}_l{memory}"
     if name not in _file():
         raise ValueError(f"no trellis with bits={bits} memory={memory}; there are {sorted(DIGESTS)}")
@@ -174,7 +174,7 @@ def decode(packed: Tensor, bits: int, memory: int, count: int, dtype: torch.dtyp
 
 @lru_cache(maxsize=32)
 def _rows(bits: int, memory: int, together: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What the windows of so many elements decode to, as `lookup` has it."""
+    """Return the values of all windows of `together` elements, as a table for `lookup`."""
     window = torch.arange(2 ** (memory + bits * (together - 1)), device=device)
     places = torch.arange(together - 1, -1, -1, device=device) * bits
     values = table(bits, memory).to(device, dtype)

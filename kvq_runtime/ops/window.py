@@ -1,4 +1,4 @@
-"""Append a step's keys and values to the exact window, where the counts on the device say that it ends."""
+"""Append a step's keys and values to the exact window, whose end the counts on the device give."""
 
 import torch
 from torch import Tensor

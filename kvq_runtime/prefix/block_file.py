@@ -61,7 +61,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """What the file of a block holds.
+    """The contents of a block's file.
 
     held    layers, in rising order
     dtype   of the model's keys and values
@@ -73,7 +73,7 @@ class BlockFormat:
     dtype: torch.dtype
 
     def sinks(self, number: int) -> int:
-        """How many of a block's tokens are sinks."""
+        """Return how many of a block's tokens are sinks."""
         window = self.recipe.window
         return min(max(window.sinks - number * window.block, 0), window.block)
 

@@ -1,6 +1,6 @@
 """Encode one block of tokens of all layers wherever it stands in a text, and decode blocks in a row.
 
-The bytes are those that a cache makes of the same keys and values (`store/encode.py`): the same codecs, prepared by the
+The bytes are those of a cache of the same keys and values (`store/encode.py`): the same codecs, prepared by the
 same `block_input`. A block needs nothing of the blocks before it; under a recipe that predicts across layers it needs
 its own tokens of the layers below, which are decoded here on the way up.
 
@@ -174,5 +174,5 @@ def _first(fields: Slab) -> Slab:
 
 
 def _reads(pair: tuple[Codec, Codec]) -> int:
-    """How many layers underneath the predictions of a layer read."""
+    """Return how many layers below a layer its predictions read."""
     return max(max(codec.below, default=0) for codec in pair)

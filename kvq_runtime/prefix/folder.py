@@ -95,7 +95,7 @@ class Folder:
                 remove(Kept(0.0, path.lstat().st_size, path))
 
     def _make_room(self, needed: int) -> None:
-        """Evict until so many bytes fit, and allow this process a share of the rest before it looks again."""
+        """Evict until `needed` bytes fit, and allow this process a share of the rest before it looks again."""
         kept = all_blocks(self.root)
         gone = oldest(kept, self.budget - needed)
         for one in gone:
@@ -136,7 +136,7 @@ def oldest(kept: list[Kept], budget: int) -> list[Kept]:
 
 
 def old_drafts(folder: Path, grace: float) -> list[Kept]:
-    """The drafts of dead processes in a set that are older than so many seconds."""
+    """The drafts of dead processes in a set that are older than `grace` seconds."""
     found = []
     for path in () if (folder / "tmp").is_symlink() else files.orphans(folder / "tmp"):
         with suppress(FileNotFoundError):
@@ -154,7 +154,7 @@ def remove(one: Kept) -> None:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What the blocks of a set are of; ArtifactError if the file is damaged."""
+    """Return the description of a set of blocks; ArtifactError if the file is damaged."""
     path = folder / "about.json"
     about = strict_json.loads(files.read(path, 1 << 22), str(path))
     if not isinstance(about, dict):
@@ -163,7 +163,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def check_owner(root: Path) -> None:
-    """Raise ArtifactError unless a folder is this user's, and nobody else may write to it."""
+    """Raise ArtifactError unless a folder is this user's, and no other user may write to it."""
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise ArtifactError(f"{root}: not a folder, or a link to one; use the folder itself")

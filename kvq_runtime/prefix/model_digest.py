@@ -17,7 +17,7 @@ _PLACE = {"_name_or_path", "architectures", "dtype", "id2label", "label2id", "to
 
 
 def config_json(config: Mapping[str, Any]) -> bytes:
-    """What of a decoder's configuration decides its keys and values, as JSON."""
+    """Return the part of a decoder's configuration that decides its keys and values, as JSON."""
     return strict_json.dumps(_plain({name: x for name, x in config.items() if name not in _PLACE})).encode()
 
 

@@ -17,7 +17,7 @@ class Shelf(Protocol):
     """Where blocks are kept. Raises OSError where the machine does not do it."""
 
     def has(self, name: str) -> bool:
-        """Whether there is a block of this name; nothing of it is checked."""
+        """True if there is a block of this name, which is not checked."""
         ...
 
     def get(self, name: str, limit: int) -> bytes | None:
@@ -38,7 +38,7 @@ class Shelf(Protocol):
 
 
 def parse_bytes(budget: str | int, name: str = "budget=") -> int:
-    """Bytes of "20GB", "512MiB" or a number. ValueError for anything else, which begins with how it was given."""
+    """Bytes of "20GB", "512MiB" or a number. ValueError for anything else, which begins with that text."""
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", str(budget).upper())

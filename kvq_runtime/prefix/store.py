@@ -95,7 +95,7 @@ class PrefixBlocks:
         return self.format.recipe.window.block
 
     def longest(self, tokens: Tensor | Iterable[int]) -> int:
-        """How many of these tokens, from the first on, are kept; their blocks are not read, so not checked."""
+        """Return how many of these tokens, from the first on, are kept; their blocks are not read, so not checked."""
         count = 0
         for name in chain.names(self.root, chain.token_row(tokens), self.block):
             if not self.shelf.has(name):
@@ -110,7 +110,7 @@ class PrefixBlocks:
 
         keys     of each held layer, after RoPE, [T, H, D] or [T, C]: those of tokens `start` to start + T
         values   the same
-        start    the first token that rows are given for, a multiple of `block`; all before it should be kept already
+        start    the first token of the rows, a multiple of `block`; all before it should be kept already
         Blocks that are kept are not encoded again. OSError: the disk refused; the blocks before it are kept.
         """
         if start % self.block:
@@ -154,12 +154,12 @@ class PrefixBlocks:
     def load(self, tokens: Tensor | Iterable[int], limit: int | None = None, start: int = 0) -> list[Block]:
         """The kept blocks of these tokens from token `start` on, checked: of the first `limit` tokens at most.
 
-        A damaged block, and all after it, are missing; it is removed, and a warning says so.
+        A damaged block, and all after it, are missing; it is removed, with a warning.
         """
         return [*self._found(tokens, limit, start)]
 
     def checked(self, tokens: Tensor | Iterable[int], limit: int | None = None, start: int = 0) -> int:
-        """How many of these tokens `load` would find now, counted from the first; all before `start` are."""
+        """Return how many of these tokens, from the first on, `load` would find now; it trusts those before `start`."""
         return start + self.block * sum(1 for _ in self._found(tokens, limit, start))
 
     def decode(
@@ -250,7 +250,7 @@ def check(recipe: Recipe) -> None:
 
 
 def describe(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What decides how tokens become bytes, as JSON; its digest is the name of a set of blocks."""
+    """Return all that decides how tokens become bytes, as JSON; its digest is the name of a set of blocks."""
     fit = None
     if tensors:
         digest = sha256()
@@ -271,7 +271,7 @@ def describe(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> di
 
 
 def set_digest(about: Mapping[str, Any]) -> str:
-    """sha256 of what `describe` says."""
+    """sha256 of the JSON of `describe`."""
     return sha256(strict_json.dumps(dict(about)).encode()).hexdigest()
 
 

@@ -42,7 +42,7 @@ RIDGE = 1e-4
 
 
 def recipe(bits: float) -> Recipe:
-    """The recipe with so many bits per element, in the mean over all layers, keys and values."""
+    """The recipe with `bits` bits per element, averaged over all layers, keys and values."""
     rounding = Mixed(target=bits, codebook="trellis", gain=GAIN, shared=True)
     two = Linear(below=(1, 2), both=True, ridge=RIDGE, storage="gptq4")
     scheme = Scheme(rounding, predict=two, rotate=GradientBasis())

@@ -38,7 +38,7 @@ WIDTHS = {"1bit": 1.0, "1.5bit": 1.5, "2bit": 2.0}
 
 
 def scheme(bits: float) -> Scheme:
-    """A scheme of so many bits per element, of which the escape slot takes its part."""
+    """A scheme of `bits` bits per element, of which the escape slot takes its part."""
     escape, block = Escape(), Window().block
     return Scheme(Mixed(target=bits - escape.slots * BITS / block), rotate=Basis(), correct=escape)
 

@@ -29,7 +29,7 @@ CODES = ((2, 4), (4, 8), (8, 8))
 
 
 def scheme(channels: int, bits: int) -> Scheme:
-    """Per token, a code for so many channels."""
+    """Per token, one code of `bits` bits for `channels` channels."""
     return Scheme(Coupled(channels, bits))
 
 

@@ -50,7 +50,7 @@ WINDOW = Window(sinks=1, recent=32, block=32)  # the paper's F, N and G
 
 
 def subkv(bits: int) -> Recipe:
-    """The paper's method at so many bits."""
+    """The paper's method at `bits` bits."""
     summary = f"SubKV, {bits} bits, groups of 32, N from 32 to 128"
     schemes, policies = (kivi.keys(bits), kivi.values(bits)), (DynamicWindow(),)
     return Recipe(f"subkv-{bits}bit", *schemes, summary=summary, window=WINDOW, policies=policies)

@@ -19,7 +19,7 @@ class CodebookQuantizer(Quantizer):
     scaled_lookup = True
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Whether a kernel rotates, rounds and packs rows of `width` in one launch."""
+        """True if a kernel rotates, rounds and packs rows of `width` in one launch."""
         return in_tile(rotation, groups.size(self.group, width, geometry))
 
     def decode(
@@ -47,4 +47,4 @@ class CodebookQuantizer(Quantizer):
     def _reader(
         self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Tensor], Tensor]:
-        """What makes codes their elements without a scale, in that dtype, in stored order."""
+        """Return a function from codes to their elements without a scale, in that dtype, in stored order."""

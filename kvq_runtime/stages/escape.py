@@ -51,7 +51,7 @@ class Escape(Correction):
         return "escapes"
 
     def fields(self, block: int, geometry: Geometry) -> Specs:
-        """What a block holds beside the quantizer's fields; a place of -1 is a slot that is not used."""
+        """The fields of a block beside the quantizer's; a place of -1 is an unused slot."""
         return {
             "escape_codes": ((self.slots, geometry.width), torch.uint8),
             "escape_step": ((self.slots,), torch.float16),

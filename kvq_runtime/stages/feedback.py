@@ -113,7 +113,7 @@ class QueryOrthogonal(Feedback):
         tensors: Tensors,
         rounded: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """What to round in place of `x`, rows as the quantizer sees them: tokens, or channels if `axis` says so."""
+        """Return what to round in place of `x`, whose rows are tokens, or channels if `axis` is "channel"."""
         heads = geometry.kv_heads
         moves = [tensors[f"update_{block}"].to(x_NRW.dtype) for block in range(1, self.blocks)]
         if axis == "channel":

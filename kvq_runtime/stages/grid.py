@@ -82,7 +82,7 @@ class Grid(CodebookQuantizer):
         return (torch.arange(0, width, size)[:, None] + inside).flatten()
 
     def _paired(self, count: int) -> bool:
-        """Whether a byte holds two whole codes, so that one lookup serves both."""
+        """True if a byte holds two whole codes, so that one lookup serves both."""
         return self.bits == 4 and count % 2 == 0
 
 

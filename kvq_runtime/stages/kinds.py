@@ -71,7 +71,7 @@ def setting_types(cls: type) -> dict[str, Any]:
 
 
 def fits_type(value: Any, expected: Any) -> bool:
-    """Whether a JSON value may be a setting of this type; a list stands for a tuple, of at most 8 items."""
+    """True if a JSON value may be a setting of this type; a list stands for a tuple, of at most 8 items."""
     origin, arguments = get_origin(expected), get_args(expected)
     if origin in (Union, types.UnionType):
         return any(fits_type(value, part) for part in arguments)

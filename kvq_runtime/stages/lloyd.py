@@ -81,13 +81,13 @@ class Lloyd(CodebookQuantizer):
         return (torch.arange(0, width, size)[:, None] + inside).flatten()
 
     def _together(self, size: int) -> int:
-        """How many codes one index decodes."""
+        """Return the number of codes that one index decodes."""
         return 8 // self.bits if self.bits in (2, 4) and size % (8 // self.bits) == 0 else 1
 
 
 @lru_cache(maxsize=32)
 def _table(size: int, bits: int, together: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What every index decodes to, rounded to bf16 whatever its dtype."""
+    """Return the values of every index, rounded to bf16 whatever the dtype."""
     centroids = lloyd.sphere(size, bits)[1].to(device, torch.bfloat16).to(dtype)
     if together == 1:
         return lookup.table(centroids[:, None])

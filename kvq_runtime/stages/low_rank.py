@@ -48,7 +48,7 @@ class LowRank(Correction):
             self.fields(site.window.block, site.geometry)
 
     def fields(self, block: int, geometry: Geometry) -> Specs:
-        """What a block holds beside the quantizer's fields; a rank that it cannot have is a ValueError."""
+        """The fields of a block beside the quantizer's; a rank that it cannot have is a ValueError."""
         heads, size = geometry.kv_heads, geometry.head_size
         if self.rank > min(block, size):
             raise ValueError(f"rank={self.rank} of blocks [{block}, {size}]; use at most {min(block, size)}")
@@ -104,11 +104,11 @@ class LowRankSparse(Correction):
         return "outliers" if field.startswith("sparse_") else "scales"
 
     def fields(self, block: int, geometry: Geometry) -> Specs:
-        """What a block holds beside the quantizer's fields."""
+        """The fields of a block beside the quantizer's."""
         return self.sparse.fields(block, geometry) | self.low_rank.fields(block, geometry)
 
     def rest(self, x_NTC: Tensor) -> Tensor:
-        """What the quantizer is to round: all but the outliers."""
+        """Return what the quantizer has to round: all but the outliers."""
         return self.sparse.rest(x_NTC)
 
     def encode(self, x_NTC: Tensor, rounded_NTC: Tensor, geometry: Geometry, tensors: Tensors) -> dict[str, Tensor]:

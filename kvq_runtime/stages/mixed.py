@@ -5,7 +5,7 @@ bits. Channels of 0 bits are not stored, and their columns are not in the basis.
 block, channel by channel, so that a run may have any number of channels and no bit is lost to padding.
 
 With `gain` bits, every token has a factor of its own, on a log scale: z ≈ g ẑ, ẑ from codes of z / g. Channels keep the
-calibrated proportions of their scales; how large a token is as a whole it says itself, so that text of another kind
+calibrated proportions of their scales; a token's own gain says how large it is as a whole, so that text of another kind
 than the calibration's, and outliers, are rounded in cells of their own size. A token costs `gain` bits more. All gains
 are tried, and the one with the least error in the latents is taken.
 
@@ -113,7 +113,7 @@ class Mixed(Quantizer):
         return sum(count for count, _ in self.runs(width))
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """What scales the stored channels; logarithms of the least and the largest gain."""
+        """The scales of the stored channels; logarithms of the least and the largest gain."""
         names = {"uniform": ("low", "high"), "block": ()}.get(self.codebook, ("deviation",))
         specs: Specs = {name: ((self.stored(geometry.width),), torch.float32) for name in names}
         return specs | ({"gain_ends": ((2,), torch.float32)} if self.gain else {})
@@ -203,7 +203,7 @@ class Mixed(Quantizer):
         return torch.cat(found, 1)
 
     def _past(self, bits: int) -> range:
-        """How far back, the farthest first, the codes are that a token is decoded from."""
+        """Return how far back the codes are that a token is decoded from, the farthest first."""
         return range(latent_path.history(bits) - 1 if self._in_paths(bits) else 0, -1, -1)
 
     def _picked(self, packed: Tensor, first: Tensor, token_N: Tensor, bits: int, block: int) -> Tensor:
@@ -215,7 +215,7 @@ class Mixed(Quantizer):
         return self.codebook == "trellis" and bits <= latent_path.MOST
 
     def distortions(self) -> list[float]:
-        """What 0, 1, ... bits leave of a unit variance of a Gaussian channel."""
+        """Return the error that 0, 1, ... bits leave of a Gaussian channel of unit variance."""
         found = [latent.distortion(bits) for bits in range(self.bits[0] + 1)]
         if self.codebook == "trellis":
             found[1 : latent_path.MOST + 1] = list(latent_path.DISTORTIONS.values())[: self.bits[0]]
@@ -270,5 +270,5 @@ class Mixed(Quantizer):
 
 
 def _of_channels(tensors: Tensors) -> dict[str, Tensor]:
-    """What scales single channels."""
+    """Return the tensors that scale single channels."""
     return {name: tensor for name, tensor in tensors.items() if name != "gain_ends"}

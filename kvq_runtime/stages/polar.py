@@ -96,7 +96,7 @@ class Polar(Quantizer):
         return {"codes": polar.pack_levels(codes, bits), "radius": _radius_code(ratio), "norm": norm}
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Whether a kernel rotates, rounds and packs rows of `width` in one launch; not with radii of 8 bits."""
+        """True if a kernel rotates, rounds and packs rows of `width` in one launch; not with radii of 8 bits."""
         return self.radius == "fp16" and in_tile(rotation, groups.size(self.group, width, geometry))
 
     def decode(

@@ -64,7 +64,7 @@ class Hadamard(Fixed):
         return hadamard_matrix(self.size(width, geometry), self.seed)
 
     def forward(self, width: int, geometry: Geometry) -> rotations.Rotation:
-        """What encoding rotates with."""
+        """Return the rotation for encoding."""
         return SignedHadamard(self.size(width, geometry), self.seed)
 
 
@@ -146,7 +146,7 @@ class Weighted(Basis):
 
     @property
     def read_by(self) -> Queries | None:
-        """Which queries the metric is the second moment of; None: it is of the output projection."""
+        """The queries whose second moment is the metric; None: it is that of the output projection."""
         return None
 
     @property

@@ -58,13 +58,13 @@ class Rtn(Quantizer):
         return dict(zip(("codes", "step", "low"), encoded, strict=False))
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Whether a kernel rotates, rounds and packs rows of `width` in one launch."""
+        """True if a kernel rotates, rounds and packs rows of `width` in one launch."""
         return in_tile(rotation, groups.size(self.group, width, geometry))
 
     def decode(
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
     ) -> Tensor:
-        """Decode to float32 [..., rows, width], into `out` if it is given."""
+        """Decode to float32 [..., rows, width], into `out` if not None."""
         size = groups.size(self.group, width, geometry)
         codes = pack.unpack(fields["codes"], self.bits, size)
         room = None if out is None else out.unflatten(-1, codes.shape[-2:])
@@ -93,7 +93,7 @@ class Rtn(Quantizer):
         return 0 if self.range == "minmax" else (2**self.bits - 1) / 2
 
     def _together(self, size: int) -> int:
-        """How many codes one lookup gives: all of a byte, where they fill it and are a word together."""
+        """Return the number of codes of one lookup: all of a byte, where they fill it and are a word together."""
         return 8 // self.bits if self.bits in (2, 4) and size % (8 // self.bits) == 0 else 1
 
 

@@ -45,7 +45,7 @@ class Separable(Quantizer):
 
     @property
     def rounding(self) -> Rtn:
-        """How a token is rounded once its channels are divided."""
+        """The rounding of a token once its channels are divided."""
         return Rtn(self.bits, self.group, self.range)
 
     def check_prompt_fit(self) -> None:

@@ -50,7 +50,7 @@ class Sparse(Correction):
         return "outliers"
 
     def fields(self, block: int, geometry: Geometry) -> Specs:
-        """What a block holds beside the quantizer's fields."""
+        """The fields of a block beside the quantizer's."""
         width = geometry.width
         shapes = {"token": (block, width), "channel": (width, block), "block": (1, block * width)}
         groups, size = shapes[self.group]

@@ -60,7 +60,7 @@ def smaller_from(
 
 
 def _serves(recipe: Recipe, geometry: Geometry) -> bool:
-    """Whether a recipe can be used with these head sizes."""
+    """True if the recipe can be used with these head sizes."""
     try:
         recipe.check(geometry)
     except ValueError:

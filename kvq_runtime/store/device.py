@@ -1,7 +1,7 @@
-"""What a kernel on the device finds a layer by: block tables, counts, and a window that stays in its place.
+"""A layer's index on the device, for a kernel: block tables, counts, and a window that stays in its place.
 
 What a decode step changes on the device depends on these alone, not on what the host counts, so that the step can be
-recorded as a graph. The host says what it has changed when it next publishes (`attention/fused.py`), and waits for
+recorded as a graph. The host sends its changes when it next publishes (`attention/fused.py`), and waits for
 nothing then.
 """
 
@@ -46,7 +46,7 @@ class DeviceIndex:
 
     @lasting
     def make_tables(self, slabs: int) -> None:
-        """Make room for the addresses of so many slabs."""
+        """Make room for the addresses of `slabs` slabs."""
         device = self.counts.device
         self.tables = [torch.zeros(slabs, columns, dtype=torch.int64, device=device) for columns in self.columns]
         self.forget_slabs()
@@ -58,7 +58,7 @@ class DeviceIndex:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is stored, but for window and counts."""
+        """Return the stored tensors, without window and counts."""
         return [*self.tables, self.sinks_2BSC]
 
 

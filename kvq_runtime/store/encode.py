@@ -23,7 +23,7 @@ class Encoder:
 
     extra      what policies store beside a block
     together   predicted blocks that are encoded at once: 1, so that a block does not depend on its company, but for a
-               cache of one pass that nobody keeps, which takes a third of the time with whole slabs
+               cache of one pass that is not kept, which takes a third of the time with whole slabs
     """
 
     together = 1
@@ -43,7 +43,7 @@ class Encoder:
         self.encode(layer, store.due)
 
     def encode(self, layer: int, count: int) -> None:
-        """Encode so many of the oldest blocks in the window of a layer."""
+        """Encode the `count` oldest blocks in the window of a layer."""
         store, target = self.stores[layer], self.stores[layer].blocks + count
         together = self.together if self.recipe.cross_layer else 1
         if not self.recipe.cross_layer and not self.recipe.policies:

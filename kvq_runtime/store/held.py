@@ -1,8 +1,8 @@
-"""Compute, from shapes alone, what a cache of so many tokens holds: every byte, as the stores allocate it.
+"""Compute, from shapes alone, the bytes of a cache of a number of tokens, as the stores allocate them.
 
     blocks    ⌊(T - recent) / block⌋ of them, in slabs of 32 of which the last grows by doubling
     window    its room, recent + block tokens, in 16 bits, and the sinks beside it
-    policies  what choices about tokens hold beside that, each says itself
+    policies  what policies hold beside that, by their `held_bytes`
     shared    predictors, bases, codebooks and whatever else was fitted, and rotations: once, whatever T and the batch
 
 Nothing is filled and nothing measured: a cache of 131,072 tokens of a model with 70 billion parameters takes no memory
@@ -98,7 +98,7 @@ class Sizes:
 
     @property
     def _of_fitted_rotation(self) -> Iterator[int]:
-        """Bytes of what a codec makes of each fitted rotation, as the way back, and holds beside it."""
+        """Bytes of the matrix back that a codec makes of each fitted rotation, and holds beside it."""
         for layer in range(self.geometry.layers):
             for role in ROLES:
                 tensors = self._rotation(layer, role)
@@ -142,7 +142,7 @@ class Sizes:
         return found
 
     def at(self, tokens: int, batch: int = 1) -> HeldBytes:
-        """What so many rows of so many tokens hold, in a step."""
+        """Return the bytes that a cache of `batch` rows of `tokens` tokens holds in a step, by kind."""
         window = self.recipe.widest.window
         blocks, exact = max(0, tokens - window.recent) // window.block, window.recent + window.block
         found: dict[str, int] = {}

@@ -66,7 +66,7 @@ class LayerStore:
         self._start = self._stop = window.sinks
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is held, between two forward passes: views of it are made again, and a cache makes the index."""
+        """Return what is held between two forward passes, without views and the index, which are made again."""
         views = ("_keys", "_values", "_by_head", "_packed")
         kept = {name: value for name, value in self.__dict__.items() if name not in views}
         return kept | {"index": None, "_step": None}
@@ -99,7 +99,7 @@ class LayerStore:
         return self.buffer_2BTC[:, :, self._start - self.window.sinks : self._start]
 
     def exact_YTD(self, role: int) -> Tensor:
-        """What is exact, sinks, once there are blocks, and window, by head, float32; a single row where it lies."""
+        """Return the exact tokens by head, float32: sinks (once there are blocks) and window; one row is a view."""
         start = self._start - self.front
         x = self._by_head[role].narrow(-2, start, self._stop - start)
         return (x if x.ndim == 3 else x.flatten(0, 1)).float()
@@ -115,7 +115,7 @@ class LayerStore:
         return self.beyond(self.recent)
 
     def beyond(self, recent: int, count: int = 0) -> int:
-        """Whole blocks that the window holds beyond so many tokens, once `count` more have come."""
+        """Whole blocks that the window holds beyond `recent` tokens, once `count` more have come."""
         return max(0, self._stop - self._start + count - recent) // self.window.block
 
     def fields(self, part: int, start: int, stop: int) -> dict[str, Tensor]:
@@ -319,7 +319,7 @@ class LayerStore:
         return sum(served for served, _ in counts), sum(wanted for _, wanted in counts)
 
     def bytes(self) -> dict[str, int]:
-        """Allocated bytes by kind: what a field is, its stage says; what policies add is a kind of its own."""
+        """Allocated bytes by kind, which the stage of a field decides; fields of policies are kinds of their own."""
         sinks = self.sinks_2BSC.nbytes
         parts = {"window": storage_bytes([self.buffer_2BTC]) - sinks, "sinks": sinks}
         kinds = [codec.scheme.memory_kinds(self.window.block, codec.geometry) for codec in self.codecs]
@@ -345,7 +345,7 @@ class LayerStore:
         self._by_head = [x[0] if len(x) == 1 else x for x in x_2BHTD]
 
     def _changed(self, sinks: bool = False) -> None:
-        """The host has moved something that the device has to be told of."""
+        """Mark that the host has moved something that the device has to know."""
         if self.index is not None:
             self.index.stale = True
             self.index.sinks_stale |= sinks
@@ -357,7 +357,7 @@ class LayerStore:
         self._packed: list[list[PackedBlocks]] = [[], []]
 
     def _order(self, part: int) -> KernelOrder | None:
-        """How the codes of keys (0) or values (1) lie in slabs; None: as they were encoded."""
+        """Return the kernel's order of the codes of keys (0) or values (1) in slabs; None: the encoder's order."""
         return None if part == EXTRA else self.orders[part]
 
     def _store(self, part: int, count: int, fields: Slab) -> None:
@@ -402,7 +402,7 @@ class LayerStore:
         self._changed()
 
     def _restore(self, blocks: int, window_2BTC: Tensor | None) -> None:
-        """Keep so many blocks, and this window after them."""
+        """Keep `blocks` blocks, and this window after them."""
         self.blocks = blocks
         for slabs in self.slabs:
             del slabs[-(-blocks // SLAB) :]
@@ -420,7 +420,7 @@ class LayerStore:
 
 
 def _room(field: Tensor, blocks: int, by_group: bool) -> Tensor:
-    """Memory for so many blocks of a field [B, n, ...]; for the ends of groups [B, n, block, M], which a packed reader
+    """Memory for `blocks` blocks of a field [B, n, ...]; for the ends of groups [B, n, block, M], which a packed reader
     takes by group, by group."""
     batch, _, *shape = field.shape
     if not by_group or len(shape) != 2 or dispatch.runs_kernel(field):

@@ -19,7 +19,7 @@ from kvq_runtime.store.storage import storage_bytes
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What a cache holds: bytes as allocated, bits per element of keys and values, tokens per row.
+    """Memory of a cache: bytes as allocated, bits per element of keys and values, tokens per row.
 
     recipe, batch             name of the recipe; rows
     total_bytes               sequence_bytes + shared_bytes
@@ -87,7 +87,7 @@ class MemoryReport:
         )
 
     def _warning(self) -> str:
-        """What a reader should know of the length from which the cache is smaller: lines, or nothing."""
+        """Return lines about the length from which the cache is smaller, or ""."""
         said, start = [], self.smaller_than_16bit_from
         if self.dtype == "float32":
             said.append("exact tokens are in float32, so that they count twice; a cache of bfloat16 is smaller sooner")
@@ -174,7 +174,7 @@ def shared_bytes(codecs: list[Codec], others: Sequence[Tensor] = ()) -> int:
 
 
 def asymptotic_bits(recipe: Recipe, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
-    """What one more element seen costs once it is encoded, on average over layers, keys and values."""
+    """Return the bits of one more element seen once it is encoded, averaged over layers, keys and values."""
     bits, share = 0.0, math.prod(policy.held_share() for policy in recipe.policies)
     for layer in range(geometry.layers):
         for role in ROLES:

@@ -16,7 +16,7 @@ from kvq_runtime.store.storage import storage_bytes
 
 
 class Positions:
-    """The slots of one cache. `announce` says what the next tokens are; `extend` takes them in."""
+    """The slots of one cache. `announce` describes the next tokens; `extend` adds them."""
 
     def __init__(self):
         self.length = 0
@@ -89,7 +89,7 @@ class Positions:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What `restore` goes back to. Its tensors are never written into."""
+        """Return the state for `restore`. Its tensors are never written to."""
         return self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT
 
     def restore(self, *state: Any) -> None:
@@ -131,7 +131,7 @@ class Positions:
         return self.require().tables(slots_BM if held is None else held.expand(len(slots_BM), -1).gather(1, slots_BM))
 
     def valid(self, start: int, stop: int, sinks: int) -> Tensor:
-        """Which slots from `start` to `stop` hold a real token that is no sink, [B or 1, T]."""
+        """Return True for slots from `start` to `stop` that hold a real token other than a sink, [B or 1, T]."""
         if self.real_BT is None:
             return (torch.arange(start, stop) >= sinks)[None]
         real_BT = self.real_BT[:, :stop]
@@ -144,7 +144,7 @@ class Positions:
         return self.positions_BT[row if len(self.positions_BT) > 1 else 0]
 
     def require(self) -> Rotary:
-        """The model's rotation; a RuntimeError if nobody has announced it."""
+        """The model's rotation; a RuntimeError if it has not been announced."""
         if self.rotary is None:
             raise RuntimeError(
                 "the recipe needs the positions of its tokens, which only the model knows: "
@@ -154,7 +154,7 @@ class Positions:
 
     @property
     def rotary_pairs(self) -> int:
-        """How many pairs of channels RoPE rotates in a head: half of its channels, or fewer."""
+        """Return the pairs of channels that RoPE rotates in a head: half of its channels, or fewer."""
         return len(self.require().frequencies_K)
 
     def spread(self, start: int, stop: int, heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -198,9 +198,9 @@ class Positions:
         return starts_B, real, bool(((held_BT == since_BT) | (since_BT < 0)).all())
 
     def goes_on(self, starts_B: Tensor, counted: bool) -> bool:
-        """Whether the newest slot of each row is real, and stands where counting from the row's start leads.
+        """True if the newest slot of each row is real and, if `counted`, its position is counted from the row's start.
 
-        counted   whether positions have counted from the starts so far; if not, they need not here
+        counted   whether positions have counted from the starts so far
         """
         if self.real_BT is None and self.positions_BT is None:
             return True
@@ -211,7 +211,7 @@ class Positions:
         return not fine or bool(torch.cat(fine).all())
 
     def source(self, start: int, stop: int, sinks: int) -> Tensor | None:
-        """Which slot of a block each of its slots is encoded as: itself; for a sink or a padded slot the nearest token.
+        """Return the slot that each slot of a block is encoded as: itself, or of a sink or padding the nearest token.
 
         [B or 1, T], counted from `start`; None where every slot stands for itself; -1 where the block holds no token.
         Kept for the layers above: with padding, the device is asked.
@@ -236,11 +236,11 @@ class Positions:
         return torch.where(before >= 0, before, first[:, None])
 
     def bytes(self) -> int:
-        """What is stored per sequence."""
+        """Return the bytes stored per sequence."""
         return storage_bytes([t for t in (self.tokens_BT, self.real_BT, self.positions_BT) if t is not None])
 
 
 def _follow(positions_BT: Tensor, start: int) -> bool:
-    """Whether every row counts on from `start`."""
+    """True if the positions of every row count on from `start`."""
     slots = torch.arange(start, start + positions_BT.shape[-1], device=positions_BT.device)
     return torch.equal(positions_BT, slots.expand_as(positions_BT))

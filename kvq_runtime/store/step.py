@@ -10,7 +10,7 @@ from torch import Tensor
 class Step:
     """One forward pass over a cache, as a transaction.
 
-    Whoever changes something in it says first how to take that back; `undo` does so, last change first. After `commit`
+    A caller that changes something registers first how to undo it; `undo` does so, last change first. After `commit`
     nothing is taken back any more.
 
     before   tokens of a row that the cache had seen
@@ -45,7 +45,7 @@ class Step:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is held so that the pass can be undone."""
+        """Return the tensors that are held to undo the pass."""
         return [*_tensors([state for _, state in self._changes])]
 
 

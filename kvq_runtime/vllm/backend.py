@@ -2,7 +2,7 @@
 
 vLLM chooses one backend class for all layers and asks it, not the layer, how large a page is. So the class that is
 registered (`KVQBackend`) serves a layer as vLLM would until its weights are loaded; then each layer that kvq takes gets
-the class of its page (`_backend_of`), which says its bytes. Layers with the same bytes share one. A layer that does not
+the class of its page (`_backend_of`), which has its bytes. Layers with the same bytes share one. A layer that does not
 attend to all tokens keeps vLLM's own cache and attention.
 
 Pinned to vLLM 0.32 and 0.33: `customize_spec` is marked temporary there.
@@ -173,7 +173,7 @@ class KVQImpl(STOCK.get_impl_cls()):
 
 
 class KVQBackend(STOCK):
-    """What is registered with vLLM; it says of a layer what vLLM would, until kvq takes it."""
+    """The attention backend that kvq registers with vLLM; it answers as vLLM's own until kvq takes a layer."""
 
     forward_includes_kv_cache_update: ClassVar[bool] = False
 
@@ -188,7 +188,7 @@ class KVQBackend(STOCK):
 
 @cache
 def _backend_of(per_token: int, sinks: int) -> type[AttentionBackend]:
-    """The backend of layers whose pages have so many bytes a token, of all heads, keys and values together."""
+    """The backend of layers whose pages have `per_token` bytes a token, of all heads, keys and values together."""
 
     class Paged(KVQBackend):
         @classmethod

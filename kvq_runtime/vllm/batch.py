@@ -1,4 +1,4 @@
-"""What a step of vLLM is to a layer's attention."""
+"""A step of vLLM as a layer's attention reads it."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field

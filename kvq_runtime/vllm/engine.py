@@ -26,7 +26,7 @@ logger = init_logger("vllm.kvq")  # below vllm's own, so that its level and form
 
 @dataclass(frozen=True)
 class Served:
-    """What a worker serves: the recipe with vLLM's pages as its blocks, and what is needed to encode its heads.
+    """A worker's setting: the recipe with vLLM's pages as its blocks, and what encodes its heads.
 
     by_block   whether pages are encoded whole, when they are full
     kernel     what its layers share that the decode kernel reads; None: torch alone reads pages
@@ -89,7 +89,7 @@ def served_by(config: VllmConfig, rank: int) -> Served:
 def _kernel(
     config: VllmConfig, recipe: Recipe, geometry: Geometry, rotary: Rotary | None, by_block: bool
 ) -> Shared | None:
-    """What has the decode kernel read pages, which are then encoded whole; None: torch alone reads them."""
+    """Return the kernel's shared state, so that pages are encoded whole; None: torch alone reads them."""
     model = config.model_config
     plain = not model.is_hybrid and config.kv_transfer_config is None and model.get_sliding_window() is None
     if by_block or plain:
@@ -123,7 +123,7 @@ _served: list[tuple[VllmConfig, Served]] = []  # by the engine of this process
 
 
 def of(config: VllmConfig) -> Served:
-    """What all layers of an engine share, made with the first of them."""
+    """Return what all layers of an engine share; the first call makes it."""
     if not _served or _served[0][0] is not config:
         parallel = config.parallel_config
         with own_defaults():

@@ -209,14 +209,14 @@ class Keeper:
             self.counts[name] += number
 
     def close(self, seconds: float = 10.0) -> None:
-        """Write what waits, for so many seconds at most."""
+        """Write what waits, for at most `seconds` seconds."""
         if self._thread is not None:
             self._copies.put(None)
             self._thread.join(seconds)
             self._thread = None
 
     def take_counts(self) -> Mapping[str, float]:
-        """What happened since the last call."""
+        """Return the counts since the last call."""
         with self._lock:
             found, self.counts = self.counts, defaultdict(float)
         found["blocks_damaged"] += self.store.tally.pop("damaged", 0)

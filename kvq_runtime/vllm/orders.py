@@ -31,7 +31,7 @@ class Order:
 
 @dataclass
 class Orders:
-    """What a step begins: loads, which may take several steps, and what to keep when it has been computed."""
+    """The orders of a step: loads, which may take several steps, and what to keep once it has been computed."""
 
     loads: list[Order] = field(default_factory=list)
     keeps: list[Order] = field(default_factory=list)
@@ -63,7 +63,10 @@ class Planner:
         self._loads: dict[str, tuple[int, int]] = {}  # begun since the last step: start, stop
 
     def matched(self, request: Any, computed: int) -> int:
-        """How many tokens can be loaded beyond `computed`, whole pages. It is asked again while there is no room."""
+        """Return how many tokens, in whole pages, can be loaded beyond `computed`.
+
+        vLLM asks again while there is no room.
+        """
         name, known = request.request_id, self._known.get(request.request_id)
         if not wanted(request) or getattr(request, "skip_reading_prefix_cache", False):
             return 0
@@ -87,7 +90,7 @@ class Planner:
             self._loads[request.request_id] = stop - external, stop
 
     def orders(self, computed: Mapping[str, int], pages_of: Callable[[str], Sequence[int]]) -> Orders:
-        """What this step begins.
+        """Return the orders that this step begins.
 
         computed   by request that is scheduled, tokens of it that are computed when the step has ended
         """
@@ -113,7 +116,7 @@ class Planner:
             self._loads.pop(name, None)
 
     def take_counts(self) -> Mapping[str, float]:
-        """What happened since the last call."""
+        """Return the counts since the last call."""
         found, self.counts = self.counts, Counter()
         for store in self.stores:
             found["blocks_damaged"] += store.tally.pop("damaged", 0)
@@ -127,7 +130,7 @@ class Planner:
 
 
 def wanted(request: Any) -> bool:
-    """Whether a request's keys and values follow from its token ids, its tenant and the model alone."""
+    """True if a request's keys and values follow from its token ids, its tenant and the model alone."""
     return (
         request.prompt_token_ids is not None
         and not request.mm_features

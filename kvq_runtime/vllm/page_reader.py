@@ -40,7 +40,7 @@ def refusal_of_all(recipe: Recipe, geometry: Geometry, rotary: Rotary | None) ->
 
 
 class Shared:
-    """What the layers of an engine share: tables for RoPE, and into how many parts pages are cut."""
+    """State that the layers of an engine share: RoPE's tables, and the number of parts that pages are cut into."""
 
     def __init__(self, recipe: Recipe, geometry: Geometry, rotary: Rotary | None):
         self.recipe, self.geometry, self.rotary = recipe, geometry, rotary
@@ -49,7 +49,7 @@ class Shared:
 
     @lasting
     def rope(self, rows: int, pages: int, device: torch.device) -> Any:
-        """Tables for so many rows and pages of each, or more; None: the recipe needs none."""
+        """Tables for `rows` rows of `pages` pages, or more; None: the recipe needs none."""
         if self.rotary is None:
             return None
         have = self._rope
@@ -64,7 +64,7 @@ class Shared:
 
 
 class PageReader:
-    """How the kernel reads one layer's pages.
+    """The kernel's reader of one layer's pages.
 
     orders   how their codes lie in them
     """
@@ -84,7 +84,7 @@ class PageReader:
             self._encoded.append(replace(one, addresses=pages))
 
     def takes(self, q_THD: Tensor, requests: int, count: int) -> bool:
-        """Whether the kernel takes so many of these queries of each of so many requests."""
+        """True if the kernel takes `count` queries of each of `requests` requests."""
         heads = self.shared.geometry.kv_heads
         ratio = q_THD.shape[1] // heads
         return dispatch.runs_kernel(q_THD) and fused.kernels().takes(requests * heads, ratio, count)
@@ -93,7 +93,7 @@ class PageReader:
         self, q_BHTD: Tensor, table: Tensor, lengths_B4: Tensor, windows: tuple[Tensor, Tensor], sinks_E2SC: Tensor,
         scale: float,
     ) -> Tensor:  # fmt: skip
-        """What queries, the newest of their windows, attend to: [B, Hq, Tq, D].
+        """Return the attention of queries, the newest of their windows: [B, Hq, Tq, D].
 
         table        int [B, pages]
         lengths_B4   int32, contiguous: encoded pages, row of the windows, tokens there, row of the sinks or -1

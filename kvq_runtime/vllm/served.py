@@ -26,7 +26,7 @@ def refusal(recipe: Recipe, geometry: Geometry) -> str | None:
 
 
 def by_block(recipe: Recipe, geometry: Geometry) -> bool:
-    """Whether some codes of the recipe belong to a whole block, so that a page is encoded when it is full."""
+    """True if some codes of the recipe belong to a whole block, so that a page is encoded when it is full."""
     return not all(_by_token(scheme, geometry) for scheme in recipe.schemes)
 
 

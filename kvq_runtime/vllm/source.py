@@ -16,7 +16,7 @@ TYPICAL = MODELS["qwen2.5-7b"]  # asked before the model is known; it is asked a
 
 
 def asked() -> str | None:
-    """What the variable says; None: it is not set, or empty, and vLLM is left as it is."""
+    """Return the value of the variable; None if it is not set or empty, and vLLM is unchanged."""
     return os.environ.get(VARIABLE) or None
 
 

@@ -24,7 +24,7 @@ def last(state: State, version: Version) -> Version | None:
 def compared(
     registry: Registry, state: State, version: Version, made: Artifact | None, records: Sequence[Record]
 ) -> dict[str, Any] | None:
-    """What differs from the last version; None where there is none.
+    """Return the differences from the last version; None if there is none.
 
     `same_windows` is None where one of the two was not measured; losses of other windows are shown, and said to be so.
     """

@@ -15,7 +15,7 @@ _FIGURES = ("reason", "kl", "kl_se", "top1", "trend", "windows", "bins")
 
 
 def greedy(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """What each record found, as `evaluate/decode.py` writes it, with "about", a sentence on what was followed."""
+    """Return the results of each record, as `evaluate/decode.py` writes them, with "about", a sentence on the text."""
     return [found for record in records if (found := _of(record)) is not None]
 
 

@@ -64,7 +64,7 @@ def beside(registry: Registry, name: str, version: Version) -> list[dict[str, An
 def evaluations(
     registry: Registry, name: str, version: Version
 ) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
-    """The sound evaluation records of a version, and a row that says whether all are; none where one is damaged."""
+    """The sound evaluation records of a version, and a row on whether all are sound; none if one is damaged."""
     try:
         found = registry.evaluations(version.sha256, name)
     except (ArtifactError, NotFound) as error:
@@ -77,7 +77,7 @@ def evaluations(
 
 
 def _signatures(registry: Registry, name: str, version: Version) -> dict[str, Any]:
-    """How many signature records are of this version; whose they are, `kvq verify --key` says."""
+    """Count the signature records of this version; `kvq verify --key` tells whose they are."""
     try:
         records = [signing.read(data) for data in registry.signatures(version.sha256, name)]
     except (ArtifactError, NotFound) as error:

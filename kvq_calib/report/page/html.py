@@ -100,7 +100,7 @@ def _said(value: Any) -> Any:
 
 
 def folded(title: str, *children: Any) -> Html:
-    """What a reader unfolds."""
+    """Return an element that a reader unfolds."""
     return tag("details", tag("summary", title), *children)
 
 

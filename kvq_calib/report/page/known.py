@@ -48,7 +48,7 @@ def of_version(registry: Registry, name: str, number: str, compared: Sequence[Re
 
 
 def of_file(made: Artifact, name: str, sha256: str, size: int, compared: Sequence[Record] = ()) -> dict[str, Any]:
-    """What is known of a file that is in no registry: no history, and no measurement."""
+    """Describe a file that is in no registry: no history, and no measurement."""
     known = {"kvq": __version__, "name": name, "version": "", "registry": "", "sha256": sha256, "size": size}
     known |= {"published": None, "yanked": None, "aliases": [], "files": {}, "health": health.passed(registry=False)}
     known |= of_artifact(made) | _measured([], made) | {"history": []}
@@ -66,7 +66,7 @@ def _published(state: State, version: Version) -> dict[str, Any]:
 
 
 def of_artifact(made: Artifact) -> dict[str, Any]:
-    """What a file says itself, and what follows from it: recipe, model, origin, sizes, layers of the fit."""
+    """Describe a file from its contents: recipe, model, origin, sizes, layers of the fit."""
     geometry, (model, revision) = made.fingerprint.geometry, model_of(made)
     sizes = Sizes(made.recipe, geometry)
     held = [sizes.at(tokens) for tokens in folder.LENGTHS]
@@ -93,7 +93,7 @@ def layers(made: Artifact) -> list[dict[str, Any]]:
 
 
 def _of_roles(measures: Any) -> dict[str, Any]:
-    """What a fit measured of keys and of values in a layer; files may hold anything."""
+    """Return what a fit measured of keys and of values in a layer; files may hold anything."""
     pairs = measures.items() if isinstance(measures, Mapping) else ()
     return {role: dict(part) for role, part in pairs if isinstance(part, Mapping)}
 

@@ -25,7 +25,7 @@ def number(value: Any) -> float | None:
 
 
 def sound(records: Iterable[Record]) -> list[Record]:
-    """The records of perplexity that are sound, and say of which windows and which figures they are."""
+    """The records of perplexity that are sound, and name their windows and figures."""
     return [record for record in records if is_sound(record) and _is_whole(record)]
 
 
@@ -120,7 +120,7 @@ def deciding(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def about(record: Record) -> dict[str, Any]:
-    """What was measured on: a sentence a text, the model's size, and how many windows errors by layer are of."""
+    """Describe the measurement: a sentence a text, the model's size, and the windows that errors by layer are from."""
     given = record["protocol"]
     texts = [about_text(record), *(about_text(one, name) for name, one in measured.elsewhere(record).items())]
     parameters = number((given.get("model") or {}).get("parameters"))
@@ -142,7 +142,7 @@ def gate(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def weekly(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """What drift checks found: a row a week, in their order."""
+    """Return the results of drift checks: a row a week, in their order."""
     found = []
     for record in sorted((one for one in sound(records) if week(one)), key=lambda one: week(one) or 0):
         row = deciding(rows(record))

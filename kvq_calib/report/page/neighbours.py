@@ -1,4 +1,4 @@
-"""Find what a version can be compared with: versions on the same model and windows, and records that are given."""
+"""Find what a version can be compared with: versions on the same model and windows, and records of the caller."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def found(
     """Points of a picture, this version's first: name, recipe, bits, divergence by full encode and its standard error.
 
     own        the record that stands for the version; None: it was not measured, and there are no others to find
-    compared   records that were given: of the same model, or a ValueError; those that are not sound are left out
+    compared   records of the caller: of the same model, or a ValueError; those that are not sound are left out
     """
     compared = losses.sound(compared)
     mine = list(rows([own], {"name": name, "version": version.version, "this": True})) if own else []
@@ -67,7 +67,7 @@ def _model(record: Record) -> Any:
 
 
 def _windows(record: Record) -> tuple[Any, ...]:
-    """What two records must share to be one picture: model, text and which of its tokens."""
+    """Return what two records must share to be one picture: model, text and which of its tokens."""
     given = record["protocol"]
     text = given.get("text") or {}
     return (_model(record), given["length"], given["windows"], text.get("token_digest"), given.get("sinks"))

@@ -95,12 +95,12 @@ def frontier(known: Known) -> list[Any]:
 
 
 def named(one: Mapping[str, Any]) -> str:
-    """What a point is called."""
+    """Return the label of a point."""
     return f"{one['name']}@{one['version']}" if one.get("version") else str(one["name"])
 
 
 def drawn(draw: Callable[..., Figure], *given: Any) -> Html:
-    """A picture in a page: what a function of this file draws of JSON, whose first line is said to a screen reader."""
+    """A picture in a page, drawn from JSON by a function of this file, whose docstring a screen reader reads."""
     return _drawn(draw, json.dumps(given, default=asdict))
 
 

@@ -50,7 +50,7 @@ def _head(known: Known) -> list[Html]:
 
 
 def _use(known: Known) -> list[Html]:
-    """What loads the version, to copy."""
+    """Return the lines that load the version, to copy."""
     if known["recipe"] is None:
         return []
     place = known["registry"]

@@ -75,7 +75,7 @@ def _tiles(whole: Mapping[str, Any]) -> Html:
 
 
 def _look_at(whole: Mapping[str, Any]) -> Html | None:
-    """What somebody should look at, of the versions that are in use."""
+    """List the versions in use that need attention."""
     rows = [{"name": f"{row['name']}@{row['version']}", "what": "; ".join(row["needs"])}
             for row in current(whole["versions"]) if row["needs"]]  # fmt: skip
     rows = [{"name": one["name"], "what": f"cannot be read: {one['reason']}"} for one in whole["faults"]] + rows
@@ -180,7 +180,7 @@ def _classes(row: Row, chosen: bool) -> str | None:
 
 
 def _loss(row: Row) -> Html:
-    """The divergence, by full encode unless it says otherwise."""
+    """The divergence, by full encode unless stated otherwise."""
     said = f" {SPOKEN[row['protocol']]}" if row["protocol"] not in (None, FULL) else ""
     return tag("td", figure(row["kl"]) + said, class_="n", data_value=_exact(row["kl"]))
 

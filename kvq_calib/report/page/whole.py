@@ -1,6 +1,6 @@
 """Gather what is known of every version of a registry, as JSON: a row a version, read from events, headers and records.
 
-No file is loaded as a whole, so that 500 models take seconds. What cannot be read is a row that says so.
+No file is loaded as a whole, so that 500 models take seconds. What cannot be read is a row with the reason.
 """
 
 from collections.abc import Iterator, Mapping
@@ -91,7 +91,7 @@ def _loss(registry: Registry, name: str, version: Version, fitted: str | None) -
 
 
 def _needs(row: Mapping[str, Any]) -> list[str]:
-    """What somebody should look at."""
+    """Return the reasons why a version needs attention."""
     said = []
     if row["damage"] is not None:
         said.append(f"cannot be read: {row['damage']}")

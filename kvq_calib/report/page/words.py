@@ -12,7 +12,7 @@ Known = Mapping[str, Any]
 
 
 def reference(known: Known) -> str:
-    """What loads the version."""
+    """Return the reference that loads the version."""
     return f"{known['name']}@{known['version']}" if known["version"] else str(known["name"])
 
 
@@ -24,7 +24,7 @@ def judged(found: Mapping[str, Any]) -> Html:
 
 
 def missing(*commands: str) -> Html:
-    """What stands where nothing was measured: the commands that measure it."""
+    """Say that nothing was measured, with the commands that measure it."""
     return tag("div", tag("p", "Not measured. What measures it:", class_="soft"), tag("pre", "\n".join(commands)))
 
 

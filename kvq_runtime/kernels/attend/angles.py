@@ -37,7 +37,10 @@ def multiply_level(b_words, b_values, p_lookup, START: tl.constexpr, HALF: tl.co
 
 @triton.jit
 def _select_short(b_words, CODE: tl.constexpr, HALF: tl.constexpr, V: tl.constexpr):
-    """Which bytes of four float16 are those of codes CODE and CODE + HALF, of up to two bits: a word, a nibble each."""
+    """Return the places of the codes CODE and CODE + HALF, of up to two bits, among the bytes of four float16.
+
+    A word with a nibble for each place.
+    """
     FAR: tl.constexpr = CODE + HALF
     b_near = _load_bits(b_words, CODE, V.BITS, 0, V) * 0x22 + 0x10101010
     b_far = _load_bits(b_words, FAR, V.BITS, 0, V) * 0x22 + 0x10101010

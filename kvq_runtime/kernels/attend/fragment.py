@@ -44,14 +44,14 @@ def _placed(width, slot):
 
 @triton.constexpr_function
 def _lowest(planes, tile):
-    """Where in the mantissa the lowest bit of a code is: its first plane says."""
+    """The place of a code's lowest bit in the mantissa, by its first plane."""
     width, up, _, slot = planes[0]
     return _placed(width, slot + tile)[1] - up
 
 
 @triton.constexpr_function
 def weight(planes, tile):
-    """What `operand` divides the codes of a tile by: a power of two."""
+    """Return the power of two that `operand` divides the codes of a tile by."""
     return float(1 << (10 - _lowest(planes, tile)))
 
 
@@ -81,7 +81,7 @@ def load_words(p_codes, S: tl.constexpr):
 
 @triton.jit
 def _load(p_codes, S: tl.constexpr, NUMBER: tl.constexpr):
-    """The words that one of WORDS says: int16 [I, 256]."""
+    """The words of one entry of WORDS: int16 [I, 256]."""
     W: tl.constexpr = S.WORDS[NUMBER]
     START: tl.constexpr = W.START  # Triton 3.6 does not compute with a plain number
     STRIDE: tl.constexpr = W.STRIDE
@@ -195,7 +195,7 @@ def pairs_of_lanes(S: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr, APART
 
 @triton.jit
 def halves_of_pairs(b_x, S: tl.constexpr, RUN: tl.constexpr):
-    """What was loaded from `pairs_of_lanes`, of left and of right channels: [I, 8 g, 4 t, 2 h] each."""
+    """Split what was loaded from `pairs_of_lanes` into left and right channels: [I, 8 g, 4 t, 2 h] each."""
     R: tl.constexpr = S.RUNS[RUN]
     COUNT: tl.constexpr = R.COUNT
     return tl.split(tl.permute(tl.reshape(b_x, (COUNT, 2, 8, 4, 2)), (0, 2, 3, 4, 1)))

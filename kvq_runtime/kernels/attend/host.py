@@ -57,7 +57,7 @@ class Encoded:
 
 
 class Exact(NamedTuple):
-    """What is held exactly, keys and values alike: windows [B, W, C], a buffer; the sinks of each row [B, S, C].
+    """Exact keys and values: windows [B, W, C], a buffer; the sinks of each row [B, S, C].
 
     Of pages: windows [E, N, C], and sinks [F, S, C], views of [F, 2, S, C]; which of E and F are a row's, `lengths`
     says.
@@ -128,7 +128,7 @@ def choose_splits(
     rope: RopeTables | None = None,
     launch: Launch | None = None,
 ) -> int:
-    """How many parts `attend`, given the same, had best cut the blocks into: see occupancy.py.
+    """Return the number of parts that `attend`, with the same arguments, should cut the blocks into: see occupancy.py.
 
     Compiles the kernel, if it has not been yet. On a CPU, where there is nothing to fill, a few.
 
@@ -152,7 +152,7 @@ def _tiles(keys: Encoded, values: Encoded, rows: int) -> int:
 
 
 def _resident(arguments: tuple, options: dict[str, Any], limits: Any) -> int:
-    """How many programs of the kernel a multiprocessor of the current device runs at once."""
+    """Return how many programs of the kernel a multiprocessor of the current device runs at once."""
     compiled = attend_kernel.warmup(*arguments, grid=(1,), **options)
     compiled._init_handles()  # the driver counts registers when it loads a kernel
     return occupancy.resident(compiled.n_regs, compiled.metadata.shared, options["num_warps"], limits)

@@ -35,7 +35,7 @@ def attend(
     """Write each split's mean of the values and the log2 of its Σ 2^s; merge.py merges them.
 
     p_q              queries [B, Hq, tokens, D]
-    p_rotation       of the keys, float16 [D, D], as host.Encoded has it, which rotates the queries too; or None
+    p_rotation       of the keys, float16 [D, D], of host.Encoded, which rotates the queries too; or None
     scale            of the scores, times log2 e
     p_rope           RopePointers, or None
     p_keys, p_values                  block tables, int64; or Pages

@@ -16,7 +16,7 @@ LINES = 65535  # KV heads of all rows of a batch: an axis of the grid
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched.
+    """Launch settings of a kernel.
 
     tile        tokens of a tile of what is looked up, or angles
     warps       of a program
@@ -31,7 +31,7 @@ class Launch:
 
 
 def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
-    """What a measured setting is for: architecture, head size, how keys and values are read, query rows of a KV head.
+    """Return the key of a measured setting: architecture, head size, readers of keys and values, rows of a KV head.
 
     For example "sm90-d128-codebook8x2-mean-codebook8x2-m8", a mean added to the scores.
     """
@@ -40,7 +40,7 @@ def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
 
 
 def takes(lines: int, ratio: int, tokens: int) -> bool:
-    """Whether the kernel takes so many query tokens: every tile of them reads the blocks again.
+    """True if the kernel takes `tokens` query tokens: every tile of them reads the blocks again.
 
     lines   batch rows times KV heads
     ratio   query heads of a KV head
@@ -49,7 +49,7 @@ def takes(lines: int, ratio: int, tokens: int) -> bool:
 
 
 def tile_rows(keys: Layout, values: Layout, rows: int) -> int:
-    """Columns of a tile for so many query rows of a KV head: 8, 16, 32 or 64. More rows are several tiles.
+    """Columns of a tile for `rows` query rows of a KV head: 8, 16, 32 or 64. More rows are several tiles.
 
     Beside a mean's operands, angles, or the scores of a sub-block of rounded tokens, there are registers for 8 rows;
     where codes are looked up, a tile of 32 costs more than two of 16, which do not spill.
@@ -77,7 +77,7 @@ def choose(device: torch.device, keys: Layout, values: Layout, rows: int) -> Lau
 
 
 def default(keys: Layout, values: Layout, rows: int) -> Launch:
-    """What spills nowhere on any architecture (benchmarks/results/kernels_aot.csv), with few instructions.
+    """Return settings that spill on no architecture (benchmarks/results/kernels_aot.csv), with few instructions.
 
     Warps share a slot's channels, 16 each: where slots are narrow, more warps do the same work twice.
     """

@@ -38,7 +38,7 @@ _NOTHING: Tensors = {}
 
 @dataclass(frozen=True)
 class Layout:
-    """How one scheme is read.
+    """The kernel's way to read one scheme.
 
     geometry   of the model, and `block`, the tokens of a block
     reader     its name and sizes, in the keys of launch.json: "codebook8x2"
@@ -79,12 +79,12 @@ class Layout:
 
     @property
     def rounded(self) -> bool:
-        """Whether codes lie as the tensor core reads them: rounded ones, or indices of what registers hold."""
+        """True if codes are stored as the tensor core reads them: rounded ones, or indices into registers."""
         return self.order is not None
 
     @property
     def reads(self) -> str:
-        """What a step reads of it, and what is expected to bind: benchmarks/results/kernels_predicted.jsonl."""
+        """Say what a step reads, and what should bind it: benchmarks/results/kernels_predicted.jsonl."""
         if self.order is not None and not self.settings.TABLES:
             return "codes in operand order, by arithmetic; memory bandwidth or latency binds"
         if self.order is not None:
@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def adds_mean(self) -> bool:
-        """Whether products of their own add the mean, removed from keys, to scores; before RoPE it joins the lows."""
+        """True if a product of its own adds the mean of keys to scores; before RoPE the mean joins the low ends."""
         return self.mean and not self.pre_rope
 
 
@@ -144,7 +144,7 @@ def _by_pairs(rotation: Tensor | None, size: int) -> Tensor:
 
 
 def padded(count: int) -> int:
-    """What a tile of so many columns is padded to: a power of two that a matrix product takes."""
+    """Return the padded columns of a tile: a power of two that a matrix product takes."""
     return max(16, triton.next_power_of_2(count))
 
 
@@ -223,7 +223,7 @@ def _grid(scheme: Scheme, block: int, geometry: Geometry) -> Layout | None:
 
 
 def _codebook(scheme: Scheme, block: int, geometry: Geometry, points: Tensor, bits: int, indices: int) -> Layout | None:
-    """A codebook [entries, elements] of so many indices, each of `bits`."""
+    """A codebook [entries, elements] for `indices` indices, each of `bits`."""
     streams, elements = _streams(bits), points.shape[1]
     if indices % streams or elements not in (1, 2, 4, 8):
         return None
@@ -294,7 +294,7 @@ def _in_pairs(
 
 
 def _entries(bits: int) -> int:
-    """Words that the points of so many bits take."""
+    """Words that the points of `bits` bits take."""
     return 2 if bits <= 2 else 2 ** (bits - 1)
 
 

@@ -70,7 +70,7 @@ def merge(
     """One program per (batch row, KV head), ROWS query rows and WIDE channels, CHUNK splits at a time.
 
     p_part, p_lse   float32 [B · H, EXACT + splits, rows, D] and [B · H, rows, EXACT + splits], as kernel.py writes them
-    p_rotation      of the values: float16 [D, D], as Encoded has it, or None; not of the exact splits
+    p_rotation      of the values: float16 [D, D], of Encoded, or None; not of the exact splits
     p_mean          of the values, float32 [H, D], or None; not of the exact splits
     p_lengths       int32 [3], the first: encoded blocks; PAGED: [B, 4], of each row
     p_out           [B · H, rows, D] in the queries' dtype

@@ -19,9 +19,9 @@ def splits(lines: int, blocks: int, multiprocessors: int, resident: int) -> int:
 
 
 def resident(registers: int, shared: int, warps: int, limits: Any) -> int:
-    """How many programs of a compiled kernel a multiprocessor runs at once.
+    """Return how many programs of a compiled kernel a multiprocessor runs at once.
 
-    registers   of a thread, which are given out to warps in eights
+    registers   of a thread, allocated to warps in eights
     shared      bytes of a program, to which the system adds a KiB
     limits      of the device, as torch.cuda.get_device_properties has them
     """

@@ -22,7 +22,7 @@ def post_rope(
     q, q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h, start,
     part, L: tl.constexpr, READ_KEYS: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr, VS: tl.constexpr,
 ):  # fmt: skip
-    """Keys after RoPE, or without it; `p_rope` is given where their mean was removed."""
+    """Keys after RoPE, or without it; `p_rope` is not None if their mean was removed."""
     N: tl.constexpr = L.N
     M: tl.constexpr = L.M
     o_c = tl.arange(0, KS.P)

@@ -16,7 +16,7 @@ class Query(NamedTuple):
     """Where queries are, as scans take them.
 
     pointer    to [B, H, rows, D], any float dtype
-    rotation   to float16 [D, D], as host.Encoded has it: q · (read · rotation) = (rotation · q) · read; or None
+    rotation   to float16 [D, D], of host.Encoded: q · (read · rotation) = (rotation · q) · read; or None
     rows       query heads of a KV head, times query tokens: row r is head r // tokens, token r % tokens
     first      row that is the first of this program's tile
     """

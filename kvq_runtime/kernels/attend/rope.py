@@ -27,7 +27,7 @@ CHUNK = tl.constexpr(32)  # frequencies that a product takes at a time: more wou
 
 
 class RopePointers(NamedTuple):
-    """What the kernel gets, as one argument: the tensors of RopeTables, and what was removed from keys.
+    """RoPE's argument of the kernel: the tensors of RopeTables, and the mean that was removed from keys.
 
     mean   of keys before RoPE, float32 [H · D]; or None
     """
@@ -64,7 +64,7 @@ class RopeTables(NamedTuple):
     def of(
         frequencies_K: Tensor, scaling: float, block: int, blocks: int, starts_B: Tensor, position: str = "pre"
     ) -> "RopeTables":
-        """Tables of `blocks` blocks of `block` tokens, for keys before or after RoPE, as the recipe's `position` says.
+        """Tables of `blocks` blocks of `block` tokens, for keys before or after RoPE, by the recipe's `position`.
 
         starts_B   the first real slot of each row
         """

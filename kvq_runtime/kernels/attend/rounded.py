@@ -117,7 +117,7 @@ def scan(
 
 @triton.constexpr_function
 def _rest(runs, number):
-    """Which of b_rest a run shares with those before it that have the same scales and weight."""
+    """Return the index in b_rest that a run shares with earlier ones of the same scales and weight."""
     kinds = []
     for _, _, _, group, planes in runs[: number + 1]:
         width, up, _, slot = planes[0]
@@ -285,7 +285,7 @@ def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexp
 
 @triton.jit
 def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr, TILES: tl.constexpr):
-    """Steps and lows of the tokens of TILES tiles, the i_sub-th of so many: float16 [16], by group and tile.
+    """Steps and lows of the tokens of TILES tiles, the i_sub-th group of them: float16 [16], by group and tile.
 
     No lows where they follow from steps.
     """

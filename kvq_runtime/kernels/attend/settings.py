@@ -41,7 +41,7 @@ class LayerSettings(NamedTuple):
 
 
 class TileSettings(NamedTuple):
-    """What every reader has, and all that tokens need which are held exactly.
+    """The settings of every reader, which are all that exact tokens need.
 
     A read gives a tile for each slot: a run of a head's channels, so that one stream of packed codes is one tile.
 

@@ -30,7 +30,7 @@ def codes_int32(b_runs, STREAM: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def indices(b_runs, STREAM: tl.constexpr, BITS: tl.constexpr):
-    """What one stream looks up: int32 [N, P]."""
+    """Return the indices that one stream looks up: int32 [N, P]."""
     if COMPILED and BITS != 8:
         b_index = tl.inline_asm_elementwise(
             _indices(STREAM, BITS),

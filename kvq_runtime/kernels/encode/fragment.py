@@ -14,7 +14,7 @@ CONTAINERS = 1024  # of a step of a program
 
 
 class Layout(NamedTuple):
-    """What is compiled of an order: tiles and bytes of a sub-block, and its sections."""
+    """The compiled form of an order: tiles and bytes of a sub-block, and its sections."""
 
     TILES: int
     BYTES: int

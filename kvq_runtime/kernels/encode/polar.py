@@ -108,7 +108,10 @@ def _encode(
 
 @triton.jit
 def _sector(b_x, b_y, p_lines, COUNT: tl.constexpr):
-    """Which of COUNT equal sectors of the circle (x, y) lies in: the quadrant, then the sector inside it; any shape."""
+    """Return the number of the sector, of COUNT equal ones, that (x, y) lies in; any shape.
+
+    First the quadrant, then the sector inside it.
+    """
     m_up, m_right = b_y >= 0, b_x >= 0
     b_quadrant = tl.where(m_up, tl.where(m_right, 0, 1), tl.where(m_right, 3, 2))
     m_odd = m_up != m_right
@@ -118,7 +121,7 @@ def _sector(b_x, b_y, p_lines, COUNT: tl.constexpr):
 
 @triton.jit
 def _beyond(b_x, b_y, p_lines, COUNT: tl.constexpr):
-    """How many of the boundaries, all inside a quarter circle, the angle of (x, y) lies beyond; any shape."""
+    """Count the boundaries, all inside a quarter circle, that the angle of (x, y) lies beyond; any shape."""
     b_code = tl.zeros(b_x.shape, tl.int32)
     for i in tl.static_range(COUNT):
         b_code += (b_y * tl.load(p_lines + i * 3) > b_x * tl.load(p_lines + i * 3 + 1)).to(tl.int32)
@@ -127,7 +130,7 @@ def _beyond(b_x, b_y, p_lines, COUNT: tl.constexpr):
 
 @triton.jit
 def _around(b_x, b_y, p_lines, COUNT: tl.constexpr):
-    """How many of the boundaries, anywhere inside (0, 2π), the angle of (x, y) lies beyond; any shape."""
+    """Count the boundaries, anywhere inside (0, 2π), that the angle of (x, y) lies beyond; any shape."""
     b_code, m_lower = tl.zeros(b_x.shape, tl.int32), b_y < 0
     for i in range(COUNT):
         m_beyond = b_y * tl.load(p_lines + i * 3) > b_x * tl.load(p_lines + i * 3 + 1)  # inside a half of the circle

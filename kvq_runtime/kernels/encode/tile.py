@@ -1,4 +1,4 @@
-"""What the encoding kernels share: groups as rows of a tile, their rotation, rounding, and planar packing in registers.
+"""Shared code of the encoding kernels: groups as rows of a tile, rotation, rounding, planar packing in registers.
 
 A row is a group of K elements that are encoded together; a program has ROWS of them, each padded to P, a power of two.
 Rotations act on runs of S elements of a row.
@@ -81,7 +81,7 @@ def signs_on(size: int, seed: int, device: torch.device) -> Tensor:
 
 
 def programs(rows: int, padded: int, matrix: Tensor | None = None) -> tuple[int, tuple[int]]:
-    """(rows of a program, grid) for so many rows of a padded size; half as many beside a matrix, or registers spill."""
+    """(rows of a program, grid) for `rows` rows of a padded size; half as many beside a matrix, or registers spill."""
     tile = TILE if matrix is None else TILE // 2
     each = max(1, min(tile // padded, triton.next_power_of_2(max(rows, 1))))
     return each, (triton.cdiv(rows, each),)

@@ -1,7 +1,7 @@
 """Append a step's keys and values to the exact window in one launch; see ops/window.py.
 
 All programs read the counts; the last of them to have done so writes the new one. A program is one warp, so that all of
-its lanes have read before one of them says so.
+its lanes have read before one of them signals it.
 """
 
 import triton
