@@ -57,7 +57,7 @@ def _pairs(of_a: Records, of_b: Records) -> list[tuple[Mapping[str, Any], Mappin
 
 
 def _windows(record: Mapping[str, Any]) -> Any:
-    """What two records have in common where their figures can be compared; None: this one has none."""
+    """Return what two records share if their figures can be compared; None: this one has no figures."""
     if not measured.of_text(record) or measured.decisive(record) is None:
         return None
     given = record["protocol"]

@@ -22,12 +22,12 @@ DECODE = "decode"  # name of the protocol under which the 16-bit model's own gre
 
 
 def of_text(record: Mapping[str, Any]) -> bool:
-    """Whether a record is of text that was predicted, and so has what the rest of this file reads."""
+    """True if a record is of predicted text, and so has what the rest of this file reads."""
     return record["protocol"].get("name", "perplexity") == "perplexity"
 
 
 def of_tasks(record: Mapping[str, Any]) -> bool:
-    """Whether a record is of tasks."""
+    """True if a record is of tasks."""
     return record["protocol"].get("name") in TASKS
 
 
@@ -58,7 +58,7 @@ def _metrics(task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What a record has for each protocol, figures or the reason why there are none; the full encode first."""
+    """Return a record's part for each protocol: figures, or the reason why there are none; the full encode first."""
     found = record["result"].get("protocols")
     if found is None:
         return {IN_USE: record["result"]}
@@ -82,7 +82,7 @@ def reasons(record: Mapping[str, Any]) -> list[str]:
 
 
 def elsewhere(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What was measured on texts of other kinds: for each, by name, the record as one of that text alone."""
+    """Return the measurements on texts of other kinds, by name: the record as one of that text alone."""
     about, result = record["protocol"], record["result"]
     found = {}
     for name, measured in (result.get("texts") or {}).items():

@@ -34,7 +34,7 @@ _PICTURE = re.compile(r"[a-z0-9][a-z0-9._-]{0,91}\.(png|svg)")
 
 
 def is_name(name: str) -> bool:
-    """Whether an artifact may have this name."""
+    """True if an artifact may have this name."""
     return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not name.endswith(SUFFIX)
 
 
@@ -71,7 +71,7 @@ def check_alias(alias: str) -> str:
 
 
 def is_sha256(text: Any) -> bool:
-    """Whether a value is a digest as kvq writes it."""
+    """True if a value is a digest as kvq writes it."""
     return isinstance(text, str) and bool(_SHA256.fullmatch(text))
 
 

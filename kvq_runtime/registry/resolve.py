@@ -199,7 +199,7 @@ def _find(registry: Registry, reference: Reference) -> Resolved:
 
 
 def _if_recipe(name: str) -> str:
-    """What to add to the message about a missing name that is a recipe's."""
+    """Return the addition to the message about a missing name that is a recipe's."""
     from kvq_runtime.recipe import presets
 
     recipe = presets().get(name)

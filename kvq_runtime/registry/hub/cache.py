@@ -68,7 +68,7 @@ def download(repo: str, path: str, commit: str, limit: int, sha256: str | None =
 
 
 def agree(path: Path, tag: str) -> bool:
-    """Whether a file has the digest that a name or an ETag states: sha256, git's sha1 or sha1. Another text is none."""
+    """True if a file has the digest that a name or an ETag states: sha256, git's sha1 or sha1. Other tags pass."""
     if len(tag) == 64:
         return files.digest(path)[0] == tag
     if len(tag) != 40:

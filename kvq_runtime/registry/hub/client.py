@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Access:
-    """How requests are made, in the words of huggingface_hub.
+    """Settings of requests, in the terms of huggingface_hub.
 
     token              None or True: the usual one; False: none
     cache_dir          where downloads are kept; None: $HF_HUB_CACHE
@@ -100,7 +100,7 @@ def api() -> "HfApi":
 
 
 def is_offline() -> bool:
-    """Whether requests are forbidden: by `using`, or by $HF_HUB_OFFLINE now or when the library was imported."""
+    """True if requests are forbidden: by `using`, or by $HF_HUB_OFFLINE now or when the library was imported."""
     from huggingface_hub import is_offline_mode
 
     if _access.get().local_files_only:
@@ -166,7 +166,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_unknown_host(error: BaseException | None) -> bool:
-    """Whether the address has a name that nobody knows, which another try will not change."""
+    """True if the address has an unknown host name, which another try will not change."""
     while error is not None:
         if isinstance(error, socket.gaierror):
             return error.errno == socket.EAI_NONAME
