@@ -21,7 +21,7 @@ TILE = 4096  # tokens
 
 
 def statistics(stage: Vocabulary) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("vocabulary",)
 
 
