@@ -102,7 +102,7 @@ def _servable(scheme: Scheme, geometry: Geometry) -> bool:
 
 
 def settings(recipe: Recipe, geometry: Geometry, role: Role, vocabulary: int = 0) -> list[Scheme]:
-    """What a recipe with a budget chooses from: its position says for whom.
+    """Return the settings that a recipe with a budget chooses from: its position decides for which engine.
 
     vocabulary   tokens of it, if this layer may be stored by token
     """
@@ -120,7 +120,7 @@ def _possible(scheme: Scheme, geometry: Geometry, role: Role) -> bool:
 
 
 def measured(asked: str, engine: str | None) -> bool:
-    """Whether the settings of `auto` or `auto-vocab` are measured one by one."""
+    """True if the settings of `auto` or `auto-vocab` are measured one by one."""
     return asked == BY_TOKEN or engine is not None
 
 
@@ -185,7 +185,7 @@ def allocated(
 
 
 def most_rounds(plan: Plan) -> int:
-    """How many rounds a plan takes at the most."""
+    """Return the most rounds that a plan takes."""
     return (ROUNDS if plan.budgets else 1) + any(map(share.wanted, plan.recipes))
 
 

@@ -254,7 +254,7 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
 
 
 def _metric(work: RecipeWork, role: Role, scheme: Scheme, collected: LayerStatistics) -> Tensor:
-    """What an error of keys, or of values, costs by the scheme's basis: float64 [C, C]."""
+    """Return the cost of an error of keys, or of values, for the scheme's basis: float64 [C, C]."""
     if "gradients" in scheme.needs:
         return rotate.gradient_metric(_gradients(work, role))
     if role == "key":

@@ -32,7 +32,7 @@ FILE = "gradients.safetensors"
 
 
 def wanted(recipe: Recipe) -> bool:
-    """Whether a fit needs gradients."""
+    """True if a fit needs gradients."""
     return any("gradients" in scheme.needs for scheme in recipe.schemes)
 
 
