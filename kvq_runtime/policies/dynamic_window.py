@@ -62,7 +62,7 @@ class DynamicWindow(PolicySetting):
             )
 
     def most(self, recent: int, block: int) -> int:
-        """What `recent` is while the window keeps what it may."""
+        """Return the recent tokens while the window keeps as many blocks as it may."""
         return recent + self.blocks * block
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
@@ -103,7 +103,7 @@ class DynamicWindowPolicy(Policy):
             store.recent = self._most if keep else window.recent
 
     def may_encode(self, layer: int) -> bool:
-        """What is due may be encoded; if layers decide, how much that is."""
+        """Allow what is due to be encoded; if layers decide, set how much that is."""
         if self.setting.per == "layer":
             store, recent, gap_B = self.cache.stores[layer], self.cache.recipe.window.recent, self._gaps.get(layer)
             keep = gap_B is not None and store.beyond(recent) > 0 and keep_edge(gap_B[None])

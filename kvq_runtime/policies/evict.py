@@ -45,7 +45,7 @@ class Evicting(PolicySetting):
 
     @abstractmethod
     def score(self, mass_BT: Tensor, queries_BT: Tensor) -> Tensor:
-        """How much each of these tokens, which stand in a row, deserves to be held, at least 0: [B, T]."""
+        """Return how much each of these tokens, which are consecutive, deserves to be held, at least 0: [B, T]."""
 
     def chosen(self, tokens: int, window: Window) -> tuple[int, int]:
         """Of tokens seen: blocks, and exact ones. Where the choice is made once, all but the newest token are the
@@ -56,7 +56,7 @@ class Evicting(PolicySetting):
         return blocks, kept - blocks * window.block
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """Which token each slot holds; of exact ones that may be dropped, the attention they got and who saw them."""
+        """Bytes of the slots' token numbers; of exact tokens that may be dropped also of attention and its queries."""
         blocks, exact = self.chosen(tokens, window)
         kept = blocks * window.block + exact
         return {"timeline": 4 * kept * (kept < tokens), "selection": 8 * exact * (not self.once)}
@@ -91,7 +91,7 @@ class Eviction(Policy):
             self.fresh_BW += p_BHGTW.sum((1, 2)).sum(1)
 
     def may_encode(self, layer: int) -> bool:
-        """What is encoded is chosen at the end of the pass, for all layers."""
+        """True if no choice is due: what is encoded is chosen at the end of the pass, for all layers."""
         return not self.fresh_BW.shape[1]
 
     def end(self, step: Step) -> None:
@@ -115,7 +115,7 @@ class Eviction(Policy):
         self.cache.encode(None if once else blocks)
 
     def _choose(self, old: int, held: int) -> tuple[Tensor, int]:
-        """Which tokens of the window stay, [B, K] in rising order, and how many of them are among the `old` ones."""
+        """Return the window's tokens that stay, [B, K] in rising order, and how many of them are of the `old`."""
         _, batch, width = self.got_2BW.shape
         encoded, real_BT = self.positions.length - width, self.positions.real_BT
         stake = width - (self.positions.seen - old)

@@ -49,7 +49,7 @@ class PromptVotes(Evicting):
             raise ValueError(f'{self}; use newest=1 or more, more tokens, an odd kernel, and the pool "max" or "avg"')
 
     def budget(self, tokens: int, window: Window) -> tuple[int, int]:
-        """What comes before the newest, and what these leave of the tokens that are held: sinks at least."""
+        """Count the tokens before the newest, and those of them that the newest leave room for: sinks at least."""
         old = max(0, tokens - self.newest)
         return old, min(old, max(self.tokens - self.newest, window.sinks))
 
