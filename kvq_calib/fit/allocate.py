@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def water_fill(variances_R: Tensor, budget: int, distortions: Sequence[float]) -> list[int]:
-    """Bits of each channel, in the order given. Ties go to the channel that comes first.
+    """Bits of each channel, in the channels' order. Ties go to the channel that comes first.
 
     distortions   d(0), d(1), ..., d(most): falling, and by less and less
     """

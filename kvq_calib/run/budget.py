@@ -125,7 +125,7 @@ def measured(asked: str, engine: str | None) -> bool:
 
 
 def shared(bits: float, geometry: Geometry) -> Recipe:
-    """`aqua-fisher` with at most so many bits per element, in the mean of all layers. ValueError: no such budget."""
+    """`aqua-fisher` with at most `bits` bits per element, averaged over all layers. ValueError: no such budget."""
     low, high = (GAIN + 1) / geometry.width, float(Mixed().bits[0])
     if not low <= bits <= high:
         raise ValueError(f"--bits {bits:g}; this model can have {math.ceil(1e3 * low) / 1e3:g} to {high:g}")

@@ -103,7 +103,7 @@ def name(layer: int, role: Role, sinks: int) -> str:
 
 
 def moment(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
-    """M of a layer's keys, or values, of tokens without so many sinks, as it was collected: float64 [H, D, D]."""
+    """M of a layer's keys, or values, of tokens without the first `sinks`, as it was collected: float64 [H, D, D]."""
     return checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[name(layer, role, sinks)]
 
 

@@ -98,7 +98,7 @@ class Plan:
         return self.samples * self.seq_len
 
     def beginning(self, tokens: int) -> "Plan":
-        """The plan of the first sequences that are fitted on, of at least so many tokens if there are, and no other."""
+        """The plan of the first sequences that are fitted on, at least `tokens` tokens if there are, and no other."""
         count = min(math.ceil(tokens / self.seq_len), self.samples - self.held_out)
         return replace(self, samples=count, held_out=0, transfer=None, transfer_samples=0)
 

@@ -1,4 +1,4 @@
-"""Let attention say when the oldest exact tokens may be encoded.
+"""Let attention decide when the oldest exact tokens may be encoded.
 
 A new token attends to the newest tokens most. Where the oldest token of the window, its *edge*, is attended to no less
 than the newest one, the block that begins with it is kept exact for another forward pass.
@@ -147,9 +147,9 @@ class DynamicWindowPolicy(Policy):
 
 
 def gaps(p_BHGW: Tensor, edge: int, sinks: int, real_BT: Tensor | None, encoded: int = 0) -> Tensor:
-    """A_new - A_edge of each row, means over heads: float32 [B], NaN for a row that has no say.
+    """A_new - A_edge of each row, means over heads: float32 [B], NaN for a row without a vote.
 
-    A row's edge is its first real token from slot `edge` on that is no sink. It has no say if its newest token is
+    A row's edge is its first real token from slot `edge` on that is no sink. It has no vote if its newest token is
     padding, or its edge is not older than that.
 
     p_BHGW   the newest query's weights on the slots from `encoded` on; on padding they are never looked at
@@ -169,5 +169,5 @@ def gaps(p_BHGW: Tensor, edge: int, sinks: int, real_BT: Tensor | None, encoded:
 
 
 def keep_edge(gaps_LB: Tensor) -> bool:
-    """The decision; where no row has a say, nothing is kept."""
+    """The decision; if no row has a vote, nothing is kept."""
     return float(gaps_LB.double().nanmean()) <= 0

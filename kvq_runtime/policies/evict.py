@@ -38,7 +38,7 @@ class Evicting(PolicySetting):
 
     @abstractmethod
     def budget(self, tokens: int, window: Window) -> tuple[int, int]:
-        """Of so many tokens seen: (how many, the first ones, are chosen from; how many of these are held).
+        """Of `tokens` tokens seen: (how many, the first ones, are chosen from; how many of these are held).
 
         Both never fall as tokens come, and the first is whole blocks unless the choice is made `once`.
         """

@@ -68,7 +68,7 @@ class CacheParts:
             store.drop(kept_BK)
 
     def encode(self, blocks: int | None = None) -> None:
-        """Encode so many of the oldest blocks in the window of every layer; None: those that are due."""
+        """Encode the `blocks` oldest blocks in the window of every layer; None: those that are due."""
         for layer in sorted(self.stores):
             store = self.stores[layer]
             self.encoder.encode(layer, store.due if blocks is None else blocks)
@@ -141,7 +141,7 @@ class PolicySetting(ABC):
 class Policy:
     """A policy at work in one cache. All hooks do nothing here; a policy has those that it needs.
 
-    newest   of each forward pass, how many queries `observe` is told of: the newest so many; 0: of none
+    newest   the number of newest queries of each forward pass whose weights `observe` gets; 0: none
     """
 
     newest: int = 0

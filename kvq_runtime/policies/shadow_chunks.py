@@ -2,7 +2,7 @@
 
     landmark = mean of the chunk's keys after RoPE, by head         outlier: smallest min_t cos(key_t, landmark)
 
-Landmarks are stored with the block they belong to. As many outlier chunks as the recipe says are kept, by row and head,
+Landmarks are stored with the block they belong to. The recipe's number of outlier chunks is kept, by row and head,
 of all that have been encoded so far; a chunk that others push out is still there, encoded like all.
 
 Source: Sun et al., 2024 (ShadowKV), algorithm 1.

@@ -1,4 +1,4 @@
-"""Read what an evaluation record says was measured, by protocol, in records of either version.
+"""Read the measurements of an evaluation record, by protocol, in records of either version.
 
     full     every token but the sinks was encoded and decoded before anything attended to it
     in-use   tokens arrived in steps, and a block was encoded when the cache would encode it

@@ -86,7 +86,7 @@ def place() -> str:
 def api() -> "HfApi":
     """huggingface_hub's client, for changes. Xet is disabled for other endpoints, which have none.
 
-    The library waits for an answer without end; where nobody has set a limit, its session gets one.
+    The library waits for an answer without end; unless a limit is set, its session gets one.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import get_session
