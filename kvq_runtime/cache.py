@@ -393,7 +393,7 @@ class BlockCache:
 
     @property
     def refusal(self) -> str | None:
-        """Why, on a GPU, some layer is decoded before it is attended to; None: all are read packed."""
+        """The reason why, on a GPU, some layer is decoded before attention; None: all are read packed."""
         return next(filter(None, (refusal(self.recipe, self.geometry, layer) for layer in sorted(self.held))), None)
 
     def memory_report(self) -> MemoryReport:

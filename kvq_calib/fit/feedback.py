@@ -47,7 +47,7 @@ class QuerySums:
         self._sums[held].merge(index - held * self._fitted, partial)
 
     def value(self) -> tuple[Queries, Queries | None]:
-        """Those to fit on, and the held-out ones, if there are any."""
+        """Return the queries to fit on, and the held-out ones, if there are any."""
         fitted, held = (
             Queries(*sums.value(), self._sequence, self._tables) if sums.merged else None for sums in self._sums
         )

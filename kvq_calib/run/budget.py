@@ -227,8 +227,7 @@ def given(run: Run, recipe: Recipe) -> Recipe:
 
 
 def settled(run: Run, name: str) -> tuple[Run, dict[str, Any]]:
-    """Of a finished run's rounds the one whose artifact to take, and what to note of it: without a budget nothing, and
-    the run itself."""
+    """Return the round of a run whose artifact to take, and a note on it; without a budget the run itself and {}."""
     if name not in run.plan.budgets:
         return run, {}
     parts = [part for part in rounds(run) if name in part.plan.budgets]

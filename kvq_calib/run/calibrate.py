@@ -305,7 +305,7 @@ def _resolved(recipe: Recipe, found: list[Recipe]) -> Recipe:
 
 
 def seconds(run: Run) -> dict[str, float]:
-    """Where the time of a finished run went: "forward" (the model itself), "capture" around it, and each recipe."""
+    """Return the seconds of a finished run: "forward" (the model itself), "capture" around it, and each recipe."""
     totals: dict[str, float] = {}
     for part in budget.rounds(run):
         for layer in range(run.plan.geometry.layers):

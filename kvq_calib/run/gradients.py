@@ -98,7 +98,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path) -> dict[s
 
 
 def name(layer: int, role: Role, sinks: int) -> str:
-    """Where the moment of a layer's keys, or values, is found."""
+    """Return the name of the moment of a layer's keys, or values."""
     return f"layers.{layer}.{role}.{sinks}"
 
 

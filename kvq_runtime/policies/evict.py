@@ -38,7 +38,7 @@ class Evicting(PolicySetting):
 
     @abstractmethod
     def budget(self, tokens: int, window: Window) -> tuple[int, int]:
-        """Of `tokens` tokens seen: (how many, the first ones, are chosen from; how many of these are held).
+        """Split `tokens` tokens seen: (how many, the first ones, are chosen from; how many of these are held).
 
         Both never fall as tokens come, and the first is whole blocks unless the choice is made `once`.
         """
@@ -48,8 +48,11 @@ class Evicting(PolicySetting):
         """Return how much each of these tokens, which are consecutive, deserves to be held, at least 0: [B, T]."""
 
     def chosen(self, tokens: int, window: Window) -> tuple[int, int]:
-        """Of tokens seen: blocks, and exact ones. Where the choice is made once, all but the newest token are the
-        prompt; else the rest of the tokens chosen is exact beside those that are newer."""
+        """Split tokens seen into blocks and exact ones.
+
+        If the choice is made once, all but the newest token are the prompt; else the rest of the tokens chosen is exact
+        beside those that are newer.
+        """
         old, held = self.budget(tokens - self.once, window)
         kept = held + tokens - old
         blocks = max(0, kept - window.recent) // window.block if self.once else held // window.block

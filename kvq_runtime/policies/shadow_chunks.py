@@ -73,7 +73,7 @@ class ShadowChunks(PolicySetting):
         return 8 * dtype.itemsize / self.chunk if role == "key" else 0.0
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """Of the outlier chunks of each head their numbers, cosines and exact keys, once there are blocks."""
+        """Bytes of the outlier chunks of each head: their numbers, cosines and exact keys, once there are blocks."""
         if tokens < window.recent + window.block:
             return {}
         each = 4 + 4 + self.chunk * geometry.head_size * dtype.itemsize
@@ -120,7 +120,7 @@ class ShadowChunksPolicy(Policy):
         return {LANDMARKS: mark_BHND.transpose(1, 2).flatten(2).to(x_BTC.dtype)}
 
     def _keep_lowest(self, layer: int, new: OutlierChunks) -> None:
-        """Of the chunks of a new block, and of those kept so far, keep those with the smallest cosines."""
+        """Keep the chunks with the smallest cosines, of a new block and of those kept so far."""
         if layer not in self.outliers:
             self.outliers[layer] = self._none(new)
         if not self.setting.outliers:

@@ -282,7 +282,7 @@ def _get(name: str, version: str, versions: Mapping[str, Version]) -> Version:
 
 
 def _before(name: str, alias: str, history: Sequence[str], versions: Mapping[str, Version]) -> int:
-    """Where in an alias' history the version stands that it would go back to; NotFound if it cannot."""
+    """Return the index in an alias' history of the version to go back to; NotFound if there is none."""
     for index in reversed(range(len(history) - 1)):
         if history[index] != history[-1] and versions[history[index]].yanked is None:
             return index

@@ -32,9 +32,11 @@ def of_tasks(record: Mapping[str, Any]) -> bool:
 
 
 def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of a record of tasks, for each protocol, task and metric: {"protocol", "task", "metric", "value", "se", "texts",
-    "reference"}, the last the 16-bit model's value, or None; of a task without figures {"protocol", "task", "reason"},
-    the task None where the reason is that of all."""
+    """List the results of a record of tasks, for each protocol, task and metric.
+
+    Each is {"protocol", "task", "metric", "value", "se", "texts", "reference"}, the last the 16-bit model's value, or
+    None; of a task without figures {"protocol", "task", "reason"}, the task None if the reason is that of all.
+    """
     found: list[dict[str, Any]] = []
     for protocol, part in record["result"]["protocols"].items():
         if "reason" in part:
@@ -77,7 +79,7 @@ def decisive(record: Mapping[str, Any]) -> str | None:
 
 
 def reasons(record: Mapping[str, Any]) -> list[str]:
-    """Why figures are missing, a sentence for each protocol that has none."""
+    """Return the reasons for missing figures, a sentence for each protocol that has none."""
     return [f"{SPOKEN[name]}: {part['reason']}" for name, part in parts(record).items() if "reason" in part]
 
 

@@ -440,7 +440,7 @@ SLOTS = ("predict", "rotate", "quantize", "feedback", "correct")
 
 @dataclass(frozen=True)
 class Site:
-    """Where a stage is used.
+    """The place where a stage is used.
 
     scheme     the Scheme that it is part of
     role       "key" or "value"

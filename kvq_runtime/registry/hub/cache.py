@@ -82,7 +82,7 @@ def agree(path: Path, tag: str) -> bool:
 
 
 def _link(repo: str, path: str, commit: str) -> Path:
-    """Where the cache has a file of a commit; ValueError for what is no commit, or a path that leaves its folder."""
+    """Return the cache's path of a file of a commit; ValueError for no commit, or a path that leaves its folder."""
     parts = PurePosixPath(path).parts
     if not parts or ".." in parts or parts[0] == "/" or "\0" in path:
         raise ValueError(f"path {path!r:.120}: not one within a repository")

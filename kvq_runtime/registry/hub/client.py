@@ -67,7 +67,7 @@ def token() -> str | bool | None:
 
 
 def cache_folder() -> Path:
-    """Where huggingface_hub keeps downloads."""
+    """Return huggingface_hub's folder of downloads."""
     from huggingface_hub import constants
 
     return Path(_access.get().cache_dir or constants.HF_HUB_CACHE).expanduser()
