@@ -103,7 +103,7 @@ class BlockCache:
         self._tried = False  # whether it is undone when it has ended
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is held between two forward passes; one that stopped midway is undone."""
+        """Return what is held between two forward passes; a pass that stopped midway is undone."""
         self.settle()
         self.decoder.clear()
         self.positions.forget_factors()
@@ -168,7 +168,7 @@ class BlockCache:
             policy.queried(layer, q_BHTD)
 
     def attend(self, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """What queries [B, query heads, T, D] of the newest tokens get from everything the layer holds: the same shape.
+        """Attend to all that the layer holds, for queries [B, query heads, T, D] of the newest tokens: the same shape.
 
         mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
         scale   what scores are multiplied with
@@ -192,8 +192,10 @@ class BlockCache:
         raise AssertionError("the reference answers every query")
 
     def weighed_first(self, count: int) -> int:
-        """How many of a first forward pass's `count` queries, the newest, have to go through `attend`: those whose
-        weights a policy needs. The others may attend to the pass's own keys and values, which are exact."""
+        """Return how many of a first pass's `count` queries, the newest, have to go through `attend` for a policy.
+
+        The others may attend to the pass's own keys and values, which are exact.
+        """
         return min(count, self._newest)
 
     def finish(self, layer: int) -> None:
@@ -391,7 +393,7 @@ class BlockCache:
 
     @property
     def refusal(self) -> str | None:
-        """Why, on a GPU, some layer is decoded before it is attended to; None: all are read packed."""
+        """The reason why, on a GPU, some layer is decoded before attention; None: all are read packed."""
         return next(filter(None, (refusal(self.recipe, self.geometry, layer) for layer in sorted(self.held))), None)
 
     def memory_report(self) -> MemoryReport:
@@ -409,5 +411,5 @@ class BlockCache:
 
 
 def _finite(k_BTC: Tensor, v_BTC: Tensor) -> bool:
-    """Whether both are surely free of NaN and infinity: a sum of their products, which either would spoil, is."""
+    """True if both surely have no NaN or infinity: a sum of their products, which either would spoil, is finite."""
     return math.isfinite(torch.dot(k_BTC.reshape(-1), v_BTC.reshape(-1)).item())

@@ -85,26 +85,26 @@ class Recipe:
 
     @property
     def fits_prompt(self) -> bool:
-        """Whether a cache fits the recipe's stages to each row's own tokens."""
+        """True if a cache fits the recipe's stages to each row's own tokens."""
         return any(policy.fits_prompt for policy in self.policies)
 
     @property
     def fitted(self) -> bool:
-        """Whether the recipe has stages that need calibration."""
+        """True if the recipe has stages that need calibration."""
         return not self.fits_prompt and any(scheme.fitted for scheme in self.schemes)
 
     def fits(self, scheme: Scheme) -> bool:
-        """Whether a cache fits this scheme itself."""
+        """True if a cache fits this scheme itself."""
         return self.fits_prompt and scheme.fitted
 
     @cached_property
     def cross_layer(self) -> bool:
-        """Whether a layer is predicted from decoded layers, so that layers are encoded and read in order."""
+        """True if a layer is predicted from decoded layers, so that layers are encoded and read in order."""
         return any(scheme.cross_layer for scheme in self.schemes)
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """What the cache is told beside keys and values: "positions" (with cos and sin), "queries", "attention".
+        """The inputs of the cache beside keys and values: "positions" (with cos and sin), "queries", "attention".
 
         Queries that choose chunks are not among it: where nobody tells them, all tokens are read.
         """
@@ -115,7 +115,7 @@ class Recipe:
 
     @property
     def arrival_dependent(self) -> bool:
-        """Whether blocks depend on how tokens arrive: then same calls, same blocks; else same tokens, same blocks."""
+        """True if blocks depend on how tokens arrive: same calls, same blocks; False: same tokens, same blocks."""
         return any(policy.arrival_dependent for policy in self.policies)
 
     @property

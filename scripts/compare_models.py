@@ -146,7 +146,7 @@ def write(
 
 
 def left_out(folder: str) -> list[str]:
-    """Why some recipes are not compared on a model."""
+    """Return why some recipes are not compared on a model."""
     return compare.choose([], models.resolve(folder).geometry)[1]
 
 

@@ -86,7 +86,7 @@ def _item(owner: str, node: ast.FunctionDef) -> str:
 
 
 def _definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
-    """Where a name is defined: in this module, or in the one that it is imported from."""
+    """Find the definition of a name: in this module, or in the one that it is imported from."""
     path = ROOT / Path(*module.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     body = ast.parse(source.read_text()).body

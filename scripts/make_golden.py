@@ -195,7 +195,7 @@ def fingerprint() -> Fingerprint:
 
 
 def digest(recipe: Recipe) -> str:
-    """Of the JSON that stands in artifacts, name and summary included."""
+    """A digest of a recipe's JSON in artifacts, name and summary included."""
     return sha256(strict_json.dumps(recipe.to_json()).encode()).hexdigest()[:16]
 
 

@@ -104,7 +104,7 @@ def go_on(model, cache, prompt):
 
 
 def perplexity(model, cache, prompt, after) -> float:
-    """Of the tokens after the prompt, each fed after the one before."""
+    """Return the perplexity of the tokens after the prompt, each fed after the previous one."""
     logits = [go_on(model, cache, prompt).logits[0, -1]]
     logits += [model(after[:, n : n + 1], past_key_values=cache).logits[0, -1] for n in range(after.shape[1] - 1)]
     return float(torch.nn.functional.cross_entropy(torch.stack(logits).float(), after[0]).exp())

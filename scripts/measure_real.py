@@ -133,7 +133,7 @@ class Home:
         return Path(os.environ["KVQ_HOME"]) / "real" / weights(self.files)[:16]
 
     def artifact(self, recipe: str, on: str) -> Path:
-        """Where the artifact of a recipe is, fitted on one of the texts."""
+        """Return the path of a recipe's artifact, fitted on one of the texts."""
         return self.folder / f"{on}-{self.args.samples}x{self.args.fit_length}" / f"{recipe}.safetensors"
 
     def subject(self, recipe: str, on: str | None) -> Subject | None:

@@ -58,7 +58,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _ordered(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those with figures of recipes, by bits."""
+    """Return the lines with figures of recipes, by bits."""
     some = [one for one in lines if one["recipe"] != REFERENCE and "kl" in one["part"]]
     return sorted(some, key=lambda one: (one["bits"]["asymptotic"], one["recipe"]))
 
@@ -91,7 +91,7 @@ def _head(protocol: str, length: int) -> str:
 
 
 def _crossed(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of what is fitted: on each text, measured on each, by full encode at the first length."""
+    """Write a table of fitted recipes: fitted on each text, measured on each, by full encode at the first length."""
     some = [one for one in _ordered(lines) if one["on"] and one["protocol"] == FULL and one["length"] == LENGTH]
     if len({one["on"] for one in some}) < 2:
         return []

@@ -20,7 +20,7 @@ Line = Mapping[str, Any]
 
 
 def digest(found: Any) -> str:
-    """Of what JSON holds."""
+    """A digest of JSON."""
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -67,7 +67,7 @@ def keep_text(folder: Path, batch: Batch) -> None:
 
 
 def records(folder: Path, on: str, length: int) -> list[dict[str, Any]]:
-    """Of each recipe fitted on a text, or not fitted, a record as of `kvq compare`: that text in domain, others beside.
+    """Return a record, as of `kvq compare`, of each recipe: the text `on` in domain, others beside.
 
     Recipes without figures in domain are left out; of lines on the same measurement, the newest counts.
     """
@@ -106,7 +106,7 @@ def _record(own: Mapping[str, Mapping[str, Line]], on: str, texts: Sequence[str]
 
 
 def _windows(lines: Mapping[str, Line], described: Line) -> dict[str, Any]:
-    """Of the full encode where it was measured: its windows and text, as records have them."""
+    """Return windows and text, in a record's form, of the full encode if it was measured."""
     line = lines.get(FULL) or next(iter(lines.values()))
     text = dict(described[line["tokens"]])
     return {"windows": text.pop("windows"), "length": line["length"], "text": text}

@@ -150,7 +150,7 @@ def talks(args: argparse.Namespace, files: ModelFiles) -> int:
 
 
 def greedy(args: argparse.Namespace, files: ModelFiles) -> int:
-    """Where, along the 16-bit model's greedy text after long prompts, each recipe would first choose another token."""
+    """Find each recipe's first other choice along the 16-bit model's greedy text after long prompts."""
     kept = Kept(args.results / "greedy.json", args.again)
     prompt, count = (PROMPT, GREEDY) if files.context > PROMPT + GREEDY else (files.context // 2, files.context // 8)
     batch = measure_real._whole("book", files, prompt, args.windows or PROMPTS)
@@ -283,7 +283,7 @@ def _ledger(files: ModelFiles) -> Ledger:
 
 
 def _lengths(args: argparse.Namespace) -> Sequence[int]:
-    """Those that are asked for: all of LENGTHS, where none are."""
+    """Return the lengths that are asked for: all of LENGTHS, if none are."""
     return LENGTHS if list(args.lengths) == [*measure_real.WINDOWS] else args.lengths
 
 

@@ -75,7 +75,7 @@ def quantized(name: str) -> Contender:
 
 
 def absent(contender: Contender, model: PreTrainedModel) -> str:
-    """Why one of transformers' quantized caches cannot be made here, and what to install; "" if it can."""
+    """Return why one of transformers' quantized caches cannot be made here, and what to install; "" if it can."""
     try:
         contender.make(model)
     except ImportError:

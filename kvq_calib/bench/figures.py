@@ -55,7 +55,7 @@ def figures(rounds: Iterable[Round], entrants: Sequence[Entrant], weights: int, 
 
 
 def _figures(turns: Sequence[Turn], batch: int, weights: int, memory: int) -> dict[str, Any]:
-    """Of the turns of one cache; {} if there are none."""
+    """Return the figures of the turns of one cache; {} if there are none."""
     if not turns:
         return {}
     steps = np.array([step for turn in turns for step in turn.steps_s])
@@ -77,7 +77,7 @@ def _figures(turns: Sequence[Turn], batch: int, weights: int, memory: int) -> di
 
 
 def failed(found: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Why recipes have no figures, where that is not for want of memory: sentences, each once."""
+    """Return why recipes have no figures, apart from a lack of memory: sentences, each once."""
     missing = [one for one in found if one["recipe"] and not one["measured"] and FULL not in one["note"]]
     return list(dict.fromkeys(f"{one['cache']}: {one['note']}" for one in missing))
 

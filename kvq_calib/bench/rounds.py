@@ -76,7 +76,7 @@ class Round:
 
 
 class Rounds:
-    """Those that were measured; where a path is given, kept in a file of JSON lines: what was asked, then rounds.
+    """Measured rounds; with a path kept in a file of JSON lines: what was asked, then rounds.
 
     The file is replaced whole, so that it is never cut short.
 
@@ -126,8 +126,10 @@ def _short(value: Any) -> str:
 
 
 def dtype_of(files: ModelFiles, name: str | None = None, device: str = "cpu") -> torch.dtype:
-    """That of the name; None: the one that is stored, and bfloat16 where that has 32 bits, but float32 on a processor
-    without bfloat16 instructions, where bfloat16 takes up to 170 times as long."""
+    """Return the dtype of this name; None: the stored one, and bfloat16 if that has 32 bits.
+
+    On a processor without bfloat16 instructions, where bfloat16 takes up to 170 times as long, None means float32.
+    """
     if name is not None:
         return getattr(torch, name)
     if product.without_bfloat16(device):

@@ -32,7 +32,7 @@ class Continuation:
 def loglikelihoods(
     model: PreTrainedModel, cache: Cache, rows: Sequence[Sequence[int]], asked: Sequence[Continuation], step: int
 ) -> list[tuple[float, bool]]:
-    """Of each continuation: the sum of log q(token), in nats, and whether each token is the likeliest in its place.
+    """Return, for each continuation, the sum of log q(token), in nats, and whether each token is the likeliest.
 
     rows   token ids of context and continuation without its last token, each of at least one token
     step   tokens a pass

@@ -53,7 +53,7 @@ def follow(
     most: int,
     stepped: Callable[[], object] = lambda: None,
 ) -> list[list[dict[str, Any]]]:
-    """Of each cache a list of turns.
+    """Return a list of turns for each cache.
 
     asked     the tokens that each turn adds; a turn begins with what ends the model's, as `turns` gives them
     most      tokens of an answer

@@ -256,7 +256,7 @@ def _over_windows(values_W: Tensor) -> tuple[float, float | None]:
 
 
 def _slopes(values_WT: Tensor) -> Tensor:
-    """Of each row the slope of a least-squares line, per token; 0 of a single token."""
+    """Return the slope of a least-squares line for each row, per token; 0 for a single token."""
     place_T = torch.arange(values_WT.shape[1], dtype=torch.float64)
     place_T = place_T - place_T.mean()
     return (values_WT * place_T).sum(1) / place_T.square().sum().clamp(min=1)

@@ -28,7 +28,7 @@ _CHOICES = {"window": "how long tokens stay exact", "select": "which tokens are 
 
 
 def refusal(recipe: Recipe) -> str | None:
-    """Why a recipe has no full encode, or None."""
+    """Return the reason why a recipe has no full encode, or None."""
     for policy in recipe.policies:
         if not policy.fits_prompt:
             return f"it chooses {_CHOICES.get(policy.slot, 'among tokens')}, so that no full encode is its own"

@@ -45,7 +45,7 @@ class WitnessCache(KVQCache):
         self.passes.append((read_B, new_B * coded_B))
 
     def shares(self, rows: int, passes: Sequence[int] | None = None) -> list[float]:
-        """Of each row: the share of its reads, 0 to 1, that were of tokens no longer exact; 0 where it read nothing.
+        """Return, for each row, the share of its reads, 0 to 1, of tokens no longer exact; 0 if it read nothing.
 
         passes   how many of the noted passes, the first ones, count for each row; None: all
         """

@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def water_fill(variances_R: Tensor, budget: int, distortions: Sequence[float]) -> list[int]:
-    """Bits of each channel, in the order given. Ties go to the channel that comes first.
+    """Bits of each channel, in the channels' order. Ties go to the channel that comes first.
 
     distortions   d(0), d(1), ..., d(most): falling, and by less and less
     """
@@ -40,7 +40,7 @@ def water_fill(variances_R: Tensor, budget: int, distortions: Sequence[float]) -
 
 
 def counts(bits_R: Sequence[int], widths: Sequence[int]) -> tuple[int, ...]:
-    """How many channels have each of these widths: what a schedule in falling order stores."""
+    """Count the channels of each of these widths: what a schedule in falling order stores."""
     if any(bits not in widths for bits in bits_R):
         raise ValueError(f"bits {sorted(set(bits_R))}; the schedule has {list(widths)}")
     return tuple(sum(bits == width for bits in bits_R) for width in widths)

@@ -16,7 +16,7 @@ from kvq_runtime.stages.coupled import Coupled
 
 
 def statistics(stage: Coupled) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("residuals",)
 
 

@@ -11,7 +11,7 @@ BLOCK = 8  # tokens: a quantizer may take no other number than a multiple of thi
 
 
 def statistics(stage: Escape) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("residuals",)
 
 

@@ -32,7 +32,7 @@ class QuerySums:
         self._sequence = 0.0
 
     def partial(self, index: int, q_NTC: Tensor) -> QueryMoments:
-        """The sums of a chunk's queries, given before RoPE."""
+        """The sums of a chunk's queries, which are before RoPE."""
         q_NTGD = q_NTC.float().unflatten(-1, (-1, self._geometry.head_size))
         if index >= self._fitted:
             q_NTGD = torch.nn.functional.normalize(q_NTGD, dim=-1)
@@ -41,13 +41,13 @@ class QuerySums:
         return partial
 
     def merge(self, index: int, partial: QueryMoments, sequences: int) -> None:
-        """Add the sums of a chunk of so many sequences; chunk 0 first, then each next one."""
+        """Add the sums of a chunk of `sequences` sequences; chunk 0 first, then each next one."""
         held = index >= self._fitted
         self._sequence = float(partial.sums["count"]) / sequences
         self._sums[held].merge(index - held * self._fitted, partial)
 
     def value(self) -> tuple[Queries, Queries | None]:
-        """Those to fit on, and the held-out ones, if there are any."""
+        """Return the queries to fit on, and the held-out ones, if there are any."""
         fitted, held = (
             Queries(*sums.value(), self._sequence, self._tables) if sums.merged else None for sums in self._sums
         )

@@ -1,7 +1,7 @@
 """Round a matrix to 4 bits against the Gram matrix of what it is multiplied with: GPTQ.
 
 The loss is Σ_o (ŵ_o - w_o)ᵀ C (ŵ_o - w_o), C the covariance of the inputs: what the rounding does to the outputs, in
-the mean over inputs. Stored as `kvq_runtime/stages/four_bits.py` has it.
+the mean over inputs. Stored as in `kvq_runtime/stages/four_bits.py`.
 
 Source: Frantar et al., 2022 (GPTQ), algorithm 1, a method for weights.
 Differs: inputs are rounded in their own order, one at a time; C gets no other damping than its caller's.

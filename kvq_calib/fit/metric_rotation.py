@@ -21,7 +21,7 @@ FLOOR = 1e-8  # of the largest eigenvalue: a direction without variance or weigh
 
 
 def statistics(stage: MetricRotation) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     weigh = {"queries": ("queries",), "output": ("metric",), "attended": ("queries", "attended")}[stage.metric]
     return (*weigh, "residuals") if isinstance(stage, Wush) else weigh
 
@@ -90,8 +90,10 @@ def mixing(size: int) -> Tensor:
 
 
 def bit_reversal(values_D: Tensor) -> Tensor:
-    """Which column comes where: the i-th largest eigenvalue's at i with its bits reversed; as they are where the size
-    is no power of two."""
+    """Return the order of columns: the i-th largest eigenvalue's goes to i with its bits reversed.
+
+    The order is unchanged if the size is no power of two.
+    """
     size = len(values_D)
     order = torch.arange(size, device=values_D.device)
     if size & (size - 1) or size == 1:

@@ -17,7 +17,7 @@ from kvq_runtime.stages.nuq import Nuq, ends, normalized
 
 
 def statistics(stage: Nuq) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("residuals",)
 
 

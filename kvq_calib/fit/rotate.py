@@ -32,7 +32,7 @@ RIDGE = 1e-3
 
 
 def statistics(stage: Basis) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("metric", "residuals") if isinstance(stage, Weighted) else ("residuals",)
 
 

@@ -81,7 +81,7 @@ class SchemeFit(Fitting):
     rows = SAMPLE_ROWS
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker needs: the codec, the mean and the queries' moments, not what else was collected."""
+        """Return the state for a worker: the codec, the mean and the queries' moments, without other statistics."""
         kept = Statistics(self.statistics.mean_C, queries=self.statistics.queries, seed=self.statistics.seed)
         return self.__dict__ | {"statistics": kept}
 

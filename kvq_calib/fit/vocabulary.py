@@ -1,4 +1,4 @@
-"""Make the table of a vocabulary: what the first layer's projection makes of every token, without the mean.
+"""Make the table of a vocabulary: the first layer's projection of every token, without the mean.
 
 In 4 bits each row is rounded for itself: every token counts alike, however often a text has it.
 """
@@ -21,12 +21,12 @@ TILE = 4096  # tokens
 
 
 def statistics(stage: Vocabulary) -> tuple[str, ...]:
-    """What a fit needs."""
+    """Return the names of the statistics that a fit needs."""
     return ("vocabulary",)
 
 
 def solve(stage: Vocabulary, statistics: Statistics, codec: Codec) -> tuple[Vocabulary, dict[str, Tensor]]:
-    """The stage with the vocabulary's size, and the table: bfloat16 [V, C], or as `four_bits.specs` has it."""
+    """The stage with the vocabulary's size, and the table: bfloat16 [V, C], or of `four_bits.specs`."""
     table_VC = statistics.vocabulary
     assert table_VC is not None, "a table is made of a vocabulary"
     if codec.predictor is not None:

@@ -78,7 +78,7 @@ def show_results(asked: Job, done: Sequence[Published], folder: Path) -> None:
 
 
 def _link(place: Place) -> str:
-    """Where a version is: a page of the Hub, or the file."""
+    """Return the address of a version: a page of the Hub, or the file."""
     if place.path is not None:
         return Path(place.path).as_uri()
     from huggingface_hub import constants

@@ -245,7 +245,7 @@ class CompressedLM(HFLM):
 
 
 def _shares(cache: Cache, rows: int, passes: Sequence[int] | None = None) -> list[float]:
-    """Of each row: the share of its reads that were encoded; 0 of a cache of 16 bits."""
+    """Return the share of each row's reads that were encoded; 0 for a cache of 16 bits."""
     return cache.shares(rows, passes) if isinstance(cache, WitnessCache) else [0.0] * rows
 
 

@@ -134,5 +134,5 @@ def query_deviation(layers: Sequence[Mapping[str, Any]], where: str) -> bytes:
 
 
 def _look(number: int) -> dict[str, Any]:
-    """Of a line that is no recipe; a picture has at most as many as there are colours."""
+    """Return the look of a line that is no recipe; a picture has at most as many as there are colours."""
     return {"color": COLOURS[number], "marker": MARKS[number], "linewidth": 1.6, "markersize": 4.5}

@@ -176,7 +176,7 @@ def attention_error(record: Mapping[str, Any], protocol: str = IN_USE) -> float 
 
 
 def _protocols(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Those that any of the records has."""
+    """Return the protocols that any of the records has."""
     return [name for name in measured.PROTOCOLS if any(name in measured.parts(record) for record in records)]
 
 

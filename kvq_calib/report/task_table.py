@@ -23,7 +23,7 @@ def rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why tasks have no figures: a sentence for each recipe and task."""
+    """Return why tasks have no figures: a sentence for each recipe and task."""
     some = ((name_of(one), answer) for one in records for answer in measured.answers(one))
     return [f"{name}: {answer['reason']}\n" for name, answer in some if answer["task"] and "reason" in answer]
 

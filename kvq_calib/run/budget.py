@@ -102,7 +102,7 @@ def _servable(scheme: Scheme, geometry: Geometry) -> bool:
 
 
 def settings(recipe: Recipe, geometry: Geometry, role: Role, vocabulary: int = 0) -> list[Scheme]:
-    """What a recipe with a budget chooses from: its position says for whom.
+    """Return the settings that a recipe with a budget chooses from: its position decides for which engine.
 
     vocabulary   tokens of it, if this layer may be stored by token
     """
@@ -120,12 +120,12 @@ def _possible(scheme: Scheme, geometry: Geometry, role: Role) -> bool:
 
 
 def measured(asked: str, engine: str | None) -> bool:
-    """Whether the settings of `auto` or `auto-vocab` are measured one by one."""
+    """True if the settings of `auto` or `auto-vocab` are measured one by one."""
     return asked == BY_TOKEN or engine is not None
 
 
 def shared(bits: float, geometry: Geometry) -> Recipe:
-    """`aqua-fisher` with at most so many bits per element, in the mean of all layers. ValueError: no such budget."""
+    """`aqua-fisher` with at most `bits` bits per element, averaged over all layers. ValueError: no such budget."""
     low, high = (GAIN + 1) / geometry.width, float(Mixed().bits[0])
     if not low <= bits <= high:
         raise ValueError(f"--bits {bits:g}; this model can have {math.ceil(1e3 * low) / 1e3:g} to {high:g}")
@@ -185,7 +185,7 @@ def allocated(
 
 
 def most_rounds(plan: Plan) -> int:
-    """How many rounds a plan takes at the most."""
+    """Return the most rounds that a plan takes."""
     return (ROUNDS if plan.budgets else 1) + any(map(share.wanted, plan.recipes))
 
 
@@ -227,8 +227,7 @@ def given(run: Run, recipe: Recipe) -> Recipe:
 
 
 def settled(run: Run, name: str) -> tuple[Run, dict[str, Any]]:
-    """Of a finished run's rounds the one whose artifact to take, and what to note of it: without a budget nothing, and
-    the run itself."""
+    """Return the round of a run whose artifact to take, and a note on it; without a budget the run itself and {}."""
     if name not in run.plan.budgets:
         return run, {}
     parts = [part for part in rounds(run) if name in part.plan.budgets]

@@ -254,7 +254,7 @@ def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected:
 
 
 def _metric(work: RecipeWork, role: Role, scheme: Scheme, collected: LayerStatistics) -> Tensor:
-    """What an error of keys, or of values, costs by the scheme's basis: float64 [C, C]."""
+    """Return the cost of an error of keys, or of values, for the scheme's basis: float64 [C, C]."""
     if "gradients" in scheme.needs:
         return rotate.gradient_metric(_gradients(work, role))
     if role == "key":
@@ -305,7 +305,7 @@ def _resolved(recipe: Recipe, found: list[Recipe]) -> Recipe:
 
 
 def seconds(run: Run) -> dict[str, float]:
-    """Where the time of a finished run went: "forward" (the model itself), "capture" around it, and each recipe."""
+    """Return the seconds of a finished run: "forward" (the model itself), "capture" around it, and each recipe."""
     totals: dict[str, float] = {}
     for part in budget.rounds(run):
         for layer in range(run.plan.geometry.layers):

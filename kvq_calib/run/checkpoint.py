@@ -85,7 +85,7 @@ def layer_folder(run: Path, layer: int, noted: dict) -> Iterator[Path]:
 
 
 def record(run: Path, layer: int) -> dict | None:
-    """What was noted when a layer was finished, or None."""
+    """Read the notes on a finished layer; None if it is not finished."""
     folder = folder_of(run, layer)
     return json.loads((folder / "done.json").read_text()) if folder.is_dir() else None
 

@@ -35,7 +35,7 @@ def memory_of(device: str) -> int:
 
 
 def cores() -> int:
-    """Cores that this process may use: physical ones, or as many as OMP_NUM_THREADS says."""
+    """Cores that this process may use: physical ones, or OMP_NUM_THREADS."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)

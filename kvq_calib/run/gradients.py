@@ -32,7 +32,7 @@ FILE = "gradients.safetensors"
 
 
 def wanted(recipe: Recipe) -> bool:
-    """Whether a fit needs gradients."""
+    """True if a fit needs gradients."""
     return any("gradients" in scheme.needs for scheme in recipe.schemes)
 
 
@@ -98,12 +98,12 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path) -> dict[s
 
 
 def name(layer: int, role: Role, sinks: int) -> str:
-    """Where the moment of a layer's keys, or values, is found."""
+    """Return the name of the moment of a layer's keys, or values."""
     return f"layers.{layer}.{role}.{sinks}"
 
 
 def moment(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
-    """M of a layer's keys, or values, of tokens without so many sinks, as it was collected: float64 [H, D, D]."""
+    """M of a layer's keys, or values, of tokens without the first `sinks`, as it was collected: float64 [H, D, D]."""
     return checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[name(layer, role, sinks)]
 
 

@@ -28,7 +28,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Capture:
-    """What the chunks of a layer's capture share.
+    """The shared state of the chunks of a layer's capture.
 
     sinks        the numbers of sinks that are left out, each, of moments
     query_sums   of the queries, if they are asked for
@@ -115,7 +115,7 @@ class RecipeWork:
         return data, Context(rope=data.rope, keys=keys, below=below)
 
     def is_read(self, role: Role) -> bool:
-        """Whether a prediction reads decoded keys, or values, of this layer: that of its values, or one above."""
+        """True if a prediction reads decoded keys, or values, of this layer: that of its values, or one above."""
         above = range(self.layer + 1, self.run.plan.geometry.layers)
         below = (n - max(self._inputs(n, role).below, default=0) <= self.layer for n in above for role in ROLES)
         return any(below) or (role == "key" and self._inputs(self.layer, "value").keys)
@@ -161,7 +161,7 @@ class RecipeWork:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass over the decoded layers below shares: one scheme of one recipe, as far as it is fitted.
+    """The shared state of a pass over the decoded layers below: one scheme of one recipe, as far as it is fitted.
 
     field   of `Statistics`, that the pass collects
     """
@@ -207,7 +207,7 @@ def _centred(codec: Codec, data: Blocks) -> Tensor:
 
 
 def clean(scheme: Scheme) -> bool:
-    """Whether the scheme's prediction is fitted on exact layers below."""
+    """True if the scheme's prediction is fitted on exact layers below."""
     return scheme.predict is not None and scheme.predict.fitted_on_exact
 
 

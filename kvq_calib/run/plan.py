@@ -84,12 +84,12 @@ class Plan:
 
     @property
     def own_chunks(self) -> int:
-        """How many chunks are of the corpus; those of the transfer text follow them."""
+        """Return the number of the corpus's chunks; those of the transfer text follow them."""
         return self.fitted_chunks + math.ceil(self.held_out / self.chunk)
 
     @property
     def fitted_chunks(self) -> int:
-        """How many chunks are fitted on; the rest, if any, are held out."""
+        """Return the number of chunks that are fitted on; the rest, if any, are held out."""
         return math.ceil((self.samples - self.held_out) / self.chunk)
 
     @property
@@ -98,13 +98,13 @@ class Plan:
         return self.samples * self.seq_len
 
     def beginning(self, tokens: int) -> "Plan":
-        """The plan of the first sequences that are fitted on, of at least so many tokens if there are, and no other."""
+        """The plan of the first sequences that are fitted on, at least `tokens` tokens if there are, and no other."""
         count = min(math.ceil(tokens / self.seq_len), self.samples - self.held_out)
         return replace(self, samples=count, held_out=0, transfer=None, transfer_samples=0)
 
     @property
     def depth(self) -> int:
-        """How many decoded layers underneath a layer may read."""
+        """Return how many decoded layers below it a layer may read."""
         inputs = (
             recipe.scheme(layer, role).inputs(layer, role)
             for recipe in self.recipes for layer in range(self.geometry.layers) for role in ROLES
@@ -149,7 +149,7 @@ class Plan:
 
 
 def environment(device: str, dtype: str, threads: int) -> dict:
-    """What the bytes of a run depend on beside its plan: versions and the kind of machine, no name of it."""
+    """Return what the bytes of a run depend on beside its plan: versions and the kind of machine, without its name."""
     found = {name: version(name) for name in ("kvq-runtime", "transformers")}
     found |= {"torch": torch.__version__, "machine": platform.machine()}
     found |= {"dtype": dtype, "threads": threads, "device": device, "cpu": torch.backends.cpu.get_cpu_capability()}

@@ -40,7 +40,7 @@ def shares(scheme: Scheme) -> bool:
 
 
 def wanted(recipe: Recipe) -> bool:
-    """Whether any bits of the recipe are shared out."""
+    """True if any bits of the recipe are shared out."""
     return any(map(shares, recipe.schemes))
 
 
@@ -65,7 +65,7 @@ def drafted(recipe: Recipe) -> Recipe:
 def costs(
     weight_EQ: Tensor, queries: Queries, variance_C: Tensor, energy: float, geometry: Geometry
 ) -> dict[str, float]:
-    """What a unit of error costs, by role: in the mean over channels, relative to the energy of the stream.
+    """Return the cost of a unit of error, by role: averaged over channels, relative to the energy of the stream.
 
     weight_EQ    of the output projection          variance_C   of values, by channel          energy   mean ‖h‖²
     """

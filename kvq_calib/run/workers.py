@@ -55,7 +55,7 @@ class Order:
 
 @contextmanager
 def ray_executor(run: Run, count: int) -> Iterator[Executor]:
-    """An executor on so many workers, which Ray starts here and stops at the end."""
+    """An executor on `count` workers, which Ray starts here and stops at the end."""
     mark = uuid.uuid4().hex
     files.save(run.folder / MARK, mark.encode())
     cluster = "RAY_ADDRESS" in os.environ

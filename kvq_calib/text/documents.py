@@ -44,7 +44,7 @@ class Documents:
 
     @property
     def digest(self) -> str:
-        """Of the set of documents: the same for every file format and order."""
+        """A digest of the set of documents: the same for every file format and order."""
         return hashlib.sha256("".join(sorted(set(self.ids))).encode()).hexdigest()
 
 

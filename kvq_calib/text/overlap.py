@@ -29,7 +29,7 @@ _BASE = 0x9E3779B97F4A7C15
 
 
 def shares(texts: Sequence[str], others: Iterable[str]) -> list[float]:
-    """Of each text the share of its runs, 0 to 1, that `others` have; they are read once, in any order."""
+    """Return the share of each text's runs, 0 to 1, that `others` have; they are read once, in any order."""
     own = [np.concatenate([*runs(text), np.empty(0, np.uint64)]) for text in texts]
     known = np.unique(np.concatenate([*own, np.empty(0, np.uint64)]))
     found = np.zeros(len(known), bool)
@@ -88,7 +88,7 @@ class Unseen:
         return (text for text in chain.from_iterable(fit.texts for fit in self.fits))
 
     def left(self, texts: Sequence[str]) -> float:
-        """Of the runs of texts, all together, the share that is fitted on."""
+        """Return the share of all the texts' runs that is fitted on."""
         sizes = [sum(map(len, runs(text))) for text in texts]
         found = shares(texts, self.read())
         return sum(size * share for size, share in zip(sizes, found, strict=True)) / max(1, sum(sizes))

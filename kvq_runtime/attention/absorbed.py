@@ -63,7 +63,7 @@ def reads(recipe: Recipe, geometry: Geometry) -> str | None:
 
 
 def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
-    """Why this layer is rebuilt before it is attended to, and what that costs; None: residuals are read."""
+    """Return the reason for rebuilding this layer before attention, with its cost; None: residuals are read."""
     reason = _reason(recipe, layer)
     return reason and f"{recipe.name}, layer {layer}: {reason}; its history is decoded at every step"
 
@@ -254,6 +254,6 @@ def _wide(q_YND: Tensor, heads: int) -> Tensor:
 
 
 def _own(x_BMC: Tensor, heads: int, count: int) -> Tensor:
-    """Of what each head's queries have of all channels, those of its own head: [Y, N, D]."""
+    """Return the part of each head's queries, over all channels, that belongs to its own head: [Y, N, D]."""
     by_head = x_BMC.view(len(x_BMC), heads, count, heads, -1)
     return by_head.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)

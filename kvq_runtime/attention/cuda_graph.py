@@ -58,7 +58,7 @@ def graph(step: Callable[[], T]) -> tuple[T, Callable[[], None]]:
 
 
 def refused(cache: RecordableCache) -> str | None:
-    """Why no step of this cache can be recorded, as long as it holds these rows: a sentence; None: one can."""
+    """Return the reason why no step of this cache can be recorded while it holds these rows; None: one can."""
     stores = list(cache.layers.values())
     if len(stores) < len(cache.held):
         return cache.refusal or "the cache holds no tokens yet"
@@ -74,7 +74,7 @@ def refused(cache: RecordableCache) -> str | None:
 
 
 def not_yet(cache: RecordableCache) -> str | None:
-    """Why the very next step cannot be recorded, though a later one can: a sentence; None: it can."""
+    """Return the reason why the very next step cannot be recorded, though a later one can; None: it can."""
     first = next(iter(cache.layers.values()))
     if any(store.beyond(store.recent, 1) for store in cache.layers.values()):
         return "the next step encodes a block; take it first, then record"
@@ -159,7 +159,7 @@ class Recorded(Generic[T]):
         return cache.fused.regular and self._where() == self._places
 
     def _where(self) -> list[int]:
-        """Where the kernel finds the layers."""
+        """Return the addresses at which the kernel finds the layers."""
         places = [self._cache.fused.padding.starts_B.data_ptr()]
         for store in self._stores.values():
             assert store.index is not None

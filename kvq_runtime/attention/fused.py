@@ -34,7 +34,7 @@ MOST = 128  # channels of a head whose mean turns in the tile: more spill on sm_
 
 
 def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
-    """Why no kernel attends to this layer's packed blocks, and what that costs; None: one does."""
+    """Return the reason why no kernel attends to this layer's packed blocks, with its cost; None: one does."""
     reason = _reason(recipe, geometry, layer)
     return reason and f"{recipe.name}, layer {layer}: {reason}; {COST}"
 

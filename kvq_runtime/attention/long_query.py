@@ -27,7 +27,7 @@ _WIDE = "dtype" in torch.ops.aten.baddbmm.overloads()
 
 @dataclass
 class _Sums:
-    """Of N rows of queries, over the tokens so far: the largest score, Σ e^(s - top), Σ e^(s - top) v."""
+    """Sums of N rows of queries over the tokens so far: the largest score, Σ e^(s - top), Σ e^(s - top) v."""
 
     top_YN: Tensor
     total_YN: Tensor

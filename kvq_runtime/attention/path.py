@@ -41,7 +41,7 @@ class Path(ABC):
 
     @staticmethod
     def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
-        """Why no query to this layer is for this path, and what that costs; None: some are."""
+        """Return the reason why this path takes no query to this layer, with its cost; None: it takes some."""
         return None
 
 

@@ -332,7 +332,7 @@ def _grouped(x_NRW: Tensor, matrix_WV: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def places(quantize: Quantizer, width: int, geometry: Geometry, device: torch.device) -> Tensor | None:
-    """Where each element is among the decoded ones; None where it has kept its place."""
+    """Return the place of each element among the decoded ones; None if each has kept its place."""
     order = quantize.order(width, geometry)
     return None if torch.equal(order, torch.arange(width)) else order.argsort().to(device)
 

@@ -19,7 +19,7 @@ from kvq_runtime.stages.stage import Scheme, Specs
 
 @dataclass(frozen=True)
 class KernelOrder:
-    """Of the blocks of one side of a layer.
+    """The kernel's order of the blocks of keys, or of values, of a layer.
 
     geometry   of the model, and `block`, the tokens of a block
     role       keys are multiplied from the right, by the query, values from the left, by weights: see `rows`

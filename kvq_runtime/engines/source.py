@@ -68,7 +68,7 @@ def match(source: Source, config: Mapping[str, Any], model: str, revision: str |
 
 
 def folder(model: str, revision: str | None) -> Path | None:
-    """Where this machine has a model's files; None: nowhere."""
+    """Return this machine's folder of a model's files; None: it has none."""
     if Path(model).is_dir():
         return Path(model)
     try:

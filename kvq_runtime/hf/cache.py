@@ -160,7 +160,7 @@ class KVQCache(Cache):
 
     @property
     def refusal(self) -> str | None:
-        """Why, on a GPU under "kvq" attention, some layer's history is decoded at every step: a sentence, or None.
+        """The reason why, on a GPU under "kvq" attention, some layer's history is decoded at every step; or None.
 
         None: packed codes of all layers are attended to directly.
         """

@@ -48,7 +48,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def _devices(model: PreTrainedModel) -> list[str]:
-    """Where layers compute, by name: weights that accelerate keeps on a CPU or a disk compute where the others do."""
+    """Return the devices that layers compute on; weights that accelerate keeps on a CPU or disk compute elsewhere."""
     layout = getattr(model, "hf_device_map", None)
     if not layout:
         return []

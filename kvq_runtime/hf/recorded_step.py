@@ -35,7 +35,7 @@ class Asked:
         return isinstance(other, Asked) and vars(self) == vars(other)
 
     def refused(self, cache: KVQCache) -> str | None:
-        """Why a step of this kind is never recorded; None: it may be."""
+        """Return the reason why a step of this kind is never recorded; None: it may be."""
         if self.attention != "kvq":
             way = 'call model.set_attn_implementation("kvq")'
             return f"{self.attention} attention decodes the history at each step; {way}"

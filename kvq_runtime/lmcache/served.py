@@ -14,7 +14,7 @@ from kvq_runtime.recipe import Recipe
 
 
 def refusal(recipe: Recipe, geometry: Geometry) -> str | None:
-    """Why LMCache's chunks cannot be kept by the recipe on a model of this shape: a clause; None: they can."""
+    """Return why the recipe cannot keep LMCache's chunks on a model of this shape: a clause; None: it can."""
     if recipe.policies:
         kinds = ", ".join(policy.kind for policy in recipe.policies)
         return f"it chooses among tokens, or waits for a prompt ({kinds}), and LMCache decides which chunks are held"

@@ -46,7 +46,7 @@ class Words(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """Where one plane of the codes of some groups of channels is.
+    """The place of one plane of the codes of some groups of channels.
 
     WIDTH, UP   bits of a code in it, and the place of the lowest of them in the code
     WORDS       which of the order's
@@ -141,7 +141,7 @@ def order(bits: int, block: int, size: int, groups: int = 1) -> Order | None:
 
 
 class Place(NamedTuple):
-    """Where one plane of the codes of one group of channels is: the byte of its word, and as in `Plane` and `Words`."""
+    """The place of one plane of a group of channels' codes: the byte of its word, and as in `Plane` and `Words`."""
 
     WIDTH: int
     UP: int

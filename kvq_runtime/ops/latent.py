@@ -86,7 +86,7 @@ def _looked_up(x_NRT: Tensor, bits: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _cells(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each cell [n, n + 1) / FINE: how many boundaries lie below it, uint8, and the next one, float32."""
+    """Return, for each cell [n, n + 1) / FINE, the boundaries below it, uint8, and the next one, float32."""
     boundaries = gaussian(bits)[0].float()
     assert float(boundaries.diff().min()) > 1 / FINE and float(boundaries.abs().max()) < REACH - 1 / FINE
     edges = torch.arange(-REACH * FINE, REACH * FINE) / FINE

@@ -51,5 +51,5 @@ def decode(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
 
 
 def history(bits: int) -> int:
-    """Of how many tokens, the last one among them, the codes are in a state."""
+    """Return the number of tokens, the last one among them, whose codes are in a state."""
     return -(-MEMORY // bits)

@@ -1,4 +1,4 @@
-"""Let attention say when the oldest exact tokens may be encoded.
+"""Let attention decide when the oldest exact tokens may be encoded.
 
 A new token attends to the newest tokens most. Where the oldest token of the window, its *edge*, is attended to no less
 than the newest one, the block that begins with it is kept exact for another forward pass.
@@ -63,7 +63,7 @@ class DynamicWindow(PolicySetting):
             )
 
     def most(self, recent: int, block: int) -> int:
-        """What `recent` is while the window keeps what it may."""
+        """Return the recent tokens while the window keeps as many blocks as it may."""
         return recent + self.blocks * block
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
@@ -104,7 +104,7 @@ class DynamicWindowPolicy(Policy):
             store.recent = self._most if keep else window.recent
 
     def may_encode(self, layer: int) -> bool:
-        """What is due may be encoded; if layers decide, how much that is."""
+        """Allow what is due to be encoded; if layers decide, set how much that is."""
         if self.setting.per == "layer":
             store, recent, gap_B = self.cache.stores[layer], self.cache.recipe.window.recent, self._gaps.get(layer)
             keep = gap_B is not None and store.beyond(recent) > 0 and keep_edge(gap_B[None])
@@ -148,9 +148,9 @@ class DynamicWindowPolicy(Policy):
 
 
 def gaps(p_BHGW: Tensor, edge: int, sinks: int, real_BT: Tensor | None, encoded: int = 0) -> Tensor:
-    """A_new - A_edge of each row, means over heads: float32 [B], NaN for a row that has no say.
+    """A_new - A_edge of each row, means over heads: float32 [B], NaN for a row without a vote.
 
-    A row's edge is its first real token from slot `edge` on that is no sink. It has no say if its newest token is
+    A row's edge is its first real token from slot `edge` on that is no sink. It has no vote if its newest token is
     padding, or its edge is not older than that.
 
     p_BHGW   the newest query's weights on the slots from `encoded` on; on padding they are never looked at
@@ -170,5 +170,5 @@ def gaps(p_BHGW: Tensor, edge: int, sinks: int, real_BT: Tensor | None, encoded:
 
 
 def keep_edge(gaps_LB: Tensor) -> bool:
-    """The decision; where no row has a say, nothing is kept."""
+    """The decision; if no row has a vote, nothing is kept."""
     return float(gaps_LB.double().nanmean()) <= 0

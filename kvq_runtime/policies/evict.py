@@ -39,25 +39,28 @@ class Evicting(PolicySetting):
 
     @abstractmethod
     def budget(self, tokens: int, window: Window) -> tuple[int, int]:
-        """Of so many tokens seen: (how many, the first ones, are chosen from; how many of these are held).
+        """Split `tokens` tokens seen: (how many, the first ones, are chosen from; how many of these are held).
 
         Both never fall as tokens come, and the first is whole blocks unless the choice is made `once`.
         """
 
     @abstractmethod
     def score(self, mass_BT: Tensor, queries_BT: Tensor) -> Tensor:
-        """How much each of these tokens, which stand in a row, deserves to be held, at least 0: [B, T]."""
+        """Return how much each of these tokens, which are consecutive, deserves to be held, at least 0: [B, T]."""
 
     def chosen(self, tokens: int, window: Window) -> tuple[int, int]:
-        """Of tokens seen: blocks, and exact ones. Where the choice is made once, all but the newest token are the
-        prompt; else the rest of the tokens chosen is exact beside those that are newer."""
+        """Split tokens seen into blocks and exact ones.
+
+        If the choice is made once, all but the newest token are the prompt; else the rest of the tokens chosen is exact
+        beside those that are newer.
+        """
         old, held = self.budget(tokens - self.once, window)
         kept = held + tokens - old
         blocks = max(0, kept - window.recent) // window.block if self.once else held // window.block
         return blocks, kept - blocks * window.block
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """Which token each slot holds; of exact ones that may be dropped, the attention they got and who saw them."""
+        """Bytes of the slots' token numbers; of exact tokens that may be dropped also of attention and its queries."""
         blocks, exact = self.chosen(tokens, window)
         kept = blocks * window.block + exact
         return {"timeline": 4 * kept * (kept < tokens), "selection": 8 * exact * (not self.once)}
@@ -92,7 +95,7 @@ class Eviction(Policy):
             self.fresh_BW += p_BHGTW.sum((1, 2)).sum(1)
 
     def may_encode(self, layer: int) -> bool:
-        """What is encoded is chosen at the end of the pass, for all layers."""
+        """True if no choice is due: what is encoded is chosen at the end of the pass, for all layers."""
         return not self.fresh_BW.shape[1]
 
     def end(self, step: Step) -> None:
@@ -116,7 +119,7 @@ class Eviction(Policy):
         self.cache.encode(None if once else blocks)
 
     def _choose(self, old: int, held: int) -> tuple[Tensor, int]:
-        """Which tokens of the window stay, [B, K] in rising order, and how many of them are among the `old` ones."""
+        """Return the window's tokens that stay, [B, K] in rising order, and how many of them are of the `old`."""
         _, batch, width = self.got_2BW.shape
         encoded, real_BT = self.positions.length - width, self.positions.real_BT
         stake = width - (self.positions.seen - old)

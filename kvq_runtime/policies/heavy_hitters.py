@@ -49,7 +49,7 @@ class HeavyHitters(Evicting):
             raise ValueError(f"recent={self.recent}; use at least 0 and less than share={self.share}")
 
     def budget(self, tokens: int, window: Window) -> tuple[int, int]:
-        """What is older than the newest, in whole blocks, and what the share leaves of it: sinks at least."""
+        """Count the tokens older than the newest, in whole blocks, and those that the share leaves: sinks at least."""
         newest = max(window.recent, math.ceil(self.recent * tokens - 1e-9))
         old = max(0, tokens - newest) // window.block * window.block
         return old, min(old, max(math.ceil(self.share * (old + newest) - 1e-9) - newest, window.sinks))

@@ -66,7 +66,7 @@ class CacheParts:
             store.drop(kept_BK)
 
     def encode(self, blocks: int | None = None) -> None:
-        """Encode so many of the oldest blocks in the window of every layer; None: those that are due."""
+        """Encode the `blocks` oldest blocks in the window of every layer; None: those that are due."""
         for layer in sorted(self.stores):
             store = self.stores[layer]
             self.encoder.encode(layer, store.due if blocks is None else blocks)
@@ -77,7 +77,7 @@ class CacheParts:
 class Policy:
     """A policy at work in one cache. All hooks do nothing here; a policy has those that it needs.
 
-    newest   of each forward pass, how many queries `observe` is told of: the newest so many; 0: of none
+    newest   the number of newest queries of each forward pass whose weights `observe` gets; 0: none
     """
 
     newest: int = 0
@@ -93,22 +93,25 @@ class Policy:
         return None
 
     def observe(self, layer: int, p_BHGTW: Tensor, slots: range) -> None:
-        """What some of the newest queries of a layer, those in these slots, attend to the tokens of its window, slice
-        after slice: weights [B, H, G, queries, window], zero for a query that is padding. No tensor may be kept.
+        """Take the weights of a layer's newest queries in these slots over its window, slice after slice.
 
-        The decode kernel tells of the newest query alone; `unpacked` keeps it away from policies that want more.
+        They are [B, H, G, queries, window], zero for a query that is padding. No tensor may be kept.
+
+        The decode kernel reports the newest query alone; `unpacked` keeps it away from policies that want more.
         """
 
     def queried(self, layer: int, q_BHTD: Tensor) -> None:
         """The queries, after RoPE, of what a layer has taken in, [B, query heads, T, D]."""
 
     def may_encode(self, layer: int) -> bool:
-        """Whether a layer may encode the blocks that are due, now that it has attended."""
+        """True if a layer may encode the blocks that are due, now that it has attended."""
         return True
 
     def extra_fields(self, layer: int, store: LayerStore) -> Slab:
-        """What to store beside the oldest block of the window, which is about to be encoded, [B, ...] a field: the same
-        fields for every block of the layer. It is counted in memory reports under the name of the field."""
+        """Return fields to store beside the oldest block of the window, which is about to be encoded, [B, ...] each.
+
+        They are the same for every block of the layer. Memory reports count them under the name of the field.
+        """
         return {}
 
     def end(self, step: Step) -> None:

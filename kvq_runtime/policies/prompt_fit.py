@@ -67,7 +67,7 @@ class PromptFit(PolicySetting):
 
 
 class PromptFitPolicy(Policy):
-    """What one cache fits, and has fitted."""
+    """The fits of one cache."""
 
     def __init__(self, setting: PromptFit, cache: CacheParts):
         self.setting, self.cache, self.recipe = setting, cache, cache.recipe
@@ -87,7 +87,7 @@ class PromptFitPolicy(Policy):
             self._queries[layer] = q_BTC.clone() if held is None else torch.cat([held, q_BTC], 1)
 
     def may_encode(self, layer: int) -> bool:
-        """Whether the layer is fitted: here, where a block is due; False while tokens are too few."""
+        """True if the layer is fitted, which happens here when a block is due; False while tokens are too few."""
         store, window = self.cache.stores[layer], self.recipe.window
         if layer in self._fitted or not store.due:
             return True
@@ -123,7 +123,7 @@ class PromptFitPolicy(Policy):
         return {"fitted": storage_bytes(fitted), "queries": storage_bytes(self._queries.values())}
 
     def _rank(self, store: LayerStore) -> Tensor:
-        """Which of its row's real tokens each slot holds, from 1 on; 0 where none does: [B, T]."""
+        """Return the number of each slot's token among its row's real tokens, from 1 on; 0 for padding: [B, T]."""
         real_BT, shape = self.cache.positions.real_BT, (store.rows, store.length)
         if real_BT is None:
             return torch.arange(1, shape[1] + 1, device=store.buffer_2BTC.device).expand(shape)

@@ -7,7 +7,7 @@ The earlier tokens with the largest scores are held, and those that vote, `token
 The prompt is the first forward pass. A shorter one is held whole.
 
 Source: Li et al., 2024 (SnapKV, arXiv 2404.14469), section 4; 16 to 64 queries vote there, 32 here. The paper's listing
-leaves the pooling open; the authors' code averages 5 tokens unless told to take the largest.
+leaves the pooling open; the authors' code averages 5 tokens by default, or takes the largest.
 Differs: one set for all layers and heads, so that votes are summed over them before they are pooled; theirs are by
 layer and head. Exact sinks are always held; theirs have to be voted for. A prompt that comes in several forward passes
 is chosen from in the first alone.
@@ -49,7 +49,7 @@ class PromptVotes(Evicting):
             raise ValueError(f'{self}; use newest=1 or more, more tokens, an odd kernel, and the pool "max" or "avg"')
 
     def budget(self, tokens: int, window: Window) -> tuple[int, int]:
-        """What comes before the newest, and what these leave of the tokens that are held: sinks at least."""
+        """Count the tokens before the newest, and those of them that the newest leave room for: sinks at least."""
         old = max(0, tokens - self.newest)
         return old, min(old, max(self.tokens - self.newest, window.sinks))
 

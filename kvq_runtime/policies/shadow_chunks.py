@@ -2,7 +2,7 @@
 
     landmark = mean of the chunk's keys after RoPE, by head         outlier: smallest min_t cos(key_t, landmark)
 
-Landmarks are stored with the block they belong to. As many outlier chunks as the recipe says are kept, by row and head,
+Landmarks are stored with the block they belong to. The recipe's number of outlier chunks is kept, by row and head,
 of all that have been encoded so far; a chunk that others push out is still there, encoded like all.
 
 Source: Sun et al., 2024 (ShadowKV), algorithm 1.
@@ -74,7 +74,7 @@ class ShadowChunks(PolicySetting):
         return 8 * dtype.itemsize / self.chunk if role == "key" else 0.0
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """Of the outlier chunks of each head their numbers, cosines and exact keys, once there are blocks."""
+        """Bytes of the outlier chunks of each head: their numbers, cosines and exact keys, once there are blocks."""
         if tokens < window.recent + window.block:
             return {}
         each = 4 + 4 + self.chunk * geometry.head_size * dtype.itemsize
@@ -121,7 +121,7 @@ class ShadowChunksPolicy(Policy):
         return {LANDMARKS: mark_BHND.transpose(1, 2).flatten(2).to(x_BTC.dtype)}
 
     def _keep_lowest(self, layer: int, new: OutlierChunks) -> None:
-        """Of the chunks of a new block, and of those kept so far, keep those with the smallest cosines."""
+        """Keep the chunks with the smallest cosines, of a new block and of those kept so far."""
         if layer not in self.outliers:
             self.outliers[layer] = self._none(new)
         if not self.setting.outliers:

@@ -36,12 +36,12 @@ def token_row(tokens: Tensor | Iterable[int]) -> Tensor:
 
 
 def root(digest: str, salt: str) -> str:
-    """Where a tenant's chains begin. Who does not know the salt cannot name, so not find, a block of it."""
+    """Return the beginning of a tenant's chains: without the salt no block of them can be named, or found."""
     return sha256(b"kvq prefix root\0" + bytes.fromhex(digest) + sha256(salt.encode()).digest()).hexdigest()
 
 
 def tenant(root: str, salt: str) -> str:
-    """Where the chains of a tenant of a root's owner begin."""
+    """Return the beginning of the chains of a tenant of a root's owner."""
     return sha256(b"kvq prefix tenant\0" + bytes.fromhex(root) + sha256(salt.encode()).digest()).hexdigest()
 
 

@@ -58,7 +58,7 @@ class Folder:
             remove(draft)
 
     def path(self, name: str) -> Path:
-        """Where the block of this name is, if there is one."""
+        """Return the path of the block of this name, which may not exist."""
         return self.place / f"{name}{SUFFIX}"
 
     def has(self, name: str) -> bool:

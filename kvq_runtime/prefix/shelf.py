@@ -14,7 +14,7 @@ UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 class Shelf(Protocol):
-    """Where blocks are kept. Raises OSError where the machine does not do it."""
+    """A place for blocks. Raises OSError if the machine fails."""
 
     def has(self, name: str) -> bool:
         """True if there is a block of this name, which is not checked."""

@@ -1,4 +1,4 @@
-"""Say what counts of the difference between two artifacts: what they lose on the same windows, bits, bytes."""
+"""Compare two artifacts by what counts: losses on the same windows, bits, bytes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ def rows(a: Artifact, b: Artifact, of_a: Records, of_b: Records) -> list[dict[st
 
 
 def unlike(a: Artifact, b: Artifact) -> str | None:
-    """Why errors of two fits say nothing beside each other; None: they are of the same held-out sequences."""
+    """The reason why errors of two fits cannot be compared; None: they are of the same held-out sequences."""
     held = [made.provenance.get("held_out") for made in (a, b)]
     names = ("model", "corpus", "samples", "seq_len", "seed", "held_out")
     if not all(held):
@@ -57,7 +57,7 @@ def _pairs(of_a: Records, of_b: Records) -> list[tuple[Mapping[str, Any], Mappin
 
 
 def _windows(record: Mapping[str, Any]) -> Any:
-    """What two records have in common where their figures can be compared; None: this one has none."""
+    """Return what two records share if their figures can be compared; None: this one has no figures."""
     if not measured.of_text(record) or measured.decisive(record) is None:
         return None
     given = record["protocol"]

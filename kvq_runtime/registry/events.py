@@ -121,7 +121,7 @@ def _check_size(size: Any, most: int = MAX_SIZE) -> None:
 
 
 def check_files(files: Any) -> None:
-    """Raise ValueError unless this is what an event may say of the files beside an artifact."""
+    """Raise ValueError unless this is what an event may state of the files beside an artifact."""
     if not isinstance(files, dict) or len(files) > 64:
         raise ValueError("files must be an object of at most 64 names")
     for name, entry in files.items():
@@ -169,7 +169,7 @@ class Version:
 
     @property
     def beside(self) -> str:
-        """A digest of the files that stand beside the artifact, without the card, which a copy is given anew."""
+        """A digest of the files beside the artifact, without the card, which a copy gets anew."""
         files = {name: dict(entry) for name, entry in self.files.items() if name != "README.md"}
         return hash_of(strict_json.dumps(files).encode()).hexdigest()
 
@@ -282,7 +282,7 @@ def _get(name: str, version: str, versions: Mapping[str, Version]) -> Version:
 
 
 def _before(name: str, alias: str, history: Sequence[str], versions: Mapping[str, Version]) -> int:
-    """Where in an alias' history the version stands that it would go back to; NotFound if it cannot."""
+    """Return the index in an alias' history of the version to go back to; NotFound if there is none."""
     for index in reversed(range(len(history) - 1)):
         if history[index] != history[-1] and versions[history[index]].yanked is None:
             return index

@@ -23,7 +23,7 @@ _COMMIT = re.compile(r"([0-9a-f]{40})?")
 
 @dataclass(frozen=True)
 class Lock:
-    """What a reference resolved to when it was pulled: one file, pinned by its digest.
+    """The result of resolving a reference at a pull: one file, pinned by its digest.
 
     reference   as the user wrote it
     registry    its address

@@ -1,4 +1,4 @@
-"""Read what an evaluation record says was measured, by protocol, in records of either version.
+"""Read the measurements of an evaluation record, by protocol, in records of either version.
 
     full     every token but the sinks was encoded and decoded before anything attended to it
     in-use   tokens arrived in steps, and a block was encoded when the cache would encode it
@@ -22,19 +22,21 @@ DECODE = "decode"  # name of the protocol under which the 16-bit model's own gre
 
 
 def of_text(record: Mapping[str, Any]) -> bool:
-    """Whether a record is of text that was predicted, and so has what the rest of this file reads."""
+    """True if a record is of predicted text, and so has what the rest of this file reads."""
     return record["protocol"].get("name", "perplexity") == "perplexity"
 
 
 def of_tasks(record: Mapping[str, Any]) -> bool:
-    """Whether a record is of tasks."""
+    """True if a record is of tasks."""
     return record["protocol"].get("name") in TASKS
 
 
 def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of a record of tasks, for each protocol, task and metric: {"protocol", "task", "metric", "value", "se", "texts",
-    "reference"}, the last the 16-bit model's value, or None; of a task without figures {"protocol", "task", "reason"},
-    the task None where the reason is that of all."""
+    """List the results of a record of tasks, for each protocol, task and metric.
+
+    Each is {"protocol", "task", "metric", "value", "se", "texts", "reference"}, the last the 16-bit model's value, or
+    None; of a task without figures {"protocol", "task", "reason"}, the task None if the reason is that of all.
+    """
     found: list[dict[str, Any]] = []
     for protocol, part in record["result"]["protocols"].items():
         if "reason" in part:
@@ -58,7 +60,7 @@ def _metrics(task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What a record has for each protocol, figures or the reason why there are none; the full encode first."""
+    """Return a record's part for each protocol: figures, or the reason why there are none; the full encode first."""
     found = record["result"].get("protocols")
     if found is None:
         return {IN_USE: record["result"]}
@@ -77,12 +79,12 @@ def decisive(record: Mapping[str, Any]) -> str | None:
 
 
 def reasons(record: Mapping[str, Any]) -> list[str]:
-    """Why figures are missing, a sentence for each protocol that has none."""
+    """Return the reasons for missing figures, a sentence for each protocol that has none."""
     return [f"{SPOKEN[name]}: {part['reason']}" for name, part in parts(record).items() if "reason" in part]
 
 
 def elsewhere(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What was measured on texts of other kinds: for each, by name, the record as one of that text alone."""
+    """Return the measurements on texts of other kinds, by name: the record as one of that text alone."""
     about, result = record["protocol"], record["result"]
     found = {}
     for name, measured in (result.get("texts") or {}).items():

@@ -2,7 +2,7 @@
 
     reference   name · name@1.2.0 · name@production · name@sha256:<64 hex digits> · path/to/file.safetensors
                 hf://org/name@..., or org/name@...: the same, in the registry hf://org
-    revision    1.2.0 · v1.2.0 · production · main · a commit of a Hub: what stands after @, said apart
+    revision    1.2.0 · v1.2.0 · production · main · a commit of a Hub: what stands after @, as an argument of its own
     registry    file:///path, a folder, or hf://org: an organization or user of a Hugging Face Hub
 
 Every name is checked here before it becomes part of a path.
@@ -34,7 +34,7 @@ _PICTURE = re.compile(r"[a-z0-9][a-z0-9._-]{0,91}\.(png|svg)")
 
 
 def is_name(name: str) -> bool:
-    """Whether an artifact may have this name."""
+    """True if an artifact may have this name."""
     return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not name.endswith(SUFFIX)
 
 
@@ -71,7 +71,7 @@ def check_alias(alias: str) -> str:
 
 
 def is_sha256(text: Any) -> bool:
-    """Whether a value is a digest as kvq writes it."""
+    """True if a value is a digest as kvq writes it."""
     return isinstance(text, str) and bool(_SHA256.fullmatch(text))
 
 
@@ -154,7 +154,7 @@ def _among_versions(name: str, at: str, value: str) -> Reference:
 
 
 def at_revision(reference: Reference, revision: str | None) -> Reference:
-    """The reference with what stands after @ given apart, as Hugging Face libraries do.
+    """The reference with what stands after @ as an argument of its own, as in Hugging Face libraries.
 
     revision   None or "main": unchanged; a version, also as its tag v1.2.0; an alias; 40 hex digits: a commit of a Hub
     Raises ValueError if the reference has an @ of its own, or for text that is none of these.

@@ -79,7 +79,7 @@ def open_registry(url: str | Path | None = None) -> Registry:
 
 
 def choose(state: State, reference: Reference) -> tuple[Version, str]:
-    """The version of a name that a reference means, and why; NotFound says what there is instead."""
+    """The version of a name that a reference means, and why; NotFound lists what there is instead."""
     if reference.by == "version":
         return state.get(reference.value), "asked for by number"
     if reference.by == "sha256":
@@ -199,7 +199,7 @@ def _find(registry: Registry, reference: Reference) -> Resolved:
 
 
 def _if_recipe(name: str) -> str:
-    """What to add to the message about a missing name that is a recipe's."""
+    """Return the addition to the message about a missing name that is a recipe's."""
     from kvq_runtime.recipe import presets
 
     recipe = presets().get(name)
@@ -256,7 +256,7 @@ def load_artifact(
     local_files_only   make no request: use what the cache has
     A folder that is there has precedence over a name, unless `registry` is given or the lock pins this text. Artifacts
     are loaded once a process: while one is in use, all who ask for the same content get the same object.
-    Returns the artifact, its tensors on the CPU. The log says which version was chosen; a yanked one warns.
+    Returns the artifact, its tensors on the CPU. The log names the version that was chosen; a yanked one warns.
     Raises ValueError for text that is no reference, NotFound, ArtifactError if a check fails (its message begins with
     the file and the check), PermissionError or RuntimeError if a Hub refuses or does not answer.
     """

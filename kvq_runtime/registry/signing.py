@@ -48,7 +48,7 @@ def sign(name: str, version: str, sha256: str, key: Path, password: str | None =
 
 
 def find(records: Iterable[bytes], name: str, version: str, sha256: str, key: str) -> dict[str, Any]:
-    """The first record that is this key's signature of this name, version and digest; else ArtifactError says why."""
+    """The first record that is this key's signature of this name, version and digest; else ArtifactError."""
     why = "there is no signature"
     for data in records:
         try:

@@ -89,7 +89,7 @@ _RECORD = fields(("protocol", "result", "corpus"), protocol=_PROTOCOL, result=_R
 
 
 def is_sound(record: Any) -> bool:
-    """Whether a record can be read by all that read records."""
+    """True if every reader of records can read this one."""
     if not _RECORD(record) or not _plain(record):
         return False
     about, result = record["protocol"], record["result"]
@@ -107,7 +107,7 @@ def is_sound(record: Any) -> bool:
 
 
 def _plain(value: Any) -> bool:
-    """Whether all numbers below a value can be drawn."""
+    """True if all numbers below a value can be drawn."""
     if isinstance(value, (int, float)):
         return isinstance(value, bool) or number(value)
     return all(map(_plain, value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()))

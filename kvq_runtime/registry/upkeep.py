@@ -1,4 +1,4 @@
-"""What the upkeep of every kind of registry shares: how a problem is reported, and how old garbage must be."""
+"""Shared upkeep of every kind of registry: the report of a problem, and the least age of garbage."""
 
 from dataclasses import dataclass
 

@@ -75,7 +75,7 @@ def require(registry: Any, name: str, version: Any) -> None:
 
 
 def thin(samples: int, held_out: int) -> str | None:
-    """What to say of a fit on few sequences, or of one that none was held out from; None of any other."""
+    """Warn of a fit on few sequences, or without held-out ones; None for any other."""
     fitted, said = samples - held_out, []
     if fitted < FEWEST:
         said.append(f"fitted on {fitted} sequence{'s' if fitted != 1 else ''}, fewer than {FEWEST}")
@@ -91,7 +91,7 @@ def thinness(provenance: Mapping[str, Any]) -> str | None:
 
 
 def _counts(record: Mapping[str, Any]) -> bool:
-    """Whether a record is sound, of text, and has figures."""
+    """True if a record is sound, of text, and has figures."""
     if not is_sound(record) or not measured.of_text(record):
         return False
     protocol = measured.decisive(record)

@@ -34,7 +34,7 @@ def following(version: str, old: Artifact, new: Artifact) -> str:
 
 
 def changed(old: Artifact, new: Artifact) -> Literal["major", "minor", "patch"]:
-    """Which part of the version changes from `old` to `new`."""
+    """Return the part of the version that changes from `old` to `new`."""
     distances = fingerprint.distances(old.fingerprint, new.fingerprint).values()
     other_model = fingerprint.mismatches(old.fingerprint, new.fingerprint) or any(
         distance > fingerprint.TOLERANCE for distance in distances

@@ -120,7 +120,7 @@ class Polar(Quantizer):
         return self.sizes(width, geometry)[0]
 
     def _boundaries(self, bits: tuple[int, ...], tensors: Tensors) -> Sequence[Tensor] | None:
-        """Of the angles of each level, [2^bits - 1]; None: those of the exact density."""
+        """The boundaries of the angles of each level, [2^bits - 1]; None: those of the exact density."""
         return None
 
     def points_of(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:

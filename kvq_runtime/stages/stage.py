@@ -50,7 +50,7 @@ class Stage(ABC):
     later: ClassVar[frozenset[str]] = frozenset()
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """What a fit gives it at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
+        """The tensors of a fit at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
         return {}
 
     def papers_in(self, scheme: Scheme) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class Stage(ABC):
 
 
 class Inputs(NamedTuple):
-    """What the prediction of a layer's keys, or of its values, reads.
+    """The inputs of the prediction of a layer's keys, or of its values.
 
     keys    this layer's decoded keys; for values
     below   the depths of the layers below whose decoded keys, for keys, or values, for values, it reads
@@ -80,7 +80,7 @@ class Inputs(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many tensors, of the width of a token each, lie side by side."""
+        """The number of tensors, each as wide as a token, side by side."""
         return self.keys + len(self.below) * (1 + self.both)
 
 
@@ -98,11 +98,11 @@ class Predictor(Stage):
 
     @property
     def fitted_on_exact(self) -> bool:
-        """Whether it is fitted to exact inputs rather than to decoded ones, as inference will have them."""
+        """True if it is fitted to exact inputs rather than to decoded ones, as inference will have them."""
         return False
 
     def inputs(self, layer: int, role: Role) -> Inputs:
-        """What it reads in this layer."""
+        """Return its inputs in this layer."""
         return Inputs()
 
     def in_layer(self, layer: int, role: Role) -> Predictor:
@@ -142,14 +142,14 @@ class Rotation(Stage):
 
     @abstractmethod
     def size(self, width: int, geometry: Geometry) -> int:
-        """How many elements of a row are rotated together. ValueError: rows of this width cannot be."""
+        """Return how many elements of a row are rotated together. ValueError: rows of this width cannot be."""
 
     @abstractmethod
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
         """(forward [size, V], back [V, size]); None as long as the tensors of a fitted one are not there."""
 
     def forward(self, width: int, geometry: Geometry) -> rotations.Rotation:
-        """What encoding rotates with, of one that is not fitted: its matrix, or what is faster than one."""
+        """Return the rotation for encoding, of one that is not fitted: its matrix, or a faster form."""
         pair = self.pair(width, geometry, NOTHING)
         return None if pair is None else pair[0]
 
@@ -201,7 +201,7 @@ class Quantizer(Stage):
 
     @abstractmethod
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
-        """What one block [rows, width] is stored as; `dtype` is the model's. Bits billed are the bytes of these.
+        """The fields of one block [rows, width]; `dtype` is the model's. Bits billed are the bytes of these.
 
         ValueError: rows of this width cannot be encoded."""
 
@@ -215,7 +215,7 @@ class Quantizer(Stage):
         """
 
     def one_launch(self, rotation: rotations.Rotation, width: int, geometry: Geometry) -> bool:
-        """Whether a kernel rotates, rounds and packs rows of `width` in one launch, each as it would alone."""
+        """True if a kernel rotates, rounds and packs rows of `width` in one launch, each as it would alone."""
         return False
 
     @abstractmethod
@@ -245,7 +245,7 @@ class Quantizer(Stage):
         return False
 
     def memory_kind(self, field: str) -> str:
-        """What a field is counted as in a memory report: "codes" or "scales"."""
+        """The kind of a field in a memory report: "codes" or "scales"."""
         return "codes" if field in ("codes", "x") else "scales"
 
     def lookup(self, fields: Fields, width: int, geometry: Geometry) -> Tensor:
@@ -288,7 +288,7 @@ class Quantizer(Stage):
 
 
 class Feedback(Stage):
-    """What the rounding error of channels that were rounded before moves in those that follow; of keys alone.
+    """Error feedback: moves the rounding error of some channels into those that follow; of keys alone.
 
     queries   which queries it is fitted to: "after" RoPE, "before" it, or "averaged" over distances
     """
@@ -310,20 +310,20 @@ class Feedback(Stage):
         tensors: Tensors,
         rounded: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """What to round in place of x; `rounded` encodes and decodes rows."""
+        """Return what to round in place of x; `rounded` encodes and decodes rows."""
 
 
 class Correction(Stage):
-    """What is stored beside the rounding, to reduce its error: outliers, low-rank factors, escaped tokens."""
+    """Fields stored beside the rounding, to reduce its error: outliers, low-rank factors, escaped tokens."""
 
     slot = "correct"
 
     @abstractmethod
     def fields(self, block: int, geometry: Geometry) -> Specs:
-        """What a block holds beside the quantizer's fields."""
+        """The fields of a block beside the quantizer's."""
 
     def rest(self, x_NTC: Tensor) -> Tensor:
-        """What the quantizer is to round."""
+        """Return what the quantizer has to round."""
         return x_NTC
 
     @abstractmethod
@@ -336,7 +336,7 @@ class Correction(Stage):
         """Correct decoded blocks, in the same tensor if it can be."""
 
     def memory_kind(self, field: str) -> str:
-        """What a field is counted as in a memory report."""
+        """The kind of a field in a memory report."""
         return "scales"
 
     def count(self, fields: Fields) -> tuple[int, int]:
@@ -346,7 +346,7 @@ class Correction(Stage):
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the keys, or the values, of a layer are stored.
+    """The storage of the keys, or of the values, of a layer.
 
     quantize  the rounding
     predict   what is subtracted first, or None
@@ -372,21 +372,21 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its stages need: see `Stage`."""
+        """The inputs that its stages need: see `Stage`."""
         return frozenset().union(*(stage.needs for _, stage in self.stages))
 
     @property
     def fitted(self) -> bool:
-        """Whether any stage has tensors of a fit."""
+        """True if any stage has tensors of a fit."""
         return "fit" in self.needs
 
     @property
     def cross_layer(self) -> bool:
-        """Whether it is predicted from other decoded tensors."""
+        """True if it is predicted from other decoded tensors."""
         return self.predict is not None and self.predict.cross_layer
 
     def inputs(self, layer: int, role: Role) -> Inputs:
-        """What the prediction of this layer reads."""
+        """Return the inputs of this layer's prediction."""
         return Inputs() if self.predict is None else self.predict.inputs(layer, role)
 
     def predictor(self, layer: int, role: Role) -> Predictor | None:
@@ -404,7 +404,7 @@ class Scheme:
         return stored if self.correct is None else stored | self.correct.fields(block, geometry)
 
     def memory_kinds(self, block: int, geometry: Geometry) -> dict[str, str]:
-        """What each field of an encoded block is counted as in a memory report."""
+        """The kind of each field of an encoded block in a memory report."""
         rows, width = (block, geometry.width) if self.axis == "token" else (geometry.width, block)
         rounded = self.quantize.fields(rows, width, geometry, torch.bfloat16)
         kinds = {name: self.quantize.memory_kind(name) for name in rounded}
@@ -413,12 +413,12 @@ class Scheme:
         return kinds
 
     def bits(self, block: int, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
-        """What a stored element costs, in bits: codes and everything stored beside them, without fitted tensors."""
+        """Return the bits of a stored element: codes and everything stored beside them, without fitted tensors."""
         fields = self.fields(block, geometry, dtype).values()
         return 8 * sum(math.prod(shape) * kind.itemsize for shape, kind in fields) / (block * geometry.width)
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """What a fit gives all its stages: {"predict.weight": (shape, dtype), ...}."""
+        """The tensors of a fit for all its stages: {"predict.weight": (shape, dtype), ...}."""
         stages = dict(self.stages)
         if self.predict is not None:
             stages["predict"] = self.predict.in_layer(site.layer, site.role)
@@ -440,7 +440,7 @@ SLOTS = ("predict", "rotate", "quantize", "feedback", "correct")
 
 @dataclass(frozen=True)
 class Site:
-    """Where a stage is used.
+    """The place where a stage is used.
 
     scheme     the Scheme that it is part of
     role       "key" or "value"

@@ -200,7 +200,7 @@ class Decoder:
             rope.rotate_rows(out_BTC, *tables, geometry.kv_heads, self.positions.rotary_pairs)
 
     def _room(self, role: Role, like: Tensor, length: int) -> Tensor:
-        """Where keys, or values, of a layer are put together; every layer of a forward pass uses the same memory."""
+        """Return memory to put a layer's keys, or values, together in; every layer of a forward pass uses the same."""
         shape = (len(like), length, like.shape[-1])
         if role not in self._rooms or self._rooms[role].shape != shape:
             self._rooms[role] = like.new_empty(shape)

@@ -15,7 +15,7 @@ SLACK = 64  # tokens that one step may add where the window is
 
 
 class DeviceIndex:
-    """Of one layer.
+    """The kernel's index of one layer.
 
     counts       int32 [4]: blocks, the window's first place in its buffer, its tokens, and what `ops.window.append`
                  counts with; a row of a tensor of all layers

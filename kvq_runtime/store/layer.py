@@ -90,7 +90,7 @@ class LayerStore:
 
     @property
     def window_start(self) -> int:
-        """Where in `buffer_2BTC` the window begins."""
+        """The place in `buffer_2BTC` where the window begins."""
         return self._start
 
     @property

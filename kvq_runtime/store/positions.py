@@ -171,7 +171,7 @@ class Positions:
         self._sources.clear()
 
     def sink_slots(self, sinks: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where each row's first `sinks` real tokens are, [B, sinks], and which of them have arrived."""
+        """Return the slots of each row's first `sinks` real tokens, [B, sinks], and which of them have arrived."""
         if self.real_BT is None:
             slots = torch.arange(sinks, device=device).expand(batch, -1)
             return slots, slots < self.length

@@ -28,7 +28,7 @@ SCORES = 1 << 24  # held at once
 
 
 class _Sums:
-    """Of rows of queries, over the tokens so far: the largest score, Σ e^(s - top), Σ e^(s - top) v."""
+    """Sums of rows of queries over the tokens so far: the largest score, Σ e^(s - top), Σ e^(s - top) v."""
 
     def __init__(self, q_YMD: Tensor):
         self.top_YM = q_YMD.new_full(q_YMD.shape[:2], -torch.inf)

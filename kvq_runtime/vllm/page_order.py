@@ -20,7 +20,7 @@ Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # keys and values [T, 
 
 @dataclass(frozen=True)
 class PageOrder:
-    """Where a page [H, N, 2 D], as vLLM shows it, has each element of its tokens.
+    """The place of each element of a page's tokens, in a page [H, N, 2 D] as vLLM shows it.
 
     places   int64 [N · H · 2 · D], by token, head, key or value, element
     """

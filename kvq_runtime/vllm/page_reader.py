@@ -24,7 +24,7 @@ ALIGNED = 16  # tokens of a page, of which its fields begin at multiples of 16 b
 
 
 def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: int = 0) -> str | None:
-    """Why the kernel does not read this layer's pages, of `recipe.window.block` tokens; None: it does."""
+    """Return why the kernel does not read this layer's pages, of `recipe.window.block` tokens; None: it does."""
     if recipe.window.block % ALIGNED:
         return f"pages of {recipe.window.block} tokens; the kernel reads multiples of {ALIGNED}"
     if rotary is not None and 2 * len(rotary.frequencies_K) != geometry.head_size:
@@ -33,7 +33,7 @@ def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: in
 
 
 def refusal_of_all(recipe: Recipe, geometry: Geometry, rotary: Rotary | None) -> str | None:
-    """Why the kernel reads no layer's pages: of the first layer; None: it reads some, or all."""
+    """Return the first layer's reason why the kernel reads no layer's pages; None: it reads some, or all."""
     unlike = {recipe.at(layer): layer for layer in reversed(range(geometry.layers))}
     reasons = [refusal(recipe, geometry, rotary, layer) for layer in sorted(unlike.values())]
     return None if None in reasons else reasons[0]

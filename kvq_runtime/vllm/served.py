@@ -16,7 +16,7 @@ from kvq_runtime.recipe import Recipe, Scheme
 
 
 def refusal(recipe: Recipe, geometry: Geometry) -> str | None:
-    """Why vLLM cannot serve the recipe on a model of this shape: a clause; None: it can."""
+    """Return the reason why vLLM cannot serve the recipe on a model of this shape: a clause; None: it can."""
     if recipe.policies:
         kinds = ", ".join(policy.kind for policy in recipe.policies)
         return f"it chooses among tokens, or waits for a prompt ({kinds}), and vLLM decides which pages are held"

@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
 @dataclass
 class Step:
-    """What a layer does with a step's tokens, in the order of the fields, and the pages that its queries read exact.
+    """The work of a layer for a step's tokens, in the order of the fields, and the pages that queries read exact.
 
     settled    tails that are encoded as they are, to free their entries
     reopened   pages that are decoded into entries

@@ -113,8 +113,7 @@ def loss(row: Mapping[str, Any]) -> float | None:
 
 
 def deciding(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Of the rows of `rows` the one that counts where one must: on the record's own text, by full encode where that was
-    measured."""
+    """Return the row that counts where one must: on the record's own text, by full encode if that was measured."""
     own = [row for row in found if row["main"] and loss(row) is not None]
     return next((row for name in (FULL, IN_USE) for row in own if row["protocol"] == name), None)
 

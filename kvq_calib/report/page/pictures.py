@@ -174,7 +174,7 @@ def _answers(known: Known) -> Html | None:
 
 
 def greedy(known: Known) -> list[Any]:
-    """Where the cache left the 16-bit model's greedy text, and by how much, by position."""
+    """Write where the cache left the 16-bit model's greedy text, and by how much, by position."""
     if not known["greedy"]:
         return [missing(f"kvq eval {reference(known)} --model {model_of(known)} --protocol decode")]
     parts = []

@@ -41,7 +41,7 @@ def _count(number: int, what: str) -> str:
 
 
 def current(rows: Sequence[Row]) -> list[Row]:
-    """Of each name the version that the name alone means: production, else the newest that is not yanked."""
+    """Return the version that each name alone means: production, else the newest that is not yanked."""
     chosen: dict[str, Row] = {}
     for row in rows:
         if row["production"] or (row["newest"] and row["name"] not in chosen):
@@ -50,7 +50,7 @@ def current(rows: Sequence[Row]) -> list[Row]:
 
 
 def _verdict(whole: Mapping[str, Any]) -> Html:
-    """Of the versions in use, how many are usable, too lossy, not measured: what leads the page."""
+    """Count the versions in use that are usable, too lossy, not measured: the first line of the page."""
     counts = Counter(row["verdict"] for row in current(whole["versions"]))
     parts = [tag("b", f"{counts[word]} {word}", class_=f"verdict {COLOURS[word]}") for word in COLOURS if counts[word]]
     return tag("p", "Of each name the version in use: ", [piece for part in parts for piece in (part, " ")])

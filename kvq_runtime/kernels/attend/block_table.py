@@ -24,7 +24,7 @@ _SLAB = tl.constexpr(SLAB)
 
 
 class Pages(NamedTuple):
-    """Where the blocks of keys, or of values, are in an engine's cache.
+    """The places of the blocks of keys, or of values, in an engine's cache.
 
     fields   of all pages, in the order of a layout's names: views [pages, ...] of the cache's memory, each page
              contiguous and aligned to 16 bytes
@@ -40,7 +40,7 @@ class Pages(NamedTuple):
 
     @staticmethod
     def of(fields: Mapping[str, Tensor], names: Sequence[str], table: Tensor) -> "Pages":
-        """Of fields by name. ValueError: a field begins where the kernel cannot load 16 bytes at a time."""
+        """Make the pages of fields. ValueError: a field begins where the kernel cannot load 16 bytes at a time."""
         views = tuple(fields[name] for name in names)
         steps = {view.stride(0) * view.element_size() for view in views}
         if len(steps) > 1 or any(view.data_ptr() % 16 for view in views) or next(iter(steps)) % 16:

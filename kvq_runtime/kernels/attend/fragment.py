@@ -179,7 +179,7 @@ def frequencies(S: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def pairs_of_lanes(S: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr, APART: tl.constexpr):
-    """Where left and right channels of a run are, as lanes hold them: int32 [2 · I, 64 = (8 g, 4 t, 2 h)].
+    """Return the places of a run's left and right channels in lanes: int32 [2 · I, 64 = (8 g, 4 t, 2 h)].
 
     EACH    from one group of 16 channels to the next
     APART   from a left channel to its right one

@@ -13,7 +13,7 @@ ROTATED = tl.constexpr(64)  # channels that a product of the rotation takes at a
 
 
 class Query(NamedTuple):
-    """Where queries are, as scans take them.
+    """The queries' argument of the scans.
 
     pointer    to [B, H, rows, D], any float dtype
     rotation   to float16 [D, D], of host.Encoded: q · (read · rotation) = (rotation · q) · read; or None

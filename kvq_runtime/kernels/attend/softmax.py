@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 class Part(NamedTuple):
-    """Where a program writes what it found.
+    """The place of a program's results.
 
     mean, lse       pointers to float32 [lines, parts, rows, D] and [lines, rows, parts]
     line, number    which of the lines and parts; parts, how many

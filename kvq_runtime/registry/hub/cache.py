@@ -68,7 +68,7 @@ def download(repo: str, path: str, commit: str, limit: int, sha256: str | None =
 
 
 def agree(path: Path, tag: str) -> bool:
-    """Whether a file has the digest that a name or an ETag states: sha256, git's sha1 or sha1. Another text is none."""
+    """True if a file has the digest that a name or an ETag states: sha256, git's sha1 or sha1. Other tags pass."""
     if len(tag) == 64:
         return files.digest(path)[0] == tag
     if len(tag) != 40:
@@ -82,7 +82,7 @@ def agree(path: Path, tag: str) -> bool:
 
 
 def _link(repo: str, path: str, commit: str) -> Path:
-    """Where the cache has a file of a commit; ValueError for what is no commit, or a path that leaves its folder."""
+    """Return the cache's path of a file of a commit; ValueError for no commit, or a path that leaves its folder."""
     parts = PurePosixPath(path).parts
     if not parts or ".." in parts or parts[0] == "/" or "\0" in path:
         raise ValueError(f"path {path!r:.120}: not one within a repository")

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Access:
-    """How requests are made, in the words of huggingface_hub.
+    """Settings of requests, in the terms of huggingface_hub.
 
     token              None or True: the usual one; False: none
     cache_dir          where downloads are kept; None: $HF_HUB_CACHE
@@ -67,7 +67,7 @@ def token() -> str | bool | None:
 
 
 def cache_folder() -> Path:
-    """Where huggingface_hub keeps downloads."""
+    """Return huggingface_hub's folder of downloads."""
     from huggingface_hub import constants
 
     return Path(_access.get().cache_dir or constants.HF_HUB_CACHE).expanduser()
@@ -86,7 +86,7 @@ def place() -> str:
 def api() -> "HfApi":
     """huggingface_hub's client, for changes. Xet is disabled for other endpoints, which have none.
 
-    The library waits for an answer without end; where nobody has set a limit, its session gets one.
+    The library waits for an answer without end; unless a limit is set, its session gets one.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import get_session
@@ -100,7 +100,7 @@ def api() -> "HfApi":
 
 
 def is_offline() -> bool:
-    """Whether requests are forbidden: by `using`, or by $HF_HUB_OFFLINE now or when the library was imported."""
+    """True if requests are forbidden: by `using`, or by $HF_HUB_OFFLINE now or when the library was imported."""
     from huggingface_hub import is_offline_mode
 
     if _access.get().local_files_only:
@@ -166,7 +166,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_unknown_host(error: BaseException | None) -> bool:
-    """Whether the address has a name that nobody knows, which another try will not change."""
+    """True if the address has an unknown host name, which another try will not change."""
     while error is not None:
         if isinstance(error, socket.gaierror):
             return error.errno == socket.EAI_NONAME

@@ -38,7 +38,7 @@ class Index:
 
 
 def folder(version: str) -> str:
-    """Where a version's files are in its repository."""
+    """Return the folder of a version in its repository."""
     return f"versions/{version}"
 
 

@@ -67,7 +67,7 @@ def _address(path: str, query: Mapping[str, Any] | None) -> str:
 
 
 def _json(address: str, limit: int, silence: float | None = None) -> tuple[Any, int, str | None]:
-    """What is answered, its bytes, and the address of the next page, if there is one."""
+    """Return the answer, its bytes, and the address of the next page, if there is one."""
     with _response(address, silence=silence) as response:
         data = b"".join(_body(response, limit))
         following = response.links.get("next", {}).get("url")

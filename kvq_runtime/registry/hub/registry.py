@@ -35,7 +35,7 @@ class HubRegistry(Registry):
 
     org       the organization or user
     private   whether repositories that a publish creates are private; None is the Hub's default
-    Every request may raise NotFound, PermissionError or RuntimeError, as `client.translate_errors` says.
+    Every request may raise NotFound, PermissionError or RuntimeError: see `client.translate_errors`.
     """
 
     def __init__(self, org: str, private: bool | None = None):

@@ -1,6 +1,6 @@
 """Keep the git tag v1.2.0 at the commit that published 1.2.0: for people and `hf download`; no load depends on it.
 
-A missing tag is created again. A tag that points to another commit was moved by somebody, and is an error.
+A missing tag is created again. A tag that points to another commit has been moved, and is an error.
 """
 
 import warnings

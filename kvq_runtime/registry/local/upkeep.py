@@ -74,7 +74,7 @@ def _remove_blob(registry: LocalRegistry, path: Path, before: float) -> bool:
 
 
 def _older(path: Path, before: float) -> bool:
-    """Whether a path is a regular file, and that old."""
+    """True if a path is a regular file, not changed since `before`."""
     try:
         status = path.lstat()
     except FileNotFoundError:
