@@ -227,8 +227,8 @@ class KVQCache(Cache):
                 'hand out: all tokens are read; call model.set_attn_implementation("kvq")',
                 stacklevel=2,
             )
-        name = self.blocks.recipe.name
-        if attention in DECODING and name not in _told and any(one.encoded for one in self.blocks.layers.values()):
+        name, again = self.blocks.recipe.name, attention in DECODING and not self.blocks.decoder.keep
+        if again and name not in _told and any(one.encoded for one in self.blocks.layers.values()):
             _told.add(name)
             _log.warning(
                 "%s under %s attention: every step decodes the whole history; steps are faster after "

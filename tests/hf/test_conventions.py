@@ -14,6 +14,7 @@ from generating import generate, kvq
 from models import prompt, random_model
 from transformers import AttentionInterface
 
+from kvq_calib.evaluate.witness import WitnessCache
 from kvq_runtime import KVQCache
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
@@ -104,6 +105,16 @@ def test_the_log_says_once_a_layer_what_attends_and_why(model, caplog):
     for layer, record in enumerate(said):
         text = record.getMessage()
         assert text.startswith(f"layer {layer}: Reference attends; Fused refuses: ") and text.count(":") >= 2
+
+
+def test_the_log_says_once_that_a_step_decodes_all_history_unless_it_does_not(model, caplog, monkeypatch):
+    monkeypatch.setattr("kvq_runtime.hf.cache._told", set())
+    recipe, slow = small(preset("higgs-2bit"), geometry_of(model)), "every step decodes the whole history"
+    generate(model, prompt(1, 60), WitnessCache(recipe, model))  # which decodes each block once
+    assert slow not in caplog.text
+    for _ in range(2):
+        generate(model, prompt(1, 60), KVQCache(recipe, model))
+    assert caplog.text.count(slow) == 1
 
 
 def test_what_is_internal_is_named_so(model):
