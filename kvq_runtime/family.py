@@ -1,4 +1,4 @@
-"""Say of the recipes of one file what others need to know: the papers, looks, golden artifacts, comparisons, claims.
+"""State what others need to know of one file's recipes: papers, looks, golden artifacts, comparisons, claims.
 
 Every file of `kvq_runtime/recipes` has one, `FAMILY`. Pages, pictures, comparisons and tests read it there, so that
 nothing else names a method.

@@ -1,4 +1,4 @@
-"""Say what shape of cache a model has, and which tokens a recipe keeps exact: the numbers every codec is built from.
+"""The shape of a model's cache, and the tokens that a recipe keeps exact: the numbers every codec is built from.
 
 Shape letters, as suffixes of tensor names in memory order, everywhere in kvq:
 B batch · L layers · H KV heads · G query heads per KV head · T tokens · D head size · C = H·D, all KV heads

@@ -1,4 +1,4 @@
-"""Say once what the parameters of the flows mean; Prefect shows it beside each of them."""
+"""Explain the parameters of the flows once; Prefect shows it beside each of them."""
 
 from typing import Annotated, Any
 

@@ -305,7 +305,7 @@ def units(args: argparse.Namespace, files: ModelFiles) -> Iterator[Unit]:
 
 
 def left(home: Home, args: argparse.Namespace) -> int:
-    """Say what is left, and how long it takes: where nothing alike was measured, in proportion to tokens."""
+    """Print what is left, and how long it takes: if nothing alike was measured, in proportion to tokens."""
     lines = real_records.read(args.results)
     rows = [(unit, key) for unit, key in _keys(home, args) if args.again or key not in lines]
     known: dict[Any, list[float]] = {}

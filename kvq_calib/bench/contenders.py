@@ -1,4 +1,4 @@
-"""Say what takes part in a benchmark: recipes and artifacts, and transformers' own caches beside them.
+"""The contenders of a benchmark: recipes and artifacts, and transformers' own caches beside them.
 
 Time and bytes depend on the shapes of fitted tensors, not on what is in them: a recipe that is to be fitted, and of
 which there is no artifact, takes part with random ones, with a note.

@@ -1,4 +1,4 @@
-"""Say what a calibration would do: `kvq-calibrate --dry-run`, as JSON of plain numbers and as lines for people."""
+"""Print what a calibration would do: `kvq-calibrate --dry-run`, as JSON of plain numbers and as lines for people."""
 
 import time
 from typing import Any

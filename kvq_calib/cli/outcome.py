@@ -91,7 +91,7 @@ def _elsewhere(made: Published, python: bool) -> str:
 
 
 def cost(wall: float, spent: Mapping[str, float], layers: tuple[int, int]) -> None:
-    """Say what the run took.
+    """Write what the run took.
 
     wall     seconds of this command
     spent    seconds by stage, of all commands that worked on the run; "evaluation": of this one
@@ -110,7 +110,7 @@ def cost(wall: float, spent: Mapping[str, float], layers: tuple[int, int]) -> No
 
 
 def peak(work: Run) -> None:
-    """Say how much memory the run took, beside what one layer and one chunk were planned with."""
+    """Write how much memory the run took, beside the plan's for one layer and one chunk."""
     import resource
 
     import torch

@@ -1,4 +1,4 @@
-"""Say what a command is doing: before there is anything to count, and where there is no terminal to draw a bar on.
+"""Report what a command is doing: before there is anything to count, and without a terminal to draw a bar on.
 
 Imports nothing that takes long.
 """
@@ -63,7 +63,7 @@ class Lines:
         self._left, self._said = Left(self._clock), self._clock()
 
     def __call__(self, text: str, done: float, total: float) -> None:
-        """Say what is at work, which share of all is done, and about how long the rest takes."""
+        """Report what is at work, the share of all that is done, and about how long the rest takes."""
         left = self._left(done, total)
         if self._on and self._clock() - self._said >= EVERY:
             self._said = self._clock()

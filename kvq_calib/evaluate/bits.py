@@ -1,4 +1,4 @@
-"""Say what a recipe's cache really costs: fill one, and count the bytes it holds."""
+"""Count the bytes of a recipe's cache: fill one, and add up what it holds."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -46,7 +46,7 @@ class Refused(RuntimeError):
 
 
 def passes(record: Mapping[str, Any], bounds: Bounds) -> list[str]:
-    """Hold an evaluation record against bounds: the reasons why it does not pass, none when it does.
+    """Compare an evaluation record with bounds; return the reasons why it does not pass, none if it does.
 
     The full encode is judged where it was measured, else what was measured in use. A figure that is no number passes no
     bound, and neither does an evaluation in which nothing was decoded: it shows nothing about what is bounded.

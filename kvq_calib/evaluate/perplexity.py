@@ -198,7 +198,7 @@ class _Group:
             yield from logits.split(PART, 1)
 
     def score(self, found: Iterable[Tensor], progress: Callable[[int], object]) -> Score:
-        """Hold logits against the text and against those of the 16-bit model."""
+        """Compare logits with the text and with those of the 16-bit model."""
         batch, length = self.tokens_BT.shape
         score, losses = Score(), torch.zeros(batch, dtype=torch.float64, device=self.tokens_BT.device)
         kls = torch.zeros_like(losses)

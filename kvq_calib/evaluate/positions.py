@@ -92,7 +92,7 @@ def states(
 
 @torch.inference_mode()
 def trace(model: PreTrainedModel, tokens_BT: Tensor, exact_BTE: Tensor, found_BTE: Tensor) -> Trace:
-    """Hold what a cache gave, E hidden channels a token, against the 16-bit model's and against the text."""
+    """Compare a cache's hidden states, E channels a token, with the 16-bit model's and with the text."""
     head, rows = model.get_output_embeddings(), []
     assert head is not None, "a language model has an output layer"
     for tokens_T, exact_TE, found_TE in zip(tokens_BT.long(), exact_BTE, found_BTE, strict=True):

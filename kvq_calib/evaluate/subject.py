@@ -1,4 +1,4 @@
-"""Say what is evaluated: a fitted artifact, or a recipe that needs no calibration."""
+"""The subject of an evaluation: a fitted artifact, or a recipe that needs no calibration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Say in a sentence what a picture shows: model and size, text, windows, protocol, and how to read the marks."""
+"""Describe a picture in a sentence: model and size, text, windows, protocol, and how to read the marks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -40,7 +40,7 @@ def shown(text: str) -> str:
 
 
 def say(artist: Artist, *texts: str) -> None:
-    """Say what a mark is, or what each marker of a line is, to whoever points at it in a page."""
+    """Name a mark, or each marker of a line, for a pointer that rests on it in a page."""
     artist.set_gid(SAID + json.dumps(texts))
 
 

@@ -1,4 +1,4 @@
-"""Say under which licence model and corpus are, where that is known; nothing is guessed from a name.
+"""Find the licences of model and corpus, where they are known; nothing is guessed from a name.
 
 A model's is in the front matter of its README.md, or in its GGUF file. Of corpora, only those of embedded ones are
 known here: a dataset of the Hub states its own on its card, which ours names.

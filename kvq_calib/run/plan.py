@@ -1,4 +1,4 @@
-"""Say what a calibration will do before it does it: the plan is all that its bytes depend on."""
+"""Plan a calibration before it starts: the plan is all that its bytes depend on."""
 
 import hashlib
 import json

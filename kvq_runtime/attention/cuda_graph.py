@@ -126,7 +126,7 @@ class Recorded(Generic[T]):
         return self.replay()
 
     def ready(self) -> bool:
-        """Tell the device what the host has changed; whether the cache still is where it was recorded.
+        """Send the device the host's changes; True if the cache's tensors are still where they were recorded.
 
         Between replays that encode nothing the host looks at two counts of each layer here, and asks the device
         nothing.

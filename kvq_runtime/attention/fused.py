@@ -237,7 +237,7 @@ class Fused(Path):
             rope.start_at(padding.starts_B)
 
     def publish(self, stores: Mapping[int, LayerStore]) -> None:
-        """Tell the device what it does not know yet of layers: counts of all of them in one copy; waits for nothing."""
+        """Send the device new counts of all layers in one copy; waits for nothing."""
         stale = [layer for layer, store in stores.items() if store.index is not None and store.index.stale]
         if not stale:
             return
@@ -249,7 +249,7 @@ class Fused(Path):
         send(torch.tensor(counts, dtype=torch.int32), self._counts_L4[first:last])
 
     def _publish_places(self, store: LayerStore, layer: int) -> None:
-        """Tell the device where slabs are that it has not seen, and which tokens are sinks."""
+        """Send the device the addresses of new slabs, and the tokens that are sinks."""
         index = store.index
         assert index is not None
         if len(store.slabs[0]) > len(index.tables[0]):

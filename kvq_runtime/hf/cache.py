@@ -210,7 +210,7 @@ class KVQCache(Cache):
         rotary: nn.Module | None,
         attention: str | None,
     ) -> None:
-        """Tell the cache which tokens are real, where they stand and what attends to them; once per forward pass."""
+        """Announce to the cache which tokens are real, their positions and the attention; once per forward pass."""
         if self._announced:
             return
         self._announced = True
@@ -335,7 +335,7 @@ def _hook(model: PreTrainedModel, first: nn.Module) -> None:
 
 
 def _begin(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Tell the cache that the decoder begins, which needs no mask of a step in which nothing is padded."""
+    """Announce the decoder's start to the cache: a step without padding needs no mask."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, KVQCache):
         if module.config._attn_implementation == "kvq" and cache._is_whole(kwargs):
@@ -346,7 +346,7 @@ def _begin(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dic
 
 
 class _Announce:
-    """Tell the cache what the first attention module is called with."""
+    """Announce to the cache the arguments of the first attention module."""
 
     def __init__(self, decoder: nn.Module):
         self.decoder = decoder

@@ -1,4 +1,4 @@
-"""Say whether LMCache's chunks can be kept by a recipe, why not, and which is the nearest that can.
+"""Decide whether a recipe can keep LMCache's chunks; else the reason, and the nearest recipe that can.
 
 A chunk is keys (after RoPE) and values of all layers of some tokens in a row, and is stored and found as a whole: what
 needs whole blocks can be served, unlike in vLLM's pages. But LMCache tells of a chunk its hash alone, not where in the

@@ -1,4 +1,4 @@
-"""Tell which evaluation records have the form that kvq's own have: whoever may write to a registry may add one.
+"""Check that evaluation records have the form of kvq's own: whoever may write to a registry may add one.
 
 What is stated here may be left out of a record unless `needs` names it, and must be of its form where it is there;
 anything else may stand beside it. Everyone who reads a field reads it of sound records alone.

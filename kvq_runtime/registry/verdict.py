@@ -1,4 +1,4 @@
-"""Say in a word whether a version can be used, from what was measured of it: what leads on pages and in commands.
+"""Judge in a word whether a version can be used, from its measurements: the first word on pages and in commands.
 
 Without bounds of its own a version is too lossy where the record that counts has a perplexity more than a tenth above
 that of 16 bit, or more than 0.1 nats of divergence. A record that was judged by bounds, which somebody chose, is judged

@@ -40,7 +40,7 @@ class Positions:
         return self.length + self.dropped
 
     def announce(self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None) -> None:
-        """Say which of the next tokens are real and at which positions they stand; None: all, and counting on."""
+        """Set which of the next tokens are real, and their positions; None: all, and counting on."""
         self._next = (real_BT, positions_BT)
         self.rotary = rotary or self.rotary
 

@@ -1,4 +1,4 @@
-"""Say whether vLLM can serve a recipe from its pages, why not, and which is the nearest that it can.
+"""Decide whether vLLM can serve a recipe from its pages; else the reason, and the nearest recipe that it can.
 
 vLLM owns the pages: it may begin one anywhere in a prompt, share it between requests and hand it on. So a recipe is
 served if what a page stores can be computed from that page's keys and values, and read back, alone: token by token or,

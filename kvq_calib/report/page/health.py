@@ -1,4 +1,4 @@
-"""Say whether a version is whole: the checks of `kvq verify`, its attachments, its signatures."""
+"""Check that a version is whole: the checks of `kvq verify`, its attachments, its signatures."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Say figures of a page in words that are the same everywhere, and what stands where nothing was measured."""
+"""Figures of pages in the same words everywhere, and the text where nothing was measured."""
 
 import shlex
 from collections.abc import Mapping
