@@ -380,7 +380,7 @@ def measure(home: Home, model, unit: Unit, batch: Batch) -> dict[str, Any]:
     recipe = Protocol(sinks=SINKS, recent=RECENT).recipe(subject.recipe, files.geometry, subject.tensors)
     about |= {
         "artifact": subject.sha256, "window": asdict(recipe.window),
-        "bits": bits.costs(recipe, files.geometry, unit.length, subject.tensors),
+        "bits": bits.costs(recipe, files.geometry, unit.length),
     }  # fmt: skip
     reason = full.refusal(recipe) if unit.protocol == FULL else None
     if reason is not None:

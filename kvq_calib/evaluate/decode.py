@@ -98,7 +98,7 @@ def evaluate(
                 "recipe": subject.recipe.name,
                 "protocols": {DECODE: figures(subject, own, plan.bins, prompt)},
                 "window": asdict(subject.recipe.window),
-                "bits": bits.costs(subject.recipe, files.geometry, plan.length, subject.tensors, device),
+                "bits": bits.costs(subject.recipe, files.geometry, plan.length),
             },
         }
         for subject, own in zip(subjects, traces, strict=True)

@@ -162,11 +162,11 @@ def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str,
     found, parameters, kind = _scores(files, tokens_BT, pairs, protocol, device, dtype, progress, ledger)
     layers = _errors(Stream(files, device, kind), tokens_BT, pairs, protocol, progress, ledger)
     results = {}
-    for digest, (recipe, tensors) in pairs.items():
+    for digest, (recipe, _) in pairs.items():
         parts = {name: _part(name, recipe, protocol, tokens_BT, scores, digest) for name, scores in found.items()}
         result = {"recipe": recipe.name, "parameters": parameters, "protocols": parts}
         result["window"] = asdict(recipe.window)
-        result["bits"] = bits.costs(recipe, files.geometry, tokens_BT.shape[1], tensors, device)
+        result["bits"] = bits.costs(recipe, files.geometry, tokens_BT.shape[1])
         result["layers"] = layers.get(digest, [])
         results[digest] = result
     for text, other in others.items():

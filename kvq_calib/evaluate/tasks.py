@@ -115,7 +115,7 @@ def evaluate(
             for name, part in parts.items():
                 part |= {} if "reason" in part else {"reference": found[0]["result"]["protocols"][name]["tasks"]}
             result["window"] = asdict(subject.recipe.window)
-            result["bits"] = bits.costs(subject.recipe, files.geometry, max(plan.lengths), subject.tensors, device)
+            result["bits"] = bits.costs(subject.recipe, files.geometry, max(plan.lengths))
         artifact = subject.sha256 if subject is not None and subject.sha256 else result["recipe"]
         found.append({"artifact": artifact, "corpus": digest, "protocol": about, "environment": used, "result": result})
     return found

@@ -86,7 +86,7 @@ def evaluate(
         result: dict[str, Any] = {"recipe": subject.recipe.name if subject else REFERENCE, "protocols": {IN_USE: part}}
         if subject is not None:
             result["window"] = asdict(subject.recipe.window)
-            result["bits"] = bits.costs(subject.recipe, files.geometry, AT_LENGTH, subject.tensors, device)
+            result["bits"] = bits.costs(subject.recipe, files.geometry, AT_LENGTH)
         records.append({
             "artifact": subject.sha256 if subject is not None and subject.sha256 else result["recipe"],
             # prompts do not depend on the recipe, and the 16-bit model, asked first, is never refused

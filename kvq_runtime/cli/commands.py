@@ -13,7 +13,6 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import lock, reference, search, verdict
 from kvq_runtime.registry.events import State
-from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.local.registry import LocalRegistry
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import Reference
@@ -302,32 +301,27 @@ def _evaluations(reference: str, args: Namespace) -> list[dict[str, Any]]:
 
 def gc(args: Namespace) -> int:
     """Remove temporary files, and blobs or files that no event names."""
-    from kvq_runtime.registry.hub import upkeep as hub_upkeep
-    from kvq_runtime.registry.local import upkeep as local_upkeep
-
     registry = open_registry(args.where or args.registry)
-    if isinstance(registry, HubRegistry):
-        removed = hub_upkeep.collect(registry, args.grace, args.dry_run)
-    else:
-        assert isinstance(registry, LocalRegistry)
-        removed = [str(p.relative_to(registry.root)) for p in local_upkeep.collect(registry, args.grace, args.dry_run)]
+    paths = _upkeep(registry).collect(registry, args.grace, args.dry_run)
+    removed = [str(path.relative_to(registry.root)) if isinstance(registry, LocalRegistry) else path for path in paths]
     print_table([{"removed": not args.dry_run, "path": path} for path in removed], args.json)
     return 0
 
 
 def doctor(args: Namespace) -> int:
     """Print everything that is wrong with the registry; 1 if any of it is a fault."""
-    from kvq_runtime.registry.hub import upkeep as hub_upkeep
-    from kvq_runtime.registry.local import upkeep as local_upkeep
-
     registry = open_registry(args.where or args.registry)
-    if isinstance(registry, HubRegistry):
-        findings = hub_upkeep.examine(registry)
-    else:
-        assert isinstance(registry, LocalRegistry)
-        findings = local_upkeep.examine(registry)
+    findings = _upkeep(registry).examine(registry)
     if findings or args.json:
         print_table([dataclasses.asdict(finding) for finding in findings], args.json)
     else:
         print(f"nothing is wrong with {registry.url}")
     return int(any(finding.level == "fault" for finding in findings))
+
+
+def _upkeep(registry: Registry) -> Any:
+    """The module that checks and collects in the place of a registry."""
+    from kvq_runtime.registry.hub import upkeep as of_a_hub
+    from kvq_runtime.registry.local import upkeep as of_a_folder
+
+    return of_a_folder if isinstance(registry, LocalRegistry) else of_a_hub

@@ -167,6 +167,12 @@ class Version:
     at: str
     yanked: str | None = None
 
+    def file(self, name: str) -> tuple[str, int]:
+        """Digest and size of the artifact, or of a file beside it."""
+        if name == reference.ARTIFACT_FILE:
+            return self.sha256, self.size
+        return self.files[name]["sha256"], self.files[name]["size"]
+
     @property
     def beside(self) -> str:
         """A digest of the files beside the artifact, without the card, which a copy gets anew."""

@@ -29,7 +29,7 @@ def copy(source: Registry, name: str, version: Version, target: Registry, dry_ru
         target.check_writable()
         return row | {"result": "is there already" if exists else "would be published"}
     if exists:
-        target.finish_publish(name, version)
+        target.finish(name, version)
     else:
         data = artifact.read(source.fetch_verified(name, version), version.sha256, version.size)
         attachments = source.attachments(name, version)

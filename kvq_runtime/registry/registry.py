@@ -1,67 +1,128 @@
-"""Decide changes of a name in the same way for every kind of registry.
+"""Decide what events and files of a name mean, in the same way for every place that keeps them."""
 
-A registry keeps, per name, a list of events and the files they name. Kinds differ in how an event is stored durably:
-`Registry.change`. What a change means is the same for all, and is here.
-"""
-
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from hashlib import sha256 as hash_of
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvq_runtime.artifact import stated
+from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import evaluations, events, reference, verdict
-from kvq_runtime.registry.events import Change, Promote, Publish, Rollback, State, Version, Yank
-from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.reference import PRODUCTION
+from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
+from kvq_runtime.registry.place import Head, Place
+from kvq_runtime.registry.reference import ARTIFACT_FILE, PRODUCTION
 
 if TYPE_CHECKING:  # kvq list and promote should not wait for torch
     from kvq_runtime.artifact.artifact import Artifact
 
+TRIES = 200
 Kind = Literal["evaluations", "signatures"]
 
 
-class Registry(ABC):
-    """A place that keeps named, versioned artifacts: a folder (`local`) or an organization on a Hub (`hub`).
+class Registry(Place):
+    """Named, versioned artifacts in a place: a folder (`local`) or an organization on a Hub (`hub`).
 
     Methods that take a name raise ValueError for an invalid one, and ArtifactError for a damaged registry.
     """
 
-    @property
-    @abstractmethod
-    def url(self) -> str:
-        """Its address."""
+    # ---- reading
 
-    def check_name(self, name: str) -> str:
-        """The name, if an artifact may have it here; else a ValueError."""
-        return reference.check_name(name)
-
-    @abstractmethod
-    def names(self) -> list[str]:
-        """Every name with at least one event."""
-
-    @abstractmethod
     def state(self, name: str) -> State:
         """Versions, aliases and history of a name; empty if nothing was published under it."""
+        return self.read(name).state
 
     def state_at(self, name: str, commit: str) -> State:
         """`state` as of a commit; ValueError for a registry without commits, NotFound if there is nothing."""
-        raise ValueError(f"{self.url} has no commits, and {commit} is one; use a version, as in {name}@1.2.0")
+        state = self.read(name, commit).state
+        if not state.events:
+            raise NotFound(f"{self.url}/{name} has no kvq.json at commit {commit}; kvq history {name} lists versions")
+        return state
 
     def current_state(self, name: str) -> State:
         """`state`, never from a cache; empty if it is not visible."""
-        return self.state(name)
+        return self.look(name).state
 
-    @abstractmethod
+    def existing(self, name: str) -> State:
+        """The state of a name with at least one event; else NotFound, with the names there are."""
+        state = self.state(name)
+        if not state.events:
+            raise NotFound(f"no artifact {name} in {self.url}; {self.hint(name)}")
+        return state
+
+    def attachments(self, name: str, version: Version) -> dict[str, bytes]:
+        """The files stored with a version, by name, their digests checked."""
+        contents = {}
+        for file, entry in version.files.items():
+            path = self.fetch_verified(name, version, file)
+            contents[file] = files.read(path, entry["size"])
+            digest = hash_of(contents[file]).hexdigest()
+            if digest != entry["sha256"]:
+                raise ArtifactError(f"{path}: sha256: the file has {digest}; kvq doctor says what to do")
+        return contents
+
+    # ---- records
+
+    def add_record(self, kind: Kind, sha256: str, data: bytes, name: str = "") -> str:
+        """Store a record about an artifact, never changed; returns the record's digest. A Hub needs the name."""
+        digest = hash_of(data).hexdigest()
+        self.add(name, f"{kind}/{reference.check_sha256(sha256)}/{digest}.json", data)
+        return digest
+
+    def records(self, kind: Kind, sha256: str, name: str = "") -> list[tuple[PurePath, bytes]]:
+        """(path, content) of every record of an artifact, by path: .../artifact's digest/record's digest.json."""
+        return self.listed(name, f"{kind}/{reference.check_sha256(sha256)}")
+
+    def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
+        """Store a measurement of an artifact, in the form of `evaluations`; returns the record's digest."""
+        return self.add_record("evaluations", record["artifact"], evaluations.to_bytes(record), name)
+
+    def evaluations(self, sha256: str, name: str = "") -> list[dict[str, Any]]:
+        """Every evaluation record of an artifact, ordered by the record's digest."""
+        return [evaluations.from_bytes(data, path) for path, data in self.records("evaluations", sha256, name)]
+
+    def signatures(self, sha256: str, name: str) -> list[bytes]:
+        """Every signature record of an artifact, in the form of `signing`."""
+        return [data for _, data in self.records("signatures", sha256, name)]
+
+    # ---- changing
+
     def change(self, name: str, decide: Callable[[State], Change | None]) -> State:
-        """Make one change; returns the state with the change in it.
+        """Make one change without files; returns the state with the change in it.
 
         decide   called with the present state, and again whenever another change came first; returns the change, or
                  None if there is nothing left to do, or raises Conflict to give up
         """
+        return self._change(name, decide, {}, {}).state
 
-    @abstractmethod
+    def _change(
+        self,
+        name: str,
+        decide: Callable[[State], Change | None],
+        content: Mapping[str, bytes],
+        about: Mapping[str, Any],
+    ) -> Head:
+        unanswered: list[Event] = []
+        overtaken = False
+        for _ in range(TRIES):
+            head = self.look(name)
+            if any(event in head.state.events for event in unanswered):  # the answer was lost, the event was not
+                return head
+            change = decide(head.state)
+            if change is None:
+                self.finish(name)
+                return head
+            if overtaken and not self.moves_again and isinstance(change, (Promote, Rollback)):
+                raise Conflict(f"{self.url}: somebody changed {name} first; look at kvq history {name}, then retry")
+            at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            event = Event(len(head.state.events) + 1, name, at, change)
+            written = self.write(head, head.state.apply(event), content, about, unanswered)
+            if written is not None:
+                return written
+            overtaken = overtaken or event not in unanswered
+        raise Conflict(f"{self.url}: {TRIES} other changes of {name} came first; try again")
+
     def publish(
         self, name: str, data: bytes, version: str | None = None, attachments: Mapping[str, bytes] | None = None
     ) -> Version:
@@ -73,74 +134,27 @@ class Registry(ABC):
         attachments   {"README.md": ..., plots}: files stored with the version
         Raises ArtifactError for bytes that do not load, Conflict if the number is taken.
         """
+        from kvq_runtime.artifact import artifact
 
-    def finish_publish(self, name: str, version: Version) -> None:
-        """Do what an interrupted publish of this version may have left undone: on a Hub, set the tag."""
-        return None
+        self.check_name(name)
+        if version is not None:
+            reference.check_version(version)
+        beside, sha256 = attachments or {}, hash_of(data).hexdigest()
+        entries = {file: {"sha256": hash_of(held).hexdigest(), "size": len(held)} for file, held in beside.items()}
+        events.check_files(entries)
+        new, content = artifact.from_bytes(data), {ARTIFACT_FILE: data, **beside}
 
-    @abstractmethod
-    def fetch(self, name: str, version: Version) -> Path:
-        """The file of a version; loading it checks digest and size."""
+        def decide(state: State) -> Change | None:
+            if state.with_digest(sha256):
+                return None
+            return Publish(version or self.next_version(state, new), sha256, len(data), entries)
 
-    def fetch_verified(self, name: str, version: Version) -> Path:
-        """`fetch`; a file from a cache is compared with the digest, and downloaded again if it is damaged."""
-        return self.fetch(name, version)
-
-    @abstractmethod
-    def attachments(self, name: str, version: Version) -> dict[str, bytes]:
-        """The files stored with a version, by name, their digests checked."""
-
-    @abstractmethod
-    def about(self, name: str, version: Version) -> dict[str, Any]:
-        """Recipe, model and corpus of a version, as `stated.summary`, without fetching the whole file."""
-
-    @abstractmethod
-    def add_record(self, kind: Kind, sha256: str, data: bytes, name: str) -> str:
-        """Store a record about an artifact, never changed; returns the record's digest."""
-
-    @abstractmethod
-    def records(self, kind: Kind, sha256: str, name: str) -> list[tuple[PurePath, bytes]]:
-        """(path, content) of every record of an artifact, by path: .../artifact's digest/record's digest.json."""
-
-    def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
-        """Store a measurement of an artifact, in the form of `evaluations`; returns the record's digest.
-
-        name   of the artifact; required by a Hub
-        """
-        data = evaluations.to_bytes(record)
-        return self.add_record("evaluations", record["artifact"], data, name)
-
-    def evaluations(self, sha256: str, name: str = "") -> list[dict[str, Any]]:
-        """Every evaluation record of an artifact, ordered by the record's digest."""
-        return [evaluations.from_bytes(data, path) for path, data in self.records("evaluations", sha256, name)]
-
-    def signatures(self, sha256: str, name: str) -> list[bytes]:
-        """Every signature record of an artifact, in the form of `signing`."""
-        return [data for _, data in self.records("signatures", sha256, name)]
-
-    @abstractmethod
-    def check_writable(self) -> None:
-        """Raise the OSError or RuntimeError that a publish would end in; nothing is written."""
-
-    def pinned_file(self, lock: Lock) -> Path | None:
-        """The file that a lock pins if it is at hand, without a request; else None."""
-        return None
-
-    def last_commit(self, name: str) -> str:
-        """The commit in which a name was last read; "" for a registry without commits."""
-        return ""
-
-    def existing(self, name: str) -> State:
-        """The state of a name with at least one event; else NotFound, with the names there are."""
-        state = self.state(name)
-        if not state.events:
-            raise NotFound(f"no artifact {name} in {self.url}; {self._hint(name)}")
-        return state
-
-    def _hint(self, name: str) -> str:
-        """What the message about a missing name ends with."""
-        names = self.names()
-        return f"there are {', '.join(names[:8])}" if names else "it is empty; kvq-calibrate publishes artifacts"
+        self.store(name, content)
+        about = stated.summary({"recipe": {"name": new.recipe.name}, "provenance": new.provenance})
+        published = self._change(name, decide, content, about).state.with_digest(sha256)
+        assert published is not None, "the change that was written is in the state"
+        self.finish(name, published, content)
+        return published
 
     def next_version(self, state: State, new: "Artifact") -> str:
         """The number of the next version of a name; fetches the highest version to compare it with `new`."""
@@ -207,28 +221,6 @@ class Registry(ABC):
         events.check_reason(reason)
         self.existing(name)
         return self.change(name, lambda state: Yank(version, reason))
-
-
-def prepare_publish(
-    registry: Registry, data: bytes, version: str | None, attachments: Mapping[str, bytes]
-) -> "tuple[Artifact, Callable[[State], Publish | None]]":
-    """Check what is to be published; returns the artifact, and the `decide` that publishes it."""
-    from kvq_runtime.artifact import artifact
-
-    if version is not None:
-        reference.check_version(version)
-    entries = {
-        file: {"sha256": hash_of(content).hexdigest(), "size": len(content)} for file, content in attachments.items()
-    }
-    events.check_files(entries)
-    new, sha256 = artifact.from_bytes(data), hash_of(data).hexdigest()
-
-    def decide(state: State) -> Publish | None:
-        if state.with_digest(sha256):
-            return None
-        return Publish(version or registry.next_version(state, new), sha256, len(data), entries)
-
-    return new, decide
 
 
 def _check_unmoved(state: State, alias: str, before: str | None) -> None:

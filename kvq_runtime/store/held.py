@@ -6,8 +6,8 @@
     shared    predictors, bases, codebooks and whatever else was fitted, and rotations: once, whatever T and the batch
 
 Nothing is filled and nothing measured: a cache of 131,072 tokens of a model with 70 billion parameters takes no memory
-to count. `memory_report()` of a real cache is the same number (`kvq_calib/evaluate/bits.py` fills one), but for a
-window to which a prompt of about its length has left other room, and for the device tables of a GPU. Left out are fixed
+to count. `memory_report()` of a real cache is the same number (`tests/store/test_held.py` fills one), but for a window
+to which a prompt of about its length has left other room, and for the device tables of a GPU. Left out are fixed
 codebooks (at most 8 KiB a process). Bits by latent channel that a fit finds (`target`) are not known before it: all
 channels count.
 """
@@ -51,6 +51,11 @@ class HeldBytes:
     def total(self) -> int:
         """All bytes."""
         return sum(self.sequence.values()) + sum(self.shared.values())
+
+    @property
+    def own_bits(self) -> float:
+        """Bytes that grow with tokens, in bits per key or value element of the tokens seen."""
+        return 16 * sum(self.sequence.values()) / self.exact
 
     @property
     def bits(self) -> float:

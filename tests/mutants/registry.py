@@ -128,7 +128,7 @@ MUTANTS = [
         "publish-again",
         "a blob that gc took before the event that names it is not written again",
         "kvq_runtime/registry/local/registry.py",
-        "if not self.blob(hash_of(content).hexdigest()).exists():",
+        "if not self.blob(hash_of(data).hexdigest()).exists():",
         "if False:",
         ("registry/test_overtaken.py", "registry/test_upkeep.py", "registry/test_publishers.py"),
     ),

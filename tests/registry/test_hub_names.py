@@ -34,6 +34,12 @@ def test_a_name_that_a_hub_refuses_makes_no_request_and_is_good_in_a_folder(name
     assert folder.state(name).versions
 
 
+def test_a_promote_of_what_was_never_published_makes_no_repository(hub):
+    with pytest.raises(NotFound, match=r"has no version 1\.0\.0; it has none"):
+        HubRegistry("org").promote(NAME, "1.0.0", expect="none")
+    assert not hub.repos
+
+
 @pytest.mark.parametrize("name", ["a-b", "a.b-c_d", "a_", "x.git2", "gitx", "a-1.5b-2bit"])
 def test_a_name_that_a_hub_accepts_is_a_name(name):
     from huggingface_hub.utils import validate_repo_id

@@ -1,18 +1,20 @@
 """Computed bytes: those of a cache that is really filled, and of large models those of a pencil."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import fitted
 import pytest
 import torch
 from feeding import GEOMETRY, feed_in, make, tensors
+from filled import filled
 from representative import REPRESENTATIVE
 from written import EVERY
 
-from kvq_calib.evaluate.bits import bits_at
+from kvq_calib.evaluate.bits import costs
 from kvq_calib.model import find as models
 from kvq_calib.model.catalog import CATALOG
-from kvq_runtime.artifact import recipe_text
+from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import preset
 from kvq_runtime.store.device import SLACK
@@ -21,6 +23,7 @@ from kvq_runtime.store.held import Sizes
 SMALL = Geometry(layers=2, kv_heads=2, head_size=32)
 EIGHT = MODELS["llama-3.1-8b"]
 MIB = 1 << 20
+GOLDEN = Path(__file__).parents[2] / "artifacts" / "golden" / "v1"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,7 @@ def test_what_is_computed_is_what_a_cache_holds(name):
         return
     found = fitted.tensors(recipe, SMALL) or None
     for tokens in (100, 700, 5000 if name in ("higgs-2bit", "kivi-2bit-r32", "h2o-higgs-2bit") else 1501):
-        held, report = sizes.at(tokens), bits_at(recipe, SMALL, tokens, found)
+        held, report = sizes.at(tokens), filled(recipe, SMALL, tokens, found)
         undecided = held.sequence.get("timeline", 0) if recipe.policy("window") else 0
         assert sum(held.shared.values()) == report.shared_bytes
         window = recipe.widest.window  # a short prompt leaves it with less room, or a little more
@@ -44,6 +47,21 @@ def test_what_is_computed_is_what_a_cache_holds(name):
             assert sum(held.sequence.values()) - undecided == report.sequence_bytes, tokens
             assert held.bits == pytest.approx(report.all_bits + 8 * undecided / (held.exact / 2))
         assert held.exact == report.exact_bytes
+        stated = costs(recipe, SMALL, tokens)
+        assert stated["shared_bytes"] == report.shared_bytes
+        assert stated["smaller_from"] == report.smaller_than_higgs_from
+        assert stated["asymptotic"] == report.asymptotic_bits and stated["at_length"] == held.own_bits
+
+
+@pytest.mark.parametrize("name", ["aqua-fisher-1bit", "aqua-klt-1bit"])
+def test_bits_that_a_fit_found_are_known_from_its_recipe(name):
+    """Calibration gave each latent channel its bits; they are not those of the recipe before the fit."""
+    made = artifact.load(GOLDEN / f"{name}.safetensors")
+    geometry = made.fingerprint.geometry
+    report, stated = filled(made.recipe, geometry, 1400, made.tensors), costs(made.recipe, geometry, 1400)
+    assert stated["at_length"] == pytest.approx(report.bits_per_element, rel=1e-12)
+    assert stated["shared_bytes"] == report.shared_bytes
+    assert made.recipe.layers and stated != costs(replace(made.recipe, layers={}), geometry, 1400)
 
 
 @pytest.mark.parametrize("name", ["kivi-2bit", "svdq-online-2bit-v4", "svdq-shadow-2bit-v4", "h2o-higgs-2bit"])

@@ -9,32 +9,22 @@ Versions and aliases follow from the events, and are written out for readers tha
 two disagree is refused.
 """
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
-from kvq_runtime.disk import strict_json
+from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import events, reference
+from kvq_runtime.registry import events
 from kvq_runtime.registry.events import State
+from kvq_runtime.registry.hub import ask, cache, client
+from kvq_runtime.registry.place import Head
 
 FILE = "kvq.json"
-ARTIFACT = reference.ARTIFACT_FILE
 SCHEMA = 1
 LIMIT = 16 << 20
 ABOUT = {"recipe", "model", "revision", "corpus", "corpus_digest"}
-
-
-@dataclass(frozen=True)
-class Index:
-    """The content of kvq.json.
-
-    state   folded from the events
-    about   {version: summary of its artifact}, with the keys of ABOUT
-    """
-
-    state: State
-    about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def folder(version: str) -> str:
@@ -42,19 +32,19 @@ def folder(version: str) -> str:
     return f"versions/{version}"
 
 
-def to_bytes(index: Index) -> bytes:
+def to_bytes(head: Head) -> bytes:
     """The bytes of kvq.json."""
-    state = index.state
+    state = head.state
     return (strict_json.dumps({
         "schema": SCHEMA,
         "name": state.name,
-        "versions": _versions(state, index.about),
+        "versions": _versions(state, head.about),
         "aliases": {alias: state.at(alias) for alias in state.aliases},
         "events": [event.to_json() for event in state.events],
     }) + "\n").encode()  # fmt: skip
 
 
-def from_bytes(data: bytes, name: str, where: str) -> Index:
+def from_bytes(data: bytes, name: str, where: str) -> Head:
     """Read kvq.json, which must be about this name; raises ArtifactError, beginning with `where`, otherwise."""
     try:
         return _read(data, name)
@@ -62,7 +52,42 @@ def from_bytes(data: bytes, name: str, where: str) -> Index:
         raise ArtifactError(f"{where}: {FILE}: {error}") from None
 
 
-def _read(data: bytes, name: str) -> Index:
+def at(repo: str, commit: str) -> Head:
+    """What kvq.json of a repository, org/name, says at a commit; nothing if the commit has none."""
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    name = repo.rpartition("/")[2]
+    data = cache.whole(repo, FILE, commit, LIMIT)
+    try:
+        data = data or files.read(cache.download(repo, FILE, commit, LIMIT), LIMIT)
+    except RemoteEntryNotFoundError:
+        return Head(State(name), commit=commit)
+    return replace(from_bytes(data, name, f"{repo} at {commit[:12]}"), commit=commit)
+
+
+def main(repo: str) -> str:
+    """The commit at the head of main, asked of the Hub; raises huggingface_hub's error if offline."""
+    commit = ask.head(repo)
+    cache.note_head(repo, commit)
+    return commit
+
+
+def main_or_last_known(repo: str) -> str:
+    """`main`; offline, or with a warning if the Hub does not answer, the head that was last seen."""
+    last = cache.last_head(repo)
+    if last is not None and client.is_offline():
+        return last
+    try:
+        return main(repo)
+    except Exception as error:
+        if last is None or client.retry_delay(error) is None:
+            raise
+        text = "the Hub did not answer; aliases and versions are as of its last answer"
+        warnings.warn(f"{repo}: {text} ({client.redacted(error)})", stacklevel=5)
+        return last
+
+
+def _read(data: bytes, name: str) -> Head:
     if len(data) > LIMIT:
         raise ArtifactError(f"{len(data)} bytes; at most {LIMIT} are allowed")
     fields = strict_json.loads(data, "index")
@@ -83,7 +108,7 @@ def _read(data: bytes, name: str) -> Index:
     stated = fields["aliases"]
     if fields["versions"] != _versions(state, about) or stated != {alias: state.at(alias) for alias in state.aliases}:
         raise ArtifactError("versions or aliases contradict the events; somebody edited the file by hand")
-    return Index(state, about)
+    return Head(state, about)
 
 
 def _versions(state: State, about: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

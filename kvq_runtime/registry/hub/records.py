@@ -1,27 +1,22 @@
-"""Keep records about artifacts on a Hub, evaluations and signatures: files that are added and never changed.
-
-<kind>/<artifact's sha256>/<record's sha256>.json
-"""
+"""Read and add records about artifacts on a Hub, evaluations and signatures: <kind>/<sha256>/<sha256 of file>.json."""
 
 from collections.abc import Mapping
-from hashlib import sha256 as hash_of
 from pathlib import PurePath
 
 from kvq_runtime.disk import faults, files
 from kvq_runtime.registry import evaluations, reference
 from kvq_runtime.registry.hub import ask, cache, client
-from kvq_runtime.registry.registry import Kind
 
 MOST = 1 << 12  # records of an artifact, of one kind
 BYTES = 1 << 26  # of all of them
 
 
-def add(repo: str, kind: Kind, sha256: str, data: bytes) -> str:
-    """Add a record in a commit, and return its digest. It contradicts nothing, so the commit names no parent."""
+def add(repo: str, path: str, data: bytes) -> None:
+    """Add a record in a commit. It contradicts nothing, so the commit names no parent."""
     from huggingface_hub import CommitOperationAdd
 
-    digest = hash_of(data).hexdigest()
-    path, message = f"{_folder(kind, sha256)}/{digest}.json", f"add {kind[:-1]} of {sha256[:12]}"
+    kind, sha256, _ = path.split("/")
+    message = f"add {kind[:-1]} of {sha256[:12]}"
 
     def commit() -> None:
         client.api().create_commit(repo, [CommitOperationAdd(path, data)], commit_message=message)
@@ -30,30 +25,21 @@ def add(repo: str, kind: Kind, sha256: str, data: bytes) -> str:
         client.check_online(repo)
         client.retry(commit)
     faults.point("hub.recorded")
-    return digest
 
 
-def read(repo: str, kind: Kind, sha256: str, commit: str) -> list[tuple[PurePath, bytes]]:
-    """(path, content) of every record of an artifact at a commit; RuntimeError for too many."""
+def read(repo: str, folder: str, commit: str) -> list[tuple[PurePath, bytes]]:
+    """(path, content) of every record in a folder at a commit; RuntimeError for too many."""
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    folder = _folder(kind, sha256)
     with client.translate_errors(repo):
         try:
             found = ask.tree(repo, commit, folder)
         except RemoteEntryNotFoundError:
             return []
-        names = {PurePath(path).name: commit for path in found if path.endswith(".json")}
-        return _read(repo, folder, names)
+        return contents(repo, folder, {PurePath(path).name: commit for path in found if path.endswith(".json")})
 
 
-def read_cached(repo: str, kind: Kind, sha256: str) -> list[tuple[PurePath, bytes]]:
-    """`read` from the cache, without a request: the records that any cached commit has."""
-    folder = _folder(kind, sha256)
-    return _read(repo, folder, cache.json_files(repo, folder))
-
-
-def _read(repo: str, folder: str, names: Mapping[str, str]) -> list[tuple[PurePath, bytes]]:
+def contents(repo: str, folder: str, names: Mapping[str, str]) -> list[tuple[PurePath, bytes]]:
     """Records by {file name: a commit that has it}; a file that is not named by a digest is none."""
     found, left = [], BYTES
     for name, commit in sorted(names.items()):
@@ -66,7 +52,3 @@ def _read(repo: str, folder: str, names: Mapping[str, str]) -> list[tuple[PurePa
         if left < 0 or len(found) > MOST:
             raise RuntimeError(f"{repo}/{folder}: more than {MOST} records or {BYTES} bytes of them; remove some there")
     return found
-
-
-def _folder(kind: Kind, sha256: str) -> str:
-    return f"{kind}/{reference.check_sha256(sha256)}"

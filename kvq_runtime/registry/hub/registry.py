@@ -12,22 +12,18 @@ answer came, main is read before anything is tried again: the event is in it or 
 convenience.
 """
 
-from collections.abc import Callable, Mapping
-from hashlib import sha256 as hash_of
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvq_runtime.artifact import stated
 from kvq_runtime.disk import faults, files
-from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import reference
-from kvq_runtime.registry.events import Change, State, Version
-from kvq_runtime.registry.hub import ask, cache, client, records, snapshot, tags
-from kvq_runtime.registry.hub.commit import commit_change
-from kvq_runtime.registry.hub.index import ARTIFACT, folder
-from kvq_runtime.registry.hub.snapshot import Snapshot
+from kvq_runtime.registry.events import Event, State, Version
+from kvq_runtime.registry.hub import ask, cache, client, commit, index, records, tags
 from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.registry import Kind, Registry, prepare_publish
+from kvq_runtime.registry.place import Head
+from kvq_runtime.registry.reference import ARTIFACT_FILE
+from kvq_runtime.registry.registry import Registry
 
 
 class HubRegistry(Registry):
@@ -38,9 +34,11 @@ class HubRegistry(Registry):
     Every request may raise NotFound, PermissionError or RuntimeError: see `client.translate_errors`.
     """
 
+    moves_again = False  # the head that is read may lag behind
+
     def __init__(self, org: str, private: bool | None = None):
         self.org, self.private = reference.check_org(org), private
-        self._snapshots: dict[str, Snapshot] = {}  # last read of each name
+        self._heads: dict[str, Head] = {}  # last read of each name
 
     @property
     def url(self) -> str:
@@ -64,54 +62,41 @@ class HubRegistry(Registry):
         with client.translate_errors(f"{self.org}/*"):
             return sorted(name for name in ask.names(self.org) if reference.is_name(name))
 
-    def _hint(self, name: str) -> str:
+    def hint(self, name: str) -> str:
+        """What the message about a missing name ends with."""
         return "its repository has no kvq.json; kvq push and kvq-calibrate --push publish there"
 
     def last_commit(self, name: str) -> str:
         """The commit of main that was last read of a name; "" before the first read."""
-        return (self._snapshots[name].commit or "") if name in self._snapshots else ""
+        return (self._heads[name].commit or "") if name in self._heads else ""
 
     # ---- reading
 
-    def state(self, name: str) -> State:
-        """The state according to kvq.json on main; offline, according to the commit that was last read."""
-        return self._read(name).state
-
-    def state_at(self, name: str, commit: str) -> State:
-        """The state according to kvq.json at a commit; NotFound if the commit has none."""
-        state = self._read(name, commit).state
-        if not state.events:
-            raise NotFound(f"{self.repo(name)} has no kvq.json at commit {commit}; kvq history {name} lists versions")
-        return state
-
-    def current_state(self, name: str) -> State:
-        """The state according to kvq.json on main, never from the cache alone; empty without a repository."""
-        with client.translate_errors(self.repo(name)):
-            return self.look(name).state
-
-    def about(self, name: str, version: Version) -> dict[str, Any]:
-        """Recipe, model and corpus of a version, from kvq.json."""
-        head = self._snapshots.get(name)
-        if head is None or version.version not in head.index.about:
-            head = self._read(name)
-        return dict(head.index.about[version.version])
-
-    def look(self, name: str) -> Snapshot:
-        """Main, asked of the Hub; raises huggingface_hub's errors, but not for a missing repository."""
+    def look(self, name: str) -> Head:
+        """Main, asked of the Hub; empty without a repository."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         repo = self.repo(name)
-        try:
-            return self._read(name, snapshot.head(repo))
-        except RepositoryNotFoundError:
-            return snapshot.missing(repo)
+        with client.translate_errors(repo):
+            try:
+                self._heads[name] = head = index.at(repo, index.main(repo))
+            except RepositoryNotFoundError:
+                return Head(State(name))
+        return head
 
-    def _read(self, name: str, commit: str = "") -> Snapshot:
-        """The snapshot at a commit, or of main; one request if the cache has kvq.json and main has not moved."""
+    def read(self, name: str, commit: str = "") -> Head:
+        """kvq.json at a commit, or of main; one request if the cache has it and main has not moved, none offline."""
         repo = self.repo(name)
         with client.translate_errors(repo):
-            self._snapshots[name] = head = snapshot.read(repo, commit or snapshot.head_or_last_known(repo))
+            self._heads[name] = head = index.at(repo, commit or index.main_or_last_known(repo))
         return head
+
+    def about(self, name: str, version: Version) -> dict[str, Any]:
+        """Recipe, model and corpus of a version, from kvq.json."""
+        head = self._heads.get(name)
+        if head is None or version.version not in head.about:
+            head = self.read(name)
+        return dict(head.about[version.version])
 
     def check_writable(self) -> None:
         """Ask the Hub who the token belongs to; raise PermissionError if it may not write here."""
@@ -121,80 +106,54 @@ class HubRegistry(Registry):
         """The file that a lock pins if the cache has it, without a request; else None."""
         return cache.blob(self.repo(lock.name), lock.sha256, lock.size)
 
-    def fetch(self, name: str, version: Version) -> Path:
+    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
         """A version's file, from the cache or downloaded; only a download's digest is checked here."""
-        path = cache.blob(self.repo(name), version.sha256, version.size)
-        return path or self._download(name, f"{folder(version.version)}/{ARTIFACT}", version.sha256, version.size)
+        return cache.blob(self.repo(name), *version.file(file)) or self._download(name, version, file)
 
-    def fetch_verified(self, name: str, version: Version) -> Path:
+    def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
         """`fetch`, with the digest of a cached file checked; a damaged one is downloaded again."""
-        return self._whole(name, f"{folder(version.version)}/{ARTIFACT}", version.sha256, version.size)
+        path = cache.blob(self.repo(name), *version.file(file))
+        whole = path is not None and files.digest(path) == version.file(file)
+        return path if path is not None and whole else self._download(name, version, file)
 
-    def attachments(self, name: str, version: Version) -> dict[str, bytes]:
-        """The files published with a version, by name."""
-        contents = {}
-        for file, entry in version.files.items():
-            path = self._whole(name, f"{folder(version.version)}/{file}", entry["sha256"], entry["size"])
-            contents[file] = files.read(path, entry["size"])
-        return contents
-
-    def _whole(self, name: str, file: str, sha256: str, size: int) -> Path:
-        """A file from the cache if its digest is right there, else downloaded."""
-        path = cache.blob(self.repo(name), sha256, size)
-        if path is not None and files.digest(path) == (sha256, size):
-            return path
-        return self._download(name, file, sha256, size)
-
-    def _download(self, name: str, file: str, sha256: str, size: int) -> Path:
-        commit = self.last_commit(name) or self._read(name).commit
+    def _download(self, name: str, version: Version, file: str) -> Path:
+        sha256, size = version.file(file)
         with client.translate_errors(self.repo(name)):
-            return cache.download(self.repo(name), file, commit or "", size, sha256)
+            path = f"{index.folder(version.version)}/{file}"
+            return cache.download(self.repo(name), path, self._commit(name), size, sha256)
+
+    def _commit(self, name: str) -> str:
+        return self.last_commit(name) or self.read(name).commit or ""
+
+    def listed(self, name: str, folder: str) -> list[tuple[PurePath, bytes]]:
+        """(path, content) of every record of a folder on main; offline, of those in the cache."""
+        repo = self.repo(name)
+        if client.is_offline():
+            return records.contents(repo, folder, cache.json_files(repo, folder))
+        return records.read(repo, folder, self._commit(name))
 
     # ---- changing
 
-    def change(self, name: str, decide: Callable[[State], Change | None]) -> State:
-        """Make one change without files, as one commit."""
-        return self._commit(name, decide, {}, {}).state
+    def write(
+        self, head: Head, after: State, content: Mapping[str, bytes], about: Mapping[str, Any], unanswered: list[Event]
+    ) -> Head | None:
+        """Commit an event, and with a publish its files and card, on top of the commit that was read."""
+        repo = self.repo(after.name)
+        written = commit.write(repo, head, after, content, about, unanswered, self.private)
+        if written is not None:
+            self._heads[after.name] = written
+        return written
 
-    def _commit(
-        self, name: str, decide: Callable[[State], Change | None], content: Mapping[str, bytes], about: dict[str, Any]
-    ) -> Snapshot:
-        return commit_change(self.repo(name), lambda: self.look(name), decide, content, about, self.private)
-
-    def publish(
-        self, name: str, data: bytes, version: str | None = None, attachments: Mapping[str, bytes] | None = None
-    ) -> Version:
-        """Publish in one commit: artifact, attachments, card and kvq.json; then set the tag."""
-        attachments = attachments or {}
-        artifact, decide = prepare_publish(self, data, version, attachments)
-        about = stated.summary({"recipe": {"name": artifact.recipe.name}, "provenance": artifact.provenance})
-        self._snapshots[name] = head = self._commit(name, decide, {ARTIFACT: data, **attachments}, about)
-        published = head.state.with_digest(hash_of(data).hexdigest())
-        assert published is not None, "the change that was committed is in the state"
-        self._ensure_tag(name, published, head)
-        return published
-
-    def finish_publish(self, name: str, version: Version) -> None:
+    def finish(self, name: str, version: Version | None = None, content: Mapping[str, bytes] | None = None) -> None:
         """Set the tag of a published version if it is missing."""
-        with client.translate_errors(self.repo(name)):
-            self._ensure_tag(name, version, self.look(name))
-
-    def _ensure_tag(self, name: str, version: Version, head: Snapshot) -> None:
-        with client.translate_errors(self.repo(name)):
-            tags.ensure(self.repo(name), version, head)
+        if version is None:
+            return
+        repo = self.repo(name)
+        with client.translate_errors(repo):
+            tags.ensure(repo, version, self._heads[name] if content else self.look(name))
         faults.point("hub.tagged")
 
-    # ---- records
-
-    def add_record(self, kind: Kind, sha256: str, data: bytes, name: str) -> str:
-        """Add a record in a commit; returns its digest."""
-        digest = records.add(self.repo(name), kind, sha256, data)
-        self._snapshots.pop(name, None)  # main has moved
-        return digest
-
-    def records(self, kind: Kind, sha256: str, name: str) -> list[tuple[PurePath, bytes]]:
-        """(path, content) of every record of an artifact on main; offline, of those in the cache."""
-        if client.is_offline():
-            return records.read_cached(self.repo(name), kind, sha256)
-        commit = self.last_commit(name) or self._read(name).commit or ""
-        return records.read(self.repo(name), kind, sha256, commit)
+    def add(self, name: str, path: str, data: bytes) -> None:
+        """Add a record in a commit."""
+        records.add(self.repo(name), path, data)
+        self._heads.pop(name, None)  # main has moved

@@ -7,8 +7,8 @@ import warnings
 
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.registry.events import Publish, Version
-from kvq_runtime.registry.hub import ask, client, snapshot
-from kvq_runtime.registry.hub.snapshot import Snapshot
+from kvq_runtime.registry.hub import ask, client, index
+from kvq_runtime.registry.place import Head
 
 
 def name_of(version: Version) -> str:
@@ -16,7 +16,7 @@ def name_of(version: Version) -> str:
     return f"v{version.version}"
 
 
-def ensure(repo: str, version: Version, head: Snapshot) -> None:
+def ensure(repo: str, version: Version, head: Head) -> None:
     """Create the tag of a published version if it is missing, else `check` it.
 
     head   main after the publication
@@ -62,10 +62,10 @@ def publishing_commit(repo: str, version: Version) -> str | None:
 
 def published_by(repo: str, version: Version, commit: str) -> bool:
     """Whether the last event of kvq.json at a commit is this publication."""
-    return _ends_with(snapshot.read(repo, commit), version)
+    return _ends_with(index.at(repo, commit), version)
 
 
-def _ends_with(commit: Snapshot, version: Version) -> bool:
-    events = commit.state.events
+def _ends_with(head: Head, version: Version) -> bool:
+    events = head.state.events
     change = events[-1].change if events else None
     return isinstance(change, Publish) and (change.version, change.sha256) == (version.version, version.sha256)

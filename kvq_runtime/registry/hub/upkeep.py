@@ -11,31 +11,31 @@ from kvq_runtime.disk import faults
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.registry.hub import ask, cache, client, index, tags
 from kvq_runtime.registry.hub.ask import File
-from kvq_runtime.registry.hub.index import ARTIFACT, folder
+from kvq_runtime.registry.hub.index import folder
 from kvq_runtime.registry.hub.registry import HubRegistry
-from kvq_runtime.registry.hub.snapshot import Snapshot
+from kvq_runtime.registry.place import Head
+from kvq_runtime.registry.reference import ARTIFACT_FILE
 from kvq_runtime.registry.upkeep import GRACE, Finding
 
 _RECORDS = ("evaluations/", "signatures/")
 
 
-def _named(head: Snapshot) -> dict[str, tuple[str, int]]:
+def _named(head: Head) -> dict[str, tuple[str, int]]:
     """Every path that kvq.json names: {path: (sha256, size)}."""
-    named = {}
-    for version in head.state.versions.values():
-        place = folder(version.version)
-        named[f"{place}/{ARTIFACT}"] = (version.sha256, version.size)
-        named |= {f"{place}/{file}": (entry["sha256"], entry["size"]) for file, entry in version.files.items()}
-    return named
+    return {
+        f"{folder(version.version)}/{file}": version.file(file)
+        for version in head.state.versions.values()
+        for file in (ARTIFACT_FILE, *version.files)
+    }
 
 
-def _tree(repo: str, head: Snapshot) -> dict[str, File]:
+def _tree(repo: str, head: Head) -> dict[str, File]:
     """The files of a repository at a commit, by path; none without a repository."""
     with client.translate_errors(repo):
         return ask.tree(repo, head.commit, times=True) if head.commit else {}
 
 
-def _unnamed(tree: Mapping[str, File], head: Snapshot) -> list[str]:
+def _unnamed(tree: Mapping[str, File], head: Head) -> list[str]:
     """Files of unknown versions, and records about unknown artifacts."""
     named, artifacts = _named(head), {version.sha256 for version in head.state.versions.values()}
     paths = [path for path in tree if path.startswith(("versions/", *_RECORDS)) and path not in named]
@@ -99,7 +99,7 @@ def examine(registry: HubRegistry) -> list[Finding]:
     return findings
 
 
-def _check_files(repo: str, head: Snapshot) -> list[Finding]:
+def _check_files(repo: str, head: Head) -> list[Finding]:
     tree, findings = _tree(repo, head), []
     for path, (sha256, size) in _named(head).items():
         file = tree.get(path)
@@ -112,7 +112,7 @@ def _check_files(repo: str, head: Snapshot) -> list[Finding]:
     return findings + [Finding("note", note, f"{repo}/{path}", advice) for path in _unnamed(tree, head)]
 
 
-def _check_tags(repo: str, head: Snapshot) -> list[Finding]:
+def _check_tags(repo: str, head: Head) -> list[Finding]:
     findings = []
     with client.translate_errors(repo):
         targets = ask.tags(repo)

@@ -11,20 +11,20 @@ another process took that number: read, decide and claim again. A blob is on the
 """
 
 import os
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 from typing import Any
 
 from kvq_runtime.artifact import stated
 from kvq_runtime.disk import faults, files
-from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import evaluations, events, reference
-from kvq_runtime.registry.events import Change, Event, State, Version
-from kvq_runtime.registry.registry import Kind, Registry, prepare_publish
+from kvq_runtime.registry.events import Event, State, Version
+from kvq_runtime.registry.place import Head
+from kvq_runtime.registry.reference import ARTIFACT_FILE
+from kvq_runtime.registry.registry import Registry
 
-TRIES = 200
 _EVENT_LIMIT = 1 << 16
 
 
@@ -64,7 +64,7 @@ class LocalRegistry(Registry):
         except ArtifactError as error:
             raise ArtifactError(f"{path}: {str(error).removeprefix(f'{path}: ')}; kvq doctor says what to do") from None
 
-    def state(self, name: str) -> State:
+    def look(self, name: str) -> Head:
         """Versions, aliases and history of a name; empty if nothing was published under it."""
         fold, folder = events.Fold(State(name)), self.events_folder(name)
         # a listing may miss a new file, but every event before a listed one exists
@@ -76,25 +76,22 @@ class LocalRegistry(Registry):
             except ArtifactError as error:
                 path = folder / f"{number:08}.json"
                 raise ArtifactError(f"{path}: event: contradicts the events before it: {error}") from None
-        return fold.state()
+        return Head(fold.state())
 
-    def change(self, name: str, decide: Callable[[State], Change | None]) -> State:
-        """Make one change: claim the next number, or decide again if another process took it."""
-        for _ in range(TRIES):
-            state = self.state(name)
-            change = decide(state)
-            if change is None:
-                files.sync(self.events_folder(name))  # its process may have died before syncing it
-                return state
-            at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            event = Event(len(state.events) + 1, name, at, change)
-            after = state.apply(event)
-            folder = self.events_folder(name)
-            for path in (folder, self._tmp):
-                files.make_folder(path)
-            if files.claim(folder / f"{event.number:08}.json", event.to_bytes(), self._tmp):
-                return after
-        raise Conflict(f"{name}: {TRIES} other changes came first; try again")
+    def read(self, name: str, commit: str = "") -> Head:
+        """`look`; ValueError for a commit."""
+        if commit:
+            raise ValueError(f"{self.url} has no commits, and {commit} is one; use a version, as in {name}@1.2.0")
+        return self.look(name)
+
+    def write(
+        self, head: Head, after: State, content: Mapping[str, bytes], about: Mapping[str, Any], unanswered: list[Event]
+    ) -> Head | None:
+        """Claim the next number; None if another process took it."""
+        event, folder = after.events[-1], self.events_folder(after.name)
+        for path in (folder, self._tmp):
+            files.make_folder(path)
+        return Head(after) if files.claim(folder / f"{event.number:08}.json", event.to_bytes(), self._tmp) else None
 
     def put_blob(self, data: bytes) -> str:
         """Store bytes under their digest, and return it.
@@ -108,24 +105,22 @@ class LocalRegistry(Registry):
         files.replace(path, data, self._tmp)
         return sha256
 
-    def publish(
-        self, name: str, data: bytes, version: str | None = None, attachments: Mapping[str, bytes] | None = None
-    ) -> Version:
-        """Publish: blobs first, then the event that names them."""
-        reference.check_name(name)
-        attachments = attachments or {}
-        _, decide = prepare_publish(self, data, version, attachments)
-        self.state(name)  # raises for a damaged history, before anything is written
-        for content in (data, *attachments.values()):
-            self.put_blob(content)
+    def store(self, name: str, content: Mapping[str, bytes]) -> None:
+        """Put every file into its blob, unless the history of the name is damaged."""
+        self.look(name)
+        for data in content.values():
+            self.put_blob(data)
             faults.point("publish.blob")
-        published = self.change(name, decide).with_digest(hash_of(data).hexdigest())
+
+    def finish(self, name: str, version: Version | None = None, content: Mapping[str, bytes] | None = None) -> None:
+        """Sync the events, whose process may have died before; write blobs again that gc took before their event."""
+        if version is None:
+            files.sync(self.events_folder(name))
+            return
         faults.point("publish.event")
-        for content in (data, *attachments.values()):  # gc may have removed an old blob between put_blob and the event
-            if not self.blob(hash_of(content).hexdigest()).exists():
-                self.put_blob(content)
-        assert published is not None, "the change that was claimed is in the state"
-        return published
+        for data in (content or {}).values():
+            if not self.blob(hash_of(data).hexdigest()).exists():
+                self.put_blob(data)
 
     def check_writable(self) -> None:
         """Raise RuntimeError if the folder, or its nearest existing parent, is read-only."""
@@ -133,37 +128,21 @@ class LocalRegistry(Registry):
         if not os.access(nearest, os.W_OK):
             raise RuntimeError(f"the registry {self.root} cannot be written to; choose another with --registry")
 
-    def fetch(self, name: str, version: Version) -> Path:
-        """The path of a version's blob; loading it checks digest and size."""
-        return self.blob(version.sha256)
-
-    def attachments(self, name: str, version: Version) -> dict[str, bytes]:
-        """The files published with a version, by name, their digests checked."""
-        contents = {}
-        for file, entry in version.files.items():
-            path = self.blob(entry["sha256"])
-            contents[file] = files.read(path, entry["size"])
-            digest = hash_of(contents[file]).hexdigest()
-            if digest != entry["sha256"]:
-                raise ArtifactError(f"{path}: sha256: the file has {digest}; kvq doctor says what to do")
-        return contents
+    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """The path of a file's blob."""
+        return self.blob(version.file(file)[0])
 
     def about(self, name: str, version: Version) -> dict[str, Any]:
         """Recipe, model and corpus of a version, from its file's header."""
         return stated.summary(stated.describe(self.blob(version.sha256)))
 
-    def add_record(self, kind: Kind, sha256: str, data: bytes, name: str = "") -> str:
-        """Store a record; returns its digest. `name` is not needed here."""
-        digest, folder = hash_of(data).hexdigest(), self._records(kind, sha256)
-        for path in (folder, self._tmp):
-            files.make_folder(path)
-        files.claim(folder / f"{digest}.json", data, self._tmp)
-        return digest
+    def add(self, name: str, path: str, data: bytes) -> None:
+        """Add a file that never changes; the name is not needed here."""
+        target = self.root / path
+        for folder in (target.parent, self._tmp):
+            files.make_folder(folder)
+        files.claim(target, data, self._tmp)
 
-    def records(self, kind: Kind, sha256: str, name: str = "") -> list[tuple[PurePath, bytes]]:
-        """(path, content) of every record of an artifact."""
-        paths = sorted(self._records(kind, sha256).glob("*.json"))
-        return [(path, files.read(path, evaluations.LIMIT)) for path in paths]
-
-    def _records(self, kind: Kind, sha256: str) -> Path:
-        return self.root / kind / reference.check_sha256(sha256)
+    def listed(self, name: str, folder: str) -> list[tuple[PurePath, bytes]]:
+        """(path, content) of every .json file of a folder, by path."""
+        return [(path, files.read(path, evaluations.LIMIT)) for path in sorted((self.root / folder).glob("*.json"))]

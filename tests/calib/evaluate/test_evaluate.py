@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from filled import filled
 
 from kvq_calib.cli import commands
-from kvq_calib.evaluate import bits, errors, perplexity, record
+from kvq_calib.evaluate import errors, perplexity, record
 from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.model import attention
@@ -193,14 +194,14 @@ def test_attention_reads_what_the_cache_gives():
 
 def test_bits_are_those_of_a_cache_that_holds_the_tokens():
     geometry = Geometry(2, 2, 64)
-    exact, two = (bits.bits_at(preset(name), geometry, 4096) for name in ("exact", "higgs-2bit"))
-    short = bits.bits_at(preset("higgs-2bit"), geometry, 1024)
+    exact, two = (filled(preset(name), geometry, 4096) for name in ("exact", "higgs-2bit"))
+    short = filled(preset("higgs-2bit"), geometry, 1024)
     assert exact.tokens == two.tokens == 4096 and exact.exact_bytes == 2 * 2 * 4096 * 128 * 2
     assert exact.asymptotic_bits == 16 and exact.bits_per_element >= 16
     assert two.asymptotic_bits < two.bits_per_element < short.bits_per_element
     assert two.sequence_bytes == sum(two.parts.values())
-    assert bits.bits_at(preset("higgs-2bit"), geometry, 1).tokens == 1
-    longest, shortest = (bits.bits_at(recipe, geometry, 4096).parts["window"]
+    assert filled(preset("higgs-2bit"), geometry, 1).tokens == 1
+    longest, shortest = (filled(recipe, geometry, 4096).parts["window"]
                          for recipe in (preset("subkv-2bit"), replace(preset("subkv-2bit"), policies=())))  # fmt: skip
     assert longest - shortest >= 96 * 2 * 2 * 128 * 2  # a dynamic window at its longest: 96 tokens more
 
