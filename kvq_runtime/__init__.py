@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvq_runtime.errors import ArtifactError, Conflict, NotFound
     from kvq_runtime.hf import CudaGraphs, KVQCache, PrefixStore
     from kvq_runtime.recipe import Recipe, preset, presets
-    from kvq_runtime.registry.push import push_to_hub
+    from kvq_runtime.registry.mirror import push_to_hub
     from kvq_runtime.registry.resolve import load_artifact
     from kvq_runtime.store.memory import MemoryReport
 
@@ -61,7 +61,7 @@ _MODULES = {
     "load_artifact": "registry.resolve",
     "preset": "recipe",
     "presets": "recipe",
-    "push_to_hub": "registry.push",
+    "push_to_hub": "registry.mirror",
     "save_pretrained": "artifact.folder",
 }
 

@@ -16,17 +16,37 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from io import TextIOBase
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.tasks import documents as tasks
+from kvq_calib.tasks import symbols, synthetic
 from kvq_calib.text import stdlib as stdlib_text
 from kvq_runtime.errors import NotFound
 
 SEPARATOR = "<|endoftext|>"
-EMBEDDED = {"demo": stdlib_text.documents, "demo-code": stdlib_text.code, "recall": tasks.documents}
+RECALL = 400, 1280, 1 << 31  # texts, tokens of each, first seed: evaluations count from 0, training from 1 << 32
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+
+@lru_cache(maxsize=1)
+def recall() -> list[tuple[str, str]]:
+    """The recall model's texts as (name, text): every task in turn, with its answers, at depths that are spread.
+
+    An evaluation asks none of them.
+    """
+    words, tasks, (texts, length, first) = symbols.words(), list(synthetic.TASKS), RECALL
+    found = []
+    for number in range(texts):
+        task = tasks[number % len(tasks)]
+        made = synthetic.TASKS[task](first + number, length, (number + 0.5) / texts)
+        # the tokenizer itself begins a text
+        found.append((f"{task}/{number}", " ".join(words[token] for token in made.tokens[1:])))
+    return found
+
+
+EMBEDDED = {"demo": stdlib_text.documents, "demo-code": stdlib_text.code, "recall": recall}
 
 
 @dataclass(frozen=True)

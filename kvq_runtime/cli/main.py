@@ -157,7 +157,7 @@ _COMMANDS = {  # {command: (its module in this package, its function)}, of those
     "sign": ("sign", "sign"),
     "push": ("transfer", "push"),
     "copy": ("transfer", "copy"),
-    "export": ("exchange", "export"),
+    "export": ("transfer", "export"),
     "prefix": ("prefix", "prefix"),
     "recipes": ("recipes", "recipes"),
     "bytes": ("size", "held"),

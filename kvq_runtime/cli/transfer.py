@@ -1,14 +1,17 @@
-"""The commands `kvq push` and `kvq copy`: copy versions from one registry to another."""
+"""The commands `kvq push`, `kvq copy` and `kvq export`: write versions to a registry, or as files of other tools."""
 
 from argparse import Namespace
+from pathlib import Path
 
+from kvq_runtime.artifact import gguf_mean, oscar_files
 from kvq_runtime.cli import where
 from kvq_runtime.cli.commands import named, target
 from kvq_runtime.cli.table import print_record, print_table
+from kvq_runtime.disk import files
 from kvq_runtime.registry import mirror, reference
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.resolve import open_registry
+from kvq_runtime.registry.resolve import load_artifact, open_registry
 
 
 def push(args: Namespace) -> int:
@@ -32,6 +35,22 @@ def copy(args: Namespace) -> int:
     if not args.json:
         rows = [{field: row[field] for field in ("name", "version", "result")} for row in rows]
     print_table(rows, args.json)
+    return 0
+
+
+def export(args: Namespace) -> int:
+    """Write OSCAR's rotation files, or llama.cpp's bias file, and print a row a file."""
+    made, place = load_artifact(args.reference, args.registry), Path(args.output)
+    if args.form == "gguf-mean":
+        found = {place: gguf_mean.from_artifact(made, args.channels)}
+    elif args.channels is not None:
+        raise ValueError(f"--channels {args.channels} is of gguf-mean; leave it out")
+    else:
+        found = {place / name: data for name, data in oscar_files.from_artifact(made).items()}
+    for path, data in found.items():
+        files.make_folder(path.parent)
+        files.save(path, data)
+    print_table([{"path": str(path), "bytes": len(data)} for path, data in found.items()], args.json)
     return 0
 
 

@@ -55,7 +55,7 @@ def of_records(records: Iterable[Mapping[str, Any]], fitted: str | None = None) 
 
     fitted   the text of the fit; None: not known
     """
-    return of_record(max(filter(_counts, records), key=lambda one: _rank(one, fitted), default=None))
+    return of_record(max(filter(_counts, records), key=lambda one: rank(one, fitted), default=None))
 
 
 def of_version(registry: Any, name: str, version: Any) -> Verdict:
@@ -98,9 +98,14 @@ def _counts(record: Mapping[str, Any]) -> bool:
     return protocol is not None and "relative" in (measured.figures(record, protocol) or {})
 
 
-def _rank(record: Mapping[str, Any], fitted: str | None) -> tuple[bool, bool, bool, float]:
-    given = record["protocol"]
-    text = given.get("text") or {}
-    weekly = isinstance(text.get("seed"), int) and text["seed"] in WEEKS
-    full = measured.decisive(record) == measured.FULL
-    return not weekly, text.get("source") == fitted, full, given.get("windows", 0) * given.get("length", 0)
+def rank(record: Mapping[str, Any], fitted: str | None) -> tuple[bool, bool, bool, float]:
+    """How much a sound record of text counts, as `of_records` says it."""
+    given, full = record["protocol"], measured.figures(record, measured.FULL) is not None
+    source = (given.get("text") or {}).get("source")
+    return week(record) is None, source == fitted, full, given.get("windows", 0) * given.get("length", 0)
+
+
+def week(record: Mapping[str, Any]) -> int | None:
+    """The week of a drift check, as in 202614; None for another record."""
+    seed = (record["protocol"].get("text") or {}).get("seed")
+    return seed if isinstance(seed, int) and seed in WEEKS and 1 <= seed % 100 <= 53 else None

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvq_calib.report import tables
-from kvq_calib.report.page import asked, earlier, followed, health, losses, neighbours
+from kvq_calib.report.page import asked, earlier, health, losses, neighbours
 from kvq_calib.report.sections import corpus_of, model_of
 from kvq_runtime import __version__
 from kvq_runtime.artifact import folder
@@ -108,7 +108,7 @@ def _measured(records: Sequence[Record], made: Artifact | None) -> dict[str, Any
     judged = verdict.of_records(records, losses.source(made))
     found["verdict"] = {"word": judged.word, "why": judged.why, "caution": made and verdict.thinness(made.provenance)}
     found |= {"gate": losses.gate(records), "drift": losses.weekly(records), "records": losses.brief(records)}
-    return found | {"tasks": asked.tasks(records), "greedy": followed.greedy(records)}
+    return found | {"tasks": asked.tasks(records), "greedy": asked.greedy(records)}
 
 
 def history(state: State) -> list[dict[str, Any]]:

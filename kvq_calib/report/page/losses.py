@@ -11,12 +11,12 @@ from kvq_calib.report.points import kl_error
 from kvq_calib.report.sections import corpus_of
 from kvq_calib.report.tables import about_text, standard_error, text_name
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.registry import measured
+from kvq_runtime.registry import measured, verdict
 from kvq_runtime.registry.measured import FULL, IN_USE
 from kvq_runtime.registry.sound import is_sound
+from kvq_runtime.registry.verdict import week
 
 Record = Mapping[str, Any]
-WEEKS = range(200_001, 1_000_000)  # seeds of drift records: year and week, 202614
 
 
 def number(value: Any) -> float | None:
@@ -49,30 +49,13 @@ def main(records: Sequence[Record], made: Artifact | None) -> Record | None:
     """The record that stands for a version: on the text that it was fitted to, by full encode, on the most tokens, and
     none of a later week if there is another. None: it was not measured."""
     fitted = source(made)
-
-    def order(record: Record) -> tuple[bool, bool, bool, float]:
-        given = record["protocol"]
-        tokens = given["windows"] * given["length"]
-        return (
-            week(record) is None,
-            text_name(record) == fitted,
-            measured.figures(record, FULL) is not None,
-            tokens,
-        )
-
-    return max(sound(records), key=order, default=None)
+    return max(sound(records), key=lambda one: verdict.rank(one, fitted), default=None)
 
 
 def source(made: Artifact | None) -> str | None:
     """The text that an artifact was fitted to; None where that is not known."""
     given = corpus_of(made).get("source") if made else None
     return given if isinstance(given, str) else None
-
-
-def week(record: Record) -> int | None:
-    """The week of a drift check, as in 202614; None for another record."""
-    seed = (record["protocol"].get("text") or {}).get("seed")
-    return seed if isinstance(seed, int) and seed in WEEKS and 1 <= seed % 100 <= 53 else None
 
 
 def rows(record: Record, fitted: str | None = None) -> list[dict[str, Any]]:
