@@ -4,22 +4,16 @@ What a cache makes of it, the choice at work, is in `kvq_runtime/policies/policy
 recipe's JSON names a policy: a class is found there by its `kind`, as stages are.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from kvq_runtime.geometry import Geometry, Role, Window
 from kvq_runtime.stages.kinds import by_kind
-
-if TYPE_CHECKING:  # both know settings
-    from kvq_runtime.policies.policy import CacheParts, Policy
-    from kvq_runtime.recipe import Recipe
 
 POLICY_SLOTS = ("window", "select", "online")  # keys of a recipe's JSON under which it has one policy at most
 
@@ -56,10 +50,10 @@ class PolicySetting(ABC):
     neutral: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
-    def policy(self, cache: CacheParts) -> Policy:
-        """The policy of one cache."""
+    def policy(self, cache: Any) -> Any:
+        """The `Policy` of one cache, of which it is given the `CacheParts`."""
 
-    def check(self, recipe: Recipe, geometry: Geometry | None) -> None:
+    def check(self, recipe: Any, geometry: Geometry | None) -> None:
         """Raise a ValueError, a sentence, if the recipe cannot have it; `geometry` once the model is known."""
         if self.slot == "select" and recipe.policy("window") is not None:
             raise ValueError("tokens are selected behind a fixed window; drop select, or window")
