@@ -23,6 +23,7 @@ from kvq_runtime.errors import NotFound
 from kvq_runtime.family import Family
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.policy_setting import POLICY_SLOTS, PolicySetting, policy_kinds
+from kvq_runtime.stages.abilities import OfVocabulary
 from kvq_runtime.stages.kinds import LATER, check_keys, kinds, stage_from, stage_json
 from kvq_runtime.stages.stage import SLOTS, Scheme, Site, Stage
 
@@ -130,7 +131,8 @@ class Recipe:
         """The recipe with stages of as many tokens as a model's vocabulary has, where the fit would say that."""
 
         def sized(scheme: Scheme) -> Scheme:
-            return replace(scheme, quantize=scheme.quantize.of_vocabulary(tokens))
+            own = scheme.quantize
+            return replace(scheme, quantize=own.of_vocabulary(tokens)) if isinstance(own, OfVocabulary) else scheme
 
         layers = {layer: (sized(key), sized(value)) for layer, (key, value) in self.layers.items()}
         return replace(self, key=sized(self.key), value=sized(self.value), layers=layers)

@@ -104,10 +104,6 @@ class Mixed(Quantizer):
         """Bits of one token's codes that `target` allows."""
         return round(self.target * width) - self.gain
 
-    @property
-    def shares_budget(self) -> bool:
-        return self.shared
-
     def stored(self, width: int) -> int:
         """R: how many latent channels have any bits."""
         return sum(count for count, _ in self.runs(width))
@@ -264,9 +260,6 @@ class Mixed(Quantizer):
         if self.codebook in ("gaussian", "trellis"):
             return latent.decode_gaussian(codes_NRT, own["deviation"], bits)
         return latent.decode_uniform(codes_NRT, own["low"], own["high"], bits)
-
-    def check_tokens(self, geometry: Geometry) -> None:
-        """Single tokens are decoded by `at`."""
 
 
 def _of_channels(tensors: Tensors) -> dict[str, Tensor]:

@@ -111,9 +111,6 @@ class Vocabulary(Quantizer):
             start = start + pack.packed_size(block, bits)
         return self.rows(tensors, geometry.width, ids_N)
 
-    def check_tokens(self, geometry: Geometry) -> None:
-        """Single tokens are decoded by `at`."""
-
     def memory_kind(self, field: str) -> str:
         return "codes"
 
