@@ -24,7 +24,7 @@ from kvq_runtime.family import Family
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.policy_setting import POLICY_SLOTS, PolicySetting, policy_kinds
 from kvq_runtime.stages.abilities import OfVocabulary
-from kvq_runtime.stages.kinds import LATER, check_keys, kinds, stage_from, stage_json
+from kvq_runtime.stages.kinds import check_keys, kinds, stage_from, stage_json, stated
 from kvq_runtime.stages.stage import SLOTS, Scheme, Site, Stage
 
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
@@ -257,11 +257,9 @@ _WINDOW = tuple(setting.name for setting in dataclasses.fields(Window))
 
 
 def _scheme_json(scheme: Scheme, window: Window) -> dict:
-    """A scheme as JSON, in schema 1 with its window; without the stages of `LATER` that it does not have."""
-    stated = {setting.name: getattr(scheme, setting.name) for setting in dataclasses.fields(scheme)}
-    stated |= {stage: stage_json(stated[stage]) for stage in SLOTS if stated[stage] is not None}
-    stated |= dataclasses.asdict(window)
-    return {name: value for name, value in stated.items() if value is not None or name not in LATER}
+    """A scheme as JSON, in schema 1 with its window."""
+    parts = {name: stage_json(part) if isinstance(part, Stage) else part for name, part in stated(scheme).items()}
+    return parts | dataclasses.asdict(window)
 
 
 def _scheme_from(stated: Any) -> tuple[Scheme, Window]:

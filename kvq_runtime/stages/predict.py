@@ -17,7 +17,7 @@ Differs: the mean is removed also where nothing is underneath; inputs are [keys,
 authors' code (the paper writes the reverse). The paper reads no values for keys, and no keys below for values (`both`).
 """
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -59,12 +59,12 @@ class Neighbours(Predictor):
 
     papers: ClassVar[tuple[str, ...]] = ("2501.19392",)
     cross_layer: ClassVar[bool] = True
-    later: ClassVar[frozenset[str]] = frozenset({"both", "anchor_every", "reads"})
     below: tuple[int, ...] = (1,)
     keys: bool = True
     storage: Literal["bf16", "gptq4"] = "bf16"
     fit: Literal["decoded", "clean"] = "decoded"
     ridge: float = 1e-3
+    _: KW_ONLY  # younger than the file format
     both: bool = False
     anchor_every: int = 0
     reads: Literal["below", "anchor"] = "below"
@@ -182,8 +182,8 @@ class MLP(Neighbours):
     """
 
     kind: ClassVar[str] = "mlp"
-    later: ClassVar[frozenset[str]] = Neighbours.later | {"hidden", "tokens"}
     norm: Literal["layer", "none"] = "layer"
+    _: KW_ONLY
     hidden: Literal["inputs", "width"] = "inputs"
     tokens: Literal["sample", "all"] = "sample"
 

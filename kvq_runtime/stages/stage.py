@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
@@ -38,10 +38,12 @@ Q = TypeVar("Q", bound="Stage")
 class Stage(ABC):
     """One part of a quantizer.
 
+    Settings that are younger than the file format follow `_: KW_ONLY`: JSON does not name them at their defaults, which
+    mean what was before.
+
     kind    its name in JSON, unique among the stages of its slot
     slot    the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
     needs   what it has to be given: "fit", tensors fitted to a model's keys or values; "queries", to its queries
-    later   settings younger than the file format: JSON does not name them at their defaults, which mean what was before
     papers  numbers on arXiv of the papers that it comes from; none for what is older than arXiv, or general knowledge
     """
 
@@ -49,7 +51,6 @@ class Stage(ABC):
     slot: ClassVar[str]
     papers: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
-    later: ClassVar[frozenset[str]] = frozenset()
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """What a fit gives it at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
@@ -287,8 +288,8 @@ class Scheme:
     quantize: Quantizer
     predict: Predictor | None = None
     rotate: Rotation | None = None
-    feedback: Feedback | None = None
-    correct: Correction | None = None
+    feedback: Feedback | None = field(default=None, kw_only=True)  # younger than the file format
+    correct: Correction | None = field(default=None, kw_only=True)
     axis: Literal["token", "channel"] = "token"
 
     @property
