@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from kvq_runtime.cli import where
-from kvq_runtime.cli.commands import named, target
+from kvq_runtime.cli.names import named, target
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.registry import mirror, reference
 from kvq_runtime.registry.hub.registry import HubRegistry
