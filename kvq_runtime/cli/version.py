@@ -1,4 +1,4 @@
-"""The commands of one version, `kvq show`, `pull`, `verify` and `diff`: see, fetch, check and compare it."""
+"""The commands of one version, `kvq show`, `pull`, `export`, `verify` and `diff`: see, fetch, check and compare it."""
 
 import dataclasses
 import warnings
@@ -130,6 +130,24 @@ def _record(resolved: Resolved) -> dict[str, Any]:
     """A resolved reference as fields; the commit only if it has one."""
     record = dataclasses.asdict(resolved) | {"path": str(resolved.path)}
     return record if resolved.commit else {name: value for name, value in record.items() if name != "commit"}
+
+
+def export(args: Namespace) -> int:
+    """Write OSCAR's rotation files, or llama.cpp's bias file, and print a row a file."""
+    from kvq_runtime.artifact import gguf_mean, oscar_files
+
+    made, place = load_artifact(args.reference, args.registry), Path(args.output)
+    if args.form == "gguf-mean":
+        found = {place: gguf_mean.from_artifact(made, args.channels)}
+    elif args.channels is not None:
+        raise ValueError(f"--channels {args.channels} is of gguf-mean; leave it out")
+    else:
+        found = {place / name: data for name, data in oscar_files.from_artifact(made).items()}
+    for path, data in found.items():
+        files.make_folder(path.parent)
+        files.save(path, data)
+    print_table([{"path": str(path), "bytes": len(data)} for path, data in found.items()], args.json)
+    return 0
 
 
 def verify(args: Namespace) -> int:

@@ -19,7 +19,6 @@ class LinearPrediction(Protocol):
 
     def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
         """W, [inputs, width]; b is the tensor "bias"."""
-        ...
 
 
 @runtime_checkable
@@ -28,7 +27,6 @@ class ScaledLookup(Protocol):
 
     def lookup(self, fields: Fields, width: int, geometry: Geometry) -> Tensor:
         """Elements [N, R, V], bfloat16, without the scale of their group."""
-        ...
 
 
 class PackedCodes(NamedTuple):
@@ -52,7 +50,6 @@ class ReadPacked(Protocol):
 
     def packed(self, width: int, geometry: Geometry, device: torch.device) -> PackedCodes:
         """How its codes are read."""
-        ...
 
 
 @runtime_checkable
@@ -69,7 +66,6 @@ class SingleTokens(Protocol):
         tensors: Tensors = NOTHING,
     ) -> Tensor:
         """One token in each of these blocks, of `block` tokens, from fields [blocks, ...]: [N, V], as `decode`."""
-        ...
 
 
 @runtime_checkable
@@ -78,7 +74,6 @@ class OfVocabulary(Protocol):
 
     def of_vocabulary(self, tokens: int) -> Quantizer:
         """The stage for so many, before a fit says that."""
-        ...
 
 
 @runtime_checkable
@@ -87,4 +82,3 @@ class CountedTokens(Protocol):
 
     def count(self, fields: Fields) -> tuple[int, int]:
         """(tokens that it stores, tokens that asked for it) in these blocks."""
-        ...

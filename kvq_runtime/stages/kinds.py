@@ -35,7 +35,7 @@ def by_kind(package: str, base: type, slots: Sequence[str]) -> dict[str, dict[st
     return found
 
 
-def stated(part: Any) -> dict[str, Any]:
+def named_settings(part: Any) -> dict[str, Any]:
     """The settings of a stage, policy or scheme that its JSON names: younger ones only where they are not default."""
     fields = dataclasses.fields(part)
     names = [f.name for f in fields if not (f.kw_only and getattr(part, f.name) == f.default)]
@@ -44,7 +44,7 @@ def stated(part: Any) -> dict[str, Any]:
 
 def stage_json(stage: Any) -> dict:
     """A stage as JSON: its kind and its settings."""
-    return {"kind": stage.kind} | json.loads(json.dumps(stated(stage)))
+    return {"kind": stage.kind} | json.loads(json.dumps(named_settings(stage)))
 
 
 def stage_from(name: str, stated: Any, known: Mapping[str, type]) -> Any:

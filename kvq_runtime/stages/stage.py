@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ Tensors = Mapping[str, Tensor]
 Fields = Mapping[str, Tensor]
 Queries = Literal["after", "before", "averaged"]  # RoPE; or over all distances between query and key
 NOTHING: Tensors = MappingProxyType({})
-Q = TypeVar("Q", bound="Stage")
 
 
 @dataclass(frozen=True)
