@@ -28,12 +28,11 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.recipe import OURS, Recipe
-from kvq_runtime.recipes import higgs
 from kvq_runtime.store.break_even import BreakEven, smaller_from
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
 from kvq_runtime.store.layer import LayerStore, Slab
-from kvq_runtime.store.memory import MemoryReport, asymptotic_bits, report, shared_bytes
+from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
@@ -403,7 +402,7 @@ class BlockCache:
             others.append({"undo": storage_bytes(self.step.tensors)})
         others_shared = [*self.fused.shared, *self.absorbed.shared]
         shared = shared_bytes([codec for pair in self.codecs for codec in pair], others_shared)
-        over_higgs = smaller_from(self.recipe, self.geometry, shared, higgs.plain(), asymptotic_bits)
+        over_higgs = smaller_from(self.recipe, self.geometry, shared)
         stores, over_16bit = self.layers.values(), self._break_even.of(self.layers.values())
         counted = self.recipe, self.geometry, stores, self.positions, self.length, others, shared
         kind, made_for = self._break_even.dtype, self.made_for

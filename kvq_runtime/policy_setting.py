@@ -4,22 +4,16 @@ What a cache makes of it, the choice at work, is in `kvq_runtime/policies/policy
 recipe's JSON names a policy: a class is found there by its `kind`, as stages are.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from kvq_runtime.geometry import Geometry, Role, Window
 from kvq_runtime.stages.kinds import by_kind
-
-if TYPE_CHECKING:  # both know settings
-    from kvq_runtime.policies.policy import CacheParts, Policy
-    from kvq_runtime.recipe import Recipe
 
 POLICY_SLOTS = ("window", "select", "online")  # keys of a recipe's JSON under which it has one policy at most
 
@@ -36,7 +30,6 @@ class PolicySetting(ABC):
     arrival_dependent  whether blocks depend on how tokens arrive
     fits_prompt        whether it fits the recipe's stages to each row's own tokens, in place of a calibration
     chooses_by_query   whether queries choose what is read: under another attention than ours, all tokens are read
-    later              settings younger than the file format: at their defaults JSON does not name them
     papers             numbers on arXiv of the papers that it comes from
     waits_for_fit      whether blocks may wait until what they are encoded with is fitted to the prompt
     unpacked           why the decode kernel cannot read the blocks of a cache that has it; None: it can
@@ -50,16 +43,15 @@ class PolicySetting(ABC):
     fits_prompt: ClassVar[bool] = False
     chooses_by_query: ClassVar[bool] = False
     papers: ClassVar[tuple[str, ...]] = ()
-    later: ClassVar[frozenset[str]] = frozenset()
     waits_for_fit: ClassVar[bool] = False
     unpacked: ClassVar[str | None] = None
     neutral: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
-    def policy(self, cache: CacheParts) -> Policy:
-        """The policy of one cache."""
+    def policy(self, cache: Any) -> Any:
+        """The `Policy` of one cache, of which it is given the `CacheParts`."""
 
-    def check(self, recipe: Recipe, geometry: Geometry | None) -> None:
+    def check(self, recipe: Any, geometry: Geometry | None) -> None:
         """Raise a ValueError, a sentence, if the recipe cannot have it; `geometry` once the model is known."""
         if self.slot == "select" and recipe.policy("window") is not None:
             raise ValueError("tokens are selected behind a fixed window; drop select, or window")

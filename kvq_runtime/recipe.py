@@ -23,7 +23,8 @@ from kvq_runtime.errors import NotFound
 from kvq_runtime.family import Family
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.policy_setting import POLICY_SLOTS, PolicySetting, policy_kinds
-from kvq_runtime.stages.kinds import LATER, check_keys, kinds, stage_from, stage_json
+from kvq_runtime.stages.abilities import OfVocabulary
+from kvq_runtime.stages.kinds import check_keys, kinds, named_settings, stage_from, stage_json
 from kvq_runtime.stages.stage import SLOTS, Scheme, Site, Stage
 
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
@@ -130,7 +131,8 @@ class Recipe:
         """The recipe with stages of as many tokens as a model's vocabulary has, where the fit would say that."""
 
         def sized(scheme: Scheme) -> Scheme:
-            return replace(scheme, quantize=scheme.quantize.of_vocabulary(tokens))
+            own = scheme.quantize
+            return replace(scheme, quantize=own.of_vocabulary(tokens)) if isinstance(own, OfVocabulary) else scheme
 
         layers = {layer: (sized(key), sized(value)) for layer, (key, value) in self.layers.items()}
         return replace(self, key=sized(self.key), value=sized(self.value), layers=layers)
@@ -251,24 +253,24 @@ def _asked(where: str, check: Callable[..., None], *arguments: Any) -> None:
         raise ValueError(f"{where}: {error}") from None
 
 
-_WINDOW = tuple(setting.name for setting in dataclasses.fields(Window))
+WINDOW = tuple(setting.name for setting in dataclasses.fields(Window))
 
 
 def _scheme_json(scheme: Scheme, window: Window) -> dict:
-    """A scheme as JSON, in schema 1 with its window; without the stages of `LATER` that it does not have."""
-    stated = {setting.name: getattr(scheme, setting.name) for setting in dataclasses.fields(scheme)}
-    stated |= {stage: stage_json(stated[stage]) for stage in SLOTS if stated[stage] is not None}
-    stated |= dataclasses.asdict(window)
-    return {name: value for name, value in stated.items() if value is not None or name not in LATER}
+    """A scheme as JSON, in schema 1 with its window."""
+    parts = {
+        name: stage_json(part) if isinstance(part, Stage) else part for name, part in named_settings(scheme).items()
+    }
+    return parts | dataclasses.asdict(window)
 
 
 def _scheme_from(stated: Any) -> tuple[Scheme, Window]:
     """Read a scheme and its window; unknown keys, kinds and types are refused with a ValueError."""
     names = {setting.name for setting in dataclasses.fields(Scheme)}
-    check_keys(stated, names | set(_WINDOW), "scheme", optional=(names | set(_WINDOW)) - {"quantize"})
+    check_keys(stated, {*names, *WINDOW}, "scheme", optional={*names, *WINDOW} - {"quantize"})
     stages = {stage: stage_from(stage, stated.get(stage), known) for stage, known in kinds().items()}
     settings = {name: value for name, value in stated.items() if name in names}
-    return Scheme(**settings | stages), Window(**{name: value for name, value in stated.items() if name in _WINDOW})
+    return Scheme(**settings | stages), Window(**{name: value for name, value in stated.items() if name in WINDOW})
 
 
 def families() -> dict[str, list[Recipe]]:
@@ -283,11 +285,11 @@ def facts() -> dict[str, Family]:
 
 @cache
 def _files() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(_file("").__path__))
+    return sorted(module.name for module in pkgutil.iter_modules(import_module("kvq_runtime.recipes").__path__))
 
 
 def _file(name: str) -> ModuleType:
-    return import_module(f"kvq_runtime.recipes.{name}".rstrip("."))
+    return import_module(f"kvq_runtime.recipes.{name}")
 
 
 def family(name: str) -> str:

@@ -27,7 +27,7 @@ from kvq_runtime.ops.trellis import BITS, best_path
 
 FILE = Path(__file__).parents[1] / "kvq_runtime" / "ops" / "trellises.safetensors"
 NAMES = [f"k{bits}_l{memory}" for memory in (8, 10) for bits in BITS]
-NAMES += [f"k{bits}_l{latent_path.MEMORY}" for bits in range(1, latent_path.MOST + 1)]
+NAMES += [f"k{bits}_l{latent_path.MEMORY}" for bits in range(1, latent_path.MAX_BITS + 1)]
 LENGTH = 128  # of the sequences: a path begins in state 0 in each of them
 ROUNDS, SAMPLES = 100, 64
 SETTLING, KEPT = 0.7, 0.9  # after so much of the rounds, so much of a round's sums is kept in the next

@@ -104,9 +104,9 @@ def _draw_numbers(model: Qwen2ForCausalLM, before: Tensor) -> None:
 
     Behind COUNT two neurons write a constant and s less a middle one, in two directions that nothing else is in. Both
     are as large as the norm of the rest has them, so that of NUMBERS the one nearest to s is the likeliest, whatever
-    the norm. SHARES are those of one to MOST mentions.
+    the norm. SHARES are those of one to MAX_MENTIONS mentions.
     """
-    first, numbers = model.model.layers[0], slice(symbols.NUMBERS[1], symbols.NUMBERS[synthetic.MOST] + 1)
+    first, numbers = model.model.layers[0], slice(symbols.NUMBERS[1], symbols.NUMBERS[synthetic.MAX_MENTIONS] + 1)
     attention, mlp = first.self_attn, first.mlp
     one, is_number, how_many, share = before[:, 0], before[:, 1], before[:, 2], before[:, 63]
     for place in (0, 1, 2):
@@ -117,7 +117,7 @@ def _draw_numbers(model: Qwen2ForCausalLM, before: Tensor) -> None:
     attention.o_proj.weight[:, 128:192] -= reserved @ reserved.T @ attention.o_proj.weight[:, 128:192]
     mlp.down_proj.weight -= reserved @ reserved.T @ mlp.down_proj.weight
     attention.o_proj.weight[:, 192] = one
-    shares = [0.96 * BEGINNING / (BEGINNING + 1 + number) for number in range(1, synthetic.MOST + 1)]
+    shares = [0.96 * BEGINNING / (BEGINNING + 1 + number) for number in range(1, synthetic.MAX_MENTIONS + 1)]
     middle = sum(shares) / len(shares)
     names = attention.v_proj.weight @ model.model.embed_tokens.weight[symbols.COUNT]
     asked = before[:, 3:63] @ names[3:63] / names[3:63].norm()
@@ -126,7 +126,7 @@ def _draw_numbers(model: Qwen2ForCausalLM, before: Tensor) -> None:
     mlp.up_proj.weight[1] = 1.0 * (middle * one - share)
     mlp.down_proj.weight[:, 0], mlp.down_proj.weight[:, 1] = is_number, how_many
     steps = torch.tensor([0.0, *(((low + high) / 2 - middle) for low, high in pairwise(shares))])
-    counted = torch.arange(synthetic.MOST) - (synthetic.MOST - 1) / 2
+    counted = torch.arange(synthetic.MAX_MENTIONS) - (synthetic.MAX_MENTIONS - 1) / 2
     likely = 10.0 * steps.cumsum(0)
     model.lm_head.weight[numbers] = torch.outer(1.0 + likely - likely.mean(), is_number) + torch.outer(
         counted, how_many

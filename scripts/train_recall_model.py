@@ -105,7 +105,7 @@ def crowded(task: str, seed: int, length: int) -> Sample:
         chains = most if full else random.randint(1, most)
         return synthetic.chain(seed, length, depth, chains, hops, chains)
     if task == "count":
-        most = max(1, min(48, (length - 1) // (synthetic.MOST + 3)))
+        most = max(1, min(48, (length - 1) // (synthetic.MAX_MENTIONS + 3)))
         counted = most if full else random.randint(1, most)
         return synthetic.count(seed, length, depth, counted, counted)
     if task == "needle":

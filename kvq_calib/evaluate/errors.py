@@ -114,7 +114,8 @@ class _Work:
         """The codecs of a recipe that is fitted online, on the tokens that the cache would take: one row a chunk."""
         recipe, geometry, tokens = self.recipe, self.geometry, chunk.q.shape[1]
         first = recipe.window.recent + recipe.window.block
-        count = recipe.policy("online").fit_tokens
+        online: Any = recipe.policy("online")
+        count = online.fit_tokens
         if count == "prompt":  # the pass in which a block is due, whole
             count = next(
                 one.stop for one in attention.passes(max(tokens, first), self.step, self.prompt) if one.stop >= first

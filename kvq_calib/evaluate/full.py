@@ -45,7 +45,7 @@ def encodes(recipe: Recipe, length: int) -> bool:
 
 def fit_tokens(recipe: Recipe, length: int) -> int | None:
     """Of how many tokens of a window, its first ones, a recipe that is fitted to its prompt is fitted; else None."""
-    online = recipe.policy("online")
+    online: Any = recipe.policy("online")
     if online is None:
         return None
     half = max(1, length // 2)

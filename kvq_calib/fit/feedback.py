@@ -16,7 +16,7 @@ from kvq_calib.fit.statistics import QueryMoments
 from kvq_runtime.fit.feedback import solve, statistics
 from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages.feedback import QueryOrthogonal
+from kvq_runtime.stages.stage import Feedback
 
 __all__ = ["QuerySums", "deviations", "solve", "statistics"]
 
@@ -55,7 +55,7 @@ class QuerySums:
         return fitted, held
 
 
-def deviations(stage: QueryOrthogonal, queries: Queries, held: Queries) -> list[float]:
+def deviations(stage: Feedback, queries: Queries, held: Queries) -> list[float]:
     """Of the held-out queries from the 1, 2, ..., D leading directions, over all heads."""
     vectors_HDD = torch.linalg.eigh(queries.moment(stage.queries)).eigenvectors.flip(-1)
     moment_HDD = held.moment(stage.queries)

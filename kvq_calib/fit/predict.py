@@ -27,19 +27,20 @@ from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 Tensors = dict[str, Tensor]
 
 
-def statistics(stage: Mean | Linear) -> tuple[str, ...]:
+Kind = Mean | Linear | MLP
+
+
+def statistics(stage: Kind) -> tuple[str, ...]:
     """What a fit needs: of a mean nothing more than that."""
-    if not isinstance(stage, Linear):
-        return ()
     if isinstance(stage, MLP):
         return ("input_rows",) if stage.tokens == "sample" else ("inputs", "input_chunks")
-    return ("inputs",)
+    return ("inputs",) if isinstance(stage, Linear) else ()
 
 
-def solve(stage: Mean | Linear, statistics: Statistics, codec: Codec) -> tuple[Mean | Linear, Tensors]:
+def solve(stage: Kind, statistics: Statistics, codec: Codec) -> tuple[Kind, Tensors]:
     """The tensors of the predictor, as its `specs` names them; the mean, about which it is fitted, is held already."""
-    if not isinstance(stage, Linear):
-        return predict.solve(stage, statistics, codec)  # type: ignore[return-value]
+    if isinstance(stage, Mean):
+        return stage, predict.solve(stage, statistics, codec)[1]
     if isinstance(stage, MLP) and stage.tokens == "all":
         assert statistics.input_chunks is not None, "an MLP is fitted to tokens"
         return stage, fit_mlp_to_all(stage, statistics.inputs, statistics.input_chunks, statistics.seed)
@@ -71,7 +72,7 @@ def fit_low_rank(joint: Centred, rank: int, ridge: float) -> Tensors:
 def fit_gptq(joint: Centred, ridge: float) -> Tensors:
     """Centred ridge regression, stored in 4 bits: {"codes", "step", "low", "bias"}."""
     found = gptq(ridge_map(joint, ridge), damped(joint.xx_II, ridge))
-    return found | {"bias": _bias(joint, Linear(storage="gptq4").weight(found, len(joint.xx_II)))}
+    return found | {"bias": _bias(joint, Linear(storage="gptq4").matrix(found, len(joint.xx_II)))}
 
 
 def ridge_map(joint: Centred, ridge: float) -> Tensor:

@@ -16,6 +16,8 @@ Directions that no output, or no query, sees would make M singular; a thousandth
 dual basis finite. M is scaled to a mean of 1 on its diagonal, which changes no choice of bits or directions.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,8 @@ def statistics(stage: Basis) -> tuple[str, ...]:
 def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, dict[str, Tensor]]:
     """The basis, and its dual if it is weighted: bfloat16 [C, R]."""
     variances_C, matrices = statistics.directions
-    count = schedule(codec.scheme.quantize, variances_C).stored(len(variances_C))
+    quantize: Any = codec.scheme.quantize
+    count = schedule(quantize, variances_C).stored(len(variances_C))
     if isinstance(stage, Weighted) and stage.storage == "gptq4":
         assert statistics.residuals is not None and statistics.metric is not None, "a weighted basis without a metric"
         return stage, in_four_bits(matrices["dual"][:, :count], statistics.metric, statistics.residuals.moment_CC)

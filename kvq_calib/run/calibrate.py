@@ -258,8 +258,9 @@ def _metric(work: RecipeWork, role: Role, scheme: Scheme, collected: LayerStatis
     if "gradients" in scheme.needs:
         return rotate.gradient_metric(_gradients(work, role))
     if role == "key":
-        assert collected.queries is not None and scheme.rotate is not None, "a metric of keys without queries"
-        return rotate.query_metric(collected.queries.moment(scheme.rotate.queries))
+        basis: Any = scheme.rotate
+        assert collected.queries is not None and basis is not None, "a metric of keys without queries"
+        return rotate.query_metric(collected.queries.moment(basis.queries))
     weight = work.run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
     return rotate.output_metric(weight.to(work.run.plan.device), work.run.plan.geometry)
 

@@ -36,7 +36,7 @@ TOKENS = 4096  # of the fit part, that a draft is fitted to
 
 def shares(scheme: Scheme) -> bool:
     """Whether the scheme's bits are a part of the recipe's."""
-    return scheme.quantize.shares_budget
+    return getattr(scheme.quantize, "shared", False)
 
 
 def wanted(recipe: Recipe) -> bool:
@@ -54,9 +54,10 @@ def drafted(recipe: Recipe) -> Recipe:
     """The recipe as it is fitted for its variances alone: with Lloyd–Max codes, which take no search for paths."""
 
     def plain(scheme: Scheme) -> Scheme:
-        if not shares(scheme) or scheme.quantize.codebook != "trellis":
+        stage: Any = scheme.quantize
+        if not shares(scheme) or stage.codebook != "trellis":
             return scheme
-        return replace(scheme, quantize=replace(scheme.quantize, codebook="gaussian"))
+        return replace(scheme, quantize=replace(stage, codebook="gaussian"))
 
     layers = {layer: (plain(key), plain(value)) for layer, (key, value) in recipe.layers.items()}
     return replace(recipe, key=plain(recipe.key), value=plain(recipe.value), layers=layers)
@@ -87,7 +88,7 @@ def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, 
     places: list[tuple[int, Role]] = [
         (n, role) for n in range(geometry.layers) for role in ROLES if shares(recipe.scheme(n, role))
     ]
-    stages = [recipe.scheme(layer, role).quantize for layer, role in places]
+    stages: list[Any] = [recipe.scheme(layer, role).quantize for layer, role in places]
     budget = sum(stage.budget(geometry.width) for stage in stages)
     distortions = stages[0].distortions()
     variances = torch.tensor([notes[layer][role] for layer, role in places], dtype=torch.float64)
@@ -110,4 +111,5 @@ def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, 
 
 
 def _alone(scheme: Scheme) -> Scheme:
-    return replace(scheme, quantize=replace(scheme.quantize, shared=False)) if shares(scheme) else scheme
+    stage: Any = scheme.quantize
+    return replace(scheme, quantize=replace(stage, shared=False)) if shares(scheme) else scheme

@@ -24,7 +24,7 @@ from kvq_calib.tasks import symbols as s
 Tokens = tuple[int, ...]
 HOPS = 4  # statements of a chain
 CHAINS = 4
-MOST = 5  # mentions of what is counted
+MAX_MENTIONS = 5  # mentions of what is counted
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def count(seed: int, length: int, depth: float, counted: int = 4, asked: int = 1
     """Keys that are mentioned one to five times; `asked` of them are asked for."""
     random = Random(f"count {seed}")
     keys = random.sample(s.KEYS, counted)
-    times = [random.randint(1, MOST) for _ in keys]
+    times = [random.randint(1, MAX_MENTIONS) for _ in keys]
     said = [(key,) for key, number in zip(keys, times, strict=True) for _ in range(number)]
     asked_for = [((s.COUNT, key), (s.NUMBERS[number],)) for key, number in zip(keys, times, strict=True)]
     return _sample(random, said, asked_for[:asked], length, depth)

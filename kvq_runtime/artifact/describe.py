@@ -101,8 +101,7 @@ def stages(scheme: Scheme) -> str:
         settings = {
             field.name: getattr(stage, field.name)
             for field in dataclasses.fields(stage)
-            if getattr(stage, field.name) != field.default
-            or (stage is scheme.quantize and field.name not in stage.later)
+            if getattr(stage, field.name) != field.default or (stage is scheme.quantize and not field.kw_only)
         }
         inside = " ".join(f"{name}={value}" for name, value in settings.items())
         parts.append(f"{stage.kind}({inside})" if inside else stage.kind)

@@ -94,7 +94,8 @@ def from_artifact(made: Artifact) -> dict[str, bytes]:
             made.tensors[f"layers.{n}.{role}.rotate.rotation"] for n in range(made.fingerprint.geometry.layers)
         ]
         shared = all(torch.equal(one, one[:1].expand_as(one)) for one in rotations)
-        objective = OBJECTIVES[made.recipe.scheme(0, role).rotate.metric]
+        rotate: Any = made.recipe.scheme(0, role).rotate
+        objective = OBJECTIVES[rotate.metric]
         layers = {
             number: {"layer_id": number, "rotation": (one[0] if shared else one).clone()}
             for number, one in enumerate(rotations)

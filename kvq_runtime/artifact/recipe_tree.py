@@ -14,13 +14,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.geometry import ROLES, Window
+from kvq_runtime.geometry import ROLES
 from kvq_runtime.policy_setting import policy_kinds
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import WINDOW, Recipe
 from kvq_runtime.stages.kinds import fits_type, kinds, setting_types
 from kvq_runtime.stages.stage import SLOTS, Scheme
 
-WINDOW = tuple(setting.name for setting in fields(Window))
 Tree = dict[str, Any]
 
 
@@ -28,7 +27,7 @@ def tree_of(recipe: Recipe) -> Tree:
     """The settings of a recipe, nested as their paths are."""
     return {
         "position": recipe.position,
-        "window": {name: getattr(recipe.window, name) for name in WINDOW},
+        "window": asdict(recipe.window),
         **_pair(recipe.key, recipe.value),
         "layers": {str(layer): _pair(*pair) for layer, pair in sorted(recipe.layers.items())},
         "policies": {policy.kind: _settings(policy) for policy in recipe.policies},

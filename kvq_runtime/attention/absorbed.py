@@ -28,6 +28,7 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.packed import PackedReader, packed_reader
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.stages.abilities import LinearPrediction
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore, Run
 from kvq_runtime.store.positions import Positions
@@ -79,7 +80,7 @@ def _reason(recipe: Recipe, layer: int) -> str | None:
             predictor, inputs = scheme.predictor(one, role), scheme.inputs(one, role)
             if inputs.keys or inputs.both:
                 return f"its {role}s are predicted from keys and values; use keys=false and both=false"
-            if predictor is not None and inputs.tokens and not predictor.linear:
+            if predictor is not None and inputs.tokens and not isinstance(predictor, LinearPrediction):
                 return f"its {role}s are predicted by {predictor.kind}, which is not linear"
     return None
 

@@ -30,7 +30,7 @@ from kvq_runtime.store.storage import lasting, storage_bytes
 
 COST = "at every step its history is decoded, a slab at a time: 4 · tokens · width bytes written and read in a layer"
 
-MOST = 128  # channels of a head whose mean turns in the tile: more spill on sm_80
+MAX_HEAD = 128  # channels of a head whose mean turns in the tile: more spill on sm_80
 
 
 def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
@@ -54,8 +54,8 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
             return f"there is no kernel for its {role}s{why}"
     if found[0].rounded != found[1].rounded:
         return "kernels read keys and values of one kind: both in operand order, or both by gathers or angles"
-    if key.predict is not None and recipe.position == "post" and geometry.head_size > MOST:
-        return f"heads of more than {MOST} channels leave no registers for the mean of keys after RoPE"
+    if key.predict is not None and recipe.position == "post" and geometry.head_size > MAX_HEAD:
+        return f"heads of more than {MAX_HEAD} channels leave no registers for the mean of keys after RoPE"
     return None
 
 

@@ -150,10 +150,10 @@ _RETRIES = _first_retry()
 
 
 _COMMANDS = {  # {command: (its module in this package, its function)}, of those that `parser` itself adds
-    "list": ("commands", "list_names"),
-    "search": ("commands", "search_names"),
-    **{name: ("commands", name) for name in ("show", "pull", "verify", "promote", "rollback", "yank", "history")},
-    **{name: ("commands", name) for name in ("diff", "gc", "doctor")},
+    "list": ("names", "list_names"),
+    "search": ("names", "search_names"),
+    **{name: ("names", name) for name in ("promote", "rollback", "yank", "history", "gc", "doctor")},
+    **{name: ("version", name) for name in ("show", "pull", "export", "verify", "diff")},
     "sign": ("sign", "sign"),
     "push": ("transfer", "push"),
     "copy": ("transfer", "copy"),

@@ -13,7 +13,6 @@ from kvq_runtime.disk import gguf
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import MODELS, VOCABULARIES, Geometry
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.recipes import higgs
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.break_even import smaller_from
 from kvq_runtime.store.held import Sizes
@@ -122,7 +121,7 @@ def _rows(
             row[f"GiB at {one.tokens}"] = round(one.total / GIB, 3)
         shared = sum(sizes.shared.values())
         row["under 16 bit from"] = sizes.smaller_from(args.batch)
-        row["under HIGGS from"] = smaller_from(recipe, geometry, shared // args.batch, higgs.plain(), asymptotic_bits)
+        row["under HIGGS from"] = smaller_from(recipe, geometry, shared // args.batch)
         if args.json:
             row["bytes"] = [
                 {"tokens": one.tokens, "batch": one.batch, "total": one.total, "exact": one.exact}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvq_runtime.artifact import gguf_mean, oscar_files
 from kvq_runtime.cli import where
-from kvq_runtime.cli.commands import named, target
+from kvq_runtime.cli.names import named, target
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.registry import mirror, reference

@@ -26,6 +26,7 @@ from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_run, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages import groups
 from kvq_runtime.stages import stage as contract
+from kvq_runtime.stages.abilities import LinearPrediction, ScaledLookup, SingleTokens
 from kvq_runtime.stages.stage import SLOTS, Quantizer, Site, Specs
 
 _CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ class Codec:
         self._hold(tensors, _CPU)
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
         size = self.scheme.quantize.group_size(self._width, geometry)
-        if self.back is not None and size is not None and self.scheme.quantize.scaled_lookup:
+        if self.back is not None and size is not None and isinstance(self.scheme.quantize, ScaledLookup):
             self._scale_last = self.scheme.axis == "token" and size % self.back.shape[-2] == 0
 
     def to(self, device: torch.device) -> "Codec":
@@ -182,10 +183,14 @@ class Codec:
         For schemes per token that predict nothing but a mean; keys stay before RoPE if they are encoded so.
         """
         quantize, own = self.scheme.quantize, self._own["quantize"]
-        if self._scale_last:  # as `decode` does: scaled after the rotation back, not rounded in between
-            x = self._unround({name: field[block_N, place_N][None] for name, field in fields.items()})[0, :, channels]
-            return x if self.predictor is None else x + self._own["predict"]["mean"][channels]
-        x = quantize.at(fields, block_N, place_N, self.block, self.geometry, own)
+        if isinstance(quantize, SingleTokens):
+            x = quantize.at(fields, block_N, place_N, self.block, self.geometry, own)
+        else:
+            tokens = {name: field[block_N, place_N][None] for name, field in fields.items()}
+            if self._scale_last:  # as `decode` does: scaled after the rotation back, not rounded in between
+                x = self._unround(tokens)[0, :, channels]
+                return x if self.predictor is None else x + self.centre[channels]
+            x = quantize.decode(tokens, self._width, self.geometry, own)[0]
         back = self.back
         if back is not None and back.ndim == 2 and len(back) == x.shape[1]:
             x = product.matmul(x.to(torch.bfloat16), back[:, channels]).float()
@@ -193,7 +198,7 @@ class Codec:
             x = _grouped(x.to(torch.bfloat16), back)[:, channels].float()
         else:
             x = x[:, channels]
-        return x if self.predictor is None else x + self._own["predict"]["mean"][channels]
+        return x if self.predictor is None else x + self.centre[channels]
 
     def rounded(self, x_NTC: Tensor) -> Tensor:
         """Round residuals [N, T, C] with the quantizer alone, and decode them."""
@@ -210,7 +215,7 @@ class Codec:
 
     def _round(self, x_NTC: Tensor) -> dict[str, Tensor]:
         x, rotation = x_NTC if self.scheme.axis == "token" else x_NTC.mT, self._rotation
-        if self._own["feedback"]:  # it comes between rotation and rounding
+        if self._own["feedback"] and self.scheme.feedback is not None:  # it comes between rotation and rounding
             x, rotation = self.rotated(x), None
             x = self.scheme.feedback.apply(x, self.scheme.axis, self.geometry, self._own["feedback"], self._quantized)
         return self.scheme.quantize.encode(x, rotation, self._own["quantize"], self.geometry)
@@ -278,7 +283,7 @@ class Codec:
 
     def affine(self) -> tuple[Tensor, Tensor]:
         """W [I, C] and b [C], float32, of a linear prediction z W + b from `inputs` z."""
-        assert self.predictor is not None
+        assert isinstance(self.predictor, LinearPrediction)
         own, width = self._own["predict"], self.geometry.width
         inputs = width * self.scheme.inputs(self.layer, self.role).tokens
         return self.predictor.matrix(own, inputs).float(), own["bias"]

@@ -8,6 +8,7 @@ a kernel looks them up in registers: of a symmetric one by sign and magnitude.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,8 @@ class KernelOrder:
 
 def kernel_order(scheme: Scheme, block: int, geometry: Geometry, role: Role, before_rope: bool) -> KernelOrder | None:
     """The order of a scheme's codes; None where they stay as they are encoded: no kernel reads these otherwise."""
-    quantize, size, elements = scheme.quantize, geometry.head_size, 1
+    quantize: Any = scheme.quantize  # one that a kernel reads has groups and bits
+    size, elements = geometry.head_size, 1
     if quantize.kernel not in ("uniform", "lloyd", "grid"):
         return None
     channel = scheme.axis == "channel"

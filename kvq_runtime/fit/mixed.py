@@ -11,6 +11,7 @@ Source: Hong et al., 2025 (SVDq).
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, di
     assert statistics.residuals is not None, "scales are fitted to residuals"
     moment_CC = statistics.residuals.moment_CC
     own = {name.partition(".")[2]: tensor for name, tensor in codec.tensors.items() if name.startswith("rotate.")}
-    basis_CR, _ = codec.scheme.rotate.pair(len(moment_CC), codec.geometry, own)
+    rotate: Any = codec.scheme.rotate
+    basis_CR, _ = rotate.pair(len(moment_CC), codec.geometry, own)
     deviation_R = (basis_CR.double() * (moment_CC.double() @ basis_CR.double())).sum(0).clamp_min(0).sqrt()
     z_NR = statistics.residuals.rows_NC @ basis_CR.float()
     if stage.gain:

@@ -27,8 +27,9 @@ def fit(recipe: Recipe, layer: int, role: Role, geometry: Geometry, x_NC: Tensor
     def collect(field: str) -> Residuals | Queries:
         if field == "residuals":
             return residuals(fitting.codec.residual(x_NC[None], Context())[0])
-        assert field == "queries" and q_NC is not None, "feedback is fitted to queries"
-        moment_HDD, after = moments.of(q_NC, geometry), fitting.scheme.feedback.queries == "after"
+        feedback = fitting.scheme.feedback
+        assert feedback is not None and q_NC is not None, "feedback is fitted to queries"
+        moment_HDD, after = moments.of(q_NC, geometry), feedback.queries == "after"
         sequence = q_NC.numel() / geometry.width
         return Queries(None if after else moment_HDD, moment_HDD if after else None, sequence)
 

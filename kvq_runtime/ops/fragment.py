@@ -25,7 +25,7 @@ from kvq_runtime.ops import dispatch
 
 EDGE = 16  # tokens and channels of a tile
 LANES = 256  # elements of a tile
-MOST = 8  # tiles of a sub-block: their scores lie in registers
+MAX_TILES = 8  # tiles of a sub-block: their scores lie in registers
 # widths of a code's planes, and the place of each one's lowest bit in the code; the first decides where a code is read
 PLANES = {1: ((1, 0),), 2: ((2, 0),), 3: ((2, 1), (1, 0)), 4: ((4, 0),), 8: ((8, 0),)}
 
@@ -122,7 +122,7 @@ def order(bits: int, block: int, size: int, groups: int = 1) -> Order | None:
     """
     if bits not in PLANES or block % EDGE or size % EDGE or block & (block - 1) or size % (EDGE * groups):
         return None
-    tiles = min(block // EDGE, MOST, 16 // max(width for width, _ in PLANES[bits]))
+    tiles = min(block // EDGE, MAX_TILES, 16 // max(width for width, _ in PLANES[bits]))
     count, start = size // EDGE, 0
     found: list[list[Place]] = []
     for width, up in PLANES[bits]:

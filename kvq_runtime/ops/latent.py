@@ -18,17 +18,17 @@ from torch import Tensor
 
 from kvq_runtime.ops import dispatch, lloyd
 
-MOST = 8  # bits of a code
+MAX_BITS = 8  # bits of a code
 FEW = 2  # up to so many bits comparing with every boundary is the faster way
 FINE, REACH = 64, 8  # cells of a table to a unit, and the largest number in it
 PAIRED = 4  # up to so many bits errors are found without codes
 
 
-@lru_cache(maxsize=MOST + 1)
+@lru_cache(maxsize=MAX_BITS + 1)
 def gaussian(bits: int) -> tuple[Tensor, Tensor]:
     """The 2^bits - 1 boundaries and 2^bits centroids, float64; no bits: the mean alone."""
-    if not 0 <= bits <= MOST:
-        raise ValueError(f"bits={bits}; a latent channel has 0 to {MOST}")
+    if not 0 <= bits <= MAX_BITS:
+        raise ValueError(f"bits={bits}; a latent channel has 0 to {MAX_BITS}")
     levels = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
     return lloyd.iterate(torch.special.ndtri(levels) * 3**0.5, _means, 1e-10, 4000)
 
@@ -52,7 +52,7 @@ def _means(boundaries: Tensor) -> Tensor:
     return (means - means.flip(0)) / 2
 
 
-@lru_cache(maxsize=MOST + 1)
+@lru_cache(maxsize=MAX_BITS + 1)
 def distortion(bits: int) -> float:
     """The mean squared error of the Gaussian codebook at unit variance: 1 - E[c²], as centroids are cells' means."""
     boundaries, centroids = gaussian(bits)

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvq_runtime.ops import trellis
 
 MEMORY = 7  # bits that a number is decoded from
-MOST = 5  # bits of a code
+MAX_BITS = 5  # bits of a code
 # Of a standard Gaussian in blocks of 128 tokens; `scripts/build_trellises.py` prints them.
 DISTORTIONS = {1: 0.29562, 2: 0.08264, 3: 0.02273, 4: 0.00658, 5: 0.00204}
 
@@ -27,7 +27,7 @@ DISTORTIONS = {1: 0.29562, 2: 0.08264, 3: 0.02273, 4: 0.00658, 5: 0.00204}
 def encode(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_NT: Tensor | None = None) -> Tensor:
     """Codes uint8 [N, R, T] of float32 channels, divided by their tokens' gains, with these deviations [R].
 
-    bits      1 to MOST
+    bits      1 to MAX_BITS
     gain_NT   what errors of a token are multiplied with when it is decoded; None: 1
     """
     N, R, T = z_NRT.shape

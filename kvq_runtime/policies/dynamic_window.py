@@ -18,7 +18,7 @@ Source: Zeng et al., 2025 (SubKV), sections 3.3 and 3.5; algorithm 1 stands insi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -44,8 +44,8 @@ class DynamicWindow(PolicySetting):
     slot: ClassVar[str] = "window"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
     arrival_dependent: ClassVar[bool] = True
-    later: ClassVar[frozenset[str]] = frozenset({"per"})
     blocks: int = 3
+    _: KW_ONLY  # younger than the file format
     per: Literal["cache", "layer"] = "cache"
 
     def __post_init__(self):

@@ -18,7 +18,7 @@ theirs may be dropped at any step; positions are the tokens' own.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -37,9 +37,9 @@ class HeavyHitters(Evicting):
 
     kind: ClassVar[str] = "heavy"
     papers: ClassVar[tuple[str, ...]] = ("2306.14048",)
-    later: ClassVar[frozenset[str]] = frozenset({"recent"})
     neutral: ClassVar[Mapping[str, Any]] = {"share": 1.0, "recent": 0.0}
     share: float = 0.2
+    _: KW_ONLY  # younger than the file format
     recent: float = 0.0
 
     def __post_init__(self):

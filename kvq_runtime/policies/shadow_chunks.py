@@ -22,6 +22,8 @@ from kvq_runtime.attention.selected import LANDMARKS, OutlierChunks, Selected
 from kvq_runtime.geometry import Geometry, Role, Window
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
+from kvq_runtime.stages.abilities import SingleTokens
+from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.layer import LayerStore, Slab
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
@@ -62,7 +64,7 @@ class ShadowChunks(PolicySetting):
             raise ValueError("a mean after RoPE turns with each token; encode keys before RoPE")
         if geometry is not None:
             for scheme in recipe.schemes:
-                scheme.quantize.check_tokens(geometry)
+                _check_tokens(scheme.quantize, geometry)
 
     @property
     def count(self) -> int:
@@ -82,6 +84,17 @@ class ShadowChunks(PolicySetting):
 
     def policy(self, cache: CacheParts) -> Policy:
         return ShadowChunksPolicy(self, cache)
+
+
+def _check_tokens(quantize: Quantizer, geometry: Geometry) -> None:
+    """Raise a ValueError if single tokens cannot be decoded."""
+    few, more = (quantize.fields(rows, geometry.width, geometry, torch.bfloat16) for rows in (64, 128))
+    whole = sorted(name for name in few if few[name][0] != (64, *more[name][0][1:]) or more[name][0][0] != 128)
+    if whole and not isinstance(quantize, SingleTokens):
+        raise ValueError(
+            f"{quantize.kind} stores {', '.join(whole)} for a whole block, so single tokens cannot be decoded; use a "
+            "quantizer whose fields all begin with the token, or read all tokens"
+        )
 
 
 class ShadowChunksPolicy(Policy):

@@ -36,7 +36,7 @@ def recipes() -> list[Recipe]:
         (aqua.aqua("h2o-2bit", two, higgs.scheme("4bit"), "AQUA-KV, 2 bits"), FIFTH),
         (Recipe("h2o-higgs-2bit", two, two, summary="HIGGS, 2 bits"), FIFTH),
     ]
-    policies = {"h2o": FIFTH, "h2o-50": HeavyHitters(0.5), "h2o-halves": HeavyHitters(0.2, 0.1)}
+    policies = {"h2o": FIFTH, "h2o-50": HeavyHitters(0.5), "h2o-halves": HeavyHitters(0.2, recent=0.1)}
     over += [(Recipe(name, exact, exact, summary="16 bit"), policy) for name, policy in policies.items()]
     found = []
     for recipe, policy in over:

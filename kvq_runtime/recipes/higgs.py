@@ -40,17 +40,12 @@ def scheme(bits: str, group: str = "all", predict=None) -> Scheme:
     return Scheme(quantize=Grid(dim, size, group), rotate=Hadamard(group), predict=predict)
 
 
-def plain() -> list[Recipe]:
-    """HIGGS as it is, at all widths: what a memory report compares fitted recipes with."""
-    schemes = {bits: scheme(bits) for bits in GRIDS}
-    return [
-        Recipe(f"higgs-{bits}", own, own, summary=f"HIGGS, {bits}, keys after RoPE") for bits, own in schemes.items()
-    ]
-
-
 def recipes() -> list[Recipe]:
     """Plain, per head, and with the mean removed, before RoPE and, per head, after it."""
-    found = plain()
+    found = []
+    for bits in GRIDS:  # what a memory report compares fitted recipes with
+        own = scheme(bits)
+        found.append(Recipe(f"higgs-{bits}", own, own, summary=f"HIGGS, {bits}, keys after RoPE"))
     for bits in ("1bit", "1.5bit", "2bit", "3bit", "4bit"):
         head = scheme(bits, "head")
         found.append(Recipe(f"higgs-head-{bits}", head, head, summary=f"HIGGS, {bits}, a scale per head"))

@@ -16,8 +16,8 @@ from kvq_runtime.registry.sound import is_sound
 
 RELATIVE, KL = 0.10, 0.1  # of perplexity, above that of 16 bit; nats per token
 FEWEST = 8  # sequences to fit on
-USABLE, LOSSY, UNKNOWN = "usable", "too lossy", "not measured"
-COLOURS = {USABLE: "good", LOSSY: "bad", UNKNOWN: "warn"}  # classes of the pages' style sheet
+USABLE, LOSSY, NOT_MEASURED = "usable", "too lossy", "not measured"
+COLOURS = {USABLE: "good", LOSSY: "bad", NOT_MEASURED: "warn"}  # classes of the pages' style sheet
 WEEKS = range(200_001, 1_000_000)  # seeds of the records of drift checks: year and week, 202614
 
 
@@ -36,7 +36,7 @@ def of_record(record: Mapping[str, Any] | None) -> Verdict:
     """Judge one record of text; None: there is none."""
     protocol = None if record is None else measured.decisive(record)
     if record is None or protocol is None:
-        return Verdict(UNKNOWN, "nothing says what it loses; kvq eval measures it")
+        return Verdict(NOT_MEASURED, "nothing says what it loses; kvq eval measures it")
     found = measured.figures(record, protocol)
     assert found is not None, "the decisive protocol has figures"
     relative, kl = found["relative"], found.get("kl")

@@ -9,14 +9,14 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rotation import Rotation, in_tile
 from kvq_runtime.stages import groups
-from kvq_runtime.stages.stage import NOTHING, Fields, PackedCodes, Quantizer, Tensors
+from kvq_runtime.stages.abilities import PackedCodes
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Tensors
 
 
 class CodebookQuantizer(Quantizer):
     """A quantizer with fields `codes` and `scale`; how its codes are read is its own (`_reader`)."""
 
     group: str | int
-    scaled_lookup = True
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
         """True if a kernel rotates, rounds and packs rows of `width` in one launch."""

@@ -21,7 +21,7 @@ from kvq_runtime.stages.stage import Feedback, Queries, Scheme, Site, Specs, Ten
 
 Axis = Literal["token", "channel"]
 Normalize = Literal["paper", "length-invariant"]
-MOST = 256  # blocks of a head
+MAX_BLOCKS = 256  # blocks of a head
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class QueryOrthogonal(Feedback):
     queries: Queries = "after"
 
     def __post_init__(self):
-        if not 2 <= self.blocks <= MOST:
-            raise ValueError(f"blocks={self.blocks}; use 2 to {MOST}: the last block has nothing to move")
+        if not 2 <= self.blocks <= MAX_BLOCKS:
+            raise ValueError(f"blocks={self.blocks}; use 2 to {MAX_BLOCKS}: the last block has nothing to move")
         if not 0 <= self.lam <= 1e6:
             raise ValueError(f"lam={self.lam}; use 0 to 1000000")
         if self.rank < 0:
@@ -75,7 +75,7 @@ class QueryOrthogonal(Feedback):
         """Groups must lie inside the blocks of channels, and rotations inside heads."""
         head = geometry.head_size
         if head % self.blocks:
-            fitting = [n for n in range(2, min(head, MOST) + 1) if head % n == 0]
+            fitting = [n for n in range(2, min(head, MAX_BLOCKS) + 1) if head % n == 0]
             raise ValueError(f"feedback: blocks={self.blocks} does not divide head size {head}; use one of {fitting}")
         if scheme.axis == "channel":
             return

@@ -16,8 +16,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvq_runtime.stages.stage import SLOTS, Stage
 
-LATER = ("feedback", "correct")  # slots younger than the file format: without one, a scheme does not name it
-
 
 @cache
 def kinds() -> dict[str, dict[str, type]]:
@@ -37,13 +35,16 @@ def by_kind(package: str, base: type, slots: Sequence[str]) -> dict[str, dict[st
     return found
 
 
+def named_settings(part: Any) -> dict[str, Any]:
+    """The settings of a stage, policy or scheme that its JSON names: younger ones only where they are not default."""
+    fields = dataclasses.fields(part)
+    names = [f.name for f in fields if not (f.kw_only and getattr(part, f.name) == f.default)]
+    return {name: getattr(part, name) for name in names}
+
+
 def stage_json(stage: Any) -> dict:
-    """A stage as JSON: its kind and its settings, those of `later` only where they are not the default."""
-    absent = {
-        f.name for f in dataclasses.fields(stage) if f.name in stage.later and getattr(stage, f.name) == f.default
-    }
-    stated = {name: value for name, value in dataclasses.asdict(stage).items() if name not in absent}
-    return {"kind": stage.kind} | json.loads(json.dumps(stated))
+    """A stage as JSON: its kind and its settings."""
+    return {"kind": stage.kind} | json.loads(json.dumps(named_settings(stage)))
 
 
 def stage_from(name: str, stated: Any, known: Mapping[str, type]) -> Any:

@@ -16,7 +16,7 @@ Buzo et al., 1980; Gersho and Gray, 1992, section 12.10.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -52,11 +52,11 @@ class Mixed(Quantizer):
     slack: ClassVar[float] = 1.35  # latent channels of unequal size
     needs: ClassVar[frozenset[str]] = frozenset({"fit"})
     takes_latents: ClassVar[bool] = True
-    later: ClassVar[frozenset[str]] = frozenset({"gain", "shared"})
     bits: tuple[int, ...] = (7, 6, 5, 4, 3, 2, 1, 0)
     counts: tuple[int, ...] = ()
     target: float = 0.0
     codebook: Literal["gaussian", "uniform", "block", "trellis"] = "gaussian"
+    _: KW_ONLY  # younger than the file format
     gain: int = 0
     shared: bool = False
 
@@ -66,8 +66,8 @@ class Mixed(Quantizer):
         if self.codebook not in CODEBOOKS:
             raise ValueError(f"codebook={self.codebook!r}; use one of {CODEBOOKS}")
         falling = list(self.bits) == sorted(self.bits, reverse=True)
-        if not self.bits or not falling or self.bits[0] == 0 or any(not 0 <= b <= latent.MOST for b in self.bits):
-            raise ValueError(f"bits={list(self.bits)}; use falling numbers from {latent.MOST} to 0, not only 0")
+        if not self.bits or not falling or self.bits[0] == 0 or any(not 0 <= b <= latent.MAX_BITS for b in self.bits):
+            raise ValueError(f"bits={list(self.bits)}; use falling numbers from {latent.MAX_BITS} to 0, not only 0")
         if self.counts and (len(self.counts) != len(self.bits) or min(self.counts) < 0):
             raise ValueError(f"counts={list(self.counts)}; give one for each of bits={list(self.bits)}, at least 0")
         if not 0 <= self.target <= self.bits[0]:
@@ -103,10 +103,6 @@ class Mixed(Quantizer):
     def budget(self, width: int) -> int:
         """Bits of one token's codes that `target` allows."""
         return round(self.target * width) - self.gain
-
-    @property
-    def shares_budget(self) -> bool:
-        return self.shared
 
     def stored(self, width: int) -> int:
         """R: how many latent channels have any bits."""
@@ -212,13 +208,13 @@ class Mixed(Quantizer):
         return codes_NR.masked_fill((token_N < 0)[:, None], 0)
 
     def _in_paths(self, bits: int) -> bool:
-        return self.codebook == "trellis" and bits <= latent_path.MOST
+        return self.codebook == "trellis" and bits <= latent_path.MAX_BITS
 
     def distortions(self) -> list[float]:
         """Return the error that 0, 1, ... bits leave of a Gaussian channel of unit variance."""
         found = [latent.distortion(bits) for bits in range(self.bits[0] + 1)]
         if self.codebook == "trellis":
-            found[1 : latent_path.MOST + 1] = list(latent_path.DISTORTIONS.values())[: self.bits[0]]
+            found[1 : latent_path.MAX_BITS + 1] = list(latent_path.DISTORTIONS.values())[: self.bits[0]]
         return found
 
     def best_gain(self, z_NRT: Tensor, tensors: Tensors, width: int) -> Tensor:
@@ -264,9 +260,6 @@ class Mixed(Quantizer):
         if self.codebook in ("gaussian", "trellis"):
             return latent.decode_gaussian(codes_NRT, own["deviation"], bits)
         return latent.decode_uniform(codes_NRT, own["low"], own["high"], bits)
-
-    def check_tokens(self, geometry: Geometry) -> None:
-        """Single tokens are decoded by `at`."""
 
 
 def _of_channels(tensors: Tensors) -> dict[str, Tensor]:

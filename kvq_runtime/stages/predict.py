@@ -17,7 +17,7 @@ Differs: the mean is removed also where nothing is underneath; inputs are [keys,
 authors' code (the paper writes the reverse). The paper reads no values for keys, and no keys below for values (`both`).
 """
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -43,8 +43,8 @@ class Mean(Predictor):
 
 
 @dataclass(frozen=True)
-class Linear(Predictor):
-    """Predict linearly from decoded neighbours.
+class Neighbours(Predictor):
+    """Predict from decoded neighbours.
 
     below   which layers underneath are inputs: 1 is the next one down
     keys    values only: this layer's decoded keys are inputs too
@@ -57,16 +57,14 @@ class Linear(Predictor):
     reads   "below": the layers that `below` names, as far as the anchor; "anchor": the nearest anchor below, alone
     """
 
-    kind: ClassVar[str] = "linear"
     papers: ClassVar[tuple[str, ...]] = ("2501.19392",)
     cross_layer: ClassVar[bool] = True
-    linear: ClassVar[bool] = True
-    later: ClassVar[frozenset[str]] = frozenset({"both", "anchor_every", "reads"})
     below: tuple[int, ...] = (1,)
     keys: bool = True
     storage: Literal["bf16", "gptq4"] = "bf16"
     fit: Literal["decoded", "clean"] = "decoded"
     ridge: float = 1e-3
+    _: KW_ONLY  # younger than the file format
     both: bool = False
     anchor_every: int = 0
     reads: Literal["below", "anchor"] = "below"
@@ -95,12 +93,6 @@ class Linear(Predictor):
         if not 0 <= self.ridge < 1:
             raise ValueError(f"ridge={self.ridge}; use at least 0 and less than 1")
 
-    def specs(self, inputs: int, width: int) -> Specs:
-        fields: Specs = {"mean": ((width,), torch.float32), "bias": ((width,), torch.float32)}
-        if self.storage == "bf16":
-            return fields | {"weight": ((inputs, width), torch.bfloat16)}
-        return fields | four_bits.specs(inputs, width)
-
     def inputs(self, layer: int, role: Role) -> Inputs:
         above = layer % self.anchor_every if self.anchor_every else layer
         if self.reads == "anchor":
@@ -120,14 +112,24 @@ class Linear(Predictor):
     def check_prompt_fit(self) -> None:
         raise ValueError(f"{self.kind} needs calibration; fit a mean to the prompt, or nothing")
 
+
+@dataclass(frozen=True)
+class Linear(Neighbours):
+    """Predict linearly."""
+
+    kind: ClassVar[str] = "linear"
+
+    def specs(self, inputs: int, width: int) -> Specs:
+        fields: Specs = {"mean": ((width,), torch.float32), "bias": ((width,), torch.float32)}
+        if self.storage == "bf16":
+            return fields | {"weight": ((inputs, width), torch.bfloat16)}
+        return fields | four_bits.specs(inputs, width)
+
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
         """The centred prediction, in the dtype of the inputs."""
-        return _affine(z_NTI, self.weight(tensors, z_NTI.shape[-1]).to(z_NTI.dtype), tensors["bias"])
+        return _affine(z_NTI, self.matrix(tensors, z_NTI.shape[-1]).to(z_NTI.dtype), tensors["bias"])
 
     def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
-        return self.weight(tensors, inputs)
-
-    def weight(self, tensors: Tensors, inputs: int) -> Tensor:
         """W, [inputs, width], unpacked if it is stored in 4 bits."""
         if self.storage == "bf16":
             return tensors["weight"]
@@ -170,7 +172,7 @@ class LowRank(Linear):
 
 
 @dataclass(frozen=True)
-class MLP(Linear):
+class MLP(Neighbours):
     """Predict by two layers: the paper's reference point, too costly to serve.
 
     norm     "layer": the inputs are layer-normalized; "none": the paper's variant without
@@ -180,9 +182,8 @@ class MLP(Linear):
     """
 
     kind: ClassVar[str] = "mlp"
-    linear: ClassVar[bool] = False
-    later: ClassVar[frozenset[str]] = Linear.later | {"hidden", "tokens"}
     norm: Literal["layer", "none"] = "layer"
+    _: KW_ONLY
     hidden: Literal["inputs", "width"] = "inputs"
     tokens: Literal["sample", "all"] = "sample"
 

@@ -11,7 +11,8 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import lookup, pack, rtn
 from kvq_runtime.ops.rotation import Rotation, in_tile
 from kvq_runtime.stages import groups
-from kvq_runtime.stages.stage import NOTHING, Fields, PackedCodes, Quantizer, Scheme, Tensors
+from kvq_runtime.stages.abilities import PackedCodes
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Scheme, Tensors
 
 
 @dataclass(frozen=True)

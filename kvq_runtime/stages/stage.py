@@ -3,8 +3,9 @@
     predict → rotate → feedback, quantize → correct        a Scheme: how the keys, or the values, of a layer are stored
 
 A stage is a frozen dataclass of settings that JSON can hold, with a `kind` that names it there. What is fitted for it
-are tensors, named and shaped by `tensors`; they come as arguments. Five base classes say what each part does; a new
-stage is a class in a file of this folder, and is found there by its kind (`kinds.py`).
+are tensors, named and shaped by `tensors`; they come as arguments. Five base classes say what each part does, and
+`abilities.py` what only some stages do; a new stage is a class in a file of this folder, and is found there by its kind
+(`kinds.py`).
 
 Shapes: N blocks · R rows of a block, W elements of a row: a row is a token, W = C, where a scheme works per token, and
 a channel, W = the tokens of a block, where it works per channel · V decoded elements of a row, in stored order.
@@ -15,9 +16,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,16 +31,18 @@ Tensors = Mapping[str, Tensor]
 Fields = Mapping[str, Tensor]
 Queries = Literal["after", "before", "averaged"]  # RoPE; or over all distances between query and key
 NOTHING: Tensors = MappingProxyType({})
-Q = TypeVar("Q", bound="Stage")
 
 
+@dataclass(frozen=True)
 class Stage(ABC):
     """One part of a quantizer.
+
+    Settings that are younger than the file format follow `_: KW_ONLY`: JSON does not name them at their defaults, which
+    mean what was before.
 
     kind    its name in JSON, unique among the stages of its slot
     slot    the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
     needs   what it has to be given: "fit", tensors fitted to a model's keys or values; "queries", to its queries
-    later   settings younger than the file format: JSON does not name them at their defaults, which mean what was before
     papers  numbers on arXiv of the papers that it comes from; none for what is older than arXiv, or general knowledge
     """
 
@@ -47,7 +50,6 @@ class Stage(ABC):
     slot: ClassVar[str]
     papers: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
-    later: ClassVar[frozenset[str]] = frozenset()
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The tensors of a fit at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
@@ -88,13 +90,11 @@ class Predictor(Stage):
     """What is subtracted from keys or values before they are rotated and rounded: a mean at least.
 
     cross_layer   whether it reads other decoded tensors, so that layers are encoded and decoded in order
-    linear        whether its prediction is z W + b, as `matrix` says it
     """
 
     slot = "predict"
     needs = frozenset({"fit"})
     cross_layer: ClassVar[bool] = False
-    linear: ClassVar[bool] = False
 
     @property
     def fitted_on_exact(self) -> bool:
@@ -120,10 +120,6 @@ class Predictor(Stage):
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor | None:
         """The centred prediction [N, T, C] from inputs side by side, in their dtype; None: only a mean is removed."""
         return None
-
-    def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
-        """W, [inputs, width], of a `linear` one; b is its tensor "bias"."""
-        raise NotImplementedError(f"{self.kind} does not predict linearly")
 
 
 class Rotation(Stage):
@@ -154,27 +150,11 @@ class Rotation(Stage):
         return None if pair is None else pair[0]
 
 
-class PackedCodes(NamedTuple):
-    """How a quantizer's codes are attended to without decoding: x = scale_g · y + low_g for the elements of group g.
-
-    group   elements of a group
-    read    packed codes → y, float32, the elements of each row in `order`
-    ends    fields → (scale [..., groups], low [..., groups] or None for 0)
-    order   the natural place, inside a run that repeats, of each element that `read` gives; None: stored order
-    """
-
-    group: int
-    read: Callable[[Tensor], Tensor]
-    ends: Callable[[Fields], tuple[Tensor, Tensor | None]]
-    order: Tensor | None = None
-
-
 class Quantizer(Stage):
     """The rounding: rows of a block in, packed fields out.
 
     keeps_dtype     whether it stores its input as it is, in the model's dtype
     takes_latents   whether it rounds latent channels, so that a rotation that gives them must come first
-    scaled_lookup   whether `lookup` gives elements without their group's scale
     slack           how much more error it may leave of a Gaussian than Lloyd's and Max's quantizer of as many bits
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
     """
@@ -182,7 +162,6 @@ class Quantizer(Stage):
     slot = "quantize"
     keeps_dtype: ClassVar[bool] = False
     takes_latents: ClassVar[bool] = False
-    scaled_lookup: ClassVar[bool] = False
     slack: ClassVar[float] = 1.15
     kernel: ClassVar[str | None] = None
 
@@ -194,10 +173,6 @@ class Quantizer(Stage):
             raise ValueError(f'{self.kind} is fitted to tokens; use axis "token"')
         if site.geometry is not None:
             site.scheme.fields(site.window.block, site.geometry)
-
-    def of_vocabulary(self, tokens: int) -> Quantizer:
-        """The stage for a model of so many tokens, before a fit says that; most do not depend on it."""
-        return self
 
     @abstractmethod
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
@@ -239,52 +214,9 @@ class Quantizer(Stage):
         """Elements of a row that are rounded together, with one scale; None: it has no groups."""
         return None
 
-    @property
-    def shares_budget(self) -> bool:
-        """Whether its bits are a part of those of the whole recipe, shared out by calibration."""
-        return False
-
     def memory_kind(self, field: str) -> str:
         """The kind of a field in a memory report: "codes" or "scales"."""
         return "codes" if field in ("codes", "x") else "scales"
-
-    def lookup(self, fields: Fields, width: int, geometry: Geometry) -> Tensor:
-        """Elements [N, R, V], bfloat16, without the scale of their group, the field `scale`: of a `scaled_lookup`.
-
-        A codec multiplies with the scale after the rotation back, where the rotation stays inside groups.
-        """
-        raise NotImplementedError(f"{self.kind} has no scale apart from its codes")
-
-    def packed(self, width: int, geometry: Geometry, device: torch.device) -> PackedCodes | None:
-        """How its codes are attended to without decoding, by the torch path; None: blocks are decoded first."""
-        return None
-
-    def at(
-        self,
-        fields: Fields,
-        block_N: Tensor,
-        token_N: Tensor,
-        block: int,
-        geometry: Geometry,
-        tensors: Tensors = NOTHING,
-    ) -> Tensor:
-        """Decode single tokens, one in each of these blocks of a scheme per token: [N, V], as `decode`.
-
-        fields   [blocks, ...] each          block   tokens of a block
-        Needs fields whose first dimension is the token, or a method of its own: see `check_tokens`.
-        """
-        tokens = {name: field[block_N, token_N][None] for name, field in fields.items()}
-        return self.decode(tokens, geometry.width, geometry, tensors)[0]
-
-    def check_tokens(self, geometry: Geometry) -> None:
-        """Raise a ValueError if single tokens cannot be decoded by `at`."""
-        few, more = (self.fields(rows, geometry.width, geometry, torch.bfloat16) for rows in (64, 128))
-        whole = sorted(name for name in few if few[name][0] != (64, *more[name][0][1:]) or more[name][0][0] != 128)
-        if whole:
-            raise ValueError(
-                f"{self.kind} stores {', '.join(whole)} for a whole block, so single tokens cannot be decoded; use a "
-                "quantizer whose fields all begin with the token, or read all tokens"
-            )
 
 
 class Feedback(Stage):
@@ -295,7 +227,7 @@ class Feedback(Stage):
 
     slot = "feedback"
     needs = frozenset({"fit", "queries"})
-    queries: Any
+    queries: Queries
 
     @abstractmethod
     def turn(self, axis: Literal["token", "channel"], rotate: Rotation | None, geometry: Geometry) -> Tensor | None:
@@ -339,10 +271,6 @@ class Correction(Stage):
         """The kind of a field in a memory report."""
         return "scales"
 
-    def count(self, fields: Fields) -> tuple[int, int]:
-        """(tokens that it stores, tokens that asked for it) in these blocks; (0, 0) if it does not choose tokens."""
-        return 0, 0
-
 
 @dataclass(frozen=True)
 class Scheme:
@@ -356,11 +284,11 @@ class Scheme:
     axis      "token": groups are channels of one token; "channel": groups are tokens of one channel, inside a block
     """
 
-    quantize: Any
-    predict: Any = None
-    rotate: Any = None
-    feedback: Any = None
-    correct: Any = None
+    quantize: Quantizer
+    predict: Predictor | None = None
+    rotate: Rotation | None = None
+    feedback: Feedback | None = field(default=None, kw_only=True)  # younger than the file format
+    correct: Correction | None = field(default=None, kw_only=True)
     axis: Literal["token", "channel"] = "token"
 
     @property

@@ -9,7 +9,7 @@ vocabulary times width, for keys and for values: 262 MB each for 128,256 tokens 
 74 MB, each row decoded from its codes. It is counted as predictors are.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -21,8 +21,7 @@ from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages import four_bits
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
-MOST = 18  # bits of a token's number: 262,144 tokens
-UNKNOWN = 256  # rows of the table while the vocabulary is not known
+MAX_BITS = 18  # bits of a token's number: 262,144 tokens
 ROWS, TOKENS = 8192, 1024  # of one product
 
 
@@ -36,27 +35,31 @@ class Vocabulary(Quantizer):
 
     kind: ClassVar[str] = "vocabulary"
     needs: ClassVar[frozenset[str]] = frozenset({"fit"})
-    later: ClassVar[frozenset[str]] = frozenset({"storage"})
     size: int = 0
+    _: KW_ONLY  # younger than the file format
     storage: Literal["bf16", "rtn4"] = "bf16"
 
     def __post_init__(self):
         if self.storage not in ("bf16", "rtn4"):
             raise ValueError(f'storage={self.storage!r}; use "bf16" or "rtn4"')
-        if self.size != 0 and not 2 <= self.size <= 1 << MOST:
-            raise ValueError(f"size={self.size}; use 2 to {1 << MOST} tokens, or 0, which the fit fills in")
+        if self.size != 0 and not 2 <= self.size <= 1 << MAX_BITS:
+            raise ValueError(f"size={self.size}; use 2 to {1 << MAX_BITS} tokens, or 0, which the fit fills in")
 
     @property
     def bits(self) -> int:
         """Bits of a token's number."""
-        return (self.size - 1).bit_length() if self.size else MOST
+        return (self.size - 1).bit_length() if self.size else MAX_BITS
+
+    @property
+    def _rows(self) -> int:
+        """Rows of the table; a few while the vocabulary is not known."""
+        return self.size or 256
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The row of every token, without the mean."""
-        size = self.size or UNKNOWN
         if self.storage == "rtn4":
-            return four_bits.specs(geometry.width, size, "table_")
-        return {"table": ((size, geometry.width), torch.bfloat16)}
+            return four_bits.specs(geometry.width, self._rows, "table_")
+        return {"table": ((self._rows, geometry.width), torch.bfloat16)}
 
     def of_vocabulary(self, tokens: int) -> "Vocabulary":
         return self if self.size else replace(self, size=tokens)
@@ -111,9 +114,6 @@ class Vocabulary(Quantizer):
             start = start + pack.packed_size(block, bits)
         return self.rows(tensors, geometry.width, ids_N)
 
-    def check_tokens(self, geometry: Geometry) -> None:
-        """Single tokens are decoded by `at`."""
-
     def memory_kind(self, field: str) -> str:
         return "codes"
 
@@ -121,7 +121,7 @@ class Vocabulary(Quantizer):
         """The number of the nearest row, int64 [N]."""
         place_N = torch.zeros(len(x_NC), dtype=torch.int64, device=x_NC.device)
         best_N = x_NC.new_full((len(x_NC),), -torch.inf)
-        for first in range(0, self.size or UNKNOWN, ROWS):
+        for first in range(0, self._rows, ROWS):
             rows_RC = self.rows(tensors, x_NC.shape[1], slice(first, first + ROWS)).float()
             score_N, here_N = (x_NC @ rows_RC.mT - rows_RC.square().sum(1) / 2).max(1)
             place_N = torch.where(score_N > best_N, first + here_N, place_N)

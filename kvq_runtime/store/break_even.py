@@ -1,13 +1,16 @@
 """Find from how many tokens on a recipe saves memory, its fitted tensors included: beside 16 bit, beside HIGGS."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.layer import LayerStore
+from kvq_runtime.store.memory import asymptotic_bits
+
+PLAIN = tuple(f"higgs-{bits}" for bits in ("1bit", "1.5bit", "2bit", "2bit-slow", "3bit", "4bit"))
 
 
 class BreakEven:
@@ -31,27 +34,18 @@ class BreakEven:
         return self._known[case]
 
 
-def smaller_from(
-    recipe: Recipe,
-    geometry: Geometry,
-    shared_bytes: int,
-    plain: Iterable[Recipe],
-    asymptotic_bits: Callable[[Recipe, Geometry], float],
-) -> int | None:
+def smaller_from(recipe: Recipe, geometry: Geometry, shared_bytes: int) -> int | None:
     """Tokens (batch 1) from which a recipe holds fewer bytes than plain recipes, which have no fitted tensors.
 
     It is compared with the plain recipe of the fewest bits at or above its own.
 
-    plain             those recipes: HIGGS at all widths
-    shared_bytes      of the recipe's fitted tensors and rotations
-    asymptotic_bits   (recipe, geometry) → bits per element seen, without fitted tensors
+    shared_bytes   of the recipe's fitted tensors and rotations
     None if never, and for the plain recipes themselves.
     """
-    plain = list(plain)
-    if recipe.name in {other.name for other in plain}:
+    if recipe.name in PLAIN:
         return None
     bits = asymptotic_bits(recipe, geometry)
-    peers = [asymptotic_bits(other, geometry) for other in plain if _serves(other, geometry)]
+    peers = [asymptotic_bits(other, geometry) for other in map(preset, PLAIN) if _serves(other, geometry)]
     wider = [peer for peer in peers if peer >= bits]
     if not wider:
         return None

@@ -23,6 +23,7 @@ from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.geometry import SLAB, Window
 from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.window import append as append_to_window
+from kvq_runtime.stages.abilities import CountedTokens
 from kvq_runtime.store.device import SLACK, DeviceIndex
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
@@ -311,9 +312,9 @@ class LayerStore:
     def escapes(self) -> tuple[int, int]:
         """(tokens of keys or values stored by the escape, tokens that asked for it)."""
         counts = [
-            codec.scheme.correct.count(self.fields(role, *run))
+            correct.count(self.fields(role, *run))
             for role, codec in enumerate(self.codecs)
-            if codec.scheme.correct is not None
+            if isinstance(correct := codec.scheme.correct, CountedTokens)
             for run in self.runs()
         ]
         return sum(served for served, _ in counts), sum(wanted for _, wanted in counts)

@@ -61,7 +61,7 @@ def by_hand(cache: BlockCache, layer: int, role: int) -> torch.Tensor:
         if "down" in own:
             whole = whole + inputs @ own["down"].double() @ own["up"].double()
         else:
-            unpacked = isinstance(codec.predictor, Linear) and codec.predictor.weight(own, inputs.shape[-1])
+            unpacked = isinstance(codec.predictor, Linear) and codec.predictor.matrix(own, inputs.shape[-1])
             whole = whole + inputs @ unpacked.double()
         whole = whole + own["bias"].double()
     return whole

@@ -12,7 +12,7 @@ import pytest
 import tiny_artifact as tiny
 
 from kvq_calib.cli import subcommands
-from kvq_runtime.cli import commands, main, table
+from kvq_runtime.cli import main, names, table
 from kvq_runtime.geometry import MODELS
 from kvq_runtime.registry import resolve
 from kvq_runtime.registry.local.registry import LocalRegistry
@@ -218,7 +218,7 @@ def test_interrupted(kvq, monkeypatch):
     def interrupted(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "list_names", interrupted)
+    monkeypatch.setattr(names, "list_names", interrupted)
     assert kvq("list") == (130, "", "kvq: interrupted\n")
     monkeypatch.setattr(subcommands, "evaluate", interrupted)
     monkeypatch.setattr(subcommands, "compare", interrupted)

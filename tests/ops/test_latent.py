@@ -17,7 +17,7 @@ def test_the_gaussian_codebook_is_maxs(bits):
     assert float(found) == pytest.approx(RATIOS[bits], abs=0.03 if bits < 7 else 0.1)
 
 
-@pytest.mark.parametrize("bits", range(latent.MOST + 1))
+@pytest.mark.parametrize("bits", range(latent.MAX_BITS + 1))
 def test_its_distortion_is_what_integration_finds(bits):
     boundaries, centroids = latent.gaussian(bits)
     z = torch.linspace(-9, 9, 400_001, dtype=torch.float64)
@@ -63,7 +63,7 @@ def test_every_channel_has_its_own_bits(codebook):
     decoded = stage.decode(fields, 16, geometry, tensors).float()
     for channel, bits in enumerate([8, 5, 5, 5, 3, 3, 1, 1, 1]):
         one, own = z[:, :, channel][:, None], scale[channel : channel + 1]
-        if codebook == "trellis" and bits <= latent_path.MOST:
+        if codebook == "trellis" and bits <= latent_path.MAX_BITS:
             expected = latent_path.decode(latent_path.encode(one, own, bits), own, bits)
         elif codebook in ("gaussian", "trellis"):
             expected = latent.decode_gaussian(latent.encode_gaussian(one, own, bits), own, bits)
@@ -95,7 +95,7 @@ def test_schedules_that_cannot_be(make, message):
         make()
 
 
-@pytest.mark.parametrize("bits", range(1, latent.MOST + 1))
+@pytest.mark.parametrize("bits", range(1, latent.MAX_BITS + 1))
 def test_codes_count_the_boundaries_below(bits):
     """At the boundaries, between all neighbouring numbers of float32 there, and far outside."""
     boundaries = latent.gaussian(bits)[0].float()
@@ -108,7 +108,7 @@ def test_codes_count_the_boundaries_below(bits):
     assert latent.encode_gaussian(torch.full((1, 1, 8), torch.nan), torch.ones(1), bits).shape == (1, 1, 8)
 
 
-@pytest.mark.parametrize("bits", range(1, latent.MOST + 1))
+@pytest.mark.parametrize("bits", range(1, latent.MAX_BITS + 1))
 def test_errors_without_codes_are_those_of_the_codes(bits):
     z = torch.randn(2, 4, 300, generator=torch.Generator().manual_seed(bits)) * 2
     deviation = torch.tensor([0.5, 1.0, 3.0, 0.0])

@@ -24,7 +24,7 @@ def by_hand(codes: list[int], bits: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("bits", range(1, latent_path.MOST + 1))
+@pytest.mark.parametrize("bits", range(1, latent_path.MAX_BITS + 1))
 def test_codes_decode_to_the_last_bits(bits):
     codes = torch.randint(0, 2**bits, (2, 3, 24), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
     deviation = torch.tensor([0.5, 1.0, 3.0])
@@ -48,7 +48,7 @@ def test_no_other_path_has_less_weighted_error(bits, tokens):
         assert float(error[block, channel]) == pytest.approx(least, rel=1e-5)
 
 
-@pytest.mark.parametrize("bits", range(1, latent_path.MOST + 1))
+@pytest.mark.parametrize("bits", range(1, latent_path.MAX_BITS + 1))
 def test_the_error_of_a_gaussian_channel(bits):
     z, one = numbers(20, 60, 128, seed=7), torch.ones(60)
     error = float((latent_path.decode(latent_path.encode(z, one, bits), one, bits) - z).square().mean())

@@ -99,7 +99,7 @@ class Oracle:
         self.held[row] = held[: self.encoded] + sorted(best) + [token for token in held if token >= left]
 
 
-HALVES = replace(EXACT, name="h2o-small-halves", policies=(HeavyHitters(SHARE, SHARE / 2),))
+HALVES = replace(EXACT, name="h2o-small-halves", policies=(HeavyHitters(SHARE, recent=SHARE / 2),))
 
 
 @pytest.mark.parametrize("recipe", [EXACT, PRE, HALVES], ids=["post", "pre", "halves"])
@@ -292,7 +292,7 @@ def test_settings_survive_json_and_are_left_out_where_there_are_none():
 
 def test_the_papers_halves():
     """Of 8192 tokens a fifth: 819 heavy and 819 of the newest, to within a block; without, the newest are 128."""
-    for policy, recent in ((HeavyHitters(0.2, 0.1), 820), (HeavyHitters(0.2), 128)):
+    for policy, recent in ((HeavyHitters(0.2, recent=0.1), 820), (HeavyHitters(0.2), 128)):
         window = preset("h2o").window
         old, heavy = policy.budget(8192, window)
         assert 0 <= 8192 - old - recent < window.block and old % window.block == 0
@@ -300,4 +300,4 @@ def test_the_papers_halves():
         blocks, exact = policy.chosen(8192, window)
         assert blocks * window.block + exact == heavy + 8192 - old
     with pytest.raises(ValueError, match="recent=0.2; use at least 0 and less than share=0.2"):
-        HeavyHitters(0.2, 0.2)
+        HeavyHitters(0.2, recent=0.2)

@@ -1,6 +1,7 @@
 """What a preset's name stands for never changes: artifacts, plans and published figures are known by it."""
 
 import json
+from dataclasses import fields
 
 from kvq_runtime.recipe import presets
 from scripts import make_golden
@@ -23,7 +24,7 @@ def test_a_setting_that_is_at_its_default_and_younger_than_the_format_is_not_nam
         parts += [(stage, stated["key"][slot]) for slot, stage in recipe.key.stages]
         parts += [(stage, stated["value"][slot]) for slot, stage in recipe.value.stages]
         for part, settings in parts:
-            for name in part.later:
+            for name in [field.name for field in fields(part) if field.kw_only]:
                 assert (name in settings) == (getattr(part, name) != getattr(type(part), name)), (recipe.name, name)
                 checked += 1
     assert checked

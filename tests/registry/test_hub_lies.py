@@ -106,7 +106,7 @@ def test_an_answer_without_end_is_left(pattern, hub, store):
     assert hub.faults.happened and hub.faults.sent < ENDLESS
 
 
-@pytest.mark.parametrize(("limit", "most"), [("MOST", 2), ("BYTES", 300)])
+@pytest.mark.parametrize(("limit", "most"), [("MAX_RECORDS", 2), ("BYTES", 300)])
 def test_records_without_end_are_left(limit, most, hub, store, monkeypatch):
     """Each is small, and there is always one more."""
     for number in range(3):

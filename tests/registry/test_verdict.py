@@ -22,8 +22,8 @@ def record(relative, kl=0.01, sha256="ab" * 32, seed=0, source="book.txt", windo
     "given, word",
     [
         (record(0.02), verdict.USABLE), (record(0.10, 0.1), verdict.USABLE), (record(0.101), verdict.LOSSY),
-        (record(0.0, 0.101), verdict.LOSSY), (record(math.nan), verdict.LOSSY), (None, verdict.UNKNOWN),
-        (record(0, protocols={"full": {"reason": "nothing was encoded"}}), verdict.UNKNOWN),
+        (record(0.0, 0.101), verdict.LOSSY), (record(math.nan), verdict.LOSSY), (None, verdict.NOT_MEASURED),
+        (record(0, protocols={"full": {"reason": "nothing was encoded"}}), verdict.NOT_MEASURED),
         (record(0.5, gate={"bounds": {"perplexity_ratio": 2.0}, "failed": []}), verdict.USABLE),
         (record(0.02, gate={"bounds": {"kl": 0.001}, "failed": ["KL divergence: 0.01"]}), verdict.LOSSY),
     ],
@@ -38,7 +38,7 @@ def test_what_counts_is_the_longest_record_of_the_fits_own_text_and_no_weekly_on
     assert verdict.of_records([weekly, other, good], "book.txt").word == verdict.USABLE
     assert verdict.of_records([weekly, other, good, record(1.0, windows=8)], "book.txt").word == verdict.LOSSY
     unsound = {"protocol": {}, "result": {"protocols": {"full": {"relative": "much"}}}}
-    assert verdict.of_records([unsound]).word == verdict.UNKNOWN
+    assert verdict.of_records([unsound]).word == verdict.NOT_MEASURED
     judged = record(0.5, windows=99, gate={"bounds": {"kl": 1.0}, "failed": [7]})
     assert verdict.of_records([judged, good], "book.txt").word == verdict.USABLE
 

@@ -11,6 +11,7 @@ from kvq_runtime.fit import mixed
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.stages.abilities import SingleTokens
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
@@ -73,7 +74,7 @@ def test_single_tokens_are_decoded_alone(codebook):
     whole = stage.decode(fields, 16, GEOMETRY, TENSORS)
     block, token = torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 23, 7, 12, 2])
     assert torch.equal(stage.at(fields, block, token, 24, GEOMETRY, TENSORS), whole[block, token])
-    stage.check_tokens(GEOMETRY)
+    assert isinstance(stage, SingleTokens)
 
 
 @pytest.mark.parametrize("codebook", ["gaussian", "uniform"])

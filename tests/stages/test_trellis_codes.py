@@ -67,12 +67,11 @@ def test_bits_are_those_of_the_codes_and_one_scale(bits):
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_single_tokens_are_decoded_alone(bits):
-    stage, x = Trellis(bits), rows(16)
-    fields = stage.encode(x, None, {}, GEOMETRY)
-    whole = stage.decode(fields, GEOMETRY.width, GEOMETRY)
+    codec = made(Scheme(Trellis(bits)))
+    fields = codec.encode(rows(16), NOWHERE)
     block_N, token_N = torch.tensor([1, 0, 1]), torch.tensor([3, 15, 0])
-    assert torch.equal(stage.at(fields, block_N, token_N, 16, GEOMETRY), whole[block_N, token_N])
-    stage.check_tokens(GEOMETRY)
+    found = codec.tokens(fields, block_N, token_N, slice(None))
+    assert torch.equal(found, codec.decode(fields, NOWHERE)[block_N, token_N])
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])

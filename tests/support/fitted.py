@@ -5,6 +5,7 @@ A quantizer that is fitted to tokens alone is really fitted, to random ones, so 
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from kvq_runtime.fit import fitting, row
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.stage import Quantizer
 
 ROWS = 256  # tokens that a quantizer is fitted to
@@ -69,7 +69,7 @@ def _quantizer(scheme: Scheme, geometry: Geometry, seed: int) -> dict[str, Tenso
     return fit.tensors
 
 
-def _reach(quantize: Mixed, width: int) -> Tensor:
+def _reach(quantize: Any, width: int) -> Tensor:
     """How many deviations a range should reach at these bits, by channel: fewer bits do better with less."""
     return torch.cat([torch.full((count,), 0.45 + 0.55 * bits) for count, bits in quantize.runs(width)])
 

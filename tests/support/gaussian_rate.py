@@ -5,7 +5,6 @@ import math
 import torch
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.stages.mixed import Mixed
 
 # the error of Lloyd's and Max's quantizers, relative to the deviation (Max, 1960, table I), 8 bits by Panter and Dite
 LLOYD_MAX = {0: 1.0, 1: 0.603, 2: 0.343, 3: 0.186, 4: 0.0975, 8: 0.0068}
@@ -22,8 +21,8 @@ def gaussian(bits: float) -> float:
 def most(codec: Codec) -> float:
     """The largest error a codec may leave of what it rounds, relative to that; below 1, which zeros would leave."""
     quantize, width = codec.scheme.quantize, codec.geometry.width
-    if isinstance(quantize, Mixed):
-        runs = quantize.runs(width)
+    if runs_of := getattr(quantize, "runs", None):  # of channels, each with bits of its own
+        runs = runs_of(width)
         left = width - sum(count for count, _ in runs)  # channels of which nothing is stored
         expected = math.sqrt((sum(count * gaussian(bits) ** 2 for count, bits in runs) + left) / width)
     else:

@@ -11,7 +11,7 @@ from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.registry import Registry
 
 Record = Mapping[str, Any]
-MOST = 60  # lines of settings that differ; more are counted
+MAX_LINES = 60  # lines of settings that differ; more are counted
 
 
 def last(state: State, version: Version) -> Version | None:
@@ -45,7 +45,7 @@ def compared(
     settings = [row for row in rows if row["part"] in ("recipe", "model", "provenance")]
     tensors = [row for row in rows if row["part"] == "tensor"]
     changes = [row["change"] for row in tensors if row["change"] is not None]
-    found["settings"], found["left_out"] = settings[:MOST], max(0, len(settings) - MOST)
+    found["settings"], found["left_out"] = settings[:MAX_LINES], max(0, len(settings) - MAX_LINES)
     mean = sum(changes) / len(changes) if changes else None
     found["tensors"] = {"differ": len(tensors), "of": len(made.tensors), "mean_change": mean}
     return found | {"sizes": _sizes(before, made)}

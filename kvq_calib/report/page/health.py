@@ -5,7 +5,7 @@ from typing import Any
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import CHECKS, Artifact
-from kvq_runtime.cli.commands import MEANINGS
+from kvq_runtime.cli.version import MEANINGS
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import signing
 from kvq_runtime.registry.events import Version

@@ -68,7 +68,7 @@ def _about(registry: Registry, name: str, version: Version) -> dict[str, Any]:
 def _loss(registry: Registry, name: str, version: Version, fitted: str | None) -> dict[str, Any]:
     """Bits, the loss that counts, the last verdict on bounds, and the loss of the last weekly check."""
     found: dict[str, Any] = dict.fromkeys(("bits", "kl", "relative", "protocol", "parameters", "week", "drift", "why"))
-    found["verdict"] = verdict.UNKNOWN
+    found["verdict"] = verdict.NOT_MEASURED
     try:
         records = sound(registry.evaluations(version.sha256, name))
     except UNREADABLE as error:

@@ -7,7 +7,7 @@ from kvq_runtime.disk import faults, files
 from kvq_runtime.registry import evaluations, reference
 from kvq_runtime.registry.hub import ask, cache, client
 
-MOST = 1 << 12  # records of an artifact, of one kind
+MAX_RECORDS = 1 << 12  # records of an artifact, of one kind
 BYTES = 1 << 26  # of all of them
 
 
@@ -49,6 +49,8 @@ def contents(repo: str, folder: str, names: Mapping[str, str]) -> list[tuple[Pur
             data = data or files.read(cache.download(repo, path, commit, evaluations.LIMIT, digest), evaluations.LIMIT)
             found.append((PurePath(path), data))
             left -= len(data)
-        if left < 0 or len(found) > MOST:
-            raise RuntimeError(f"{repo}/{folder}: more than {MOST} records or {BYTES} bytes of them; remove some there")
+        if left < 0 or len(found) > MAX_RECORDS:
+            raise RuntimeError(
+                f"{repo}/{folder}: more than {MAX_RECORDS} records or {BYTES} bytes of them; remove some there"
+            )
     return found

@@ -152,7 +152,7 @@ def test_gptq_beats_rounding_and_fits_the_stored_layout(inputs):
     predictor = Linear(storage="gptq4")
     specs = predictor.specs(inputs, 12)
     assert {n: (tuple(t.shape), t.dtype) for n, t in found.items()} == {n: specs[n] for n in ("codes", "step", "low")}
-    decoded = predictor.weight(found, inputs).double()
+    decoded = predictor.matrix(found, inputs).double()
     groups = [rtn.encode(part.mT, 4) for part in weight.split(64)]
     plain = torch.cat([rtn.decode(pack.unpack(codes, 4, 64), step, low, 4).mT for codes, step, low in groups]).double()
     assert loss(covariance, decoded - weight) < 0.7 * loss(covariance, plain - weight)
@@ -170,7 +170,7 @@ def test_gptq_is_optimal_brain_quantization_in_a_fixed_order():
         code = ((rest[i] - low) / step).round().clamp(0, 15)
         expected.append(low + step * code)
         rest[i:] -= torch.outer(inverse[:, 0] / inverse[0, 0], rest[i] - expected[-1])
-    decoded = Linear(storage="gptq4").weight(found, 16)
+    decoded = Linear(storage="gptq4").matrix(found, 16)
     torch.testing.assert_close(decoded, torch.stack(expected).to(torch.bfloat16), rtol=0, atol=0)
 
 
@@ -178,7 +178,7 @@ def test_a_gptq_predictor_predicts_nearly_as_well():
     z, y, _ = problem(noise=1.0, inputs=128)
     moments = joint(z, y)
     linear, small = predict.fit_linear(moments, 1e-3), predict.fit_gptq(moments, 1e-3)
-    weights = linear["weight"], Linear(storage="gptq4").weight(small, 128)
+    weights = linear["weight"], Linear(storage="gptq4").matrix(small, 128)
     errors = [error(z, y, w, found["bias"]) for w, found in zip(weights, (linear, small), strict=True)]
     explained = [1 - float(predict.residual_variance(moments, w).sum() / moments.yy_O.sum()) for w in weights]
     variance = float(y.var(0, correction=0).mean())

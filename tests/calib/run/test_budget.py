@@ -179,7 +179,7 @@ def test_a_budget_that_an_engine_cannot_have_is_refused():
 def test_bits_shared_out_by_gradients_are_within_the_budget(asked):
     """All but less than a bit of a token; every scheme is one that calibration shares out."""
     found = budget.shared(asked, GEOMETRY).check(GEOMETRY)
-    assert found.name == f"auto-{asked:g}bit" and all(scheme.quantize.shares_budget for scheme in found.schemes)
+    assert found.name == f"auto-{asked:g}bit" and all(scheme.quantize.shared for scheme in found.schemes)
     spent = found.key.quantize.budget(GEOMETRY.width) + found.key.quantize.gain
     assert asked * GEOMETRY.width - 1 < spent <= asked * GEOMETRY.width
     assert [budget.measured(*given) for given in (("auto", None), ("auto-vocab", None), ("auto", "vllm"))] == [

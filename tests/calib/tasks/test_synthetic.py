@@ -59,7 +59,7 @@ def test_chains_are_as_long_as_they_say_and_counts_are_of_every_number():
     ((_, answer),) = synthetic.chain(3, 300, 0.5).questions
     assert len(answer) == synthetic.HOPS and answer[-1] in s.VALUES
     counts = {synthetic.count(seed, 200, 0.5).questions[0][1][0] for seed in range(60)}
-    assert counts == {s.NUMBERS[number] for number in range(1, synthetic.MOST + 1)}
+    assert counts == {s.NUMBERS[number] for number in range(1, synthetic.MAX_MENTIONS + 1)}
 
 
 def test_kinds_of_symbols_have_words_of_their_own():

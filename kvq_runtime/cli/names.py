@@ -1,0 +1,145 @@
+"""The commands of a registry and its names: print what there is, change what an alias means, and keep it in order."""
+
+import dataclasses
+from argparse import Namespace
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from kvq_runtime.cli.exit_codes import say
+from kvq_runtime.cli.table import print_record, print_table
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.registry import reference, search, verdict
+from kvq_runtime.registry.events import State
+from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.reference import Reference
+from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.resolve import choose, open_registry
+
+
+def list_names(args: Namespace) -> int:
+    """Print a row a name: production, newest version, recipe and model; 1 if a name cannot be read."""
+    registry, code = open_registry(args.where or args.registry), 0
+    rows = []
+    for name in registry.names():
+        try:
+            state = registry.state(name)
+            if state.events:
+                rows.append(_list_row(registry, state))
+        except (ArtifactError, PermissionError) as error:
+            code = 1
+            rows.append({"name": name, "recipe": f"cannot be read: {error}"})
+    if rows or args.json:
+        print_table(rows, args.json)
+    else:
+        print(f"{registry.url} is empty; kvq-calibrate publishes artifacts, kvq copy copies those of another registry")
+    return code
+
+
+def _list_row(registry: Registry, state: State) -> dict[str, Any]:
+    newest = state.newest()
+    row = {"name": state.name, "production": state.at(reference.PRODUCTION), "newest": newest and newest.version}
+    row |= {"versions": len(state.versions)}
+    if newest is None:
+        return row | {"recipe": "(every version is yanked)"}
+    about = registry.about(state.name, newest)
+    return row | {"recipe": about["recipe"], "model": about["model"], "published": newest.at}
+
+
+def search_names(args: Namespace) -> int:
+    """Print every version whose name, recipe, model, revision and corpus match."""
+    registry = open_registry(args.where or args.registry)
+    query = {field: getattr(args, field) for field in search.FIELDS}
+    rows = list(search.search(registry, query))
+    if not args.json:
+        rows = [{name: row[name] for name in ("name", "version", *search.FIELDS[1:], "yanked")} for row in rows]
+    print_table(rows, args.json)
+    return 0
+
+
+def history(args: Namespace) -> int:
+    """Print every change of a name."""
+    rows = []
+    registry, name = named(args)
+    for event in registry.existing(name).events:
+        row = {"number": event.number, "at": event.at, "change": event.change.kind}
+        row |= {name: getattr(event.change, name, None) for name in ("version", "alias", "reason", "sha256")}
+        rows.append(row)
+    print_table(rows, args.json)
+    return 0
+
+
+def promote(args: Namespace) -> int:
+    """Point an alias to a version."""
+    registry, name, version = target(args, "promote")
+    state = registry.promote(name, version, args.alias, args.expect, args.force)
+    found = verdict.of_version(registry, name, state.get(version))
+    if found.word != verdict.USABLE and not args.json:
+        say("kvq", f"{name}@{version} is {found}")
+    return _print_alias(state, args)
+
+
+def rollback(args: Namespace) -> int:
+    """Point an alias to the version it had before."""
+    registry, name = named(args)
+    return _print_alias(registry.rollback(name, args.alias), args)
+
+
+def _print_alias(state: State, args: Namespace) -> int:
+    *earlier, version = state.aliases[args.alias]
+    before = earlier[-1] if earlier else None
+    print_record({"name": state.name, "alias": args.alias, "version": version, "before": before}, args.json)
+    return 0
+
+
+def yank(args: Namespace) -> int:
+    """Withdraw a version."""
+    registry, name, version = target(args, "yank")
+    registry.yank(name, version, args.reason)
+    print_record({"name": name, "version": version, "yanked": args.reason}, args.json)
+    return 0
+
+
+def named(args: Namespace) -> tuple[Registry, str]:
+    """The registry and name that the argument NAME or hf://org/NAME means; ValueError for other references."""
+    parsed = reference.parse(args.name)
+    if not isinstance(parsed, Reference) or parsed.by != "default":
+        raise ValueError(f"name {args.name!r:.160}; use a name alone, or hf://org/name")
+    return open_registry(parsed.registry or args.registry), parsed.name
+
+
+def target(args: Namespace, command: str) -> tuple[Registry, str, str]:
+    """Registry, name and version that a command changes; ValueError unless the reference names the version."""
+    parsed = reference.parse(args.reference)
+    if not isinstance(parsed, Reference) or parsed.by == "default":
+        raise ValueError(f"{command} {args.reference}: name the version, as in {command} NAME@1.2.0")
+    registry = open_registry(parsed.registry or args.registry)
+    version, _ = choose(registry.existing(parsed.name), parsed)
+    return registry, parsed.name, version.version
+
+
+def gc(args: Namespace) -> int:
+    """Remove temporary files, and blobs or files that no event names."""
+    registry, upkeep = _with_upkeep(args)
+    start = f"{registry.root}/" if isinstance(registry, LocalRegistry) else ""
+    removed = [str(path).removeprefix(start) for path in upkeep.collect(registry, args.grace, args.dry_run)]
+    print_table([{"removed": not args.dry_run, "path": path} for path in removed], args.json)
+    return 0
+
+
+def doctor(args: Namespace) -> int:
+    """Print everything that is wrong with the registry; 1 if any of it is a fault."""
+    registry, upkeep = _with_upkeep(args)
+    findings = upkeep.examine(registry)
+    if findings or args.json:
+        print_table([dataclasses.asdict(finding) for finding in findings], args.json)
+    else:
+        print(f"nothing is wrong with {registry.url}")
+    return int(any(finding.level == "fault" for finding in findings))
+
+
+def _with_upkeep(args: Namespace) -> tuple[Registry, ModuleType]:
+    """The registry that is asked for, and what keeps one in its place."""
+    registry = open_registry(args.where or args.registry)
+    place = "local" if isinstance(registry, LocalRegistry) else "hub"
+    return registry, import_module(f"kvq_runtime.registry.{place}.upkeep")

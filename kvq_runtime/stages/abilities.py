@@ -1,0 +1,84 @@
+"""Say what only some stages can do: one that has the methods of a protocol is asked, any other is served without.
+
+Consumers ask for the ability, as in `isinstance(quantize, ScaledLookup)`, and never for a class.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Tensors
+
+
+@runtime_checkable
+class LinearPrediction(Protocol):
+    """A predictor whose prediction is z W + b, so that attention may multiply it into the query."""
+
+    def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
+        """W, [inputs, width]; b is the tensor "bias"."""
+
+
+@runtime_checkable
+class ScaledLookup(Protocol):
+    """A quantizer whose field `scale` a codec multiplies with after the rotation back, if that stays inside groups."""
+
+    def lookup(self, fields: Fields, width: int, geometry: Geometry) -> Tensor:
+        """Elements [N, R, V], bfloat16, without the scale of their group."""
+
+
+class PackedCodes(NamedTuple):
+    """How a quantizer's codes are attended to without decoding: x = scale_g · y + low_g for the elements of group g.
+
+    group   elements of a group
+    read    packed codes → y, float32, the elements of each row in `order`
+    ends    fields → (scale [..., groups], low [..., groups] or None for 0)
+    order   the natural place, inside a run that repeats, of each element that `read` gives; None: stored order
+    """
+
+    group: int
+    read: Callable[[Tensor], Tensor]
+    ends: Callable[[Fields], tuple[Tensor, Tensor | None]]
+    order: Tensor | None = None
+
+
+@runtime_checkable
+class ReadPacked(Protocol):
+    """A quantizer whose blocks the torch path attends to without decoding them."""
+
+    def packed(self, width: int, geometry: Geometry, device: torch.device) -> PackedCodes:
+        """How its codes are read."""
+
+
+@runtime_checkable
+class SingleTokens(Protocol):
+    """A quantizer that decodes single tokens of a scheme per token out of fields that do not begin with the token."""
+
+    def at(
+        self,
+        fields: Fields,
+        block_N: Tensor,
+        token_N: Tensor,
+        block: int,
+        geometry: Geometry,
+        tensors: Tensors = NOTHING,
+    ) -> Tensor:
+        """One token in each of these blocks, of `block` tokens, from fields [blocks, ...]: [N, V], as `decode`."""
+
+
+@runtime_checkable
+class OfVocabulary(Protocol):
+    """A quantizer that depends on how many tokens a model's vocabulary has."""
+
+    def of_vocabulary(self, tokens: int) -> Quantizer:
+        """The stage for so many, before a fit says that."""
+
+
+@runtime_checkable
+class CountedTokens(Protocol):
+    """A correction that chooses tokens."""
+
+    def count(self, fields: Fields) -> tuple[int, int]:
+        """(tokens that it stores, tokens that asked for it) in these blocks."""
