@@ -187,14 +187,17 @@ def rows(shared: Pass, index: int) -> Tensor:
 
 
 def decode(shared: Pass, index: int) -> Tensor:
-    """Keep a chunk as it is decoded, where a prediction reads it; the sums of its errors, where they count."""
+    """Keep a chunk as it is decoded, where a prediction reads it; the sums of its errors, where they count.
+
+    Where they do not, no codes are searched for: a fit reads the moments of errors, and a search takes as long as most
+    of the rest."""
     work, role, plan = shared.work, shared.fit.codec.role, shared.work.run.plan
     counts = (plan.held_out == 0 or index >= plan.fitted_chunks) and index < plan.own_chunks
     kept, measured = work.is_read(role), counts and not plan.draft
     sums = torch.zeros(5, dtype=torch.float64)
     if kept or measured:
         data, context = work.data(index, role, clean=False)
-        decoded = shared.fit.decode(data, context)
+        decoded = (shared.fit.decode if measured else shared.fit.approximated)(data, context)
         if kept:
             work.keep(index, role, decoded)
         if measured:
