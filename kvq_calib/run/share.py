@@ -30,6 +30,7 @@ from kvq_calib.run.plan import Plan
 from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
+from kvq_runtime.stages.predict import Linear
 
 TOKENS = 4096  # of the fit part, that a draft is fitted to
 
@@ -51,12 +52,16 @@ def draft(plan: Plan) -> Plan:
 
 
 def drafted(recipe: Recipe) -> Recipe:
-    """The recipe as it is fitted for its variances alone: with Lloyd–Max codes, which take no search for paths."""
+    """The recipe as it is fitted for its variances alone: without gains to choose or predictors in 4 bits, which cost
+    more to fit than all else, and change what is left by less than bits are shared by."""
 
     def plain(scheme: Scheme) -> Scheme:
-        if not shares(scheme) or scheme.quantize.codebook != "trellis":
+        if not shares(scheme):
             return scheme
-        return replace(scheme, quantize=replace(scheme.quantize, codebook="gaussian"))
+        predict = scheme.predict
+        if isinstance(predict, Linear) and predict.storage != "bf16":
+            predict = replace(predict, storage="bf16")
+        return replace(scheme, quantize=replace(scheme.quantize, gain=0), predict=predict)
 
     layers = {layer: (plain(key), plain(value)) for layer, (key, value) in recipe.layers.items()}
     return replace(recipe, key=plain(recipe.key), value=plain(recipe.value), layers=layers)

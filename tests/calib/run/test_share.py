@@ -88,13 +88,14 @@ def test_a_place_that_is_worth_nothing_still_stores_a_bit_and_only_what_is_share
     assert sum(stage.target for stage in own) == pytest.approx(3.0)
 
 
-def test_a_draft_searches_no_paths_for_what_is_shared():
-    """Keys, values and single layers alike; a path with a target of its own stays one."""
-    paths = Scheme(Mixed(target=1.0, codebook="trellis", shared=True), rotate=Basis())
-    own = Scheme(Mixed(target=1.0, codebook="trellis"), rotate=Basis())
-    plain = Scheme(Mixed(target=1.0, shared=True), rotate=Basis())
-    found = share.drafted(Recipe("r", paths, paths, "pre", {0: (own, paths), 1: (plain, plain)}))
-    assert found == Recipe("r", plain, plain, "pre", {0: (own, plain), 1: (plain, plain)})
+def test_a_draft_has_no_gains_and_whole_predictors_where_bits_are_shared():
+    """Keys, values and single layers alike; what has a target of its own stays as it is."""
+    four = Linear(storage="gptq4")
+    gained = Scheme(Mixed(target=1.0, codebook="trellis", gain=3, shared=True), predict=four, rotate=Basis())
+    own = replace(gained, quantize=replace(gained.quantize, shared=False))
+    plain = Scheme(Mixed(target=1.0, codebook="trellis", shared=True), predict=Linear(), rotate=Basis())
+    found = share.drafted(Recipe("r", gained, gained, "pre", {2: (own, gained), 3: (plain, plain)}))
+    assert found == Recipe("r", plain, plain, "pre", {2: (own, plain), 3: (plain, plain)})
 
 
 def test_the_draft_is_fitted_to_a_few_sequences_and_by_what_shares_alone(model, tmp_path, monkeypatch):
