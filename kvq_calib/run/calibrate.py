@@ -128,7 +128,7 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
         tensors: dict[str, Tensor] = {}
         for recipe in plan.recipes:
             begun = time.perf_counter()
-            given = budget.given(run, recipe)
+            given = budget.given(run, recipe, layer)
             fitted, measures, work = _fit_recipe(run, stream, layer, given, collected, folder)
             tensors |= {f"{recipe.name}/{name}": tensor for name, tensor in fitted.items()}
             record["fit"][recipe.name] = measures

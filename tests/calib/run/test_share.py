@@ -1,5 +1,6 @@
 """Bits shared out among layers, keys and values: costs by hand, the least there can be, a run that meets its sum."""
 
+import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -139,6 +140,25 @@ def test_what_a_prediction_leaves_is_counted_as_of_tokens_that_it_has_not_seen(m
         latent_C = work.fits[role].statistics.directions[0]
         expected = (cost[role] * latent_C / (1 - inputs * width / count)).tolist()
         assert found[role] == pytest.approx(expected)  # type: ignore[index]
+
+
+def test_what_a_draft_has_found_is_read_once(model, tmp_path):
+    """Layers above the first are given what it was: nothing of the draft is looked for again."""
+    recipe = everywhere("shared-1bit", 1.0)
+    run = a_run(model, tmp_path / "run", recipe)
+    rounds = budget.rounds(run)
+    stream, draft = runs.start(run), next(rounds)
+    runs.start(draft)
+    for layer in range(3):
+        runs.fit_layer(draft, stream, layer)
+    given = budget.given(run, recipe, 0)
+    runs.fit_layer(run, stream, 0)
+    shutil.rmtree(draft.folder)
+    runs.fit_layer(run, stream, 1)
+    fitted = Recipe.from_json((checkpoint.record(run.folder, 1) or {})["recipes"]["shared-1bit"])
+    for role in ROLES:
+        assert fitted.scheme(1, role).quantize.target == given.scheme(1, role).quantize.target
+        assert budget.given(run, recipe, 2).scheme(2, role) == given.scheme(2, role)
 
 
 def test_there_must_be_a_target_to_share():
