@@ -8,6 +8,7 @@ E = hidden width · V = vocabulary.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,15 @@ class Captured(Projected):
     """The same, and what the layer puts out."""
 
     h_BTE: Tensor
+
+
+def joined(parts: Sequence[Projected]) -> Projected:
+    """What the sequences of all parts have, one part after the other."""
+    k, v, q = (
+        [getattr(part, name) for part in parts if getattr(part, name) is not None]
+        for name in ("k_NTC", "v_NTC", "q_NTC")
+    )
+    return Projected(torch.cat(k), torch.cat(v), torch.cat(q) if q else None)
 
 
 class Stream:

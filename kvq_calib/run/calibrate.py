@@ -78,6 +78,7 @@ def first_unfinished(run: Run) -> int:
     last = max((n for n in range(run.plan.geometry.layers) if checkpoint.record(run.folder, n)), default=-1)
     if last < run.plan.geometry.layers - 1:
         checkpoint.verify(run.folder, last)
+        gradients.verify(run, last + 1)
         for layer in range(max(0, last - run.plan.depth + 1), last):
             checkpoint.verify(run.folder, layer, tuple(recipe.name for recipe in run.plan.recipes))
     else:  # it may have been killed before it deleted what no layer reads

@@ -8,8 +8,9 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model import find as models
-from kvq_calib.model.streamed import Stream
+from kvq_calib.model.streamed import Layer, Stream
 from kvq_calib.run import budget, checkpoint, gradients
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
@@ -70,7 +71,8 @@ def test_moments_are_those_of_one_backward_pass(tmp_path, architecture):
     for name, moment in expected.items():
         own = found[gradients.name(int(name.split(".")[0]), name.split(".")[1], 4)]  # type: ignore[arg-type]
         torch.testing.assert_close(own, moment, rtol=2e-3, atol=1e-6 * float(moment.abs().max()))
-    assert not list(folder.iterdir())
+    kept = {path.name for path in folder.iterdir()}  # what is between layers
+    assert kept == {checkpoint.stream_file(n, index) for n in range(1, run.plan.geometry.layers) for index in range(2)}
 
 
 def test_errors_cost_half_their_square_in_nats(tmp_path):
@@ -109,9 +111,17 @@ def test_gradients_are_of_a_few_sequences_however_long_the_text_is(model, tmp_pa
     assert gradients.chunks(plan) == [range(0, 2), range(2, 3)]
 
 
-def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path):
-    recipe = preset(RECIPE)
+def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path, monkeypatch):
+    recipe, forward, ran = preset(RECIPE), Layer.forward, []
+    monkeypatch.setattr(Layer, "forward", lambda self, *given: ran.append(len(given[0])) or forward(self, *given))
+    decode, searched = SchemeFit.decode, []
+    monkeypatch.setattr(
+        SchemeFit, "decode", lambda fit, *given: searched.append(len(given[0].x)) or decode(fit, *given)
+    )
     made = runs.calibrate(a_run(model, tmp_path / "one", recipe))[RECIPE]
+    assert searched == [4] * 6  # paths, of what is held out alone: two blocks of either sequence
+    assert ran == [2] * 8  # chunks of gradients in 3 layers, 2 each; and what is held out, in all layers but the last
+    assert not list((tmp_path / "one").rglob("stream-*"))
     geometry = made.fingerprint.geometry
     assert asymptotic_bits(made.recipe, geometry) == pytest.approx(1.0)
     stages = [made.recipe.scheme(layer, role).quantize for layer in range(3) for role in ROLES]
@@ -120,5 +130,18 @@ def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path):
     assert len({(checkpoint.folder_of(folder, -1) / gradients.FILE).read_bytes() for folder in folders}) == 1
     stopped = a_run(model, tmp_path / "two", recipe)
     runs.start(stopped)  # and killed there
+    some = gradients.above
+    monkeypatch.setattr(gradients, "above", lambda *given: some(*given)[:1])  # what was kept is what layers put out
     again = runs.calibrate(a_run(model, tmp_path / "two", recipe))[RECIPE]
     assert artifact.to_bytes(again) == artifact.to_bytes(made)
+
+
+def test_hidden_states_that_were_kept_are_checked_before_a_run_goes_on(model, tmp_path):
+    run = a_run(model, tmp_path / "run", preset(RECIPE))
+    stream, draft = runs.start(run), next(budget.rounds(run))
+    runs.start(draft)
+    runs.fit_layer(draft, stream, 0)
+    path = checkpoint.folder_of(run.folder, -1) / checkpoint.stream_file(2, 1)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(RuntimeError, match="damaged"):
+        runs.first_unfinished(draft)
