@@ -1,10 +1,12 @@
 """Measure what errors of keys and values cost the whole model: second moments of its gradients, layer by layer.
 
-    g_t = ∂/∂x_t Σ_u ±log p(y_u)      x_t a token's keys before RoPE, or values; y_u drawn from the model's own p at u
-    M   = E[g gᵀ] by KV head          Fisher information: an error e of a token moves what follows by ½ e M eᵀ nats
+    g_t = ∂/∂x_t Σ_u (log p(y_u) - log p(y'_u)) / √2      x_t a token's keys before RoPE, or values
+    M   = E[g gᵀ] by KV head      Fisher information: an error e of a token moves what follows by ½ e M eᵀ nats
 
-Signs ± are random, so that in the mean the squares of single predictions add up, not the square of their sum. M is in
-nats in every layer, for keys as for values: what errors cost compares between all of them.
+y_u and y'_u are drawn from the model's own p at u. Their difference has mean 0 and, over √2, the second moment that one
+of them has about its mean: squares of single predictions add up, not the square of their sum, and the mean over all of
+the vocabulary need not be computed. M is in nats in every layer, for keys as for values: what errors cost compares
+between all of them.
 
 The first sequences of the fit part go up through the layers once, and their gradients down again; one layer is on the
 device at a time, hidden states are files. The way down costs as much as two to three forward passes of these sequences.
@@ -12,7 +14,8 @@ The hidden states stay (`above`): neither a draft nor the fit runs a layer on th
 the tokens: a run that was killed before that begins it anew.
 
 Source: Amari, 1998 (Fisher information and divergence); Theis et al., 2018 (Fisher pruning: one draw for each token).
-Differs: of channels of the cache, not of weights; nothing between KV heads, as between layers, is kept.
+Differs: of channels of the cache, not of weights; a second draw in place of the mean of all; nothing between KV heads,
+as between layers, is kept.
 """
 
 from pathlib import Path
@@ -129,15 +132,11 @@ def moment(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
 
 
 def _drawn(head: Head, h_BTE: Tensor, seed: int, index: int) -> Tensor:
-    """The gradient of Σ ±log p(y), y drawn, with respect to the hidden states under the head."""
+    """The gradient of Σ (log p(y) - log p(y')) / √2 with respect to the hidden states under the head."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-    parts = []
-    for row_TE in h_BTE:
-        for tile_TE in row_TE.split(TILE):
-            uniform = torch.rand(len(tile_TE), generator=generator).to(h_BTE.device)
-            sign = (torch.randint(0, 2, (len(tile_TE),), generator=generator) * 2 - 1).to(h_BTE.device)
-            parts.append(head.gradient(tile_TE, uniform, sign))
-    return torch.cat(parts).view(h_BTE.shape)
+    tiles = [tile_TE for row_TE in h_BTE for tile_TE in row_TE.split(TILE)]
+    uniform = [torch.rand(len(tile_TE), 2, generator=generator).to(h_BTE.device) for tile_TE in tiles]
+    return torch.cat(list(map(head.gradient, tiles, uniform))).view(h_BTE.shape)
 
 
 def _moment(g_NTC: Tensor, heads: int) -> Tensor:

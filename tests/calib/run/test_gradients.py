@@ -41,13 +41,13 @@ def whole_model(model: Path, tokens_BT: torch.Tensor, chunk: int, seed: int, sin
     for index, rows_BT in enumerate(tokens_BT.split(chunk)):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
         for row_T in rows_BT:
-            uniform_T = torch.rand(len(row_T), generator=generator)
-            sign_T = torch.randint(0, 2, (len(row_T),), generator=generator) * 2 - 1
+            uniform_T2 = torch.rand(len(row_T), 2, generator=generator)
             log_TV = loaded(row_T[None]).logits[0].log_softmax(-1)
-            passed_TV = log_TV.detach().double().exp().cumsum(-1) < uniform_T[:, None]
-            drawn_T = passed_TV.sum(-1).clamp(max=log_TV.shape[-1] - 1)
+            passed_TV2 = log_TV.detach().double().exp().cumsum(-1)[..., None] < uniform_T2[:, None]
+            drawn_T2 = passed_TV2.sum(1).clamp(max=log_TV.shape[-1] - 1)
             names = list(seen)
-            loss = (log_TV[torch.arange(len(row_T)), drawn_T] * sign_T).sum()
+            first_T, second_T = log_TV.gather(1, drawn_T2).unbind(1)
+            loss = (first_T - second_T).sum() / 2**0.5
             for name, gradient in zip(names, torch.autograd.grad(loss, [seen[name] for name in names]), strict=True):
                 g_THD = gradient.flatten(2)[0, sinks:].unflatten(-1, (2, 16)).double()
                 sums[name] = sums.get(name, 0) + torch.einsum("thd,the->hde", g_THD, g_THD)
