@@ -18,6 +18,7 @@ Differs: of channels of the cache, not of weights; a second draw in place of the
 as between layers, is kept.
 """
 
+import time
 from pathlib import Path
 
 import torch
@@ -45,11 +46,12 @@ def chunks(plan: Plan) -> list[range]:
     return plan.beginning(TOKENS).chunks
 
 
-def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path) -> dict[str, Tensor]:
+def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: dict[str, float]) -> dict[str, Tensor]:
     """Second moments of the gradients, float64 [H, D, D] each, of every layer and role, by the number of sinks that
     are left out; by name (`name`).
 
-    folder   for hidden states; those between layers stay
+    folder    for hidden states; those between layers stay
+    seconds   to note what the way up and the way down took
     """
     sinks = sorted({recipe.window.sinks for recipe in run.plan.recipes if wanted(recipe)})
     sums: dict[str, Tensor] = {}
@@ -66,6 +68,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path) -> dict[s
     def gradient(index: int) -> Path:
         return folder / f"gradient-{index:05d}.safetensors"
 
+    begun = time.perf_counter()
     for index, rows in enumerate(parts):
         checkpoint.save({"hidden": stream.embed(tokens_BT[rows.start : rows.stop]).cpu()}, hidden(0, index))
     for layer in range(layers):
@@ -75,6 +78,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path) -> dict[s
             checkpoint.save({"hidden": h_BTE.cpu()}, hidden(layer + 1, index))
             report(layer * len(indices) + index + 1, index)
         del module
+    seconds["forward"] = time.perf_counter() - begun
     head = stream.head()
     for index in indices:
         h_BTE = checkpoint.load(hidden(layers, index))["hidden"].to(stream.device)
@@ -99,6 +103,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path) -> dict[s
     for index in indices:
         gradient(index).unlink()
         hidden(0, index).unlink()
+    seconds["gradients"] = time.perf_counter() - begun - seconds["forward"]
     return sums
 
 

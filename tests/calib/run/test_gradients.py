@@ -65,7 +65,7 @@ def test_moments_are_those_of_one_backward_pass(tmp_path, architecture):
     tokens_BT = torch.randint(0, 256, (6, 256), generator=torch.Generator().manual_seed(1))
     assert gradients.chunks(run.plan) == [range(0, 2), range(2, 4)]  # all to fit on: fewer tokens than are asked for
     (folder := tmp_path / "work").mkdir()
-    found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder)
+    found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder, {})
     expected = whole_model(model, tokens_BT[:4], 2, run.plan.seed, sinks=4)
     assert found.keys() == {gradients.name(int(n.split(".")[0]), n.split(".")[1], 4) for n in expected}  # type: ignore[arg-type]
     for name, moment in expected.items():
@@ -84,7 +84,7 @@ def test_errors_cost_half_their_square_in_nats(tmp_path):
     run = a_run(model, tmp_path / "run", preset(RECIPE), chunk=4)
     tokens_BT = torch.randint(0, 256, (6, 256), generator=torch.Generator().manual_seed(1))
     (folder := tmp_path / "work").mkdir()
-    found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder)
+    found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder, {})
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     layer, sigma, generator = 1, 0.02, torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -122,6 +122,7 @@ def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path, monkeyp
     assert searched == [4] * 6  # paths, of what is held out alone: two blocks of either sequence
     assert ran == [2] * 8  # chunks of gradients in 3 layers, 2 each; and what is held out, in all layers but the last
     assert not list((tmp_path / "one").rglob("stream-*"))
+    assert {"forward", "gradients", "capture", RECIPE} == runs.seconds(a_run(model, tmp_path / "one", recipe)).keys()
     geometry = made.fingerprint.geometry
     assert asymptotic_bits(made.recipe, geometry) == pytest.approx(1.0)
     stages = [made.recipe.scheme(layer, role).quantize for layer in range(3) for role in ROLES]
