@@ -3,7 +3,8 @@
     python benchmarks/calibration.py --samples 96 --seq-len 1024 --recipe aqua-2bit
 
 The plain pass is transformers' whole model, logits included, in the same dtype, threads and batches as the capture.
-It takes turns with the calibration: after each layer, the next few chunks. The text is read and tokenized by neither.
+It takes turns with the calibration: after each layer, the next few chunks. The text is read and tokenized by neither;
+gradients and a draft, where a recipe asks for them, count.
 Bound: the capture is one forward pass without the last layer's attention and MLP and without the output head.
 """
 
@@ -19,7 +20,7 @@ import torch
 
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
-from kvq_calib.run import calibrate, checkpoint, plan
+from kvq_calib.run import budget, calibrate, checkpoint, plan
 from kvq_calib.run.run import Run
 from kvq_runtime.recipe import preset
 
@@ -42,12 +43,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         work = Run(made, files, Path(folder))
         with checkpoint.claimed(work.folder):
-            stream, plain = calibrate.start(work), Plain(work)
-            layers, wall, unit = made.geometry.layers, 0.0, 0.0
-            for layer in range(layers):
-                wall += _seconds(lambda layer=layer: calibrate.fit_layer(work, stream, layer))
-                unit += _seconds(lambda layer=layer: plain.forward(layer, layers))
-            wall += _seconds(lambda: calibrate.artifacts(work))
+            calibrate.start(work)
+            plain, layers, unit = Plain(work), made.geometry.layers, 0.0
+            wall = sum((checkpoint.record(work.folder, -1) or {})["seconds"].values())  # of gradients
+            for part in budget.rounds(work):
+                stream = calibrate.start(part)
+                for layer in range(layers):
+                    wall += _seconds(calibrate.fit_layer, part, stream, layer)
+                    if not part.plan.draft:
+                        unit += _seconds(plain.forward, layer, layers)
+            wall += _seconds(calibrate.artifacts, work)
         spent = calibrate.seconds(work)
     rows = {"plain forward": unit, "calibration": wall} | spent
     print(f"{files.id}, {made.tokens} tokens, {made.dtype}, {made.threads} threads, chunks of {made.chunk} sequences")
@@ -84,9 +89,9 @@ class Plain:
             self.model(tokens, use_cache=False)
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _seconds(work: Callable[..., object], *given: object) -> float:
     begun = time.perf_counter()
-    work()
+    work(*given)
     return time.perf_counter() - begun
 
 

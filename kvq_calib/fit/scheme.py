@@ -12,7 +12,8 @@ Algorithm 1 of AQUA-KV with the runtime's own codec: what a layer is predicted f
 will decode them.
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1.
-Differs: each row's exact sinks are left out of the fit (they are never encoded); the authors fit on all positions.
+Differs: each row's exact sinks are left out of the fit (they are never encoded); the authors fit on all positions. Of
+codes that are searched for, fits read numbers with errors of the same moments (`Codec.approximated`).
 """
 
 from collections.abc import Callable, Iterable
@@ -161,6 +162,10 @@ class SchemeFit(Fitting):
     def decode(self, data: Blocks, context: Context) -> Tensor:
         """The chunk encoded and decoded, centred."""
         return self.codec.encode_decode(data.x, context)[1]
+
+    def approximated(self, data: Blocks, context: Context) -> Tensor:
+        """The same without a search for codes, with errors of the same moments."""
+        return self.codec.approximated(data.x, context)
 
     def errors(self, data: Blocks, context: Context, decoded: Tensor) -> Tensor:
         """Sums over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number."""

@@ -8,6 +8,7 @@ E = hidden width · V = vocabulary.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,15 @@ class Captured(Projected):
     """The same, and what the layer puts out."""
 
     h_BTE: Tensor
+
+
+def joined(parts: Sequence[Projected]) -> Projected:
+    """What the sequences of all parts have, one part after the other."""
+    k, v, q = (
+        [getattr(part, name) for part in parts if getattr(part, name) is not None]
+        for name in ("k_NTC", "v_NTC", "q_NTC")
+    )
+    return Projected(torch.cat(k), torch.cat(v), torch.cat(q) if q else None)
 
 
 class Stream:
@@ -191,21 +201,19 @@ class Head:
         """Logits, [B, T, V], in the dtype of the stream."""
         return self._output(self._norm(h_BTE))
 
-    def gradient(self, h_TE: Tensor, uniform_T: Tensor, weight_T: Tensor) -> Tensor:
-        """∂/∂h Σ weight · log p(y), y the token at which the running sum of the model's own p passes `uniform`.
+    def gradient(self, h_TE: Tensor, uniform_T2: Tensor) -> Tensor:
+        """∂/∂h Σ (log p(y) - log p(y')) / √2, y and y' the tokens at which the running sum of p passes `uniform`.
 
-        With respect to the logits that is weight · (1 at y, and 0 elsewhere, - p): no graph goes through them.
+        With respect to the logits that is 1 at y and -1 at y', over √2: p cancels, and no graph goes through them.
         """
         h_TE = h_TE.detach().requires_grad_()
         with torch.enable_grad():
             normed_TE = self._norm(h_TE)
-        p_TV = self._output(normed_TE.detach()).float().softmax(-1)
-        running_TV = p_TV.cumsum(-1)
-        drawn_T = torch.searchsorted(running_TV, uniform_T[:, None] * running_TV[:, -1:])[:, 0]
+        running_TV = self._output(normed_TE.detach()).float().softmax(-1).cumsum(-1)
+        drawn_T2 = torch.searchsorted(running_TV, uniform_T2 * running_TV[:, -1:])
         rows_VE = self._output.get_parameter("weight")
-        expected_TE = p_TV.to(rows_VE.dtype) @ rows_VE
-        moved_TE = (rows_VE[drawn_T.clamp(max=len(rows_VE) - 1)] - expected_TE) * weight_T[:, None].to(rows_VE.dtype)
-        return torch.autograd.grad(normed_TE, h_TE, moved_TE)[0]
+        first_TE, second_TE = rows_VE[drawn_T2.clamp(max=len(rows_VE) - 1)].unbind(1)
+        return torch.autograd.grad(normed_TE, h_TE, (first_TE - second_TE) / 2**0.5)[0]
 
 
 _opened: dict[tuple, Stream] = {}

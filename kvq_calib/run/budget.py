@@ -216,12 +216,16 @@ def rounds(run: Run) -> Iterator[Run]:
         ]
 
 
-def given(run: Run, recipe: Recipe) -> Recipe:
-    """The recipe as it is fitted in this run: with what the draft has shared out, or as the draft's own."""
+def given(run: Run, recipe: Recipe, layer: int) -> Recipe:
+    """The recipe as it is fitted in this layer: with what the draft has shared out, or as the draft's own.
+
+    The notes of all layers of the draft are read once, for the first; the others are given what the one below was."""
     if run.plan.draft:
         return share.drafted(recipe)
     if not share.wanted(recipe):
         return recipe
+    if layer:
+        return Recipe.from_json((checkpoint.record(run.folder, layer - 1) or {})["recipes"][recipe.name])
     draft = replace(run, folder=run.folder / DRAFT)
     return share.shared_out(recipe, run.plan.geometry, _notes(draft, recipe.name, "variances"))
 

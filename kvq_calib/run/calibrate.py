@@ -78,6 +78,7 @@ def first_unfinished(run: Run) -> int:
     last = max((n for n in range(run.plan.geometry.layers) if checkpoint.record(run.folder, n)), default=-1)
     if last < run.plan.geometry.layers - 1:
         checkpoint.verify(run.folder, last)
+        gradients.verify(run, last + 1)
         for layer in range(max(0, last - run.plan.depth + 1), last):
             checkpoint.verify(run.folder, layer, tuple(recipe.name for recipe in run.plan.recipes))
     else:  # it may have been killed before it deleted what no layer reads
@@ -95,7 +96,7 @@ def prepare(run: Run, stream: Stream) -> None:
     if plan.draft:
         return _begin_draft(run)
     batch = corpus.select(plan.corpus, run.files.path, plan.samples, plan.seq_len, plan.seed)
-    tokens_BT, record = batch.tokens_BT, {"corpus": batch.description}
+    tokens_BT, record = batch.tokens_BT, {"corpus": batch.description, "seconds": {}}
     if plan.transfer is not None:
         other = corpus.select(plan.transfer, run.files.path, plan.transfer_samples, plan.seq_len, plan.seed)
         tokens_BT, record = torch.cat([tokens_BT, other.tokens_BT]), record | {"transfer": other.description}
@@ -104,7 +105,8 @@ def prepare(run: Run, stream: Stream) -> None:
             tokens = tokens_BT[rows.start : rows.stop]
             checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / passes.file("hidden", index))
         if any(map(gradients.wanted, plan.recipes)):
-            checkpoint.save(gradients.collect(run, stream, batch.tokens_BT, folder), folder / gradients.FILE)
+            found = gradients.collect(run, stream, batch.tokens_BT, folder, record["seconds"])
+            checkpoint.save(found, folder / gradients.FILE)
 
 
 def _begin_draft(run: Run) -> None:
@@ -128,7 +130,7 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
         tensors: dict[str, Tensor] = {}
         for recipe in plan.recipes:
             begun = time.perf_counter()
-            given = budget.given(run, recipe)
+            given = budget.given(run, recipe, layer)
             fitted, measures, work = _fit_recipe(run, stream, layer, given, collected, folder)
             tensors |= {f"{recipe.name}/{name}": tensor for name, tensor in fitted.items()}
             record["fit"][recipe.name] = measures
@@ -306,10 +308,11 @@ def _resolved(recipe: Recipe, found: list[Recipe]) -> Recipe:
 
 
 def seconds(run: Run) -> dict[str, float]:
-    """Return the seconds of a finished run: "forward" (the model itself), "capture" around it, and each recipe."""
+    """Return the seconds of a finished run: "forward" (the model itself), "capture" around it, "gradients" on the way
+    down, and each recipe."""
     totals: dict[str, float] = {}
     for part in budget.rounds(run):
-        for layer in range(run.plan.geometry.layers):
-            for stage, spent in (checkpoint.record(part.folder, layer) or {})["seconds"].items():
+        for layer in range(-1, run.plan.geometry.layers):
+            for stage, spent in (checkpoint.record(part.folder, layer) or {}).get("seconds", {}).items():
                 totals[stage] = totals.get(stage, 0.0) + spent
     return totals

@@ -1,7 +1,8 @@
 """Keep a run's files so that it can be killed at any moment: a layer's folder appears whole, or not at all.
 
     <run>/plan.json                     the plan, and the numeric environment in it
-    <run>/layer-start/                  tokens, and the hidden states under the first layer, a file per chunk
+    <run>/layer-start/                  the hidden states under the first layer, a file per chunk; where gradients were
+                                        collected, also those under the others, until a fit has passed them
     <run>/layer-0003/                   hidden states above layer 3, and per recipe its decoded keys and values, a file
                                         per chunk; fit.safetensors, the fitted tensors; done.json, sha256 of every file
     <run>/layer-0004.partial/           the layer at work
@@ -107,6 +108,15 @@ def thin(run: Path, layer: int, depth: int, last: bool) -> None:
             if last or older <= layer - depth or (older < layer and path.name.startswith("hidden-")):
                 path.unlink()
                 faults.point("thin.unlinked")
+    for path in folder_of(run, -1).glob("stream-*"):
+        if last or path.name < stream_file(layer + 2):
+            path.unlink()
+            faults.point("thin.unlinked")
+
+
+def stream_file(layer: int, index: int | None = None) -> str:
+    """Where hidden states of a chunk, under a layer, are kept from the start; or how the names of all chunks begin."""
+    return f"stream-{layer:04d}" + ("" if index is None else f".{index:05d}.safetensors")
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:

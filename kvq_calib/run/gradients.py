@@ -1,19 +1,24 @@
 """Measure what errors of keys and values cost the whole model: second moments of its gradients, layer by layer.
 
-    g_t = ∂/∂x_t Σ_u ±log p(y_u)      x_t a token's keys before RoPE, or values; y_u drawn from the model's own p at u
-    M   = E[g gᵀ] by KV head          Fisher information: an error e of a token moves what follows by ½ e M eᵀ nats
+    g_t = ∂/∂x_t Σ_u (log p(y_u) - log p(y'_u)) / √2      x_t a token's keys before RoPE, or values
+    M   = E[g gᵀ] by KV head      Fisher information: an error e of a token moves what follows by ½ e M eᵀ nats
 
-Signs ± are random, so that in the mean the squares of single predictions add up, not the square of their sum. M is in
-nats in every layer, for keys as for values: what errors cost compares between all of them.
+y_u and y'_u are drawn from the model's own p at u. Their difference has mean 0 and, over √2, the second moment that one
+of them has about its mean: squares of single predictions add up, not the square of their sum, and the mean over all of
+the vocabulary need not be computed. M is in nats in every layer, for keys as for values: what errors cost compares
+between all of them.
 
 The first sequences of the fit part go up through the layers once, and their gradients down again; one layer is on the
-device at a time, hidden states are files. It costs as much as four forward passes of these sequences, and is kept
-beside the tokens: a run that was killed before that begins it anew.
+device at a time, hidden states are files. The way down costs as much as two to three forward passes of these sequences.
+The hidden states stay (`above`): neither a draft nor the fit runs a layer on these sequences again. All is kept beside
+the tokens: a run that was killed before that begins it anew.
 
 Source: Amari, 1998 (Fisher information and divergence); Theis et al., 2018 (Fisher pruning: one draw for each token).
-Differs: of channels of the cache, not of weights; nothing between KV heads, as between layers, is kept.
+Differs: of channels of the cache, not of weights; a second draw in place of the mean of all; nothing between KV heads,
+as between layers, is kept.
 """
 
+import time
 from pathlib import Path
 
 import torch
@@ -41,11 +46,12 @@ def chunks(plan: Plan) -> list[range]:
     return plan.beginning(TOKENS).chunks
 
 
-def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path) -> dict[str, Tensor]:
+def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: dict[str, float]) -> dict[str, Tensor]:
     """Second moments of the gradients, float64 [H, D, D] each, of every layer and role, by the number of sinks that
     are left out; by name (`name`).
 
-    folder   for hidden states, which are deleted
+    folder    for hidden states; those between layers stay
+    seconds   to note what the way up and the way down took
     """
     sinks = sorted({recipe.window.sinks for recipe in run.plan.recipes if wanted(recipe)})
     sums: dict[str, Tensor] = {}
@@ -56,45 +62,68 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path) -> dict[s
     def report(done: int, index: int) -> None:
         run.report(-1, "gradients", done, work, len(parts[index]) * plan.seq_len)
 
-    def file(layer: int, index: int) -> Path:
-        return folder / f"gradients-{layer:04d}-{index:05d}.safetensors"
+    def hidden(layer: int, index: int) -> Path:
+        return folder / checkpoint.stream_file(layer, index)
 
+    def gradient(index: int) -> Path:
+        return folder / f"gradient-{index:05d}.safetensors"
+
+    begun = time.perf_counter()
     for index, rows in enumerate(parts):
-        checkpoint.save({"hidden": stream.embed(tokens_BT[rows.start : rows.stop]).cpu()}, file(0, index))
+        checkpoint.save({"hidden": stream.embed(tokens_BT[rows.start : rows.stop]).cpu()}, hidden(0, index))
     for layer in range(layers):
         module = stream.layer(layer)
         for index in indices:
-            hidden = module.forward(checkpoint.load(file(layer, index))["hidden"]).h_BTE
-            checkpoint.save({"hidden": hidden.cpu()}, file(layer + 1, index))
+            h_BTE = module.forward(checkpoint.load(hidden(layer, index))["hidden"]).h_BTE
+            checkpoint.save({"hidden": h_BTE.cpu()}, hidden(layer + 1, index))
             report(layer * len(indices) + index + 1, index)
         del module
+    seconds["forward"] = time.perf_counter() - begun
     head = stream.head()
     for index in indices:
-        hidden = checkpoint.load(file(layers, index))["hidden"]
-        checkpoint.save(
-            {"gradient": _drawn(head, hidden.to(stream.device), plan.seed, index).cpu()}, file(layers, index)
-        )
+        h_BTE = checkpoint.load(hidden(layers, index))["hidden"].to(stream.device)
+        checkpoint.save({"gradient": _drawn(head, h_BTE, plan.seed, index).cpu()}, gradient(index))
+        hidden(layers, index).unlink()
     del head
     counted = sum(map(len, parts))
     for layer in reversed(range(layers)):
         module = stream.layer(layer)
         for index in indices:
-            above = checkpoint.load(file(layer + 1, index))["gradient"]
-            hidden = checkpoint.load(file(layer, index))["hidden"]
-            gradient, *pair = module.gradients(hidden, above)
+            from_above = checkpoint.load(gradient(index))["gradient"]
+            below, *pair = module.gradients(checkpoint.load(hidden(layer, index))["hidden"], from_above)
             for role, g_NTC in zip(ROLES, pair, strict=True):
                 for left_out in sinks:
                     part = _moment(g_NTC[:, left_out:], plan.geometry.kv_heads)
                     part /= counted * (plan.seq_len - left_out)
                     key = name(layer, role, left_out)
                     sums[key] = sums[key] + part if key in sums else part
-            checkpoint.save({"gradient": gradient.cpu()}, file(layer, index))
-            file(layer + 1, index).unlink()
+            checkpoint.save({"gradient": below.cpu()}, gradient(index))
             report(work - layer * len(indices) - len(indices) + index + 1, index)
         del module
     for index in indices:
-        file(0, index).unlink()
+        gradient(index).unlink()
+        hidden(0, index).unlink()
+    seconds["gradients"] = time.perf_counter() - begun - seconds["forward"]
     return sums
+
+
+def above(run: Run, layer: int, index: int) -> Tensor:
+    """The hidden states above a layer, of as many of a chunk's sequences as there are: those gradients are of."""
+    rows, path = run.plan.chunks[index], checkpoint.folder_of(_kept(run), -1) / checkpoint.stream_file(layer + 1, index)
+    if index >= run.plan.fitted_chunks or not path.is_file():
+        return torch.empty(0, run.plan.seq_len, run.files.hidden, dtype=getattr(torch, run.plan.dtype))
+    return checkpoint.load(path)["hidden"][: len(rows)]
+
+
+def verify(run: Run, layer: int) -> None:
+    """Compare the hidden states above this layer, and above all that follow, with their digests."""
+    names = tuple(checkpoint.stream_file(n + 1) for n in range(layer, run.plan.geometry.layers))
+    checkpoint.verify(_kept(run), -1, names)
+
+
+def _kept(run: Run) -> Path:
+    """The run folder that the hidden states are in: a draft reads those of the run that it is of."""
+    return run.folder.parent if run.plan.draft else run.folder
 
 
 def name(layer: int, role: Role, sinks: int) -> str:
@@ -108,15 +137,11 @@ def moment(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
 
 
 def _drawn(head: Head, h_BTE: Tensor, seed: int, index: int) -> Tensor:
-    """The gradient of Σ ±log p(y), y drawn, with respect to the hidden states under the head."""
+    """The gradient of Σ (log p(y) - log p(y')) / √2 with respect to the hidden states under the head."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-    parts = []
-    for row_TE in h_BTE:
-        for tile_TE in row_TE.split(TILE):
-            uniform = torch.rand(len(tile_TE), generator=generator).to(h_BTE.device)
-            sign = (torch.randint(0, 2, (len(tile_TE),), generator=generator) * 2 - 1).to(h_BTE.device)
-            parts.append(head.gradient(tile_TE, uniform, sign))
-    return torch.cat(parts).view(h_BTE.shape)
+    tiles = [tile_TE for row_TE in h_BTE for tile_TE in row_TE.split(TILE)]
+    uniform = [torch.rand(len(tile_TE), 2, generator=generator).to(h_BTE.device) for tile_TE in tiles]
+    return torch.cat(list(map(head.gradient, tiles, uniform))).view(h_BTE.shape)
 
 
 def _moment(g_NTC: Tensor, heads: int) -> Tensor:

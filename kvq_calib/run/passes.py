@@ -16,8 +16,8 @@ from torch import Tensor
 from kvq_calib.fit.feedback import QuerySums
 from kvq_calib.fit.scheme import Blocks, Partial, SchemeFit, blocks
 from kvq_calib.fit.statistics import Moments, QueryMoments
-from kvq_calib.model.streamed import Captured, Layer, Stream
-from kvq_calib.run import checkpoint
+from kvq_calib.model.streamed import Layer, Projected, Stream, joined
+from kvq_calib.run import checkpoint, gradients
 from kvq_calib.run.run import Run
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
@@ -61,16 +61,23 @@ class ChunkStatistics:
 def capture(shared: Capture, index: int) -> ChunkStatistics:
     """Run the layer on a chunk, keep its keys and values, and sum their moments.
 
-    Nothing reads what comes out of the last layer: it is run no further than its keys and values.
+    What comes out of it is known of the first sequences already, where gradients were collected, and nothing reads what
+    comes out of the last layer: there it is run no further than its keys and values.
     """
     run, folder, asked = shared.run, shared.folder, shared.query_sums is not None
     hidden = checkpoint.load(checkpoint.folder_of(run.folder, shared.layer - 1) / file("hidden", index))["hidden"]
     begun = time.perf_counter()
     last = shared.layer == run.plan.geometry.layers - 1
-    captured = shared.module.project(hidden, asked) if last else shared.module.forward(hidden, asked)
+    above = hidden[:0] if last else gradients.above(run, shared.layer, index)
+    known = len(hidden) if last else len(above)
+    parts: list[Projected] = [shared.module.project(hidden[:known], asked)] if known else []
+    if known < len(hidden):
+        parts.append(rest := shared.module.forward(hidden[known:], asked))
+        above = torch.cat([above, rest.h_BTE.cpu()])
+    captured = joined(parts)
     spent = time.perf_counter() - begun
-    if isinstance(captured, Captured):
-        checkpoint.save({"hidden": captured.h_BTE.cpu()}, folder / file("hidden", index))
+    if not last:
+        checkpoint.save({"hidden": above}, folder / file("hidden", index))
     checkpoint.save({"key": captured.k_NTC.cpu(), "value": captured.v_NTC.cpu()}, folder / file("capture", index))
     moments = {}
     if index < run.plan.fitted_chunks:
@@ -187,14 +194,17 @@ def rows(shared: Pass, index: int) -> Tensor:
 
 
 def decode(shared: Pass, index: int) -> Tensor:
-    """Keep a chunk as it is decoded, where a prediction reads it; the sums of its errors, where they count."""
+    """Keep a chunk as it is decoded, where a prediction reads it; the sums of its errors, where they count.
+
+    Where they do not, no codes are searched for: a fit reads the moments of errors, and a search takes as long as most
+    of the rest."""
     work, role, plan = shared.work, shared.fit.codec.role, shared.work.run.plan
     counts = (plan.held_out == 0 or index >= plan.fitted_chunks) and index < plan.own_chunks
     kept, measured = work.is_read(role), counts and not plan.draft
     sums = torch.zeros(5, dtype=torch.float64)
     if kept or measured:
         data, context = work.data(index, role, clean=False)
-        decoded = shared.fit.decode(data, context)
+        decoded = (shared.fit.decode if measured else shared.fit.approximated)(data, context)
         if kept:
             work.keep(index, role, decoded)
         if measured:

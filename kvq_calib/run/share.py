@@ -51,13 +51,14 @@ def draft(plan: Plan) -> Plan:
 
 
 def drafted(recipe: Recipe) -> Recipe:
-    """The recipe as it is fitted for its variances alone: with Lloyd–Max codes, which take no search for paths."""
+    """The recipe as it is fitted for its variances alone: without gains to choose or predictors in 4 bits, which cost
+    more to fit than all else, and change what is left by less than bits are shared by."""
 
     def plain(scheme: Scheme) -> Scheme:
-        stage: Any = scheme.quantize
-        if not shares(scheme) or stage.codebook != "trellis":
+        if not shares(scheme):
             return scheme
-        return replace(scheme, quantize=replace(stage, codebook="gaussian"))
+        predict = scheme.predict and scheme.predict.in_full()
+        return replace(scheme, quantize=replace(scheme.quantize, gain=0), predict=predict)
 
     layers = {layer: (plain(key), plain(value)) for layer, (key, value) in recipe.layers.items()}
     return replace(recipe, key=plain(recipe.key), value=plain(recipe.value), layers=layers)

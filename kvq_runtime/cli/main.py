@@ -153,7 +153,7 @@ _COMMANDS = {  # {command: (its module in this package, its function)}, of those
     "list": ("names", "list_names"),
     "search": ("names", "search_names"),
     **{name: ("names", name) for name in ("promote", "rollback", "yank", "history", "gc", "doctor")},
-    **{name: ("version", name) for name in ("show", "pull", "export", "verify", "diff")},
+    **{name: ("version", name) for name in ("show", "pull", "verify", "diff")},
     "sign": ("sign", "sign"),
     "push": ("transfer", "push"),
     "copy": ("transfer", "copy"),

@@ -163,6 +163,16 @@ class Codec:
         fields = self.encode(x_NTC, context)
         return fields, self.decode(fields, context)
 
+    def approximated(self, x_NTC: Tensor, context: Context) -> Tensor:
+        """What `encode_decode` decodes to, or, where encoding takes a search, what has errors like it without one."""
+        quantize = self.scheme.quantize
+        if not quantize.searches or self.scheme.correct is not None:
+            return self.encode_decode(x_NTC, context)[1]
+        predicted = self.predicted(context)
+        x = self.residual(x_NTC, replace(context, predicted=predicted))
+        x = self._turned_back(quantize.approximated(x, self._rotation, self._own["quantize"], self.geometry))
+        return x if predicted is None else predicted.add_(x.to(torch.bfloat16))
+
     def decode(self, fields: Mapping[str, Tensor], context: Context, out: Tensor | None = None) -> Tensor:
         """Decode blocks to [N, T, C], centred: bfloat16 where predicted, float32 else, or the stored dtype of `exact`.
 
@@ -238,8 +248,14 @@ class Codec:
             assert back is not None
             return groups.scaled(_grouped(quantize.lookup(fields, width, self.geometry), back), fields["scale"], out)
         as_stored = back is None and self.scheme.axis == "token"
-        x = quantize.decode(fields, width, self.geometry, self._own["quantize"], out if as_stored else None)
-        x = x if back is None else _grouped(x.to(torch.bfloat16), back).float()
+        return self._turned_back(
+            quantize.decode(fields, width, self.geometry, self._own["quantize"], out if as_stored else None)
+        )
+
+    def _turned_back(self, x_NRV: Tensor) -> Tensor:
+        """Decoded rows turned back, as tokens."""
+        back = self.back
+        x = x_NRV if back is None else _grouped(x_NRV.to(torch.bfloat16), back).float()
         return x if self.scheme.axis == "token" else x.mT
 
     def restore(self, x_NTC: Tensor, context: Context) -> Tensor:

@@ -16,7 +16,7 @@ Differs: see `trellis.py`, whose tables and search these are.
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import trellis
+from kvq_runtime.ops import latent, trellis
 
 MEMORY = 7  # bits that a number is decoded from
 MAX_BITS = 5  # bits of a code
@@ -48,6 +48,19 @@ def decode(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
         state[..., past:] |= codes[..., : codes.shape[-1] - past] << past * bits
     values = trellis.table(bits, MEMORY).to(codes.device, torch.float32)
     return values.index_select(0, (state & 2**MEMORY - 1).flatten()).view(codes.shape) * deviation_R[:, None]
+
+
+def like(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
+    """Channels with errors of the size that paths leave, without a search: α z + β ẑ, ẑ of Lloyd–Max codes.
+
+    Of a Gaussian z, α and β give it the variance of what paths decode to, 1 - D, and the same covariance with z: what
+    is fitted to read the one reads the other as well.
+    """
+    left, paths = latent.distortion(bits), DISTORTIONS[bits]
+    beta = (paths * (1 - paths) / left / (1 - left)) ** 0.5
+    alpha = 1 - paths - beta * (1 - left)
+    rounded_NRT = latent.decode_gaussian(latent.encode_gaussian(z_NRT, deviation_R, bits), deviation_R, bits)
+    return rounded_NRT.mul_(beta).add_(z_NRT, alpha=alpha)
 
 
 def history(bits: int) -> int:

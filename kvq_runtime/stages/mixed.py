@@ -138,12 +138,8 @@ class Mixed(Quantizer):
 
         tensors   those of `specs`
         """
-        z_NRT, stored, gain_NT = rotate(x_NTC, rotation).mT, {}, None
-        if self.gain:
-            codes_NT = self.best_gain(z_NRT, tensors, geometry.width)
-            gain_NT = self._gains(codes_NT, tensors)
-            z_NRT = z_NRT / gain_NT[:, None]
-            stored["gain"] = pack.pack(codes_NT, self.gain)
+        z_NRT, codes_NT, gain_NT = self._over_gains(rotate(x_NTC, rotation).mT, tensors, geometry)
+        stored = {} if codes_NT is None else {"gain": pack.pack(codes_NT, self.gain)}
         ends = _of_channels(tensors)
         if self.codebook == "block":
             low, high = (end.half() for end in z_NRT.aminmax(dim=-1))
@@ -197,6 +193,32 @@ class Mixed(Quantizer):
             found.append((values_NR if gain_N1 is None else gain_N1 * values_NR).bfloat16())
             start = start + count * size
         return torch.cat(found, 1)
+
+    @property
+    def searches(self) -> bool:
+        return self.codebook == "trellis"
+
+    def approximated(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> Tensor:
+        """What codes and `decode` give, bfloat16 [N, T, R], with `latent_path.like` in place of paths."""
+        z_NRT, _, gain_NT = self._over_gains(rotate(x_NRW, rotation).mT, tensors, geometry)
+        found = []
+        for part, bits, own in self._parts(geometry.width, _of_channels(tensors)):
+            if self._in_paths(bits):
+                found.append(latent_path.like(z_NRT[:, part], own["deviation"], bits))
+            else:
+                found.append(self._values(self._codes(z_NRT[:, part], own, bits), own, bits))
+        values_NRT = torch.cat(found, 1)
+        return (values_NRT if gain_NT is None else gain_NT[:, None] * values_NRT).bfloat16().mT
+
+    def _over_gains(
+        self, z_NRT: Tensor, tensors: Tensors, geometry: Geometry
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Latents over their tokens' gains, the gains' codes, and the gains, [N, T] both; None: there are none."""
+        if not self.gain:
+            return z_NRT, None, None
+        codes_NT = self.best_gain(z_NRT, tensors, geometry.width)
+        gain_NT = self._gains(codes_NT, tensors)
+        return z_NRT / gain_NT[:, None], codes_NT, gain_NT
 
     def _past(self, bits: int) -> range:
         """Return how far back the codes are that a token is decoded from, the farthest first."""

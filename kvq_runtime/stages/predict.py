@@ -17,7 +17,7 @@ Differs: the mean is removed also where nothing is underneath; inputs are [keys,
 authors' code (the paper writes the reverse). The paper reads no values for keys, and no keys below for values (`both`).
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -108,6 +108,9 @@ class Neighbours(Predictor):
 
     def in_layer(self, layer: int, role: Role) -> Predictor:
         return self if self.inputs(layer, role).tokens else Mean()
+
+    def in_full(self) -> "Neighbours":
+        return replace(self, storage="bf16")
 
     def check_prompt_fit(self) -> None:
         raise ValueError(f"{self.kind} needs calibration; fit a mean to the prompt, or nothing")

@@ -109,6 +109,10 @@ class Predictor(Stage):
         """The predictor of this layer: itself, or a simpler one where there is nothing to read."""
         return self
 
+    def in_full(self) -> Predictor:
+        """The same predictor, its own tensors stored in 16 bits."""
+        return self
+
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The mean, and what the prediction is computed with."""
         return self.specs(geometry.width * self.inputs(site.layer, site.role).tokens, geometry.width)
@@ -201,6 +205,15 @@ class Quantizer(Stage):
 
         out   a float32 [N, R, W] that may be decoded into; what is returned counts
         """
+
+    @property
+    def searches(self) -> bool:
+        """Whether encoding takes a search, so that a fit which only reads what is decoded does with `approximated`."""
+        return False
+
+    def approximated(self, x_NRW: Tensor, rotation: rotations.Rotation, tensors: Tensors, geometry: Geometry) -> Tensor:
+        """What encoding and decoding would give but for the search: other numbers, with errors of the same moments."""
+        raise NotImplementedError(f"{self.kind} searches nothing; encode and decode")
 
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place in a row of the j-th decoded element, int64 [V]."""

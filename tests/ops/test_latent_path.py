@@ -56,6 +56,20 @@ def test_the_error_of_a_gaussian_channel(bits):
     assert error < latent.distortion(bits) / 1.2
 
 
+@pytest.mark.parametrize("bits", range(1, latent_path.MOST + 1))
+def test_what_stands_for_paths_has_their_moments(bits):
+    """Size of what is decoded, and what it has in common with what was encoded: all that a linear fit reads."""
+    z, deviation = 3 * numbers(20, 60, 128, seed=8), torch.full((60,), 3.0)
+    moments = []
+    for found in (
+        latent_path.decode(latent_path.encode(z, deviation, bits), deviation, bits),
+        latent_path.like(z, deviation, bits),
+    ):
+        moments.append([float((found - z).square().mean()), float((found * z).mean()), float(found.square().mean())])
+    assert moments[1][0] == pytest.approx(moments[0][0], rel=0.02)
+    assert moments[1][1:] == pytest.approx(moments[0][1:], rel=0.005)
+
+
 def test_water_filling_sees_what_paths_leave():
     plain, paths = Mixed(target=2.0).distortions(), Mixed(target=2.0, codebook="trellis").distortions()
     assert len(plain) == len(paths) == 8

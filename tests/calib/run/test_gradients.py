@@ -8,8 +8,9 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model import find as models
-from kvq_calib.model.streamed import Stream
+from kvq_calib.model.streamed import Layer, Stream
 from kvq_calib.run import budget, checkpoint, gradients
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
@@ -40,13 +41,13 @@ def whole_model(model: Path, tokens_BT: torch.Tensor, chunk: int, seed: int, sin
     for index, rows_BT in enumerate(tokens_BT.split(chunk)):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
         for row_T in rows_BT:
-            uniform_T = torch.rand(len(row_T), generator=generator)
-            sign_T = torch.randint(0, 2, (len(row_T),), generator=generator) * 2 - 1
+            uniform_T2 = torch.rand(len(row_T), 2, generator=generator)
             log_TV = loaded(row_T[None]).logits[0].log_softmax(-1)
-            passed_TV = log_TV.detach().double().exp().cumsum(-1) < uniform_T[:, None]
-            drawn_T = passed_TV.sum(-1).clamp(max=log_TV.shape[-1] - 1)
+            passed_TV2 = log_TV.detach().double().exp().cumsum(-1)[..., None] < uniform_T2[:, None]
+            drawn_T2 = passed_TV2.sum(1).clamp(max=log_TV.shape[-1] - 1)
             names = list(seen)
-            loss = (log_TV[torch.arange(len(row_T)), drawn_T] * sign_T).sum()
+            first_T, second_T = log_TV.gather(1, drawn_T2).unbind(1)
+            loss = (first_T - second_T).sum() / 2**0.5
             for name, gradient in zip(names, torch.autograd.grad(loss, [seen[name] for name in names]), strict=True):
                 g_THD = gradient.flatten(2)[0, sinks:].unflatten(-1, (2, 16)).double()
                 sums[name] = sums.get(name, 0) + torch.einsum("thd,the->hde", g_THD, g_THD)
@@ -64,13 +65,14 @@ def test_moments_are_those_of_one_backward_pass(tmp_path, architecture):
     tokens_BT = torch.randint(0, 256, (6, 256), generator=torch.Generator().manual_seed(1))
     assert gradients.chunks(run.plan) == [range(0, 2), range(2, 4)]  # all to fit on: fewer tokens than are asked for
     (folder := tmp_path / "work").mkdir()
-    found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder)
+    found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder, {})
     expected = whole_model(model, tokens_BT[:4], 2, run.plan.seed, sinks=4)
     assert found.keys() == {gradients.name(int(n.split(".")[0]), n.split(".")[1], 4) for n in expected}  # type: ignore[arg-type]
     for name, moment in expected.items():
         own = found[gradients.name(int(name.split(".")[0]), name.split(".")[1], 4)]  # type: ignore[arg-type]
         torch.testing.assert_close(own, moment, rtol=2e-3, atol=1e-6 * float(moment.abs().max()))
-    assert not list(folder.iterdir())
+    kept = {path.name for path in folder.iterdir()}  # what is between layers
+    assert kept == {checkpoint.stream_file(n, index) for n in range(1, run.plan.geometry.layers) for index in range(2)}
 
 
 def test_errors_cost_half_their_square_in_nats(tmp_path):
@@ -82,7 +84,7 @@ def test_errors_cost_half_their_square_in_nats(tmp_path):
     run = a_run(model, tmp_path / "run", preset(RECIPE), chunk=4)
     tokens_BT = torch.randint(0, 256, (6, 256), generator=torch.Generator().manual_seed(1))
     (folder := tmp_path / "work").mkdir()
-    found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder)
+    found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder, {})
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     layer, sigma, generator = 1, 0.02, torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -109,9 +111,18 @@ def test_gradients_are_of_a_few_sequences_however_long_the_text_is(model, tmp_pa
     assert gradients.chunks(plan) == [range(0, 2), range(2, 3)]
 
 
-def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path):
-    recipe = preset(RECIPE)
+def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path, monkeypatch):
+    recipe, forward, ran = preset(RECIPE), Layer.forward, []
+    monkeypatch.setattr(Layer, "forward", lambda self, *given: ran.append(len(given[0])) or forward(self, *given))
+    decode, searched = SchemeFit.decode, []
+    monkeypatch.setattr(
+        SchemeFit, "decode", lambda fit, *given: searched.append(len(given[0].x)) or decode(fit, *given)
+    )
     made = runs.calibrate(a_run(model, tmp_path / "one", recipe))[RECIPE]
+    assert searched == [4] * 6  # paths, of what is held out alone: two blocks of either sequence
+    assert ran == [2] * 8  # chunks of gradients in 3 layers, 2 each; and what is held out, in all layers but the last
+    assert not list((tmp_path / "one").rglob("stream-*"))
+    assert {"forward", "gradients", "capture", RECIPE} == runs.seconds(a_run(model, tmp_path / "one", recipe)).keys()
     geometry = made.fingerprint.geometry
     assert asymptotic_bits(made.recipe, geometry) == pytest.approx(1.0)
     stages = [made.recipe.scheme(layer, role).quantize for layer in range(3) for role in ROLES]
@@ -120,5 +131,18 @@ def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path):
     assert len({(checkpoint.folder_of(folder, -1) / gradients.FILE).read_bytes() for folder in folders}) == 1
     stopped = a_run(model, tmp_path / "two", recipe)
     runs.start(stopped)  # and killed there
+    some = gradients.above
+    monkeypatch.setattr(gradients, "above", lambda *given: some(*given)[:1])  # what was kept is what layers put out
     again = runs.calibrate(a_run(model, tmp_path / "two", recipe))[RECIPE]
     assert artifact.to_bytes(again) == artifact.to_bytes(made)
+
+
+def test_hidden_states_that_were_kept_are_checked_before_a_run_goes_on(model, tmp_path):
+    run = a_run(model, tmp_path / "run", preset(RECIPE))
+    stream, draft = runs.start(run), next(budget.rounds(run))
+    runs.start(draft)
+    runs.fit_layer(draft, stream, 0)
+    path = checkpoint.folder_of(run.folder, -1) / checkpoint.stream_file(2, 1)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(RuntimeError, match="damaged"):
+        runs.first_unfinished(draft)

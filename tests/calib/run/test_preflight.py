@@ -113,13 +113,13 @@ def test_the_command_refuses_before_it_writes(free, says, job, machine, capsys):
 
 
 def test_a_dry_run_says_how_long_the_model_takes_at_least(job):
-    """A recipe with gradients: a pass over all, and of a part, here all to fit on, four for gradients and a draft."""
+    """A recipe with gradients: a pass over all, and of a part, here all to fit on, three for the way down."""
     plain = dry_run.record(job, job.prepare())
     assert plain["forward_passes"] == 1 and plain["forward_seconds"] > 0
     shared = replace(job, recipes=("auto",), bits=(2.0,))
     found = dry_run.record(shared, shared.prepare())
     fitted = sum(len(rows) for rows in shared.prepare().plan.chunks[: shared.prepare().plan.fitted_chunks])
-    assert found["forward_passes"] == 1 + 5 * fitted / 4
+    assert found["forward_passes"] == 1 + 3 * fitted / 4
     said = dry_run.lines(found | {"forward_seconds": 100.0})["time"]
     assert said.startswith(f"at least {100 * found['forward_passes'] / 60:.0f} minutes: ") and "100.0 s each" in said
 

@@ -1,5 +1,6 @@
 """Bits shared out among layers, keys and values: costs by hand, the least there can be, a run that meets its sum."""
 
+import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -88,13 +89,14 @@ def test_a_place_that_is_worth_nothing_still_stores_a_bit_and_only_what_is_share
     assert sum(stage.target for stage in own) == pytest.approx(3.0)
 
 
-def test_a_draft_searches_no_paths_for_what_is_shared():
-    """Keys, values and single layers alike; a path with a target of its own stays one."""
-    paths = Scheme(Mixed(target=1.0, codebook="trellis", shared=True), rotate=Basis())
-    own = Scheme(Mixed(target=1.0, codebook="trellis"), rotate=Basis())
-    plain = Scheme(Mixed(target=1.0, shared=True), rotate=Basis())
-    found = share.drafted(Recipe("r", paths, paths, "pre", {0: (own, paths), 1: (plain, plain)}))
-    assert found == Recipe("r", plain, plain, "pre", {0: (own, plain), 1: (plain, plain)})
+def test_a_draft_has_no_gains_and_whole_predictors_where_bits_are_shared():
+    """Keys, values and single layers alike; what has a target of its own stays as it is."""
+    four = Linear(storage="gptq4")
+    gained = Scheme(Mixed(target=1.0, codebook="trellis", gain=3, shared=True), predict=four, rotate=Basis())
+    own = replace(gained, quantize=replace(gained.quantize, shared=False))
+    plain = Scheme(Mixed(target=1.0, codebook="trellis", shared=True), predict=Linear(), rotate=Basis())
+    found = share.drafted(Recipe("r", gained, gained, "pre", {2: (own, gained), 3: (plain, plain)}))
+    assert found == Recipe("r", plain, plain, "pre", {2: (own, plain), 3: (plain, plain)})
 
 
 def test_the_draft_is_fitted_to_a_few_sequences_and_by_what_shares_alone(model, tmp_path, monkeypatch):
@@ -138,6 +140,25 @@ def test_what_a_prediction_leaves_is_counted_as_of_tokens_that_it_has_not_seen(m
         latent_C = work.fits[role].statistics.directions[0]
         expected = (cost[role] * latent_C / (1 - inputs * width / count)).tolist()
         assert found[role] == pytest.approx(expected)  # type: ignore[index]
+
+
+def test_what_a_draft_has_found_is_read_once(model, tmp_path):
+    """Layers above the first are given what it was: nothing of the draft is looked for again."""
+    recipe = everywhere("shared-1bit", 1.0)
+    run = a_run(model, tmp_path / "run", recipe)
+    rounds = budget.rounds(run)
+    stream, draft = runs.start(run), next(rounds)
+    runs.start(draft)
+    for layer in range(3):
+        runs.fit_layer(draft, stream, layer)
+    given = budget.given(run, recipe, 0)
+    runs.fit_layer(run, stream, 0)
+    shutil.rmtree(draft.folder)
+    runs.fit_layer(run, stream, 1)
+    fitted = Recipe.from_json((checkpoint.record(run.folder, 1) or {})["recipes"]["shared-1bit"])
+    for role in ROLES:
+        assert fitted.scheme(1, role).quantize.target == given.scheme(1, role).quantize.target
+        assert budget.given(run, recipe, 2).scheme(2, role) == given.scheme(2, role)
 
 
 def test_there_must_be_a_target_to_share():
