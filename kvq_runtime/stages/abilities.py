@@ -19,6 +19,7 @@ class LinearPrediction(Protocol):
 
     def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
         """W, [inputs, width]; b is the tensor "bias"."""
+        ...
 
 
 @runtime_checkable
@@ -27,6 +28,7 @@ class ScaledLookup(Protocol):
 
     def lookup(self, fields: Fields, width: int, geometry: Geometry) -> Tensor:
         """Elements [N, R, V], bfloat16, without the scale of their group."""
+        ...
 
 
 class PackedCodes(NamedTuple):
@@ -50,6 +52,7 @@ class ReadPacked(Protocol):
 
     def packed(self, width: int, geometry: Geometry, device: torch.device) -> PackedCodes:
         """How its codes are read."""
+        ...
 
 
 @runtime_checkable
@@ -66,6 +69,7 @@ class SingleTokens(Protocol):
         tensors: Tensors = NOTHING,
     ) -> Tensor:
         """One token in each of these blocks, of `block` tokens, from fields [blocks, ...]: [N, V], as `decode`."""
+        ...
 
 
 @runtime_checkable
@@ -74,6 +78,7 @@ class OfVocabulary(Protocol):
 
     def of_vocabulary(self, tokens: int) -> Quantizer:
         """The stage for so many, before a fit says that."""
+        ...
 
 
 @runtime_checkable
@@ -82,3 +87,4 @@ class CountedTokens(Protocol):
 
     def count(self, fields: Fields) -> tuple[int, int]:
         """(tokens that it stores, tokens that asked for it) in these blocks."""
+        ...
