@@ -21,8 +21,8 @@ from kvq_runtime.cli.options import Parser
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
 from kvq_runtime.errors import extra
 from kvq_runtime.registry import search
+from kvq_runtime.registry.place import GRACE
 from kvq_runtime.registry.reference import PRODUCTION
-from kvq_runtime.registry.upkeep import GRACE
 
 EPILOG = f"""\
 references

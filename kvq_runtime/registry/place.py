@@ -15,6 +15,21 @@ from kvq_runtime.registry.events import Event, State, Version
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE
 
+GRACE = 24 * 3600.0  # seconds: `kvq gc` leaves younger files alone, since a publish may be about to name them
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `kvq doctor`: a `path`, of a file or a repository, what is wrong there, and what to do.
+
+    level    "fault", or "note" for what is harmless
+    """
+
+    level: str
+    what: str
+    path: str
+    advice: str
+
 
 @dataclass(frozen=True)
 class Head:

@@ -11,7 +11,7 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import evaluations, events, reference, verdict
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
-from kvq_runtime.registry.place import Head, Place
+from kvq_runtime.registry.place import Place
 from kvq_runtime.registry.reference import ARTIFACT_FILE, PRODUCTION
 
 if TYPE_CHECKING:  # kvq list and promote should not wait for torch
@@ -88,38 +88,36 @@ class Registry(Place):
 
     # ---- changing
 
-    def change(self, name: str, decide: Callable[[State], Change | None]) -> State:
-        """Make one change without files; returns the state with the change in it.
-
-        decide   called with the present state, and again whenever another change came first; returns the change, or
-                 None if there is nothing left to do, or raises Conflict to give up
-        """
-        return self._change(name, decide, {}, {}).state
-
-    def _change(
+    def change(
         self,
         name: str,
         decide: Callable[[State], Change | None],
-        content: Mapping[str, bytes],
-        about: Mapping[str, Any],
-    ) -> Head:
+        content: Mapping[str, bytes] = {},
+        about: Mapping[str, Any] = {},
+    ) -> State:
+        """Make one change; returns the state with the change in it.
+
+        decide           called with the present state, and again whenever another change came first; returns the
+                         change, or None if there is nothing left to do, or raises Conflict to give up
+        content, about   of a publish: its files by name, and the summary of its artifact
+        """
         unanswered: list[Event] = []
         overtaken = False
         for _ in range(TRIES):
             head = self.look(name)
             if any(event in head.state.events for event in unanswered):  # the answer was lost, the event was not
-                return head
+                return head.state
             change = decide(head.state)
             if change is None:
                 self.finish(name)
-                return head
+                return head.state
             if overtaken and not self.moves_again and isinstance(change, (Promote, Rollback)):
                 raise Conflict(f"{self.url}: somebody changed {name} first; look at kvq history {name}, then retry")
             at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             event = Event(len(head.state.events) + 1, name, at, change)
             written = self.write(head, head.state.apply(event), content, about, unanswered)
             if written is not None:
-                return written
+                return written.state
             overtaken = overtaken or event not in unanswered
         raise Conflict(f"{self.url}: {TRIES} other changes of {name} came first; try again")
 
@@ -151,7 +149,7 @@ class Registry(Place):
 
         self.store(name, content)
         about = stated.summary({"recipe": {"name": new.recipe.name}, "provenance": new.provenance})
-        published = self._change(name, decide, content, about).state.with_digest(sha256)
+        published = self.change(name, decide, content, about).with_digest(sha256)
         assert published is not None, "the change that was written is in the state"
         self.finish(name, published, content)
         return published

@@ -38,6 +38,11 @@ def whole(repo: str, path: str, commit: str, limit: int) -> bytes | None:
     return data if agree(found, found.name) else None
 
 
+def content(repo: str, path: str, commit: str, limit: int, sha256: str | None = None) -> bytes:
+    """The content of a small file of a commit, from the cache or received."""
+    return whole(repo, path, commit, limit) or files.read(download(repo, path, commit, limit, sha256), limit)
+
+
 def download(repo: str, path: str, commit: str, limit: int, sha256: str | None = None) -> Path:
     """Receive a file of a commit into the cache; returns its path.
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvq_runtime.disk import files, strict_json
+from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import events
 from kvq_runtime.registry.events import State
@@ -57,9 +57,8 @@ def at(repo: str, commit: str) -> Head:
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     name = repo.rpartition("/")[2]
-    data = cache.whole(repo, FILE, commit, LIMIT)
     try:
-        data = data or files.read(cache.download(repo, FILE, commit, LIMIT), LIMIT)
+        data = cache.content(repo, FILE, commit, LIMIT)
     except RemoteEntryNotFoundError:
         return Head(State(name), commit=commit)
     return replace(from_bytes(data, name, f"{repo} at {commit[:12]}"), commit=commit)

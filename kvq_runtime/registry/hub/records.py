@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import PurePath
 
-from kvq_runtime.disk import faults, files
+from kvq_runtime.disk import faults
 from kvq_runtime.registry import evaluations, reference
 from kvq_runtime.registry.hub import ask, cache, client
 
@@ -45,10 +45,8 @@ def contents(repo: str, folder: str, names: Mapping[str, str]) -> list[tuple[Pur
     for name, commit in sorted(names.items()):
         digest, path = name.removesuffix(".json"), f"{folder}/{name}"
         if reference.is_sha256(digest):
-            data = cache.whole(repo, path, commit, evaluations.LIMIT)
-            data = data or files.read(cache.download(repo, path, commit, evaluations.LIMIT, digest), evaluations.LIMIT)
-            found.append((PurePath(path), data))
-            left -= len(data)
+            found.append((PurePath(path), cache.content(repo, path, commit, evaluations.LIMIT, digest)))
+            left -= len(found[-1][1])
         if left < 0 or len(found) > MAX_RECORDS:
             raise RuntimeError(
                 f"{repo}/{folder}: more than {MAX_RECORDS} records or {BYTES} bytes of them; remove some there"

@@ -13,9 +13,8 @@ from kvq_runtime.registry.hub import ask, cache, client, index, tags
 from kvq_runtime.registry.hub.ask import File
 from kvq_runtime.registry.hub.index import folder
 from kvq_runtime.registry.hub.registry import HubRegistry
-from kvq_runtime.registry.place import Head
+from kvq_runtime.registry.place import GRACE, Finding, Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE
-from kvq_runtime.registry.upkeep import GRACE, Finding
 
 _RECORDS = ("evaluations/", "signatures/")
 

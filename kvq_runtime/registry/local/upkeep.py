@@ -15,7 +15,7 @@ from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import evaluations, events, reference
 from kvq_runtime.registry.local.registry import LocalRegistry
-from kvq_runtime.registry.upkeep import GRACE, Finding
+from kvq_runtime.registry.place import GRACE, Finding
 
 _EVENT = re.compile(r"(?!0{8})[0-9]{8}\.json")
 
