@@ -228,7 +228,9 @@ class KVQCache(Cache):
                 stacklevel=2,
             )
         name = self.blocks.recipe.name
-        if attention in DECODING and name not in _told and any(one.encoded for one in self.blocks.layers.values()):
+        step = positions_BT is not None and positions_BT.shape[-1] == 1  # and no text that is read whole
+        encoded = any(one.encoded for one in self.blocks.layers.values())
+        if step and encoded and attention in DECODING and name not in _told:
             _told.add(name)
             _log.warning(
                 "%s under %s attention: every step decodes the whole history; steps are faster after "
