@@ -52,7 +52,7 @@ test test-all: export TOKENIZERS_PARALLELISM ?= false
 PYTEST := env -u TRITON_INTERPRET $(RUN) -m pytest --dist loadgroup --max-worker-restart=0
 
 test: export KVQ_MUTANTS ?= 300
-test: export KVQ_RECIPES ?= 500
+test: export KVQ_RECIPES ?= 200
 test: env ## run the quick tests, one recipe of each class, on 2 processes; PYTEST_ARGS="-k window"
 	$(PYTEST) -n 2 -m 'not slow and not all_recipes' $(PYTEST_ARGS)
 

@@ -15,9 +15,8 @@ from matplotlib.text import Annotation
 
 from kvq_calib.report.frame import canvas
 
-MARKER = 5.0  # points: half of a marker's width, and what is left free around it
-DISTANCES = (6.5, 9.0, 13.0, 18.0, 25.0, 34.0, 45.0, 60.0, 80.0, 105.0, 135.0, 170.0)  # points, marker to name
-RING = 10.0  # points: a name begins outside the ring around its marker
+GAP = 2.5  # points left free around a mark: a name's halo reaches as far
+DISTANCES = (6.5, 8.5, 11.0, 14.0, 18.0, 25.0, 34.0, 45.0, 60.0, 80.0, 105.0, 135.0, 170.0)  # points, marker to name
 LINE_FROM = 12.0  # points: from here on a name needs a line
 DIRECTIONS = [(math.cos(angle), math.sin(angle)) for angle in np.arange(16) * math.tau / 16]
 HALO = withStroke(linewidth=1.8, foreground="white")  # where a name lies over a line, it can be read
@@ -28,7 +27,6 @@ class Label:
     """A name at a point in data coordinates.
 
     near   left out unless it can stand right beside its point
-    ring   whether there is a ring around its point, which the name leaves free
     """
 
     x: float
@@ -37,20 +35,19 @@ class Label:
     colour: str = "black"
     bold: bool = False
     near: bool = False
-    ring: bool = False
 
 
 def place(
     axis: Axes,
     labels: Sequence[Label],
-    points: Sequence[tuple[float, float]],
+    marks: Sequence[tuple[float, float, float]],
     lines: Sequence[tuple[float, float]] = (),
     size: float = 8.0,
 ) -> list[Annotation]:
     """Write the names, and return what was written, in their order; a name that has no free place is left out.
 
-    points   all markers of the axes, which stay uncovered
-    lines    places, dense along lines, that a name covers only where it must
+    marks   what stays uncovered: places, and how far a mark reaches from each, in points
+    lines   places, dense along lines, that a name covers only where it must
     The layout must not change afterwards: axes and figure have their final size and limits.
     """
     if not labels:
@@ -59,7 +56,8 @@ def place(
     unit = axis.get_figure(root=True).dpi / 72  # type: ignore[union-attr]
     frame = axis.get_window_extent(renderer)
     bounds = np.array([frame.x0, frame.y0, frame.x1, frame.y1])
-    markers = _pixels(axis, points)
+    markers = _pixels(axis, [mark[:2] for mark in marks])
+    rooms = unit * (np.array([mark[2] for mark in marks]).reshape(-1, 1) + GAP)
     soft = _pixels(axis, lines)
     boxes, tails, written = np.empty((0, 4)), np.empty((0, 2)), []
     for label in labels:
@@ -69,8 +67,8 @@ def place(
         extent = probe.get_window_extent(renderer)
         probe.remove()
         reach = LINE_FROM if label.near else math.inf
-        least = RING if label.ring else 0.0
-        found = _best(least, reach, centre, extent.width, extent.height, unit, bounds, markers, soft, boxes, tails)
+        size_WH = np.array([extent.width, extent.height])
+        found = _best(reach, centre, size_WH, unit, bounds, markers, rooms, soft, boxes, tails)
         if found is None:
             continue
         box, tail = found
@@ -92,23 +90,18 @@ def _pixels(axis: Axes, places: Sequence[tuple[float, float]]) -> np.ndarray:
     return axis.transData.transform(np.array(places, dtype=float).reshape(-1, 2))
 
 
-def _best(nearest, reach, centre, width, height, unit, bounds, markers, soft, boxes, tails):
+def _best(reach, centre, size_WH, unit, bounds, markers, rooms, soft, boxes, tails):
     """The nearest free box [x0, y0, x1, y1] and the places of its line, in pixels; None where there is none."""
     best, least = None, math.inf
     for distance in DISTANCES:
-        if distance < nearest:
-            continue
         if distance > min(least, reach):
             break
         for across, up in DIRECTIONS:
-            middle = centre + np.array([across, up]) * distance * unit
             # the side that faces the point is at the distance: a name to the right begins there
-            middle = middle + np.array([across * width / 2, up * height / 2])
-            box = np.array(
-                [middle[0] - width / 2, middle[1] - height / 2, middle[0] + width / 2, middle[1] + height / 2]
-            )
+            middle = centre + np.array([across, up]) * (distance * unit + size_WH / 2)
+            box = np.concatenate([middle - size_WH / 2, middle + size_WH / 2])
             tail = _tail(centre, box) if distance >= LINE_FROM else np.empty((0, 2))
-            if not _free(box, tail, bounds, markers, boxes, tails, MARKER * unit):
+            if not _free(box, tail, bounds, markers, rooms, boxes, tails):
                 continue
             crossed = _inside(box, soft, 1.0).sum() * 3.0 + _near(tail, markers, 3 * unit) * 4
             crossed += 15 * _nearer(box, centre, markers)
@@ -124,10 +117,10 @@ def _tail(centre, box):
     return centre + (end - centre) * np.linspace(0.25, 1, 16)[:, None]
 
 
-def _free(box, tail, bounds, markers, boxes, tails, room) -> bool:
+def _free(box, tail, bounds, markers, rooms, boxes, tails) -> bool:
     if (box[:2] < bounds[:2] + 1).any() or (box[2:] > bounds[2:] - 1).any():
         return False
-    if _inside(box, markers, room * 0.8).any() or _inside(box, tails, 1.0).any():
+    if _inside(box, markers, rooms).any() or _inside(box, tails, 1.0).any():
         return False
     apart = (boxes[:, 0] > box[2] + 2) | (boxes[:, 2] < box[0] - 2) | (boxes[:, 1] > box[3]) | (boxes[:, 3] < box[1])
     if not apart.all():

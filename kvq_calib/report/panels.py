@@ -21,6 +21,7 @@ from kvq_calib.report.points import PERPLEXITY, Point
 
 LINEAR = 0.1  # percent of perplexity, below which differences are chance and the axis is linear
 EXACT = 16.0  # bits of a cache that is not quantized, which is the line at 0
+RING = 15.0  # points: how wide a ring is
 DECADE = 20.0  # the least span of a logarithmic axis, so that small differences look small
 LEAST = 1e-9  # a cost below is that of an exact cache: rounding of sums
 TITLES = {
@@ -36,6 +37,7 @@ _UNITS = {reading.KL: "nats", reading.PERPLEXITY: "%", reading.ATTENTION: "of it
 class Panel:
     """Axes with their points drawn.
 
+    rings      points that have one
     left_out   names of exact caches, which are no points: they cost nothing
     zero       whether 16 bit is a line at 0
     """
@@ -43,6 +45,7 @@ class Panel:
     axis: Axes
     points: Sequence[Point]
     front: Sequence[Point]
+    rings: Sequence[Point]
     looks: Mapping[int, Look]
     left_out: Sequence[str]
     zero: bool
@@ -83,14 +86,17 @@ def scatter(
         (mark,) = axis.plot(one.bits, one.cost, zorder=3, **look.point)
         spread = f" ± {one.spread:.2g}" if one.spread is not None else ""
         say(mark, f"{one.name}: {one.bits:.3g} bits, {one.cost:.3g}{spread} {_UNITS[measure]}")
-    for one in _ringed(drawn) if front else []:
-        axis.plot(one.bits, one.cost, "o", markersize=15, color="none", markeredgecolor="black", markeredgewidth=1.4,
+    rings = _ringed(drawn) if front else []
+    for one in rings:
+        axis.plot(one.bits, one.cost, "o", markersize=RING, color="none", markeredgecolor="black", markeredgewidth=1.4,
                   zorder=2.8)  # fmt: skip
     axis.set_title(title, loc="left", fontsize=10)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     axis.set_xlabel("bits per key or value element, asymptotic", fontsize=9)
     tidy(axis)
-    return Panel(axis, drawn, best, chosen, [one.name for one in given if one not in drawn], bool(drawn) and not log)
+    return Panel(
+        axis, drawn, best, rings, chosen, [one.name for one in given if one not in drawn], bool(drawn) and not log
+    )
 
 
 def _ringed(given: Sequence[Point]) -> list[Point]:
@@ -133,13 +139,19 @@ def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0, 
     wanted = list({id(one): one for one in [*first, *panel.points] if others or id(one) in must}.values())
     labels = [
         Label(one.bits, one.cost, one.name + _role(one, ringed), panel.look(one).ink,
-              any(one is given for given in first), id(one) not in must, any(one is given for given in ringed))
+              any(one is given for given in first), id(one) not in must)
         for one in sorted(wanted, key=lambda one: id(one) not in must)
     ]  # fmt: skip
     if panel.zero:
         labels.insert(0, Label(panel.axis.get_xlim()[1], 0.0, "16 bit", INK))
     lines = [*_dense(panel), *(at for one in panel.points for at in _whiskers(one))]
-    place(panel.axis, labels, [(one.bits, one.cost) for one in panel.points], lines, size)
+    place(panel.axis, labels, [(one.bits, one.cost, _reach(panel, one)) for one in panel.points], lines, size)
+
+
+def _reach(panel: Panel, one: Point) -> float:
+    """How many points its mark reaches from its middle: the marker, or the ring around it."""
+    ringed = any(one is given for given in panel.rings)
+    return (RING + 1.4 if ringed else panel.look(one).point["markersize"]) / 2
 
 
 def _role(one: Point, ringed: Sequence[Point]) -> str:

@@ -188,7 +188,7 @@ def _finish(figure: Figure, drawn: Sequence[Panel], most: int, named: Sequence[P
     """Add the key of families, fix the layout, and write names where they are free, or of those alone in `named`."""
     shown = {family(one.recipe): panel.look(one) for panel in drawn for one in panel.points}
     many = any(len(panel.points) > most for panel in drawn)
-    if many:
+    if many and len(shown) > 1:
         figure.legend(*_key(shown), loc="outside right upper", frameon=False, fontsize=8.5, title="family")
     frame.canvas(figure)
     figure.draw_without_rendering()

@@ -227,7 +227,9 @@ class KVQCache(Cache):
                 'hand out: all tokens are read; call model.set_attn_implementation("kvq")',
                 stacklevel=2,
             )
-        name, again = self.blocks.recipe.name, attention in DECODING and not self.blocks.decoder.keep
+        name = self.blocks.recipe.name
+        step = positions_BT is not None and positions_BT.shape[-1] == 1  # and no text that is read whole
+        again = step and attention in DECODING and not self.blocks.decoder.keep
         if again and name not in _told and any(one.encoded for one in self.blocks.layers.values()):
             _told.add(name)
             _log.warning(

@@ -44,3 +44,17 @@ def test_a_name_is_imported_on_first_use():
 def test_help_does_not_wait_for_torch():
     body = "from kvq_runtime.cli.main import main\nassert main(['--help']) == 0 and main(['pull', '--help']) == 0"
     assert not {"torch", "huggingface_hub", "transformers"} & loaded(body)
+
+
+def test_a_transformers_that_lacks_what_is_used_is_named_with_the_one_that_does_not(monkeypatch):
+    """Whatever name it is that it lacks."""
+
+    def without(module: str):
+        raise ImportError("cannot import name 'Mixin' from 'transformers.cache_utils'", name="transformers.cache_utils")
+
+    vars(kvq_runtime).pop("KVQCache", None)
+    monkeypatch.setattr(kvq_runtime, "import_module", without)
+    versions = {"transformers": "4.57.6"}
+    monkeypatch.setattr(kvq_runtime.metadata, "version", versions.__getitem__)
+    with pytest.raises(ImportError, match=r"KVQCache needs transformers .*>=5\.\d+.*, and 4\.57\.6 is here; .*hf"):
+        kvq_runtime.KVQCache  # noqa: B018

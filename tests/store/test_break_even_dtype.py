@@ -43,17 +43,18 @@ def test_attention_that_decodes_the_whole_history_is_said_once_with_the_line_tha
     caches._told.clear()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    def told(attention: str) -> list[str]:
+    def told(attention: str, step: torch.Tensor) -> list[str]:
         caplog.clear()
         model.set_attn_implementation(attention)
         for _ in range(2):
             cache = KVQCache.from_recipe("higgs-4bit", model=model)
             with torch.inference_mode():
                 model(torch.arange(128).repeat(3)[None] % 256, past_key_values=cache)
-                model(torch.tensor([[1]]), past_key_values=cache)
-                model(torch.tensor([[1]]), past_key_values=cache)
+                for _ in range(2):
+                    model(step, past_key_values=cache)
         return [one.getMessage() for one in caplog.records if "decodes the whole history" in one.getMessage()]
 
-    assert told("kvq") == []
-    (said,) = told("sdpa")
+    one, several = torch.tensor([[1]]), torch.tensor([[1, 2]])
+    assert told("kvq", one) == told("sdpa", several) == [], "no step, but a text that is read"
+    (said,) = told("sdpa", one)
     assert 'model.set_attn_implementation("kvq")' in said

@@ -1,4 +1,4 @@
-"""`make flows-up` as it is: a real server, a real worker, schedules in seconds, a webhook on loopback, a kill -9."""
+"""`make flows-up` as it is: a real server, a real worker, a schedule in seconds, a webhook on loopback, a kill -9."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_the_page_starts_a_deployment_that_there_is():
     made.validate_parameters(found["parameters"] | {key: json.loads(value) for key, value in given.items()})
 
 
-def test_runs_are_killed_resumed_completed_and_cancelled_and_a_failed_gate_told(tmp_path, monkeypatch, hook):
+def test_runs_are_killed_resumed_cancelled_and_completed_and_a_failed_gate_told(tmp_path, monkeypatch, hook):
     from prefect.client.orchestration import get_client
 
     from kvq_calib.flow import flow
@@ -84,13 +84,14 @@ def test_runs_are_killed_resumed_completed_and_cancelled_and_a_failed_gate_told(
     model.mkdir()
     tiny.save(model, "llama", layers=6)
     tiny.text(model)
-    for name, value in {"PREFECT_WORKER_QUERY_SECONDS": "2", "PREFECT_WORKER_PREFETCH_SECONDS": "2"}.items():
-        monkeypatch.setenv(name, value)
+    for name in ("WORKER_QUERY_SECONDS", "WORKER_PREFETCH_SECONDS", "SERVER_SERVICES_SCHEDULER_MIN_RUNS",
+                 "SERVER_SERVICES_SCHEDULER_MAX_RUNS"):  # fmt: skip
+        monkeypatch.setenv(f"PREFECT_{name}", "2")
     monkeypatch.setenv("HF_TOKEN", CANARY)
     runs, flows, started = tmp_path / "kvq-home" / "runs", tmp_path / "kvq-home" / "flows", []
-    hold = tmp_path / "hold"
-    hold.touch()
-    (tmp_path / "sitecustomize.py").write_text(held(hold, "name.endswith('layer-0003')"))
+    hold = tmp_path / "hold"  # names the layer that is not finished
+    hold.write_text("layer-0003")
+    (tmp_path / "sitecustomize.py").write_text(held(hold, f"name.endswith(open({str(hold)!r}).read())"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     try:
         with free_port() as port:
@@ -106,33 +107,25 @@ def test_runs_are_killed_resumed_completed_and_cancelled_and_a_failed_gate_told(
             assert len(defined) == 4
             assert defined["kvq: no success for 36 hours"].trigger.within == timedelta(hours=36)
             killed = kill_in_mid_run(client, runs)
-            hold.unlink()
             crashed = until(lambda: (one := client.read_flow_run(killed)).state.is_crashed() and one)
-            assert crashed.deployment_id is not None
-            done = until(lambda: states(client, "nightly", "Completed"))
-            until(lambda: fitted(client).keys() == {f"layer-{n}-0" for n in range(6)})
+            assert crashed.auto_scheduled and crashed.deployment_id is not None
+            hold.write_text("layer-0005")
+            cancel_in_mid_run(client, runs, crashed.deployment_id)
             assert [name for name, times in fitted(client).items() if times > 1] in ([], ["layer-3-0"])
-            client.pause_deployment(done[0].deployment_id)
+            assert registry.open_registry().names() == []
+            hold.write_text("none")
+            third = client.create_flow_run_from_deployment(crashed.deployment_id).id
+            until(lambda: client.read_flow_run(third).state.is_completed())
+            until(lambda: fitted(client).keys() == {f"layer-{n}-0" for n in range(6)})
+            assert fitted(client)["layer-0-0"] == fitted(client)["layer-2-0"] == 1
             assert registry.resolve("tiny-model-aqua-2bit").version == "1.0.0"
-            assert not [
-                one for one in states(client, "kvq-calibrate", "Running") if one.start_time < done[0].start_time
-            ]
+            assert not states(client, "kvq-calibrate", "Running")
             asked = client.read_deployment_by_name("on-demand/on-demand")
             client.create_flow_run_from_deployment(asked.id)
             until(lambda: heard)
             (failed,) = states(client, "kvq-calibrate", "GateFailed")
             assert failed.state.message in heard[0] and "was not published. KL" in heard[0]
-            hold.touch()
-            again = {"seed": 2, "max_kl": None}
-            cancel_in_mid_run(client, runs, asked.id, again)
-            assert registry.resolve("tiny-model-aqua-2bit").version == "1.0.0"
-            hold.unlink()
-            before = fitted(client)
-            second = client.create_flow_run_from_deployment(asked.id, parameters=again).id
-            until(lambda: client.read_flow_run(second).state.is_completed())
-            until(lambda: fitted(client)["layer-5-0"] == before["layer-5-0"] + 1)
-            assert fitted(client)["layer-0-0"] == before["layer-0-0"]
-            assert registry.resolve("tiny-model-aqua-2bit").version == "1.1.0"
+            assert list(registry.open_registry().state("tiny-model-aqua-2bit").versions) == ["1.0.0"]
             started += family(flows)
     finally:
         stopped = service.down()
@@ -159,8 +152,12 @@ def states(client, name: str, state: str):
 
 
 def kill_in_mid_run(client, runs: Path) -> UUID:
-    """Kill the process of the nightly run when a few layers are done, and Prefect knows it; the run's id."""
+    """Kill the process of the scheduled run when three layers are done, and Prefect knows it; the run's id. No other
+    one of the schedule is started after it."""
     running, id = until(lambda: next(at_work(runs.parent), None))
+    client.pause_deployment(client.read_flow_run(id).deployment_id)
+    for other in [one for one in client.read_flow_runs() if one.auto_scheduled and one.id != id]:
+        client.delete_flow_run(other.id)
     assert CANARY not in running.environ().values()
     until(lambda: fitted(client).keys() >= {f"layer-{n}-0" for n in range(4)})
     running.kill()
@@ -168,19 +165,18 @@ def kill_in_mid_run(client, runs: Path) -> UUID:
     return id
 
 
-def cancel_in_mid_run(client, runs: Path, deployment: UUID, parameters: dict) -> None:
-    """Cancel a flow run, as `prefect flow-run cancel` does, when three layers are done; its process ends, they stay."""
+def cancel_in_mid_run(client, runs: Path, deployment: UUID) -> None:
+    """Start another run, which goes on, and cancel it, as `prefect flow-run cancel` does, when five layers are done;
+    its process ends, and they stay."""
     from prefect.states import Cancelling
 
-    before, begun = set(runs.iterdir()), fitted(client)["layer-3-0"]
-    id = client.create_flow_run_from_deployment(deployment, parameters=parameters).id
+    id = client.create_flow_run_from_deployment(deployment).id
     process = until(lambda: next((process for process, at in at_work(runs.parent) if at == id), None))
-    folder = until(lambda: next(iter(set(runs.iterdir()) - before), None))
-    until(lambda: fitted(client)["layer-3-0"] > begun)
+    until(lambda: fitted(client)["layer-5-0"])
     client.set_flow_run_state(id, Cancelling())
     until(lambda: client.read_flow_run(id).state.is_cancelled())
     until(lambda: not lives(process))
-    assert len(list(folder.glob("layer-????"))) == 3
+    assert len(list(runs.glob("*/layer-????"))) == 5
 
 
 def at_work(home: Path) -> Iterator[tuple[psutil.Process, UUID]]:

@@ -1,6 +1,7 @@
 """Pictures can be read: looks differ, names stand free inside the axes, the frontier is one, numbers are plain."""
 
 import copy
+import dataclasses
 import itertools
 import random
 
@@ -131,13 +132,32 @@ def test_names_stand_inside_the_axes_and_cover_nothing():
             assert not any(box.x0 < x < box.x1 and box.y0 < y < box.y1 for x, y in centres), name
 
 
+def test_no_name_covers_a_mark_or_a_ring():
+    """Nor comes so near that its halo would: of points that are crowded, stars among them, which are wide."""
+    given = {"auto-2.1bit": (2.1, 0.0005), "aqua-metric-2bit": (2.14, 0.00045), "aqua-2bit": (2.46, 0.0048),
+             "aqua-3bit": (2.46, 0.0061), "h2o": (2.5, 0.005), "aqua-metric-1bit": (2.1, 0.00062)}  # fmt: skip
+    found = [
+        dataclasses.replace(one, here=one.recipe == "aqua-3bit")
+        for one in points.points(some(given), points.KL, "full")
+    ]
+    figure = plots.scatter(found)
+    (axis,) = figure.axes
+    lines = [line for line in axis.lines if len(line.get_xydata()) == 1 and line.get_marker() not in ("None", "_")]
+    marks = [line.get_window_extent() for line in lines]  # but caps of whiskers
+    assert len(marks) == len(given) + 2 and max(mark.width for mark in marks) > figure.dpi * 14 / 72
+    room = figure.dpi * 2 / 72
+    for name, text in written(axis).items():
+        assert not any(text.get_window_extent().overlaps(mark.padded(room)) for mark in marks), name
+    assert {"aqua-3bit (this version)", "auto-2.1bit (recommended)", "aqua-2bit"} <= set(written(axis))
+
+
 def test_a_name_without_a_free_place_is_left_out():
     figure = Figure(figsize=(2, 2))
     axis = figure.subplots()
     axis.set(xlim=(0, 1), ylim=(0, 1))
     given = [labels.Label(0.5, 0.5, f"a name that is far too long for such axes {number}") for number in range(9)]
-    assert labels.place(axis, given, [(0.5, 0.5)]) == []
-    assert len(labels.place(axis, [labels.Label(0.5, 0.5, "short")] * 3, [(0.5, 0.5)])) == 3
+    assert labels.place(axis, given, [(0.5, 0.5, 3.5)]) == []
+    assert len(labels.place(axis, [labels.Label(0.5, 0.5, "short")] * 3, [(0.5, 0.5, 3.5)])) == 3
 
 
 def test_one_bad_recipe_does_not_flatten_the_rest():

@@ -59,18 +59,22 @@ def test_a_version_is_legible_in_light_and_dark_wide_and_narrow(page, tmp_path):
     assert page.run("performance.getEntriesByType('resource').length") == 0
 
 
-def test_names_of_points_do_not_lie_on_each_other(page, tmp_path):
+def test_names_of_points_lie_on_no_other_name_and_no_mark(page, tmp_path):
     store = LocalRegistry(tmp_path / "registry")
     many.published(store)
     names = ("aqua-2bit", "kivi-2bit", "auto-2.1bit", "higgs-2bit", "rtn-2bit", "aqua-3bit", "kivi-4bit", "quarot-2bit")
     beside = [many.record(name, 0.03 / 1.4**n, recipe=name, bits=2 + n / 9) for n, name in enumerate(names)]
     page.show(saved(version.page(known.of_version(store, "tiny-2bit", "1.1.0", beside)), tmp_path))
-    boxes = page.run("""Array.from(document.querySelectorAll('#frontier svg text'), (text) => {
-        const box = text.getBoundingClientRect();
-        return [box.left, box.top, box.right, box.bottom, text.textContent]})""")
+    boxes, marks = (
+        page.run(f"""Array.from(document.querySelectorAll('#frontier svg {kind}'), (one) => {{
+            const box = one.getBoundingClientRect();
+            return [box.left, box.top, box.right, box.bottom, one.textContent]}})""")
+        for kind in ("text", "use")
+    )
+    assert len([mark for mark in marks if mark[2] - mark[0] > 6]) > len(names), "markers, and two rings"
     assert {"tiny-2bit@1.1.0 (this version)", "auto-2.1bit (recommended)"} <= {box[4] for box in boxes}
     for place, one in enumerate(boxes):
-        for other in boxes[:place]:
+        for other in [*boxes[:place], *marks]:
             across = min(one[2], other[2]) - max(one[0], other[0])
             down = min(one[3], other[3]) - max(one[1], other[1])
             assert across <= 1 or down <= 4, f"{one[4]} lies on {other[4]}"

@@ -154,6 +154,16 @@ def test_what_is_measured_is_the_share_of_the_stream_that_is_error(first_layer, 
 
 
 @pytest.mark.parametrize("role", ROLES)
+def test_the_setting_that_was_fitted_errs_the_same_among_the_others(first_layer, role):
+    """Settings are fitted to the text that the recipe is fitted to, and stand in their order: more bits, less error."""
+    plan = first_layer.work.plan
+    schemes, (noted, *errors) = budget.options(plan.geometry, role), first_layer.record["attention"][NAME][role]
+    assert errors[schemes.index(plan.recipes[0].scheme(0, role))] == pytest.approx(noted, rel=1e-3)
+    bases = [error for scheme, error in zip(schemes, errors, strict=True) if scheme.rotate in budget.BASES.values()]
+    assert len(bases) > 3 and bases == sorted(bases, reverse=True)
+
+
+@pytest.mark.parametrize("role", ROLES)
 def test_the_errors_of_a_fit_are_those_of_the_held_out_text(first_layer, role):
     """The text of another kind is for settings alone."""
     fitted, own, other = texts_of(first_layer.work)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from kvq_runtime.recipe import preset
 
 RECIPES = ("aqua-2bit", "aqua-2bit+all.predict.fit=clean+name=agnostic", "aqua-2bit+position=post",
            "aqua-2bit+all.predict.below=1,2", "aqua-klt-1bit")  # fmt: skip
+DEEP = RECIPES[3]
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +79,12 @@ def test_interrupted_in_a_layer_it_resumes_to_the_same_tensors(model, undisturbe
 
     with pytest.raises(Killed):
         runs.calibrate(Run(work.plan, work.files, work.folder, stop))
+    (tmp_path / "layer-0002.partial" / "left-over").touch()
     found = runs.calibrate(Run(work.plan, work.files, work.folder, lambda said: seen.append(said.layer)))["aqua-2bit"]
     expected = artifact.from_bytes(undisturbed["aqua-2bit"])
     assert sorted({*seen}) == [2, 3] and found.tensors.keys() == expected.tensors.keys()
     assert all(torch.equal(found.tensors[name], expected.tensors[name]) for name in expected.tensors)
-    assert found.fit == expected.fit
+    assert found.fit == expected.fit and not (tmp_path / "layer-0002" / "left-over").exists()
 
 
 @pytest.mark.slow
@@ -146,7 +149,7 @@ def test_a_run_folder_of_another_plan_or_environment_is_refused(model, tmp_path)
 
 
 def test_a_damaged_checkpoint_is_named(model, tmp_path):
-    work = a_run(model, tmp_path, ("aqua-2bit",), samples=4)
+    work = a_run(model, tmp_path, ("aqua-2bit", DEEP), samples=4)
 
     def stop(progress):
         if progress.layer == 2:
@@ -161,24 +164,38 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
         good = victim.read_bytes()
         os.chmod(victim, 0o644)
         victim.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-        with pytest.raises(RuntimeError, match=f"{victim} is missing or damaged"):
+        with pytest.raises(RuntimeError, match=f"{re.escape(str(victim))} is missing or damaged"):
             checkpoint.verify(tmp_path, 1)
         victim.write_bytes(good)
-    below = tmp_path / "layer-0000" / "fit.safetensors"  # which no layer reads, and the artifact has
-    good = below.read_bytes()
-    os.chmod(below, 0o644)
-    below.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(RuntimeError, match=f"{below} is missing or damaged"):
-        runs.calibrate(work)
-    below.write_bytes(good)
+    below = tmp_path / "layer-0000"
+    read = below / f"{work.plan.recipes[1].name}-value-00000.safetensors"  # which layer 2 reads
+    for victim in (below / "fit.safetensors", read):  # the first no layer reads, and the artifact has
+        good = victim.read_bytes()
+        os.chmod(victim, 0o644)
+        victim.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(RuntimeError, match=f"{re.escape(str(victim))} is missing or damaged"):
+            runs.calibrate(work)
+        victim.write_bytes(good)
     victim = next(folder.glob("hidden-*"))
     victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(RuntimeError, match="damaged"):
         runs.calibrate(work)
 
 
-def test_a_finished_run_holds_no_activations(model, tmp_path):
-    runs.calibrate(a_run(model, tmp_path, ("aqua-2bit",), samples=4))
+def test_a_finished_run_holds_no_activations(model, tmp_path, monkeypatch):
+    """Also if it was killed when all was finished but that they are deleted."""
+    work, thin = a_run(model, tmp_path, ("aqua-2bit",), samples=4), checkpoint.thin
+
+    def killed(run, layer, depth, last):
+        if last:
+            raise Killed
+        thin(run, layer, depth, last)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(checkpoint, "thin", killed)
+        runs.calibrate(work)
+    assert list(tmp_path.rglob("*-?????.safetensors"))
+    runs.calibrate(work)
     assert not list(tmp_path.rglob("*-?????.safetensors"))
     assert sum(path.stat().st_size for path in tmp_path.rglob("*")) < 1 << 20
 
