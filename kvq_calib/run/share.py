@@ -4,6 +4,9 @@
             by what errors cost
     then    fill all latent channels of all places in one order, and fit with the targets that this gives each
 
+Where files are entropy-coded (`dead_zone`) one step does that: a draft notes what files would take at each of STEPS,
+and the step with the target's bits in all is everyone's.
+
 Water-filling wants costs in one unit. An error e of one token, read with weight a, adds to the stream h
 
     of a value   Σ a² ‖W e‖² / ‖h‖²                        W a query head's columns of the output projection
@@ -30,8 +33,12 @@ from kvq_calib.run.plan import Plan
 from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
+from kvq_runtime.stages.dead_zone import DeadZone
 
 TOKENS = 4096  # of the fit part, that a draft is fitted to
+STEPS = tuple(
+    2.0 ** (place / 2) for place in range(-28, 3)
+)  # in √nats, that rates of entropy-coded places are noted at
 
 
 def shares(scheme: Scheme) -> bool:
@@ -54,7 +61,7 @@ def drafted(recipe: Recipe) -> Recipe:
     """The recipe as it is fitted for its variances alone: with Lloyd–Max codes, which take no search for paths."""
 
     def plain(scheme: Scheme) -> Scheme:
-        if not shares(scheme) or scheme.quantize.codebook != "trellis":
+        if not shares(scheme) or getattr(scheme.quantize, "codebook", "") != "trellis":
             return scheme
         return replace(scheme, quantize=replace(scheme.quantize, codebook="gaussian"))
 
@@ -88,6 +95,8 @@ def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, 
         (n, role) for n in range(geometry.layers) for role in ROLES if shares(recipe.scheme(n, role))
     ]
     stages = [recipe.scheme(layer, role).quantize for layer, role in places]
+    if all(isinstance(stage, DeadZone) for stage in stages):
+        return _with(recipe, dict(zip(places, _one_step(stages, [notes[n][role] for n, role in places]), strict=True)))
     budget = sum(stage.budget(geometry.width) for stage in stages)
     distortions = stages[0].distortions()
     variances = torch.tensor([notes[layer][role] for layer, role in places], dtype=torch.float64)
@@ -100,7 +109,29 @@ def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, 
         place: replace(stage, target=(own + stage.gain) / geometry.width, shared=False)
         for place, stage, own in zip(places, stages, bits, strict=True)
     }
-    for layer in sorted({layer for layer, _ in places}):
+    return _with(recipe, found)
+
+
+def _one_step(stages: Sequence[DeadZone], notes: Sequence[Mapping[str, Any]]) -> list[DeadZone]:
+    """The stages with the step, in each one's own unit, at which files take what the targets are in the mean.
+
+    notes   of each place, `rates` at STEPS and the `scale` of its latents in the unit of these
+    """
+    rates = torch.tensor([note["rates"] for note in notes], dtype=torch.float64).mean(0)
+    target = sum(stage.target for stage in stages) / len(stages)
+    if not float(rates[-1]) <= target <= float(rates[0]):
+        raise ValueError(f"target={target:g} bits; this model can have {float(rates[-1]):.3g} to {float(rates[0]):.3g}")
+    place = int((rates > target).sum())  # the first of STEPS with no more bits than that
+    high, low = rates[max(0, place - 1)], rates[place]
+    part = float((high - target) / (high - low)) if high > low else 0.0
+    step = STEPS[max(0, place - 1)] * (STEPS[1] / STEPS[0]) ** part
+    found = (float(f"{step / note['scale']:.6g}") for note in notes)
+    return [replace(stage, step=own, shared=False) for stage, own in zip(stages, found, strict=True)]
+
+
+def _with(recipe: Recipe, found: Mapping[tuple[int, Role], Any]) -> Recipe:
+    """The recipe with these quantizers in their places."""
+    for layer in sorted({layer for layer, _ in found}):
         key, value = (
             replace(scheme, quantize=found.get((layer, role), scheme.quantize))
             for role, scheme in zip(ROLES, recipe.at(layer), strict=True)

@@ -177,6 +177,8 @@ class Quantizer(Stage):
     scaled_lookup   whether `lookup` gives elements without their group's scale
     slack           how much more error it may leave of a Gaussian than Lloyd's and Max's quantizer of as many bits
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
+    at_rest         fields that files hold entropy-coded (`kvq_runtime/entropy`): int8 [tokens, R], by the rung of each
+                    channel (`ops/ladder.py`), its fitted tensor "rung"
     """
 
     slot = "quantize"
@@ -185,6 +187,7 @@ class Quantizer(Stage):
     scaled_lookup: ClassVar[bool] = False
     slack: ClassVar[float] = 1.15
     kernel: ClassVar[str | None] = None
+    at_rest: ClassVar[tuple[str, ...]] = ()
 
     def check(self, site: Site) -> None:
         rotate = site.scheme.rotate

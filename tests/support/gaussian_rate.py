@@ -5,6 +5,7 @@ import math
 import torch
 
 from kvq_runtime.codec.codec import Codec
+from kvq_runtime.stages.dead_zone import DeadZone
 from kvq_runtime.stages.mixed import Mixed
 
 # the error of Lloyd's and Max's quantizers, relative to the deviation (Max, 1960, table I), 8 bits by Panter and Dite
@@ -22,7 +23,9 @@ def gaussian(bits: float) -> float:
 def most(codec: Codec) -> float:
     """The largest error a codec may leave of what it rounds, relative to that; below 1, which zeros would leave."""
     quantize, width = codec.scheme.quantize, codec.geometry.width
-    if isinstance(quantize, Mixed):
+    if isinstance(quantize, DeadZone):
+        expected = float(codec.fitted["cell"].mean()) / math.sqrt(12)  # of a unit, which is about the deviation
+    elif isinstance(quantize, Mixed):
         runs = quantize.runs(width)
         left = width - sum(count for count, _ in runs)  # channels of which nothing is stored
         expected = math.sqrt((sum(count * gaussian(bits) ** 2 for count, bits in runs) + left) / width)

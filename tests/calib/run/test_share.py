@@ -18,6 +18,7 @@ from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
+from kvq_runtime.stages.dead_zone import DeadZone
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
@@ -86,6 +87,26 @@ def test_a_place_that_is_worth_nothing_still_stores_a_bit_and_only_what_is_share
     own = [found.scheme(*place).quantize for place in ((0, "value"), (1, "key"), (1, "value"))]
     assert own[0].budget(8) == 1 and sum(stage.budget(8) for stage in own) == 3 * (8 - 3)
     assert sum(stage.target for stage in own) == pytest.approx(3.0)
+
+
+def test_one_step_is_everyone_s_where_files_are_entropy_coded():
+    """Rates that fall half a bit a step: the target's step, between two that were tried, in each place's own unit."""
+    geometry = Geometry(2, 1, 8)
+    one = Scheme(DeadZone(target=1.0, shared=True), rotate=Basis())
+    rates = [max(0.0, 6 - place / 2) for place in range(len(share.STEPS))]
+    louder = [rate + 0.5 for rate in rates]
+    notes = [{"key": {"rates": rates, "scale": 2.0}, "value": {"rates": louder, "scale": 0.5}}] * 2
+    found = share.shared_out(Recipe("r", one, one, "pre"), geometry, notes)
+    keys, values = found.scheme(1, "key").quantize, found.scheme(1, "value").quantize
+    assert keys.step * 2 == pytest.approx(values.step / 2, rel=1e-5) and not (
+        keys.shared or found.value.quantize.shared
+    )
+    assert keys.step * 2 == pytest.approx(2.0 ** ((10.5 - 28) / 2), rel=1e-5)  # 0.75 bits for keys, 1.25 for values
+    assert (keys.target, keys.channels) == (1.0, 0)
+    with pytest.raises(ValueError, match="target=6 bits; this model can have 0 to 3"):
+        six = replace(one, quantize=DeadZone(target=6.0, shared=True))
+        few = [{role: note | {"rates": [rate / 2 for rate in rates]} for role, note in notes[0].items()}] * 2
+        share.shared_out(Recipe("r", six, six, "pre"), geometry, few)
 
 
 def test_a_draft_searches_no_paths_for_what_is_shared():
