@@ -26,7 +26,6 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import faults
 from kvq_runtime.fit.statistics import Queries, Statistics
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
-from kvq_runtime.stages.dead_zone import DeadZone
 from kvq_runtime.stages.exact import Exact
 
 Pair = tuple[Tensor, Tensor]
@@ -231,7 +230,7 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
         inputs = run.plan.geometry.width * recipe.scheme(work.layer, role).inputs(work.layer, role).tokens
         left = max(1 - inputs / count, 0.1)
         seen = work.fits[role].statistics
-        if isinstance(work.fits[role].scheme.quantize, DeadZone):
+        if work.fits[role].scheme.quantize.at_rest:
             assert seen.residuals is not None, "rates are of residuals"
             scale, basis_CC = cost[role] ** 0.5, seen.directions[1]["basis"]
             rates = dead_zone.rates(seen.residuals, basis_CC, left, scale, share.STEPS)

@@ -33,7 +33,6 @@ from kvq_calib.run.plan import Plan
 from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
-from kvq_runtime.stages.dead_zone import DeadZone
 
 TOKENS = 4096  # of the fit part, that a draft is fitted to
 STEPS = tuple(
@@ -95,7 +94,7 @@ def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, 
         (n, role) for n in range(geometry.layers) for role in ROLES if shares(recipe.scheme(n, role))
     ]
     stages = [recipe.scheme(layer, role).quantize for layer, role in places]
-    if all(isinstance(stage, DeadZone) for stage in stages):
+    if all(stage.at_rest for stage in stages):
         return _with(recipe, dict(zip(places, _one_step(stages, [notes[n][role] for n, role in places]), strict=True)))
     budget = sum(stage.budget(geometry.width) for stage in stages)
     distortions = stages[0].distortions()
@@ -112,7 +111,7 @@ def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, 
     return _with(recipe, found)
 
 
-def _one_step(stages: Sequence[DeadZone], notes: Sequence[Mapping[str, Any]]) -> list[DeadZone]:
+def _one_step(stages: Sequence[Any], notes: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The stages with the step, in each one's own unit, at which files take what the targets are in the mean.
 
     notes   of each place, `rates` at STEPS and the `scale` of its latents in the unit of these
