@@ -16,21 +16,20 @@ Directions that no output, or no query, sees would make M singular; a thousandth
 dual basis finite. M is scaled to a mean of 1 on its diagonal, which changes no choice of bits or directions.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kvq_calib.fit.gptq import damped, gptq
-from kvq_calib.fit.mixed import schedule
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import rotate
+from kvq_runtime.fit.fitting import fit_module
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.stages import four_bits
 from kvq_runtime.stages.rotate import Basis, Weighted
 
 RIDGE = 1e-3
+PACKAGES = ("kvq_calib.fit",)  # a quantizer that takes latents has a `schedule` there: which are stored
 
 
 def statistics(stage: Basis) -> tuple[str, ...]:
@@ -41,8 +40,8 @@ def statistics(stage: Basis) -> tuple[str, ...]:
 def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, dict[str, Tensor]]:
     """The basis, and its dual if it is weighted: bfloat16 [C, R]."""
     variances_C, matrices = statistics.directions
-    quantize: Any = codec.scheme.quantize
-    count = schedule(quantize, variances_C).stored(len(variances_C))
+    quantize = codec.scheme.quantize
+    count = fit_module(quantize, PACKAGES).schedule(quantize, variances_C).stored(len(variances_C))
     if isinstance(stage, Weighted) and stage.storage == "gptq4":
         assert statistics.residuals is not None and statistics.metric is not None, "a weighted basis without a metric"
         return stage, in_four_bits(matrices["dual"][:, :count], statistics.metric, statistics.residuals.moment_CC)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import feedback, rotate, vocabulary
+from kvq_calib.fit import dead_zone, feedback, rotate, vocabulary
 from kvq_calib.fit.feedback import QuerySums
 from kvq_calib.fit.scheme import SchemeFit, summary
 from kvq_calib.fit.statistics import MeanVariance, Moments
@@ -214,8 +214,8 @@ def _fit_recipe(
     return tensors, measures, work
 
 
-def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, list[float]]:
-    """By role, the latent variances times what errors cost, of schemes whose bits are shared out.
+def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
+    """By role, of schemes whose bits are shared out, the latent variances times what errors cost, or rates by step.
 
     A prediction from I inputs, fitted to n tokens, leaves 1 - I / n as much of them as of others."""
     run, recipe = work.run, work.recipe
@@ -231,7 +231,14 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, list[f
     for role in roles:
         inputs = run.plan.geometry.width * recipe.scheme(work.layer, role).inputs(work.layer, role).tokens
         left = max(1 - inputs / count, 0.1)
-        found[role] = (cost[role] / left * work.fits[role].statistics.directions[0]).tolist()
+        seen = work.fits[role].statistics
+        if work.fits[role].scheme.quantize.at_rest:
+            assert seen.residuals is not None, "rates are of residuals"
+            scale, basis_CC = cost[role] ** 0.5, seen.directions[1]["basis"]
+            rates = dead_zone.rates(seen.residuals, basis_CC, left, scale, share.STEPS)
+            found[role] = {"rates": rates, "scale": scale}
+            continue
+        found[role] = (cost[role] / left * seen.directions[0]).tolist()
     return found
 
 

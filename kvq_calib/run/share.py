@@ -4,6 +4,9 @@
             by what errors cost
     then    fill all latent channels of all places in one order, and fit with the targets that this gives each
 
+Where files are entropy-coded (`dead_zone`) one step does that: a draft notes what files would take at each of STEPS,
+and the step with the target's bits in all is everyone's.
+
 Water-filling wants costs in one unit. An error e of one token, read with weight a, adds to the stream h
 
     of a value   Σ a² ‖W e‖² / ‖h‖²                        W a query head's columns of the output projection
@@ -32,6 +35,9 @@ from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
 
 TOKENS = 4096  # of the fit part, that a draft is fitted to
+STEPS = tuple(
+    2.0 ** (place / 2) for place in range(-28, 3)
+)  # in √nats, that rates of entropy-coded places are noted at
 
 
 def shares(scheme: Scheme) -> bool:
@@ -58,7 +64,9 @@ def drafted(recipe: Recipe) -> Recipe:
         if not shares(scheme):
             return scheme
         predict = scheme.predict and scheme.predict.in_full()
-        return replace(scheme, quantize=replace(scheme.quantize, gain=0), predict=predict)
+        quantize: Any = scheme.quantize
+        quantize = quantize if quantize.at_rest else replace(quantize, gain=0)
+        return replace(scheme, quantize=quantize, predict=predict)
 
     layers = {layer: (plain(key), plain(value)) for layer, (key, value) in recipe.layers.items()}
     return replace(recipe, key=plain(recipe.key), value=plain(recipe.value), layers=layers)
@@ -90,6 +98,8 @@ def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, 
         (n, role) for n in range(geometry.layers) for role in ROLES if shares(recipe.scheme(n, role))
     ]
     stages: list[Any] = [recipe.scheme(layer, role).quantize for layer, role in places]
+    if all(stage.at_rest for stage in stages):
+        return _with(recipe, dict(zip(places, _one_step(stages, [notes[n][role] for n, role in places]), strict=True)))
     budget = sum(stage.budget(geometry.width) for stage in stages)
     distortions = stages[0].distortions()
     variances = torch.tensor([notes[layer][role] for layer, role in places], dtype=torch.float64)
@@ -102,7 +112,29 @@ def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, 
         place: replace(stage, target=(own + stage.gain) / geometry.width, shared=False)
         for place, stage, own in zip(places, stages, bits, strict=True)
     }
-    for layer in sorted({layer for layer, _ in places}):
+    return _with(recipe, found)
+
+
+def _one_step(stages: Sequence[Any], notes: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The stages with the step, in each one's own unit, at which files take what the targets are in the mean.
+
+    notes   of each place, `rates` at STEPS and the `scale` of its latents in the unit of these
+    """
+    rates = torch.tensor([note["rates"] for note in notes], dtype=torch.float64).mean(0)
+    target = sum(stage.target for stage in stages) / len(stages)
+    if not float(rates[-1]) <= target <= float(rates[0]):
+        raise ValueError(f"target={target:g} bits; this model can have {float(rates[-1]):.3g} to {float(rates[0]):.3g}")
+    place = int((rates > target).sum())  # the first of STEPS with no more bits than that
+    high, low = rates[max(0, place - 1)], rates[place]
+    part = float((high - target) / (high - low)) if high > low else 0.0
+    step = STEPS[max(0, place - 1)] * (STEPS[1] / STEPS[0]) ** part
+    found = (float(f"{step / note['scale']:.6g}") for note in notes)
+    return [replace(stage, step=own, shared=False) for stage, own in zip(stages, found, strict=True)]
+
+
+def _with(recipe: Recipe, found: Mapping[tuple[int, Role], Any]) -> Recipe:
+    """The recipe with these quantizers in their places."""
+    for layer in sorted({layer for layer, _ in found}):
         key, value = (
             replace(scheme, quantize=found.get((layer, role), scheme.quantize))
             for role, scheme in zip(ROLES, recipe.at(layer), strict=True)

@@ -122,6 +122,11 @@ def _rows(
         shared = sum(sizes.shared.values())
         row["under 16 bit from"] = sizes.smaller_from(args.batch)
         row["under HIGGS from"] = smaller_from(recipe, geometry, shared // args.batch)
+        coded: list[Any] = [
+            scheme.quantize for n in range(geometry.layers) for scheme in recipe.at(n) if scheme.quantize.at_rest
+        ]
+        if coded:
+            row["bits in files"] = round(sum(stage.target for stage in coded) / len(coded), 4)
         if args.json:
             row["bytes"] = [
                 {"tokens": one.tokens, "batch": one.batch, "total": one.total, "exact": one.exact}

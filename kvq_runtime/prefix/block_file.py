@@ -1,16 +1,19 @@
 """Write and read the file of one block of tokens: the packed fields of all layers, as a cache holds them.
 
-    one safetensors file: key.{layer}.{field}, value.{layer}.{field}, sinks
+    one safetensors file: key.{layer}.{field}, value.{layer}.{field}, sinks, coded
 
 Neighbouring layers whose fields have the same shapes lie in one tensor, named after the first of them, [layers, ...].
 `sinks` [2, layers, S, C] are the exact tokens among the block's own, keys and values, in the model's dtype; blocks
-after the first have none. The metadata key `kvq` holds the chain (root, previous, number, tokens) and `content`, a
-sha256 of that and of every tensor.
+after the first have none. `coded` [bytes] are the fields, of all layers, that a recipe entropy-codes at rest
+(`entropy/stream.py`): of any length up to that of the codes. The metadata key `kvq` holds the chain (root, previous,
+number, tokens) and `content`, a sha256 of that and of every tensor.
 
 What a file may contain follows from recipe, geometry and dtype alone, so that reading takes no size from the file:
-longer ones are not read, and every name, shape and dtype has to be the expected one.
+longer ones are not read, and every name, shape and dtype has to be the expected one. What was coded can be checked
+without a fit's tensors, by the digest, but not decoded.
 """
 
+import dataclasses
 import io
 import math
 import re
@@ -28,13 +31,15 @@ from torch import Tensor
 
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import strict_json
+from kvq_runtime.entropy import stream
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import Slab
 
-CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite")
-_NAMES = re.compile(r"sinks|(key|value)\.(0|[1-9][0-9]{0,3})\.[a-z][a-z0-9_]*")
+CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded")
+CODED = "coded"
+_NAMES = re.compile(r"sinks|coded|(key|value)\.(0|[1-9][0-9]{0,3})\.[a-z][a-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -63,14 +68,16 @@ class Block:
 class BlockFormat:
     """The contents of a block's file.
 
-    held    layers, in rising order
-    dtype   of the model's keys and values
+    held      layers, in rising order
+    dtype     of the model's keys and values
+    tensors   of the fit; None: blocks are checked, and fields that are coded are missing in them
     """
 
     recipe: Recipe
     geometry: Geometry
     held: tuple[int, ...]
     dtype: torch.dtype
+    tensors: Mapping[str, Tensor] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def sinks(self, number: int) -> int:
         """Return how many of a block's tokens are sinks."""
@@ -85,9 +92,31 @@ class BlockFormat:
             fields = {n: self._fields(n, role) for n in self.held}
             for specs, run in groupby(self.held, fields.__getitem__):
                 layers = tuple(run)
-                for field, shape, dtype in specs:
+                coded = self.recipe.scheme(layers[0], name).quantize.at_rest
+                for field, shape, dtype in (spec for spec in specs if spec[0] not in coded):
                     found.append((f"{name}.{layers[0]}.{field}", role, field, layers, shape, dtype))
         return found
+
+    @cached_property
+    def _coded(self) -> list[tuple[int, int, str, tuple[int, int]]]:
+        """(layer, role, field, shape) of the fields that are coded, in their order in the stream."""
+        return [
+            (layer, role, field, (shape[0], shape[1]))
+            for layer in self.held
+            for role, name in enumerate(ROLES)
+            for field, shape, _ in self._fields(layer, role)
+            if field in self.recipe.scheme(layer, name).quantize.at_rest
+        ]
+
+    @cached_property
+    def _rungs(self) -> list[Tensor]:
+        assert self.tensors is not None, "coded fields without the tensors of a fit"
+        return [self.tensors[f"layers.{layer}.{ROLES[role]}.quantize.rung"].cpu() for layer, role, _, _ in self._coded]
+
+    @property
+    def _longest(self) -> int:
+        """Bytes that the coded fields have at the most."""
+        return stream.most(sum(math.prod(shape) for *_, shape in self._coded)) if self._coded else 0
 
     def _fields(self, layer: int, role: int) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
         scheme = self.recipe.scheme(layer, ROLES[role])
@@ -95,14 +124,19 @@ class BlockFormat:
         return tuple((name, tuple(shape), dtype) for name, (shape, dtype) in specs.items())
 
     def specs(self, number: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Every tensor of a block's file: {name: (shape, dtype)}."""
+        """Every tensor of a block's file but what is coded: {name: (shape, dtype)}."""
         specs = {name: ((len(layers), *shape), dtype) for name, _, _, layers, shape, dtype in self._runs}
         shape = (2, len(self.held), self.sinks(number), self.geometry.width)
         return specs | ({"sinks": (shape, self.dtype)} if shape[2] else {})
 
+    @property
+    def coded(self) -> bool:
+        """Whether any fields are entropy-coded."""
+        return bool(self._coded)
+
     def data_bytes(self, number: int) -> int:
-        """Bytes of a block's tensors."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(number).values())
+        """Bytes of a block's tensors, as many as there can be."""
+        return self._longest + sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(number).values())
 
     def largest(self) -> int:
         """Bytes that no block's file exceeds."""
@@ -119,6 +153,14 @@ class BlockFormat:
                 raise ValueError(f"{name}: {_spec(tensors[name])}; the recipe stores {list(shape)}, {dtype} a layer")
         if self.sinks(link.number):
             tensors["sinks"] = block.sinks_2LSC.detach().to("cpu", self.dtype).contiguous()
+        if self._coded:
+            codes = [block.fields[layer][role][name].detach().cpu() for layer, role, name, _ in self._coded]
+            for one, (layer, _, name, shape) in zip(codes, self._coded, strict=True):
+                if tuple(one.shape) != shape or one.dtype != torch.int8:
+                    raise ValueError(
+                        f"{name} of layer {layer}: {one.dtype} {list(one.shape)}; a block has {list(shape)}"
+                    )
+            tensors[CODED] = stream.encode(codes, self._rungs)
         about = _about(link)
         about["content"] = _content(about, tensors)
         return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(about)})
@@ -143,6 +185,12 @@ class BlockFormat:
 
     def _read(self, data: bytes, head: header.Header, link: Link) -> Block:
         expected, listed = self.specs(link.number), head.specs()
+        if self._coded and CODED in listed:
+            shape, dtype = listed[CODED]
+            if dtype == torch.uint8 and len(shape) == 1 and shape[0] <= self._longest:
+                expected[CODED] = listed[CODED]
+        if self._coded and CODED not in expected:
+            raise ArtifactError(f"tensors: {CODED} is not at most {self._longest} bytes of codes")
         if listed != expected:
             differ = sorted(name for name in {*listed, *expected} if listed.get(name) != expected.get(name))
             raise ArtifactError(f"tensors: {differ[:3]} are not as recipe {self.recipe.name} stores them")
@@ -159,6 +207,10 @@ class BlockFormat:
         for name, role, field, layers, _, _ in self._runs:
             for place, layer in enumerate(layers):
                 fields[layer][role][field] = tensors[name][place]
+        if self._coded and self.tensors is not None:
+            codes = stream.decode(tensors[CODED], [shape for *_, shape in self._coded], self._rungs)
+            for (layer, role, field, _), x in zip(self._coded, codes, strict=True):
+                fields[layer][role][field] = x
         nothing = torch.empty(2, len(self.held), 0, self.geometry.width, dtype=self.dtype)
         return Block(fields, tensors.get("sinks", nothing))
 

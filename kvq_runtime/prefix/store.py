@@ -21,6 +21,7 @@ from torch import Tensor
 from kvq_runtime.artifact.artifact import MAX_LAYERS, MAX_WIDTH
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.disk import strict_json
+from kvq_runtime.entropy import stream
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rope import Rotary
@@ -49,7 +50,8 @@ class PrefixBlocks:
     salt       of a tenant: blocks that are put under one are found under no other
     budget     bytes on the shelf: a number, or text such as "20GB"
 
-    Raises ValueError for a recipe whose blocks cannot be kept, ArtifactError for a folder that others can write to.
+    Raises ValueError for a recipe whose blocks cannot be kept, ArtifactError for a folder that others can write to,
+    RuntimeError where the library is missing that codes a recipe's files.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class PrefixBlocks:
         check(recipe)
         layers = tuple(sorted(range(geometry.layers) if held is None else held))
         self.coder = Coder(recipe, geometry, tensors or {}, layers, rotary)
-        self.format = BlockFormat(recipe, geometry, layers, dtype)
+        self.format = BlockFormat(recipe, geometry, layers, dtype, self.coder.tensors)
+        if self.format.coded:
+            stream.check()
         self.budget = parse_bytes(budget)
         if self.format.largest() > self.budget:
             raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.largest()} bytes")

@@ -29,8 +29,13 @@ from kvq_runtime.recipe import preset
 
 REFUSED = {name for name, recipe in RECIPES.items() if recipe.policies}
 KEPT = [name for name in RECIPES if name not in REFUSED]
-FEW = ("exact", "exact-pre", "higgs-2bit", "aqua-2bit", "kivi-2bit", "squat-pre-2bit", "svdq-2bit")
-QUICK = ("exact", "aqua-2bit", "kivi-2bit")  # of which `make test` runs what the others are put through as well
+FEW = ("exact", "exact-pre", "higgs-2bit", "aqua-2bit", "kivi-2bit", "squat-pre-2bit", "svdq-2bit", "rest-1bit")
+QUICK = (
+    "exact",
+    "aqua-2bit",
+    "kivi-2bit",
+    "rest-1bit",
+)  # of which `make test` runs what the others are put through as well
 
 
 def each(names) -> list:
@@ -195,6 +200,42 @@ def test_what_cannot_be_kept_is_refused_with_the_reason(name):
 
 def test_every_other_recipe_is_kept():
     assert len(KEPT) > 100 and all(recipe.policies for name, recipe in RECIPES.items() if name in REFUSED)
+
+
+def test_codes_of_a_file_take_fewer_bytes_and_need_the_fit_alone_to_be_read(tmp_path):
+    """Without a fit's tensors a block is checked; with those of another fit it is no block; none is longer than raw."""
+    kept, (keys, values) = store(tmp_path, "rest-1bit"), rows(2 * store(name="rest-1bit").block)
+    count = kept.put(ids(2 * kept.block), keys, values)
+    (first, second), form = kept.load(ids(count)), kept.format
+    raw = sum(part["codes"].numel() for pair in second.fields.values() for part in pair)
+    _, path = (kept.shelf.path(one) for one in chain.names(kept.root, chain.token_row(ids(count)), kept.block))  # type: ignore[attr-defined]
+    data = path.read_bytes()
+    assert len(data) < 0.8 * raw and first.fields.keys() == second.fields.keys() and not [*upkeep.damaged(tmp_path)]
+    assert form.data_bytes(1) == raw + 5 and form.largest() > form.data_bytes(0)
+    assert not any(replace(form, tensors=None).read(data)[1].fields[0][0])
+    other = replace(form, tensors=fitted.tensors(form.recipe, GEOMETRY, 1))
+    with pytest.raises(ArtifactError, match="coded: the codes are others|coded: something is left"):
+        other.read(data)
+    short = {layer: tuple({"codes": one["codes"][:-1]} for one in pair) for layer, pair in second.fields.items()}
+    with pytest.raises(ValueError, match="codes of layer 0: torch.int8 .*; a block has"):
+        form.to_bytes(replace(second, fields=short), form.read(data)[0])  # type: ignore[arg-type]
+
+
+def test_a_stream_longer_than_its_codes_is_not_decoded():
+    """However right its digest is."""
+    kept, (keys, values) = store(name="rest-1bit"), rows(store(name="rest-1bit").block)
+    kept.put(ids(kept.block), keys, values)
+    (data,), form = kept.shelf._held.values(), kept.format  # type: ignore[attr-defined]
+    link, tensors = form.read(data)[0], safetensors.torch.load(data)
+    for given in (
+        torch.zeros(form.data_bytes(1) + 1, dtype=torch.uint8),
+        tensors["coded"][None],
+        tensors["coded"].int(),
+    ):
+        bad, about = tensors | {"coded": given.contiguous()}, block_file._about(link)
+        about["content"] = block_file._content(about, bad)
+        with pytest.raises(ArtifactError, match="tensors: coded is not at most"):
+            form.from_bytes(safetensors.torch.save(bad, {"kvq": strict_json.dumps(about)}), link)
 
 
 # ---- which blocks are found

@@ -72,10 +72,11 @@ def test_a_loaded_cache_goes_on_as_the_one_that_was_kept(tmp_path, model, name):
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("name", ["aqua-2bit", "rest-1bit"])
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("kvq", marks=pytest.mark.slow)])
-def test_a_chained_recipe_is_kept_from_a_dynamic_cache(tmp_path, attention):
+def test_a_chained_recipe_is_kept_from_a_dynamic_cache(tmp_path, attention, name):
     model = random_model("qwen2", attention)
-    recipe, ids = recipe_of("aqua-2bit", model), prompt(70)
+    recipe, ids = recipe_of(name, model), prompt(70)
     tensors = fitted.tensors(recipe, geometry_of(model))
     store = PrefixStore(tmp_path, recipe_of("exact", model), model=model)
     store.recipe, blocks = recipe, store._blocks  # a fit without a calibration

@@ -39,6 +39,7 @@ SETTINGS: dict[str, list[Any]] = {  # by name; a Literal and a bool are drawn fr
     "rank": [1, 4, 64, 0, 1000],
     "keep": [0.96, 0.5, 1.0, 0.0],
     "target": [0.0, 2.0, 3.3, 0.1],
+    "step": [0.0, 0.5, 1e-3, -1.0],
     "gain": [0, 4, 8, 1],
     "covered": [0.99, 1.0, 0.5, 0.1],
     "levels": [4, 1, 2, 6, 0],

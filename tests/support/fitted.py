@@ -75,6 +75,8 @@ def _reach(quantize: Any, width: int) -> Tensor:
 
 
 def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if field == "rung":  # of latents of a deviation of some cells
+        return torch.randint(10, 22, shape, dtype=torch.uint8, generator=generator)
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     x = torch.randn(shape, generator=generator)
@@ -87,6 +89,8 @@ def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torc
         return {"deviation": 1.2, "high": 1.2, "low": -1.2}[field] * (1 + 0.05 * x)
     if field.startswith("update_"):  # of feedback: smaller than the error that it follows
         return (0.5 * x / shape[-1] ** 0.5).to(dtype)
+    if field == "cell":
+        return 0.5 * (1 + 0.05 * x)
     if field == "gain_ends":  # of tokens half and twice as large as others
         return torch.tensor([-0.7, 0.7])
     if field == "bound":

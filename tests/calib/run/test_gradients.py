@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
 
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model import find as models
@@ -15,7 +16,10 @@ from kvq_calib.run import budget, checkpoint, gradients
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
+from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
+from kvq_runtime.entropy import stream
+from kvq_runtime.hf.prefix import PrefixStore
 from kvq_runtime.recipe import ROLES, Recipe, preset
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -109,6 +113,30 @@ def test_gradients_are_of_a_few_sequences_however_long_the_text_is(model, tmp_pa
     monkeypatch.setattr(gradients, "TOKENS", 700)  # two sequences and three quarters of one
     plan = replace(a_run(model, tmp_path / "run", preset(RECIPE)).plan, chunk=2)
     assert gradients.chunks(plan) == [range(0, 2), range(2, 3)]
+
+
+@pytest.mark.parametrize("target", [1.0, 2.0])
+def test_files_of_held_out_text_take_the_target(model, tmp_path, target):
+    """The bytes of blocks of sequences that nothing was fitted to, sinks and frame left out."""
+    name = f"rest-{target:g}bit"
+    run = a_run(model, tmp_path / "run", preset(name))
+    made = runs.calibrate(run)[name]
+    geometry = made.fingerprint.geometry
+    steps = {made.recipe.scheme(layer, role).quantize.step for layer in range(3) for role in ROLES}
+    assert len(steps) == 6 and min(steps) > 0
+    text = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    store = PrefixStore(None, made, text)
+    blocks, size, elements, plan = store._blocks, 0, 0, run.plan
+    batch = corpus.select(plan.corpus, run.files.path, plan.samples, plan.seq_len, plan.seed)
+    for row_T in batch.tokens_BT[plan.samples - plan.held_out :].long():
+        cache = DynamicCache(config=text.config)
+        with torch.no_grad():
+            text(row_T[None], past_key_values=cache)
+        elements += 2 * geometry.layers * geometry.width * store.put(cache, row_T)
+        for one in blocks.load(row_T):
+            codes = [part["codes"] for pair in one.fields.values() for part in pair]
+            size += 8 * (len(stream.encode(codes, blocks.format._rungs)) - stream.HEADER)
+    assert size / elements == pytest.approx(target, rel=0.2)
 
 
 def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
+from kvq_runtime.stages.dead_zone import DeadZone
 from kvq_runtime.stages.mixed import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
@@ -97,6 +98,26 @@ def test_a_draft_has_no_gains_and_whole_predictors_where_bits_are_shared():
     plain = Scheme(Mixed(target=1.0, codebook="trellis", shared=True), predict=Linear(), rotate=Basis())
     found = share.drafted(Recipe("r", gained, gained, "pre", {2: (own, gained), 3: (plain, plain)}))
     assert found == Recipe("r", plain, plain, "pre", {2: (own, plain), 3: (plain, plain)})
+
+
+def test_one_step_is_everyone_s_where_files_are_entropy_coded():
+    """Rates that fall half a bit a step: the target's step, between two that were tried, in each place's own unit."""
+    geometry = Geometry(2, 1, 8)
+    one = Scheme(DeadZone(target=1.0, shared=True), rotate=Basis())
+    rates = [max(0.0, 6 - place / 2) for place in range(len(share.STEPS))]
+    louder = [rate + 0.5 for rate in rates]
+    notes = [{"key": {"rates": rates, "scale": 2.0}, "value": {"rates": louder, "scale": 0.5}}] * 2
+    found = share.shared_out(Recipe("r", one, one, "pre"), geometry, notes)
+    keys, values = found.scheme(1, "key").quantize, found.scheme(1, "value").quantize
+    assert keys.step * 2 == pytest.approx(values.step / 2, rel=1e-5) and not (
+        keys.shared or found.value.quantize.shared
+    )
+    assert keys.step * 2 == pytest.approx(2.0 ** ((10.5 - 28) / 2), rel=1e-5)  # 0.75 bits for keys, 1.25 for values
+    assert (keys.target, keys.channels) == (1.0, 0)
+    with pytest.raises(ValueError, match="target=6 bits; this model can have 0 to 3"):
+        six = replace(one, quantize=DeadZone(target=6.0, shared=True))
+        few = [{role: note | {"rates": [rate / 2 for rate in rates]} for role, note in notes[0].items()}] * 2
+        share.shared_out(Recipe("r", six, six, "pre"), geometry, few)
 
 
 def test_the_draft_is_fitted_to_a_few_sequences_and_by_what_shares_alone(model, tmp_path, monkeypatch):

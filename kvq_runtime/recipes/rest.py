@@ -1,0 +1,45 @@
+"""The prediction and the bases of `aqua-fisher`, with one step for all: recipes for files.
+
+    r = x - f(keys and values of two layers below, own keys) → z = r B → codes of z / step, in files entropy-coded
+
+f and B are those of `aqua_fisher.py`. There each latent channel has whole bits and a codebook of its own; here all of
+all layers are rounded by one step in the unit of the model's loss, and a file of a `PrefixStore` has as many bits of
+each code as it says something (`kvq_runtime/entropy`). What a token's codes are like the artifact knows by channel,
+and the token by its loudness.
+
+Bits in a name are what calibration's text takes in files, per element, in the mean of all layers; sinks and the frame
+of a file come on top, and other text may take more or less: `kvq prefix list` has the bytes. In memory a cache holds a
+byte for each channel that is stored at all, at any target: 3 to 8 bits. So these are recipes for prefixes that are
+kept, not for a long context in memory.
+
+Source: as `aqua_fisher.py`; Staniszewski and Łańcucki, 2025 (KVTC: entropy-coded principal components of the cache).
+Differs: KVTC's bits are by dynamic programming and its coder is DEFLATE; it predicts nothing and weighs errors alike.
+"""
+
+from dataclasses import replace
+
+from kvq_runtime.family import Family
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipes import aqua_fisher
+from kvq_runtime.stages.dead_zone import DeadZone
+
+FAMILY = Family(look=("pink", "o"), golden=("rest-1bit",), compared=(), combined=("rest",))
+
+WIDTHS = (0.5, 1.0, 1.5, 2.0, 3.0)
+
+
+def recipe(bits: float) -> Recipe:
+    """The recipe whose files take so many bits per element, in the mean over all layers, keys and values."""
+    made, rounding = aqua_fisher.recipe(bits), DeadZone(target=bits, shared=True)
+    layers = {
+        layer: (replace(key, quantize=rounding), replace(value, quantize=rounding))
+        for layer, (key, value) in made.layers.items()
+    }
+    summary = f"AQUA-KV, bases in the metric of gradients, one step, entropy-coded in files: {bits:g} bits there"
+    key, value = replace(made.key, quantize=rounding), replace(made.value, quantize=rounding)
+    return replace(made, name=f"rest-{bits:g}bit", key=key, value=value, layers=layers, summary=summary)
+
+
+def recipes() -> list[Recipe]:
+    """Half a bit to 3 bits."""
+    return [*map(recipe, WIDTHS)]
