@@ -9,6 +9,7 @@ from scheme_fit import GEOMETRY, NOWHERE, WIDTH, decoded, fitted, low_rank
 from torch import Tensor
 
 from kvq_calib.fit import rotate
+from kvq_calib.fit.allocate import water_fill
 from kvq_calib.fit.statistics import QueryMoments
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec import codec
@@ -304,3 +305,26 @@ def test_the_packed_basis_finds_the_latents_that_its_packed_dual_can_use_best(co
     nearest = rtn.decode(pack.unpack(codes, 4, WIDTH), step, low, 4).mT.numpy()
     plain = tokens @ (nearest - exact) @ dual.T @ root.T
     assert np.square(wrong).sum() < 0.7 * np.square(plain).sum()
+
+
+def test_a_metric_of_few_gradients_is_smoothed():
+    """Directions and bits by few gradients of unequal size, judged by the metric that they are of."""
+    random = np.random.default_rng(0)
+    turn = [np.linalg.qr(random.normal(size=(16, 16)))[0] for _ in range(2)]
+    true_HDD = torch.tensor(np.stack([q * np.geomspace(1, 1e-2, 16) @ q.T for q in turn]))
+    moment_CC = torch.tensor(np.cov(random.normal(size=(32, 200)) * np.geomspace(3, 0.1, 32)[:, None]))
+    roots_HDD = torch.linalg.cholesky(true_HDD).numpy()
+    ratios = []
+    for _ in range(20):
+        size_N11 = np.exp(1.5 * random.normal(size=(60, 1, 1)))
+        g_NHD = (size_N11 * random.normal(size=(60, 2, 16)))[..., None, :] @ roots_HDD.transpose(0, 2, 1)
+        few_HDD = torch.tensor(np.einsum("nhd,nhe->hde", g_NHD[..., 0, :], g_NHD[..., 0, :]) / 60)
+        smoothed, plain = rotate.gradient_metric(few_HDD), rotate.query_metric(few_HDD)  # a tenth, a thousandth
+        costs = []
+        for metric_CC in (smoothed, plain):
+            values_C, basis_CC, dual_CC = eigen.eigen_in(metric_CC, moment_CC)
+            bits = torch.tensor(water_fill(values_C, 64, [4.0**-b for b in range(8)]))
+            error_C = 4.0**-bits * (basis_CC * (moment_CC @ basis_CC)).sum(0)
+            costs.append(float((error_C * (dual_CC * (torch.block_diag(*true_HDD) @ dual_CC)).sum(0)).sum()))
+        ratios.append(costs[0] / costs[1])
+    assert np.mean(ratios) < 0.97
