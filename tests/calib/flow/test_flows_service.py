@@ -6,14 +6,16 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from uuid import UUID
 
+import patience
 import psutil
 import pytest
 import tiny
-from patience import held, lives, until
+from patience import held, lives
 from webhook import free_port, listening
 
 from kvq_runtime.registry import resolve as registry
@@ -21,6 +23,7 @@ from kvq_runtime.registry import resolve as registry
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 ROOT = Path(__file__).parents[3]
 CANARY = "hf_" + "canary" * 5
+until = partial(patience.until, pause=1.0)  # each question is work for the server, too
 
 
 @pytest.fixture
