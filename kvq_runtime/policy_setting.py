@@ -20,7 +20,7 @@ POLICY_SLOTS = ("window", "select", "online")  # keys of a recipe's JSON under w
 
 @dataclass(frozen=True)
 class PolicySetting(ABC):
-    """What a recipe says of a policy.
+    """A policy's settings in a recipe.
 
     kind               its name in JSON, unique in its slot
     slot               the key of a recipe's JSON under which it stands: "window" (how long tokens stay exact), "select"
@@ -70,11 +70,11 @@ class PolicySetting(ABC):
         return None
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """What it holds for each row of so many tokens, in bytes by kind, beside what `extra_bits` says."""
+        """Bytes that it holds for each row of `tokens` tokens, by kind, without those of `extra_bits`."""
         return {}
 
     def extra_bits(self, role: Role, dtype: torch.dtype) -> float:
-        """What it stores beside each encoded element of keys or values, in bits; `dtype` is the model's."""
+        """Bits that it stores beside each encoded element of keys or values; `dtype` is the model's."""
         return 0.0
 
 

@@ -279,7 +279,7 @@ def families() -> dict[str, list[Recipe]]:
 
 
 def facts() -> dict[str, Family]:
-    """What each of these files says of its recipes, in `FAMILY`."""
+    """Return the `FAMILY` of each file of recipes."""
     return {name: _file(name).FAMILY for name in _files()}
 
 

@@ -44,7 +44,7 @@ def encodes(recipe: Recipe, length: int) -> bool:
 
 
 def fit_tokens(recipe: Recipe, length: int) -> int | None:
-    """Of how many tokens of a window, its first ones, a recipe that is fitted to its prompt is fitted; else None."""
+    """Return how many first tokens of a window a recipe is fitted to, if it is fitted to its prompt; else None."""
     online: Any = recipe.policy("online")
     if online is None:
         return None

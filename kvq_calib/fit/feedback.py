@@ -56,7 +56,7 @@ class QuerySums:
 
 
 def deviations(stage: Feedback, queries: Queries, held: Queries) -> list[float]:
-    """Of the held-out queries from the 1, 2, ..., D leading directions, over all heads."""
+    """Return how far held-out queries deviate from the 1, 2, ..., D leading directions, over all heads."""
     vectors_HDD = torch.linalg.eigh(queries.moment(stage.queries)).eigenvectors.flip(-1)
     moment_HDD = held.moment(stage.queries)
     inside_HD = (vectors_HDD * (moment_HDD @ vectors_HDD)).sum(-2).cumsum(-1)

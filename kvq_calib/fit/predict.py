@@ -31,7 +31,7 @@ Kind = Mean | Linear | MLP
 
 
 def statistics(stage: Kind) -> tuple[str, ...]:
-    """What a fit needs: of a mean nothing more than that."""
+    """Return the names of the statistics that a fit needs; a mean needs none."""
     if isinstance(stage, MLP):
         return ("input_rows",) if stage.tokens == "sample" else ("inputs", "input_chunks")
     return ("inputs",) if isinstance(stage, Linear) else ()

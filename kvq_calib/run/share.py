@@ -41,7 +41,7 @@ STEPS = tuple(
 
 
 def shares(scheme: Scheme) -> bool:
-    """Whether the scheme's bits are a part of the recipe's."""
+    """True if the scheme's bits are a part of the recipe's."""
     return getattr(scheme.quantize, "shared", False)
 
 

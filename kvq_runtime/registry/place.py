@@ -130,6 +130,6 @@ class Place(ABC):
         return ""
 
     def hint(self, name: str) -> str:
-        """What the message about a missing name ends with."""
+        """Return the end of the message about a missing name."""
         names = self.names()
         return f"there are {', '.join(names[:8])}" if names else "it is empty; kvq-calibrate publishes artifacts"

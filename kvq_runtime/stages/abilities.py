@@ -32,7 +32,7 @@ class ScaledLookup(Protocol):
 
 
 class PackedCodes(NamedTuple):
-    """How a quantizer's codes are attended to without decoding: x = scale_g · y + low_g for the elements of group g.
+    """A quantizer's codes, to attend to without decoding: x = scale_g · y + low_g for the elements of group g.
 
     group   elements of a group
     read    packed codes → y, float32, the elements of each row in `order`

@@ -87,7 +87,7 @@ class Inputs(NamedTuple):
 
 
 class Predictor(Stage):
-    """What is subtracted from keys or values before they are rotated and rounded: a mean at least.
+    """A prediction that is subtracted from keys or values before they are rotated and rounded: a mean at least.
 
     cross_layer   whether it reads other decoded tensors, so that layers are encoded and decoded in order
     """

@@ -63,7 +63,7 @@ class HubRegistry(Registry):
             return sorted(name for name in ask.names(self.org) if reference.is_name(name))
 
     def hint(self, name: str) -> str:
-        """What the message about a missing name ends with."""
+        """Return the end of the message about a missing name."""
         return "its repository has no kvq.json; kvq push and kvq-calibrate --push publish there"
 
     def last_commit(self, name: str) -> str:

@@ -61,7 +61,7 @@ def publishing_commit(repo: str, version: Version) -> str | None:
 
 
 def published_by(repo: str, version: Version, commit: str) -> bool:
-    """Whether the last event of kvq.json at a commit is this publication."""
+    """True if the last event of kvq.json at a commit is this publication."""
     return _ends_with(index.at(repo, commit), version)
 
 
