@@ -4,7 +4,6 @@ from typing import Any
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.recipes import higgs
 from kvq_runtime.store.break_even import smaller_from
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
@@ -28,5 +27,5 @@ def costs(recipe: Recipe, geometry: Geometry, length: int) -> dict[str, Any]:
         f"bytes_at_{TOKENS}": there.total,
         f"exact_bytes_at_{TOKENS}": there.exact,
         "shared_bytes": shared,
-        "smaller_from": smaller_from(recipe, geometry, shared, higgs.plain(), asymptotic_bits),
+        "smaller_from": smaller_from(recipe, geometry, shared),
     }
