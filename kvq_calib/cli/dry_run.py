@@ -103,7 +103,7 @@ def _time(work: Run) -> dict[str, float]:
         layer.forward(hidden).h_BTE.cpu()  # which waits for the device
         taken.append(time.perf_counter() - begun)
     passes = float(budget.ROUNDS if plan.budgets else 1)
-    if any(map(gradients.wanted, plan.recipes)):  # down through what all have gone up through once
+    if plan.descends:  # down through what all have gone up through once
         passes += 3 * sum(map(len, gradients.chunks(plan))) / plan.samples
     elif any(map(share.wanted, plan.recipes)):
         passes += share.draft(plan).tokens / plan.tokens

@@ -104,7 +104,7 @@ def prepare(run: Run, stream: Stream) -> None:
         for index, rows in enumerate(plan.chunks):
             tokens = tokens_BT[rows.start : rows.stop]
             checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / passes.file("hidden", index))
-        if any(map(gradients.wanted, plan.recipes)):
+        if plan.descends:
             found = gradients.collect(run, stream, batch.tokens_BT, folder, record["seconds"])
             checkpoint.save(found, folder / gradients.FILE)
 

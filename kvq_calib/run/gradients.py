@@ -31,7 +31,6 @@ from kvq_calib.run.run import Run
 from kvq_runtime.geometry import ROLES, Role
 from kvq_runtime.recipe import Recipe
 
-TOKENS = 4096  # of the fit part: those of a draft
 TILE = 256  # tokens whose logits are computed at once
 FILE = "gradients.safetensors"
 
@@ -43,7 +42,7 @@ def wanted(recipe: Recipe) -> bool:
 
 def chunks(plan: Plan) -> list[range]:
     """The sequences that gradients are of, chunk by chunk."""
-    return plan.beginning(TOKENS).chunks
+    return plan.beginning().chunks
 
 
 def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: dict[str, float]) -> dict[str, Tensor]:

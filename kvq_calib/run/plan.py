@@ -18,6 +18,7 @@ from kvq_runtime.ops import product
 from kvq_runtime.recipe import Recipe
 
 CHUNK_TOKENS = 8192
+BEGINNING = 4096  # tokens of the fit part that a draft is fitted to, and that gradients are of
 MEASURED = 4  # chunks of a text that the settings of a budget are measured on
 
 
@@ -97,10 +98,15 @@ class Plan:
         """Tokens in all, of the corpus."""
         return self.samples * self.seq_len
 
-    def beginning(self, tokens: int) -> "Plan":
-        """The plan of the first sequences that are fitted on, at least `tokens` tokens if there are, and no other."""
-        count = min(math.ceil(tokens / self.seq_len), self.samples - self.held_out)
+    def beginning(self) -> "Plan":
+        """The plan of the first sequences that are fitted on, at least BEGINNING tokens if there are, and no other."""
+        count = min(math.ceil(BEGINNING / self.seq_len), self.samples - self.held_out)
         return replace(self, samples=count, held_out=0, transfer=None, transfer_samples=0)
+
+    @property
+    def descends(self) -> bool:
+        """True if a fit needs the model's gradients, which the hidden states of all layers are kept for."""
+        return any("gradients" in scheme.needs for recipe in self.recipes for scheme in recipe.schemes)
 
     @property
     def depth(self) -> int:
@@ -141,10 +147,11 @@ class Plan:
         decoded = tokens * 2 * width * 2 * len(self.recipes)
         inside = min(token_rows, TILE) * 3 * files.inner  # an MLP at work
         chunk = (token_rows * (6 * files.hidden + 8 * width) + inside) * itemsize
+        kept = self.beginning().tokens * files.hidden * itemsize * (self.geometry.layers - 1) if self.descends else 0
         return {
             "layer": layer,
             "chunk": chunk,
-            "disk": 2 * hidden + tokens * 2 * width * itemsize + (self.depth + 2) * decoded,
+            "disk": 2 * hidden + tokens * 2 * width * itemsize + (self.depth + 2) * decoded + kept,
         }
 
 

@@ -34,7 +34,6 @@ from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
 
-TOKENS = 4096  # of the fit part, that a draft is fitted to
 STEPS = tuple(
     2.0 ** (place / 2) for place in range(-28, 3)
 )  # in √nats, that rates of entropy-coded places are noted at
@@ -53,7 +52,7 @@ def wanted(recipe: Recipe) -> bool:
 def draft(plan: Plan) -> Plan:
     """The plan of the draft: of the recipes that share, to the first sequences."""
     recipes = tuple(filter(wanted, plan.recipes))
-    return replace(plan.beginning(TOKENS), recipes=recipes, draft=True, budgets={}, vocabularies={})
+    return replace(plan.beginning(), recipes=recipes, draft=True, budgets={}, vocabularies={})
 
 
 def drafted(recipe: Recipe) -> Recipe:

@@ -110,7 +110,7 @@ def test_errors_cost_half_their_square_in_nats(tmp_path):
 
 
 def test_gradients_are_of_a_few_sequences_however_long_the_text_is(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(gradients, "TOKENS", 700)  # two sequences and three quarters of one
+    monkeypatch.setattr(plans, "BEGINNING", 700)  # two sequences and three quarters of one
     plan = replace(a_run(model, tmp_path / "run", preset(RECIPE)).plan, chunk=2)
     assert gradients.chunks(plan) == [range(0, 2), range(2, 3)]
 

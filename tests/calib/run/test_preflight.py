@@ -14,7 +14,9 @@ from kvq_calib.bench import rounds
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.cli import dry_run
 from kvq_calib.job import Job, preflight
+from kvq_calib.run import plan as plans
 from kvq_runtime.ops import product
+from kvq_runtime.recipe import preset
 
 PLENTY = 1 << 50
 
@@ -101,6 +103,16 @@ def test_what_a_run_needs_is_what_its_files_and_weights_take(job):
     assert (
         found["disk"] == 2 * tokens * hidden * size + captured + 3 * decoded
     )  # of this layer, of the one it reads, and one more
+
+
+def test_hidden_states_that_gradients_keep_are_counted(job, monkeypatch):
+    """Of each layer but the last, above which nothing is fitted: 256 tokens, where the run has 384 to fit on."""
+    monkeypatch.setattr(plans, "BEGINNING", 200)
+    work = replace(job, recipes=("aqua-fisher-2bit",)).prepare()
+    plain = replace(work.plan, recipes=tuple(map(preset, ["aqua-2bit"])))
+    found, less = work.plan.needs(work.files)["disk"], plain.needs(work.files)["disk"]
+    read = 4 * 128 * 2 * 32 * 2 * (work.plan.depth - plain.depth)  # decoded layers below
+    assert found - less == 256 * 64 * 4 * (2 - 1) + read
 
 
 @pytest.mark.parametrize("free, says", [({"disk": 1}, "the run needs"), ({"memory": 1}, "a layer and a chunk need")])

@@ -122,7 +122,7 @@ def test_one_step_is_everyone_s_where_files_are_entropy_coded():
 
 def test_the_draft_is_fitted_to_a_few_sequences_and_by_what_shares_alone(model, tmp_path, monkeypatch):
     """Three of four sequences: what the fourth says changes nothing of the draft, nor do those held out."""
-    monkeypatch.setattr(share, "TOKENS", 3 * 256)
+    monkeypatch.setattr(plans, "BEGINNING", 3 * 256)
     other = preset("aqua-2bit")
     whole = a_run(model, tmp_path / "run", everywhere("shared-1bit", 1.0), other)
     stream, changed = runs.start(whole), checkpoint.folder_of(whole.folder, -1) / passes.file("hidden", 0)
