@@ -131,7 +131,7 @@ class BlockFormat:
 
     @property
     def coded(self) -> bool:
-        """Whether any fields are entropy-coded."""
+        """True if any fields are entropy-coded."""
         return bool(self._coded)
 
     def data_bytes(self, number: int) -> int:

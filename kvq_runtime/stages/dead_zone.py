@@ -81,6 +81,3 @@ class DeadZone(Quantizer):
     ) -> Tensor:
         """Decode to float32 [N, T, R]."""
         return ladder.decode(fields["codes"], tensors["cell"], tensors["rung"])
-
-    def check_tokens(self, geometry: Geometry) -> None:
-        """Single tokens are rows of the codes."""
