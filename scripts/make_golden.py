@@ -108,10 +108,10 @@ def collected(layer: int, tables: Pair, scheme: SchemeFit, data: Blocks, context
         sums = QuerySums(GEOMETRY, tables, fitted=1)
         sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
         return sums.value()[0]
-    if field == "metric" and "gradients" in scheme.scheme.needs:  # queries stand for them
+    if field == "metric" and "gradients" in scheme.scheme.needs:  # queries stand for them, of which there are enough
         before = collected(layer, tables, scheme, data, context, "queries").before
         assert before is not None
-        return rotate.gradient_metric(before)
+        return rotate.query_metric(before)
     if field == "metric" and scheme.codec.role == "key":
         asked = collected(layer, tables, scheme, data, context, "queries")
         return rotate.query_metric(asked.moment(scheme.scheme.rotate.queries))

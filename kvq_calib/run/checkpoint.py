@@ -103,15 +103,14 @@ def verify(run: Path, layer: int, kinds: tuple[str, ...] | None = None) -> None:
 
 def thin(run: Path, layer: int, depth: int, last: bool) -> None:
     """Delete what no layer above `layer` reads: older hidden states, older decoded keys and values."""
+    gone = [path for path in folder_of(run, -1).glob("stream-*") if last or path.name < stream_file(layer + 2)]
     for older in range(-1, layer + 1):
         for path in folder_of(run, older).glob("*-?????.safetensors"):
             if last or older <= layer - depth or (older < layer and path.name.startswith("hidden-")):
-                path.unlink()
-                faults.point("thin.unlinked")
-    for path in folder_of(run, -1).glob("stream-*"):
-        if last or path.name < stream_file(layer + 2):
-            path.unlink()
-            faults.point("thin.unlinked")
+                gone.append(path)
+    for path in gone:
+        path.unlink()
+        faults.point("thin.unlinked")
 
 
 def stream_file(layer: int, index: int | None = None) -> str:

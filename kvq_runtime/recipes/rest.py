@@ -23,7 +23,7 @@ from kvq_runtime.recipe import Recipe
 from kvq_runtime.recipes import aqua_fisher
 from kvq_runtime.stages.dead_zone import DeadZone
 
-FAMILY = Family(look=("pink", "o"), golden=("rest-1bit",), compared=(), combined=("rest",))
+FAMILY = Family(look=("pink", "o"), golden=("rest-1bit",), compared=("rest-1bit",), combined=("rest",))
 
 WIDTHS = (0.5, 1.0, 1.5, 2.0, 3.0)
 

@@ -56,7 +56,7 @@ def test_the_error_of_a_gaussian_channel(bits):
     assert error < latent.distortion(bits) / 1.2
 
 
-@pytest.mark.parametrize("bits", range(1, latent_path.MOST + 1))
+@pytest.mark.parametrize("bits", range(1, latent_path.MAX_BITS + 1))
 def test_what_stands_for_paths_has_their_moments(bits):
     """Size of what is decoded, and what it has in common with what was encoded: all that a linear fit reads."""
     z, deviation = 3 * numbers(20, 60, 128, seed=8), torch.full((60,), 3.0)
