@@ -19,7 +19,7 @@ from kvq_calib.fit.statistics import MeanVariance, Moments
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget, checkpoint, gradients, passes, sensitivity, share
 from kvq_calib.run.passes import RecipeWork
-from kvq_calib.run.plan import set_arithmetic
+from kvq_calib.run.plan import by_gradients, set_arithmetic
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
@@ -168,7 +168,7 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
     query_sums = None
     schemes = [scheme for recipe in plan.recipes for scheme in recipe.schemes]
     asked = any("queries" in scheme.needs for scheme in schemes)
-    if plan.budgets or asked or (plan.draft and not all(map(gradients.wanted, plan.recipes))):
+    if plan.budgets or asked or (plan.draft and not all(map(by_gradients, plan.recipes))):
         query_sums = QuerySums(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
     energy, counted = 0.0, 0
     shared = passes.Capture(run, stream, layer, folder, frozenset(sums), query_sums)
@@ -220,7 +220,7 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
     A prediction from I inputs, fitted to n tokens, leaves 1 - I / n as much of them as of others."""
     run, recipe = work.run, work.recipe
     roles: list[Role] = [role for role in ROLES if share.shares(recipe.scheme(work.layer, role))]
-    if gradients.wanted(recipe):
+    if by_gradients(recipe):
         cost = {role: float(_gradients(work, role).diagonal(dim1=-2, dim2=-1).mean()) for role in roles}
     else:
         assert collected.queries is not None, "bits are shared out by what queries make of errors"

@@ -26,18 +26,12 @@ from torch import Tensor
 
 from kvq_calib.model.streamed import Head, Stream
 from kvq_calib.run import checkpoint
-from kvq_calib.run.plan import Plan
+from kvq_calib.run.plan import Plan, by_gradients
 from kvq_calib.run.run import Run
 from kvq_runtime.geometry import ROLES, Role
-from kvq_runtime.recipe import Recipe
 
 TILE = 256  # tokens whose logits are computed at once
 FILE = "gradients.safetensors"
-
-
-def wanted(recipe: Recipe) -> bool:
-    """True if a fit needs gradients."""
-    return any("gradients" in scheme.needs for scheme in recipe.schemes)
 
 
 def chunks(plan: Plan) -> list[range]:
@@ -52,7 +46,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
     folder    for hidden states; those between layers stay
     seconds   to note what the way up and the way down took
     """
-    sinks = sorted({recipe.window.sinks for recipe in run.plan.recipes if wanted(recipe)})
+    sinks = sorted({recipe.window.sinks for recipe in run.plan.recipes if by_gradients(recipe)})
     sums: dict[str, Tensor] = {}
     plan, layers, parts = run.plan, run.plan.geometry.layers, chunks(run.plan)
     indices = range(len(parts))

@@ -106,7 +106,7 @@ class Plan:
     @property
     def descends(self) -> bool:
         """True if a fit needs the model's gradients, which the hidden states of all layers are kept for."""
-        return any("gradients" in scheme.needs for recipe in self.recipes for scheme in recipe.schemes)
+        return any(map(by_gradients, self.recipes))
 
     @property
     def depth(self) -> int:
@@ -153,6 +153,11 @@ class Plan:
             "chunk": chunk,
             "disk": 2 * hidden + tokens * 2 * width * itemsize + (self.depth + 2) * decoded + kept,
         }
+
+
+def by_gradients(recipe: Recipe) -> bool:
+    """True if a fit of the recipe needs the model's gradients."""
+    return any("gradients" in scheme.needs for scheme in recipe.schemes)
 
 
 def environment(device: str, dtype: str, threads: int) -> dict:

@@ -34,9 +34,8 @@ from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
 
-STEPS = tuple(
-    2.0 ** (place / 2) for place in range(-28, 3)
-)  # in √nats, that rates of entropy-coded places are noted at
+# in √nats, at which the rates of entropy-coded places are noted
+STEPS = tuple(2.0 ** (place / 2) for place in range(-28, 3))
 
 
 def shares(scheme: Scheme) -> bool:

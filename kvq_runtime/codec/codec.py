@@ -26,7 +26,7 @@ from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_run, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages import groups
 from kvq_runtime.stages import stage as contract
-from kvq_runtime.stages.abilities import LinearPrediction, ScaledLookup, SingleTokens
+from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens
 from kvq_runtime.stages.stage import SLOTS, Quantizer, Site, Specs
 
 _CPU = torch.device("cpu")
@@ -166,7 +166,7 @@ class Codec:
     def approximated(self, x_NTC: Tensor, context: Context) -> Tensor:
         """What `encode_decode` decodes to, or, where encoding takes a search, what has errors like it without one."""
         quantize = self.scheme.quantize
-        if not quantize.searches or self.scheme.correct is not None:
+        if not isinstance(quantize, Approximated) or not quantize.searches or self.scheme.correct is not None:
             return self.encode_decode(x_NTC, context)[1]
         predicted = self.predicted(context)
         x = self.residual(x_NTC, replace(context, predicted=predicted))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Tensors
 
 
@@ -69,6 +70,20 @@ class SingleTokens(Protocol):
         tensors: Tensors = NOTHING,
     ) -> Tensor:
         """One token in each of these blocks, of `block` tokens, from fields [blocks, ...]: [N, V], as `decode`."""
+        ...
+
+
+@runtime_checkable
+class Approximated(Protocol):
+    """A quantizer whose encoding may take a search, for which fits that only read what is decoded have a stand-in."""
+
+    @property
+    def searches(self) -> bool:
+        """True if encoding takes a search under these settings."""
+        ...
+
+    def approximated(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> Tensor:
+        """Return other numbers than encoding and decoding would give, with errors of the same moments: [N, R, V]."""
         ...
 
 

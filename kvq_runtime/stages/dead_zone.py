@@ -48,10 +48,6 @@ class DeadZone(Quantizer):
         if self.shared and not self.target:
             raise ValueError("shared=True, but there is no target to share; give one")
 
-    @property
-    def shares_budget(self) -> bool:
-        return self.shared
-
     def stored(self, width: int) -> int:
         """R: how many latent channels are stored."""
         if self.channels > width:

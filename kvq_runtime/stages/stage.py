@@ -209,15 +209,6 @@ class Quantizer(Stage):
         out   a float32 [N, R, W] that may be decoded into; what is returned counts
         """
 
-    @property
-    def searches(self) -> bool:
-        """Whether encoding takes a search, so that a fit which only reads what is decoded does with `approximated`."""
-        return False
-
-    def approximated(self, x_NRW: Tensor, rotation: rotations.Rotation, tensors: Tensors, geometry: Geometry) -> Tensor:
-        """What encoding and decoding would give but for the search: other numbers, with errors of the same moments."""
-        raise NotImplementedError(f"{self.kind} searches nothing; encode and decode")
-
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place in a row of the j-th decoded element, int64 [V]."""
         return torch.arange(self.stored(width))

@@ -8,6 +8,8 @@ A *run* is (first, last + 1) of the blocks of one slab. Tensors are [B, T, C] or
 A role is a number here: keys 0, values 1.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -50,15 +52,12 @@ class Decoder:
             whole = self._room(role, window_BTC, store.length)
             whole[:, store.encoded :] = window_BTC
             out.append(whole)
-        if self.keep and store.blocks:
+        if self.keep:
             for whole, history_BTC in zip(out, self._decoded_once(layer), strict=True):
                 whole[:, : store.encoded] = history_BTC
-        for run in () if self.keep else store.runs():
-            decoded = self._pair(layer, run) if self.recipe.cross_layer else None
-            for role, whole in enumerate(out):
-                room = whole[:, slice(*store.tokens(run))]
-                x_NTC = self._decode(store, role, run, room) if decoded is None else decoded[role]
-                self._restore(store, role, x_NTC, run, room)
+        else:
+            for run in store.runs():
+                self._read(layer, run, [whole[:, slice(*store.tokens(run))] for whole in out])
         if store.encoded:
             for role, whole in enumerate(out):
                 store.put_sinks(role, whole[:, : store.encoded])
@@ -139,6 +138,13 @@ class Decoder:
         self._fresh.clear()
         self._rooms.clear()
 
+    def _read(self, layer: int, run: Run, outs: Sequence[Tensor]) -> None:
+        """Decode a run of blocks into keys and values as they are read, [B, T, C] each; sinks are not put back."""
+        store, decoded = self.stores[layer], self._pair(layer, run) if self.recipe.cross_layer else None
+        for role, out_BTC in enumerate(outs):
+            x_NTC = self._decode(store, role, run, out_BTC) if decoded is None else decoded[role]
+            self._restore(store, role, x_NTC, run, out_BTC)
+
     def _decoded_once(self, layer: int) -> Pair:
         """All decoded blocks of a layer, [B, encoded, C] each, sinks not put back; only new ones are decoded."""
         store, block = self.stores[layer], self.stores[layer].window.block
@@ -146,18 +152,13 @@ class Decoder:
         for first, stop in store.runs():
             run = max(first, keys_BTC.shape[1] // block), stop
             if run[0] < stop:
-                decoded = self._pair(layer, run) if self.recipe.cross_layer else (None, None)
-                keys_BTC = torch.cat([keys_BTC, self._read(store, 0, run, decoded[0])], 1)
-                values_BTC = torch.cat([values_BTC, self._read(store, 1, run, decoded[1])], 1)
+                new_2BTC = keys_BTC.new_empty(2, store.rows, (stop - run[0]) * block, self.geometry.width)
+                self._read(layer, run, list(new_2BTC))
+                keys_BTC, values_BTC = (
+                    torch.cat(parts, 1) for parts in zip((keys_BTC, values_BTC), new_2BTC, strict=True)
+                )
         self._history[layer] = keys_BTC, values_BTC
         return keys_BTC[:, : store.encoded], values_BTC[:, : store.encoded]
-
-    def _read(self, store: LayerStore, role: int, run: Run, decoded_NTC: Tensor | None) -> Tensor:
-        """A run of blocks as it is read, [B, T, C], in memory of its own; sinks are not put back."""
-        start, stop = store.tokens(run)
-        out_BTC = store.buffer_2BTC.new_empty(store.rows, stop - start, self.geometry.width)
-        self._restore(store, role, self._decode(store, role, run) if decoded_NTC is None else decoded_NTC, run, out_BTC)
-        return out_BTC
 
     def _pair(self, layer: int, run: Run) -> Pair:
         """The decoded, centred blocks of a run in this layer, [B·n, block, C] each; carried for the layers above."""
