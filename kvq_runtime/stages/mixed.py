@@ -199,14 +199,18 @@ class Mixed(Quantizer):
         return self.codebook == "trellis"
 
     def approximated(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> Tensor:
-        """What codes and `decode` give, bfloat16 [N, T, R], with `latent_path.like` in place of paths."""
+        """What codes and `decode` give, bfloat16 [N, T, R], `latent_path.like` in place of paths of 2 bits or more.
+
+        Paths of one bit are searched: a search of few steps is cheap, and `like` supposes Gaussian channels. On
+        SmolLM2-135M half a bit fitted to it diverged by 0.137 nats, fitted to paths by 0.125.
+        """
         z_NRT, _, gain_NT = self._over_gains(rotate(x_NRW, rotation).mT, tensors, geometry)
         found = []
         for part, bits, own in self._parts(geometry.width, _of_channels(tensors)):
-            if self._in_paths(bits):
+            if self._in_paths(bits) and bits > 1:
                 found.append(latent_path.like(z_NRT[:, part], own["deviation"], bits))
             else:
-                found.append(self._values(self._codes(z_NRT[:, part], own, bits), own, bits))
+                found.append(self._values(self._codes(z_NRT[:, part], own, bits, gain_NT), own, bits))
         values_NRT = torch.cat(found, 1)
         return (values_NRT if gain_NT is None else gain_NT[:, None] * values_NRT).bfloat16().mT
 

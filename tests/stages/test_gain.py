@@ -42,6 +42,14 @@ def by_hand(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return best, np.array(tried[best])
 
 
+def test_what_a_fit_reads_in_place_of_paths_is_paths_at_one_bit():
+    stage, z = replace(STAGE, codebook="trellis"), latents()
+    decoded = stage.decode(stage.encode(z, None, TENSORS, GEOMETRY), 16, GEOMETRY, TENSORS)
+    stood_in = stage.approximated(z, None, TENSORS, GEOMETRY)
+    same = (decoded == stood_in).all(dim=1).all(dim=0)
+    assert same.tolist() == [False] * 4 + [True] * 5  # channels of 4, 2, 2, 2 bits, then of one
+
+
 def test_the_gain_with_the_least_error_is_taken():
     z = latents()
     fields = STAGE.encode(z, None, TENSORS, GEOMETRY)
