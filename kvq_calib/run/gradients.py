@@ -102,10 +102,10 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
 
 def above(run: Run, layer: int, index: int) -> Tensor:
     """The hidden states above a layer, of as many of a chunk's sequences as there are: those gradients are of."""
-    rows, path = run.plan.chunks[index], checkpoint.folder_of(_kept(run), -1) / checkpoint.stream_file(layer + 1, index)
-    if index >= run.plan.fitted_chunks or not path.is_file():
+    path = checkpoint.folder_of(_kept(run), -1) / checkpoint.stream_file(layer + 1, index)
+    if not path.is_file():
         return torch.empty(0, run.plan.seq_len, run.files.hidden, dtype=getattr(torch, run.plan.dtype))
-    return checkpoint.load(path)["hidden"][: len(rows)]
+    return checkpoint.load(path)["hidden"]
 
 
 def verify(run: Run, layer: int) -> None:

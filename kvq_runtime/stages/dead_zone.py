@@ -59,11 +59,6 @@ class DeadZone(Quantizer):
         count = (self.stored(geometry.width),)
         return {"cell": (count, torch.float32), "rung": (count, torch.uint8)}
 
-    def check(self, site: Site) -> None:
-        if site.scheme.axis != "token":
-            raise ValueError('dead zones are of the channels of a token; use axis "token"')
-        super().check(site)
-
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
         """A byte for each stored channel of each token, which comes first."""
         return {"codes": ((rows, self.stored(width)), torch.int8)}
