@@ -2,6 +2,8 @@
 
 import sys
 import zlib
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,6 +79,17 @@ def test_what_is_not_the_stream_is_refused():
         given = torch.tensor([*data], dtype=torch.uint8)
         with pytest.raises(ArtifactError, match="coded: "):
             stream.decode(given, shapes(codes), rungs)
+
+
+def test_words_that_no_code_takes_are_refused(monkeypatch):
+    """The right codes, on top of words that a coder held before."""
+    codes, rungs = places()
+    held = partial(stream._stack().AnsCoder, np.array([3, 5, 7], np.uint32))
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "_stack", lambda: SimpleNamespace(AnsCoder=held))
+        coded = stream.encode(codes, rungs)
+    with pytest.raises(ArtifactError, match="left after the last code"):
+        stream.decode(coded, shapes(codes), rungs)
 
 
 def test_another_artifact_s_rungs_are_told():

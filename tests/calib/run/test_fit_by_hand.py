@@ -25,6 +25,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.recipes import aqua, rtn
+from kvq_runtime.stages.predict import Linear
 
 SAMPLES, HELD_OUT, SEQ_LEN, SINKS, GROUP = 6, 2, 256, 4, 16
 FITTED = SAMPLES - HELD_OUT
@@ -53,8 +54,7 @@ def calibrated(model: Path, folder: Path, *recipes: Recipe) -> list[Artifact]:
 # ---- against numpy
 
 
-@pytest.fixture(scope="module")
-def projected(model) -> list[dict[str, Array]]:
+def projections(model: Path) -> list[dict[str, Array]]:
     """Keys before RoPE and values of each layer, [sequences, tokens, channels], as transformers runs the model."""
     tokens = corpus.select(str(model / "corpus.txt"), model, SAMPLES, SEQ_LEN, seed=0).tokens_BT.long()
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -69,6 +69,11 @@ def projected(model) -> list[dict[str, Array]]:
     with torch.no_grad():
         whole(tokens)
     return found
+
+
+@pytest.fixture(scope="module")
+def projected(model) -> list[dict[str, Array]]:
+    return projections(model)
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +110,13 @@ def predicted(z: Array, tensors: dict[str, Tensor]) -> Array:
     return bfloat16(z @ weight + bfloat16(bias))
 
 
-def check(found: Artifact, layer: int, role: str, x: Array, inputs: list[Array]) -> Array:
+def check(
+    found: Artifact, layer: int, role: str, x: Array, inputs: list[Array], fitted_on: list[Array] | None = None
+) -> Array:
     """Compare one scheme's tensors and measures with those by hand; returns what is decoded, centred, as inputs are.
 
-    inputs   what its prediction reads: decoded keys and values, centred
+    inputs      what its prediction reads: decoded keys and values, centred
+    fitted_on   what it is fitted on in their place
     """
     start = f"layers.{layer}.{role}.predict."
     tensors = {name.removeprefix(start): t for name, t in found.tensors.items() if name.startswith(start)}
@@ -118,7 +126,7 @@ def check(found: Artifact, layer: int, role: str, x: Array, inputs: list[Array])
     assert sorted(tensors) == (["bias", "mean", "weight"] if inputs else ["mean"])
     if inputs:
         z = np.concatenate(inputs, -1)
-        rows, target = of_fitted(z), of_fitted(centred)
+        rows, target = of_fitted(np.concatenate(fitted_on or inputs, -1)), of_fitted(centred)
         away, off = rows - rows.mean(0), target - target.mean(0)
         covariance = away.T @ away / len(rows)
         damped = covariance + 1e-3 * np.trace(covariance) / len(covariance) * np.eye(len(covariance))
@@ -148,6 +156,27 @@ def test_a_run_fits_what_numpy_fits_to_the_decoded_layer_below(projected, made):
     value = check(made, 0, "value", first["value"], [])
     own = check(made, 1, "key", second["key"], [key])
     check(made, 1, "value", second["value"], [own, value])
+
+
+@pytest.mark.parametrize("fit", ["decoded", "clean"])
+def test_a_prediction_from_two_layers_reads_each_of_them(tmp_path, fit):
+    """The third layer's; fitted on what is decoded there, or on what it is decoded from, without its mean."""
+    (model := tmp_path / "model").mkdir()
+    tiny.save(model, layers=3)
+    tiny.text(model)
+    scheme = replace(BY_HAND.key, predict=Linear(below=(1, 2), fit=fit))
+    (found,) = calibrated(model, tmp_path / "run", replace(BY_HAND, key=scheme, value=scheme))
+    exact: dict[str, list[Array]] = {"key": [], "value": []}
+    decoded: dict[str, list[Array]] = {"key": [], "value": []}
+    for layer, both in enumerate(projections(model)):
+        for role, x in both.items():
+            exact[role].append(bfloat16(x - found.tensors[f"layers.{layer}.{role}.predict.mean"].numpy()))
+        for role, x in both.items():
+            inputs, clean = (
+                [*([part["key"][layer]] if role == "value" and layer else []), *part[role][:layer][::-1]]
+                for part in (decoded, exact)
+            )
+            decoded[role].append(check(found, layer, role, x, inputs, clean if fit == "clean" else None))
 
 
 # ---- against runs with something else in the place of what must not count

@@ -201,14 +201,21 @@ def test_a_finished_run_holds_no_activations(model, tmp_path, monkeypatch):
 
 
 def test_what_is_kept_is_read(model, tmp_path, monkeypatch):
-    """Hidden states above the last layer, its decoded values, and what nothing predicts from are not written."""
-    kept, read, save, load = set(), set(), checkpoint.save, checkpoint.load
-    monkeypatch.setattr(checkpoint, "save", lambda tensors, path: (kept.add(_place(path)), save(tensors, path)))
+    """Hidden states above the last layer, its decoded values, and what nothing predicts from are not written; what is,
+    has the dtype that a cache carries."""
+    kept, read, decoded, save, load = set(), set(), set(), checkpoint.save, checkpoint.load
+
+    def saving(tensors, path):
+        kept.add(_place(path))
+        decoded.update(x.dtype for x in tensors.values() if re.search("-(key|value)-", path.name))
+        save(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save", saving)
     monkeypatch.setattr(checkpoint, "load", lambda path, *args: (read.add(_place(path)), load(path, *args))[1])
     runs.calibrate(
         a_run(model, tmp_path, ("aqua-2bit", "aqua-2bit+all.predict.below=1,2", "mean-higgs-2bit"), samples=4)
     )
-    assert kept == read
+    assert kept == read and decoded == {torch.bfloat16}
     assert {name for layer, name in kept if layer == "layer-0003"} >= {"aqua-2bit-key-00000.safetensors"}
 
 

@@ -105,19 +105,22 @@ def test_one_step_is_everyone_s_where_files_are_entropy_coded():
     geometry = Geometry(2, 1, 8)
     one = Scheme(DeadZone(target=1.0, shared=True), rotate=Basis())
     rates = [max(0.0, 6 - place / 2) for place in range(len(share.STEPS))]
-    louder = [rate + 0.5 for rate in rates]
+    louder = [rate + 0.3 for rate in rates]
     notes = [{"key": {"rates": rates, "scale": 2.0}, "value": {"rates": louder, "scale": 0.5}}] * 2
     found = share.shared_out(Recipe("r", one, one, "pre"), geometry, notes)
     keys, values = found.scheme(1, "key").quantize, found.scheme(1, "value").quantize
     assert keys.step * 2 == pytest.approx(values.step / 2, rel=1e-5) and not (
         keys.shared or found.value.quantize.shared
     )
-    assert keys.step * 2 == pytest.approx(2.0 ** ((10.5 - 28) / 2), rel=1e-5)  # 0.75 bits for keys, 1.25 for values
+    assert keys.step * 2 == pytest.approx(2.0 ** ((10.3 - 28) / 2), rel=1e-5)  # 0.85 bits for keys, 1.15 for values
     assert (keys.target, keys.channels) == (1.0, 0)
     with pytest.raises(ValueError, match="target=6 bits; this model can have 0 to 3"):
         six = replace(one, quantize=DeadZone(target=6.0, shared=True))
         few = [{role: note | {"rates": [rate / 2 for rate in rates]} for role, note in notes[0].items()}] * 2
         share.shared_out(Recipe("r", six, six, "pre"), geometry, few)
+    with pytest.raises(ValueError, match="target=1 bits; this model can have 2 to 8"):
+        many = [{role: note | {"rates": [rate + 2 for rate in rates]} for role, note in notes[0].items()}] * 2
+        share.shared_out(Recipe("r", one, one, "pre"), geometry, many)
 
 
 def test_the_draft_is_fitted_to_a_few_sequences_and_by_what_shares_alone(model, tmp_path, monkeypatch):
