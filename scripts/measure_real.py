@@ -246,12 +246,14 @@ def fit(home: Home, args: argparse.Namespace) -> int:
         runs = [plain[start : start + args.together] for start in range(0, len(plain), args.together)]
         for run in [*runs, *([name] for name in names if automatic(name) is not None)]:
             begun, spent = time.perf_counter(), time.process_time()
-            for name, made in _fitted(home, run, on).items():
+            made = _fitted(home, run, on)
+            for name in run:
                 path = home.artifact(name, on)
                 disk.make_folder(path.parent)
                 if automatic(name) is None:
                     disk.save(path.with_suffix(".json"), _stated(name))
-                disk.save(path, artifact.to_bytes(made))
+                called = name if automatic(name) is not None else recipe_text.read(name).name
+                disk.save(path, artifact.to_bytes(made[called]))
             seconds = f"{time.perf_counter() - begun:.0f} s, {time.process_time() - spent:.0f} of processors"
             print(f"{', '.join(run)}, fitted on {on}: {seconds}", file=sys.stderr, flush=True)
     return 0

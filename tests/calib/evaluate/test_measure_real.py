@@ -1,6 +1,7 @@
 """The runner for a real model, on a tiny one: nothing is measured twice, and what it finds is a page's record."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import tiny
 
 from kvq_calib.evaluate import positions
 from kvq_calib.report import plots, tables
+from kvq_runtime.artifact import artifact
 from kvq_runtime.recipe import presets
 from scripts import compare_page, measure_real, real_page, real_records, real_use
 
@@ -85,6 +87,13 @@ def test_a_second_call_measures_what_is_missing_alone(results, monkeypatch, caps
     again = json.loads(path.read_text().splitlines()[-1])
     assert len(calls) == 1 and len(path.read_text().splitlines()) == len(lines)
     assert again["key"] == gone["key"] and again["part"] == gone["part"]
+
+
+def test_a_recipe_with_a_setting_is_kept_under_the_words_that_asked_for_it(results):
+    words, name = results[1][: results[1].index("--recipes")], "mean-higgs-2bit+window.sinks=2"
+    assert measure_real.main(["fit", *words, "--recipes", name, "--on", "wikitext"]) == 0
+    (kept,) = Path(os.environ["KVQ_HOME"]).glob(f"real/*/wikitext-3x200/{name}.safetensors")
+    assert artifact.load(kept).recipe.window.sinks == 2
 
 
 def test_lines_make_a_page(results, tmp_path):
