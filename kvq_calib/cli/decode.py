@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvq_calib.cli.asked import device_of, dtype_of, progress_bar, protocol_of
+from kvq_calib.cli.arguments import device_of, dtype_of, progress_bar, protocol_of
 from kvq_calib.evaluate import decode
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import Subject, keep

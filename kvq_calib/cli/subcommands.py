@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from kvq_calib.cli.asked import device_of, dtype_of, progress_bar, protocol_of
+from kvq_calib.cli.arguments import device_of, dtype_of, progress_bar, protocol_of
 from kvq_runtime.cli.table import print_table
 
 

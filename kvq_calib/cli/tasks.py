@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.cli.asked import device_of, dtype_of, progress_bar, protocol_of
+from kvq_calib.cli.arguments import device_of, dtype_of, progress_bar, protocol_of
 from kvq_calib.evaluate import cases, tasks
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import Subject, keep
