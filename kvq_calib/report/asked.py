@@ -1,18 +1,60 @@
-"""Write the sections of a card on tasks that were answered and on greedy text that was followed, in Markdown."""
+"""Read answers to tasks, and where greedy text was left, out of evaluation records: for pages, and for cards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq_calib.report import decode_table, task_table
-from kvq_calib.report.captions import size_of
+from kvq_calib.report.captions import size_of, where
 from kvq_calib.report.names import name_of
 from kvq_calib.report.sections import markdown_table
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.card import TASKS
 from kvq_runtime.registry.measured import DECODE, SPOKEN
 
+Record = Mapping[str, Any]
+_CELL = ("length", "depth", "accuracy")
+_FIGURES = ("reason", "kl", "kl_se", "top1", "trend", "windows", "bins")
 
-def sections(records: Sequence[Mapping[str, Any]]) -> list[str]:
+
+def tasks(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """A row a record, protocol, task and metric: its value, standard error and texts, the 16-bit model's value, and
+    cells by length and depth."""
+    return [
+        {
+            **{name: one.get(name) for name in ("protocol", "task", "metric", "value", "se", "texts")},
+            "of_16_bit": one["reference"], "cells": _cells(record["result"]["protocols"][one["protocol"]], one["task"]),
+        }
+        for record in records if measured.of_tasks(record)
+        for one in measured.answers(record) if one.get("value") is not None
+    ]  # fmt: skip
+
+
+def _cells(part: Mapping[str, Any], task: str) -> list[dict[str, Any]]:
+    """Accuracy by length and depth, where it was counted so; not of lm-eval's tasks."""
+    return [{name: one[name] for name in _CELL} for one in part.get("cells", []) if one["task"] == task]
+
+
+def greedy(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """What each record found, as `evaluate/decode.py` writes it, with "about", a sentence on what was followed.
+
+    Records of a registry may be by anybody: what cannot be laid out is left out.
+    """
+    return [found for record in records if (found := _greedy(record)) is not None]
+
+
+def _greedy(record: Record) -> dict[str, Any] | None:
+    try:
+        if record["protocol"].get("name") != DECODE:
+            return None
+        part = record["result"]["protocols"][DECODE]
+        found = {name: part[name] for name in _FIGURES if name in part}
+        decode_table.row(found), decode_table.positions(found)  # what cannot be laid out is left out
+        return {"about": f"{where(record)}. {decode_table.about([record])}", **found}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return None
+
+
+def sections(records: Sequence[Record]) -> list[str]:
     """A section of the records of tasks, and one of those of greedy text, where there are any."""
     found = []
     if tasks := [one for one in records if measured.of_tasks(one)]:
@@ -24,7 +66,7 @@ def sections(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _tasks(record: Mapping[str, Any]) -> str:
+def _tasks(record: Record) -> str:
     """Write one record: how the tasks were asked, then a row a task, metric and protocol, beside the 16-bit model."""
     rows = []
     for answer in measured.answers(record):
@@ -49,6 +91,6 @@ def _tasks(record: Mapping[str, Any]) -> str:
     return f"{said}\n\n{markdown_table(rows)}"
 
 
-def _model(record: Mapping[str, Any]) -> str:
+def _model(record: Record) -> str:
     model = record["protocol"]["model"]
     return f"`{model['id']}`, **{size_of(model['parameters'])} parameters**"

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvq_calib.report import tables
-from kvq_calib.report.page import asked, earlier, health, losses, neighbours
+from kvq_calib.report import asked, tables
+from kvq_calib.report.page import earlier, health, losses, neighbours
 from kvq_calib.report.sections import corpus_of, model_of
 from kvq_runtime import __version__
 from kvq_runtime.artifact import folder
