@@ -4,13 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq_calib.report.page import health, losses
+from kvq_calib.report.page.words import change, figure
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.diff import diff
+from kvq_runtime.cli.table import percent
 from kvq_runtime.registry.events import State, Version
+from kvq_runtime.registry.measured import SPOKEN
 from kvq_runtime.registry.registry import Registry
+from kvq_runtime.store.memory import human
 
 Record = Mapping[str, Any]
+Rows = list[dict[str, Any]]
 MAX_LINES = 60  # lines of settings that differ; more are counted
 
 
@@ -75,3 +80,39 @@ def _losses(mine: Record | None, theirs: Record | None) -> list[dict[str, Any]]:
 
 def _token_digest(record: Record | None) -> Any:
     return (record["protocol"].get("text") or {}).get("token_digest") if record else None
+
+
+def losses_rows(before: Mapping[str, Any]) -> Rows:
+    """Losses beside those of the last version."""
+    return [
+        {
+            "text": one["text"],
+            "protocol": SPOKEN.get(one["protocol"], one["protocol"]),
+            "KL, nats: before": figure(one["kl_before"]),
+            "now": figure(one["kl"]),
+            "change": _change(one["kl_before"], one["kl"]),
+            "perplexity against 16 bit: before": change(one["relative_before"]),
+            "now ": change(one["relative"]),
+        }
+        for one in before["losses"]
+    ]
+
+
+def sizes_rows(before: Mapping[str, Any]) -> Rows:
+    """Bits and bytes beside those of the last version."""
+    rows = []
+    for one in before["sizes"]:
+        bits = one["what"] == "bits"
+        what = "bits per element, of one more token" if bits else f"all bytes at {one['tokens']:,} tokens"
+        old, new = (f"{one[side]:.4g}" if bits else human(one[side]) for side in ("before", "now"))
+        rows.append({"size": what, "before": old, "now": new, "change": _change(one["before"], one["now"])})
+    return rows
+
+
+def _change(before: float | None, now: float | None) -> str:
+    return "" if before is None or now is None or not before else percent((now - before) / abs(before))
+
+
+def settings_rows(before: Mapping[str, Any]) -> Rows:
+    """Settings that are not those of the last version."""
+    return [{"part": r["part"], "setting": r["name"], "before": r["a"], "now": r["b"]} for r in before["settings"]]

@@ -1,12 +1,10 @@
-"""Figures of pages in the same words everywhere, and the text where nothing was measured."""
+"""Figures of pages in the same words everywhere, "" where one is not known."""
 
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from kvq_calib.report.page.html import Html, tag
 from kvq_runtime.cli.table import percent
-from kvq_runtime.registry.verdict import COLOURS
 
 Known = Mapping[str, Any]
 
@@ -16,16 +14,9 @@ def reference(known: Known) -> str:
     return f"{known['name']}@{known['version']}" if known["version"] else str(known["name"])
 
 
-def judged(found: Mapping[str, Any]) -> Html:
-    """A verdict, which leads a page: its word in its colour, what it is about, and a caution where there is one."""
-    word = tag("b", str(found["word"]), class_=f"verdict {COLOURS[found['word']]}")
-    caution = [" ", tag("span", f"Caution: {found['caution']}.", class_="warn")] if found.get("caution") else []
-    return tag("p", word, f" {found['why']}.", *caution)
-
-
-def missing(*commands: str) -> Html:
-    """Say that nothing was measured, with the commands that measure it."""
-    return tag("div", tag("p", "Not measured. What measures it:", class_="soft"), tag("pre", "\n".join(commands)))
+def named(one: Mapping[str, Any]) -> str:
+    """Return the label of a point."""
+    return reference({"version": None} | dict(one))
 
 
 def model_of(known: Known) -> str:
@@ -35,13 +26,18 @@ def model_of(known: Known) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Three digits that count; "" where it is not known."""
+    """Three digits that count."""
     return "" if value is None else f"{value:.3g}"
 
 
 def fixed(value: float | None) -> str:
     """Three decimals."""
     return "" if value is None else f"{value:.3f}"
+
+
+def exact(value: float | None) -> str:
+    """All digits, for a program."""
+    return "" if value is None else repr(value)
 
 
 def share(value: float | None, form: str = ".0%") -> str:

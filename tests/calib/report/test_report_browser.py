@@ -14,7 +14,7 @@ from browser import Page, browser
 from matplotlib.image import imread
 
 from kvq_calib.report.page import known, version, wall, whole
-from kvq_calib.report.page.html import Html, document
+from kvq_calib.report.page.html import environment
 from kvq_runtime.registry.local.registry import LocalRegistry
 
 pytestmark = pytest.mark.slow
@@ -125,7 +125,8 @@ def test_the_policy_stops_what_would_slip_through(page, tmp_path):
         there = f"http://127.0.0.1:{server.server_port}"
         evil = f"<script>document.title='run'; fetch('{there}/fetch').catch(() => 0)</script><img src='{there}/image'>"
         evil += f"<p style='color: red' onclick='0'>x</p><link rel=stylesheet href='{there}/style'>"
-        text = document("title", Html(evil), script=False)
+        page_of = environment().from_string("{% extends 'page.html' %}{% block body %}{{ evil|safe }}{% endblock %}")
+        text = page_of.render(title="title", kvq="1", evil=evil)
         page.show(saved(text, tmp_path))
         assert page.run("document.title") == "title" and heard.asked == []
         assert any("Content Security Policy" in problem for problem in page.problems)
