@@ -67,7 +67,9 @@ def _short(points: Rows) -> list[Point]:
 @_drawn
 def _grid(*given: Any) -> Figure:
     """Right answers by task, length and depth."""
-    return grid(*given)
+    figure = grid(*given)
+    figure.set_figwidth(max(figure.get_figwidth(), 10))  # as wide as the others, so that letters are as large
+    return figure
 
 
 def answers(tasks: Rows) -> Markup | None:

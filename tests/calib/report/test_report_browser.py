@@ -10,6 +10,7 @@ from pathlib import Path
 import many_versions as many
 import numpy as np
 import pytest
+import tiny_artifact as tiny
 from browser import Page, browser
 from matplotlib.image import imread
 
@@ -102,6 +103,26 @@ def test_a_registry_sorts_and_filters(page, tmp_path):
     assert page.run("document.querySelector('output').textContent") == "2 of 24"
     page.show(address + "#production")
     assert len(page.run(cells.format("name"))) == 12
+
+
+def test_what_is_to_look_at_is_seen_without_scrolling(page, tmp_path):
+    """In two lines on a screen of 1200 pixels; on a narrow one as long as it needs, and in the window."""
+    store = LocalRegistry(tmp_path / "registry")
+    sha256 = store.publish("llama-3.1-8b-aqua-zipcache-2bit", tiny.data()).sha256
+    for kl, seed in ((0.3, 0), (0.5, 202614)):
+        store.add_evaluation(many.record(sha256, kl, seed=seed))
+    found = whole.of_registry(store, datetime(2026, 11, 23, tzinfo=UTC))
+    (row,) = found["versions"]
+    assert ["too lossy" in row["needs"][0], "drifted" in row["needs"][1]] == [True, True]
+    address = saved(wall.page(found | {"versions": [row, row | {"needs": []}]}), tmp_path)
+    for width, lines in ((1200, 2), (400, 6)):
+        page.show(address, width=width)
+        (left, right, height), (*_, empty) = page.run("""Array.from(
+            document.querySelectorAll('.sorted tbody td:last-child'), (cell) => {
+                const box = cell.getBoundingClientRect();
+                return [box.left, box.right, box.height]})""")
+        assert 0 <= left < right <= width and 10 < height < 24 * lines
+        assert empty == 0, "nothing to look at takes no room"
 
 
 class _Heard(BaseHTTPRequestHandler):
