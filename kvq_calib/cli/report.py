@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kvq_calib.report.page import known, version, wall, whole
-from kvq_calib.report.page.losses import sound
 from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import where
 from kvq_runtime.cli.exit_codes import say
@@ -19,6 +18,7 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import NotFound
 from kvq_runtime.registry.reference import Reference, parse
 from kvq_runtime.registry.resolve import choose, open_registry, resolve
+from kvq_runtime.registry.sound import of_text
 
 LIMIT = 1 << 28  # bytes of a file of records
 
@@ -83,7 +83,7 @@ def _records(file: str | None) -> list[Mapping[str, Any]]:
         found = json.loads(files.read(Path(file), LIMIT))
     except ValueError as error:
         raise ValueError(f"--compare {file}: {error}; give what kvq compare --output wrote") from None
-    if not isinstance(found, list) or len(sound(found)) < len(found):
+    if not isinstance(found, list) or len(of_text(found)) < len(found):
         raise ValueError(f"--compare {file}: no list of records; give what kvq compare --output wrote")
     return found
 

@@ -152,7 +152,8 @@ def about_text(record: Mapping[str, Any], name: str = "") -> str:
     given = record["protocol"]
     text, found = given["text"], given["text"].get("overlap")
     known = "" if name in ("", text["source"]) else f"{name}: "
-    said = f"{known}{given['windows']} windows of {given['length']} tokens of {text['source']}, {text['split']} part"
+    said = f"{known}{given['windows']} windows of {given['length']} tokens of {text['source']}"
+    said += f", {text['split']} part" if text.get("split") else ""
     if found is None:
         return f"{said}; what they share with the fit part was not measured."
     less = f" {found['dropped_documents']} documents ({found['dropped_tokens']} tokens) that repeat it are left out."
@@ -198,7 +199,7 @@ def relative(result: Mapping[str, Any]) -> str:
 def standard_error(part: Mapping[str, Any]) -> float | None:
     """The standard error of a relative perplexity over windows; None of fewer than three windows, which give none."""
     windows = part.get("windows", {}).get("loss")  # records of version 1 do not keep them
-    return None if windows is not None and len(windows) < 3 else part["relative_se"]
+    return None if windows is not None and len(windows) < 3 else part.get("relative_se")
 
 
 def by_layer(artifact: Artifact) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.registry import measured, verdict
 from kvq_runtime.registry.measured import SPOKEN
-from kvq_runtime.registry.sound import sound
+from kvq_runtime.registry.sound import of_text
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -51,14 +51,14 @@ def unlike(a: Artifact, b: Artifact) -> str | None:
 
 def _pairs(of_a: Records, of_b: Records) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Records of the same text by the same protocol, of the most tokens first."""
-    left, right = sound(of_a), sound(of_b)
+    left, right = of_text(of_a), of_text(of_b)
     pairs = [(one, other) for one in left for other in right if _windows(one) and _windows(one) == _windows(other)]
     return sorted(pairs, key=lambda pair: -pair[0]["protocol"].get("windows", 0) * pair[0]["protocol"].get("length", 0))
 
 
 def _windows(record: Mapping[str, Any]) -> Any:
     """Return what two records share if their figures can be compared; None: this one has no figures."""
-    if not measured.of_text(record) or measured.decisive(record) is None:
+    if measured.decisive(record) is None:
         return None
     given = record["protocol"]
     digest = (given.get("text") or {}).get("token_digest")

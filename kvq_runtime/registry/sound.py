@@ -116,3 +116,24 @@ def _plain(value: Any) -> bool:
 def sound(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The records that are."""
     return [record for record in records if is_sound(record)]
+
+
+def of_text(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The records of predicted text that are, and on each text name windows, and figures or why there are none."""
+    return [
+        record
+        for record in sound(records)
+        if measured.of_text(record)
+        and "recipe" in record["result"]
+        and all(map(_is_whole, (record, *measured.elsewhere(record).values())))
+    ]
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    given = record["protocol"]
+    named = "source" in (given.get("text") or {}) and min(given.get("windows", 0), given.get("length", 0)) > 0
+    told = [
+        "reason" in part or ({"perplexity", "relative"} <= part.keys() and not isinstance(part.get("windows"), list))
+        for part in measured.parts(record).values()
+    ]
+    return named and told != [] and all(told)

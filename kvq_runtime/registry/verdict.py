@@ -12,7 +12,7 @@ from typing import Any
 from kvq_runtime.errors import Conflict
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.measured import SPOKEN
-from kvq_runtime.registry.sound import is_sound
+from kvq_runtime.registry.sound import of_text
 
 RELATIVE, KL = 0.10, 0.1  # of perplexity, above that of 16 bit; nats per token
 FEWEST = 8  # sequences to fit on
@@ -51,11 +51,8 @@ def of_record(record: Mapping[str, Any] | None) -> Verdict:
 
 
 def of_records(records: Iterable[Mapping[str, Any]], fitted: str | None = None) -> Verdict:
-    """Judge by the record that counts: on the text of the fit, by full encode, on the most tokens, of no drift check.
-
-    fitted   the text of the fit; None: not known
-    """
-    return of_record(max(filter(_counts, records), key=lambda one: rank(one, fitted), default=None))
+    """Judge by the record that counts."""
+    return of_record(main(records, fitted))
 
 
 def of_version(registry: Any, name: str, version: Any) -> Verdict:
@@ -90,19 +87,19 @@ def thinness(provenance: Mapping[str, Any]) -> str | None:
     return thin(samples, held) if type(samples) is int and type(held) is int else None
 
 
-def _counts(record: Mapping[str, Any]) -> bool:
-    """True if a record is sound, of text, and has figures."""
-    if not is_sound(record) or not measured.of_text(record):
-        return False
-    protocol = measured.decisive(record)
-    return protocol is not None and "relative" in (measured.figures(record, protocol) or {})
+def main(records: Iterable[Mapping[str, Any]], fitted: str | None = None) -> Mapping[str, Any] | None:
+    """The record that counts for a version: with figures, of no drift check, on the text of the fit, by full encode, on
+    the most tokens, in this order. None: it was not measured.
 
+    fitted   the text of the fit; None: not known
+    """
 
-def rank(record: Mapping[str, Any], fitted: str | None) -> tuple[bool, bool, bool, float]:
-    """How much a sound record of text counts, as `of_records` says it."""
-    given, full = record["protocol"], measured.figures(record, measured.FULL) is not None
-    source = (given.get("text") or {}).get("source")
-    return week(record) is None, source == fitted, full, given.get("windows", 0) * given.get("length", 0)
+    def rank(record: Mapping[str, Any]) -> tuple[bool, bool, bool, bool, float]:
+        given, protocol = record["protocol"], measured.decisive(record)
+        usual, own = week(record) is None, given["text"]["source"] == fitted
+        return protocol is not None, usual, own, protocol == measured.FULL, given["windows"] * given["length"]
+
+    return max(of_text(records), key=rank, default=None)
 
 
 def week(record: Mapping[str, Any]) -> int | None:

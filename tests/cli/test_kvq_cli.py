@@ -60,9 +60,10 @@ def test_list_goes_on_after_a_damaged_name(store, kvq):
 
 def test_show_has_everything_about_a_version(store, as_json, kvq):
     found = resolve.resolve(NAME)
-    result = {"perplexity": 12.5, "relative": 0.0004792, "top1": 0.9933}
+    result = {"recipe": "tiny", "perplexity": 12.5, "relative": 0.0004792, "top1": 0.9933}
+    about = {"text": {"source": "book"}, "windows": 4, "length": 64}
     store.add_evaluation(
-        {"artifact": found.sha256, "corpus": "c" * 64, "protocol": {}, "environment": {}, "result": result}
+        {"artifact": found.sha256, "corpus": "c" * 64, "protocol": about, "environment": {}, "result": result}
     )
     store.promote(NAME, "1.0.1")
     shown = as_json("show", NAME)
@@ -77,8 +78,8 @@ def test_show_has_everything_about_a_version(store, as_json, kvq):
     assert lead == f"{NAME} 1.0.1; 6 bits; usable: perplexity +0.0%, in use; production"
     assert code == 0 and ["fingerprint.qk_norm", "no"] in [line.split() for line in top]
     assert [line.split() for line in evaluations[1:]] == [
-        ["perplexity", "relative", "top1"],
-        ["12.5", "+0.05%", "99.33%"],
+        ["text", "windows", "length", "perplexity", "relative", "top1"],
+        ["book", "4", "64", "12.5", "+0.05%", "99.33%"],
     ]
     assert ["fingerprint.rope.rope_theta", "10000"] in [line.split() for line in top]
     assert fit[1].split()[:2] == ["layer", "key"] and [line.split()[0] for line in fit[2:]] == ["0", "1"]

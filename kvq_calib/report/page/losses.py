@@ -13,7 +13,7 @@ from kvq_calib.report.tables import about_text, standard_error, text_name
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.registry import measured, verdict
 from kvq_runtime.registry.measured import FULL, IN_USE
-from kvq_runtime.registry.sound import is_sound
+from kvq_runtime.registry.sound import of_text
 from kvq_runtime.registry.verdict import week
 
 Record = Mapping[str, Any]
@@ -24,32 +24,9 @@ def number(value: Any) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def sound(records: Iterable[Record]) -> list[Record]:
-    """The records of perplexity that are sound, and name their windows and figures."""
-    return [record for record in records if is_sound(record) and _is_whole(record)]
-
-
-def _is_whole(record: Record) -> bool:
-    try:
-        for one in (record, *measured.elsewhere(record).values()):
-            given = one["protocol"]
-            about_text(one)
-            found = [part for part in measured.parts(one).values() if "reason" not in part]
-            if any(part.get(name) is None for part in found for name in ("perplexity", "relative")):
-                return False
-            if not measured.parts(one) or not given["length"] > 0 or not given["windows"] > 0:
-                return False
-            [(kl_error(part), standard_error(part)) for part in found]
-        return record["result"].get("recipe") is not None
-    except (AttributeError, KeyError, TypeError, ValueError):  # what a page needs and another reader does not
-        return False
-
-
-def main(records: Sequence[Record], made: Artifact | None) -> Record | None:
-    """The record that stands for a version: on the text that it was fitted to, by full encode, on the most tokens, and
-    none of a later week if there is another. None: it was not measured."""
-    fitted = source(made)
-    return max(sound(records), key=lambda one: verdict.rank(one, fitted), default=None)
+def main(records: Iterable[Record], made: Artifact | None) -> Record | None:
+    """The record that stands for a version. None: it was not measured."""
+    return verdict.main(records, source(made))
 
 
 def source(made: Artifact | None) -> str | None:
@@ -80,7 +57,7 @@ def _figures(part: Record) -> dict[str, Any]:
     read = number(shares.get("attention")) if isinstance(shares, Mapping) else None
     names = ("perplexity", "reference_perplexity", "relative", "kl", "top1")
     return {name: number(part.get(name)) for name in names} | {
-        "relative_se": number(standard_error(part)) if "relative_se" in part else None,
+        "relative_se": number(standard_error(part)),
         "kl_se": kl_error(part),
         "decoded": read,
     }
@@ -112,7 +89,7 @@ def about(record: Record) -> dict[str, Any]:
 def gate(records: Sequence[Record]) -> list[dict[str, Any]]:
     """The verdicts on bounds that records hold, the latest week last."""
     found = []
-    for record in sorted(sound(records), key=lambda one: week(one) or 0):
+    for record in sorted(of_text(records), key=lambda one: week(one) or 0):
         verdict = record["result"].get("gate")
         if isinstance(verdict, Mapping) and isinstance(verdict.get("bounds"), Mapping):
             failed = [str(one) for one in verdict.get("failed") or []]
@@ -126,7 +103,7 @@ def gate(records: Sequence[Record]) -> list[dict[str, Any]]:
 def weekly(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return the results of drift checks: a row a week, in their order."""
     found = []
-    for record in sorted((one for one in sound(records) if week(one)), key=lambda one: week(one) or 0):
+    for record in sorted((one for one in of_text(records) if week(one)), key=lambda one: week(one) or 0):
         row = deciding(rows(record))
         found.append({"week": week(record), "kl": row and loss(row), "relative": row and row["relative"]})
     return found
@@ -135,7 +112,7 @@ def weekly(records: Sequence[Record]) -> list[dict[str, Any]]:
 def brief(records: Sequence[Record]) -> list[dict[str, Any]]:
     """A line a record and text and protocol, of all that the registry has of the version."""
     found = []
-    for record in sound(records):
+    for record in of_text(records):
         for row in rows(record):
             found.append({"week": week(record)} | {name: row.get(name) for name in _BRIEF})
     return found

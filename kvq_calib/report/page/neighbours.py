@@ -10,6 +10,7 @@ from kvq_runtime.registry import measured
 from kvq_runtime.registry.events import Version
 from kvq_runtime.registry.measured import FULL
 from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.sound import of_text
 
 Record = Mapping[str, Any]
 
@@ -22,7 +23,7 @@ def found(
     own        the record that stands for the version; None: it was not measured, and there are no others to find
     compared   records of the caller: of the same model, or a ValueError; those that are not sound are left out
     """
-    compared = losses.sound(compared)
+    compared = of_text(compared)
     mine = list(rows([own], {"name": name, "version": version.version, "this": True})) if own else []
     if own is not None:
         for record in compared:
@@ -38,7 +39,7 @@ def found(
 
 def rows(records: Sequence[Record], about: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
     """A point a record with figures by full encode."""
-    for record in losses.sound(records):
+    for record in of_text(records):
         part = measured.figures(record, FULL)
         bits = losses.number((record["result"].get("bits") or {}).get("asymptotic"))
         if part is not None and bits is not None:
@@ -55,7 +56,7 @@ def _beside(registry: Registry, name: str, version: Version, own: Record) -> Ite
             state = registry.state(other)
             for one in state.versions.values():
                 if (other, one.version) != (name, version.version) and one.yanked is None:
-                    records = losses.sound(registry.evaluations(one.sha256, other))
+                    records = of_text(registry.evaluations(one.sha256, other))
                     same = next((record for record in records if _windows(record) == _windows(own)), None)
                     yield from rows([same] if same else [], {"name": other, "version": one.version})
         except (ArtifactError, NotFound, PermissionError):

@@ -73,7 +73,7 @@ def _loss(registry: Registry, name: str, version: Version, fitted: str | None) -
         records = sound(registry.evaluations(version.sha256, name))
     except UNREADABLE as error:
         return found | {"failed": [], "damage": str(error)}
-    main = losses.main(records, None)
+    main = verdict.main(records, fitted)
     verdicts = losses.gate(records)
     found["failed"] = verdicts[-1]["failed"] if verdicts else []
     judged = verdict.of_records(records, fitted)

@@ -75,7 +75,10 @@ def harmless(text: str) -> Reader:
 def test_a_page_says_what_is_known(store):
     first, second = many.published(store)
     found = known.of_version(store, "tiny-2bit", "1.1.0")
-    read = harmless(version.page(json.loads(json.dumps(found))))
+    text = version.page(json.loads(json.dumps(found)))
+    widths = [float(width) for width in re.findall(r'<svg viewBox="0 0 ([\d.]+)', text)]
+    assert len(widths) == 4 and min(widths) >= 720, "stretched to one width, a narrow picture has the larger letters"
+    read = harmless(text)
     for fact in (
         "tiny-2bit@1.1.0", "+2.00%", "0.02 ± 0.0", "demo-code", "kl 0.01: KL divergence, nats, full encode: 0.02",
         "90.0% ± 4.0%", "54%", first, second, "-50.00%", "Measured on the same windows", "key.quantize.bits",
@@ -120,6 +123,22 @@ def test_the_verdict_leads_every_page_in_a_word_and_a_colour(store, kvq, tmp_pat
     links = re.findall(r'href="([^"#]+)"', (tmp_path / "pages" / "index.html").read_text())
     assert sorted(set(links)) == ["lossy-v1.0.0.html", "tiny-2bit-v1.0.0.html", "tiny-2bit-v1.1.0.html"]
     assert all((tmp_path / "pages" / link).is_file() for link in links)
+
+
+def test_a_verdict_is_of_the_record_whose_losses_are_shown(store):
+    sha256 = store.publish("tiny-2bit", tiny.data()).sha256
+    other = many.record(sha256, 0.9, windows=40)
+    other["protocol"]["text"]["source"] = "code"
+    for record in (other, many.record(sha256, 0.02)):
+        store.add_evaluation(record)
+    (row,) = whole.of_registry(store, NOW)["versions"]
+    assert (row["verdict"], row["kl"]) == ("usable", 0.02), "on the text of the fit, though others are longer"
+    part = many.record(store.publish("part", tiny.data(3)).sha256, 0.02)
+    for figures in part["result"]["protocols"].values():
+        del figures["perplexity"]
+    store.add_evaluation(part)
+    found = known.of_version(store, "part", "1.0.0")
+    assert (found["verdict"]["word"], found["losses"]) == ("not measured", []), "half a record is none"
 
 
 def test_what_was_not_measured_names_its_command(store):
