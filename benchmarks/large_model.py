@@ -28,7 +28,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvq_calib.job import Job, complete, run
+from kvq_calib.job.job import Job
+from kvq_calib.job.prepare import prepare
+from kvq_calib.job.run import complete, run
 from kvq_calib.model import find as models
 
 BOUND = 1.25
@@ -100,11 +102,12 @@ def _weight(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
 def _measured(place: Path, settings: dict) -> dict:
     # so large a piece goes back to the system when it is freed: what is in use is counted, not what malloc keeps
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    run(Job(str(place / "warm-up"), run=str(place / "warm"), publish=False, evaluate=False, **settings))
+    alone = settings | {"publish": False, "evaluate": False}
+    run(Job.from_settings(model=str(place / "warm-up"), run=str(place / "warm"), **alone))
     if settings["device"] != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    job = Job(str(place / "model"), run=str(place / "run"), publish=False, evaluate=False, **settings)
-    work = job.prepare()
+    job = Job.from_settings(model=str(place / "model"), run=str(place / "run"), **alone)
+    work = prepare(job)
     plan = work.plan
     with _watched() as most:
         done, seconds = complete(job, work)

@@ -8,7 +8,7 @@ from prefect import flow
 from prefect.states import Failed, State
 
 from kvq_calib.flow.flow import calibrated
-from kvq_calib.job import Job
+from kvq_calib.job.job import Job
 from pipelines import parameters as p
 
 

@@ -3,7 +3,7 @@
 from prefect import flow
 
 from kvq_calib.flow.flow import calibrated
-from kvq_calib.job import Job
+from kvq_calib.job.job import Job
 from pipelines import parameters as p
 
 

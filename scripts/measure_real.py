@@ -40,7 +40,8 @@ from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.evaluate.record import Protocol, load_model, weights
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.evaluate.witness import WitnessCache
-from kvq_calib.job import Job
+from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
+from kvq_calib.job.prepare import prepare
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import calibrate
@@ -267,12 +268,10 @@ def _stated(recipe: str) -> bytes:
 def _fitted(home: Home, names: Sequence[str], on: str) -> dict[str, Any]:
     """Artifacts by name. A run of the same goes on where it was stopped; what it has is of this code alone."""
     args, budget = home.args, automatic(names[0])
-    job = Job(
-        str(home.files.path), ("auto",) if budget else tuple(names), (budget,) if budget else (), corpus=source(on),
-        transfer="none", samples=args.samples, seq_len=args.fit_length, dtype="float32", threads=args.threads,
-        publish=False, evaluate=False,
-    )  # fmt: skip
-    work = job.prepare(files=home.files)
+    what = What(str(home.files.path), ("auto",) if budget else tuple(names), (budget,) if budget else ())
+    text = Text(source(on), args.samples, args.fit_length, transfer="none")
+    machine = Machine(dtype="float32", threads=args.threads)
+    work = prepare(Job(what, text, machine, Evaluation(False), Publication(False)), files=home.files)
     folder = home.folder / "runs" / f"{work.plan.digest[:16]}-{code()[:8]}"
     return calibrate.calibrate(replace(work, folder=folder))
 

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from dataclasses import replace
-from typing import Any
 
 from kvq_calib.cli.allocator import keep_memory
 from kvq_calib.cli.commands import count
@@ -84,22 +83,23 @@ def _calibrate(args: argparse.Namespace) -> int:
         catalog.check(args.model)
     with Status("kvq-calibrate", args.quiet) as show:
         show("loading torch and transformers")
-        from kvq_calib import job
         from kvq_calib.cli import dry_run, outcome
+        from kvq_calib.job import prepare
         from kvq_calib.model import find as models
         from kvq_calib.run import checkpoint
         from kvq_runtime.cli.table import print_record
 
         asked = _job(args)
-        show(f"looking for the model {asked.model} and the text")
-        work = asked.prepare(files=models.look_up(asked.model, asked.revision) if args.dry_run else None)
+        show(f"looking for the model {asked.what.model} and the text")
+        files = models.look_up(asked.what.model, asked.what.revision) if args.dry_run else None
+        work = prepare.prepare(asked, files=files)
         if args.baseline is None:
-            asked = job.not_alone(asked, work)
-        notes, caution = job.preflight(asked, work), verdict.thin(work.plan.samples, work.plan.held_out)
+            asked = prepare.not_alone(asked, work)
+        notes, caution = prepare.preflight(asked, work), verdict.thin(work.plan.samples, work.plan.held_out)
         notes += [f"CAUTION: {caution}; use more --samples"] if caution else []
         if args.dry_run:
             show(f"choosing {work.plan.samples} sequences of {work.plan.corpus}")
-            notes += job.rehearse(asked, work)
+            notes += prepare.rehearse(asked, work)
     for note in notes:
         exit_codes.say("kvq-calibrate", note)
     if args.dry_run:
@@ -109,7 +109,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     begun, count = time.perf_counter(), work.plan.geometry.layers
     before = sum(checkpoint.record(work.folder, layer) is not None for layer in range(count))
     done, spent = (_through_prefect if _wants_prefect(args) else _here)(asked, work, args.quiet)
-    records = json.loads((work.folder / "evaluation.json").read_text()) if asked.evaluate else []
+    records = json.loads((work.folder / "evaluation.json").read_text()) if asked.evaluation.evaluate else []
     outcome.show(done, records, args.json, caution)
     if not args.json and spent:
         outcome.cost(time.perf_counter() - begun, spent, (before, count))
@@ -132,34 +132,35 @@ def _list_models(as_json: bool) -> int:
 def _job(args: argparse.Namespace):
     import torch
 
-    from kvq_calib.job import Job
+    from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
     from kvq_runtime.artifact import recipe_text
 
     if args.workers and _wants_prefect(args):
         raise ValueError("--workers shares chunks inside this process's run; leave out --prefect and $PREFECT_API_URL")
     if args.model is None:
         raise ValueError("--model is missing: a name of --list-models, a folder, a .gguf file, or a Hub id")
-    names = ("model", "revision", "corpus", "transfer", "samples", "seq_len", "held_out", "seed", "device", "dtype")
-    names += ("threads", "workers", "registry", "push", "name", "run", "eval_windows", "max_perplexity_ratio", "max_kl")
-    names += ("engine",)
-    given: dict[str, Any] = {name: getattr(args, name) for name in names} | {"bits": tuple(args.bits or ())}
-    given["device"] = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    given |= {"publish": not args.no_publish, "evaluate": not args.no_eval, "baselines": tuple(args.baseline or ())}
-    given |= {"also": None if args.also is None else tuple(args.also), "version": args.artifact_version}
     recipes = recipe_text.with_settings(args.recipe or ["aqua-2bit"], args.set)
-    return Job(recipes=tuple(recipes), **given)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    baselines, also = tuple(args.baseline or ()), None if args.also is None else tuple(args.also)
+    return Job(
+        What(args.model, tuple(recipes), tuple(args.bits or ()), args.engine, args.revision),
+        Text(args.corpus, args.samples, args.seq_len, args.held_out, args.transfer, args.seed),
+        Machine(device, args.dtype, args.threads, args.workers, args.run),
+        Evaluation(not args.no_eval, args.eval_windows, baselines, also, args.max_perplexity_ratio, args.max_kl),
+        Publication(not args.no_publish, args.registry, args.push, args.name, args.artifact_version),
+    )
 
 
 def _here(asked, work, quiet: bool):
     from transformers.utils import logging
 
-    from kvq_calib import job
     from kvq_calib.cli.progress import Bar
+    from kvq_calib.job import run
 
     logging.disable_progress_bar()  # of loading weights: it would break into ours
     bar = Bar(work.plan, quiet)
     try:
-        return job.complete(asked, replace(work, listener=bar))
+        return run.complete(asked, replace(work, listener=bar))
     finally:
         bar.close()
 

@@ -93,24 +93,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def demonstrate(model: str, size: Size) -> tuple[dict[str, Any], bytes]:
     """The whole line on one model; returns what goes into the JSON file, and the picture."""
-    from kvq_calib.job import Job
+    from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
     from kvq_calib.model import find as models
     from kvq_calib.report import names, plots, tables
     from kvq_calib.text import corpus
     from kvq_runtime.cli.table import print_table
 
     files = models.resolve(model)
-    asked = Job(
-        model,
-        recipes=size.recipes,
-        baselines=size.beside,
-        corpus="demo",
-        samples=size.samples,
-        seq_len=size.length,
-        eval_windows=size.windows,
-        also=size.also,
-        threads=torch.get_num_threads(),
-    )
+    text, machine = Text("demo", size.samples, size.length), Machine(threads=torch.get_num_threads())
+    evaluation = Evaluation(eval_windows=size.windows, baselines=size.beside, also=size.also)
+    asked = Job(What(model, size.recipes), text, machine, evaluation)
     held = size.samples // 8
     print(f"1. Calibrate {' and '.join(size.recipes)} on {size.samples - held} sequences of {size.length} tokens of "
           f"Python's own\n   documentation, measure on {size.windows} held-out windows, and publish.")  # fmt: skip
@@ -133,25 +125,26 @@ def demonstrate(model: str, size: Size) -> tuple[dict[str, Any], bytes]:
 
 def _calibrate(asked, files, size: Size) -> tuple[list[dict], list[str], str]:
     """The evaluation's records, the references that were published, and what the calibration cost."""
-    from kvq_calib import job
     from kvq_calib.cli.progress import Bar
     from kvq_calib.evaluate import held_out
     from kvq_calib.evaluate.subject import find
+    from kvq_calib.job import run
+    from kvq_calib.job.prepare import prepare
     from kvq_calib.run import calibrate
 
     with tempfile.TemporaryDirectory() as folder:  # not a finished run of last time: the demo shows the work
-        work = replace(asked, run=folder).prepare(files=files)
+        work = prepare(asked.with_settings(run=folder), files=files)
         bar = Bar(work.plan)
         work = replace(work, listener=bar)
-        job.begin(asked, work)
+        run.begin(asked, work)
         fitted = calibrate.fit(work)
-        beside = [find(given, files) for given in asked.baselines]
+        beside = [find(given, files) for given in asked.evaluation.baselines]
         begun = time.perf_counter()
         errors = held_out.PROTOCOL.error_windows if IN_USE in size.protocols else 0
         protocol = replace(held_out.PROTOCOL, protocols=size.protocols, error_windows=errors)
-        records = held_out.evaluate(work, fitted, beside, asked.eval_windows, protocol, asked.beside(files))
+        records = held_out.evaluate(work, fitted, beside, size.windows, protocol, asked.beside(files))
         evaluation = time.perf_counter() - begun
-        done, spent = list(job.publish(asked, work, fitted, records)), calibrate.seconds(work)
+        done, spent = list(run.publish(asked, work, fitted, records)), calibrate.seconds(work)
     bar.close()
     for made in done:
         print(f"   {made.reference}  sha256 {made.sha256[:12]}")

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from kvq_calib.evaluate import held_out
-from kvq_calib.job import Job, whole_bytes
+from kvq_calib.job.job import Job
+from kvq_calib.job.prepare import whole_bytes
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget, gradients, sensitivity, share
 from kvq_calib.run.plan import Plan, set_arithmetic
@@ -25,13 +26,13 @@ def record(asked: Job, work: Run) -> dict[str, Any]:
         "layers": plan.geometry.layers,
         "recipes": [recipe.name for recipe in plan.recipes],
         "artifacts": [asked.artifact_name(files, recipe.name) for recipe in plan.recipes],
-        "registries": [target.url for target in asked.targets],
+        "registries": [target.url for target in asked.publication.targets],
         "corpus": plan.corpus,
         "samples": plan.samples,
         "held_out": plan.held_out,
         "seq_len": plan.seq_len,
         "tokens": plan.tokens,
-        "evaluation": _evaluation(asked, work) if asked.evaluate else None,
+        "evaluation": _evaluation(asked, work) if asked.evaluation.evaluate else None,
         "chunks": len(plan.chunks),
         "sequences_per_chunk": plan.chunk,
         **_rounds(plan),
@@ -41,7 +42,7 @@ def record(asked: Job, work: Run) -> dict[str, Any]:
         "threads": plan.threads,
         "layer_bytes": needs["layer"],
         "chunk_bytes": needs["chunk"],
-        "evaluation_bytes": whole_bytes(files, plan) if asked.evaluate else 0,
+        "evaluation_bytes": whole_bytes(files, plan) if asked.evaluation.evaluate else 0,
         "disk_bytes": needs["disk"],
         "download_bytes": 0 if files.headers is None else files.weight_bytes,
         "run_folder": str(work.folder),
@@ -116,13 +117,13 @@ def _duration(seconds: float) -> str:
 
 
 def _evaluation(asked: Job, work: Run) -> dict[str, Any]:
-    plan = work.plan
+    plan, evaluation = work.plan, asked.evaluation
     return {
-        "windows": asked.eval_windows or held_out.windows(plan, plan.seq_len),
-        "windows_are": "asked for" if asked.eval_windows else "at most",
+        "windows": evaluation.eval_windows or held_out.windows(plan, plan.seq_len),
+        "windows_are": "asked for" if evaluation.eval_windows else "at most",
         "also": list(others.parse(asked.beside(work.files))),
-        "baselines": list(asked.baselines),
-        "bounds": dict(asked.bounds.given),
+        "baselines": list(evaluation.baselines),
+        "bounds": dict(evaluation.bounds.given),
     }
 
 

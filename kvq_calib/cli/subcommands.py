@@ -76,12 +76,13 @@ def compare(args: argparse.Namespace) -> int:
     """Run `kvq compare`."""
     import torch
 
-    from kvq_calib import job
     from kvq_calib.cli.progress import Bar
     from kvq_calib.evaluate import compare as comparing
     from kvq_calib.evaluate import record
     from kvq_calib.evaluate.ledger import Ledger
     from kvq_calib.evaluate.subject import Subject
+    from kvq_calib.job import prepare, run
+    from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
     from kvq_calib.model import find as models
     from kvq_calib.report import plots, points, tables
     from kvq_calib.run import budget
@@ -105,16 +106,15 @@ def compare(args: argparse.Namespace) -> int:
     fitted = tuple(asked_as.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted)
     fitted += tuple(automatic)
     if fitted:
-        asked = job.Job(
-            args.model, fitted, tuple(args.bits), corpus=source, samples=args.samples, seq_len=length, seed=args.seed,
-            transfer=args.transfer, device=device, dtype=args.dtype, threads=torch.get_num_threads(), run=args.folder,
-            publish=False, evaluate=False,
-        )  # fmt: skip
-        work = asked.prepare()
-        job.preflight(asked, work)
+        text = Text(source, args.samples, length, transfer=args.transfer, seed=args.seed)
+        machine = Machine(device, args.dtype, torch.get_num_threads(), run=args.folder)
+        what, alone = What(args.model, fitted, tuple(args.bits)), (Evaluation(False), Publication(False))
+        asked = Job(what, text, machine, *alone)
+        work = prepare.prepare(asked)
+        prepare.preflight(asked, work)
         bar = Bar(work.plan, args.quiet)
         try:
-            subjects |= {subject.name: subject for subject in job.fit(replace(work, listener=bar))}
+            subjects |= {subject.name: subject for subject in run.fit(replace(work, listener=bar))}
         finally:
             bar.close()
     protocol = protocol_of(args, None)
@@ -216,7 +216,7 @@ def probe(args: argparse.Namespace) -> int:
 
 def import_files(args: argparse.Namespace) -> int:
     """Run `kvq import`."""
-    from kvq_calib.job import Job
+    from kvq_calib.job.job import Job, What
     from kvq_calib.model import find as models
     from kvq_runtime.artifact import artifact, oscar_files
     from kvq_runtime.cli.table import print_record
@@ -227,7 +227,7 @@ def import_files(args: argparse.Namespace) -> int:
     paths = Path(args.keys), Path(args.values)
     made = oscar_files.to_artifact(paths, preset(args.recipe), files.fingerprint(), files.id)
     registry = open_registry(args.registry)
-    name = args.name or Job(args.model, (args.recipe,)).artifact_name(files, args.recipe)
+    name = args.name or Job(What(args.model)).artifact_name(files, args.recipe)
     version = registry.publish(name, artifact.to_bytes(made))
     print_record({"artifact": f"{name}@{version.version}", "sha256": version.sha256, "recipe": args.recipe}, args.json)
     return 0

@@ -16,9 +16,9 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from kvq_calib.job import Job, Published
+from kvq_calib.job.job import Job
 from kvq_calib.report import plots
-from kvq_calib.report.published import Place
+from kvq_calib.report.published import Place, Published
 from kvq_calib.run.run import Progress
 from kvq_runtime.registry import reference
 
@@ -61,8 +61,8 @@ class ProgressArtifact:
 def show_results(asked: Job, done: Sequence[Published], folder: Path) -> None:
     """Show the results of a run: the table, the plots if it was evaluated, a link to each version."""
     rows = [artifact.row() | {"not published": "; ".join(artifact.failed)} for artifact in done]
-    create_table_artifact(rows, key="kvq-artifacts", description=f"Artifacts of {asked.model}")
-    if (folder / "evaluation.json").exists() and asked.evaluate:
+    create_table_artifact(rows, key="kvq-artifacts", description=f"Artifacts of {asked.what.model}")
+    if (folder / "evaluation.json").exists() and asked.evaluation.evaluate:
         records = json.loads((folder / "evaluation.json").read_text())
         drawn = {
             "Perplexity by bits": plots.perplexity_by_bits(records),
@@ -72,7 +72,7 @@ def show_results(asked: Job, done: Sequence[Published], folder: Path) -> None:
             f"## {name}\n\n![{name}](data:image/png;base64,{base64.b64encode(png).decode()})"
             for name, png in drawn.items()
         ]
-        create_markdown_artifact("\n\n".join(images), key="kvq-plots", description=f"Plots of {asked.model}")
+        create_markdown_artifact("\n\n".join(images), key="kvq-plots", description=f"Plots of {asked.what.model}")
     for place in (place for artifact in done for place in artifact.places):
         create_link_artifact(_link(place), key="kvq-version", link_text=place.reference)
 

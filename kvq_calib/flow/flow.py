@@ -1,4 +1,4 @@
-"""The stages of a calibration as a Prefect flow: functions of `run/calibrate.py` and `job.py`, one task a layer.
+"""The stages of a calibration as a Prefect flow: functions of `run/calibrate.py` and `job/`, one task a layer.
 
 Checkpoints in the run folder are the only truth for resuming, so Prefect's caching is off; tasks get the job and
 numbers, never tensors. Where no Prefect server is configured, one is started for this process: see `server.py`.
@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from uuid import UUID
 
@@ -24,20 +24,23 @@ from prefect.exceptions import FailedRun  # noqa: E402
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings  # noqa: E402
 from prefect.states import Failed  # noqa: E402
 
-from kvq_calib import job  # noqa: E402
 from kvq_calib.evaluate.gate import Refused  # noqa: E402
 from kvq_calib.flow import display, reaper, token  # noqa: E402
+from kvq_calib.job import prepare as before  # noqa: E402
+from kvq_calib.job import run as job  # noqa: E402
+from kvq_calib.job.job import Job  # noqa: E402
+from kvq_calib.report.published import Published  # noqa: E402
 from kvq_calib.run import budget, checkpoint  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
 from kvq_calib.run.run import Listener, Run, silent  # noqa: E402
 
 GATE_FAILED = "GateFailed"  # the name of the state, and so of the event prefect.flow-run.GateFailed
 
-_prepared: dict[job.Job, Run] = {}  # while a flow is run from this process: its tasks prepare nothing again
+_prepared: dict[Job, Run] = {}  # while a flow is run from this process: its tasks prepare nothing again
 
 
 @contextmanager
-def _sharing(asked: job.Job, work: Run) -> Iterator[None]:
+def _sharing(asked: Job, work: Run) -> Iterator[None]:
     """Give this run to every task of the job, for as long as this is entered."""
     before = dict(_prepared)
     _prepared[asked] = work
@@ -48,9 +51,9 @@ def _sharing(asked: job.Job, work: Run) -> Iterator[None]:
         _prepared.update(before)
 
 
-def _work(asked: job.Job, listener: Listener = silent) -> Run:
+def _work(asked: Job, listener: Listener = silent) -> Run:
     """The run of a job: the one that is shared, or a new one where a task has been started alone."""
-    return replace(_prepared.get(asked) or asked.prepare(), listener=listener)
+    return replace(_prepared.get(asked) or before.prepare(asked), listener=listener)
 
 
 def _round(work: Run, number: int) -> Run | None:
@@ -59,7 +62,7 @@ def _round(work: Run, number: int) -> Run | None:
 
 
 @token.publishing()
-def _publish(asked: job.Job) -> list[job.Published]:
+def _publish(asked: Job) -> list[Published]:
     """Publish what was fitted and evaluated. Neither is done a second time, nor is what was published before."""
     work = _work(asked)
     fitted = stages.artifacts(work)
@@ -67,13 +70,13 @@ def _publish(asked: job.Job) -> list[job.Published]:
 
 
 @task(name="prepare", task_run_name="prepare-{number}", cache_policy=NO_CACHE, persist_result=False)
-def prepare(asked: job.Job, number: int) -> int | None:
+def prepare(asked: Job, number: int) -> int | None:
     """Check what would stop the round, choose the texts; the layer to go on with. None: there is no such round."""
     work = _round(_work(asked), number)
     if work is None:
         return None
     with token.publishing():  # whether it may write is asked before the work, not after it
-        job.preflight(asked, work)
+        before.preflight(asked, work)
     if number == 0:
         job.begin(asked, _work(asked))
     stages.start(work)
@@ -81,9 +84,9 @@ def prepare(asked: job.Job, number: int) -> int | None:
 
 
 @task(name="layer", task_run_name="layer-{layer}-{number}", cache_policy=NO_CACHE, persist_result=False)
-def layer(asked: job.Job, layer: int, number: int, progress: UUID) -> None:
+def layer(asked: Job, layer: int, number: int, progress: UUID) -> None:
     """Capture one layer and fit every recipe of the round in it."""
-    listener = display.ProgressArtifact(progress, asked.model)
+    listener = display.ProgressArtifact(progress, asked.what.model)
     work = _round(_work(asked, listener), number)
     assert work is not None, "prepare has found this round"
     stages.fit_layer(work, stages.start(work), layer)
@@ -91,14 +94,14 @@ def layer(asked: job.Job, layer: int, number: int, progress: UUID) -> None:
 
 
 @task(name="evaluate", cache_policy=NO_CACHE, persist_result=False)
-def evaluate(asked: job.Job, progress: UUID) -> None:
+def evaluate(asked: Job, progress: UUID) -> None:
     """Measure the artifacts on held-out text; the records are kept in the run folder."""
-    work = _work(asked, display.ProgressArtifact(progress, asked.model))
+    work = _work(asked, display.ProgressArtifact(progress, asked.what.model))
     job.evaluate(asked, work, stages.artifacts(work))
 
 
 @task(name="publish", cache_policy=NO_CACHE, persist_result=False)
-def publish(asked: job.Job) -> list[job.Published]:
+def publish(asked: Job) -> list[Published]:
     """Put the artifacts together and publish those that keep the bounds."""
     done = _publish(asked)
     display.show_results(asked, done, _work(asked).folder)
@@ -106,24 +109,24 @@ def publish(asked: job.Job) -> list[job.Published]:
 
 
 @flow(name="kvq-calibrate", flow_run_name="{asked[model]}", validate_parameters=False, persist_result=False)
-def calibrate(asked: dict) -> Sequence[job.Published] | State:
-    """Calibrate a model and publish its artifacts; `asked` holds the fields of a Job.
+def calibrate(asked: dict) -> Sequence[Published] | State:
+    """Calibrate a model and publish its artifacts; `asked` holds the settings of a Job.
 
     Where an artifact does not keep its bounds the run ends in the state GateFailed, with the reason.
     """
-    requested = job.Job.from_settings(**asked)
+    requested = Job.from_settings(**asked)
     work = _work(requested)
-    pinned = replace(requested, corpus=work.plan.corpus, revision=work.plan.revision)
+    pinned = requested.with_settings(corpus=work.plan.corpus, revision=work.plan.revision)
     with checkpoint.claimed(work.folder), _sharing(pinned, work):
         reaper.mark_crashed(_tag(work))
-        progress = display.create_progress(pinned.model)
+        progress = display.create_progress(pinned.what.model)
         for number in range(budget.most_rounds(work.plan)):
             first = prepare(pinned, number)
             if first is None:
                 break
             for index in range(first, work.plan.geometry.layers):
                 layer(pinned, index, number, progress)
-        if pinned.evaluate:
+        if pinned.evaluation.evaluate:
             evaluate(pinned, progress)
         done = publish(pinned)
     if any(artifact.failed for artifact in done):
@@ -132,9 +135,9 @@ def calibrate(asked: dict) -> Sequence[job.Published] | State:
     return done
 
 
-def run(asked: job.Job, work: Run | None = None) -> tuple[list[job.Published], dict[str, float]]:
+def run(asked: Job, work: Run | None = None) -> tuple[list[Published], dict[str, float]]:
     """Run the flow from this process; its artifacts, published or not, and seconds by stage."""
-    work = work or asked.prepare()
+    work = work or before.prepare(asked)
     try:
         done = calibrated(asked, work=work)
     except Refused as refused:
@@ -142,14 +145,14 @@ def run(asked: job.Job, work: Run | None = None) -> tuple[list[job.Published], d
     return done, stages.seconds(work)
 
 
-def calibrated(asked: job.Job, timeout_seconds: float | None = None, work: Run | None = None) -> list[job.Published]:
+def calibrated(asked: Job, timeout_seconds: float | None = None, work: Run | None = None) -> list[Published]:
     """Run the flow from this process, or as a part of another flow; its artifacts. Raises Refused where a gate failed.
 
     timeout_seconds   after which the run fails; its retry goes on where it stopped
     work              of the job, where it is prepared already
     """
-    work = work or asked.prepare()
-    parameters = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(asked).items()}
+    work = work or before.prepare(asked)
+    parameters = {name: list(value) if isinstance(value, tuple) else value for name, value in asked.settings.items()}
     timed = calibrate if timeout_seconds is None else calibrate.with_options(timeout_seconds=timeout_seconds)
     with nullcontext() if PREFECT_API_URL.value() else own_server(), tags(_tag(work)), _sharing(asked, work):
         try:

@@ -8,7 +8,7 @@ import socket
 import pytest
 import tiny_artifact as tiny
 
-from kvq_calib import job
+from kvq_calib.job import prepare
 from kvq_calib.text import documents, tokenizer
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.errors import NotFound
@@ -38,11 +38,11 @@ def test_a_folder_without_a_tokenizer_is_told_in_a_line(tmp_path):
 
 
 def test_a_folder_that_takes_no_file_is_named_before_a_run(tmp_path, monkeypatch):
-    job._writable(tmp_path / "runs" / "one")
+    prepare._writable(tmp_path / "runs" / "one")
     asked = []
     monkeypatch.setattr(os, "access", lambda *given: asked.append(given))  # root may write anywhere but on such disks
     with pytest.raises(RuntimeError, match=rf"nothing can be written in {tmp_path}; .*--run DIR, or \$KVQ_HOME"):
-        job._writable(tmp_path / "runs" / "one")
+        prepare._writable(tmp_path / "runs" / "one")
     assert asked == [(tmp_path, os.W_OK | os.X_OK)]
 
 

@@ -43,7 +43,7 @@ MUTANTS = [
         "digests = _seal(sorted(path for path in partial.iterdir() if path.is_file())[1:])",
         (
             "calib/run/test_run.py",
-            "calib/run/test_preflight.py",
+            "calib/job/test_preflight.py",
         ),
     ),
     # ---- fit
@@ -150,18 +150,18 @@ MUTANTS = [
     Mutant(
         "preflight-disk",
         "a run begins that the disk cannot end",
-        "kvq_calib/job.py",
+        "kvq_calib/job/prepare.py",
         'if free < needs["disk"]:',
         "if False:",
-        ("calib/run/test_preflight.py", "calib/cli/test_calibrate_cli.py", "calib/model/test_models.py"),
+        ("calib/job/test_preflight.py", "calib/cli/test_calibrate_cli.py", "calib/model/test_models.py"),
     ),
     Mutant(
         "preflight-memory",
         "a run begins that memory cannot hold a layer of",
-        "kvq_calib/job.py",
+        "kvq_calib/job/prepare.py",
         'if memory < needs["layer"] + needs["chunk"]:',
         "if False:",
-        ("calib/run/test_preflight.py", "calib/cli/test_calibrate_cli.py", "calib/model/test_models.py"),
+        ("calib/job/test_preflight.py", "calib/cli/test_calibrate_cli.py", "calib/model/test_models.py"),
     ),
     # ---- evaluate
     Mutant(

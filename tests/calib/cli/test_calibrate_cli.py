@@ -12,10 +12,10 @@ import pytest
 import tiny
 import torch
 
-from kvq_calib import job
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.cli import commands
-from kvq_calib.job import Job
+from kvq_calib.job import prepare, run
+from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import preset
@@ -30,13 +30,13 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def prepared(monkeypatch) -> list[Job]:
     """The jobs that were prepared: each is looked up, pinned and planned once a command."""
-    jobs, prepare = [], Job.prepare
+    jobs, once = [], prepare.prepare
 
-    def counted(self, *given, **named):
-        jobs.append(self)
-        return prepare(self, *given, **named)
+    def counted(job, *given, **named):
+        jobs.append(job)
+        return once(job, *given, **named)
 
-    monkeypatch.setattr(Job, "prepare", counted)
+    monkeypatch.setattr(prepare, "prepare", counted)
     return jobs
 
 
@@ -100,17 +100,17 @@ def test_one_recipe_alone_is_measured_beside_plain_higgs(model, monkeypatch):
     asked = []
 
     def complete(given, work):
-        asked.append(given.baselines)
+        asked.append(given.evaluation.baselines)
         work.folder.mkdir(parents=True, exist_ok=True)
         (work.folder / "evaluation.json").write_text("[]")
         return [], {}
 
-    monkeypatch.setattr(job, "complete", complete)
+    monkeypatch.setattr(run, "complete", complete)
     for words in ([], ["--baseline", "kivi-2bit"], ["--recipe", "aqua-2bit", "--recipe", "aqua-3bit"], ["--no-eval"]):
         assert cli.main(arguments(model, *words)) == 0
     assert asked == [("higgs-2bit",), ("kivi-2bit",), (), ()]
     for geometry in (*MODELS.values(), Geometry(2, 5, 80), Geometry(1, 1, 8), Geometry(3, 7, 96)):
-        assert preset(job.PLAIN).check(geometry), "it suits every model"
+        assert preset(prepare.PLAIN).check(geometry), "it suits every model"
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(model, capsys, tmp_path):
@@ -120,7 +120,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(model, capsys, tmp_path):
     assert record["tokens"] == 512 and record["layers"] == 2 and record["artifacts"] == ["tiny-model-aqua-2bit"]
     assert (record["samples"], record["held_out"], record["chunks"], record["threads"]) == (4, 0, 1, 1)
     assert record["evaluation"]["baselines"] == ["higgs-2bit"] and record["registries"][0].startswith("file:///")
-    work = Job(str(model), corpus=str(model / "corpus.txt"), samples=4, seq_len=128).prepare()
+    work = prepare.prepare(Job(What(str(model)), Text(str(model / "corpus.txt"), 4, 128)))
     assert record["disk_bytes"] == work.plan.needs(work.files)["disk"] and record["download_bytes"] == 0
     assert cli.main(given) == 0
     shown = capsys.readouterr().out
@@ -201,20 +201,15 @@ def test_an_interrupt_exits_with_130_and_the_same_command_goes_on(model, capsys,
 
 @pytest.mark.slow
 def test_the_flow_makes_and_measures_the_same_as_the_process(model, prepared, monkeypatch, tmp_path):
-    from dataclasses import replace
-
-    from kvq_calib import job
-
-    asked = Job(
-        str(model), corpus=str(model / "corpus.txt"), samples=4, seq_len=384, baselines=("exact",), max_kl=1e-12,
-        also=("none",),
-    )  # fmt: skip
-    here, _ = job.run(replace(asked, run=str(tmp_path / "here")))
+    text = Text(str(model / "corpus.txt"), samples=4, seq_len=384)
+    measured = Evaluation(baselines=("exact",), also=("none",), max_kl=1e-12)
+    asked = Job(What(str(model)), text, Machine(run=str(tmp_path / "here")), measured)
+    here, _ = run.run(asked)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     from kvq_calib.flow import flow
 
     prepared.clear()
-    there, spent = flow.run(replace(asked, run=str(tmp_path / "there")))
+    there, spent = flow.run(asked.with_settings(run=str(tmp_path / "there")))
     assert len(prepared) == 1
     assert [made.row() for made in there] == [made.row() for made in here]
     assert [made.sha256 for made in there] == [made.sha256 for made in here]

@@ -11,7 +11,7 @@ import tiny
 
 from kvq_calib.cli import commands
 from kvq_calib.evaluate import compare, perplexity, record
-from kvq_calib.job import Job
+from kvq_calib.job import prepare
 from kvq_calib.report import plots, tables
 from kvq_calib.run import calibrate as graph
 from kvq_runtime.artifact import recipe_text
@@ -58,8 +58,8 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
 
     monkeypatch.setattr(graph, "fit_layer", fitted)
     monkeypatch.setattr(perplexity, "_Group", Counted)
-    prepared, prepare = [], Job.prepare
-    monkeypatch.setattr(Job, "prepare", lambda job, *listener: prepared.append(job) or prepare(job, *listener))
+    prepared, once = [], prepare.prepare
+    monkeypatch.setattr(prepare, "prepare", lambda job: prepared.append(job) or once(job))
     plot = tmp_path / "plot.png"
     assert run(model, tmp_path / "run", "--json", "--layers", "--plot", str(plot), "--recipes", *NAMES) == 0
     assert len(prepared) == 1
@@ -142,14 +142,14 @@ def test_budgets_and_equal_exact_tokens(model, tmp_path, capsys):
 def test_what_chooses_bits_is_named_like_a_recipe(model, tmp_path, monkeypatch, words, fitted):
     jobs = []
 
-    def prepare(job):
+    def stopped(job):
         jobs.append(job)
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr(Job, "prepare", prepare)
+    monkeypatch.setattr(prepare, "prepare", stopped)
     with pytest.raises(RuntimeError, match="far enough"):
         run(model, tmp_path, *words)
-    assert jobs[0].recipes == fitted
+    assert jobs[0].what.recipes == fitted
 
 
 def test_every_family_is_represented_by_default():

@@ -11,13 +11,14 @@ import pytest
 import tiny
 from patience import held, until
 
-from kvq_calib import job
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.evaluate import gate, held_out, perplexity, record
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import find
-from kvq_calib.job import Job
+from kvq_calib.job.job import Job
+from kvq_calib.job.prepare import prepare
+from kvq_calib.job.run import run
 from kvq_runtime.artifact import artifact
 from kvq_runtime.registry import measured
 from kvq_runtime.registry import resolve as registry
@@ -42,16 +43,16 @@ def asked(model: Path, run: Path, **settings) -> Job:
         "run": str(run),
         "also": ("none",),
     } | settings
-    return Job(str(model), **given)
+    return Job.from_settings(model=str(model), **given)
 
 
 def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
-    done, spent = job.run(asked(model, tmp_path / "run", recipes=("mean-higgs-2bit",), baselines=("higgs-2bit",)))
+    done, spent = run(asked(model, tmp_path / "run", recipes=("mean-higgs-2bit",), baselines=("higgs-2bit",)))
     found = registry.resolve("tiny-model-mean-higgs-2bit")
     (kept,) = registry.open_registry().evaluations(found.sha256)
     written = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert written[0] == kept and [one["artifact"] for one in written] == [found.sha256, "higgs-2bit"]
-    work = asked(model, tmp_path / "other").prepare()
+    work = prepare(asked(model, tmp_path / "other"))
     files, batch = work.files, held_out.choose(work)
     again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], held_out.PROTOCOL)
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
@@ -62,7 +63,7 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
 
 
 def test_card_and_plots_carry_the_results(model, tmp_path):
-    job.run(asked(model, tmp_path / "run", recipes=("mean-higgs-2bit",), baselines=("higgs-2bit",)))
+    run(asked(model, tmp_path / "run", recipes=("mean-higgs-2bit",), baselines=("higgs-2bit",)))
     found = registry.resolve("tiny-model-mean-higgs-2bit")
     state = registry.open_registry().existing(found.name)
     beside = state.get(found.version).files
@@ -83,8 +84,8 @@ def test_without_evaluation_nothing_is_measured(model, tmp_path, capsys):
 
 
 def test_the_default_is_a_small_part_of_a_run(model):
-    small = asked(model, Path("run")).prepare().plan
-    large = asked(model, Path("run"), samples=256, seq_len=8192).prepare().plan
+    small = prepare(asked(model, Path("run"))).plan
+    large = prepare(asked(model, Path("run"), samples=256, seq_len=8192)).plan
     assert held_out.windows(small, 384) == 2
     assert held_out.windows(large, 8192) * 8192 * held_out.SHARE <= large.tokens
 
@@ -151,7 +152,7 @@ def test_what_cannot_be_measured_is_refused_before_the_work(model, tmp_path, cap
 def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
     """Stopped in its second cache, an evaluation resumes there; the artifact and its record are as if undisturbed."""
     settings = {"recipes": ("mean-higgs-2bit", "mean-higgs-4bit"), "publish": False}
-    job.run(asked(model, tmp_path / "undisturbed", **settings))
+    run(asked(model, tmp_path / "undisturbed", **settings))
     scored, score = [], perplexity._Group.score
 
     def watched(group, found, progress):
@@ -164,11 +165,11 @@ def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
     stopped: list[bool] = []
     monkeypatch.setattr(perplexity._Group, "score", watched)
     with pytest.raises(KeyboardInterrupt):
-        job.run(asked(model, tmp_path / "run", **settings))
+        run(asked(model, tmp_path / "run", **settings))
     assert len(scored) == 2
-    job.run(asked(model, tmp_path / "run", **settings))
+    run(asked(model, tmp_path / "run", **settings))
     assert len(scored) == 6, "three a protocol: the 16-bit model's and the first cache's full encode were kept"
-    job.run(asked(model, tmp_path / "run", **settings))
+    run(asked(model, tmp_path / "run", **settings))
     assert len(scored) == 6
     names = ("undisturbed", "run")
     first, second = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in names)
@@ -179,7 +180,7 @@ def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
 def test_progress_reaches_its_end_exactly_with_and_without_kept_units(model, tmp_path):
     for recipes in (("mean-higgs-2bit",), ("mean-higgs-2bit",)):
         heard = []
-        job.run(asked(model, tmp_path / "run", recipes=recipes), heard.append)
+        run(asked(model, tmp_path / "run", recipes=recipes), heard.append)
         said = [one for one in heard if one.layer < 0]
         assert sum(one.tokens for one in said) == said[-1].done == said[-1].total > 0
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import tiny
 
-from kvq_calib import job
 from kvq_calib.cli import commands
 from kvq_calib.evaluate import record
 from kvq_calib.evaluate.record import Protocol
 from kvq_calib.evaluate.subject import find
-from kvq_calib.job import Job
+from kvq_calib.job.job import Evaluation, Job, Text, What
+from kvq_calib.job.run import run
 from kvq_calib.model import find as models
 from kvq_calib.report import tables
 from kvq_calib.text import corpus, others, stdlib
@@ -98,9 +98,9 @@ def test_a_model_has_its_other_texts():
 
 def test_a_job_measures_on_its_model_s_other_text_unless_it_says_otherwise():
     files, given = models.resolve("demo"), {"samples": 4, "seq_len": 256}
-    assert Job("demo").beside(files) == ("demo-code",)
-    assert Job("demo", corpus="demo-code").beside(files) == ("demo",)
-    assert Job("demo", also=("none",)).beside(files) == ("none",)
+    assert Job(What("demo")).beside(files) == ("demo-code",)
+    assert Job(What("demo"), Text("demo-code")).beside(files) == ("demo",)
+    assert Job(What("demo"), evaluation=Evaluation(also=("none",))).beside(files) == ("none",)
     asked = Job.from_settings(model="demo", also=["none"], **given)
     assert others.choose(asked.beside(files), "demo", files.path, 2, 256) == {}
 
@@ -117,8 +117,8 @@ def test_eval_prints_each_text(model: Path, capsys):
 
 def test_a_calibration_measures_on_other_texts_and_its_card_says_so(model: Path, tmp_path: Path):
     given = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "run": str(tmp_path / "run")}
-    asked = Job(str(model), ("mean-higgs-2bit",), **given, also=(f"back={model / 'other.txt'}",), publish=False)
-    job.run(asked)
+    given |= {"recipes": ["mean-higgs-2bit"], "also": [f"back={model / 'other.txt'}"], "publish": False}
+    run(Job.from_settings(model=str(model), **given))
     (kept,) = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     alone = measured.figures(measured.elsewhere(kept)["back"], "full")
     assert alone and alone["tokens"] == 2 * 383

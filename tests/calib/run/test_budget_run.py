@@ -13,7 +13,8 @@ import torch
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.fit import vocabulary
 from kvq_calib.fit.scheme import SchemeFit
-from kvq_calib.job import Job
+from kvq_calib.job.job import Job
+from kvq_calib.job.prepare import prepare
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget, checkpoint
@@ -69,11 +70,11 @@ def asked(model: Path, folder: Path, bits=(1.5,), **settings) -> Job:
         "also": ("none",),
         "transfer": str(model / "other.txt"),
     } | settings
-    return Job(str(model), bits=bits, corpus=str(model / "corpus.txt"), run=str(folder), **given)
+    return Job.from_settings(model=str(model), bits=bits, corpus=str(model / "corpus.txt"), run=str(folder), **given)
 
 
 def a_run(job: Job, **settings) -> Run:
-    return replace(job.prepare(), **settings)
+    return replace(prepare(job), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -388,9 +389,9 @@ def test_for_an_engine_errors_are_those_of_keys_after_rope(model, tmp_path):
 
 def test_what_an_engine_cannot_serve_is_refused_before_a_run(model, tmp_path):
     with pytest.raises(ValueError, match="vLLM cannot serve aqua-2bit"):
-        asked(model, tmp_path, bits=(), recipes=("aqua-2bit",), engine="vllm", transfer=None).prepare()
+        prepare(asked(model, tmp_path, bits=(), recipes=("aqua-2bit",), engine="vllm", transfer=None))
     with pytest.raises(ValueError, match="--for sglang; use vllm"):
-        asked(model, tmp_path, engine="sglang").prepare()
+        prepare(asked(model, tmp_path, engine="sglang"))
 
 
 def test_a_plan_without_budgets_is_the_plan_it_was(model):

@@ -10,7 +10,9 @@ import psutil
 import pytest
 import tiny
 
-from kvq_calib import job
+from kvq_calib.job.job import Job
+from kvq_calib.job.prepare import prepare
+from kvq_calib.job.run import run as run_job
 
 workers = pytest.importorskip(
     "kvq_calib.run.workers", reason="the extra `scale` is not installed", exc_type=ImportError
@@ -32,10 +34,12 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def a_job(model: Path, folder: Path, **settings) -> job.Job:
+def a_job(model: Path, folder: Path, **settings) -> Job:
     recipes = ("aqua-2bit", "aqua-klt-1bit", "squat-2bit", "oscar-2bit", "wush-2bit")
     text = {"corpus": str(model / "corpus.txt"), "samples": 68, "seq_len": 256, "held_out": 32}
-    return job.Job(str(model), recipes, run=str(folder), publish=False, evaluate=False, threads=1, **text, **settings)
+    return Job.from_settings(
+        model=str(model), recipes=recipes, run=str(folder), publish=False, evaluate=False, threads=1, **text, **settings
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +47,8 @@ def alone(model, tmp_path_factory) -> list[str]:
     return digests(a_job(model, tmp_path_factory.mktemp("alone") / "run"))
 
 
-def digests(asked: job.Job, listener=lambda progress: None) -> list[str]:
-    return [made.sha256 for made in job.run(asked, listener)[0]]
+def digests(asked: Job, listener=lambda progress: None) -> list[str]:
+    return [made.sha256 for made in run_job(asked, listener)[0]]
 
 
 def test_one_worker_makes_the_same_bytes(model, alone, tmp_path):
@@ -69,7 +73,7 @@ def test_two_of_which_all_are_killed_in_every_layer_make_the_same_bytes(model, a
 
 
 def test_results_come_in_order_errors_as_they_are_and_a_dead_workers_chunk_again(model, tmp_path):
-    run = replace(a_job(model, tmp_path).prepare(), folder=tmp_path)
+    run = replace(prepare(a_job(model, tmp_path)), folder=tmp_path)
 
     def task(folder: Path, index: int) -> int:
         if index == 1 and not (folder / "died").exists():
@@ -87,7 +91,7 @@ def test_results_come_in_order_errors_as_they_are_and_a_dead_workers_chunk_again
 
 
 def test_a_worker_elsewhere_is_refused(model, tmp_path):
-    run = replace(a_job(model, tmp_path).prepare(), folder=tmp_path)
+    run = replace(prepare(a_job(model, tmp_path)), folder=tmp_path)
     with pytest.raises(RuntimeError, match="does not see"):
         workers.check_worker(run, "mark")
     (tmp_path / workers.MARK).write_text("another")

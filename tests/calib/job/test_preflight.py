@@ -13,7 +13,8 @@ import torch
 from kvq_calib.bench import rounds
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.cli import dry_run
-from kvq_calib.job import Job, preflight
+from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
+from kvq_calib.job.prepare import preflight, prepare
 from kvq_calib.run import plan as plans
 from kvq_runtime.ops import product
 from kvq_runtime.recipe import preset
@@ -33,7 +34,8 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def job(model, tmp_path) -> Job:
     folder = str(tmp_path / "runs" / "run")
-    return Job(str(model), corpus=str(model / "corpus.txt"), samples=4, seq_len=128, run=folder, evaluate=False)
+    text = Text(str(model / "corpus.txt"), samples=4, seq_len=128)
+    return Job(What(str(model)), text, Machine(run=folder), Evaluation(False))
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def machine(monkeypatch):
 
 
 def test_a_disk_that_is_one_byte_too_small_is_refused(job, machine, tmp_path):
-    work = job.prepare()
+    work = prepare(job)
     needs = work.plan.needs(work.files)["disk"]
     looked = machine(disk=needs)
     assert preflight(job, work) == []
@@ -66,22 +68,22 @@ def test_a_disk_that_is_one_byte_too_small_is_refused(job, machine, tmp_path):
 )
 def test_all_cores_are_used_and_none_is_shared(here: int, asked: dict, threads: int, job, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", str(here))
-    work = replace(job, **asked).prepare()
+    work = prepare(job.with_settings(**asked))
     assert work.plan.threads == work.plan.environment["threads"] == threads
 
 
 def test_more_threads_than_cores_are_said(job, machine, monkeypatch):
     machine()
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    given = replace(job, threads=2, workers=3)
-    assert preflight(given, given.prepare()) == [
+    given = job.with_settings(threads=2, workers=3)
+    assert preflight(given, prepare(given)) == [
         "6 threads, 2 in each of 3 processes, wait for each other on 4 cores; leave out --threads"
     ]
-    assert preflight(replace(given, workers=2), given.prepare()) == []
+    assert preflight(given.with_settings(workers=2), prepare(given)) == []
 
 
 def test_memory_that_is_one_byte_too_small_is_refused(job, machine):
-    work = job.prepare()
+    work = prepare(job)
     needs = work.plan.needs(work.files)
     both = needs["layer"] + needs["chunk"]
     machine(memory=both)
@@ -93,7 +95,7 @@ def test_memory_that_is_one_byte_too_small_is_refused(job, machine):
 
 def test_what_a_run_needs_is_what_its_files_and_weights_take(job):
     """The terms by hand, of a model of hidden width 64, an MLP of 96 and 2 KV heads of 16, in float32."""
-    work = job.prepare()
+    work = prepare(job)
     tokens, hidden, width, size = 4 * 128, 64, 32, 4
     projections = hidden * (2 * hidden + 2 * width) + (hidden + 2 * width)  # q, o, k, v; biases of q, k, v
     layer = (projections + 3 * hidden * 96 + 2 * hidden) * size
@@ -108,7 +110,7 @@ def test_what_a_run_needs_is_what_its_files_and_weights_take(job):
 def test_hidden_states_that_gradients_keep_are_counted(job, monkeypatch):
     """Of each layer but the last, above which nothing is fitted: 256 tokens, where the run has 384 to fit on."""
     monkeypatch.setattr(plans, "BEGINNING", 200)
-    work = replace(job, recipes=("aqua-fisher-2bit",)).prepare()
+    work = prepare(job.with_settings(recipes=("aqua-fisher-2bit",)))
     plain = replace(work.plan, recipes=tuple(map(preset, ["aqua-2bit"])))
     found, less = work.plan.needs(work.files)["disk"], plain.needs(work.files)["disk"]
     read = 4 * 128 * 2 * 32 * 2 * (work.plan.depth - plain.depth)  # decoded layers below
@@ -118,19 +120,20 @@ def test_hidden_states_that_gradients_keep_are_counted(job, monkeypatch):
 @pytest.mark.parametrize("free, says", [({"disk": 1}, "the run needs"), ({"memory": 1}, "a layer and a chunk need")])
 def test_the_command_refuses_before_it_writes(free, says, job, machine, capsys):
     machine(**free)
-    given = ["--model", job.model, "--corpus", job.corpus, "--samples", "4", "--seq-len", "128", "--run", job.run]
-    assert cli.main([*given, "--no-eval"]) == 1
+    given = ["--model", job.what.model, "--corpus", job.text.corpus, "--samples", "4", "--seq-len", "128"]
+    assert cli.main([*given, "--run", job.machine.run, "--no-eval"]) == 1
     captured = capsys.readouterr()
-    assert says in captured.err and not captured.out and not Path(job.run).parent.exists()
+    assert says in captured.err and not captured.out and not Path(job.machine.run).parent.exists()
 
 
 def test_a_dry_run_says_how_long_the_model_takes_at_least(job):
     """A recipe with gradients: a pass over all, and of a part, here all to fit on, three for the way down."""
-    plain = dry_run.record(job, job.prepare())
+    plain = dry_run.record(job, prepare(job))
     assert plain["forward_passes"] == 1 and plain["forward_seconds"] > 0
-    shared = replace(job, recipes=("auto",), bits=(2.0,))
-    found = dry_run.record(shared, shared.prepare())
-    fitted = sum(len(rows) for rows in shared.prepare().plan.chunks[: shared.prepare().plan.fitted_chunks])
+    shared = job.with_settings(recipes=("auto",), bits=(2.0,))
+    work = prepare(shared)
+    found = dry_run.record(shared, work)
+    fitted = sum(len(rows) for rows in work.plan.chunks[: work.plan.fitted_chunks])
     assert found["forward_passes"] == 1 + 3 * fitted / 4
     said = dry_run.lines(found | {"forward_seconds": 100.0})["time"]
     assert said.startswith(f"at least {100 * found['forward_passes'] / 60:.0f} minutes: ") and "100.0 s each" in said
@@ -138,7 +141,7 @@ def test_a_dry_run_says_how_long_the_model_takes_at_least(job):
 
 def test_a_processor_without_bfloat16_takes_float32_and_says_so_once(job, monkeypatch):
     """Weights of a calibration, and of a benchmark, whatever they are stored in; with the instructions neither."""
-    work = job.prepare()
+    work = prepare(job)
     stored = replace(work, plan=replace(work.plan, dtype="float32"))
     monkeypatch.setattr(type(work.files), "dtype", torch.bfloat16)
     said = {}

@@ -1,0 +1,164 @@
+"""A calibration as a user asks for it, from the command line, a flow or a script: settings in five groups.
+
+run(Job(What("demo")))      all of it: calibrate, evaluate, publish (`job/run.py`)
+work = prepare(job)         step by step: the model found, the plan complete; once for all that follows
+preflight(job, work)        (`job/prepare.py`)
+complete(job, work)         = begin, `run/calibrate.py`, evaluate, publish
+"""
+
+from collections import ChainMap
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from kvq_calib.evaluate.gate import Bounds
+from kvq_calib.model.files import ModelFiles
+from kvq_runtime.registry import resolve as registry
+from kvq_runtime.registry.reference import check_name
+from kvq_runtime.registry.registry import Registry
+
+
+@dataclass(frozen=True)
+class What:
+    """What is fitted.
+
+    model      a catalog name, a folder or a Hub id; `revision` of a Hub model
+    recipes    names, files, either with settings: what `recipe_text.read` takes; "auto", or "auto-vocab", whose first
+               layer may be stored by token
+    bits       of these two: an artifact for each
+    engine     "vllm": artifacts that it can serve from its pages; "auto" then chooses among such settings
+    """
+
+    model: str
+    recipes: tuple[str, ...] = ("aqua-2bit",)
+    bits: tuple[float, ...] = ()
+    engine: str | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text that is fitted to; None means the model's default.
+
+    samples, held_out   sequences in all, and how many of them only measure the fit; `seq_len` tokens each
+    transfer            of "auto-vocab", or for an engine: a text of another kind, on whose fit part settings are
+                        measured as well; None: an embedded one; "none": none
+    seed                of the choice of sequences
+    """
+
+    corpus: str | None = None
+    samples: int | None = None
+    seq_len: int | None = None
+    held_out: int | None = None
+    transfer: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it is computed.
+
+    dtype      of the forward pass; None: the model's
+    threads    of a process; None: all cores of this machine, or each worker's share of them. A part of the plan
+    workers    processes that share the chunks (`workers.py`); None: this one does all; with the same threads the bytes
+               are the same
+    run        where the run's files go; by default under $KVQ_HOME/runs
+    """
+
+    device: str = "cpu"
+    dtype: str | None = None
+    threads: int | None = None
+    workers: int | None = None
+    run: str | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured before artifacts are published, and what they may cost.
+
+    evaluate       whether they are measured on held-out text
+    eval_windows   of it; None: few, for a small part of the run
+    baselines      measured beside: recipes that need no fit, or artifacts
+    also           texts of other kinds to measure on too (`text/others.py`); bounds are not judged on them. None: the
+                   model's; ("none",): none
+    max_...        what an artifact may cost at the most, else it is not published
+    """
+
+    evaluate: bool = True
+    eval_windows: int | None = None
+    baselines: tuple[str, ...] = ()
+    also: tuple[str, ...] | None = None
+    max_perplexity_ratio: float | None = None
+    max_kl: float | None = None
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds within which an artifact is published."""
+        return Bounds(self.max_perplexity_ratio, self.max_kl)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Where artifacts go.
+
+    publish    whether they go to `registry`: file:///folder or hf://org; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
+    push       another registry, hf://org, that they go to as well; it gives them numbers of its own
+    name       of the artifact; by default MODEL-RECIPE
+    version    its number; by default the next one
+    """
+
+    publish: bool = True
+    registry: str | None = None
+    push: str | None = None
+    name: str | None = None
+    version: str | None = None
+
+    @property
+    def targets(self) -> list[Registry]:
+        """The registries that the artifacts go to."""
+        urls = [*([self.registry] if self.publish else []), *([self.push] if self.push else [])]
+        return [registry.open_registry(url) for url in urls]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One calibration as asked for. No two groups have a setting of the same name."""
+
+    what: What
+    text: Text = Text()
+    machine: Machine = Machine()
+    evaluation: Evaluation = Evaluation()
+    publication: Publication = Publication()
+
+    @classmethod
+    def from_settings(cls, **settings: Any) -> Self:
+        """A Job from all groups' settings by name, as JSON or a flow's parameters hold them: lists become tuples."""
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+        groups: dict[str, Any] = {}
+        for group in fields(cls):
+            assert isinstance(group.type, type), "a group is a dataclass"
+            names = {field.name for field in fields(group.type)} & given.keys()
+            groups[group.name] = group.type(**{name: given.pop(name) for name in names})
+        if given:
+            raise TypeError(f"a Job has no setting {', '.join(given)}")
+        return cls(**groups)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of all groups, by name."""
+        return dict(ChainMap(*asdict(self).values()))
+
+    def with_settings(self, **changed: Any) -> Self:
+        """This job with some settings changed."""
+        return self.from_settings(**self.settings | changed)
+
+    def beside(self, files: ModelFiles) -> tuple[str, ...]:
+        """The texts of other kinds to measure on."""
+        also = self.evaluation.also
+        return files.entry.beside(self.text.corpus) if also is None else also
+
+    def artifact_name(self, files: ModelFiles, recipe: str) -> str:
+        """The name to publish under."""
+        name = self.publication.name
+        if name is not None and len(self.what.recipes) + max(0, len(self.what.bits) - 1) > 1:
+            raise ValueError("--name names one artifact; leave it out with several recipes")
+        return check_name(name or f"{files.id.split('/')[-1].lower().removesuffix('.gguf')}-{recipe}")
