@@ -8,11 +8,13 @@ all of that and of the data. Loading makes these checks in this order, and an er
 
 import io
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256 as hash_of
 from pathlib import Path
 from typing import Any, BinaryIO
+from weakref import WeakValueDictionary
 
 import safetensors
 import safetensors.torch
@@ -65,6 +67,10 @@ class Artifact:
         return self
 
 
+_lock = threading.Lock()
+_loaded: WeakValueDictionary[str, Artifact] = WeakValueDictionary()
+
+
 def to_bytes(artifact: Artifact) -> bytes:
     """The artifact's file; equal artifacts give equal bytes. Raises ArtifactError if it could not be loaded again."""
     about = {
@@ -112,6 +118,20 @@ def load(path: Path | str, sha256: str | None = None, size: int | None = None) -
     Raises NotFound, or ArtifactError whose message names the file and the check.
     """
     return _opened(path, sha256, size)[0]
+
+
+def load_once(path: Path, sha256: str, size: int) -> tuple[Artifact, bool]:
+    """`load` once a process: an artifact with this digest that is in use, and whether there was one.
+
+    Weak references: with its last user, a cache or a variable, the artifact is dropped and the next call loads it
+    again. Threads that ask at once load one after the other, the same file once.
+    """
+    with _lock:
+        found = _loaded.get(sha256)
+        if found is not None:
+            return found, True
+        loaded = _loaded[sha256] = load(path, sha256, size)
+        return loaded, False
 
 
 def read(path: Path | str, sha256: str, size: int) -> bytes:

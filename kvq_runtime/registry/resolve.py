@@ -260,11 +260,11 @@ def load_artifact(
     Raises ValueError for text that is no reference, NotFound, ArtifactError if a check fails (its message begins with
     the file and the check), PermissionError or RuntimeError if a Hub refuses or does not answer.
     """
-    from kvq_runtime.artifact import loaded
+    from kvq_runtime.artifact import artifact
 
     with using(Access(token, cache_dir, local_files_only)):
         resolved = resolve(reference, registry, lock, revision)
-    found, known = loaded.load(resolved.path, resolved.sha256, resolved.size)
+    found, known = artifact.load_once(resolved.path, resolved.sha256, resolved.size)
     where = f"{resolved.version} from {resolved.registry}" if resolved.registry else f"from {resolved.path}"
     _log.info(
         "%s: %s %s, %s, sha256 %s%s", reference, resolved.name, where, resolved.chosen_because, resolved.sha256[:12],

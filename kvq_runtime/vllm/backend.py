@@ -19,6 +19,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -28,6 +29,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
 from kvq_runtime.geometry import Role
@@ -37,8 +39,11 @@ from kvq_runtime.vllm.block_layer import BlockLayer
 from kvq_runtime.vllm.engine import Served
 from kvq_runtime.vllm.first_tokens import Arrived, FirstTokens
 from kvq_runtime.vllm.layer import PagedLayer
-from kvq_runtime.vllm.stock import STOCK
 from kvq_runtime.vllm.tails import Tails
+
+# vLLM's own attention of this platform, whatever is registered: it serves the layers that kvq leaves alone
+_KIND = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.TRITON_ATTN
+STOCK: Any = resolve_obj_by_qualname(_KIND.value)
 
 
 @dataclass

@@ -4,9 +4,9 @@ from weakref import WeakValueDictionary
 
 import pytest
 
-from kvq_runtime.artifact import loaded
+from kvq_runtime.artifact import artifact
 
 
 @pytest.fixture(autouse=True)
 def nothing_in_memory(monkeypatch):
-    monkeypatch.setattr(loaded, "_loaded", WeakValueDictionary())
+    monkeypatch.setattr(artifact, "_loaded", WeakValueDictionary())
