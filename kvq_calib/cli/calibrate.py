@@ -8,13 +8,12 @@ import time
 from dataclasses import replace
 
 from kvq_calib.cli.allocator import keep_memory
-from kvq_calib.cli.commands import count
 from kvq_calib.cli.status import Status
 from kvq_calib.evaluate import gate
 from kvq_calib.model import catalog
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
-from kvq_runtime.cli.options import Parser
+from kvq_runtime.cli.options import Parser, count
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
 from kvq_runtime.registry import verdict
 
@@ -167,9 +166,7 @@ def _here(asked, work, quiet: bool):
 
 def _pair(text: str) -> int:
     """The type of --seq-len: a token, and one to be foretold by it."""
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 2")
-    return int(text)
+    return count(text, least=2)
 
 
 def _wants_prefect(args: argparse.Namespace) -> bool:

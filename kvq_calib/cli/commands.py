@@ -10,7 +10,8 @@ from typing import Any
 
 from kvq_calib.cli.allocator import keep_memory
 from kvq_calib.model import catalog
-from kvq_runtime.cli.options import png
+from kvq_runtime.cli import options
+from kvq_runtime.cli.options import count, png
 from kvq_runtime.errors import extra
 
 _TEXT = """\
@@ -357,23 +358,10 @@ def _command(
     subparsers: Any, name: str, idea: str, examples: str, function: str, module: str = "kvq_calib.cli.subcommands"
 ) -> argparse.ArgumentParser:
     """A command that runs a function of a module, which is imported then."""
-    from kvq_runtime.cli.main import EXIT_CODES
-
-    command = subparsers.add_parser(
-        name, help=idea, description=f"{idea[0].upper()}{idea[1:]}.", epilog=f"{examples}\n\n{EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    command.add_argument("--json", action="store_true", help="print JSON")
+    command = options.command(subparsers, name, idea, examples)
     command.add_argument("--quiet", action="store_true", help="no progress bar")
     command.set_defaults(run=lambda args: _run(module, function, args))
     return command
-
-
-def count(text: str) -> int:
-    """The type of an option: a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 1")
-    return int(text)
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 
 from kvq_runtime import __version__
-from kvq_runtime.cli import exit_codes, where
+from kvq_runtime.cli import exit_codes, options, where
 from kvq_runtime.cli.exit_codes import EXIT_CODES
-from kvq_runtime.cli.options import Parser
+from kvq_runtime.cli.options import Parser, count
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
 from kvq_runtime.errors import extra
 from kvq_runtime.registry import search
@@ -313,14 +313,7 @@ def _adder(subparsers) -> Callable[..., argparse.ArgumentParser]:
     """A function that adds a command with what all have in common; `_commands` has the function it runs."""
 
     def add(name: str, idea: str, example: str, registry: bool = True) -> argparse.ArgumentParser:
-        command = subparsers.add_parser(
-            name,
-            help=idea,
-            description=f"{idea[0].upper()}{idea[1:]}.",
-            epilog=f"example\n    {example}\n\n{EXIT_CODES}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_argument("--json", action="store_true", help="print JSON")
+        command = options.command(subparsers, name, idea, f"example\n    {example}")
         if registry:
             text = "file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
             command.add_argument("--registry", metavar="URL", help=text)
@@ -351,13 +344,6 @@ def _lock(command: argparse.ArgumentParser, text: str) -> None:
 
 def _alias(command: argparse.ArgumentParser) -> None:
     command.add_argument("--alias", default=PRODUCTION, help=f"which alias (default: {PRODUCTION})")
-
-
-def count(text: str) -> int:
-    """The type of an option: a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least 1")
-    return int(text)
 
 
 def seconds(text: str) -> float:

@@ -4,7 +4,9 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from kvq_runtime.cli.exit_codes import EXIT_CODES
 from kvq_runtime.cli.table import printable
 from kvq_runtime.registry.reference import without_secrets
 
@@ -31,6 +33,26 @@ class Parser(argparse.ArgumentParser):
         wrong = [one.partition("=")[0] for one in rest if one.startswith("--")]
         near = [option for one in wrong for option in difflib.get_close_matches(one, known, 1)]
         return f"; did you mean {' '.join(near)}" if near else ""
+
+
+def command(subparsers: Any, name: str, idea: str, examples: str) -> argparse.ArgumentParser:
+    """Add a command, with what all have in common."""
+    added = subparsers.add_parser(
+        name,
+        help=idea,
+        description=f"{idea[0].upper()}{idea[1:]}.",
+        epilog=f"{examples}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    added.add_argument("--json", action="store_true", help="print JSON")
+    return added
+
+
+def count(text: str, least: int = 1) -> int:
+    """The type of an option: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least {least}")
+    return int(text)
 
 
 def png(text: str) -> str:
