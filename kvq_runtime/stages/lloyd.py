@@ -70,19 +70,15 @@ class Lloyd(CodebookQuantizer):
     ) -> Callable[[Tensor], Tensor]:
         """All codes of a byte are read by one index where they fill it."""
         size = self._group(width, geometry)
-        together = self._together(size)
+        together = lookup.together(size, self.bits)
         read = partial(lookup.take, _table(size, self.bits, together, dtype, device), dtype=dtype)
         return read if together > 1 else lambda codes: read(pack.unpack(codes, self.bits, size))
 
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place, inside `width`, of the j-th decoded element."""
         size = self._group(width, geometry)
-        inside = torch.arange(size).view(self._together(size), -1).mT.flatten()
+        inside = lookup.order(size, lookup.together(size, self.bits))
         return (torch.arange(0, width, size)[:, None] + inside).flatten()
-
-    def _together(self, size: int) -> int:
-        """Return the number of codes that one index decodes."""
-        return 8 // self.bits if self.bits in (2, 4) and size % (8 // self.bits) == 0 else 1
 
 
 @lru_cache(maxsize=32)
@@ -91,6 +87,4 @@ def _table(size: int, bits: int, together: int, dtype: torch.dtype, device: torc
     centroids = lloyd.sphere(size, bits)[1].to(device, torch.bfloat16).to(dtype)
     if together == 1:
         return lookup.table(centroids[:, None])
-    byte = torch.arange(256, device=device)
-    codes = torch.stack([(byte >> (bits * place)) & (2**bits - 1) for place in range(together)], 1)
-    return lookup.table(centroids[codes])
+    return lookup.table(centroids[lookup.codes_of_bytes(bits, device)])

@@ -75,12 +75,13 @@ class Rtn(Quantizer):
     def packed(self, width: int, geometry: Geometry, device: torch.device) -> PackedCodes:
         """Codes less their zero, times the step, plus the low end; all codes of a byte at once where that is a word."""
         size, zero = self.group_size(width, geometry), self._zero
-        order = _order(size, self._together(size))
+        together = lookup.together(size, self.bits)
+        order = lookup.order(size, together)
 
         def ends(fields: Fields) -> tuple[Tensor, Tensor | None]:
             return fields["step"], fields.get("low")
 
-        if self._together(size) == 1:
+        if together == 1:
             return PackedCodes(size, lambda codes: pack.unpack(codes, self.bits, size).float() - zero, ends, order)
         read = partial(lookup.take, _table(self.bits, zero, device), dtype=torch.float32)
         return PackedCodes(size, read, ends, order)
@@ -93,20 +94,8 @@ class Rtn(Quantizer):
         """The code, possibly between two, that decodes to the low end, or to 0."""
         return 0 if self.range == "minmax" else (2**self.bits - 1) / 2
 
-    def _together(self, size: int) -> int:
-        """Return the number of codes of one lookup: all of a byte, where they fill it and are a word together."""
-        return 8 // self.bits if self.bits in (2, 4) and size % (8 // self.bits) == 0 else 1
-
-
-@lru_cache(maxsize=64)
-def _order(size: int, together: int) -> Tensor:
-    """The natural place, inside its group, of each element that is read `together` at a time."""
-    return torch.arange(size).view(together, -1).mT.flatten()
-
 
 @lru_cache(maxsize=8)
 def _table(bits: int, zero: float, device: torch.device) -> Tensor:
     """The codes of every byte, less `zero`."""
-    byte = torch.arange(256, device=device)
-    codes = torch.stack([(byte >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], 1)
-    return lookup.table(codes.float() - zero)
+    return lookup.table(lookup.codes_of_bytes(bits, device).float() - zero)
