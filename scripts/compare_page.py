@@ -84,7 +84,7 @@ def page(
     for model, records in found.items():
         parts += [_section(model, records, absent[model])]
     equal = _at_equal_bits(found)
-    parts += [_folded("At equal bits and exact tokens", " ".join(EQUAL.split()), _table(equal))] if equal else []
+    parts += [_folded("At equal bits and exact tokens", " ".join(EQUAL.split()), table(equal))] if equal else []
     parts += [_folded("Where the papers' rankings hold", _verdicts(found))]
     parts += [_folded("How this was measured, and what it does not say", " ".join(ABOUT.split()))]
     return "\n\n".join(parts) + "\n"
@@ -112,7 +112,7 @@ def summary(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> list[str]:
         if rows:
             held = records[0]["protocol"]["windows"]
             said = SUMMARY.format(model=model.name, size=_size(records), windows=held, bits=_bits(ABOUT_BITS))
-            return [" ".join(said.split()), _table(rows)]
+            return [" ".join(said.split()), table(rows)]
     return []
 
 
@@ -128,7 +128,7 @@ def _section(model: Model, records: Sequence[Mapping[str, Any]], absent: Sequenc
         f"Fitted on {model.samples} sequences of {model.length} tokens of {about['text']['source']}, measured on "
         f"{about['windows']} held-out windows of {about['length']}; ± is a standard error over windows.",
         f"![{model.name}, {_size(records)} parameters](compare-{model.name}.png)",
-        _table(comparison(records)),
+        table(comparison(records)),
         *notes(records),
         *absent,
     )
@@ -261,7 +261,7 @@ def _verdicts(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> str:
             rows.append(row)
     return (
         "KL divergence from the 16-bit model, nats per token, of both recipes. No difference: within 5%, at the same "
-        "bits. Undecided: the one that should be better diverges more, but has fewer bits.\n\n" + _table(rows)
+        "bits. Undecided: the one that should be better diverges more, but has fewer bits.\n\n" + table(rows)
     )
 
 
@@ -275,7 +275,8 @@ def verdict(better: Mapping[str, Any], worse: Mapping[str, Any]) -> str:
     return "undecided" if fewer > 0.25 else "**does not hold**"
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a Markdown table, a column for each name that any of them has."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [names, ["---"] * len(names), *([cell(row.get(name)) for name in names] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -12,6 +12,7 @@ from kvq_calib.report.frame import short
 from kvq_calib.report.tables import relative
 from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN
 from scripts import real_records
+from scripts.compare_page import table
 
 NAME, ON, LENGTH = "smollm2-135m", "wikitext", 1024  # of the first table and picture of the page
 POSITIONS, NEEDLES = "real-positions.png", "real-needles.png"
@@ -48,13 +49,6 @@ def brief(folder: Path) -> str:
         row = rows.setdefault(one["recipe"], {"recipe": f"`{one['recipe']}`", "bits": bits} | dict.fromkeys(texts, ""))
         row[one["text"]] = _said(one)
     return table(list(rows.values()))
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of strings as a Markdown table."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, ["---"] * len(names), *([str(row.get(name, "")) for name in names] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _ordered(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

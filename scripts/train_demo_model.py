@@ -1,8 +1,8 @@
 """Train the embedded demo model: Qwen2's architecture with 4 million parameters, on text that every machine has.
 
-    train_demo_model.py --out build/demo-model                      about 25 minutes on 2 cores
-    train_demo_model.py --out build/demo-model --text a.txt b.jsonl.gz --start-from artifacts/demo-model
-    train_demo_model.py --out build/narrow-model --heads 8 --head-size 32 --start-from artifacts/demo-model
+    python -m scripts.train_demo_model --out build/demo-model       about 25 minutes on 2 cores
+    python -m scripts.train_demo_model --out build/demo-model --text a.txt b.jsonl.gz --start-from artifacts/demo-model
+    python -m scripts.train_demo_model --out build/narrow --heads 8 --head-size 32 --start-from artifacts/demo-model
 
 The text is the fit part of each corpus, as `kvq_calib.text.split` divides it; the perplexity at the end is on held-
 out documents that repeat next to nothing of it (`kvq_calib.text.overlap`), which are those that evaluations use. The
@@ -28,9 +28,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 from kvq_calib.text import corpus
 from kvq_calib.text.overlap import Unseen
 from kvq_calib.text.split import part
+from scripts.training import add_settings, keep, restore, save
 
 END = "<|endoftext|>"
-LARGEST = 9_000_000  # bytes of the weights: they live in the repository
 EVERY = 60.0  # seconds between saved states
 
 
@@ -168,42 +168,6 @@ def train(model, tokens: Tensor, settings: Settings, state: Path, identity: str)
                 keep(model, optimizer, state, identity, step, spent + saved - begun)
 
 
-def keep(model, optimizer, state: Path, identity: str, step: int, seconds: float) -> None:
-    """Save the state under a temporary name, then move it into place."""
-    state.parent.mkdir(parents=True, exist_ok=True)
-    partial = state.with_suffix(".partial")
-    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(kept | {"identity": identity, "step": step, "seconds": seconds}, partial)
-    partial.replace(state)
-
-
-def restore(model, optimizer, state: Path, identity: str) -> tuple[int, float]:
-    """Go on from a saved state: (steps done, seconds spent); (0, 0) without one."""
-    if not state.exists():
-        return 0, 0.0
-    kept = torch.load(state, weights_only=True)
-    if kept["identity"] != identity:
-        raise ValueError(
-            f"{state} is the state of a run with other text or settings; remove it, or give another --state"
-        )
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    return kept["step"], kept["seconds"]
-
-
-def save(model, tokenizer, out: Path) -> int:
-    """Write the folder in bfloat16, weights as safetensors; the size of the weights in bytes."""
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    weights = out / "model.safetensors"
-    weights.chmod(0o644)
-    size = weights.stat().st_size
-    if size > LARGEST:
-        raise ValueError(f"the weights have {size} bytes; the repository takes {LARGEST}")
-    return size
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -222,16 +186,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--state", type=Path, default=Path("build/train-demo-model.pt"), help="where to resume (%(default)s)"
     )
-    for name, kind in (
-        ("steps", int),
-        ("minutes", float),
-        ("seed", int),
-        ("batch", int),
-        ("length", int),
-        ("rate", float),
-    ):
-        default = getattr(Settings, name)
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"({default})")
+    kinds = {"steps": int, "minutes": float, "seed": int, "batch": int, "length": int, "rate": float}
+    add_settings(parser, Settings, kinds)
     return parser.parse_args(arguments)
 
 
@@ -252,7 +208,7 @@ def main(arguments: list[str] | None = None) -> float:
     model.train()
     train(model, tokens, settings, given.state, json.dumps([vars(settings), text, weights]))
     model.eval()
-    size = save(model, tokenizer, given.out)
+    size = save(model, tokenizer, given.out, tokenizer.pad_token_id)
     given.state.unlink(missing_ok=True)
     result = perplexity(model, held_out, settings.length)
     print(f"{given.out}: {size:,} bytes, perplexity {result:.2f} per token on held-out documents")

@@ -30,8 +30,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from kvq_calib.tasks import symbols, synthetic
 from kvq_calib.tasks.synthetic import Sample
 from scripts.recall_circuits import CONTEXT, make_model
+from scripts.training import add_settings, keep, restore, save
 
-LARGEST = 9_000_000  # bytes of the weights: they live in the repository
 EVERY = 20.0  # seconds of processor time between saved states
 TRAINED = ("multikey", "chain", "count", "needle", "passkey")
 FIRST = 1 << 32  # seed of training: smaller ones are left to evaluations
@@ -215,7 +215,8 @@ def train(model: Qwen2ForCausalLM, settings: Settings, stages: tuple[Stage, ...]
     """Fit the model in place, with the state saved every EVERY seconds and resumed from."""
     optimizer = torch.optim.AdamW(groups(model, settings), betas=(0.9, 0.98))
     identity = json.dumps([asdict(settings), [asdict(stage) for stage in stages]])
-    step, spent = restore(model, optimizer, folder, identity)
+    state = folder / "state.pt"
+    step, spent = restore(model, optimizer, state, identity)
     begun = saved = time.process_time()
     tally, losses = Tally(), []
     while (done := settings.done(step, seconds := spent + time.process_time() - begun)) < 1:
@@ -234,10 +235,10 @@ def train(model: Qwen2ForCausalLM, settings: Settings, stages: tuple[Stage, ...]
         step += 1
         if time.process_time() - saved > EVERY:
             saved = time.process_time()
-            keep(model, optimizer, folder, identity, step, spent + saved - begun)
+            keep(model, optimizer, state, identity, step, spent + saved - begun)
             log(folder, step, seconds, stage, losses, tally)
             losses.clear()
-    keep(model, optimizer, folder, identity, step, spent + time.process_time() - begun)
+    keep(model, optimizer, state, identity, step, spent + time.process_time() - begun)
     log(folder, step, spent + time.process_time() - begun, None, losses, tally)
 
 
@@ -249,29 +250,6 @@ def log(folder: Path, step: int, seconds: float, stage: Stage | None, losses: li
     print(text, flush=True)
     with open(folder / "log.jsonl", "a") as file:
         file.write(text + "\n")
-
-
-def keep(model, optimizer, folder: Path, identity: str, step: int, seconds: float) -> None:
-    """Save the state under a temporary name, then move it into place."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state, partial = folder / "state.pt", folder / "state.partial"
-    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(kept | {"identity": identity, "step": step, "seconds": seconds}, partial)
-    partial.replace(state)
-
-
-def restore(model, optimizer, folder: Path, identity: str) -> tuple[int, float]:
-    """Go on from a saved state: (steps done, seconds spent); (0, 0) without one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = folder / "state.pt"
-    if not state.exists():
-        return 0, 0.0
-    kept = torch.load(state, weights_only=True)
-    if kept["identity"] != identity:
-        raise ValueError(f"{state} is the state of a run with other settings; remove it, or give another --state")
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    return kept["step"], kept["seconds"]
 
 
 @torch.no_grad()
@@ -294,19 +272,6 @@ def accuracy(model: Qwen2ForCausalLM, lengths: tuple[int, ...], samples: int) ->
     return found
 
 
-def save(model: Qwen2ForCausalLM, out: Path) -> int:
-    """Write the folder in bfloat16, weights as safetensors; the size of the weights in bytes."""
-    model.generation_config.pad_token_id = symbols.BEGIN
-    model.to(torch.bfloat16).save_pretrained(out)
-    make_tokenizer().save_pretrained(out)
-    weights = out / "model.safetensors"
-    weights.chmod(0o644)
-    size = weights.stat().st_size
-    if size > LARGEST:
-        raise ValueError(f"the weights have {size} bytes; the repository takes {LARGEST}")
-    return size
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -317,9 +282,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--samples", type=int, default=50, help="texts of each task and length at the end (%(default)s)"
     )
-    for name, kind in (("steps", int), ("minutes", float), ("seed", int), ("rate", float)):
-        default = getattr(Settings, name)
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"({default})")
+    add_settings(parser, Settings, {"steps": int, "minutes": float, "seed": int, "rate": float})
     return parser.parse_args(arguments)
 
 
@@ -331,7 +294,7 @@ def main(arguments: list[str] | None = None, stages: tuple[Stage, ...] = STAGES)
     model.train()
     train(model, settings, stages, given.state)
     model.eval()
-    size = save(model, given.out)
+    size = save(model, make_tokenizer(), given.out, symbols.BEGIN)
     found = accuracy(model.float(), tuple(sorted({stage.length for stage in stages})), given.samples)
     print(f"{given.out}: {size:,} bytes, {model.num_parameters():,} parameters")
     print(json.dumps(found, indent=1))

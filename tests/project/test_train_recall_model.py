@@ -89,5 +89,5 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(tmp_path, monkeypatch):
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     drawn = make_model(0).state_dict()
     assert any(not torch.equal(first[name].float(), drawn[name].bfloat16().float()) for name in first)
-    with pytest.raises(ValueError, match="other settings"):
+    with pytest.raises(ValueError, match="other text or settings"):
         run(two, "--seed", "1")
