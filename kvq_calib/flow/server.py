@@ -78,9 +78,9 @@ def address() -> str:
     return url
 
 
-def wait(url: str, alive, seconds: float = STARTUP) -> bool:
+def wait(url: str, alive) -> bool:
     """Wait until a server answers; False if it ends, or does not answer in time."""
-    ask, until = build_opener(ProxyHandler({})), time.monotonic() + seconds
+    ask, until = build_opener(ProxyHandler({})), time.monotonic() + STARTUP
     while alive() and time.monotonic() < until:
         try:
             with ask.open(f"{url}/health", timeout=5):

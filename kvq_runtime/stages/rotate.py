@@ -145,11 +145,6 @@ class Weighted(Basis):
         four_bits.check(self.storage)
 
     @property
-    def read_by(self) -> Queries | None:
-        """The queries whose second moment is the metric; None: it is that of the output projection."""
-        return None
-
-    @property
     def packed(self) -> bool:
         return self.storage != "bf16"
 
@@ -202,10 +197,6 @@ class QueryBasis(Weighted):
         super().__post_init__()
         if self.queries not in get_args(Queries):
             raise ValueError(f"queries={self.queries!r}; use one of {get_args(Queries)}")
-
-    @property
-    def read_by(self) -> Queries | None:
-        return self.queries
 
     def check(self, site: Site) -> None:
         if site.role == "value":
