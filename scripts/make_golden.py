@@ -10,18 +10,18 @@ model: keys and values are a fixed chain of sines, so that nothing has to be kep
 
 import json
 import sys
-from functools import partial
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvq_calib.fit import rotate
+from kvq_calib.fit import requests, rotate
 from kvq_calib.fit.feedback import QuerySums
-from kvq_calib.fit.scheme import Blocks, Pair, SchemeFit, blocks
+from kvq_calib.fit.requests import Asked, Source, Sums, summed
+from kvq_calib.fit.scheme import Blocks, Chunk, Pair, SchemeFit, blocks
 from kvq_calib.fit.statistics import Moments
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe
@@ -87,9 +87,12 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
             data = blocks(recipe, role, GEOMETRY, x_NTC, tables, range(SEQUENCES))
             moments = Moments(GEOMETRY.width)
             moments.update(x_NTC[:, recipe.window.sinks :])
-            scheme = SchemeFit(recipe, layer, role, GEOMETRY, Statistics(moments.value().mean_C.float()))
             context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
-            scheme.solve(partial(collected, layer, tables, scheme, data, context))
+            source = one_chunk(layer, tables, role, data, context)
+            known = {rotate.GradientMetric(): rotate.query_metric(source.gradients())}  # with the ridge of queries
+            statistics = Statistics(moments.value().mean_C.float(), known)
+            scheme = SchemeFit(recipe, layer, role, GEOMETRY, statistics)
+            requests.fit(scheme, source)
             schemes.append(scheme.scheme)
             fields = scheme.codec.encode(data.x, context)
             found.append(scheme.codec.decode(fields, context))
@@ -102,27 +105,21 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
     return recipe, tensors, expected
 
 
-def collected(layer: int, tables: Pair, scheme: SchemeFit, data: Blocks, context: Context, field: str) -> Any:
-    """Collect a field of Statistics for a stage's fit, from all sequences in one chunk."""
-    if field == "queries":
-        sums = QuerySums(GEOMETRY, tables, fitted=1)
-        sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
-        return sums.value()[0]
-    if field == "metric" and "gradients" in scheme.scheme.needs:  # queries stand for them, of which there are enough
-        before = collected(layer, tables, scheme, data, context, "queries").before
-        assert before is not None
-        return rotate.query_metric(before)
-    if field == "metric" and scheme.codec.role == "key":
-        asked = collected(layer, tables, scheme, data, context, "queries")
-        return rotate.query_metric(asked.moment(scheme.scheme.rotate.queries))
-    if field == "vocabulary":  # of a model whose text has 200 tokens
-        return activations(layer)[ROLES.index(scheme.codec.role)].flatten(0, 1)[:200]
-    if field == "metric":
-        return rotate.output_metric(projection(), GEOMETRY)
-    if field == "attended":
-        keys = blocks(preset("oscar-2bit"), "key", GEOMETRY, activations(layer)[0], tables, range(SEQUENCES))
-        return scheme.merged(field, [scheme.attended(data, context, keys.x)])
-    return scheme.merged(field, [scheme.partial(field, data, context)])
+def one_chunk(layer: int, tables: Pair, role: Role, data: Blocks, context: Context) -> Source:
+    """A source of statistics: all sequences of a layer in one chunk. For gradients stand queries, which are enough."""
+
+    def keys() -> Tensor:
+        given = activations(layer)[0]
+        return blocks(preset("oscar-2bit"), "key", GEOMETRY, given, tables, range(SEQUENCES)).x
+
+    def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:
+        yield summed(asked, Chunk(fit.codec, data, context, keys))
+
+    sums = QuerySums(GEOMETRY, tables, fitted=1)
+    sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
+    found = sums.value()[0]
+    tokens = activations(layer)[ROLES.index(role)].flatten(0, 1)[:200]  # of a model whose text has 200
+    return Source(partials, found, projection, lambda: found.before, lambda: tokens)
 
 
 def read(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from kvq_runtime.fit import row
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import ROLES, Recipe, Role
+from kvq_runtime.stages.stage import Queries
 
 
 @torch.inference_mode()
@@ -121,15 +122,16 @@ class _Work:
                 one.stop for one in attention.passes(max(tokens, first), self.step, self.prompt) if one.stop >= first
             )
         count = min(count, tokens)
-        stage, q_NTC = recipe.key.feedback, chunk.q
-        if stage is not None and stage.queries == "before":
-            q_NTC = rope.unrotate(q_NTC.unflatten(-1, (-1, geometry.head_size)), *chunk.rope).flatten(-2)
+
+        def queries(which: Queries) -> Tensor:
+            q_NTGD = chunk.q.unflatten(-1, (-1, geometry.head_size))
+            return (q_NTGD if which == "after" else rope.unrotate(q_NTGD, *chunk.rope)).flatten(-2)[0, :count]
 
         def codec_of(role: Role, x_NTC: Tensor) -> Codec:
             if not recipe.fits(recipe.scheme(layer, role)):
                 return self.codecs[layer][ROLES.index(role)]
             tokens = slice(min(recipe.window.sinks, count - 1), count)
-            return row.fit(recipe, layer, role, geometry, x_NTC[0, tokens].float(), q_NTC[0, :count])
+            return row.fit(recipe, layer, role, geometry, x_NTC[0, tokens].float(), queries)
 
         return codec_of("key", chunk.k if recipe.position == "post" else chunk.k_pre), codec_of("value", chunk.v)
 

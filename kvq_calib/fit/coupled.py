@@ -11,19 +11,18 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import Residuals, Statistics
 from kvq_runtime.stages.coupled import Coupled
 
 
-def statistics(stage: Coupled) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs."""
-    return ("residuals",)
+def requests(stage: Coupled) -> tuple[Residuals]:
+    """Return the statistics that a fit needs."""
+    return (Residuals(),)
 
 
 def solve(stage: Coupled, statistics: Statistics, codec: Codec) -> tuple[Coupled, dict[str, Tensor]]:
     """The centroids, float16 [G, 2^bits, channels], of what is rounded: rotated, and without what `correct` keeps."""
-    assert statistics.residuals is not None, "codebooks are fitted to residuals"
-    rows_1NC, correct = statistics.residuals.rows_NC[None], codec.scheme.correct
+    rows_1NC, correct = statistics[Residuals()][None], codec.scheme.correct
     rest_1NC = rows_1NC if correct is None else correct.rest(rows_1NC)
     x_GNE = codec.rotated(rest_1NC)[0].double().cpu().unflatten(-1, (-1, stage.channels)).transpose(0, 1)
     with threadpool_limits(1):  # with more, sums follow the order in which threads end

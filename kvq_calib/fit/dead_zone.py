@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvq_calib.fit.rotate import metric
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.entropy import stream
-from kvq_runtime.fit.statistics import Residuals, Statistics
+from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistics
 from kvq_runtime.ops import ladder
 from kvq_runtime.stages.dead_zone import DeadZone
 
@@ -24,9 +25,9 @@ TURNS = 2  # of choosing rungs and what tokens are off them
 SAMPLE = 1024  # tokens that a rate is measured on
 
 
-def statistics(stage: DeadZone) -> tuple[str, ...]:
-    """What a fit needs."""
-    return ("residuals",)
+def requests(stage: DeadZone) -> tuple[ResidualMoment, Residuals]:
+    """Return the statistics that a fit needs."""
+    return ResidualMoment(), Residuals()
 
 
 def schedule(stage: DeadZone, variances_C: Tensor) -> DeadZone:
@@ -57,9 +58,8 @@ def expected(deviation_C: Tensor) -> float:
 
 def solve(stage: DeadZone, statistics: Statistics, codec: Codec) -> tuple[DeadZone, dict[str, Tensor]]:
     """The stage with its step and channels, and their cells and rungs."""
-    assert statistics.residuals is not None, "rungs are fitted to residuals"
-    stage = schedule(stage, statistics.directions[0])
-    z_NR = codec.rotated(statistics.residuals.rows_NC[None])[0].float()
+    stage = schedule(stage, statistics.directions(metric(codec.scheme.rotate))[0])
+    z_NR = codec.rotated(statistics[Residuals()][None])[0].float()
     return stage, rungs(z_NR, stage.step)
 
 
@@ -91,13 +91,14 @@ def _counted(codes_NR: Tensor) -> Tensor:
     return place_NR.flatten().bincount(minlength=width * codes_NR.shape[1]).view(-1, width).float()
 
 
-def rates(residuals: Residuals, basis_CC: Tensor, left: float, scale: float, steps: Sequence[float]) -> list[float]:
+def rates(rows_NC: Tensor, basis_CC: Tensor, left: float, scale: float, steps: Sequence[float]) -> list[float]:
     """Bits per element that files take at each of these steps, of a sample; those of its tokens' sizes counted.
 
+    rows    a sample of residuals
     left    of the sample's variance, of what other text has
     scale   of latents, to the unit of the steps
     """
-    rows_NC = residuals.rows_NC[:: max(1, len(residuals.rows_NC) // SAMPLE)]
+    rows_NC = rows_NC[:: max(1, len(rows_NC) // SAMPLE)]
     z_NC = (rows_NC @ basis_CC.float()) * (scale / left**0.5)
     found = []
     for step in steps:

@@ -12,13 +12,12 @@ those of one sequence's tokens.
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.statistics import QueryMoments
-from kvq_runtime.fit.feedback import solve, statistics
-from kvq_runtime.fit.statistics import Queries
+from kvq_calib.fit.statistics import Queries, QueryMoments
+from kvq_runtime.fit.feedback import requests, solve
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.stages.stage import Feedback
 
-__all__ = ["QuerySums", "deviations", "solve", "statistics"]
+__all__ = ["QuerySums", "deviations", "requests", "solve"]
 
 Pair = tuple[Tensor, Tensor]
 

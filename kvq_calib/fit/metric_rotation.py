@@ -7,23 +7,49 @@
 Source: Zhou et al., 2026 (OSCAR); WUSH-KV, 2026. See `kvq_runtime/stages/metric_rotation.py`.
 """
 
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from kvq_calib.fit.requests import Empty, Source, Summed
+from kvq_calib.fit.rotate import OutputMetric
+from kvq_calib.fit.scheme import Chunk, SchemeFit
+from kvq_calib.fit.statistics import Attended
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import eigen
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import QueryMoment, ResidualMoment, Statistic, Statistics
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages.metric_rotation import MetricRotation, Wush
+from kvq_runtime.stages.metric_rotation import Metric, MetricRotation, Wush
 
 RIDGE = 1e-3
 FLOOR = 1e-8  # of the largest eigenvalue: a direction without variance or weight is not divided by 0
 
 
-def statistics(stage: MetricRotation) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs."""
-    weigh = {"queries": ("queries",), "output": ("metric",), "attended": ("queries", "attended")}[stage.metric]
-    return (*weigh, "residuals") if isinstance(stage, Wush) else weigh
+@dataclass(frozen=True)
+class AttendedMoment(Summed[Tensor]):
+    """The second moment of what is left of values, weighed by what queries see in their keys: float64 [H, D, D]."""
+
+    passes = ("capture", "residuals")
+
+    def empty(self, fit: SchemeFit, source: Source) -> Empty:
+        assert source.queries is not None, "values are weighed by queries"
+        return partial(Attended, source.queries.after)
+
+    def add(self, sums: Attended, chunk: Chunk) -> None:
+        sums.update(chunk.keys(), chunk.residual, chunk.data.mask_NT)
+
+
+WEIGHED: dict[Metric, Statistic[Any]] = {
+    "queries": QueryMoment("after"), "output": OutputMetric(), "attended": AttendedMoment()
+}  # fmt: skip
+
+
+def requests(stage: MetricRotation) -> tuple[Statistic[Any], ...]:
+    """Return the statistics that a fit needs."""
+    return (WEIGHED[stage.metric], *([ResidualMoment()] if isinstance(stage, Wush) else []))
 
 
 def solve(stage: MetricRotation, statistics: Statistics, codec: Codec) -> tuple[MetricRotation, dict[str, Tensor]]:
@@ -31,8 +57,7 @@ def solve(stage: MetricRotation, statistics: Statistics, codec: Codec) -> tuple[
     metric_HDD = metric(stage, statistics, codec.geometry)
     if not isinstance(stage, Wush):
         return stage, {"rotation": torch.stack([spectral(one_DD) for one_DD in metric_HDD]).float()}
-    assert statistics.residuals is not None, "a transform without second moments"
-    moment_HDD = heads(statistics.residuals.moment_CC, codec.geometry)
+    moment_HDD = heads(statistics[ResidualMoment()], codec.geometry)
     pairs = [transform(ridged(m_DD), ridged(s_DD)) for m_DD, s_DD in zip(metric_HDD, moment_HDD, strict=True)]
     basis, dual = (torch.stack(parts).float() for parts in zip(*pairs, strict=True))
     return stage, {"basis": basis, "dual": dual}
@@ -41,13 +66,8 @@ def solve(stage: MetricRotation, statistics: Statistics, codec: Codec) -> tuple[
 def metric(stage: MetricRotation, statistics: Statistics, geometry: Geometry) -> Tensor:
     """M of every head, float64 [H, D, D]."""
     if stage.metric == "queries":
-        assert statistics.queries is not None and statistics.queries.after is not None, "queries were not summed"
-        return statistics.queries.after.double()
-    if stage.metric == "output":
-        assert statistics.metric is not None, "the output projection was not read"
-        return heads(statistics.metric, geometry)
-    assert statistics.attended is not None, "values were not weighed"
-    return statistics.attended
+        return statistics[QueryMoment("after")].moment_HDD.double()
+    return heads(statistics[OutputMetric()], geometry) if stage.metric == "output" else statistics[AttendedMoment()]
 
 
 def heads(matrix_CC: Tensor, geometry: Geometry) -> Tensor:

@@ -8,18 +8,20 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvq_calib.fit.allocate import counts, water_fill
+from kvq_calib.fit.rotate import metric
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import mixed
-from kvq_runtime.fit.mixed import statistics
+from kvq_runtime.fit.mixed import requests
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.stages.mixed import Mixed
 
-__all__ = ["schedule", "solve", "statistics"]
+__all__ = ["requests", "schedule", "solve"]
 
 
 def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, dict[str, Tensor]]:
     """The quantizer with the bits of its channels, and its scales."""
-    return mixed.solve(schedule(stage, statistics.directions[0]), statistics, codec)
+    variances_C, _ = statistics.directions(metric(codec.scheme.rotate))
+    return mixed.solve(schedule(stage, variances_C), statistics, codec)
 
 
 def schedule(stage: Mixed, variances_C: Tensor) -> Mixed:

@@ -12,19 +12,18 @@ from torch import Tensor
 
 from kvq_calib.fit import clusters
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import Residuals, Statistics
 from kvq_runtime.stages.nuq import Nuq, ends, normalized
 
 
-def statistics(stage: Nuq) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs."""
-    return ("residuals",)
+def requests(stage: Nuq) -> tuple[Residuals]:
+    """Return the statistics that a fit needs."""
+    return (Residuals(),)
 
 
 def solve(stage: Nuq, statistics: Statistics, codec: Codec) -> tuple[Nuq, dict[str, Tensor]]:
     """The points, and the ends of channels where the scale is theirs; without what `correct` sets aside as outliers."""
-    assert statistics.residuals is not None, "a codebook is fitted to residuals"
-    rows_NC, correct = statistics.residuals.rows_NC, codec.scheme.correct
+    rows_NC, correct = statistics[Residuals()], codec.scheme.correct
     rest_NC = rows_NC if correct is None else correct.rest(rows_NC[None])[0]
     if stage.scale == "channel":
         middle, half = channel_ends(rest_NC, stage.covered)

@@ -10,11 +10,11 @@ from torch import Tensor
 from kvq_calib.fit import clusters
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import polar
-from kvq_runtime.fit.polar import statistics
+from kvq_runtime.fit.polar import requests
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.stages.polar import PolarFitted
 
-__all__ = ["solve", "statistics"]
+__all__ = ["requests", "solve"]
 
 
 def solve(stage: PolarFitted, statistics: Statistics, codec: Codec) -> tuple[PolarFitted, dict[str, Tensor]]:

@@ -12,16 +12,23 @@ et al., 2023 (GPTQ), algorithm 1.
 Differs: AQUA-KV's code damps the bias, sums in float32, and centres neither side of the low-rank fit.
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvq_calib.fit.gptq import cholesky, damped, gptq
 from kvq_calib.fit.mlp import fit_mlp, fit_mlp_to_all
-from kvq_calib.fit.statistics import Centred
+from kvq_calib.fit.requests import Empty, Given, Source, Summed
+from kvq_calib.fit.scheme import Chunk, SchemeFit
+from kvq_calib.fit.statistics import Centred, CrossMoments, Sample
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import predict
 from kvq_runtime.fit.eigen import fixed_sign
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import SAMPLE_ROWS, Statistic, Statistics
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 
 Tensors = dict[str, Tensor]
@@ -30,11 +37,61 @@ Tensors = dict[str, Tensor]
 Kind = Mean | Linear | MLP
 
 
-def statistics(stage: Kind) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs; a mean needs none."""
+@dataclass(frozen=True)
+class Inputs(Summed[Centred]):
+    """Joint covariances of a prediction's inputs and its target."""
+
+    passes = ("inputs",)
+
+    def empty(self, fit: SchemeFit, source: Source) -> Empty:
+        return partial(CrossMoments, fit.zeros(_inputs(fit)), fit.zeros(fit.codec.geometry.width))
+
+    def add(self, sums: CrossMoments, chunk: Chunk) -> None:
+        sums.update(*chunk.joint, chunk.data.mask_NT)
+
+
+@dataclass(frozen=True)
+class InputRows(Summed[Tensor]):
+    """A sample of inputs and target, side by side: float32 [rows, I + C]."""
+
+    passes = ("inputs",)
+    rows: int = SAMPLE_ROWS
+
+    def empty(self, fit: SchemeFit, source: Source) -> Empty:
+        return partial(Sample, self.rows, _inputs(fit) + fit.codec.geometry.width)
+
+    def add(self, sums: Sample, chunk: Chunk) -> None:
+        chunk.offer(sums, torch.cat(chunk.joint, -1))
+
+    def value(self, sums: Sample, fit: SchemeFit) -> Tensor:
+        return sums.value().rows_RC
+
+
+@dataclass(frozen=True)
+class InputChunks(Given[Callable[[], Iterable[Tensor]]]):
+    """() → inputs and target of every token, [N, I + C], chunk by chunk; each call is a pass."""
+
+    passes = ("inputs",)
+
+    def of(self, fit: SchemeFit, source: Source) -> Callable[[], Iterable[Tensor]]:
+        return lambda: (torch.cat(rows) for (rows,) in source.partials(fit, [(self, list)]))
+
+    def add(self, sums: list[Tensor], chunk: Chunk) -> None:
+        z_NTI, y_NTC = chunk.joint
+        rows_NTK = torch.cat([z_NTI.float(), y_NTC], -1)
+        sums.append(rows_NTK[chunk.data.mask_NT.to(rows_NTK.device)].cpu())
+
+
+def _inputs(fit: SchemeFit) -> int:
+    codec = fit.codec
+    return codec.geometry.width * codec.scheme.inputs(codec.layer, codec.role).tokens
+
+
+def requests(stage: Kind) -> tuple[Statistic[Any], ...]:
+    """Return the statistics that a fit needs; a mean needs none."""
     if isinstance(stage, MLP):
-        return ("input_rows",) if stage.tokens == "sample" else ("inputs", "input_chunks")
-    return ("inputs",) if isinstance(stage, Linear) else ()
+        return (InputRows(),) if stage.tokens == "sample" else (Inputs(), InputChunks())
+    return (Inputs(),) if isinstance(stage, Linear) else ()
 
 
 def solve(stage: Kind, statistics: Statistics, codec: Codec) -> tuple[Kind, Tensors]:
@@ -42,15 +99,13 @@ def solve(stage: Kind, statistics: Statistics, codec: Codec) -> tuple[Kind, Tens
     if isinstance(stage, Mean):
         return stage, predict.solve(stage, statistics, codec)[1]
     if isinstance(stage, MLP) and stage.tokens == "all":
-        assert statistics.input_chunks is not None, "an MLP is fitted to tokens"
-        return stage, fit_mlp_to_all(stage, statistics.inputs, statistics.input_chunks, statistics.seed)
+        return stage, fit_mlp_to_all(stage, statistics[Inputs()], statistics[InputChunks()], statistics.seed)
     if isinstance(stage, MLP):
-        assert statistics.input_rows is not None, "an MLP is fitted to a sample"
-        z_NI, y_NC = statistics.input_rows.tensor_split([-codec.geometry.width], 1)
+        z_NI, y_NC = statistics[InputRows()].tensor_split([-codec.geometry.width], 1)
         return stage, fit_mlp(stage, z_NI, y_NC, statistics.seed)
     if isinstance(stage, LowRank):
-        return stage, fit_low_rank(statistics.inputs, stage.rank, stage.ridge)
-    return stage, (fit_gptq if stage.storage == "gptq4" else fit_linear)(statistics.inputs, stage.ridge)
+        return stage, fit_low_rank(statistics[Inputs()], stage.rank, stage.ridge)
+    return stage, (fit_gptq if stage.storage == "gptq4" else fit_linear)(statistics[Inputs()], stage.ridge)
 
 
 def fit_linear(joint: Centred, ridge: float) -> Tensors:

@@ -17,17 +17,22 @@ dual basis finite, of gradients a tenth. M is scaled to a mean of 1 on its diago
 directions.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvq_calib.fit.gptq import damped, gptq
+from kvq_calib.fit.requests import Given, Source
+from kvq_calib.fit.scheme import SchemeFit
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import rotate
 from kvq_runtime.fit.fitting import fit_module
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import ResidualMoment, Statistic, Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.stages import four_bits
-from kvq_runtime.stages.rotate import Basis, Weighted
+from kvq_runtime.stages.rotate import Basis, GradientBasis, OutputBasis, QueryBasis
+from kvq_runtime.stages.stage import Queries, Rotation
 
 RIDGE = 1e-3
 PACKAGES = ("kvq_calib.fit",)  # a quantizer that takes latents has a `schedule` there: which are stored
@@ -36,20 +41,64 @@ PACKAGES = ("kvq_calib.fit",)  # a quantizer that takes latents has a `schedule`
 SMOOTHED = 0.1
 
 
-def statistics(stage: Basis) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs."""
-    return ("metric", "residuals") if isinstance(stage, Weighted) else ("residuals",)
+@dataclass(frozen=True)
+class QueryMetric(Given[Tensor]):
+    """What an error of a key costs in scores, float64 [C, C]."""
+
+    passes = ("capture",)
+    queries: Queries = "before"
+
+    def of(self, fit: SchemeFit, source: Source) -> Tensor:
+        assert source.queries is not None, "queries are summed while a layer is captured"
+        return query_metric(source.queries.moment(self.queries))
+
+
+@dataclass(frozen=True)
+class OutputMetric(Given[Tensor]):
+    """What an error of a value costs in the output of its layer, float64 [C, C]."""
+
+    passes = ()
+
+    def of(self, fit: SchemeFit, source: Source) -> Tensor:
+        return output_metric(source.projection(), fit.codec.geometry)
+
+
+@dataclass(frozen=True)
+class GradientMetric(Given[Tensor]):
+    """What an error of a key, or of a value, costs in nats, in proportion: float64 [C, C]."""
+
+    passes = ("gradients",)
+
+    def of(self, fit: SchemeFit, source: Source) -> Tensor:
+        return gradient_metric(source.gradients())
+
+
+def metric(stage: Rotation | None) -> Statistic[Tensor] | None:
+    """The metric of a basis; None: of a plain one."""
+    match stage:
+        case QueryBasis():
+            return QueryMetric(stage.queries)
+        case OutputBasis():
+            return OutputMetric()
+        case GradientBasis():
+            return GradientMetric()
+
+
+def requests(stage: Basis) -> tuple[Statistic[Tensor], ...]:
+    """Return the statistics that a fit needs."""
+    weighed = metric(stage)
+    return (ResidualMoment(),) if weighed is None else (ResidualMoment(), weighed)
 
 
 def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, dict[str, Tensor]]:
     """The basis, and its dual if it is weighted: bfloat16 [C, R]."""
-    variances_C, matrices = statistics.directions
+    weighed = metric(stage)
+    variances_C, matrices = statistics.directions(weighed)
     quantize = codec.scheme.quantize
     count = fit_module(quantize, PACKAGES).schedule(quantize, variances_C).stored(len(variances_C))
-    if isinstance(stage, Weighted) and stage.storage == "gptq4":
-        assert statistics.residuals is not None and statistics.metric is not None, "a weighted basis without a metric"
-        return stage, in_four_bits(matrices["dual"][:, :count], statistics.metric, statistics.residuals.moment_CC)
-    return stage, rotate.leading(statistics, count)
+    if weighed is not None and stage.packed:
+        return stage, in_four_bits(matrices["dual"][:, :count], statistics[weighed], statistics[ResidualMoment()])
+    return stage, rotate.leading(matrices, count)
 
 
 def in_four_bits(dual_CR: Tensor, metric_CC: Tensor, moment_CC: Tensor) -> dict[str, Tensor]:

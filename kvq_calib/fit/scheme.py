@@ -1,12 +1,11 @@
-"""Fit one scheme of one layer, chunk by chunk: each pass over the chunks gives the sums that a stage is fitted to.
+"""Fit one scheme of one layer, chunk by chunk: what stages are fitted to is collected in passes over the chunks.
 
-    inputs, input_rows   of a prediction's inputs and target      → predict
-    input_chunks         every token of them, a chunk at a time   → predict, by an MLP
-    residuals            of what the prediction leaves            → rotate, quantize, correct
+    inputs      of what a prediction reads, and its target   → predict
+    residuals   of what the prediction leaves                → rotate, quantize, feedback, correct
 
-The sums of a chunk are a partial; partials are added in ascending order. `Fitting` goes through the stages in the order
-of the pipeline, each solved by the module of `kvq_calib.fit` that has the name of the stage's own. Settings that a fit
-finds, as bits of channels, are written into `SchemeFit.scheme`, which the artifact's recipe names.
+`Fitting` goes through the stages in the order of the pipeline, each solved by the module of `kvq_calib.fit` that has
+the name of the stage's own. Settings that a fit finds, as bits of channels, are written into `SchemeFit.scheme`, which
+the artifact's recipe names.
 
 Algorithm 1 of AQUA-KV with the runtime's own codec: what a layer is predicted from are the layers below as inference
 will decode them.
@@ -16,27 +15,25 @@ Differs: each row's exact sinks are left out of the fit (they are never encoded)
 codes that are searched for, fits read numbers with errors of the same moments (`Codec.approximated`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.statistics import Attended, CrossMoments, Sample
+from kvq_calib.fit.statistics import Sample
 from kvq_runtime.codec.block_input import block_input
-from kvq_runtime.codec.codec import Context
-from kvq_runtime.fit.fitting import Fitting
-from kvq_runtime.fit.statistics import Residuals, Statistics
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.fit.fitting import Collect, Fitting
+from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
 from kvq_runtime.stages.stage import SLOTS
 
-SAMPLE_ROWS = 4096  # tokens that an iterative fit sees
-
 Pair = tuple[Tensor, Tensor]
-Partial = tuple[Attended | CrossMoments | Sample, ...]
 
 
 @dataclass(frozen=True)
@@ -72,81 +69,52 @@ def blocks(recipe: Recipe, role: Role, geometry: Geometry, x_NTC: Tensor, tables
     return Blocks(cut(x), cut(mask), (cut(rope[0]), cut(rope[1])), numbers)
 
 
-class SchemeFit(Fitting):
-    """The fit of keys or of values: an empty statistic, its update by a chunk, its solution.
+@dataclass(frozen=True)
+class Chunk:
+    """What a fit reads of one chunk.
 
-    rows   tokens that scales and bounds are fitted on
+    keys   () → the layer's keys of it in the recipe's position, [N, block, C]
     """
 
+    codec: Codec
+    data: Blocks
+    context: Context
+    keys: Callable[[], Tensor]
+
+    @cached_property
+    def residual(self) -> Tensor:
+        """What the prediction leaves, float32 [N, T, C]."""
+        return self.codec.residual(self.data.x, self.context)
+
+    @cached_property
+    def joint(self) -> Pair:
+        """The inputs of a prediction and its target, [N, T, I] and [N, T, C]."""
+        x, codec = self.data.x, self.codec
+        read = codec.scheme.inputs(codec.layer, codec.role).tokens
+        inputs = codec.inputs(self.context) if read else x[..., :0]
+        return inputs, x if codec.predictor is None else x - codec.mean(self.context)
+
+    def offer(self, sample: Sample, rows_NTC: Tensor) -> None:
+        """Offer rows of its tokens to a sample: whole sequences at once, from position 0 on."""
+        numbers = self.data.sequences.unique_consecutive()
+        whole = rows_NTC.reshape(len(numbers), -1, rows_NTC.shape[-1])
+        sample.update(whole, numbers, mask_NT=self.data.mask_NT.reshape(len(numbers), -1))
+
+
+class SchemeFit(Fitting):
+    """The fit of keys or of values; `requests.py` collects what it is fitted to."""
+
     packages = ("kvq_calib.fit", "kvq_runtime.fit")
-    rows = SAMPLE_ROWS
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a worker: the codec, the mean and the queries' moments, without other statistics."""
-        kept = Statistics(self.statistics.mean_C, queries=self.statistics.queries, seed=self.statistics.seed)
-        return self.__dict__ | {"statistics": kept}
+        """Return the state for a worker: the codec and the mean, without other statistics."""
+        return self.__dict__ | {"statistics": Statistics(self.statistics.mean_C, seed=self.statistics.seed)}
 
-    def empty(self, field: str) -> Partial:
-        """The sums of a field of `Statistics` before any chunk: moments of what is centred, or a sample of tokens."""
-        width, seed = len(self.statistics.mean_C), self.statistics.seed
-        zeros = self.statistics.mean_C.new_zeros
-        if field == "residuals":
-            return CrossMoments(zeros(width), zeros(0)), Sample(self.rows, width, seed)
-        if field == "attended":
-            queries = self.statistics.queries
-            assert queries is not None and queries.after is not None, "values are weighed by queries"
-            return (Attended(queries.after),)
-        inputs = width * self.scheme.inputs(self.codec.layer, self.codec.role).tokens
-        if field == "input_rows":
-            return (Sample(SAMPLE_ROWS, inputs + width),)
-        return (CrossMoments(zeros(inputs), zeros(width)),)
+    def zeros(self, size: int) -> Tensor:
+        """A vector of zeros where the fit computes."""
+        return self.statistics.mean_C.new_zeros(size)
 
-    def rows_of(self, data: Blocks, context: Context) -> Tensor:
-        """The inputs and targets of a prediction, of every token of one chunk that is ever encoded: [N, I + C]."""
-        rows_NTK = torch.cat([self.codec.inputs(context).float(), data.x - self.codec.mean(context)], -1)
-        return rows_NTK[data.mask_NT.to(rows_NTK.device)].cpu()
-
-    def partial(self, field: str, data: Blocks, context: Context) -> Partial:
-        """The sums of one chunk."""
-        if field == "residuals":
-            z_NTI = self.codec.residual(data.x, context)
-            y_NTC = z_NTI[..., :0]
-        else:
-            z_NTI, y_NTC = self.codec.inputs(context), data.x - self.codec.mean(context)
-        numbers = data.sequences.unique_consecutive()
-        partial = self.empty(field)
-        for sums in partial:
-            if isinstance(sums, CrossMoments):
-                sums.update(z_NTI, y_NTC, data.mask_NT)
-            else:  # whole sequences at once, from position 0 on
-                rows = torch.cat([z_NTI, y_NTC], -1)
-                whole = rows.reshape(len(numbers), -1, rows.shape[-1])
-                sums.update(whole, numbers, mask_NT=data.mask_NT.reshape(len(numbers), -1))
-        return partial
-
-    def attended(self, data: Blocks, context: Context, k_NTC: Tensor) -> Partial:
-        """The sums of one chunk of values that need its keys, after RoPE."""
-        (partial,) = self.empty("attended")
-        assert isinstance(partial, Attended)
-        partial.update(k_NTC, self.codec.residual(data.x, context), data.mask_NT)
-        return (partial,)
-
-    def merged(self, field: str, partials: Iterable[Partial]) -> Any:
-        """A field of `Statistics`, from the partials of all chunks in ascending order."""
-        totals = self.empty(field)
-        for index, partial in enumerate(partials):
-            for total, part in zip(totals, partial, strict=True):
-                total.merge(index, part)  # type: ignore[arg-type]
-        values: list[Any] = [total.value() for total in totals]
-        if field in ("inputs", "attended"):
-            return values[0]
-        if field == "input_rows":
-            return values[0].rows_RC
-        moments, sample = values
-        moment_CC = moments.xx_II + torch.outer(moments.mean_x_I, moments.mean_x_I)
-        return Residuals(moment_CC, sample.rows_RC.to(moment_CC.device))
-
-    def with_rounding(self, scheme: Scheme, statistics: Statistics, collect: Callable[[str], Any]) -> "SchemeFit":
+    def with_rounding(self, scheme: Scheme, statistics: Statistics, collect: Collect) -> "SchemeFit":
         """The same prediction with the stages of another scheme after it, fitted to what the prediction leaves.
 
         collect   gives what `statistics` does not have yet

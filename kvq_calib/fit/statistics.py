@@ -27,8 +27,9 @@ from kvq_calib.fit.sample import Sample, in_order
 from kvq_runtime.fit import moments
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
+from kvq_runtime.stages import stage
 
-__all__ = ["Attended", "Centred", "CrossMoments", "MeanVariance", "Moments", "QueryMoments", "Sample"]
+__all__ = ["Attended", "Centred", "CrossMoments", "MeanVariance", "Moments", "Queries", "QueryMoments", "Sample"]
 
 TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
 PANEL = 128  # columns that one product takes: of a symmetric matrix about half need not be calculated
@@ -157,6 +158,27 @@ class QueryMoments(_Sums):
         """E[q qᵀ] before and after RoPE, float64 [H, D, D] each."""
         count = _count(self.sums)
         return self.sums["before"] / count, self.sums["after"] / count
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The queries of a layer.
+
+    before, after   second moments before and after RoPE, float64 [H, D, D]
+    sequence        how many queries one KV head is multiplied with in a sequence
+    rope            cos and sin of the positions 0 to T - 1 of a sequence, [1, T, K]: for averages over distances
+    """
+
+    before: Tensor
+    after: Tensor
+    sequence: float
+    rope: tuple[Tensor, Tensor]
+
+    def moment(self, which: stage.Queries) -> Tensor:
+        """The moment of the queries that a stage asks for."""
+        if which == "averaged":
+            return moments.averaged(self.before, *self.rope)
+        return self.after if which == "after" else self.before
 
 
 class Attended(_Sums):

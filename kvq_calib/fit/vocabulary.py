@@ -3,12 +3,14 @@
 In 4 bits each row is rounded for itself: every token counts alike, however often a text has it.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvq_calib.fit.requests import Given, Source
+from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model.streamed import Stream
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import Statistics
@@ -20,15 +22,24 @@ from kvq_runtime.stages.vocabulary import Vocabulary
 TILE = 4096  # tokens
 
 
-def statistics(stage: Vocabulary) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs."""
-    return ("vocabulary",)
+@dataclass(frozen=True)
+class EveryToken(Given[Tensor]):
+    """The first layer's keys before RoPE, or values, of every token of the vocabulary, float32 [V, C]."""
+
+    passes = ()
+
+    def of(self, fit: SchemeFit, source: Source) -> Tensor:
+        return source.vocabulary()
+
+
+def requests(stage: Vocabulary) -> tuple[EveryToken]:
+    """Return the statistics that a fit needs."""
+    return (EveryToken(),)
 
 
 def solve(stage: Vocabulary, statistics: Statistics, codec: Codec) -> tuple[Vocabulary, dict[str, Tensor]]:
     """The stage with the vocabulary's size, and the table: bfloat16 [V, C], or of `four_bits.specs`."""
-    table_VC = statistics.vocabulary
-    assert table_VC is not None, "a table is made of a vocabulary"
+    table_VC = statistics[EveryToken()]
     if codec.predictor is not None:
         table_VC = table_VC - statistics.mean_C
     found = _rounded(table_VC) if stage.storage == "rtn4" else {"table": table_VC.to(torch.bfloat16)}

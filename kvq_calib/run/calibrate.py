@@ -5,6 +5,7 @@ a run that was killed goes on at the layer where it was. One pass over the model
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import dead_zone, feedback, rotate, vocabulary
+from kvq_calib.fit import dead_zone, feedback, requests, rotate, vocabulary
 from kvq_calib.fit.feedback import QuerySums
+from kvq_calib.fit.requests import Asked, Source, Sums
 from kvq_calib.fit.scheme import SchemeFit, summary
-from kvq_calib.fit.statistics import MeanVariance, Moments
+from kvq_calib.fit.statistics import MeanVariance, Moments, Queries
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget, checkpoint, gradients, passes, sensitivity, share
 from kvq_calib.run.passes import RecipeWork
-from kvq_calib.run.plan import by_gradients, set_arithmetic
+from kvq_calib.run.plan import by_gradients, set_arithmetic, takes
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import faults
-from kvq_runtime.fit.statistics import Queries, Statistics
+from kvq_runtime.fit.statistics import Residuals, Statistics
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
-from kvq_runtime.stages.exact import Exact
 
 Pair = tuple[Tensor, Tensor]
 
@@ -142,10 +143,8 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
                 options: dict[Role, list[Scheme]] = {
                     role: budget.settings(recipe, plan.geometry, role, tokens) for role in ROLES
                 }
-                metrics: dict[Role, Tensor] = {
-                    role: _metric(work, role, Scheme(Exact(), rotate=budget.BASES[role]), collected) for role in ROLES
-                }
-                errors = sensitivity.attention_errors(work, options, metrics)
+                sources: dict[Role, Source] = {role: _source(work, role, collected.queries) for role in ROLES}
+                errors = sensitivity.attention_errors(work, options, sources)
                 record["attention"][recipe.name] = errors
                 for role in ROLES:
                     measures[role]["attention_error"] = errors[role][0]
@@ -166,8 +165,7 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
         for sinks in {recipe.window.sinks for recipe in plan.recipes}
     }
     query_sums = None
-    schemes = [scheme for recipe in plan.recipes for scheme in recipe.schemes]
-    asked = any("queries" in scheme.needs for scheme in schemes)
+    asked = any(takes(recipe, "capture") for recipe in plan.recipes)
     if plan.budgets or asked or (plan.draft and not all(map(by_gradients, plan.recipes))):
         query_sums = QuerySums(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
     energy, counted = 0.0, 0
@@ -198,7 +196,8 @@ def _fit_recipe(
     tensors: dict[str, Tensor] = {}
     measures: dict = {}
     for role, moments in zip(ROLES, collected.moments[recipe.window.sinks], strict=True):
-        fit = _fit_scheme(work, role, Statistics(moments.mean_C.float(), seed=plan.seed), collected)
+        fit = SchemeFit(recipe, layer, role, plan.geometry, Statistics(moments.mean_C.float(), seed=plan.seed))
+        requests.fit(fit, _source(work, role, collected.queries))
         sums = torch.zeros(5, dtype=torch.float64)
         errors = run.executor(passes.decode, passes.Pass(work, fit), range(len(plan.chunks)))
         for index, chunk_sums in enumerate(errors):
@@ -231,47 +230,31 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
     for role in roles:
         inputs = run.plan.geometry.width * recipe.scheme(work.layer, role).inputs(work.layer, role).tokens
         left = max(1 - inputs / count, 0.1)
-        seen = work.fits[role].statistics
-        if work.fits[role].scheme.quantize.at_rest:
-            assert seen.residuals is not None, "rates are of residuals"
-            scale, basis_CC = cost[role] ** 0.5, seen.directions[1]["basis"]
-            rates = dead_zone.rates(seen.residuals, basis_CC, left, scale, share.STEPS)
+        scheme, seen = work.fits[role].scheme, work.fits[role].statistics
+        variances_C, matrices = seen.directions(rotate.metric(scheme.rotate))
+        if scheme.quantize.at_rest:
+            scale = cost[role] ** 0.5
+            rates = dead_zone.rates(seen[Residuals()], matrices["basis"], left, scale, share.STEPS)
             found[role] = {"rates": rates, "scale": scale}
             continue
-        found[role] = (cost[role] / left * seen.directions[0]).tolist()
+        found[role] = (cost[role] / left * variances_C).tolist()
     return found
 
 
-def _fit_scheme(work: RecipeWork, role: Role, statistics: Statistics, collected: LayerStatistics) -> SchemeFit:
-    """Fit the stages of keys, or of values; whatever they need is collected in passes over the fitted chunks."""
-    run, fitted = work.run, range(work.run.plan.fitted_chunks)
-    fit = SchemeFit(work.recipe, work.layer, role, run.plan.geometry, statistics)
+def _source(work: RecipeWork, role: Role, queries: Queries | None) -> Source:
+    """What this run knows of a layer's keys, or values."""
+    run, layer = work.run, work.layer
 
-    def collect(field: str) -> Any:
-        if field == "queries":
-            return collected.queries
-        if field == "metric":
-            return _metric(work, role, fit.scheme, collected)
-        if field == "input_chunks":
-            return lambda: run.executor(passes.rows, passes.Pass(work, fit), fitted)
-        if field == "vocabulary":
-            return vocabulary.vocabulary(work.stream, role)
-        return fit.merged(field, run.executor(passes.collect, passes.Pass(work, fit, field), fitted))
+    def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:
+        return run.executor(passes.collect, passes.Pass(work, fit, asked), range(run.plan.fitted_chunks))
 
-    fit.solve(collect)
-    return fit
-
-
-def _metric(work: RecipeWork, role: Role, scheme: Scheme, collected: LayerStatistics) -> Tensor:
-    """Return the cost of an error of keys, or of values, for the scheme's basis: float64 [C, C]."""
-    if "gradients" in scheme.needs:
-        return rotate.gradient_metric(_gradients(work, role))
-    if role == "key":
-        basis: Any = scheme.rotate
-        assert collected.queries is not None and basis is not None, "a metric of keys without queries"
-        return rotate.query_metric(collected.queries.moment(basis.queries))
-    weight = work.run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
-    return rotate.output_metric(weight.to(work.run.plan.device), work.run.plan.geometry)
+    return Source(
+        partials,
+        queries,
+        projection=lambda: run.files.tensor(f"model.layers.{layer}.self_attn.o_proj.weight").to(run.plan.device),
+        gradients=lambda: _gradients(work, role),
+        vocabulary=lambda: vocabulary.vocabulary(work.stream, role),
+    )
 
 
 def _gradients(work: RecipeWork, role: Role) -> Tensor:

@@ -7,14 +7,15 @@ in ascending order, so that who did which chunk leaves no trace in the bytes.
 
 import time
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvq_calib.fit.feedback import QuerySums
-from kvq_calib.fit.scheme import Blocks, Partial, SchemeFit, blocks
+from kvq_calib.fit.requests import Asked, Sums, summed
+from kvq_calib.fit.scheme import Blocks, Chunk, SchemeFit, blocks
 from kvq_calib.fit.statistics import Moments, QueryMoments
 from kvq_calib.model.streamed import Layer, Projected, Stream, joined
 from kvq_calib.run import checkpoint, gradients
@@ -170,27 +171,20 @@ class RecipeWork:
 class Pass:
     """The shared state of a pass over the decoded layers below: one scheme of one recipe, as far as it is fitted.
 
-    field   of `Statistics`, that the pass collects
+    asked   the statistics that the pass collects, and what their sums begin with
     """
 
     work: RecipeWork
     fit: SchemeFit
-    field: str = ""
+    asked: Asked = ()
 
 
-def collect(shared: Pass, index: int) -> Partial:
-    """The sums of one chunk that a stage is fitted to; residuals are always those that inference will see."""
-    fit, exact_below = shared.fit, shared.field not in ("residuals", "attended") and clean(shared.fit.scheme)
-    if shared.field == "attended":
-        data, context = shared.work.data(index, fit.codec.role, exact_below)
-        return fit.attended(data, context, shared.work.keys(index))
-    return fit.partial(shared.field, *shared.work.data(index, fit.codec.role, exact_below))
-
-
-def rows(shared: Pass, index: int) -> Tensor:
-    """The inputs and targets of a prediction, token by token, of one chunk."""
-    fit = shared.fit
-    return fit.rows_of(*shared.work.data(index, fit.codec.role, clean(fit.scheme)))
+def collect(shared: Pass, index: int) -> list[Sums]:
+    """The sums of one chunk that stages are fitted to; residuals are always those that inference will see."""
+    work, codec = shared.work, shared.fit.codec
+    exact_below = clean(shared.fit.scheme) and any("inputs" in one.passes for one, _ in shared.asked)
+    data, context = work.data(index, codec.role, exact_below)
+    return summed(shared.asked, Chunk(codec, data, context, partial(work.keys, index)))
 
 
 def decode(shared: Pass, index: int) -> Tensor:

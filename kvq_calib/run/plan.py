@@ -10,9 +10,11 @@ from importlib.metadata import version
 
 import torch
 
+from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.text import corpus
+from kvq_runtime.fit.fitting import requested
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import product
 from kvq_runtime.recipe import Recipe
@@ -157,7 +159,13 @@ class Plan:
 
 def by_gradients(recipe: Recipe) -> bool:
     """True if a fit of the recipe needs the model's gradients."""
-    return any("gradients" in scheme.needs for scheme in recipe.schemes)
+    return takes(recipe, "gradients")
+
+
+def takes(recipe: Recipe, name: str) -> bool:
+    """True if a fit of the recipe requests a statistic that takes this pass."""
+    asked = (one for scheme in recipe.schemes for one in requested(scheme, SchemeFit.packages))
+    return any(name in one.passes for one in asked)
 
 
 def environment(device: str, dtype: str, threads: int) -> dict:

@@ -16,19 +16,18 @@ where the plan has one: the error is then the mean of the two.
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import vocabulary
+from kvq_calib.fit.requests import Source, collected
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model import attention
 from kvq_calib.model.attention import AttentionInputs, apply_rope
 from kvq_calib.run.passes import RecipeWork
 from kvq_calib.run.plan import MEASURED, Plan
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistics
 from kvq_runtime.recipe import ROLES, Role, Scheme
 
 ROWS = 1024  # tokens that the scales of a setting are fitted on: a quarter of those of what is kept
@@ -48,17 +47,17 @@ def chunks(plan: Plan) -> list[int]:
 
 @torch.no_grad()
 def attention_errors(
-    work: RecipeWork, options: Mapping[Role, Sequence[Scheme]], metrics: Mapping[Role, Tensor]
+    work: RecipeWork, options: Mapping[Role, Sequence[Scheme]], sources: Mapping[Role, Source]
 ) -> dict[str, list[float]]:
     """Errors of the recipe's own fitted keys, then of the options in their place; and the same of values.
 
-    metrics   what errors cost, of the bases among the options
+    sources   of what the options are fitted to
     """
     run, stream, layer = work.run, work.stream, work.layer
     plan, module = run.plan, stream.layer(layer)
     weight_EC = stream.files.tensor(f"model.layers.{layer}.self_attn.o_proj.weight").to(stream.device, torch.float32)
     tables = stream.rope(plan.seq_len)
-    fits = {role: _fits(work, role, options[role], metrics[role]) for role in ROLES}
+    fits = {role: _fits(work, role, options[role], sources[role]) for role in ROLES}
     sums = {role: torch.zeros(len(fits[role]), dtype=torch.float64) for role in ROLES}
     count, done, read = sum(map(len, fits.values())) * len(chunks(plan)), 0, texts(plan)
     share = {i: 1 / len(read) / plan.seq_len / sum(len(plan.chunks[j]) for j in text) for text in read for i in text}
@@ -80,21 +79,13 @@ def attention_errors(
     return {role: sums[role].tolist() for role in ROLES}
 
 
-def _fits(work: RecipeWork, role: Role, options: Sequence[Scheme], metric_CC: Tensor) -> list[SchemeFit]:
-    """The recipe's own fit, and one of each option."""
-    own, chunks = copy(work.fits[role]), range(work.run.plan.fitted_chunks)
-    own.rows = ROWS
-    partials = (own.partial("residuals", *work.data(index, role, clean=False)) for index in chunks)
-    residuals = own.merged("residuals", partials)
-    kept = own.statistics
-    shared = Statistics(kept.mean_C, metric=metric_CC, residuals=residuals, seed=kept.seed)
-    return [own, *(own.with_rounding(scheme, shared, partial(_more, work, role)) for scheme in options)]
-
-
-def _more(work: RecipeWork, role: Role, field: str) -> Tensor:
-    """A field of `Statistics` that is collected where a setting needs it, and once for all settings."""
-    assert field == "vocabulary", f"{field}: not collected before"
-    return vocabulary.vocabulary(work.stream, role)
+def _fits(work: RecipeWork, role: Role, options: Sequence[Scheme], source: Source) -> list[SchemeFit]:
+    """The recipe's own fit, and one of each option; what several ask for is collected once."""
+    own = work.fits[role]
+    moment_CC, rows_NC = collected(own, source, (ResidualMoment(), Residuals(ROWS))).values()
+    found = {ResidualMoment(): moment_CC, Residuals(): rows_NC}
+    shared = Statistics(own.statistics.mean_C, found, own.statistics.seed)
+    return [own, *(own.with_rounding(scheme, shared, partial(collected, own, source)) for scheme in options)]
 
 
 def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor, position: str) -> tuple[Tensor, Tensor]:

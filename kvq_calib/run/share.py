@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit.allocate import water_fill
+from kvq_calib.fit.statistics import Queries
 from kvq_calib.run.plan import Plan
-from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
 
@@ -80,7 +80,6 @@ def costs(
     heads = weight_EQ.double().unflatten(1, (geometry.kv_heads, -1, geometry.head_size))
     output_HGD = heads.square().sum(0)  # the diagonals of WᵀW
     spread = (output_HGD * variance_C.double().unflatten(0, (geometry.kv_heads, 1, -1)).to(output_HGD)).sum(-1).mean()
-    assert queries.before is not None, "queries before RoPE were not summed"
     loudness = queries.before.diagonal(dim1=-2, dim2=-1).mean()  # RoPE changes no length
     query_heads = output_HGD.shape[1]
     key = query_heads * loudness * spread.to(loudness) / geometry.head_size

@@ -11,22 +11,20 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import QueryMoment, Statistics
 from kvq_runtime.ops import feedback
 from kvq_runtime.stages.feedback import QueryOrthogonal
 
 
-def statistics(stage: QueryOrthogonal) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs."""
-    return ("queries",)
+def requests(stage: QueryOrthogonal) -> tuple[QueryMoment]:
+    """Return the statistics that a fit needs."""
+    return (QueryMoment(stage.queries),)
 
 
 def solve(stage: QueryOrthogonal, statistics: Statistics, codec: Codec) -> tuple[QueryOrthogonal, dict[str, Tensor]]:
     """The tensors of the stage: a move for every block of channels but the last, bfloat16."""
-    queries, scheme = statistics.queries, codec.scheme
-    assert queries is not None, "feedback is fitted to queries"
-    rotation_DD = stage.turn(scheme.axis, scheme.rotate, codec.geometry)
-    return stage, moves(stage, queries.moment(stage.queries), queries.sequence, rotation_DD)
+    rotation_DD = stage.turn(codec.scheme.axis, codec.scheme.rotate, codec.geometry)
+    return stage, moves(stage, *statistics[QueryMoment(stage.queries)], rotation_DD)
 
 
 def moves(stage: QueryOrthogonal, moment_HDD: Tensor, sequence: float, rotation_DD: Tensor | None) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 A stage of `kvq_runtime/stages/NAME.py` is fitted by the module NAME of a package of fits, which offers
 
-    statistics(stage)                    the fields of `Statistics` that a fit needs
+    requests(stage)                      the statistics that a fit needs
     solve(stage, statistics, codec)      the stage with the settings that were found, and its tensors by name; `codec`
                                          is the scheme's, as far as it is fitted
 
@@ -10,7 +10,7 @@ A cache that fits to its prompt uses those of `kvq_runtime.fit`; a calibration t
 is none, those of the runtime.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,10 +20,12 @@ from typing import Any
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import Statistic, Statistics
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import ROLES, Recipe, Role
+from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
 from kvq_runtime.stages.stage import SLOTS, Predictor, Stage
+
+Collect = Callable[[Sequence[Statistic[Any]]], Mapping[Statistic[Any], Any]]
 
 
 def fit_module(stage: Stage, packages: Sequence[str]) -> ModuleType:
@@ -34,6 +36,12 @@ def fit_module(stage: Stage, packages: Sequence[str]) -> ModuleType:
             return import_module(name)
     absent = " and no ".join(names)
     raise ValueError(f"{stage.kind} cannot be fitted here: there is no {absent}; add it, or fit the stage elsewhere")
+
+
+def requested(scheme: Scheme, packages: Sequence[str]) -> set[Statistic[Any]]:
+    """Every statistic that a fit of the scheme asks for in some layer."""
+    modules = [(stage, fit_module(stage, packages)) for _, stage in scheme.stages if "fit" in stage.needs]
+    return {one for stage, module in modules for one in module.requests(stage)}
 
 
 class Fitting:
@@ -65,20 +73,28 @@ class Fitting:
         codec = Codec(recipe.with_schemes(layer, **pair), layer, role, geometry, self.tensors)
         self.codec = codec.to(self.statistics.mean_C.device)
 
-    def solve(self, collect: Callable[[str], Any], slots: Sequence[str] = SLOTS) -> None:
-        """Fit the stages of these slots that have anything to fit.
+    def solve(self, collect: Collect, slots: Sequence[str] = SLOTS) -> None:
+        """Fit the stages of these slots that have anything to fit: the prediction, then what its residuals are for.
 
-        collect   gives a field of `Statistics` by its name, when a stage needs it and none before has needed it
+        collect   gives the values of statistics that nobody has asked for yet, all that can be collected by then
         """
+        for part in ([slot for slot in slots if slot == "predict"], [slot for slot in slots if slot != "predict"]):
+            work = [(slot, stage, fit_module(stage, self.packages)) for slot, stage in self._fitted(part)]
+            asked = dict.fromkeys(one for _, stage, module in work for one in module.requests(stage))
+            early = [one for one in asked if "predict" in part and "residuals" in one.passes]
+            if early:
+                raise ValueError(f"{self.scheme.predict} asks for {early}, which is what it leaves; ask for its inputs")
+            missing = [one for one in asked if one not in self.statistics.found]
+            self.statistics.found |= collect(missing) if missing else {}
+            for slot, stage, module in work:
+                fitted, tensors = module.solve(stage, self.statistics, self.codec)
+                if fitted != stage:
+                    self.scheme = replace(self.scheme, **{slot: fitted})
+                self.hold({f"{slot}.{field}": tensor for field, tensor in tensors.items()})
+
+    def _fitted(self, slots: Sequence[str]) -> Iterator[tuple[str, Stage]]:
+        """The stages of these slots that have anything to fit."""
         for slot in slots:
             stage = self.predictor if slot == "predict" else getattr(self.scheme, slot)
-            if stage is None or "fit" not in stage.needs:
-                continue
-            module = fit_module(stage, self.packages)
-            for field in module.statistics(stage):
-                if getattr(self.statistics, field) is None:
-                    setattr(self.statistics, field, collect(field))
-            fitted, tensors = module.solve(stage, self.statistics, self.codec)
-            if fitted != stage:
-                self.scheme = replace(self.scheme, **{slot: fitted})
-            self.hold({f"{slot}.{field}": tensor for field, tensor in tensors.items()})
+            if stage is not None and "fit" in stage.needs:
+                yield slot, stage

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistics
 from kvq_runtime.ops import latent
 from kvq_runtime.stages.mixed import Mixed
 
@@ -29,20 +29,19 @@ COARSE = 3  # of the candidates for a scale one of so many is tried, and then th
 TRIMMED = 1024  # one token of so many is left out: an outlier must not stretch the ranges of all
 
 
-def statistics(stage: Mixed) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs."""
-    return ("residuals",)
+def requests(stage: Mixed) -> tuple[ResidualMoment, Residuals]:
+    """Return the statistics that a fit needs."""
+    return ResidualMoment(), Residuals()
 
 
 def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, dict[str, Tensor]]:
     """The scales, float32 [R], as the stage's codebook names them; `codec` holds the basis."""
-    assert statistics.residuals is not None, "scales are fitted to residuals"
-    moment_CC = statistics.residuals.moment_CC
+    moment_CC = statistics[ResidualMoment()]
     own = {name.partition(".")[2]: tensor for name, tensor in codec.tensors.items() if name.startswith("rotate.")}
     rotate: Any = codec.scheme.rotate
     basis_CR, _ = rotate.pair(len(moment_CC), codec.geometry, own)
     deviation_R = (basis_CR.double() * (moment_CC.double() @ basis_CR.double())).sum(0).clamp_min(0).sqrt()
-    z_NR = statistics.residuals.rows_NC @ basis_CR.float()
+    z_NR = statistics[Residuals()] @ basis_CR.float()
     if stage.gain:
         return stage, with_gain(stage, z_NR, deviation_R, len(moment_CC))
     return stage, scales(stage, z_NR, deviation_R, len(moment_CC))

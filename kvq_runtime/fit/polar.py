@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import Residuals, Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import lloyd, polar
 from kvq_runtime.stages.polar import PolarFitted
@@ -24,17 +24,16 @@ from kvq_runtime.stages.polar import PolarFitted
 Centres = Callable[[Tensor, int], Tensor]  # (numbers, count) → the rising centres of so many clusters, float64
 
 
-def statistics(stage: PolarFitted) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs."""
-    return ("residuals",)
+def requests(stage: PolarFitted) -> tuple[Residuals]:
+    """Return the statistics that a fit needs."""
+    return (Residuals(),)
 
 
 def solve(
     stage: PolarFitted, statistics: Statistics, codec: Codec, centres: Centres = lloyd.centres
 ) -> tuple[PolarFitted, dict[str, Tensor]]:
     """The codebooks, on the sample as the quantizer sees it: rotated."""
-    assert statistics.residuals is not None, "codebooks are fitted to residuals"
-    return stage, codebooks(stage, codec.rotated(statistics.residuals.rows_NC), codec.geometry, centres)
+    return stage, codebooks(stage, codec.rotated(statistics[Residuals()]), codec.geometry, centres)
 
 
 def codebooks(quantize: PolarFitted, rows_NC: Tensor, geometry: Geometry, centres: Centres) -> dict[str, Tensor]:

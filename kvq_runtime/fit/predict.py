@@ -7,8 +7,8 @@ from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.stages.stage import Predictor
 
 
-def statistics(stage: Predictor) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs, beside the mean."""
+def requests(stage: Predictor) -> tuple[()]:
+    """Return the statistics that a fit needs, beside the mean."""
     return ()
 
 

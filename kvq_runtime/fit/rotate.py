@@ -7,21 +7,20 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import ResidualMoment, Statistics
 from kvq_runtime.stages.rotate import Basis
 
 
-def statistics(stage: Basis) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs."""
-    return ("residuals",)
+def requests(stage: Basis) -> tuple[ResidualMoment]:
+    """Return the statistics that a fit needs."""
+    return (ResidualMoment(),)
 
 
 def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, dict[str, Tensor]]:
     """The basis, and with a metric its dual: bfloat16 [C, R]."""
-    return stage, leading(statistics, codec.scheme.quantize.stored(codec.geometry.width))
+    return stage, leading(statistics.directions()[1], codec.scheme.quantize.stored(codec.geometry.width))
 
 
-def leading(statistics: Statistics, count: int) -> dict[str, Tensor]:
+def leading(matrices: dict[str, Tensor], count: int) -> dict[str, Tensor]:
     """The first columns of the basis, and of its dual."""
-    _, matrices = statistics.directions
     return {name: matrix_CC[:, :count].to(torch.bfloat16).contiguous() for name, matrix_CC in matrices.items()}

@@ -11,21 +11,20 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import Residuals, Statistics
 from kvq_runtime.stages.separable import Separable
 
 QUIETEST = 2.0**-10  # of the largest scale: a magnitude of 2⁻²⁰ of the largest
 
 
-def statistics(stage: Separable) -> tuple[str, ...]:
-    """Return the names of the statistics that a fit needs."""
-    return ("residuals",)
+def requests(stage: Separable) -> tuple[Residuals]:
+    """Return the statistics that a fit needs."""
+    return (Residuals(),)
 
 
 def solve(stage: Separable, statistics: Statistics, codec: Codec) -> tuple[Separable, dict[str, Tensor]]:
     """The scales, float32 [C], of what is rounded: rotated, and without what `correct` keeps from the quantizer."""
-    assert statistics.residuals is not None, "scales are fitted to residuals"
-    rows_1NC, correct = statistics.residuals.rows_NC[None], codec.scheme.correct
+    rows_1NC, correct = statistics[Residuals()][None], codec.scheme.correct
     rest_1NC = rows_1NC if correct is None else correct.rest(rows_1NC)
     return stage, {"scale": channel_scales(codec.rotated(rest_1NC)[0])}
 

@@ -1,85 +1,129 @@
-"""The statistics that a scheme's stages are fitted to: sums over a calibration's chunks, or over one row of a cache.
+"""The statistics that stages are fitted to: of a calibration's chunks, or of one row of a cache.
 
-A stage names the fields that it needs (`statistics` in its fit module); `Fitting.solve` asks for them one by one.
+A stage's fit module requests them (`requests`) as objects that say what they are: frozen dataclasses, of which equal
+ones are collected once, whoever asks. Here are those that a row has, too; `kvq_calib/fit/requests.py` has the others.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
+from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit import eigen, moments
-from kvq_runtime.stages.stage import Queries as Which
+from kvq_runtime.stages.stage import Queries
 
-Pair = tuple[Tensor, Tensor]
+SAMPLE_ROWS = 4096  # tokens that an iterative fit sees, unless it asks for others
 
-
-@dataclass(frozen=True)
-class Residuals:
-    """The residual of the prediction, over the tokens that are encoded.
-
-    moment_CC   second moment about zero, float64
-    rows_NC     a sample of tokens, float32
-    """
-
-    moment_CC: Tensor
-    rows_NC: Tensor
+V = TypeVar("V", covariant=True)
 
 
 @dataclass(frozen=True)
-class Queries:
-    """The queries of a layer.
+class Row:
+    """The tokens of one row.
 
-    before, after   second moments before and after RoPE, float64 [H, D, D]; None: not summed
-    sequence        how many queries one KV head is multiplied with in a sequence
-    rope            cos and sin of the positions 0 to T - 1 of a sequence, [1, T, K]: for averages over distances
+    codec     of what is fitted so far
+    x_NC      keys in the recipe's position, or values, float32
+    queries   → all heads' queries [N, query heads · D], "before" or "after" RoPE; None: nobody kept them
     """
 
-    before: Tensor | None
-    after: Tensor | None
+    codec: Codec
+    x_NC: Tensor
+    queries: Callable[[Queries], Tensor] | None = None
+
+    @cached_property
+    def residual(self) -> Tensor:
+        """What the prediction leaves, float32 [N, C]."""
+        return self.codec.residual(self.x_NC[None], Context())[0]
+
+
+class Statistic(Generic[V]):
+    """What a stage is fitted to. V: its value.
+
+    passes   the passes of a calibration that it takes, in their order; of none, it is read off the model
+
+        gradients   down the model, before the first layer
+        capture     of a layer's keys, values and queries, for all recipes
+        inputs      of what keys, or values, are predicted from, and of these
+        residuals   of what the prediction leaves, which has to be fitted before
+    """
+
+    passes: ClassVar[tuple[Literal["gradients", "capture", "inputs", "residuals"], ...]]
+
+    def of_row(self, row: Row) -> V:
+        """Its value for one row. ValueError: that takes a calibration."""
+        raise ValueError(f"{self} is not of one row; fit the stage by a calibration")
+
+
+@dataclass(frozen=True)
+class Residuals(Statistic[Tensor]):
+    """A sample of what the prediction leaves of the tokens that are encoded: float32 [rows, C], or all there are."""
+
+    passes = ("residuals",)
+    rows: int = SAMPLE_ROWS
+
+    def of_row(self, row: Row) -> Tensor:
+        """Evenly spread."""
+        count = len(row.residual)
+        rows = min(self.rows, count)
+        return row.residual[torch.arange(rows, device=row.residual.device) * count // rows]
+
+
+@dataclass(frozen=True)
+class ResidualMoment(Statistic[Tensor]):
+    """The second moment about zero of what the prediction leaves, float64 [C, C]."""
+
+    passes = ("residuals",)
+
+    def of_row(self, row: Row) -> Tensor:
+        return row.residual.double().mT @ row.residual.double() / len(row.residual)
+
+
+class Queried(NamedTuple):
+    """E[q qᵀ] of each KV head, float64 [H, D, D]; how many queries one KV head is multiplied with in a sequence."""
+
+    moment_HDD: Tensor
     sequence: float
-    rope: Pair | None = None
 
-    def moment(self, which: Which) -> Tensor:
-        """The moment of the queries that a stage asks for."""
-        chosen = self.after if which == "after" else self.before
-        assert chosen is not None, f"queries {which} RoPE were not summed"
-        if which != "averaged":
-            return chosen
-        assert self.rope is not None, "an average over distances needs the positions of a sequence"
-        return moments.averaged(chosen, *self.rope)
+
+@dataclass(frozen=True)
+class QueryMoment(Statistic[Queried]):
+    """The second moment of a layer's queries: "after" RoPE, "before" it, or "averaged" over distances to a key."""
+
+    passes = ("capture",)
+    queries: Queries = "after"
+
+    def of_row(self, row: Row) -> Queried:
+        if row.queries is None or self.queries == "averaged":
+            return super().of_row(row)
+        q_NC, geometry = row.queries(self.queries), row.codec.geometry
+        return Queried(moments.of(q_NC, geometry), q_NC.numel() / geometry.width)
 
 
 @dataclass
 class Statistics:
-    """Everything that was collected so far; None: not yet, or never for these stages.
+    """What was collected so far for a scheme.
 
-    mean_C        of the tokens that are encoded, float32; of keys before RoPE
-    inputs        joint covariances of a prediction's inputs and target
-    input_rows    a sample of inputs and target, float32 [N, I + C]
-    input_chunks  () → the same of every token, chunk by chunk in ascending order; may be called again
-    residuals     what the prediction leaves
-    vocabulary    the first layer's keys before RoPE, or values, of every token of the vocabulary, float32 [V, C]
-    attended      second moment of what is left of values, weighed by what queries see in their keys, float64 [H, D, D]
-    metric        what an error costs, of a value in the layer's output, of a key in scores, float64 [C, C]
-    seed          of random choices
+    mean_C   of the tokens that are encoded, float32; of keys before RoPE
+    found    values of what was requested
+    seed     of random choices
     """
 
     mean_C: Tensor
-    inputs: Any = None
-    input_rows: Tensor | None = None
-    input_chunks: Callable[[], Iterable[Tensor]] | None = None
-    queries: Queries | None = None
-    metric: Tensor | None = None
-    vocabulary: Tensor | None = None
-    attended: Tensor | None = None
-    residuals: Residuals | None = None
+    found: dict[Statistic[Any], Any] = field(default_factory=dict)
     seed: int = 0
+    _directions: dict[Statistic[Tensor] | None, tuple[Tensor, dict[str, Tensor]]] = field(default_factory=dict)
 
-    @cached_property
-    def directions(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Latent variances of the residuals and matrices of their basis: `eigen.directions`."""
-        assert self.residuals is not None, "a basis without residuals"
-        return eigen.directions(self.residuals.moment_CC, self.metric)
+    def __getitem__(self, asked: Statistic[V]) -> V:
+        return self.found[asked]
+
+    def directions(self, metric: Statistic[Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Latent variances of the residuals in a metric, if there is one, and matrices of their basis:
+        `eigen.directions`, found once."""
+        if metric not in self._directions:
+            metric_CC = None if metric is None else self[metric]
+            self._directions[metric] = eigen.directions(self[ResidualMoment()], metric_CC)
+        return self._directions[metric]

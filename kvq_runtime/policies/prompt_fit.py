@@ -6,6 +6,7 @@ made with it.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,6 +18,7 @@ from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import dispatch, rope
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
+from kvq_runtime.stages.stage import Queries
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
@@ -130,7 +132,7 @@ class PromptFitPolicy(Policy):
         return real_BT.cumsum(1) * real_BT
 
     def _fit(self, layer: int, store: LayerStore, role: Role, rank_BT: Tensor, q_BTC: Tensor | None) -> RowCodec:
-        recipe, positions, scheme = self.recipe, self.cache.positions, self.recipe.scheme(layer, role)
+        recipe, positions = self.recipe, self.cache.positions
         if dispatch.is_waited_for(store.buffer_2BTC):
             self.cache.encoder.watch(layer, store.window_2BTC, 0)
             self.cache.encoder.refuse_nan()
@@ -139,14 +141,17 @@ class PromptFitPolicy(Policy):
         for index, rank_T in enumerate(rank_BT):
             seen = (rank_T > 0) & (rank_T <= last)
             fitted, positions_T = seen & (rank_T > store.window.sinks), positions.of_row(index, rank_T.device)
-            x_TC, q_TC = x_BTC[index][fitted].float(), None
+            x_TC, queries = x_BTC[index][fitted].float(), None
             if role == "key" and recipe.position == "pre":
                 x_TC = self._before_rope(x_TC, positions_T[fitted])
-            if scheme.feedback is not None and q_BTC is not None:
-                q_TC = q_BTC[index][seen].float()
-                q_TC = q_TC if scheme.feedback.queries == "after" else self._before_rope(q_TC, positions_T[seen])
-            codecs.append(row.fit(recipe, layer, role, self.cache.geometry, x_TC, q_TC))
+            if q_BTC is not None:
+                queries = partial(self._of_row, q_BTC[index][seen], positions_T[seen])
+            codecs.append(row.fit(recipe, layer, role, self.cache.geometry, x_TC, queries))
         return RowCodec(codecs)
+
+    def _of_row(self, q_TC: Tensor, positions_T: Tensor, which: Queries) -> Tensor:
+        """Queries of one row, before or after RoPE, float32."""
+        return q_TC.float() if which == "after" else self._before_rope(q_TC.float(), positions_T)
 
     def _before_rope(self, x_TC: Tensor, positions_T: Tensor) -> Tensor:
         """Keys or queries of one row, before RoPE."""

@@ -190,7 +190,6 @@ class QueryBasis(Weighted):
     """
 
     kind: ClassVar[str] = "query_basis"
-    needs: ClassVar[frozenset[str]] = frozenset({"fit", "queries"})
     queries: Queries = "before"
 
     def __post_init__(self):
@@ -214,7 +213,6 @@ class GradientBasis(Weighted):
     """
 
     kind: ClassVar[str] = "gradient_basis"
-    needs: ClassVar[frozenset[str]] = frozenset({"fit", "gradients"})
 
     def check(self, site: Site) -> None:
         if site.role == "key" and site.position == "post":

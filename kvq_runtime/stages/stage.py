@@ -42,7 +42,7 @@ class Stage(ABC):
 
     kind    its name in JSON, unique among the stages of its slot
     slot    the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
-    needs   what it has to be given: "fit", tensors fitted to a model's keys or values; "queries", to its queries
+    needs   {"fit"}: tensors that are fitted to a model; to what, its fit says
     papers  numbers on arXiv of the papers that it comes from; none for what is older than arXiv, or general knowledge
     """
 
@@ -233,7 +233,7 @@ class Feedback(Stage):
     """
 
     slot = "feedback"
-    needs = frozenset({"fit", "queries"})
+    needs = frozenset({"fit"})
     queries: Queries
 
     @abstractmethod

@@ -23,8 +23,8 @@ MUTANTS = [
         "held-out-fit",
         "predictions and ranges are fitted on held-out text, too",
         "kvq_calib/run/calibrate.py",
-        "run, fitted = work.run, range(work.run.plan.fitted_chunks)",
-        "run, fitted = work.run, range(len(work.run.plan.chunks))",
+        "passes.Pass(work, fit, asked), range(run.plan.fitted_chunks)",
+        "passes.Pass(work, fit, asked), range(len(run.plan.chunks))",
         FITTED_ON,
     ),
     Mutant(
@@ -231,14 +231,6 @@ MUTANTS = [
         ("calib/run/test_budget_run.py",),
     ),
     Mutant(
-        "settings-text",
-        "settings are fitted on held-out text, too",
-        "kvq_calib/run/sensitivity.py",
-        "own, chunks = copy(work.fits[role]), range(work.run.plan.fitted_chunks)",
-        "own, chunks = copy(work.fits[role]), range(len(work.run.plan.chunks))",
-        ("calib/run/test_budget_run.py",),
-    ),
-    Mutant(
         "transfer-errors",
         "the errors of a fit are those of the text of another kind, too",
         "kvq_calib/run/passes.py",
@@ -266,8 +258,8 @@ MUTANTS = [
         "budget-metric",
         "settings of keys are fitted in the metric of values",
         "kvq_calib/run/sensitivity.py",
-        "_fits(work, role, options[role], metrics[role])",
-        '_fits(work, role, options[role], metrics["value"])',
+        "_fits(work, role, options[role], sources[role])",
+        '_fits(work, role, options[role], sources["value"])',
         ("calib/run/test_budget_run.py",),
     ),
     Mutant(
@@ -388,8 +380,8 @@ MUTANTS = [
         "value-metric-mean",
         "a table among the settings has the mean in it",
         "kvq_calib/run/sensitivity.py",
-        "Statistics(kept.mean_C,",
-        "Statistics(kept.mean_C * 0,",
+        "Statistics(own.statistics.mean_C,",
+        "Statistics(own.statistics.mean_C * 0,",
         ("calib/run/test_budget_run.py",),
     ),
     Mutant(

@@ -6,18 +6,19 @@ import pytest
 import torch
 from feeding import GEOMETRY, error, feed, feed_in, make, read, rotary, same, state, tensors
 from models import prompt, random_model
+from scheme_fit import chunks
 from tiers import some
 from torch import Tensor
 from written import EVERY
 
-from kvq_calib.fit import clusters
+from kvq_calib.fit import clusters, requests
 from kvq_calib.fit.scheme import Blocks, SchemeFit
-from kvq_calib.fit.statistics import Moments, QueryMoments
+from kvq_calib.fit.statistics import Moments, Queries, QueryMoments
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.fit import row
-from kvq_runtime.fit.statistics import Queries, Statistics
+from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.ops import lloyd, rope
 from kvq_runtime.policies.dynamic_window import DynamicWindow
@@ -73,10 +74,10 @@ def offline(recipe: Recipe, x_LKBTC: Tensor) -> dict[str, Tensor]:
     fit = SchemeFit(recipe, 0, "key", GEOMETRY, Statistics(moments.value().mean_C.float()))
     total = QueryMoments(GEOMETRY)
     total.update(rope.unrotate(q_NTC.unflatten(-1, (2, -1)), *tables), tables)
-    fit.statistics.queries = Queries(*total.value(), k_NTC.shape[1], tables)
+    queries = Queries(*total.value(), k_NTC.shape[1], tables)
     mask = (torch.arange(k_NTC.shape[1]) >= sinks)[None]
     data = Blocks(k_NTC, mask, tables, torch.zeros(1, dtype=torch.long))
-    fit.solve(lambda field: fit.merged(field, [fit.partial(field, data, Context())]))
+    requests.fit(fit, chunks([(data, Context())], queries))
     return fit.tensors
 
 
@@ -314,7 +315,7 @@ def test_a_model_hands_its_queries_to_the_fit():
     geometry = cache.blocks.geometry
     for index, codec in enumerate(fitted.rows):
         unused = torch.ones(1, geometry.width)
-        expected = row.fit(cache.blocks.recipe, 1, "key", geometry, unused, seen[0][index])
+        expected = row.fit(cache.blocks.recipe, 1, "key", geometry, unused, {"before": seen[0][index]}.__getitem__)
         for field, tensor in codec.tensors.items():
             assert error(tensor.float(), expected.tensors[field].float()) < 0.01, field
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from kvq_calib.fit import metric_rotation as fit
+from kvq_calib.fit.rotate import OutputMetric
 from kvq_calib.fit.statistics import Attended
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.fit.statistics import Queries, Residuals, Statistics
+from kvq_runtime.fit.statistics import Queried, QueryMoment, ResidualMoment, Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
@@ -87,7 +88,7 @@ def test_rounding_after_the_transform_changes_scores_less():
     metric, moments = moment(64, 8, 6.0), moment(64, 9, 6.0)
     x_NC = torch.randn(4096, 64, generator=generator) @ torch.linalg.cholesky(moments).mT.float()
     geometry = Geometry(1, 1, 64)
-    stats = Statistics(x_NC.mean(0), queries=Queries(None, metric[None], 1.0), residuals=Residuals(moments, x_NC))
+    stats = Statistics(x_NC.mean(0), {QueryMoment("after"): Queried(metric[None], 1.0), ResidualMoment(): moments})
 
     def lost(rotate, tensors) -> float:
         scheme = Scheme(Rtn(2, "head"), rotate=rotate)
@@ -150,7 +151,7 @@ def test_every_head_is_fitted_to_its_own_block_of_the_output_metric():
     joined = [torch.block_diag(*parts) for parts in (metrics, moments)]
     for matrix in joined:
         matrix += 0.3 * (moment(48, 26) * (torch.block_diag(*[torch.ones(16, 16)] * 3) == 0))
-    stats = Statistics(torch.zeros(48), metric=joined[0], residuals=Residuals(joined[1], torch.zeros(1, 48)))
+    stats = Statistics(torch.zeros(48), {OutputMetric(): joined[0], ResidualMoment(): joined[1]})
     plain = Scheme(Rtn(2, "head"))
     codec = Codec(Recipe("r", plain, plain, window=Window(block=8)), 0, "value", GEOMETRY, {})
     rotation_HDD = fit.solve(Oscar("output"), stats, codec)[1]["rotation"].double()
@@ -191,11 +192,9 @@ def test_values_are_weighed_by_what_queries_see_in_their_keys():
 def fitted(stage, scheme: Scheme, seed: int = 17) -> Codec:
     """A codec of keys with really fitted matrices, another for each head."""
     heads = [moment(16, seed + head) for head in range(3)]
-    stats = Statistics(
-        torch.zeros(48),
-        queries=Queries(None, torch.stack(heads), 1.0),
-        residuals=Residuals(torch.block_diag(*(moment(16, seed + 9 + head) for head in range(3))), torch.zeros(1, 48)),
-    )
+    joined = torch.block_diag(*(moment(16, seed + 9 + head) for head in range(3)))
+    known = {QueryMoment("after"): Queried(torch.stack(heads), 1.0), ResidualMoment(): joined}
+    stats = Statistics(torch.zeros(48), known)
     recipe = Recipe("r", scheme, scheme, window=Window(block=8))
     _, tensors = fit.solve(stage, stats, Codec(recipe, 0, "key", GEOMETRY, {}))
     return Codec(recipe, 0, "key", GEOMETRY, {f"rotate.{name}": tensor for name, tensor in tensors.items()})

@@ -59,7 +59,7 @@ def test_a_table_in_four_bits_is_each_row_rounded_in_runs_of_64(width):
     scheme = Scheme(Vocabulary(storage="rtn4"))
     recipe = Recipe("packed", scheme, scheme, "pre")
     codec = Codec(recipe, 0, "key", geometry, {})
-    stage, tensors = fit.solve(scheme.quantize, Statistics(torch.zeros(width), vocabulary=table), codec)
+    stage, tensors = fit.solve(scheme.quantize, Statistics(torch.zeros(width), {fit.EveryToken(): table}), codec)
     assert stage.size == 500
     site = Site(scheme, "key", 0, "pre", recipe.window)
     assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == stage.tensors(site, geometry)

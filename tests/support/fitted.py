@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvq_calib.fit.gptq import gptq
 from kvq_runtime.codec import codec
-from kvq_runtime.fit import fitting, row
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit import fitting
+from kvq_runtime.fit.statistics import Residuals, Statistics
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.stage import Quantizer
@@ -55,7 +55,7 @@ def _is_fitted_here(quantize: Quantizer) -> bool:
     """Whether it is fitted to tokens alone; the bits of latent channels need a basis that fits them."""
     if "fit" not in quantize.needs or quantize.takes_latents:
         return False
-    return fitting.fit_module(quantize, PACKAGES).statistics(quantize) == ("residuals",)
+    return fitting.fit_module(quantize, PACKAGES).requests(quantize) == (Residuals(),)
 
 
 @cache
@@ -65,7 +65,7 @@ def _quantizer(scheme: Scheme, geometry: Geometry, seed: int) -> dict[str, Tenso
     rows_NC = 0.5 + torch.randn(ROWS, geometry.width, generator=generator)
     fit = fitting.Fitting(Recipe("random", scheme, scheme), 0, "key", geometry, Statistics(rows_NC.mean(0)))
     fit.packages = PACKAGES
-    fit.solve(lambda field: row.residuals(rows_NC), slots=("quantize",))
+    fit.solve(lambda asked: {Residuals(): rows_NC}, slots=("quantize",))
     return fit.tensors
 
 

@@ -1,11 +1,14 @@
 """Fit a scheme to blocks of tokens whose variances fall, and decode others with it."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import rotate
-from kvq_calib.fit.scheme import Blocks, SchemeFit
-from kvq_calib.fit.statistics import Moments
+from kvq_calib.fit import requests
+from kvq_calib.fit.requests import Asked, Source, Sums, summed
+from kvq_calib.fit.scheme import Blocks, Chunk, SchemeFit
+from kvq_calib.fit.statistics import Moments, Queries
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
@@ -14,6 +17,7 @@ from kvq_runtime.recipe import Recipe, Scheme
 GEOMETRY = Geometry(2, 2, 32)
 WIDTH = GEOMETRY.width
 NOWHERE = Context()
+NOTHING = torch.empty(0)
 
 
 def low_rank(blocks: int = 24, seed: int = 0, decay: float = 0.15) -> Tensor:
@@ -25,7 +29,7 @@ def low_rank(blocks: int = 24, seed: int = 0, decay: float = 0.15) -> Tensor:
 
 
 def fitted(
-    scheme: Scheme, x_NTC: Tensor, role="key", weight_EQ: Tensor | None = None, moment_HDD: Tensor | None = None
+    scheme: Scheme, x_NTC: Tensor, role="key", weight_EQ: Tensor = NOTHING, moment_HDD: Tensor | None = None
 ) -> SchemeFit:
     """A side of layer 0 fitted on these blocks, in two chunks, under this output projection, or for these queries."""
     moments = Moments(WIDTH)
@@ -33,17 +37,19 @@ def fitted(
     statistics = Statistics(moments.value().mean_C.float())
     fit = SchemeFit(Recipe("test", scheme, scheme, "pre"), 0, role, GEOMETRY, statistics)
     cut = len(x_NTC) // 2
-    chunks = [blocks(x_NTC[:cut], 0), blocks(x_NTC[cut:], cut)]
-
-    def collect(field: str):
-        if field == "metric" and role == "key":
-            return rotate.query_metric(moment_HDD)
-        if field == "metric":
-            return rotate.output_metric(weight_EQ, GEOMETRY)
-        return fit.merged(field, [fit.partial(field, chunk, NOWHERE) for chunk in chunks])
-
-    fit.solve(collect)
+    halves = [(blocks(x_NTC[:cut], 0), NOWHERE), (blocks(x_NTC[cut:], cut), NOWHERE)]
+    queries = None if moment_HDD is None else Queries(moment_HDD, moment_HDD, 1.0, (moment_HDD, moment_HDD))
+    requests.fit(fit, chunks(halves, queries, weight_EQ))
     return fit
+
+
+def chunks(given: list[tuple[Blocks, Context]], queries: Queries | None = None, weight_EQ: Tensor = NOTHING) -> Source:
+    """A source of statistics: of these chunks, these queries and this output projection."""
+
+    def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:
+        return (summed(asked, Chunk(fit.codec, *one, keys=lambda: NOTHING)) for one in given)
+
+    return Source(partials, queries, lambda: weight_EQ)
 
 
 def blocks(x_NTC: Tensor, first: int) -> Blocks:

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from scheme_fit import GEOMETRY, WIDTH, blocks
+from scheme_fit import GEOMETRY, WIDTH, blocks, chunks
 from torch import Tensor
 
+from kvq_calib.fit import requests
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.fit.statistics import Moments
 from kvq_runtime.codec.codec import Context
@@ -31,7 +32,7 @@ def fit_of(predict: Linear, role, x: Tensor, context: Context) -> SchemeFit:
     scheme = Scheme(Grid(), predict=predict)
     statistics = Statistics(moments.value().mean_C.float())
     fit = SchemeFit(Recipe("test", scheme, scheme, "pre"), 1, role, GEOMETRY, statistics)
-    fit.solve(lambda field: fit.merged(field, [fit.partial(field, blocks(x, 0), context)]))
+    requests.fit(fit, chunks([(blocks(x, 0), context)]))
     return fit
 
 

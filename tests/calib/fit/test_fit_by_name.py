@@ -3,13 +3,12 @@
 import pytest
 from written import EVERY
 
+from kvq_calib.fit.requests import way
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_runtime.fit.fitting import Fitting, fit_module
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit.statistics import Statistic
 from kvq_runtime.recipe import ROLES, Recipe, Scheme, presets
 from kvq_runtime.stages.stage import Stage
-
-FIELDS = set(Statistics.__dataclass_fields__) - {"mean_C", "seed"}
 
 
 def stages(recipe: Recipe) -> list[Stage]:
@@ -20,13 +19,15 @@ def stages(recipe: Recipe) -> list[Stage]:
 
 
 @pytest.mark.parametrize("fitting, online", [(SchemeFit, False), (Fitting, True)])
-def test_every_fitted_stage_is_found_and_names_fields_that_there_are(fitting, online):
+def test_every_fitted_stage_is_found_and_requests_what_can_be_collected(fitting, online):
     recipes = [recipe for recipe in EVERY.values() if recipe.fits_prompt == online]
     fitted = {stage for recipe in recipes for stage in stages(recipe)}
     assert len({stage.kind for stage in fitted}) >= (3 if online else 8)
     for stage in fitted:
         module = fit_module(stage, fitting.packages)
-        assert set(module.statistics(stage)) <= FIELDS and callable(module.solve), stage
+        for one in module.requests(stage):
+            assert type(one).of_row is not Statistic.of_row if online else way(one).passes == one.passes, one
+        assert callable(module.solve), stage
 
 
 def test_a_stage_that_nobody_fits_is_named():

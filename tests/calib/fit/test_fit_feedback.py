@@ -9,7 +9,7 @@ from feeding import rotary
 from torch import Tensor
 
 from kvq_calib.fit.feedback import QuerySums, deviations
-from kvq_calib.fit.statistics import QueryMoments
+from kvq_calib.fit.statistics import Queries, QueryMoments
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import calibrate as runs
@@ -20,7 +20,6 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.fit import feedback as fits
 from kvq_runtime.fit.moments import averaged
-from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset

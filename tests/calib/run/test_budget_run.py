@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from kvq_calib.cli import calibrate as cli
-from kvq_calib.fit import vocabulary
+from kvq_calib.fit import rotate, vocabulary
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
@@ -192,7 +192,8 @@ def test_settings_are_fitted_in_the_metric_of_their_own_role(first_layer):
     values_HDD = torch.stack([sum(values[at : at + group]) for at in range(0, len(values), group)])
     expected = {"key": first_layer.queries.moment("averaged").double(), "value": values_HDD}
     for role, other in zip(ROLES, ROLES[::-1], strict=True):
-        given = [shared.metric for _, shared in first_layer.given[role]]
+        metric = rotate.OutputMetric() if role == "value" else rotate.QueryMetric("averaged")
+        given = [shared[metric] for _, shared in first_layer.given[role]]
         assert len(given) == len(budget.options(plan.geometry, role))
         for metric_CC in given:
             assert alike(metric_CC, expected[role]) > 0.9999 > alike(metric_CC, expected[other]) + 1e-3
@@ -204,8 +205,10 @@ def test_a_table_among_the_settings_lacks_the_mean_that_is_predicted(first_layer
     captured = stream.layer(0).forward(stream.embed(fitted))
     mean_C = (captured.k_NTC if role == "key" else captured.v_NTC)[:, 4:].mean((0, 1))
     table_VC, (own, shared) = vocabulary.vocabulary(stream, role), first_layer.given[role][0]
-    found = own.with_rounding(budget.by_token(len(table_VC)), shared, lambda _: table_VC).tensors["quantize.table"]
-    torch.testing.assert_close(found.float(), table_VC - mean_C, rtol=2**-8, atol=1e-3)
+    found = own.with_rounding(
+        budget.by_token(len(table_VC)), shared, lambda _: {vocabulary.EveryToken(): table_VC}
+    ).tensors
+    torch.testing.assert_close(found["quantize.table"].float(), table_VC - mean_C, rtol=2**-8, atol=1e-3)
 
 
 def alike(metric_CC: torch.Tensor, blocks_HDD: torch.Tensor) -> float:

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from kvq_calib.fit import rotate
+from kvq_calib.fit.statistics import Queries
 from kvq_calib.model import find as models
 from kvq_calib.run import budget, checkpoint, passes, share
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact import artifact
-from kvq_runtime.fit.statistics import Queries
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
@@ -39,9 +40,8 @@ def test_a_cost_is_what_noise_adds_to_the_stream():
     queries = random.normal(size=(500, 4, 4)) * [1, 2, 3, 4]
     values = random.normal(size=(4000, 8)) * np.arange(1, 9)
     moment = np.stack([np.einsum("nhi,nhj->ij", q, q) / q.shape[0] / 2 for q in (queries[:, :2], queries[:, 2:])])
-    found = share.costs(
-        torch.tensor(weight), Queries(torch.tensor(moment), None, 0.0), torch.tensor(values.var(0)), energy, GEOMETRY
-    )
+    summed = Queries(torch.tensor(moment), torch.tensor(moment), 0.0, (torch.ones(0), torch.ones(0)))
+    found = share.costs(torch.tensor(weight), summed, torch.tensor(values.var(0)), energy, GEOMETRY)
     parts = [weight[:, 4 * head : 4 * head + 4] for head in range(4)]
     noise = random.normal(size=(200_000, 8))  # of variance 1 in every channel
     added = [np.square(noise[:, head // 2 * 4 :][:, :4] @ parts[head].T).sum(1).mean() for head in range(4)]
@@ -161,7 +161,7 @@ def test_what_a_prediction_leaves_is_counted_as_of_tokens_that_it_has_not_seen(m
     variance_C = collected.moments[4][1].variance_C
     cost = share.costs(weight, collected.queries, variance_C, collected.energy, part.plan.geometry)
     for role, inputs in (("key", 2), ("value", 3)):
-        latent_C = work.fits[role].statistics.directions[0]
+        latent_C = work.fits[role].statistics.directions(rotate.metric(recipe.scheme(1, role).rotate))[0]
         expected = (cost[role] * latent_C / (1 - inputs * width / count)).tolist()
         assert found[role] == pytest.approx(expected)  # type: ignore[index]
 
