@@ -52,8 +52,10 @@ def brief(folder: Path) -> str:
 
 
 def _ordered(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the lines with figures of recipes, by bits."""
-    some = [one for one in lines if one["recipe"] != REFERENCE and "kl" in one["part"]]
+    """Return the lines with figures of recipes, by bits; the newest of the same measurement, whichever fit it is of."""
+    told = ("recipe", "on", "text", "length", "protocol")
+    newest = {tuple(one[name] for name in told): one for one in lines}.values()
+    some = [one for one in newest if one["recipe"] != REFERENCE and "kl" in one["part"]]
     return sorted(some, key=lambda one: (one["bits"]["asymptotic"], one["recipe"]))
 
 

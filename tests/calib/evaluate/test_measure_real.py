@@ -119,6 +119,15 @@ def test_the_table_of_the_readme_is_between_its_marks():
     assert real_page.readme("no place", "| a |") == "no place"
 
 
+def test_of_two_fits_the_table_has_the_newest_whichever_takes_fewer_bits(tmp_path):
+    fits = ((1.0, 0.3), (0.999, 0.2), (1.001, 0.1), (1.0, 0.4))  # bits, divergence
+    for number, (bits, kl) in enumerate(fits):
+        line = {"key": str(number), "recipe": "aqua-fisher-1bit", "on": "wikitext", "text": "wikitext", "length": 1024,
+                "protocol": "full", "bits": {"asymptotic": bits}, "part": {"relative": 0.01, "kl": kl}}  # fmt: skip
+        real_records.append(tmp_path, line)
+    assert real_page.brief(tmp_path).splitlines()[2] == "| `aqua-fisher-1bit` | 1.00 | +1.00%, 0.4 |"
+
+
 def part(task: str, accuracy: float, length: int, chat: bool = False, recipe: str = "16 bit") -> dict:
     about = {"tasks": [task], "lengths": [length], "depths": [0.5], "samples": 1} | ({"chat": True} if chat else {})
     cells = [{"task": task, "length": length, "depth": 0.5, "accuracy": accuracy}]
