@@ -123,7 +123,9 @@ def test_scratch_is_no_more_than_two_decoded_layers():
     cache, x = make(RECIPES["aqua-2bit"]), tensors(300, rows=1)
     feed_in(cache, x, [299, 1])
     one_layer = 2 * 300 * GEOMETRY.width * 4
-    assert one_layer <= cache.memory_report().scratch_peak <= 2 * one_layer
+    assert (
+        1.5 * one_layer <= cache.memory_report().scratch_peak <= 2 * one_layer
+    )  # its own, and blocks of the one below
 
 
 @pytest.mark.parametrize("name, rows", [("higgs-2bit", 1), ("aqua-2bit", 1), ("kivi-2bit", 2), ("aqua-klt-1bit", 3)])
