@@ -105,13 +105,13 @@ def _calibrate(args: argparse.Namespace) -> int:
         found = dry_run.record(asked, work)
         print_record(found if args.json else dry_run.lines(found), args.json)
         return 0
-    begun, count = time.perf_counter(), work.plan.geometry.layers
-    before = sum(checkpoint.record(work.folder, layer) is not None for layer in range(count))
+    begun, layers = time.perf_counter(), work.plan.geometry.layers
+    before = sum(checkpoint.record(work.folder, layer) is not None for layer in range(layers))
     done, spent = (_through_prefect if _wants_prefect(args) else _here)(asked, work, args.quiet)
     records = json.loads((work.folder / "evaluation.json").read_text()) if asked.evaluation.evaluate else []
     outcome.show(done, records, args.json, caution)
     if not args.json and spent:
-        outcome.cost(time.perf_counter() - begun, spent, (before, count))
+        outcome.cost(time.perf_counter() - begun, spent, (before, layers))
         outcome.peak(work)
     for made in done:
         for reason in made.failed:

@@ -12,7 +12,7 @@ those of one sequence's tokens.
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.statistics import Queries, QueryMoments
+from kvq_calib.fit.statistics import LayerQueries, QueryMoments
 from kvq_runtime.fit.feedback import requests, solve
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.stages.stage import Feedback
@@ -45,16 +45,16 @@ class QuerySums:
         self._sequence = float(partial.sums["count"]) / sequences
         self._sums[held].merge(index - held * self._fitted, partial)
 
-    def value(self) -> tuple[Queries, Queries | None]:
+    def value(self) -> tuple[LayerQueries, LayerQueries | None]:
         """Return the queries to fit on, and the held-out ones, if there are any."""
         fitted, held = (
-            Queries(*sums.value(), self._sequence, self._tables) if sums.merged else None for sums in self._sums
+            LayerQueries(*sums.value(), self._sequence, self._tables) if sums.merged else None for sums in self._sums
         )
         assert fitted is not None, "a fit without chunks"
         return fitted, held
 
 
-def deviations(stage: Feedback, queries: Queries, held: Queries) -> list[float]:
+def deviations(stage: Feedback, queries: LayerQueries, held: LayerQueries) -> list[float]:
     """Return how far held-out queries deviate from the 1, 2, ..., D leading directions, over all heads."""
     vectors_HDD = torch.linalg.eigh(queries.moment(stage.queries)).eigenvectors.flip(-1)
     moment_HDD = held.moment(stage.queries)

@@ -17,17 +17,13 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit.scheme import Chunk, SchemeFit
-from kvq_calib.fit.statistics import CrossMoments, Queries, Sample
+from kvq_calib.fit.statistics import CrossMoments, LayerQueries, Sample
 from kvq_runtime.fit.statistics import Queried, QueryMoment, ResidualMoment, Residuals, Statistic
 
 V = TypeVar("V", covariant=True)
 Sums = Any  # of one statistic: anything that can be merged, as those of `statistics.py`
 Empty = Callable[[], Sums]  # how sums are made before any chunk: a worker is sent this
 Asked = Sequence[tuple[Any, Empty]]  # what a pass adds up
-
-
-def _unknown() -> Tensor:
-    raise NotImplementedError("this source does not know that")
 
 
 @dataclass(frozen=True)
@@ -42,10 +38,10 @@ class Source:
     """
 
     partials: Callable[[SchemeFit, Asked], Iterable[list[Sums]]]
-    queries: Queries | None = None
-    projection: Callable[[], Tensor] = _unknown
-    gradients: Callable[[], Tensor] = _unknown
-    vocabulary: Callable[[], Tensor] = _unknown
+    queries: LayerQueries | None
+    projection: Callable[[], Tensor]
+    gradients: Callable[[], Tensor]
+    vocabulary: Callable[[], Tensor]
 
 
 class Summed(Statistic[V], ABC):

@@ -29,7 +29,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.stages import stage
 
-__all__ = ["Attended", "Centred", "CrossMoments", "MeanVariance", "Moments", "Queries", "QueryMoments", "Sample"]
+__all__ = ["Attended", "Centred", "CrossMoments", "LayerQueries", "MeanVariance", "Moments", "QueryMoments", "Sample"]
 
 TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
 PANEL = 128  # columns that one product takes: of a symmetric matrix about half need not be calculated
@@ -161,7 +161,7 @@ class QueryMoments(_Sums):
 
 
 @dataclass(frozen=True)
-class Queries:
+class LayerQueries:
     """The queries of a layer.
 
     before, after   second moments before and after RoPE, float64 [H, D, D]

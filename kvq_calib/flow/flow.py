@@ -26,7 +26,7 @@ from prefect.states import Failed  # noqa: E402
 
 from kvq_calib.evaluate.gate import Refused  # noqa: E402
 from kvq_calib.flow import display, reaper, token  # noqa: E402
-from kvq_calib.job import prepare as before  # noqa: E402
+from kvq_calib.job import prepare as preparation  # noqa: E402
 from kvq_calib.job import run as job  # noqa: E402
 from kvq_calib.job.job import Job  # noqa: E402
 from kvq_calib.report.published import Published  # noqa: E402
@@ -53,7 +53,7 @@ def _sharing(asked: Job, work: Run) -> Iterator[None]:
 
 def _work(asked: Job, listener: Listener = silent) -> Run:
     """The run of a job: the one that is shared, or a new one where a task has been started alone."""
-    return replace(_prepared.get(asked) or before.prepare(asked), listener=listener)
+    return replace(_prepared.get(asked) or preparation.prepare(asked), listener=listener)
 
 
 def _round(work: Run, number: int) -> Run | None:
@@ -76,7 +76,7 @@ def prepare(asked: Job, number: int) -> int | None:
     if work is None:
         return None
     with token.publishing():  # whether it may write is asked before the work, not after it
-        before.preflight(asked, work)
+        preparation.preflight(asked, work)
     if number == 0:
         job.begin(asked, _work(asked))
     stages.start(work)
@@ -137,7 +137,7 @@ def calibrate(asked: dict) -> Sequence[Published] | State:
 
 def run(asked: Job, work: Run | None = None) -> tuple[list[Published], dict[str, float]]:
     """Run the flow from this process; its artifacts, published or not, and seconds by stage."""
-    work = work or before.prepare(asked)
+    work = work or preparation.prepare(asked)
     try:
         done = calibrated(asked, work=work)
     except Refused as refused:
@@ -151,7 +151,7 @@ def calibrated(asked: Job, timeout_seconds: float | None = None, work: Run | Non
     timeout_seconds   after which the run fails; its retry goes on where it stopped
     work              of the job, where it is prepared already
     """
-    work = work or before.prepare(asked)
+    work = work or preparation.prepare(asked)
     parameters = {name: list(value) if isinstance(value, tuple) else value for name, value in asked.settings.items()}
     timed = calibrate if timeout_seconds is None else calibrate.with_options(timeout_seconds=timeout_seconds)
     with nullcontext() if PREFECT_API_URL.value() else own_server(), tags(_tag(work)), _sharing(asked, work):

@@ -17,7 +17,7 @@ from kvq_calib.fit import dead_zone, feedback, requests, rotate, vocabulary
 from kvq_calib.fit.feedback import QuerySums
 from kvq_calib.fit.requests import Asked, Source, Sums
 from kvq_calib.fit.scheme import SchemeFit, summary
-from kvq_calib.fit.statistics import MeanVariance, Moments, Queries
+from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget, checkpoint, gradients, passes, sensitivity, share
 from kvq_calib.run.passes import RecipeWork
@@ -44,8 +44,8 @@ class LayerStatistics:
 
     moments: dict[int, tuple[MeanVariance, MeanVariance]]
     energy: float
-    queries: Queries | None = None
-    held: Queries | None = None
+    queries: LayerQueries | None = None
+    held: LayerQueries | None = None
 
 
 def calibrate(run: Run) -> dict[str, Artifact]:
@@ -241,7 +241,7 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
     return found
 
 
-def _source(work: RecipeWork, role: Role, queries: Queries | None) -> Source:
+def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Source:
     """What this run knows of a layer's keys, or values."""
     run, layer = work.run, work.layer
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit.allocate import water_fill
-from kvq_calib.fit.statistics import Queries
+from kvq_calib.fit.statistics import LayerQueries
 from kvq_calib.run.plan import Plan
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
@@ -71,7 +71,7 @@ def drafted(recipe: Recipe) -> Recipe:
 
 
 def costs(
-    weight_EQ: Tensor, queries: Queries, variance_C: Tensor, energy: float, geometry: Geometry
+    weight_EQ: Tensor, queries: LayerQueries, variance_C: Tensor, energy: float, geometry: Geometry
 ) -> dict[str, float]:
     """Return the cost of a unit of error, by role: averaged over channels, relative to the energy of the stream.
 

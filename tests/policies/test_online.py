@@ -13,7 +13,7 @@ from written import EVERY
 
 from kvq_calib.fit import clusters, requests
 from kvq_calib.fit.scheme import Blocks, SchemeFit
-from kvq_calib.fit.statistics import Moments, Queries, QueryMoments
+from kvq_calib.fit.statistics import LayerQueries, Moments, QueryMoments
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.per_row import RowCodec
@@ -74,7 +74,7 @@ def offline(recipe: Recipe, x_LKBTC: Tensor) -> dict[str, Tensor]:
     fit = SchemeFit(recipe, 0, "key", GEOMETRY, Statistics(moments.value().mean_C.float()))
     total = QueryMoments(GEOMETRY)
     total.update(rope.unrotate(q_NTC.unflatten(-1, (2, -1)), *tables), tables)
-    queries = Queries(*total.value(), k_NTC.shape[1], tables)
+    queries = LayerQueries(*total.value(), k_NTC.shape[1], tables)
     mask = (torch.arange(k_NTC.shape[1]) >= sinks)[None]
     data = Blocks(k_NTC, mask, tables, torch.zeros(1, dtype=torch.long))
     requests.fit(fit, chunks([(data, Context())], queries))

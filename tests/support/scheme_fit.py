@@ -8,7 +8,7 @@ from torch import Tensor
 from kvq_calib.fit import requests
 from kvq_calib.fit.requests import Asked, Source, Sums, summed
 from kvq_calib.fit.scheme import Blocks, Chunk, SchemeFit
-from kvq_calib.fit.statistics import Moments, Queries
+from kvq_calib.fit.statistics import LayerQueries, Moments
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
@@ -38,18 +38,20 @@ def fitted(
     fit = SchemeFit(Recipe("test", scheme, scheme, "pre"), 0, role, GEOMETRY, statistics)
     cut = len(x_NTC) // 2
     halves = [(blocks(x_NTC[:cut], 0), NOWHERE), (blocks(x_NTC[cut:], cut), NOWHERE)]
-    queries = None if moment_HDD is None else Queries(moment_HDD, moment_HDD, 1.0, (moment_HDD, moment_HDD))
+    queries = None if moment_HDD is None else LayerQueries(moment_HDD, moment_HDD, 1.0, (moment_HDD, moment_HDD))
     requests.fit(fit, chunks(halves, queries, weight_EQ))
     return fit
 
 
-def chunks(given: list[tuple[Blocks, Context]], queries: Queries | None = None, weight_EQ: Tensor = NOTHING) -> Source:
+def chunks(
+    given: list[tuple[Blocks, Context]], queries: LayerQueries | None = None, weight_EQ: Tensor = NOTHING
+) -> Source:
     """A source of statistics: of these chunks, these queries and this output projection."""
 
     def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:
         return (summed(asked, Chunk(fit.codec, *one, keys=lambda: NOTHING)) for one in given)
 
-    return Source(partials, queries, lambda: weight_EQ)
+    return Source(partials, queries, lambda: weight_EQ, gradients=lambda: NOTHING, vocabulary=lambda: NOTHING)
 
 
 def blocks(x_NTC: Tensor, first: int) -> Blocks:

@@ -9,7 +9,7 @@ from feeding import rotary
 from torch import Tensor
 
 from kvq_calib.fit.feedback import QuerySums, deviations
-from kvq_calib.fit.statistics import Queries, QueryMoments
+from kvq_calib.fit.statistics import LayerQueries, QueryMoments
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import calibrate as runs
@@ -98,13 +98,13 @@ def test_deviations_fall_to_nothing_and_are_those_of_projections():
     assert found[4] == pytest.approx(float(torch.stack(deviation).mean().sqrt()), abs=1e-4)
 
 
-def queries(scale: float = 1.0, tokens: int = TOKENS) -> Queries:
+def queries(scale: float = 1.0, tokens: int = TOKENS) -> LayerQueries:
     total = QueryMoments(GEOMETRY)
     total.update(scale * heads(), tables())
-    return Queries(*total.value(), tokens * GROUP, tables())
+    return LayerQueries(*total.value(), tokens * GROUP, tables())
 
 
-def metric_of(stage: QueryOrthogonal, given: Queries) -> Tensor:
+def metric_of(stage: QueryOrthogonal, given: LayerQueries) -> Tensor:
     return fits.metric(stage, given.moment(stage.queries), given.sequence)
 
 
@@ -143,7 +143,7 @@ def test_a_run_fits_the_moves_of_the_models_own_queries(tmp_path):
     q_NTC = stream.layer(0).forward(stream.embed(tokens_BT), queries=True).q_NTC
     assert q_NTC is not None and made.chunks[0] == range(4)
     total.update(q_NTC.unflatten(-1, (-1, geometry.head_size)), stream.rope(256))
-    found = Queries(*total.value(), 0.0, stream.rope(256))
+    found = LayerQueries(*total.value(), 0.0, stream.rope(256))
     for recipe in recipes[:2]:
         stage = recipe.key.feedback
         for name, move in fits.moves(stage, found.moment(stage.queries), 0.0, None).items():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvq_calib.fit import rotate
-from kvq_calib.fit.statistics import Queries
+from kvq_calib.fit.statistics import LayerQueries
 from kvq_calib.model import find as models
 from kvq_calib.run import budget, checkpoint, passes, share
 from kvq_calib.run import calibrate as runs
@@ -40,7 +40,7 @@ def test_a_cost_is_what_noise_adds_to_the_stream():
     queries = random.normal(size=(500, 4, 4)) * [1, 2, 3, 4]
     values = random.normal(size=(4000, 8)) * np.arange(1, 9)
     moment = np.stack([np.einsum("nhi,nhj->ij", q, q) / q.shape[0] / 2 for q in (queries[:, :2], queries[:, 2:])])
-    summed = Queries(torch.tensor(moment), torch.tensor(moment), 0.0, (torch.ones(0), torch.ones(0)))
+    summed = LayerQueries(torch.tensor(moment), torch.tensor(moment), 0.0, (torch.ones(0), torch.ones(0)))
     found = share.costs(torch.tensor(weight), summed, torch.tensor(values.var(0)), energy, GEOMETRY)
     parts = [weight[:, 4 * head : 4 * head + 4] for head in range(4)]
     noise = random.normal(size=(200_000, 8))  # of variance 1 in every channel
