@@ -56,7 +56,7 @@ def test_the_steps_that_publish_have_it_and_those_that_compute_do_not(tmp_path, 
     saw = lambda name: lambda *given, **more: seen.update({name: os.environ.get("HF_TOKEN")})  # noqa: E731
     monkeypatch.setattr(flow, "_work", lambda asked: None)
     monkeypatch.setattr(flow, "_round", lambda work, number: "work")
-    monkeypatch.setattr(flow.before, "preflight", saw("preflight"))
+    monkeypatch.setattr(flow.preparation, "preflight", saw("preflight"))
     for name in ("begin", "evaluate"):
         monkeypatch.setattr(flow.job, name, saw(name))
     monkeypatch.setattr(flow.job, "publish", lambda *given: [saw("publish")()])
