@@ -74,7 +74,8 @@ TEXTS = {
     "wikitext": "text/wikitext-2/valid.txt", "docs": "demo", "code": "demo-code",
     "book": "text/gutenberg/pg2600_war_and_peace.txt",
 }  # fmt: skip
-ON = ("wikitext", "docs")  # what is fitted on; the others are measured alone
+MIXED = ("wikitext", "docs", "code")  # as many sequences of each in a fit on "mix"
+ON = ("wikitext", "docs", "mix")  # what is fitted on; the last only where it is asked for
 WHOLE = ("book",)  # read in order, from anywhere: nobody fits on it
 WINDOWS = {1024: 4, 4096: 2, 8192: 2}
 SINKS, RECENT = 4, 0
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     top.add_argument("--windows", type=int, metavar="N", help="default: 4 of 1,024 tokens, 2 of more")
     top.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=[*PROTOCOLS], help="(default: both)")
-    top.add_argument("--on", nargs="+", choices=ON, default=[*ON], help="what recipes are fitted on (default: both)")
+    top.add_argument("--on", nargs="+", choices=ON, default=[*ON[:2]], help="fitted on (default: %(default)s)")
     top.add_argument("--samples", type=int, default=SAMPLES, help="sequences of a fit (default: %(default)s)")
     top.add_argument("--fit-length", type=int, default=LENGTH, help="tokens of one (default: %(default)s)")
     top.add_argument("--together", type=int, default=TOGETHER, help="recipes in a run of a fit (default: %(default)s)")
@@ -187,6 +188,9 @@ def is_fitted(recipe: str) -> bool:
 
 def source(text: str) -> str | None:
     """A text as `--corpus` takes it; None where its file is not here."""
+    if text == "mix":
+        parts = [found for one in MIXED if (found := source(one))]
+        return corpus.MIX.join(parts) if len(parts) == len(MIXED) else None
     given = TEXTS[text]
     if "/" not in given:
         return given
@@ -198,7 +202,8 @@ def at_hand(texts: Sequence[str]) -> list[str]:
     """The texts that are here; the others are listed on stderr."""
     for text in texts:
         if source(text) is None:
-            print(f"{text} is left out: {TEXTS[text]} is not under KVQ_TEST_DATA", file=sys.stderr)
+            files = TEXTS.get(text, "one of its parts")
+            print(f"{text} is left out: {files} is not under KVQ_TEST_DATA", file=sys.stderr)
     return [text for text in texts if source(text) is not None]
 
 
@@ -209,7 +214,7 @@ def positional() -> str:
 
 def _held_out(text: str, files: ModelFiles, length: int, windows: int) -> Batch:
     """Windows of a held-out part that repeat no fit part of any text that is fitted on; fewer, if it has fewer."""
-    given, beside = source(text), [found for one in ON if (found := source(one))]
+    given, beside = source(text), [found for one in MIXED if (found := source(one))]
     assert given is not None, "what is not at hand is not asked for"
     try:
         return corpus.select(given, files.path, windows, length, 0, "held-out", beside=beside)

@@ -208,7 +208,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--for", dest="engine", choices=("vllm",),
         help="fit only what this engine can serve from its pages; auto then chooses among such settings")  # fmt: skip
-    add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]")
+    add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]; "
+        "'A + B' mixes as many sequences of each")  # fmt: skip
     add("--transfer", metavar="FILE|HUB-ID",
         help="with --recipe auto-vocab or --for: a text of another kind whose fit part settings are measured on, too; "
         "or none (default: demo-code, or demo beside that)")  # fmt: skip

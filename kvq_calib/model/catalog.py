@@ -39,11 +39,12 @@ class Entry:
     def beside(self, corpus: str | None = None) -> tuple[str, ...]:
         """The texts of other kinds to measure on by default; None: beside the model's own corpus.
 
-        Beside a corpus of the user's it is an embedded one alone, for which nothing wants a network.
+        Beside a corpus of the user's it is an embedded one alone, for which nothing wants a network; beside a mixture
+        one that is not in it, if there is one.
         """
-        if corpus in (None, self.corpus):
+        if corpus is None or corpus == self.corpus:
             return self.also
-        return (next(name for name in EMBEDDED if name != corpus),)
+        return tuple(name for name in EMBEDDED if name not in corpus.split(" + "))[:1]
 
 
 def _entries() -> list[Entry]:

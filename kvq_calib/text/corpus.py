@@ -11,6 +11,9 @@ part documents are ranked by sha256(seed, id) and read in that order:
 
 The test set of WikiText-2, `wikitext-2` (`wikitext.py`), is read whole and in order instead, and never fitted on.
 
+A mixture, `demo + demo-code`, is several corpora with as many sequences of each, in turns: the held-out ones, which are
+the last, are of all of them too.
+
 Besides what `sources` reads, a corpus may be a dataset of the Hub, `org/name[:config][@revision]`, split `train`,
 column `text`. Its revision is pinned to a commit before it is read; the dataset is downloaded in full, since a rank
 needs every document.
@@ -21,7 +24,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +40,7 @@ from kvq_calib.text.split import Split, mark, part
 from kvq_calib.text.tokenizer import Encoder
 
 BATCH = 32  # documents given to the tokenizer at a time
+MIX = " + "  # between the corpora of a mixture
 
 Mode = Literal["auto", "crop", "pack"]
 _HUB = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
@@ -81,11 +85,14 @@ def select(
     samples     None: all there are
     beside      of held-out text: other corpora whose fit parts it must not repeat either
 
-    Raises TooLittle, a ValueError, with the number there is, if the part has too little text.
+    Raises TooLittle, a ValueError, with the number there is, if the part, or that of one of a mixture, has too little
+    text.
     """
     wanted = sys.maxsize if samples is None else samples
     if wanted < 1 or seq_len < 2:
         raise ValueError(f"samples={samples}, seq_len={seq_len}; use at least 1 sequence of at least 2 tokens")
+    if len(sources_of(source)) > 1:
+        return _mixed(source, tokenizer, samples, seq_len, seed, split, mode, beside)
     corpus, whole = load(source), wikitext.is_named(source)
     if whole and split == "fit":
         raise ValueError(f"{source} is a test set; fit on another corpus, and measure on it with --also {source}")
@@ -129,8 +136,57 @@ def select(
     return Batch(torch.from_numpy(tokens.astype(np.int32)), digest, description)
 
 
+def sources_of(source: str) -> list[str]:
+    """The corpora of a mixture; of any other corpus, itself. Raises ValueError for a mixture that names one twice."""
+    found = [source] if Path(source).exists() else source.split(MIX)
+    if len(set(found)) < len(found) or not all(found):
+        raise ValueError(f"corpus {source!r} names one twice, or nothing; give each once, as in demo + demo-code")
+    return found
+
+
+def _mixed(
+    source: str, tokenizer: str | Path, samples: int | None, seq_len: int, seed: int, split: Split, mode: Mode,
+    beside: Sequence[str],
+) -> Batch:  # fmt: skip
+    """Sequences of each corpus in turns; of a number that does not divide, the first ones have one more."""
+    corpora = sources_of(source)
+    shares = [samples if samples is None else len(range(place, samples, len(corpora))) for place in range(len(corpora))]
+    batches = []
+    for one, share in zip(corpora, shares, strict=True):
+        try:
+            if share != 0:
+                batches.append(select(one, tokenizer, share, seq_len, seed, split, mode, [*corpora, *beside]))
+        except TooLittle as error:
+            raise TooLittle(f"of {source}: {error}", error.found * len(corpora)) from None
+    turns = zip_longest(*(batch.tokens_BT for batch in batches))
+    tokens_BT = torch.stack([row for turn in turns for row in turn if row is not None])
+    parts = [batch.description for batch in batches]
+    digest = hashlib.sha256(tokens_BT.numpy().astype("<i4").tobytes()).hexdigest()
+    modes = dict.fromkeys(part["mode"] for part in parts)
+    description = parts[0] | {
+        "source": MIX.join(part["source"] for part in parts),
+        "corpus_digest": hashlib.sha256("".join(part["corpus_digest"] for part in parts).encode()).hexdigest(),
+        "documents": sum(part["documents"] for part in parts),
+        "mode": MIX.join(modes),
+        "samples": len(tokens_BT),
+        "token_digest": digest,
+    }
+    if "overlap" in parts[0]:
+        overlaps = [part["overlap"] for part in parts]
+        description["overlap"] = overlaps[0] | {
+            "dropped_documents": sum(one["dropped_documents"] for one in overlaps),
+            "dropped_tokens": sum(one["dropped_tokens"] for one in overlaps),
+            "left": sum(one["left"] * part["samples"] for one, part in zip(overlaps, parts, strict=True))
+            / len(tokens_BT),
+        }
+    return Batch(tokens_BT, digest, description)
+
+
 def pin(source: str) -> str:
     """Write the commit of a Hub dataset into its name; the embedded corpus and files stay as they are."""
+    corpora = sources_of(source)
+    if len(corpora) > 1:
+        return MIX.join(map(pin, corpora))
     found = _hub(source)
     if found is None or _COMMIT.fullmatch(found["revision"] or ""):
         return source
@@ -151,6 +207,8 @@ def is_remote(source: str) -> bool:
     """True if a corpus is read from the Hub: neither embedded nor a file."""
     if source in sources.EMBEDDED:
         return False
+    if len(corpora := sources_of(source)) > 1:
+        return any(map(is_remote, corpora))
     return wikitext.file_of(source) is None if wikitext.is_named(source) else _hub(source) is not None
 
 
@@ -176,7 +234,8 @@ def _wikitext(source: str) -> Documents:
 
 def _fits(source: str, beside: Sequence[str]) -> list[Documents]:
     """The parts that are fitted on, of a corpus and of others beside it; of a test set there is none."""
-    names = [name for name in dict.fromkeys([source, *beside]) if not wikitext.is_named(name)]
+    names = [one for name in (source, *beside) for one in sources_of(name)]
+    names = [name for name in dict.fromkeys(names) if not wikitext.is_named(name)]
     return [part(load(name), "fit") for name in names]
 
 
