@@ -15,6 +15,7 @@ from scripts import real_records
 from scripts.compare_page import table
 
 NAME, ON, LENGTH = "smollm2-135m", "wikitext", 1024  # of the first table and picture of the page
+MIX = "mix"  # what recipes of README's table are fitted on
 POSITIONS, NEEDLES = "real-positions.png", "real-needles.png"
 DRAWN = (  # by position; those of them that were measured
     "rtn-4bit", "kivi-2bit", "kivi-4bit", "higgs-2bit", "higgs-4bit", "aqua-2bit", "aqua-klt-1bit", "aqua-metric-1bit",
@@ -39,9 +40,9 @@ def sections(folder: Path, docs: Path) -> list[str]:
 
 
 def brief(folder: Path) -> str:
-    """README's table: some recipes by full encode, on the text that was fitted on and on others."""
+    """README's table: some recipes by full encode, on each kind of text that they were fitted on."""
     lines = [one for one in _ordered(list(real_records.read(folder).values())) if one["recipe"] in BRIEF]
-    some = [one for one in lines if (one["protocol"], one["length"]) == (FULL, LENGTH) and one["on"] in (ON, None)]
+    some = [one for one in lines if (one["protocol"], one["length"]) == (FULL, LENGTH) and one["on"] in (MIX, None)]
     texts = list(dict.fromkeys(one["text"] for one in sorted(some, key=lambda one: one["text"] != ON)))
     rows: dict[str, dict[str, str]] = {}
     for one in some:

@@ -113,6 +113,14 @@ def test_lines_make_a_page(results, tmp_path):
     assert sum(one["processor_seconds"] for one in lines) > 0 and "processor hours" in head
 
 
+def test_a_mixture_is_of_all_texts_that_are_at_hand_or_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVQ_TEST_DATA", str(tmp_path))
+    assert measure_real.at_hand(["mix"]) == [] and "mix is left out: one of its parts" in capsys.readouterr().err
+    monkeypatch.setattr(measure_real, "TEXTS", {"wikitext": "./a.txt", "docs": "demo", "code": "demo-code"})
+    (path := tmp_path / "a.txt").touch()
+    assert measure_real.at_hand(["mix"]) == ["mix"] and measure_real.source("mix") == f"{path} + demo + demo-code"
+
+
 def test_the_table_of_the_readme_is_between_its_marks():
     text = f"before\n{real_page.OPEN}\nold\n{real_page.CLOSE}\nafter"
     assert real_page.readme(text, "| a |") == f"before\n{real_page.OPEN}\n| a |\n{real_page.CLOSE}\nafter"
@@ -120,9 +128,10 @@ def test_the_table_of_the_readme_is_between_its_marks():
 
 
 def test_of_two_fits_the_table_has_the_newest_whichever_takes_fewer_bits(tmp_path):
-    fits = ((1.0, 0.3), (0.999, 0.2), (1.001, 0.1), (1.0, 0.4))  # bits, divergence
-    for number, (bits, kl) in enumerate(fits):
-        line = {"key": str(number), "recipe": "aqua-fisher-1bit", "on": "wikitext", "text": "wikitext", "length": 1024,
+    # bits, divergence; a fit on one of the texts alone is not in this table
+    fits = ((1.0, 0.3, "mix"), (0.999, 0.2, "mix"), (1.001, 0.1, "mix"), (1.0, 0.4, "mix"), (1.0, 0.5, "wikitext"))
+    for number, (bits, kl, on) in enumerate(fits):
+        line = {"key": str(number), "recipe": "aqua-fisher-1bit", "on": on, "text": "wikitext", "length": 1024,
                 "protocol": "full", "bits": {"asymptotic": bits}, "part": {"relative": 0.01, "kl": kl}}  # fmt: skip
         real_records.append(tmp_path, line)
     assert real_page.brief(tmp_path).splitlines()[2] == "| `aqua-fisher-1bit` | 1.00 | +1.00%, 0.4 |"
