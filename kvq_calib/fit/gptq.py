@@ -17,34 +17,34 @@ from kvq_runtime.stages.four_bits import BITS, GROUP
 Tensors = dict[str, Tensor]
 
 
-def gptq(weight_IO: Tensor, covariance_II: Tensor, bits: int = BITS, group: int = GROUP) -> Tensors:
+def gptq(weight_IO: Tensor, covariance_II: Tensor) -> Tensors:
     """Round W against the (damped) covariance of its inputs: codes uint8 [O, I/group, packed], step and low float16.
 
     After input i is rounded with error e, the inputs j > i move by -e · U_ij / U_ii, where UᵀU is the inverse of the
     covariance: the move that makes up best for the error. A group's ends are taken when its first input is reached.
     """
     inputs, weight = len(weight_IO), weight_IO.double().clone()
-    group = min(group, inputs)
+    group = min(GROUP, inputs)
     inverse = torch.cholesky_inverse(cholesky(covariance_II.double()))
     upper = cholesky(inverse).mT
     found: dict[str, list[Tensor]] = {"codes": [], "step": [], "low": []}
     for start in range(0, inputs, group):
         end = min(start + group, inputs)
-        _, step, low = rtn.encode(weight[start:end].mT, bits)
-        codes_OK, errors_KO = _round_group(weight[start:end], upper[start:end, start:end], step, low, bits)
+        _, step, low = rtn.encode(weight[start:end].mT, BITS)
+        codes_OK, errors_KO = _round_group(weight[start:end], upper[start:end, start:end], step, low)
         weight[end:] -= upper[start:end, end:].mT @ errors_KO
         codes_OK = functional.pad(codes_OK, (0, group - codes_OK.shape[1]))
-        for name, part in (("codes", pack.pack(codes_OK, bits)), ("step", step), ("low", low)):
+        for name, part in (("codes", pack.pack(codes_OK, BITS)), ("step", step), ("low", low)):
             found[name].append(part)
     return {name: torch.stack(parts, 1) for name, parts in found.items()}
 
 
-def _round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Round the inputs of one group in turn: codes [O, K], and each input's error over its U_ii, [K, O]."""
     rest, step, low = weight_KO.clone(), step.double(), low.double()
     codes, errors = [], []
     for i in range(len(rest)):
-        code = ((rest[i] - low) / step.where(step > 0, 1.0)).round_().clamp_(0, 2**bits - 1)
+        code = ((rest[i] - low) / step.where(step > 0, 1.0)).round_().clamp_(0, 2**BITS - 1)
         error = (rest[i] - (low + step * code)) / upper_KK[i, i]
         rest[i + 1 :] -= torch.outer(upper_KK[i, i + 1 :], error)
         codes.append(code.to(torch.uint8))
