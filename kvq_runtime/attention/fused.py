@@ -49,7 +49,7 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     found = layouts(recipe, geometry, layer)
     for role, scheme, layout in zip(ROLES, (key, value), found, strict=True):
         if layout is None:
-            turned = scheme.rotate is not None and "fit" in scheme.rotate.needs
+            turned = scheme.rotate is not None and scheme.rotate.fitted
             why = "; kernels take one rotation for all heads, known without a fit" if turned else ""
             return f"there is no kernel for its {role}s{why}"
     if found[0].rounded != found[1].rounded:

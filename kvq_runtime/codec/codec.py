@@ -370,7 +370,7 @@ def matrices(
 
     Of a matrix for each head both are [H, D, D].
     """
-    if rotate is None or "fit" not in rotate.needs:
+    if rotate is None or not rotate.fitted:
         return _fixed_matrices(rotate, quantize, width, geometry, device)
     pair = rotate.pair(width, geometry, tensors)
     if pair is None:

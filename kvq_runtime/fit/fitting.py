@@ -40,7 +40,7 @@ def fit_module(stage: Stage, packages: Sequence[str]) -> ModuleType:
 
 def requested(scheme: Scheme, packages: Sequence[str]) -> set[Statistic[Any]]:
     """Every statistic that a fit of the scheme asks for in some layer."""
-    modules = [(stage, fit_module(stage, packages)) for _, stage in scheme.stages if "fit" in stage.needs]
+    modules = [(stage, fit_module(stage, packages)) for _, stage in scheme.stages if stage.fitted]
     return {one for stage, module in modules for one in module.requests(stage)}
 
 
@@ -96,5 +96,5 @@ class Fitting:
         """The stages of these slots that have anything to fit."""
         for slot in slots:
             stage = self.predictor if slot == "predict" else getattr(self.scheme, slot)
-            if stage is not None and "fit" in stage.needs:
+            if stage is not None and stage.fitted:
                 yield slot, stage

@@ -32,7 +32,7 @@ class Coupled(Quantizer):
 
     kind: ClassVar[str] = "coupled"
     papers: ClassVar[tuple[str, ...]] = ("2405.03917",)
-    needs: ClassVar[frozenset[str]] = frozenset({"fit"})
+    fitted: ClassVar[bool] = True
     slack: ClassVar[float] = 2.5  # a codebook of as few tokens as it has centroids
     channels: int = 4
     bits: int = 8

@@ -32,7 +32,7 @@ class DeadZone(Quantizer):
     """
 
     kind: ClassVar[str] = "dead_zone"
-    needs: ClassVar[frozenset[str]] = frozenset({"fit"})
+    fitted: ClassVar[bool] = True
     takes_latents: ClassVar[bool] = True
     at_rest: ClassVar[tuple[str, ...]] = ("codes",)
     target: float = 0.0

@@ -29,7 +29,7 @@ class Escape(Correction):
     """
 
     kind: ClassVar[str] = "escape"
-    needs: ClassVar[frozenset[str]] = frozenset({"fit"})
+    fitted: ClassVar[bool] = True
     slots: int = 1
     limit: float = 8.0
 

@@ -28,7 +28,7 @@ class MetricRotation(Rotation):
              "attended": second moment of the values, each weighed by what queries see in its key
     """
 
-    needs = frozenset({"fit"})
+    fitted = True
     metric: Metric = "queries"
 
     def __post_init__(self):

@@ -50,7 +50,7 @@ class Mixed(Quantizer):
     kind: ClassVar[str] = "mixed"
     papers: ClassVar[tuple[str, ...]] = ("2502.15304",)
     slack: ClassVar[float] = 1.35  # latent channels of unequal size
-    needs: ClassVar[frozenset[str]] = frozenset({"fit"})
+    fitted: ClassVar[bool] = True
     takes_latents: ClassVar[bool] = True
     bits: tuple[int, ...] = (7, 6, 5, 4, 3, 2, 1, 0)
     counts: tuple[int, ...] = ()

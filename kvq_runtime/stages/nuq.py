@@ -33,7 +33,7 @@ class Nuq(Quantizer):
     kind: ClassVar[str] = "nuq"
     papers: ClassVar[tuple[str, ...]] = ("2401.18079",)
     slack: ClassVar[float] = 1.6  # calibrated ends cut what the calibration had not seen
-    needs: ClassVar[frozenset[str]] = frozenset({"fit"})
+    fitted: ClassVar[bool] = True
     bits: int = 3
     scale: Literal["channel", "token"] = "token"
     covered: float = 0.99

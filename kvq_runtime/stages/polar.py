@@ -140,7 +140,7 @@ class PolarFitted(Polar):
 
     kind: ClassVar[str] = "polar_fitted"
 
-    needs = frozenset({"fit"})
+    fitted = True
 
     def check_prompt_fit(self) -> None:
         """A row's own tokens have angles."""

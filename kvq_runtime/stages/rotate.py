@@ -110,7 +110,7 @@ class Basis(Rotation):
     papers: ClassVar[tuple[str, ...]] = ("2502.15304",)
     latents: ClassVar[bool] = True
 
-    needs = frozenset({"fit"})
+    fitted = True
 
     def size(self, width: int, geometry: Geometry) -> int:
         return width

@@ -35,7 +35,7 @@ class Separable(Quantizer):
     kind: ClassVar[str] = "separable"
     papers: ClassVar[tuple[str, ...]] = ("2405.14256",)
     slack: ClassVar[float] = Rtn.slack
-    needs: ClassVar[frozenset[str]] = frozenset({"fit"})
+    fitted: ClassVar[bool] = True
     bits: int = 2
     group: str | int = "all"
     range: Literal["minmax", "absmax"] = "minmax"

@@ -42,14 +42,14 @@ class Stage(ABC):
 
     kind    its name in JSON, unique among the stages of its slot
     slot    the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
-    needs   {"fit"}: tensors that are fitted to a model; to what, its fit says
+    fitted  whether it has tensors that are fitted to a model; to what, its fit says
     papers  numbers on arXiv of the papers that it comes from; none for what is older than arXiv, or general knowledge
     """
 
     kind: ClassVar[str]
     slot: ClassVar[str]
     papers: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[frozenset[str]] = frozenset()
+    fitted: ClassVar[bool] = False
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The tensors of a fit at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
@@ -64,7 +64,7 @@ class Stage(ABC):
 
     def check_prompt_fit(self) -> None:
         """Raise a ValueError unless the tokens of one row are enough to fit the stage to."""
-        if "fit" in self.needs:
+        if self.fitted:
             raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")
 
 
@@ -93,7 +93,7 @@ class Predictor(Stage):
     """
 
     slot = "predict"
-    needs = frozenset({"fit"})
+    fitted = True
     cross_layer: ClassVar[bool] = False
 
     @property
@@ -176,7 +176,7 @@ class Quantizer(Stage):
         rotate = site.scheme.rotate
         if self.takes_latents != (rotate is not None and rotate.latents):
             raise ValueError("a basis and mixed bits belong together; give both, or neither")
-        if "fit" in self.needs and site.scheme.axis != "token":
+        if self.fitted and site.scheme.axis != "token":
             raise ValueError(f'{self.kind} is fitted to tokens; use axis "token"')
         if site.geometry is not None:
             site.scheme.fields(site.window.block, site.geometry)
@@ -233,7 +233,7 @@ class Feedback(Stage):
     """
 
     slot = "feedback"
-    needs = frozenset({"fit"})
+    fitted = True
     queries: Queries
 
     @abstractmethod
@@ -306,14 +306,9 @@ class Scheme:
                 yield slot, getattr(self, slot)
 
     @property
-    def needs(self) -> frozenset[str]:
-        """The inputs that its stages need: see `Stage`."""
-        return frozenset().union(*(stage.needs for _, stage in self.stages))
-
-    @property
     def fitted(self) -> bool:
         """True if any stage has tensors of a fit."""
-        return "fit" in self.needs
+        return any(stage.fitted for _, stage in self.stages)
 
     @property
     def cross_layer(self) -> bool:

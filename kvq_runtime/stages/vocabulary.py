@@ -34,7 +34,7 @@ class Vocabulary(Quantizer):
     """
 
     kind: ClassVar[str] = "vocabulary"
-    needs: ClassVar[frozenset[str]] = frozenset({"fit"})
+    fitted: ClassVar[bool] = True
     size: int = 0
     _: KW_ONLY  # younger than the file format
     storage: Literal["bf16", "rtn4"] = "bf16"

@@ -95,7 +95,7 @@ class Sizes:
     def _rotation(self, layer: int, role: Role) -> dict[str, Tensor]:
         """Tensors of the rotation's shapes, if calibration fits one there."""
         scheme = self.recipe.scheme(layer, role)
-        if scheme.rotate is None or "fit" not in scheme.rotate.needs or self.recipe.fits(scheme):
+        if scheme.rotate is None or not scheme.rotate.fitted or self.recipe.fits(scheme):
             return {}
         site = Site(scheme, role, layer, self.recipe.position, self.recipe.window, self.geometry)
         specs = scheme.rotate.tensors(site, self.geometry)

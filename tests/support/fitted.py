@@ -53,7 +53,7 @@ def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tens
 
 def _is_fitted_here(quantize: Quantizer) -> bool:
     """Whether it is fitted to tokens alone; the bits of latent channels need a basis that fits them."""
-    if "fit" not in quantize.needs or quantize.takes_latents:
+    if not quantize.fitted or quantize.takes_latents:
         return False
     return fitting.fit_module(quantize, PACKAGES).requests(quantize) == (Residuals(),)
 

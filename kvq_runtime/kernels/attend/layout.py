@@ -203,7 +203,7 @@ def _tables(scheme: Scheme, found: KernelOrder) -> tuple[tuple[int, ...], ...]:
 
 def _rotation(scheme: Scheme, geometry: Geometry) -> Tensor | None:
     """The rotation of a whole head, if it is one."""
-    if scheme.rotate is None or "fit" in scheme.rotate.needs:
+    if scheme.rotate is None or scheme.rotate.fitted:
         return None
     matrix = scheme.rotate.matrix(geometry.width, geometry)
     if geometry.head_size % len(matrix):
@@ -240,7 +240,7 @@ def _polar(scheme: Scheme, block: int, geometry: Geometry, tensors: Tensors = _N
     """Heads of other sizes than matrices have would take more registers in pairs than there are."""
     quantize: Polar = scheme.quantize
     size, bits = quantize.sizes(geometry.width, geometry)
-    known = bool(tensors) or "fit" not in quantize.needs
+    known = bool(tensors) or not quantize.fitted
     points = quantize.points_of(bits, tensors, torch.device("cpu")) if known else None
     levels, count = _levels(size, bits)
     low, scan = int(quantize.radius == "log8"), per_token.post_rope
@@ -284,7 +284,7 @@ def _in_pairs(
     """
     words, found, kept = 0, [], []
     for i, level in enumerate(levels):
-        mirrored = int(i == 0 and level.BITS > 3 and "fit" not in scheme.quantize.needs)
+        mirrored = int(i == 0 and level.BITS > 3 and not scheme.quantize.fitted)
         found.append(level._replace(WORD=words, MIRRORED=mirrored))
         words += _entries(level.BITS - mirrored)
         kept.append(2 ** (level.BITS - mirrored))

@@ -15,7 +15,7 @@ def stages(recipe: Recipe) -> list[Stage]:
     """The stages with tensors of a fit, of every scheme, in a layer with others underneath and in the first."""
     first = [scheme.predictor(0, role) for pair in recipe.pairs for role, scheme in zip(ROLES, pair, strict=True)]
     found = [stage for scheme in recipe.schemes for _, stage in scheme.stages] + [one for one in first if one]
-    return [stage for stage in found if "fit" in stage.needs]
+    return [stage for stage in found if stage.fitted]
 
 
 @pytest.mark.parametrize("fitting, online", [(SchemeFit, False), (Fitting, True)])
