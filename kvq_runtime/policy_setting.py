@@ -26,7 +26,6 @@ class PolicySetting(ABC):
     slot               the key of a recipe's JSON under which it stands: "window" (how long tokens stay exact), "select"
                        (which are held, or read) or "online" (what is fitted in the cache), of each of which a recipe
                        has at most one; "policies": any other, in a list
-    needs              what it is told beside keys and values: "positions", "queries", "attention"
     arrival_dependent  whether blocks depend on how tokens arrive
     fits_prompt        whether it fits the recipe's stages to each row's own tokens, in place of a calibration
     chooses_by_query   whether queries choose what is read: under another attention than ours, all tokens are read
@@ -38,7 +37,6 @@ class PolicySetting(ABC):
 
     kind: ClassVar[str]
     slot: ClassVar[str] = "policies"
-    needs: ClassVar[frozenset[str]] = frozenset()
     arrival_dependent: ClassVar[bool] = False
     fits_prompt: ClassVar[bool] = False
     chooses_by_query: ClassVar[bool] = False
@@ -55,6 +53,10 @@ class PolicySetting(ABC):
         """Raise a ValueError, a sentence, if the recipe cannot have it; `geometry` once the model is known."""
         if self.slot == "select" and recipe.policy("window") is not None:
             raise ValueError("tokens are selected behind a fixed window; drop select, or window")
+
+    def needs(self, recipe: Any) -> frozenset[str]:
+        """What it is told beside keys and values: "positions" (with cos and sin), "queries", "attention"."""
+        return frozenset()
 
     def most(self, recent: int, block: int) -> int:
         """The most tokens of the window that it keeps exact, of `recent` that the recipe keeps itself."""

@@ -109,10 +109,8 @@ class Recipe:
 
         Queries that choose chunks are not among it: where nobody tells them, all tokens are read.
         """
-        asked = {key.feedback.queries for key, _ in self.pairs if key.feedback} if self.fits_prompt else set()
-        turned = self.position == "pre" or any(pair[0].predict is not None for pair in self.pairs)
-        wanted = {"positions": turned or bool(asked - {"after"}), "queries": bool(asked)}
-        return frozenset(name for name in wanted if wanted[name]).union(*(policy.needs for policy in self.policies))
+        turned = self.position == "pre" or any(key.predict is not None for key, _ in self.pairs)
+        return frozenset({"positions"} if turned else ()).union(*(policy.needs(self) for policy in self.policies))
 
     @property
     def arrival_dependent(self) -> bool:

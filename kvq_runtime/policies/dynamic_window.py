@@ -42,7 +42,6 @@ class DynamicWindow(PolicySetting):
 
     kind: ClassVar[str] = "dynamic"
     slot: ClassVar[str] = "window"
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
     arrival_dependent: ClassVar[bool] = True
     blocks: int = 3
     _: KW_ONLY  # younger than the file format
@@ -53,6 +52,9 @@ class DynamicWindow(PolicySetting):
             raise ValueError(f"blocks={self.blocks}; use 1 to 1024")
         if self.per not in ("cache", "layer"):
             raise ValueError(f'per={self.per!r}; use "cache" or "layer"')
+
+    def needs(self, recipe: Any) -> frozenset[str]:
+        return frozenset({"attention"})
 
     def check(self, recipe: Any, geometry: Geometry | None) -> None:
         """Raise a ValueError if the recipe cannot have it."""

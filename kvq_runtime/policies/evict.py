@@ -10,7 +10,7 @@ that a prompt is exact throughout its own, and before encoding: what is encoded 
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ class Evicting(PolicySetting):
     """
 
     slot: ClassVar[str] = "select"
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
     arrival_dependent: ClassVar[bool] = True
     unpacked: ClassVar[str | None] = "it keeps tokens by their attention weights, which the kernel does not hand out"
     once: ClassVar[bool] = False
@@ -47,6 +46,9 @@ class Evicting(PolicySetting):
     @abstractmethod
     def score(self, mass_BT: Tensor, queries_BT: Tensor) -> Tensor:
         """Return how much each of these tokens, which are consecutive, deserves to be held, at least 0: [B, T]."""
+
+    def needs(self, recipe: Any) -> frozenset[str]:
+        return frozenset({"attention"})
 
     def chosen(self, tokens: int, window: Window) -> tuple[int, int]:
         """Split tokens seen into blocks and exact ones.

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.fit import row
+from kvq_runtime.fit.fitting import Fitting, requested
+from kvq_runtime.fit.statistics import QueryMoment
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import dispatch, rope
 from kvq_runtime.policies.policy import CacheParts, Policy
@@ -59,6 +61,12 @@ class PromptFit(PolicySetting):
                 stage.check_prompt_fit()
         if recipe.position == "post" and any(key.predict for key, _ in recipe.pairs):
             raise ValueError('a mean of keys is fitted to the prompt before RoPE alone; use position "pre"')
+
+    def needs(self, recipe: Any) -> frozenset[str]:
+        """Queries where a stage is fitted to them, and the positions of those before RoPE."""
+        asked = {one for scheme in recipe.schemes for one in requested(scheme, Fitting.packages)}
+        queries = {one.queries for one in asked if isinstance(one, QueryMoment)}
+        return frozenset({"queries"} if queries else ()) | ({"positions"} if queries - {"after"} else set())
 
     def enough(self, sinks: int, block: int) -> int:
         """The tokens that every row must have."""

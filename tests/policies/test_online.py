@@ -17,8 +17,8 @@ from kvq_calib.fit.statistics import LayerQueries, Moments, QueryMoments
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.per_row import RowCodec
-from kvq_runtime.fit import row
-from kvq_runtime.fit.statistics import Statistics
+from kvq_runtime.fit import row, separable
+from kvq_runtime.fit.statistics import QueryMoment, Residuals, Statistics
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.ops import lloyd, rope
 from kvq_runtime.policies.dynamic_window import DynamicWindow
@@ -105,6 +105,11 @@ def test_codebooks_from_the_prompt_are_as_good_as_k_means():
     assert torch.equal(rising, rising.sort().values)
     with pytest.raises(ValueError, match="at least one"):
         lloyd.centres(torch.empty(0), 2)
+
+
+def test_a_cache_is_told_what_any_fit_of_a_stage_requests(monkeypatch):
+    monkeypatch.setattr(separable, "requests", lambda stage: (Residuals(), QueryMoment("before")))
+    assert short("zipcache-online-2bit").needs == {"positions", "queries"}
 
 
 # ---- once, before anything is encoded, and for all that follows ----

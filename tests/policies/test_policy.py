@@ -183,7 +183,8 @@ def test_a_model_calls_the_hooks_in_the_order_that_is_documented():
             calls.append(("end", step.count))
 
     class Ear(Patience):
-        needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+        def needs(self, recipe):
+            return frozenset({"attention"})
 
         def policy(self, cache):
             return Listening(self, cache)
