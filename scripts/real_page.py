@@ -109,7 +109,7 @@ def _positions(lines: Sequence[Mapping[str, Any]], docs: Path) -> list[str]:
     exact = [one for one in some if one["recipe"] == REFERENCE]
     if not exact:
         return []
-    reference = exact[-1]
+    reference = max(reversed(exact), key=lambda one: one["length"])  # the newest of the longest windows
     known = {(one["recipe"], one["protocol"]): one for one in some if one["tokens"] == reference["tokens"]}
     drawn = [known[name, protocol] for name in DRAWN for protocol in (FULL, IN_USE) if (name, protocol) in known]
     if not drawn:

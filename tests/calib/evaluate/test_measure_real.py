@@ -137,6 +137,19 @@ def test_of_two_fits_the_table_has_the_newest_whichever_takes_fewer_bits(tmp_pat
     assert real_page.brief(tmp_path).splitlines()[2] == "| `aqua-fisher-1bit` | 1.00 | +1.00%, 0.4 |"
 
 
+def test_the_picture_by_position_is_of_the_longest_windows(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(real_page.position_plot, "by_position", lambda *given: drawn.append(given) or b"")
+    for key, length in enumerate((8192, 1024)):
+        for recipe in ("16 bit", "rtn-4bit"):
+            line = {"key": f"{key}{recipe}", "recipe": recipe, "on": None, "text": "book", "length": length,
+                    "tokens": str(length), "protocol": "full", "part": {"bins": [length]}}  # fmt: skip
+            real_records.append(tmp_path, line)
+    assert real_page._positions(list(real_records.read(tmp_path).values()), tmp_path)
+    ((exact, recipes, _),) = drawn
+    assert exact["bins"] == [8192] and [one["length"] for one in recipes] == [8192]
+
+
 def part(task: str, accuracy: float, length: int, chat: bool = False, recipe: str = "16 bit") -> dict:
     about = {"tasks": [task], "lengths": [length], "depths": [0.5], "samples": 1} | ({"chat": True} if chat else {})
     cells = [{"task": task, "length": length, "depth": 0.5, "accuracy": accuracy}]
