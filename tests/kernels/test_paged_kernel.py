@@ -151,7 +151,8 @@ def test_first_tokens_of_some_rows(name):
 
 
 def test_tails_of_every_length():
-    server = server_of("rtn-2bit")
+    """A token at a time, in a row's first page and in its third; one head, since heads differ in nothing here."""
+    server = server_of("rtn-2bit", size=Geometry(1, 1, 64))
     text, other = server.add(3 * PAGE), server.add(PAGE)
     arrived(server, {text: (0, 2 * PAGE - 2)})
     for n in range(PAGE):
