@@ -48,8 +48,9 @@ demo-real: env $(if $(filter build/%,$(REAL_MODEL)),real-model) ## the same on S
 
 test test-all: export OMP_NUM_THREADS ?= 1
 test test-all: export TOKENIZERS_PARALLELISM ?= false
-# A worker that dies is not replaced: the run ends there and names its test.
-PYTEST := env -u TRITON_INTERPRET $(RUN) -m pytest --dist loadgroup --max-worker-restart=0
+# A worker that dies is not replaced: the run ends there and names its test. The many processes that tests start share
+# the compiled modules, which some containers forbid to write.
+PYTEST := env -u TRITON_INTERPRET -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest --dist loadgroup --max-worker-restart=0
 
 test: export KVQ_MUTANTS ?= 300
 test: export KVQ_RECIPES ?= 200
