@@ -101,8 +101,9 @@ def attends(
     return call
 
 
-def attends_pages(recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, batch: int = 2, splits: int = 32):
+def attends_pages(recipe: Recipe):
     """A decode step over a serving engine's pages of this recipe, as the host would launch it."""
+    size, heads, ratio, batch, splits = 128, 8, 4, 2, 32
     geometry, tokens = Geometry(1, heads, size), recipe.window.block
     layouts = [
         layout(scheme, tokens, geometry, role, recipe.position)

@@ -35,6 +35,7 @@ from scripts.training import add_settings, keep, restore, save
 EVERY = 20.0  # seconds of processor time between saved states
 TRAINED = ("multikey", "chain", "count", "needle", "passkey")
 FIRST = 1 << 32  # seed of training: smaller ones are left to evaluations
+JUMPS = 2  # of the positions of a row
 
 
 @dataclass(frozen=True)
@@ -147,15 +148,15 @@ def batched(texts: Sequence[Sample], tasks: tuple[str, ...]) -> Batch:
     return Batch(tokens, answers, torch.arange(tokens.shape[1]).expand_as(tokens), tasks)
 
 
-def jumping(tokens_BT: Tensor, seed: int, jumps: int = 2) -> Tensor:
+def jumping(tokens_BT: Tensor, seed: int) -> Tensor:
     """Positions that jump ahead after some tokens of the filler or ends of statements, all within CONTEXT."""
     generator = torch.Generator().manual_seed(seed)
     batch, length = tokens_BT.shape
     between = (tokens_BT == symbols.END) | (tokens_BT == symbols.BEGIN)
     between |= (tokens_BT >= symbols.FILLER.start) & (tokens_BT < symbols.FILLER.stop)
     between[:, -1] = False
-    after = torch.multinomial(between + 1e-6, jumps, generator=generator)
-    far = torch.rand(batch, jumps, generator=generator) ** 2 * (CONTEXT - length) / jumps
+    after = torch.multinomial(between + 1e-6, JUMPS, generator=generator)
+    far = torch.rand(batch, JUMPS, generator=generator) ** 2 * (CONTEXT - length) / JUMPS
     ahead = torch.zeros_like(tokens_BT).scatter_add_(1, (after + 1).clamp(max=length - 1), far.long())
     return torch.arange(length) + ahead.cumsum(1)
 

@@ -9,7 +9,7 @@ pass, as in `decode.py`: the next turn finds all caches with the same history. O
     history   tokens in the cache when the turn began
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ TURNS = (  # over two passages of a text
 )
 
 
-def turns(folder: Path, passages: Sequence[str], asked: Sequence[str] = TURNS) -> list[list[int]]:
+def turns(folder: Path, passages: Sequence[str]) -> list[list[int]]:
     """The tokens that each user's turn adds, in the model's own form: from the end of its last answer to its next one.
 
     Raises ValueError for a model that has no chat template.
@@ -37,7 +37,7 @@ def turns(folder: Path, passages: Sequence[str], asked: Sequence[str] = TURNS) -
         raise ValueError(f"{folder.name} has no chat template: it is no chat model, and has no turns")
     mark, found = "\x00an answer\x00", []
     messages: list[dict[str, str]] = []
-    for words in asked:
+    for words in TURNS:
         messages.append({"role": "user", "content": words.format(*passages)})
         said = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         found.append(tokenizer(said.rpartition(mark)[2], add_special_tokens=False)["input_ids"])
@@ -47,17 +47,12 @@ def turns(folder: Path, passages: Sequence[str], asked: Sequence[str] = TURNS) -
 
 @torch.inference_mode()
 def follow(
-    model: PreTrainedModel,
-    asked: Sequence[Sequence[int]],
-    caches: Sequence[Cache],
-    most: int,
-    stepped: Callable[[], object] = lambda: None,
+    model: PreTrainedModel, asked: Sequence[Sequence[int]], caches: Sequence[Cache], most: int
 ) -> list[list[dict[str, Any]]]:
     """Return a list of turns for each cache.
 
-    asked     the tokens that each turn adds; a turn begins with what ends the model's, as `turns` gives them
-    most      tokens of an answer
-    stepped   is called for each token of an answer
+    asked   the tokens that each turn adds; a turn begins with what ends the model's, as `turns` gives them
+    most    tokens of an answer
     """
     exact, ends = DynamicCache(config=model.config), ends_of(model)
     found: list[list[dict[str, Any]]] = [[] for _ in caches]
@@ -79,7 +74,6 @@ def follow(
                 kls[number].append(float((logp_BV.exp() * (logp_BV - logq_BV)).sum()))
                 agreed[number].append(int(logq_BV.argmax()) == answer[-1])
             given = torch.tensor([answer[-1:]], device=model.device)
-            stepped()
         about = {"history": history, "added": len(rest) + len(words), "tokens": len(answer), "answer": answer}
         about["entropy"] = sum(entropies) / len(entropies)
         for own, kl, same in zip(found, kls, agreed, strict=True):

@@ -13,7 +13,7 @@ repeat it; and sums are in float32 of differences of logits, whose rounding is a
 moved, kl = log Σ p e^d - Σ p d, for any constant in d.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -67,17 +67,10 @@ def _rounded(values: Tensor) -> Any:
 
 
 @torch.inference_mode()
-def states(
-    model: PreTrainedModel,
-    tokens_BT: Tensor,
-    cache: Cache,
-    step: int | None = None,
-    progress: Callable[[int], object] = lambda tokens: None,
-) -> Tensor:
+def states(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache, step: int | None = None) -> Tensor:
     """Return the input of the output layer for each token, [B, T, hidden], on the CPU.
 
-    step       tokens of a forward pass; None: all in one
-    progress   gets the number of tokens done
+    step   tokens of a forward pass; None: all in one
     """
     tokens_BT, found = tokens_BT.to(model.device).long(), []
     length = tokens_BT.shape[1]
@@ -86,7 +79,6 @@ def states(
             given = tokens_BT[:, one.start : one.stop]
             with attending(model, cache):
                 found.append(model(given, past_key_values=cache, use_cache=True).logits.cpu())
-            progress(given.numel())
     return torch.cat(found, 1)
 
 

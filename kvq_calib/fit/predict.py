@@ -63,9 +63,6 @@ class InputRows(Summed[Tensor]):
     def add(self, sums: Sample, chunk: Chunk) -> None:
         chunk.offer(sums, torch.cat(chunk.joint, -1))
 
-    def value(self, sums: Sample, fit: SchemeFit) -> Tensor:
-        return sums.value().rows_RC
-
 
 @dataclass(frozen=True)
 class InputChunks(Given[Callable[[], Iterable[Tensor]]]):

@@ -116,7 +116,7 @@ class _Residuals(Residuals, Summed[Tensor]):
         chunk.offer(sums, chunk.residual)
 
     def value(self, sums: Sample, fit: SchemeFit) -> Tensor:
-        return sums.value().rows_RC.to(fit.codec.device)
+        return sums.value().to(fit.codec.device)
 
 
 class _ResidualMoment(ResidualMoment, Summed[Tensor]):

@@ -1,29 +1,19 @@
 """Sample rows of a stream by the hash of where they stand, so that the sample does not depend on chunks or order."""
 
-from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class SampleRows:
-    """Rows in the order of their hashes, and where they come from."""
-
-    rows_RC: Tensor
-    sequence_R: Tensor
-    position_R: Tensor
-
-
 class Sample:
     """Keep the rows whose hash of (seed, sequence, position) is among the `rows` smallest."""
 
-    def __init__(self, rows: int, width: int, seed: int = 0, dtype: torch.dtype = torch.float32):
+    def __init__(self, rows: int, width: int, seed: int = 0):
         self.rows, self.seed, self.merged = rows, seed, 0
         self._hash_R = torch.empty(0, dtype=torch.int64)
         self._sequence_R, self._position_R = self._hash_R.clone(), self._hash_R.clone()
-        self._rows_RC = torch.empty(0, width, dtype=dtype)
+        self._rows_RC = torch.empty(0, width)
 
     def update(self, x_NTC: Tensor, sequences_N: Tensor, start: int = 0, mask_NT: Tensor | None = None) -> None:
         """Offer the rows where the mask is true.
@@ -37,7 +27,7 @@ class Sample:
         hashes = _mix(_mix(_mix(torch.tensor(self.seed)) ^ sequence) ^ position)
         kept = torch.arange(N * T) if mask_NT is None else mask_NT.cpu().flatten().nonzero()[:, 0]
         kept = kept[torch.argsort(hashes[kept], stable=True)[: self.rows]]
-        rows = x_NTC.flatten(0, 1)[kept.to(x_NTC.device)].to("cpu", self._rows_RC.dtype)
+        rows = x_NTC.flatten(0, 1)[kept.to(x_NTC.device)].to("cpu", torch.float32)
         self._keep(hashes[kept], sequence[kept], position[kept], rows)
 
     def merge(self, index: int, partial: Self) -> None:
@@ -49,8 +39,9 @@ class Sample:
         self._keep(partial._hash_R, partial._sequence_R, partial._position_R, partial._rows_RC)
         self.merged += 1
 
-    def value(self) -> SampleRows:
-        return SampleRows(self._rows_RC, self._sequence_R, self._position_R)
+    def value(self) -> Tensor:
+        """The rows [R, C] in the order of their hashes."""
+        return self._rows_RC
 
     def _keep(self, hashes: Tensor, sequence: Tensor, position: Tensor, rows: Tensor) -> None:
         """Join with what is held, and keep the smallest; equal hashes by sequence, then position."""

@@ -75,19 +75,15 @@ class _Sums:
 
 
 class Moments(_Sums):
-    """Sum x and x² by channel.
+    """Sum x and x² by channel."""
 
-    shift_C   subtracted first; None: zero
-    """
-
-    def __init__(self, width: int, device: torch.device | str = "cpu", shift_C: Tensor | None = None):
-        shift = torch.zeros(width) if shift_C is None else shift_C
-        super().__init__({"shift": shift.to(device, torch.float64)}, _zeros(device, count=(), x=(width,), xx=(width,)))
+    def __init__(self, width: int, device: torch.device | str = "cpu"):
+        super().__init__({}, _zeros(device, count=(), x=(width,), xx=(width,)))
 
     def update(self, x_NTC: Tensor, mask_NT: Tensor | None = None) -> None:
         """Add the rows where the mask is true."""
         for (x,) in _tiles(mask_NT, x_NTC):
-            x = x.to(self.settings["shift"]) - self.settings["shift"]
+            x = x.to(self.sums["x"])
             self.sums["count"] += len(x)
             self.sums["x"] += x.sum(0)
             self.sums["xx"] += x.square().sum(0)
@@ -96,7 +92,7 @@ class Moments(_Sums):
         count = _count(self.sums)
         mean = self.sums["x"] / count
         variance = (self.sums["xx"] / count - mean.square()).clamp_min(0)
-        return MeanVariance(count, mean + self.settings["shift"], variance)
+        return MeanVariance(count, mean, variance)
 
 
 class CrossMoments(_Sums):

@@ -7,7 +7,6 @@ would add by itself, other origins get no answer that they can read, and a name 
 """
 
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 HOSTS = ("127.0.0.1", "localhost")
@@ -27,9 +26,9 @@ def server_settings(secret: str, port: int | None = None) -> dict[str, str]:
     return {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(origins)}
 
 
-def app(hosts: Sequence[str] = HOSTS) -> Any:
+def app() -> Any:
     """Prefect's server as an ASGI application that other names of its address do not reach."""
     from prefect.server.api.server import create_app
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    return TrustedHostMiddleware(create_app(final=True), allowed_hosts=hosts, www_redirect=False)
+    return TrustedHostMiddleware(create_app(final=True), allowed_hosts=HOSTS, www_redirect=False)

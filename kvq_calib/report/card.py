@@ -64,7 +64,6 @@ def card(
     artifact: Artifact,
     records: Sequence[Mapping[str, Any]] = (),
     name: str | None = None,
-    version: str | None = None,
     license: Mapping[str, str] | None = None,
     plots: Sequence[str] = (),
 ) -> str:
@@ -76,13 +75,12 @@ def card(
     plots     files beside the card
     """
     name = name or artifact.recipe.name
-    reference = f"{name}@{version}" if version else name
     parts = [
         _front(artifact, name, records, license or {}),
-        f"# {reference}",
+        f"# {name}",
         _verdict(artifact, records),
         _lead(artifact),
-        "## Use\n\n" + _snippet(artifact, reference),
+        "## Use\n\n" + _snippet(artifact, name),
         "## Recipe\n\n" + sections.recipe(artifact),
         "## Size\n\n" + sections.size(artifact),
         "## Where it comes from\n\n" + sections.provenance(artifact, license or {}),

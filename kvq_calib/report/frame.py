@@ -80,12 +80,11 @@ def ticks(low: float, high: float, least: int = 4) -> list[float]:
     return [value for value in MaxNLocator(5).tick_values(low, high) if low <= value <= high] if least > 1 else found
 
 
-def log_scale(axis: Axes, low: float, high: float, which: str = "y") -> None:
-    """A logarithmic axis between two bounds with plain ticks."""
-    line = axis.yaxis if which == "y" else axis.xaxis
-    (axis.set_yscale if which == "y" else axis.set_xscale)("log")
-    (axis.set_ylim if which == "y" else axis.set_xlim)(low, high)
-    _ticked(line, ticks(low, high), plain)
+def log_scale(axis: Axes, low: float, high: float) -> None:
+    """A vertical logarithmic axis between two bounds with plain ticks."""
+    axis.set_yscale("log")
+    axis.set_ylim(low, high)
+    _ticked(axis.yaxis, ticks(low, high), plain)
 
 
 def symlog_scale(axis: Axes, low: float, high: float, linear: float) -> None:

@@ -99,10 +99,10 @@ def _lines(records: Records) -> Records:
     return list({id(one): one for one in [records[0], *first, *records]}.values())[:LINES]
 
 
-def perplexity_by_bits(records: Records, tokens: int = 4096) -> bytes:
+def perplexity_by_bits(records: Records) -> bytes:
     """Draw KL divergence and perplexity of recipes over the bits they hold, a row a protocol. Lines to the right
     end at the bits of a cache of 4096 tokens, whiskers are a standard error over windows."""
-    return frame.png(_costs(records, (KL, PERPLEXITY), tokens))
+    return frame.png(_costs(records, (KL, PERPLEXITY), 4096))
 
 
 def comparison(records: Records) -> bytes:

@@ -71,7 +71,7 @@ class Reference(Path):
         s_YNX = self._scores(store, layer, q_YND, hidden)
         by_query = (batch, held, heads // held, count, -1)
         if mask is not None or self.positions.real_BT is not None or store.front != hidden:
-            s_YNX.view(by_query).masked_fill_(~self._seen(store, mask, count)[:, :, None], _LEAST)
+            s_YNX.view(by_query).masked_fill_(~self._seen(store, mask)[:, :, None], _LEAST)
         p_YNX = s_YNX.softmax(-1)
         if self.observer is not None:
             self.observer(layer, self._by_token(store, p_YNX.view(by_query)), slots)
@@ -127,7 +127,7 @@ class Reference(Path):
         held = held & ~((first[:, None] == slots[..., None]) & moved[..., None]).any(1)
         return torch.cat([first, slots.clamp(max=store.length - 1), last], 1), torch.cat([held, moved, exact], 1)
 
-    def _seen(self, store: LayerStore, mask: Tensor | None, count: int) -> Tensor:
+    def _seen(self, store: LayerStore, mask: Tensor | None) -> Tensor:
         """Return the columns that each query sees, bool [B or 1, 1, T or 1, X]."""
         tokens, seen = (x[:, None] for x in self._columns(store))
         return seen[:, :, None] if mask is None else visible(mask, tokens, seen)

@@ -79,12 +79,6 @@ class Coder:
         exact = [torch.stack(rows[layer])[:, :sinks] for layer in self.held]
         return Block(fields, torch.stack(exact, 1))
 
-    def cache(self, blocks: Sequence[Block], device: torch.device | str = "cpu", tokens: int = 1 << 17) -> BlockCache:
-        """A cache of one row that holds these blocks, the first of a text, and no window."""
-        found = BlockCache(self.recipe, self.geometry, self.tensors, self.held, tokens)
-        fill(found, blocks, device)
-        return found
-
     def decode(
         self, blocks: Sequence[Block], device: torch.device | str = "cpu", start: int = 0
     ) -> Iterator[tuple[int, Tensor, Tensor]]:

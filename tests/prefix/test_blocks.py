@@ -125,7 +125,8 @@ def test_a_cache_goes_on_from_loaded_blocks_as_from_its_own(name):
     kept, _, tokens, (keys, values) = filled(name)
     recipe, size = kept.format.recipe, 2 * kept.block
     whole = BlockCache(recipe.with_exact(recent=0), GEOMETRY, kept.coder.tensors or None)
-    loaded = kept.coder.cache(kept.load(tokens, size))
+    loaded = BlockCache(kept.coder.recipe, GEOMETRY, kept.coder.tensors)
+    coder.fill(loaded, kept.load(tokens, size), "cpu")
     loaded.reset()
     coder.fill(loaded, kept.load(tokens, size), "cpu")
     assert loaded.length == size

@@ -218,11 +218,11 @@ def _grid(scheme: Scheme, block: int, geometry: Geometry) -> Layout | None:
     if bits == 4 and count % 2 == 0:  # a byte is two codes: its row of the table has element 2 i + c, part i of code c
         byte = torch.arange(256)
         points = torch.stack([points[byte & 15], points[byte >> 4]], 2).flatten(1)
-        return _codebook(scheme, block, geometry, points, 8, count // 2)
-    return _codebook(scheme, block, geometry, points, bits, count)
+        return _codebook(block, geometry, points, 8, count // 2)
+    return _codebook(block, geometry, points, bits, count)
 
 
-def _codebook(scheme: Scheme, block: int, geometry: Geometry, points: Tensor, bits: int, indices: int) -> Layout | None:
+def _codebook(block: int, geometry: Geometry, points: Tensor, bits: int, indices: int) -> Layout | None:
     """A codebook [entries, elements] for `indices` indices, each of `bits`."""
     streams, elements = _streams(bits), points.shape[1]
     if indices % streams or elements not in (1, 2, 4, 8):

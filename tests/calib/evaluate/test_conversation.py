@@ -50,12 +50,10 @@ def test_exact_stays_and_two_bits_leave(model, folder):
     asked = conversation.turns(folder, PASSAGES)
     exact = preset("exact").with_exact(4, 0)
     caches = [KVQCache(exact, model), KVQCache(preset("rtn-2bit").with_exact(4, 0), model)]
-    steps = []
-    same, two = conversation.follow(model, asked, caches, 12, lambda: steps.append(1))
+    same, two = conversation.follow(model, asked, caches, 12)
     assert [one["first"] for one in same] == [None] * 4 and max(one["kl"] for one in same) < 1e-6
     assert max(one["kl"] for one in two[1:]) > 1e-3 and min(one["top1"] for one in two) < 1
     assert [one["answer"] for one in two] == [one["answer"] for one in same], "one text was followed"
-    assert sum(one["tokens"] for one in same) == len(steps)
     for before, after in pairwise(same):  # all but the last token of an answer has been read
         assert after["history"] == before["history"] + before["added"] + before["tokens"] - 1
     assert caches[0].get_seq_length() == same[-1]["history"] + same[-1]["added"] + same[-1]["tokens"] - 1

@@ -74,7 +74,6 @@ def test_the_card_says_what_is_known(fitted):
         fitted,
         [made("aqua-2bit")],
         "demo-aqua",
-        "1.2.0",
         license={"license": "apache-2.0"},
         plots=["error-by-layer.png"],
     )
@@ -129,7 +128,7 @@ def test_the_licence_is_what_the_model_says(tmp_path):
 def test_the_card_has_both_protocols_and_what_was_decoded(fitted):
     record = of_both("aqua-2bit")
     record["result"]["gate"] = {"bounds": {"kl": 0.05}, "protocol": "full", "failed": ["KL divergence, nats, full ..."]}
-    text = report.card(fitted, [record, of_both("subkv-2bit", "it chooses")], "demo-aqua", "1.0.0")
+    text = report.card(fitted, [record, of_both("subkv-2bit", "it chooses")], "demo-aqua")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     cells = {(row[0], row[3]): row[4:] for row in rows if row[0] in ("aqua-2bit", "subkv-2bit") and len(row) == 9}
     assert cells["aqua-2bit", "full encode"][1:3] == ["+10.00% ± 0.20%", "0.1"]
@@ -192,8 +191,8 @@ def test_the_card_says_sizes_and_the_machine_in_words(fitted):
 @pytest.mark.parametrize("name", ["aqua-2bit", "subkv-aqua-2bit"])
 def test_the_snippet_runs(name, capsys):
     fitted = fit(name)
-    version = open_registry().publish(f"demo-{name}", artifact.to_bytes(fitted))
-    text = report.card(fitted, name=f"demo-{name}", version=version.version)
+    open_registry().publish(f"demo-{name}", artifact.to_bytes(fitted))
+    text = report.card(fitted, name=f"demo-{name}")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert ("set_attn_implementation" in code) == (name == "subkv-aqua-2bit")
     exec(code, {})
