@@ -30,7 +30,8 @@ from kvq_calib.evaluate.ledger import code
 from kvq_calib.model import find as models
 from kvq_calib.report import plots
 from kvq_calib.text.documents import EMBEDDED
-from kvq_runtime.registry.measured import FULL, figures
+from kvq_runtime.registry.measured import FULL, TextRecord
+from kvq_runtime.registry.sound import read
 from scripts import measure_real, real_page, real_records
 from scripts.compare_page import BUDGETS, OPENING, PICTURE, Model, page
 
@@ -51,7 +52,7 @@ REAL = Model(
     real_page.NAME, "", None, samples=measure_real.SAMPLES, length=measure_real.LENGTH,
     windows=measure_real.WINDOWS[real_page.LENGTH],
 )  # fmt: skip
-Found = dict[Model, Sequence[Mapping[str, Any]]]  # the records of each model
+Found = dict[Model, Sequence[TextRecord]]  # the records of each model
 # of each model a text of another kind than it is fitted on, NAME=SOURCE under KVQ_TEST_DATA, or an embedded one
 BESIDE = {
     "demo": "demo-code",
@@ -100,13 +101,11 @@ def main() -> int:
         kept = records / f"{model.name}.json"
         if asked and args.records is None and _can_be_measured(model, folder):
             print(f"{model.name} ...", file=sys.stderr, flush=True)
-            found[model] = measure(model, data, args.recipes)
             kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(found[model]) + "\n")
-        elif kept.is_file() and (asked or args.records is None):
-            found[model] = json.loads(kept.read_text())
-        else:
+            kept.write_text(json.dumps(measure(model, data, args.recipes)) + "\n")
+        elif not (kept.is_file() and (asked or args.records is None)):
             continue
+        found[model] = [read(one, TextRecord) for one in json.loads(kept.read_text())]
         absent[model] = left_out(folder) if here and not args.recipes else []
         if not args.quick:
             (args.docs / f"compare-{model.name}.png").write_bytes(plots.comparison(found[model]))
@@ -137,11 +136,11 @@ def write(
     beside   what else was found of the first
     every    draw all models, too; else the first alone
     """
-    measured = [records for records in found.values() if any(figures(one, FULL) for one in records)]
+    measured = [records for records in found.values() if any(one.figures(FULL) for one in records)]
     if measured:
         if every:
             (docs / PICTURE).write_bytes(plots.frontier(measured, width=13))
-        (docs / OPENING).write_bytes(plots.frontier(measured[:1], elsewhere=False, width=8, height=5))
+        (docs / OPENING).write_bytes(plots.frontier(measured[:1], beside=False, width=8, height=5))
     (docs / "compare.md").write_text(page(found, absent, beside))
 
 

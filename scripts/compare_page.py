@@ -1,7 +1,7 @@
 """Write records/compare.md: tables of what recipes cost, also at equal bits, and whether the papers' claims hold."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvq_calib.evaluate.perplexity import Score
@@ -10,7 +10,7 @@ from kvq_calib.report.frame import short
 from kvq_calib.report.tables import comparison, notes, relative
 from kvq_runtime.cli.table import cell
 from kvq_runtime.recipe import facts, family
-from kvq_runtime.registry.measured import FULL, SPOKEN, elsewhere, figures, texts
+from kvq_runtime.registry.measured import FULL, SPOKEN, Figures, Scores, TextRecord, texts
 
 BUDGETS = (1.25, 2.1, 3.1)
 ABOUT_BITS = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4)  # of the table that the page opens with
@@ -67,8 +67,17 @@ class Model:
     windows: int
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a recipe costs at its bits, under one protocol."""
+
+    recipe: str
+    bits: float
+    figures: Figures
+
+
 def page(
-    found: Mapping[Model, Sequence[Mapping[str, Any]]],
+    found: Mapping[Model, Sequence[TextRecord]],
     absent: Mapping[Model, Sequence[str]],
     beside: Sequence[str] = (),
 ) -> str:
@@ -77,7 +86,7 @@ def page(
     absent   of each model, why recipes are not among the measured ones
     beside   what else was found of the first: it follows the first table
     """
-    drawn = {model: records for model, records in found.items() if any(figures(one, FULL) for one in records)}
+    drawn = {model: records for model, records in found.items() if any(one.figures(FULL) for one in records)}
     parts = ["# Recipes compared", *_pictured(dict(list(drawn.items())[:1]), OPENING), *summary(found), *beside]
     if len(drawn) > 1 or any(texts(records) for records in drawn.values()):
         parts += [_folded("The same picture of every model, in and out of the domain", *_pictured(drawn, PICTURE))]
@@ -101,16 +110,16 @@ def _folded(title: str, *parts: str) -> str:
     return "\n\n".join([f"<details>\n<summary>{title}</summary>", *parts, "</details>"])
 
 
-def _size(records: Sequence[Mapping[str, Any]]) -> str:
-    return size_of(records[0]["protocol"]["model"]["parameters"])
+def _size(records: Sequence[TextRecord]) -> str:
+    return size_of(records[0].protocol.model.parameters)
 
 
-def summary(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> list[str]:
+def summary(found: Mapping[Model, Sequence[TextRecord]]) -> list[str]:
     """Write the page's summary: the best at some budgets of the first model that was measured by full encode."""
     for model, records in found.items():
         rows = best_at(records)
         if rows:
-            held = records[0]["protocol"]["windows"]
+            held = records[0].protocol.windows
             said = SUMMARY.format(model=model.name, size=_size(records), windows=held, bits=_bits(ABOUT_BITS))
             return [" ".join(said.split()), table(rows)]
     return []
@@ -120,13 +129,13 @@ def _bits(budgets: Sequence[float]) -> str:
     return ", ".join(f"{one:g}" for one in budgets[:-1]) + f" and {budgets[-1]:g}"
 
 
-def _section(model: Model, records: Sequence[Mapping[str, Any]], absent: Sequence[str]) -> str:
-    about = records[0]["protocol"]
+def _section(model: Model, records: Sequence[TextRecord], absent: Sequence[str]) -> str:
+    about = records[0].protocol
     title = f"{model.name} ({_size(records)} parameters): all {len(records)} recipes"
     return _folded(
         title,
-        f"Fitted on {model.samples} sequences of {model.length} tokens of {about['text']['source']}, measured on "
-        f"{about['windows']} held-out windows of {about['length']}; ± is a standard error over windows.",
+        f"Fitted on {model.samples} sequences of {model.length} tokens of {about.text.source}, measured on "
+        f"{about.windows} held-out windows of {about.length}; ± is a standard error over windows.",
         f"![{model.name}, {_size(records)} parameters](compare-{model.name}.png)",
         table(comparison(records)),
         *notes(records),
@@ -134,19 +143,17 @@ def _section(model: Model, records: Sequence[Mapping[str, Any]], absent: Sequenc
     )
 
 
-def best_at(records: Sequence[Mapping[str, Any]], budgets: Sequence[float] = ABOUT_BITS) -> list[dict[str, Any]]:
+def best_at(records: Sequence[TextRecord], budgets: Sequence[float] = ABOUT_BITS) -> list[dict[str, Any]]:
     """A row a budget: the recipe of least divergence within it, and the papers' recipe of least divergence beside it.
 
     By full encode. Chosen by the even windows of the first text, from 0, and reported on its odd ones and on all of
     other texts, so that no figure is low for having been chosen. `ROUND` more bits than the budget count as within it.
     """
-    results = [one for one in results_of(records, FULL) if len(one["windows"]["kl"]) > 1]
+    results = [one for one in results_of(records, FULL) if one.figures.windows and len(one.figures.windows.kl) > 1]
     rows = []
     for budget in budgets:
-        within = [
-            one for one in results if one["bits"]["asymptotic"] <= budget + ROUND and on_windows(one, EVEN)["kl"] > 0
-        ]
-        papers = [one for one in within if not one["recipe"].startswith(OURS)]
+        within = [one for one in results if one.bits <= budget + ROUND and _divergence_chosen_by(one) > 0]
+        papers = [one for one in within if not one.recipe.startswith(OURS)]
         if within:
             row: dict[str, Any] = {"bits, about": f"{budget:g}"}
             for head, some in (("best here", within), ("best of a paper's", papers)):
@@ -155,33 +162,33 @@ def best_at(records: Sequence[Mapping[str, Any]], budgets: Sequence[float] = ABO
     return rows
 
 
-def _cells(head: str, one: Mapping[str, Any] | None, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _cells(head: str, one: Cost | None, records: Sequence[TextRecord]) -> dict[str, Any]:
     """The cells of one recipe: its name and bits, and on each text perplexity against 16 bit, and divergence."""
     names = texts(records)
     if one is None:
         return {head: "none"} | {f"{head}: {text or 'in domain'}": "" for text in ("", *names)}
-    row = {head: f"`{one['recipe']}` ({one['bits']['asymptotic']:.2f})"}
-    reported = {"": on_windows(one, ODD)}
-    own = next(record for record in records if record["result"]["recipe"] == one["recipe"])
-    reported |= {name: figures(other, FULL) for name, other in elsewhere(own).items()}
+    row = {head: f"`{one.recipe}` ({one.bits:.2f})"}
+    reported: dict[str, Figures | None] = {"": on_windows(one.figures, ODD)}
+    own = next(record for record in records if record.result.recipe == one.recipe)
+    reported |= {name: other.figures(FULL) for name, other in own.elsewhere().items()}
     for text in ("", *names):
         part = reported.get(text)
-        said = f"{relative(part)}, {short(part['kl'])}" if part else "none"
+        said = f"{relative(part)}, {short(part.kl)}" if part else "none"
         row[f"{head}: {text or 'in domain'}"] = said
     return row
 
 
-def _divergence_chosen_by(one: Mapping[str, Any]) -> float:
-    return on_windows(one, EVEN)["kl"]
+def _divergence_chosen_by(one: Cost) -> float:
+    return on_windows(one.figures, EVEN).kl
 
 
-def results_of(records: Sequence[Mapping[str, Any]], protocol: str) -> list[dict[str, Any]]:
-    """The results that have figures under a protocol, those figures among them."""
-    pairs = [(one["result"], figures(one, protocol)) for one in records]
-    return [{**result, **found} for result, found in pairs if found is not None]
+def results_of(records: Sequence[TextRecord], protocol: str) -> list[Cost]:
+    """The costs of those that have figures under a protocol."""
+    pairs = [(one.result, one.figures(protocol)) for one in records]
+    return [Cost(result.recipe, result.bits["asymptotic"], found) for result, found in pairs if found is not None]
 
 
-def _at_equal_bits(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> list[dict[str, str]]:
+def _at_equal_bits(found: Mapping[Model, Sequence[TextRecord]]) -> list[dict[str, str]]:
     """A row a model and budget: the best combination within it, and what each paper offers for as many bits or more."""
     rows = []
     for model, records in found.items():
@@ -193,69 +200,56 @@ def _at_equal_bits(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> list[d
     return rows
 
 
-def rivals(results: Sequence[Mapping[str, Any]], budget: float) -> dict[str, str]:
+def rivals(results: Sequence[Cost], budget: float) -> dict[str, str]:
     """The cells of one row, {} where no combination is within the budget."""
-    bits = {one["recipe"]: one["bits"]["asymptotic"] for one in results}
-    combined = [one for one in results if one["recipe"].startswith(COMBINED)]
-    within = [one for one in combined if 0.9 * budget <= bits[one["recipe"]] <= budget]
+    combined = [one for one in results if one.recipe.startswith(COMBINED)]
+    within = [one for one in combined if 0.9 * budget <= one.bits <= budget]
     if not within:
         return {}
     best = min(within, key=_chosen_by)
     row = {"best combination": _offer(best, best)}
     for file, (paper, *_) in ((file, one.papers) for file, one in facts().items() if one.opposed):
-        own = [
-            one
-            for one in results
-            if one not in combined and family(one["recipe"]) == file and bits[one["recipe"]] >= bits[best["recipe"]]
-        ]
-        near = [one for one in own if bits[one["recipe"]] <= bits[best["recipe"]] + NEAR]
-        fewest = min((bits[one["recipe"]] for one in own), default=0.0)
+        own = [one for one in results if one not in combined and family(one.recipe) == file and one.bits >= best.bits]
+        near = [one for one in own if one.bits <= best.bits + NEAR]
+        fewest = min((one.bits for one in own), default=0.0)
         if own:
-            row[paper] = _offer(
-                min(near or [one for one in own if bits[one["recipe"]] == fewest], key=_chosen_by), best
-            )
+            row[paper] = _offer(min(near or [one for one in own if one.bits == fewest], key=_chosen_by), best)
     return row
 
 
-def _chosen_by(one: Mapping[str, Any]) -> float:
+def _chosen_by(one: Cost) -> float:
     """The perplexity on the windows that recipes are chosen by: the even ones, from 0."""
-    return on_windows(one, EVEN)["perplexity"]
+    return on_windows(one.figures, EVEN).perplexity
 
 
-def on_windows(one: Mapping[str, Any], some: slice) -> dict[str, Any]:
-    """A result with the figures of some of its windows alone; needs one at least."""
-    found = {name: values[some] for name, values in one["windows"].items()}
-    own, reference = Score(losses=found["loss"], kls=found["kl"]), Score(losses=found["reference_loss"])
-    relative, spread = own.against(reference)
-    return {
-        **one,
-        "perplexity": own.perplexity,
-        "relative": relative,
-        "relative_se": spread,
-        "kl": own.kl,
-        "windows": found,
-    }
+def on_windows(one: Figures, some: slice) -> Figures:
+    """The figures of some of the windows alone; needs one at least."""
+    loss, reference_loss, kl = (list(getattr(one.windows, name)[some]) for name in ("loss", "reference_loss", "kl"))
+    own = Score(losses=loss, kls=kl)
+    relative, spread = own.against(Score(losses=reference_loss))
+    found = replace(one, perplexity=own.perplexity, relative=relative, relative_se=spread, kl=own.kl)
+    return replace(found, windows=Scores(loss, reference_loss, kl))
 
 
-def _offer(one: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+def _offer(one: Cost, best: Cost) -> str:
     """Write a recipe's cost on the odd windows, by which it was not chosen."""
-    one, best = (on_windows(given, ODD) for given in (one, best))
-    cost, kl = relative(one), f"{one['kl']:.2g}"
-    cost = f"**{cost}**" if one["perplexity"] < best["perplexity"] else cost
-    kl = f"**{kl}**" if one["kl"] < best["kl"] else kl
-    return f"{one['recipe']}, {one['bits']['asymptotic']:.3g} bits: {cost}, {kl}"
+    own, other = (on_windows(given.figures, ODD) for given in (one, best))
+    cost, kl = relative(own), f"{own.kl:.2g}"
+    cost = f"**{cost}**" if own.perplexity < other.perplexity else cost
+    kl = f"**{kl}**" if own.kl < other.kl else kl
+    return f"{one.recipe}, {one.bits:.3g} bits: {cost}, {kl}"
 
 
-def _verdicts(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> str:
+def _verdicts(found: Mapping[Model, Sequence[TextRecord]]) -> str:
     """A row a claim, a column a model: whether it holds there, and what both sides cost at which bits."""
     rows = []
     for claim in (claim for one in facts().values() for claim in one.claims):
         row = {"claim": claim.text, "recipes": f"{claim.better} / {claim.worse}", "protocol": SPOKEN[claim.protocol]}
         for model, records in found.items():
-            results = {one["recipe"]: one for one in results_of(records, claim.protocol)}
+            results = {one.recipe: one for one in results_of(records, claim.protocol)}
             if claim.better in results and claim.worse in results:
                 pair = [results[name] for name in (claim.better, claim.worse)]
-                costs = " / ".join(f"{one['kl']:.2g} at {one['bits']['asymptotic']:.3g} bits" for one in pair)
+                costs = " / ".join(f"{one.figures.kl:.2g} at {one.bits:.3g} bits" for one in pair)
                 row[model.name] = f"{verdict(*pair)}: {costs}"
         if len(row) > 3:
             rows.append(row)
@@ -265,12 +259,12 @@ def _verdicts(found: Mapping[Model, Sequence[Mapping[str, Any]]]) -> str:
     )
 
 
-def verdict(better: Mapping[str, Any], worse: Mapping[str, Any]) -> str:
-    """Judge a claim by two results; bits within a quarter count as the same."""
-    fewer = worse["bits"]["asymptotic"] - better["bits"]["asymptotic"]
-    if abs(fewer) <= 0.25 and abs(better["kl"] - worse["kl"]) <= 0.05 * worse["kl"]:
+def verdict(better: Cost, worse: Cost) -> str:
+    """Judge a claim by two costs; bits within a quarter count as the same."""
+    fewer, one, other = worse.bits - better.bits, better.figures.kl, worse.figures.kl
+    if abs(fewer) <= 0.25 and abs(one - other) <= 0.05 * other:
         return "no difference"
-    if better["kl"] < worse["kl"]:
+    if one < other:
         return "holds, with more bits" if fewer < -0.25 else "holds"
     return "undecided" if fewer > 0.25 else "**does not hold**"
 

@@ -10,7 +10,8 @@ from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.report import position_plot, task_plot
 from kvq_calib.report.frame import short
 from kvq_calib.report.tables import relative
-from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN
+from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN, Figures, TasksRecord
+from kvq_runtime.registry.sound import of_json, read
 from scripts import real_records
 from scripts.compare_page import table
 
@@ -61,7 +62,7 @@ def _ordered(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _said(one: Mapping[str, Any]) -> str:
-    return f"{relative(one['part'])}, {short(one['part']['kl'])}"
+    return f"{relative(of_json(Figures, one['part'], 'part'))}, {short(one['part']['kl'])}"
 
 
 def _lengths(lines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -135,7 +136,7 @@ def _needles(folder: Path, docs: Path) -> list[str]:
         ]
     records = [one for row in _read(folder / "needles.json").values() for one in row["found"]]
     if records:
-        (docs / NEEDLES).write_bytes(task_plot.heat(joined(records)))
+        (docs / NEEDLES).write_bytes(task_plot.heat([read(one, TasksRecord) for one in joined(records)]))
         found += [f"![Needles found by depth and length, {NAME}]({NEEDLES})"]
     return found
 

@@ -13,7 +13,8 @@ from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.report.points import by_bits
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.disk import files as disk
-from kvq_runtime.registry.measured import FULL, PROTOCOLS
+from kvq_runtime.registry.measured import FULL, PROTOCOLS, TextRecord
+from kvq_runtime.registry.sound import read as read_record
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "real"
 Line = Mapping[str, Any]
@@ -66,7 +67,7 @@ def keep_text(folder: Path, batch: Batch) -> None:
         disk.save(path, (json.dumps(known, indent=1, sort_keys=True) + "\n").encode())
 
 
-def records(folder: Path, on: str, length: int) -> list[dict[str, Any]]:
+def records(folder: Path, on: str, length: int) -> list[TextRecord]:
     """Return a record, as of `kvq compare`, of each recipe: the text `on` in domain, others beside.
 
     Recipes without figures in domain are left out; of lines on the same measurement, the newest counts.
@@ -78,7 +79,7 @@ def records(folder: Path, on: str, length: int) -> list[dict[str, Any]]:
         if line["length"] == length and line["on"] in (on, None) and line["recipe"] != REFERENCE:
             found.setdefault(line["recipe"], {}).setdefault(line["text"], {})[line["protocol"]] = line
     texts = list(dict.fromkeys(text for own in found.values() for text in own if text != on))
-    made = [_record(own, on, texts, described) for own in found.values() if on in own]
+    made = [read_record(_record(own, on, texts, described), TextRecord) for own in found.values() if on in own]
     return by_bits(made)
 
 

@@ -16,6 +16,8 @@ from kvq_runtime.cli import exit_codes
 from kvq_runtime.cli.options import Parser, count
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
 from kvq_runtime.registry import verdict
+from kvq_runtime.registry.measured import TextRecord
+from kvq_runtime.registry.sound import read
 
 # GOMP_SPINCOUNT: iterations an idle OpenMP thread spins before it sleeps. At libgomp's own number, 300,000, a fit with
 # two threads on busy cores takes about four times as long; with 0, one on idle cores nearly twice as long.
@@ -109,7 +111,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     before = sum(checkpoint.record(work.folder, layer) is not None for layer in range(layers))
     done, spent = (_through_prefect if _wants_prefect(args) else _here)(asked, work, args.quiet)
     records = json.loads((work.folder / "evaluation.json").read_text()) if asked.evaluation.evaluate else []
-    outcome.show(done, records, args.json, caution)
+    outcome.show(done, [read(one, TextRecord) for one in records], args.json, caution)
     if not args.json and spent:
         outcome.cost(time.perf_counter() - begun, spent, (before, layers))
         outcome.peak(work)

@@ -15,7 +15,9 @@ from kvq_calib.report import decode_table
 from kvq_calib.report.names import named
 from kvq_calib.text import corpus
 from kvq_runtime.cli.table import print_table
+from kvq_runtime.registry.measured import GreedyRecord
 from kvq_runtime.registry.reference import home
+from kvq_runtime.registry.sound import read
 
 
 def evaluate(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
@@ -36,7 +38,7 @@ def evaluate(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Sub
     if args.json:
         print(json.dumps(records, indent=2))
         return 0
-    shown = named(records, [subject.name for subject in subjects])
+    shown = named([read(one, GreedyRecord) for one in records], [subject.name for subject in subjects])
     print_table(decode_table.rows(shown), False)
     print(f"\n{decode_table.about(shown)}")
     return 0

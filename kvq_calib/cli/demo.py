@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from kvq_runtime.registry import measured
-from kvq_runtime.registry.measured import FULL, IN_USE
+from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN, TextRecord, Unmeasured
+from kvq_runtime.registry.sound import read
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,18 @@ def demonstrate(model: str, size: Size) -> tuple[dict[str, Any], bytes]:
     held = size.samples // 8
     print(f"1. Calibrate {' and '.join(size.recipes)} on {size.samples - held} sequences of {size.length} tokens of "
           f"Python's own\n   documentation, measure on {size.windows} held-out windows, and publish.")  # fmt: skip
-    records, published, cost = _calibrate(asked, files, size)
+    measured, published, cost = _calibrate(asked, files, size)
     print(f"   {cost}")
     batch = corpus.select("demo", files.path, 1, size.length, split="held-out")
     print("\n2. Load the published artifact, and go on writing a held-out text, with it and in 16 bit.")
     _generate(files, published[0], batch.tokens_BT[0, : 3 * size.length // 4], size.write)
     print("\n3. What was measured before publishing: every token but the sinks encoded (full encode)"
           + (", and in use." if IN_USE in size.protocols else "."))  # fmt: skip
+    records = [read(one, TextRecord) for one in measured]
     rows = _rows(records)
     print_table([{name: _shown(name, value) for name, value in row.items()} for row in rows], json=False)
     print("\n".join("   " + line for line in tables.about_texts(records)))
-    parameters = records[0]["protocol"]["model"]["parameters"]
+    parameters = measured[0]["protocol"]["model"]["parameters"]
     note = f"{files.id} has {parameters / 1e6:.4g} million parameters"
     note += "; figures of so small a model say little about a large one" if parameters < 1e9 else ""
     result = {"model": files.id, "note": note, "published": [one.rpartition("@")[0] for one in published], "rows": rows}
@@ -175,11 +176,11 @@ def _generate(files, reference: str, prompt_T, write: int) -> None:
     print("\n".join("   " + line for line in str(cache.memory_report()).splitlines()))
 
 
-def _rows(records: Sequence[dict]) -> list[dict]:
+def _rows(records: Sequence[TextRecord]) -> list[dict]:
     """The table: 16 bit, then the records by what they cost, dearest first."""
     from kvq_calib.report import tables
 
-    records = sorted(records, key=lambda one: -(measured.figures(one, FULL) or {"kl": 0.0})["kl"])
+    records = sorted(records, key=lambda one: -(((found := one.figures(FULL)) and found.kl) or 0.0))
     rows: list[dict[str, Any]] = [{
         "recipe": "16 bit",
         "bits": 16.0,
@@ -188,25 +189,24 @@ def _rows(records: Sequence[dict]) -> list[dict]:
         "perplexity": tables.reference(records, FULL),
     }]  # fmt: skip
     for record in records:
-        found = record["result"]
-        bits = found["bits"]
-        row = {
-            "recipe": found["recipe"],
+        bits = record.result.bits
+        row: dict[str, Any] = {
+            "recipe": record.result.recipe,
             "bits": bits["asymptotic"],
             "bits at 4096": bits["at_4096"],
             "bytes": bits["bytes_at_4096"] / bits["exact_bytes_at_4096"],
         }
-        for name, part in measured.parts(record).items():
-            spoken = measured.SPOKEN[name]
-            if "reason" in part:
-                row[spoken] = part["reason"]
+        for name, part in record.result.protocols.items():
+            spoken = SPOKEN[name]
+            if isinstance(part, Unmeasured):
+                row[spoken] = part.reason
                 continue
-            row |= {"perplexity": part["perplexity"]} if name == FULL else {}
-            row |= {spoken: tables.relative(part), f"{spoken}, KL": part["kl"]}
-            row |= {"in use, decoded": part["decoded"]["attention"]} if name == IN_USE else {}
-        for text, other in measured.elsewhere(record).items():
-            part = measured.figures(other, FULL)
-            row |= {text: tables.relative(part), f"{text}, KL": part["kl"]} if part else {}
+            row |= {"perplexity": part.perplexity} if name == FULL else {}
+            row |= {spoken: tables.relative(part), f"{spoken}, KL": part.kl}
+            row |= {"in use, decoded": part.decoded and part.decoded.attention} if name == IN_USE else {}
+        for text, other in record.elsewhere().items():
+            part = other.figures(FULL)
+            row |= {text: tables.relative(part), f"{text}, KL": part.kl} if part else {}
         rows.append(row)
     return rows
 

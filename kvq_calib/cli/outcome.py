@@ -13,13 +13,12 @@ from kvq_calib.run.run import Run
 from kvq_runtime.artifact import ARTIFACT_FILE
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.registry import verdict
+from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.reference import registry_url
 from kvq_runtime.registry.verdict import Verdict
 
 
-def show(
-    done: Sequence[Published], records: Sequence[Mapping[str, Any]], as_json: bool, caution: str | None = None
-) -> None:
+def show(done: Sequence[Published], records: Sequence[TextRecord], as_json: bool, caution: str | None = None) -> None:
     """Print the table of results, then a paragraph an artifact, its verdict first; with `as_json`, a list of records.
 
     records   of the evaluation, artifacts first, then baselines; empty without one

@@ -16,9 +16,10 @@ from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import print_record
 from kvq_runtime.disk import files
 from kvq_runtime.errors import NotFound
+from kvq_runtime.registry.measured import TextRecord, of_text
 from kvq_runtime.registry.reference import Reference, parse
 from kvq_runtime.registry.resolve import choose, open_registry, resolve
-from kvq_runtime.registry.sound import of_text
+from kvq_runtime.registry.sound import sound
 
 LIMIT = 1 << 28  # bytes of a file of records
 
@@ -75,15 +76,16 @@ def parse_folder(text: str) -> Reference | Path:
     return Path(text) if Path(text).is_dir() else parse(text)
 
 
-def _records(file: str | None) -> list[Mapping[str, Any]]:
+def _records(file: str | None) -> list[TextRecord]:
     """The records that `kvq compare --output` or `kvq eval --output` wrote; ValueError for other JSON."""
     if file is None:
         return []
     try:
-        found = json.loads(files.read(Path(file), LIMIT))
+        given = json.loads(files.read(Path(file), LIMIT))
     except ValueError as error:
         raise ValueError(f"--compare {file}: {error}; give what kvq compare --output wrote") from None
-    if not isinstance(found, list) or len(of_text(found)) < len(found):
+    found = of_text(sound(given)) if isinstance(given, list) else None
+    if found is None or len(found) < len(given):
         raise ValueError(f"--compare {file}: no list of records; give what kvq compare --output wrote")
     return found
 

@@ -23,6 +23,8 @@ def evaluate(args: argparse.Namespace) -> int:
     from kvq_calib.report.tables import about_texts, table
     from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
+    from kvq_runtime.registry.measured import TextRecord
+    from kvq_runtime.registry.sound import read
 
     if not args.subjects and not args.tasks:
         raise ValueError("nothing is named to be measured; give a recipe or an artifact, or --tasks for 16 bit alone")
@@ -54,7 +56,7 @@ def evaluate(args: argparse.Namespace) -> int:
         keep(subject, found, args.registry)
     if args.output:
         Path(args.output).write_text(json.dumps(records, indent=2) + "\n")
-    shown = named(records, [subject.name for subject in subjects])
+    shown = named([read(one, TextRecord) for one in records], [subject.name for subject in subjects])
     if args.plots:
         folder = Path(args.plots)
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +68,7 @@ def evaluate(args: argparse.Namespace) -> int:
     print_table(table(shown), False)
     print("".join(f"\n{note}" for note in about_texts(shown)))
     if args.layers:
-        rows = [{"recipe": found["name"], **row} for found in shown for row in found["result"]["layers"]]
+        rows = [{"recipe": found.name, **row} for found in shown for row in found.result.layers]
         print()
         print_table(rows, False)
     return 0
@@ -88,7 +90,9 @@ def compare(args: argparse.Namespace) -> int:
     from kvq_calib.run import budget
     from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
+    from kvq_runtime.registry.measured import TextRecord
     from kvq_runtime.registry.reference import home
+    from kvq_runtime.registry.sound import read
 
     files = models.resolve(args.model)
     length = args.length or min(files.entry.seq_len, files.context)
@@ -126,16 +130,17 @@ def compare(args: argparse.Namespace) -> int:
     ledger = Ledger(home() / "evaluated" if args.folder is None else Path(args.folder) / "evaluated")
     with progress_bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
         used = (device, dtype_of(args.dtype, device))
-        records = record.evaluate(
+        measured = record.evaluate(
             files, batch, list(subjects.values()), protocol, *used, progress, ledger, others=beside
         )
-    records = points.by_bits(records)
+    records = points.by_bits([read(one, TextRecord) for one in measured])
+    stored = [one.raw for one in records]
     if args.output:
-        Path(args.output).write_text(json.dumps(records, indent=1) + "\n")
+        Path(args.output).write_text(json.dumps(stored, indent=1) + "\n")
     if args.plot:
         Path(args.plot).write_bytes(plots.comparison(records))
     if args.json:
-        print(json.dumps(records, indent=2))
+        print(json.dumps(stored, indent=2))
     else:
         print_table(tables.narrow(records) if not args.wide else tables.comparison(records), False)
         print("".join(f"\n{note}" for note in tables.notes(records)))

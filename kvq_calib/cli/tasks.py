@@ -18,7 +18,9 @@ from kvq_calib.report.names import named
 from kvq_calib.tasks import ruler, synthetic
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.errors import extra
+from kvq_runtime.registry.measured import TasksRecord
 from kvq_runtime.registry.reference import home
+from kvq_runtime.registry.sound import read
 
 
 def evaluate(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
@@ -54,12 +56,13 @@ def evaluate(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Sub
         Path(args.output).write_text(json.dumps(whole, indent=2) + "\n")
     if args.plot:
         names = ["16 bit", *(subject.name for subject in subjects)]
-        Path(args.plot).write_bytes(task_plot.heat(named(records[0], names)))
+        Path(args.plot).write_bytes(task_plot.heat(named([read(one, TasksRecord) for one in records[0]], names)))
     if args.json:
         print(json.dumps(whole, indent=2))
         return 0
     for number, group in enumerate(records):
-        shown = named(group, ["16 bit", *(subject.name for subject in subjects)])
+        names = ["16 bit", *(subject.name for subject in subjects)]
+        shown = named([read(one, TasksRecord) for one in group], names)
         print("\n" * bool(number), end="")
         print_table(task_table.rows(shown), False)
         print("".join(f"\n{note}" for note in task_table.notes(shown)), end="")

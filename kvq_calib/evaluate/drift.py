@@ -14,9 +14,10 @@ from kvq_calib.model import find as models
 from kvq_calib.text import corpus
 from kvq_runtime.registry import reference
 from kvq_runtime.registry import resolve as registry
-from kvq_runtime.registry.measured import decisive, figures
+from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.reference import PRODUCTION, Reference, order
 from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.sound import read
 
 PROTOCOL = record.Protocol(error_windows=2)
 
@@ -78,9 +79,9 @@ def check(
         judged = gate.judged(measured, bounds)
         place, version = _place(subject.name, registry_url)
         place.add_evaluation(judged, version.name)
-        failed, protocol = gate.passes(judged, bounds), decisive(judged)
-        found = figures(judged, protocol) if protocol else None
-        costs = (1 + found["relative"], found["kl"]) if found else (None, None)
+        told = read(judged, TextRecord)
+        failed, (protocol, found) = gate.passes(told, bounds), told.decisive or (None, None)
+        costs = (1 + found.relative, found.kl) if found else (None, None)
         moved = promote and not failed and _promote(place, version, alias)
         checked.append(DriftResult(subject.name, *costs, failed, alias if moved else "", protocol))
     return checked

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvq_runtime.registry import measured
-from kvq_runtime.registry.measured import SPOKEN
+from kvq_runtime.registry.measured import SPOKEN, TextRecord
+from kvq_runtime.registry.sound import read
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Refused(RuntimeError):
         self.done = list(done)
 
 
-def passes(record: Mapping[str, Any], bounds: Bounds) -> list[str]:
+def passes(record: TextRecord, bounds: Bounds) -> list[str]:
     """Compare an evaluation record with bounds; return the reasons why it does not pass, none if it does.
 
     The full encode is judged where it was measured, else what was measured in use. A figure that is no number passes no
@@ -53,14 +53,12 @@ def passes(record: Mapping[str, Any], bounds: Bounds) -> list[str]:
     """
     if not bounds.given:
         return []
-    protocol = measured.decisive(record)
-    if protocol is None:
-        return [f"a bound cannot be judged; {'; '.join(measured.reasons(record))}"]
-    result = measured.figures(record, protocol)
-    assert result is not None, "the decisive protocol has figures"
-    if (result.get("decoded") or {}).get("reads") == 0:
+    if record.decisive is None:
+        return [f"a bound cannot be judged; {'; '.join(record.reasons())}"]
+    protocol, result = record.decisive
+    if result.decoded is not None and result.decoded.reads == 0:
         return [f"a bound cannot be judged; {SPOKEN[protocol]}: nothing that was read had been encoded"]
-    found = {"perplexity_ratio": 1 + result["relative"], "kl": result["kl"]}
+    found = {"perplexity_ratio": 1 + result.relative, "kl": math.nan if result.kl is None else result.kl}
     named = {"perplexity_ratio": "perplexity over that of 16 bit", "kl": "KL divergence, nats"}
     return [
         f"{named[name]}, {SPOKEN[protocol]}: {found[name]:.6g}, allowed {bound:.6g}"
@@ -70,8 +68,10 @@ def passes(record: Mapping[str, Any], bounds: Bounds) -> list[str]:
 
 
 def judged(record: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
-    """The record with bounds and verdict in its result; without bounds, itself."""
+    """The record's JSON with bounds and verdict in its result; without bounds, itself."""
     if not bounds.given:
         return dict(record)
-    verdict = {"bounds": bounds.given, "protocol": measured.decisive(record), "failed": passes(record, bounds)}
+    found = read(record, TextRecord)
+    decisive = None if found.decisive is None else found.decisive[0]
+    verdict = {"bounds": bounds.given, "protocol": decisive, "failed": passes(found, bounds)}
     return {**record, "result": {**record["result"], "gate": verdict}}

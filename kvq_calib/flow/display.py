@@ -21,6 +21,8 @@ from kvq_calib.report import plots
 from kvq_calib.report.published import Place, Published
 from kvq_calib.run.run import Progress
 from kvq_runtime.registry import reference
+from kvq_runtime.registry.measured import TextRecord
+from kvq_runtime.registry.sound import read
 
 EVERY = 5.0  # seconds between two updates of one layer
 
@@ -63,7 +65,7 @@ def show_results(asked: Job, done: Sequence[Published], folder: Path) -> None:
     rows = [artifact.row() | {"not published": "; ".join(artifact.failed)} for artifact in done]
     create_table_artifact(rows, key="kvq-artifacts", description=f"Artifacts of {asked.what.model}")
     if (folder / "evaluation.json").exists() and asked.evaluation.evaluate:
-        records = json.loads((folder / "evaluation.json").read_text())
+        records = [read(one, TextRecord) for one in json.loads((folder / "evaluation.json").read_text())]
         drawn = {
             "Perplexity by bits": plots.perplexity_by_bits(records),
             "Error by layer": plots.error_by_layer(records),

@@ -22,7 +22,9 @@ from kvq_runtime.artifact import ARTIFACT_FILE, artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
 from kvq_runtime.registry import card
+from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.sound import read
 from kvq_runtime.store.memory import asymptotic_bits
 
 
@@ -88,13 +90,14 @@ def publish(
     """Publish artifacts that keep the bounds, with their records, cards and plots; leave others in the run folder."""
     targets, license, drawn, named = job.publication.targets, licenses.of_model(work.files.path), {}, []
     if records:
-        named = names.named(records, [*fitted, *job.evaluation.baselines])
+        told = [read(one, TextRecord) for one in records]
+        named = names.named(told, [*fitted, *job.evaluation.baselines])
         drawn = {"error-by-layer.png": plots.error_by_layer(named)}
         drawn["perplexity-by-bits.png"] = plots.perplexity_by_bits(named)
     for number, (recipe, made) in enumerate(fitted.items()):
         name, data = job.artifact_name(work.files, recipe), artifact.to_bytes(made)
         own = records[number] if records else None
-        failed = gate.passes(own, job.evaluation.bounds) if own else []
+        failed = gate.passes(named[number], job.evaluation.bounds) if own else []
         shown = [named[number], *named[:number], *named[number + 1 :]] if own else []
         layers = tables.by_layer(made) if "budget" in made.fit else []
         beside, folder = report.files(made, shown, name, drawn, license), work.folder / name
@@ -106,7 +109,7 @@ def publish(
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
         version = places[0].reference.rpartition("@")[2] if places else ""
         made_of = (recipe, name, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1])
-        found = figures(own) if own else {}
+        found = figures(named[number]) if own else {}
         yield Published(*made_of, failed=failed, layers=layers, places=places, folder=str(folder), **found)
 
 

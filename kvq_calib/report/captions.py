@@ -1,46 +1,40 @@
 """Describe a picture in a sentence: model and size, text, windows, protocol, and how to read the marks."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from kvq_calib.report.names import name_of
 from kvq_calib.report.panels import Panel
 from kvq_calib.report.points import not_drawn, recommended
 from kvq_calib.report.tables import reference
-from kvq_runtime.registry import measured
-from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
+from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, TextRecord
+from kvq_runtime.registry.protocols import Model, Windows
 
 
-def size_of(parameters: int) -> str:
+def size_of(parameters: int | None) -> str:
     """4.1M, 7.6B: a number of parameters as text."""
+    if parameters is None:
+        return "unknown"
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if parameters >= scale:
             return f"{parameters / scale:.3g}{unit}"
     return str(parameters)
 
 
-def where(record: Mapping[str, Any]) -> str:
+def where(model: Model) -> str:
     """Model and its size."""
-    model = record["protocol"]["model"]
-    return f"{model['id'].rstrip('/').rpartition('/')[2]} ({size_of(model['parameters'])} parameters)"
+    return f"{str(model.id).rstrip('/').rpartition('/')[2]} ({size_of(model.parameters)} parameters)"
 
 
-def about(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel] = (), texts: bool = True) -> str:
+def about(records: Sequence[TextRecord], panels: Sequence[Panel] = (), texts: bool = True) -> str:
     """Describe what was measured, on texts of other kinds too if `texts`, and how to read the panels' marks."""
-    given = records[0]["protocol"]
-    said = [f"{where(records[0])}, {_windows(given)}."]
-    for text, other in (given.get("texts") or {}).items() if texts else ():
-        said.append(f"{text}: {_windows(other)}.")
-    said += [_PROTOCOL[name] for name in PROTOCOLS if any(measured.figures(one, name) for one in records)]
+    given = records[0].protocol
+    said = [f"{where(given.model)}, {_windows(given)}."]
+    said += [f"{text}: {_windows(other)}." for text, other in given.texts.items()] if texts else []
+    said += [_PROTOCOL[name] for name in PROTOCOLS if any(one.figures(name) for one in records)]
     exact = [f"{one:.4g}" for name in PROTOCOLS if (one := reference(records, name))][:1]
     said += [f"Perplexity of the 16-bit model: {exact[0]}."] if exact else []
-    unknown = [name_of(one) for one in records for name in PROTOCOLS if _unknown(measured.figures(one, name))]
+    figures = [(one.name, one.figures(name)) for one in records for name in PROTOCOLS]
+    unknown = [name for name, found in figures if found is not None and found.kl is None]
     return " ".join(filter(None, [*said, *_marks(panels), not_drawn(unknown) if panels else ""]))
-
-
-def _unknown(part: Mapping[str, Any] | None) -> bool:
-    """True if there are figures without a divergence."""
-    return part is not None and part.get("kl") is None
 
 
 _PROTOCOL = {
@@ -49,8 +43,8 @@ _PROTOCOL = {
 }
 
 
-def _windows(given: Mapping[str, Any]) -> str:
-    return f"{given['windows']} held-out windows of {given['length']} tokens of {given['text']['source']}"
+def _windows(given: Windows) -> str:
+    return f"{given.windows} held-out windows of {given.length} tokens of {given.text.source}"
 
 
 def _marks(panels: Sequence[Panel]) -> list[str]:

@@ -23,7 +23,7 @@ from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.recipe import OURS
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.card import eval_results
-from kvq_runtime.registry.measured import of_text, texts
+from kvq_runtime.registry.measured import Record, of_text, texts
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -34,7 +34,7 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 def files(
     artifact: Artifact,
-    records: Sequence[Mapping[str, Any]] = (),
+    records: Sequence[Record] = (),
     name: str | None = None,
     measured: Mapping[str, bytes] = MappingProxyType({}),
     license: Mapping[str, str] | None = None,
@@ -54,15 +54,15 @@ def files(
     return {"README.md": card(artifact, records, name, license=license, plots=list(drawn)).encode()} | drawn
 
 
-def _model(artifact: Artifact, records: Sequence[Mapping[str, Any]]) -> str:
+def _model(artifact: Artifact, records: Sequence[Record]) -> str:
     """The model's name, and its size where a record has it."""
-    sizes = [size_of(record["protocol"]["model"]["parameters"]) for record in records[:1]]
+    sizes = [size_of(record.protocol.model.parameters) for record in records[:1]]
     return sections.model_of(artifact)[0] + (f" ({sizes[0]} parameters)" if sizes else "")
 
 
 def card(
     artifact: Artifact,
-    records: Sequence[Mapping[str, Any]] = (),
+    records: Sequence[Record] = (),
     name: str | None = None,
     license: Mapping[str, str] | None = None,
     plots: Sequence[str] = (),
@@ -86,7 +86,7 @@ def card(
         "## Where it comes from\n\n" + sections.provenance(artifact, license or {}),
         "## Fit\n\n" + sections.fit(artifact),
         *(["## Queries\n\n" + _queries(artifact)] if QUERIES in plots else []),
-        "## Evaluation\n\n" + sections.evaluation([one for one in records if of_text(one)]),
+        "## Evaluation\n\n" + sections.evaluation(of_text(records)),
         *asked.sections(records),
         *(f"![{_spoken(plot)}]({plot})" for plot in plots if plot != QUERIES),
         "## Limits\n\n" + _limits(artifact, records),
@@ -94,12 +94,10 @@ def card(
     return "\n\n".join(parts) + "\n"
 
 
-def _verdict(artifact: Artifact, records: Sequence[Mapping[str, Any]]) -> str:
+def _verdict(artifact: Artifact, records: Sequence[Record]) -> str:
     """Write the card's first line: the bits, whether it can be used, from how many tokens on it pays."""
     geometry = artifact.fingerprint.geometry
-    found = verdict.of_record(
-        next((one for one in records if of_text(one) and one["result"].get("recipe") == artifact.recipe.name), None)
-    )
+    found = verdict.of_record(next((one for one in of_text(records) if _is_of(artifact, one)), None))
     start = Sizes(artifact.recipe, geometry).smaller_from()
     pays = (
         "never smaller than 16 bit" if start is None else f"smaller than 16 bit from {start:,} tokens on, in bfloat16"
@@ -109,7 +107,11 @@ def _verdict(artifact: Artifact, records: Sequence[Mapping[str, Any]]) -> str:
     return said + (f" Caution: {caution}." if caution else "")
 
 
-def _front(artifact: Artifact, name: str, records: Sequence[Mapping[str, Any]], license: Mapping[str, str]) -> str:
+def _is_of(artifact: Artifact, record: Record) -> bool:
+    return record.result.recipe == artifact.recipe.name
+
+
+def _front(artifact: Artifact, name: str, records: Sequence[Record], license: Mapping[str, str]) -> str:
     model, _ = sections.model_of(artifact)
     given: dict[str, Any] = folder.metadata(artifact) | dict(license)
     if _HUB.fullmatch(model):
@@ -117,8 +119,7 @@ def _front(artifact: Artifact, name: str, records: Sequence[Mapping[str, Any]], 
     corpus = _HUB.match(str(sections.corpus_of(artifact).get("source")))
     if corpus and "/" in corpus[0] and not str(sections.corpus_of(artifact).get("source")).endswith(SUFFIXES):
         given["datasets"] = [corpus[0]]
-    own = [record for record in records if record["result"].get("recipe") == artifact.recipe.name]
-    if results := eval_results(own):
+    if results := eval_results([record for record in records if _is_of(artifact, record)]):
         given |= {"model_name": name, "eval_results": results}
     return f"---\n{ModelCardData(**given).to_yaml()}\n---"
 
@@ -183,16 +184,16 @@ def _queries(artifact: Artifact) -> str:
     )
 
 
-def _limits(artifact: Artifact, records: Sequence[Mapping[str, Any]]) -> str:
+def _limits(artifact: Artifact, records: Sequence[Record]) -> str:
     lines = ["It belongs to the weights it was fitted to: the runtime compares, and refuses others unless it is told."]
-    sizes = {record["protocol"]["model"]["parameters"] for record in records}
-    if any(size < SMALL for size in sizes):
-        small = ", ".join(size_of(size) for size in sorted(sizes) if size < SMALL)
+    sizes = {record.protocol.model.parameters for record in records}
+    if few := sorted(size for size in sizes if size is not None and size < SMALL):
+        small = ", ".join(map(size_of, few))
         lines.append(
             f"Every figure above is of a small model ({small} parameters). Such models have no massive outliers, and "
             "these say nothing about larger models, long contexts or tasks."
         )
-    names = [str(record["protocol"]["text"]["source"]) for record in records if of_text(record)] + texts(records)
+    names = [record.protocol.text.source for record in of_text(records)] + texts(of_text(records))
     where = "one text" if len(set(names)) < 2 else ", ".join(dict.fromkeys(names))
     lines.append(f"Perplexity was measured on {where}. Where the use is another, measure there: `kvq eval --also`.")
     if artifact.recipe.cross_layer:

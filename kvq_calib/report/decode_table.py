@@ -4,16 +4,15 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from kvq_calib.report.names import name_of
-from kvq_runtime.registry.measured import DECODE
+from kvq_runtime.registry.measured import DECODE, GreedyRecord
 
 QUARTERS = 4
 
 
-def rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def rows(records: Sequence[GreedyRecord]) -> list[dict[str, Any]]:
     """A row a recipe: where it left, KL in nats in each quarter of the continuation, its trend, the worst window."""
     return [
-        {"recipe": name_of(one), "bits": one["result"]["bits"]["asymptotic"], **row(one["result"]["protocols"][DECODE])}
+        {"recipe": one.name, "bits": one.result.bits["asymptotic"], **row(one.result.protocols[DECODE])}
         for one in records
     ]
 
@@ -44,17 +43,17 @@ def positions(part: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def about(records: Sequence[Mapping[str, Any]]) -> str:
+def about(records: Sequence[GreedyRecord]) -> str:
     """A sentence on what was followed."""
-    given = records[0]["protocol"]
-    parts = [one["result"]["protocols"][DECODE] for one in records]
+    given = records[0].protocol
+    parts = [one.result.protocols[DECODE] for one in records]
     entropies = next((part["bins"] for part in parts if "bins" in part), [])
     sure = (
         f", from {entropies[0]['entropy']:.2f} nats of entropy to {entropies[-1]['entropy']:.2f}" if entropies else ""
     )
     return (
-        f"Greedy text of the 16-bit model{sure}: {given['windows']} windows, {given['prompt']} tokens of "
-        f"{given['text']['source']}, {given['text']['split']} part, continued to {given['length']}. first: the first "
+        f"Greedy text of the 16-bit model{sure}: {given.windows} windows, {given.prompt} tokens of "
+        f"{given.text.source}, {given.text.split} part, continued to {given.length}. first: the first "
         "token chosen otherwise, median and least over windows."
     )
 

@@ -1,30 +1,30 @@
 """Name the rows and points of several records: by recipe, and where two have the same recipe, by reference."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import PurePath
-from typing import Any
+from typing import TypeVar
+
+from kvq_runtime.registry.measured import Record
+
+R = TypeVar("R", bound=Record)
 
 
-def named(records: Sequence[Mapping[str, Any]], references: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The records, each with the "name" that `name_of` gives: its recipe, if that is the only one of it; else the
-    reference of the request or, without one, recipe and first digits of the artifact's sha256.
+def named(records: Sequence[R], references: Sequence[str] = ()) -> list[R]:
+    """The records, the name of each its recipe, if that is the only one of it; else the reference of the request or,
+    without one, recipe and first digits of the artifact's sha256.
 
     references   one a record, or none at all
     """
-    recipes = Counter(record["result"]["recipe"] for record in records)
+    recipes = Counter(record.result.recipe for record in records)
     found = []
     for number, record in enumerate(records):
-        recipe = name = record["result"]["recipe"]
+        recipe = name = record.result.recipe
         if recipes[recipe] > 1:
-            name = _short(references[number]) if references else f"{recipe} ({record['artifact'][:8]})"
-        found.append({**record, "name": name})
+            name = _short(references[number]) if references else f"{recipe} ({record.artifact[:8]})"
+        found.append(replace(record, name=name))
     return found
-
-
-def name_of(record: Mapping[str, Any]) -> str:
-    """Return the name of a record in tables and pictures."""
-    return record.get("name") or record["result"]["recipe"]
 
 
 def _short(reference: str) -> str:

@@ -15,14 +15,14 @@ from matplotlib.ticker import MaxNLocator
 from kvq_calib.report import frame, panels
 from kvq_calib.report.captions import about, where
 from kvq_calib.report.looks import Look, families, family, looks
-from kvq_calib.report.names import name_of, named
+from kvq_calib.report.names import named
 from kvq_calib.report.panels import TITLES, Panel
 from kvq_calib.report.points import ATTENTION, KL, PERPLEXITY, Point, by_bits, points, recommended
 from kvq_calib.report.points import frontier as frontier_of
-from kvq_runtime.registry import measured
-from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, figures
+from kvq_calib.report.tables import elsewhere
+from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, TextRecord, texts
 
-Records = Sequence[Mapping[str, Any]]
+Records = Sequence[TextRecord]
 LINES = 7  # of a panel that are drawn in colour and named; of more records the others are thin and grey
 SHORT = 24  # letters of a family's name in the key
 NAMED = 16  # points of a panel; of more, those of the frontier and one of each family have their names
@@ -44,13 +44,13 @@ def error_by_layer(records: Records) -> bytes:
 def _error_by_layer(records: Records) -> Figure:
     records = _with_names(records)
     spoken = [id(one) for one in _lines(records)]
-    chosen = iter(looks([one["result"]["recipe"] for one in records if id(one) in spoken]))
-    styles = [{"label": name_of(one), **next(chosen).line} if id(one) in spoken else _GREY for one in records]
-    figure = layer_errors([one["result"]["layers"] for one in records], styles)
+    chosen = iter(looks([one.result.recipe for one in records if id(one) in spoken]))
+    styles = [{"label": one.name, **next(chosen).line} if id(one) in spoken else _GREY for one in records]
+    figure = layer_errors([one.result.layers for one in records], styles)
     shown = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     if shown:
         figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False, fontsize=8.5)
-    windows = records[0]["protocol"].get("error_windows")
+    windows = records[0].protocol.error_windows
     frame.caption(
         figure,
         f"Squared error of keys and values over their variance, of attention's output over its energy, on {windows} of "
@@ -94,7 +94,7 @@ def _lines(records: Records) -> Records:
     """Up to LINES records: the first, which the picture is about, the recommended, the frontier from the fewest bits
     on, then the others in their order."""
     found = [point for name in PROTOCOLS for point in points(records, KL, name)]
-    marked, known = recommended(found), {name_of(one): one for one in records}
+    marked, known = recommended(found), {one.name: one for one in records}
     first = [known[one.name] for one in [*([marked] if marked else []), *frontier_of(found)]]
     return list({id(one): one for one in [records[0], *first, *records]}.values())[:LINES]
 
@@ -108,16 +108,16 @@ def perplexity_by_bits(records: Records) -> bytes:
 def comparison(records: Records) -> bytes:
     """KL divergence, perplexity and, where it was measured, the error of attention's output against asymptotic bits: a
     row a protocol and a row a text of another kind, by full encode where it was measured."""
-    by_layer = any(one["result"]["layers"] for one in records)
+    by_layer = any(one.result.layers for one in records)
     return frame.png(_costs(records, (KL, PERPLEXITY, ATTENTION) if by_layer else (KL, PERPLEXITY)))
 
 
 def _costs(records: Records, measures: Sequence[str], tokens: int | None = None) -> Figure:
     records = by_bits(_with_names(records))
-    rows = [("", name, records) for name in PROTOCOLS if any(figures(one, name) for one in records)]
-    for text in measured.texts(records):
-        other = [found[text] for one in records if text in (found := measured.elsewhere(one))]
-        rows += [(text, name, other) for name in PROTOCOLS if any(figures(one, name) for one in other)][:1]
+    rows = [("", name, records) for name in PROTOCOLS if any(one.figures(name) for one in records)]
+    for text in texts(records):
+        other = elsewhere(records, text)
+        rows += [(text, name, other) for name in PROTOCOLS if any(one.figures(name) for one in other)][:1]
     rows = rows or [("", IN_USE, records)]
     figure = Figure(figsize=(5.6 * len(measures) + 1.2, 0.9 + 4.3 * len(rows)), layout="constrained")
     grid = figure.subplots(len(rows), len(measures), squeeze=False)
@@ -135,24 +135,23 @@ def _costs(records: Records, measures: Sequence[str], tokens: int | None = None)
     return _finish(figure, drawn, NAMED)
 
 
-def frontier(models: Sequence[Records], elsewhere: bool = True, width: float = 9.0, height: float = 5.4) -> bytes:
+def frontier(models: Sequence[Records], beside: bool = True, width: float = 9.0, height: float = 5.4) -> bytes:
     """KL divergence by bits by full encode: a row a model, a column a text.
 
-    elsewhere   also the texts of other kinds that records hold
-    width       of the picture in inches
-    height      of a model's row
+    beside   also the texts of other kinds that records hold
+    width    of the picture in inches
+    height   of a model's row
     """
-    return frame.png(_frontier(models, elsewhere, width, height))
+    return frame.png(_frontier(models, beside, width, height))
 
 
-def _frontier(models: Sequence[Records], elsewhere: bool, width: float, height: float) -> Figure:
+def _frontier(models: Sequence[Records], beside: bool, width: float, height: float) -> Figure:
     named_records = [by_bits(_with_names(records)) for records in models]
     figure = Figure(figsize=(width, height * len(models) + 0.5), layout="constrained")
     rows = []
     for records in named_records:
         groups = {"": records}
-        for text in measured.texts(records) if elsewhere else []:
-            groups[text] = [found[text] for one in records if text in (found := measured.elsewhere(one))]
+        groups |= {text: elsewhere(records, text) for text in texts(records)} if beside else {}
         rows.append(groups)
     grid = figure.add_gridspec(len(rows), math.lcm(*map(len, rows)))
     drawn: list[Panel] = []
@@ -162,12 +161,14 @@ def _frontier(models: Sequence[Records], elsewhere: bool, width: float, height: 
         for place, (text, given) in enumerate(found.items()):
             axis = figure.add_subplot(grid[number, place * wide : (place + 1) * wide])
             axis.set_ylabel("" if place else TITLES[KL], fontsize=9)
-            title = ", ".join([where(groups[""][0]), *([text or "in domain"] if len(groups) > 1 else [])])
+            title = ", ".join(
+                [where(groups[""][0].protocol.model), *([text or "in domain"] if len(groups) > 1 else [])]
+            )
             every = [one for some in found.values() for one in some]
             drawn.append(panels.scatter(axis, given, KL, title, beside=every))
     frame.caption(
         figure,
-        "\n".join(about(records, drawn if number == 0 else (), elsewhere) for number, records in enumerate(models)),
+        "\n".join(about(records, drawn if number == 0 else (), beside) for number, records in enumerate(models)),
     )
     return _finish(figure, drawn, NAMED)
 
@@ -205,4 +206,4 @@ def _key(shown: Mapping[str, Look]) -> tuple[list[Line2D], list[str]]:
 
 
 def _with_names(records: Records) -> Records:
-    return records if all("name" in one for one in records) else named(records)
+    return records if any(one.name != one.result.recipe for one in records) else named(records)

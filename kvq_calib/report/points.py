@@ -1,15 +1,12 @@
 """Read the points of a picture from records: bits, cost and standard error of each, and which are the frontier."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from kvq_calib.report.names import name_of
 from kvq_calib.report.tables import attention_error, standard_error
-from kvq_runtime.registry.measured import decisive, figures
+from kvq_runtime.registry.measured import Figures, TextRecord
 
-Record = Mapping[str, Any]
 # what README.md recommends where bits may differ by layer: marked where it was measured
 RECOMMENDED = ("auto-2.1bit",)
 KL, PERPLEXITY, ATTENTION = "kl", "relative", "attention"
@@ -33,12 +30,7 @@ class Point:
     here: bool = False
 
 
-def bits_of(record: Record) -> float:
-    """Asymptotic bits per element."""
-    return record["result"]["bits"]["asymptotic"]
-
-
-def points(records: Sequence[Record], measure: str, protocol: str, tail: str = "") -> list[Point]:
+def points(records: Sequence[TextRecord], measure: str, protocol: str, tail: str = "") -> list[Point]:
     """The points of one panel, in the order of the records; those without figures are left out.
 
     measure   KL in nats; PERPLEXITY above that of 16 bit, in percent; ATTENTION, the relative error of its output
@@ -46,29 +38,29 @@ def points(records: Sequence[Record], measure: str, protocol: str, tail: str = "
     """
     found = []
     for record in records:
-        part, end = figures(record, protocol), record["result"]["bits"][tail] if tail else None
+        part, bits = record.figures(protocol), record.result.bits
         if part is None:
             continue
         cost, spread = _cost(record, part, measure, protocol)
         if cost is not None:
-            recipe = record["result"]["recipe"]
-            found.append(Point(recipe, name_of(record), bits_of(record), cost, spread, end))
+            end = bits[tail] if tail else None
+            found.append(Point(record.result.recipe, record.name, bits["asymptotic"], cost, spread, end))
     return found
 
 
-def _cost(record: Record, part: Record, measure: str, protocol: str) -> tuple[float | None, float | None]:
+def _cost(record: TextRecord, part: Figures, measure: str, protocol: str) -> tuple[float | None, float | None]:
     """The cost and its standard error."""
     if measure == ATTENTION:
         return attention_error(record, protocol), None
     if measure == KL:
-        return part.get("kl"), kl_error(part)
+        return part.kl, kl_error(part)
     spread = standard_error(part)
-    return 100 * part["relative"], None if spread is None else 100 * spread
+    return 100 * part.relative, None if spread is None else 100 * spread
 
 
-def kl_error(part: Mapping[str, Any]) -> float | None:
+def kl_error(part: Figures) -> float | None:
     """The standard error of a divergence over windows; None for fewer than three, or where they were not kept."""
-    kls = part.get("windows", {}).get("kl", [])
+    kls = () if part.windows is None else part.windows.kl
     if len(kls) < 3:
         return None
     mean = sum(kls) / len(kls)
@@ -99,13 +91,11 @@ def recommended(given: Sequence[Point]) -> Point | None:
     return next((known[name] for name in RECOMMENDED if name in known), None)
 
 
-def by_bits(records: Sequence[Record]) -> list[Record]:
+def by_bits(records: Sequence[TextRecord]) -> list[TextRecord]:
     """Records in the order of their asymptotic bits, then of their divergence; those without one last."""
 
-    def order(one: Record) -> tuple[float, float]:
-        name = decisive(one)
-        part = None if name is None else figures(one, name)
-        cost = None if part is None else part.get("kl")
-        return bits_of(one), math.inf if cost is None else cost
+    def order(one: TextRecord) -> tuple[float, float]:
+        cost = None if one.decisive is None else one.decisive[1].kl
+        return one.result.bits["asymptotic"], math.inf if cost is None else cost
 
     return sorted(records, key=order)

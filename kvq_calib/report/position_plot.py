@@ -14,6 +14,7 @@ from kvq_calib.report import frame
 from kvq_calib.report.captions import where
 from kvq_calib.report.looks import looks
 from kvq_runtime.registry.measured import PROTOCOLS, SPOKEN
+from kvq_runtime.registry.protocols import Model
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -56,10 +57,11 @@ def draw(exact: Mapping[str, Any], lines: Lines, text: str) -> Figure:
     shown = {label: line for axis in grid[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False, fontsize=8.5)
     windows, length = len(exact["bins"][0]["loss"]), exact["bins"][-1]["to"]
+    model = where(Model(**lines[0]["model"]))
     own = [exact["bins"][0]["loss"], exact["bins"][-1]["loss"]]
     frame.caption(
         figure,
-        f"{where({'protocol': lines[0]})}. {windows} windows of {length} tokens of {text}; each point is the mean of "
+        f"{model}. {windows} windows of {length} tokens of {text}; each point is the mean of "
         f"{exact['bins'][-1]['to'] - exact['bins'][-1]['from']} tokens of each. In brackets: bits per element. Mean "
         f"loss of the 16-bit model in the first part {_mean(own[0]):.3g} nats, in the last {_mean(own[1]):.3g}. Full "
         "encode: every token but the sinks is encoded before it is read. In use: tokens arrive in steps, the newest "

@@ -1,11 +1,11 @@
 """The outcome of a calibration's artifacts: what was measured, where they were published, where files are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvq_runtime.cli.table import percent
-from kvq_runtime.registry import measured
+from kvq_runtime.registry.measured import SPOKEN, TextRecord
 
 REFERENCE = "16 bit"
 
@@ -96,43 +96,39 @@ class Published:
         return found | ({"layers": self.layers} if self.layers else {})
 
 
-def figures(record: Mapping[str, Any]) -> dict[str, Any]:
+def figures(record: TextRecord) -> dict[str, Any]:
     """Return a record's figures as fields of `Published`."""
-    protocol = measured.decisive(record)
-    found = measured.figures(record, protocol) if protocol else None
-    if found is None or protocol is None:
-        return {"unmeasured": "; ".join(measured.reasons(record))}
-    names = ("perplexity", "relative", "kl")
-    return {name: found[name] for name in names} | {"protocol": measured.SPOKEN[protocol]}
+    if record.decisive is None:
+        return {"unmeasured": "; ".join(record.reasons())}
+    protocol, found = record.decisive
+    return {"perplexity": found.perplexity, "relative": found.relative, "kl": found.kl, "protocol": SPOKEN[protocol]}
 
 
-def reference_row(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def reference_row(records: Sequence[TextRecord]) -> dict[str, Any]:
     """The line of the 16-bit model, by the protocol of the first record that has figures."""
     for record in records:
-        protocol = measured.decisive(record)
-        found = measured.figures(record, protocol) if protocol else None
-        if found is not None and found.get("reference_perplexity") is not None:
-            return {"recipe": REFERENCE, "artifact": None, "sha256": None, "bits": 16.0} | {
-                "perplexity": f"{found['reference_perplexity']:.3f}"
-            }
+        known = None if record.decisive is None else record.decisive[1].reference_perplexity
+        if known is not None:
+            row = {"recipe": REFERENCE, "artifact": None, "sha256": None, "bits": 16.0}
+            return row | {"perplexity": f"{known:.3f}"}
     return {}
 
 
-def baseline_row(record: Mapping[str, Any]) -> dict[str, Any]:
+def baseline_row(record: TextRecord) -> dict[str, Any]:
     """The line of a baseline in the result table."""
     found = figures(record)
-    row: dict[str, Any] = {"recipe": record["result"]["recipe"], "artifact": "(baseline)"}
-    row["bits"] = record["result"]["bits"]["asymptotic"]
+    row: dict[str, Any] = {"recipe": record.result.recipe, "artifact": "(baseline)"}
+    row["bits"] = record.result.bits["asymptotic"]
     if "unmeasured" in found:
         return row | {"vs 16 bit": found["unmeasured"]}
     return row | _cells(found["protocol"], found["perplexity"], found["relative"], found["kl"])
 
 
-def baseline_record(record: Mapping[str, Any]) -> dict[str, Any]:
+def baseline_record(record: TextRecord) -> dict[str, Any]:
     """The same as JSON, with the names of `Published.record`."""
     found = figures(record)
-    row = {"recipe": record["result"]["recipe"], "artifact": record["artifact"]}
-    row["bits_per_element"] = record["result"]["bits"]["asymptotic"]
+    row: dict[str, Any] = {"recipe": record.result.recipe, "artifact": record.artifact}
+    row["bits_per_element"] = record.result.bits["asymptotic"]
     if "unmeasured" in found:
         return row | {"unmeasured": found["unmeasured"]}
     return row | _numbers(found["protocol"], found["perplexity"], found["relative"], found["kl"])

@@ -5,15 +5,14 @@ from typing import Any
 
 from kvq_calib.report import licenses, tables
 from kvq_calib.report.captions import size_of
-from kvq_calib.report.names import name_of
 from kvq_calib.report.tables import by_layer
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import artifact_record, recipe_row, stages
 from kvq_runtime.cli.table import cell
 from kvq_runtime.recipe import ROLES, Recipe
-from kvq_runtime.registry import measured
 from kvq_runtime.registry.card import UNMEASURED
+from kvq_runtime.registry.measured import PROTOCOLS, SPOKEN, TextRecord
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import human
 
@@ -140,51 +139,51 @@ def fit(artifact: Artifact) -> str:
     )
 
 
-def evaluation(records: Sequence[Mapping[str, Any]]) -> str:
+def evaluation(records: Sequence[TextRecord]) -> str:
     """Write what was measured since, in a table for each protocol."""
     if not records:
         return UNMEASURED
     blocks = []
-    elsewhere = [one for record in records for one in measured.elsewhere(record).values()]
+    elsewhere = [one for record in records for one in record.elsewhere().values()]
     for group in _groups([*records, *elsewhere]):
-        given = group[0]["protocol"]
-        known = (tables.reference(group, name) for name in measured.PROTOCOLS)
+        given = group[0].protocol
+        known = (tables.reference(group, name) for name in PROTOCOLS)
         rows: list[dict[str, Any]] = [
             {"cache": "16 bit", "bits": 16.0, "bits at 4096 tokens": 16.0, "protocol": None,
              "perplexity": next((f"{one:.3f}" for one in known if one), None)}
         ]  # fmt: skip
         for record in group:
-            bits = record["result"]["bits"]
-            for name, part in measured.parts(record).items():
+            bits = record.result.bits
+            for name, part in record.result.protocols.items():
                 rows.append({
-                    "cache": name_of(record),
+                    "cache": record.name,
                     "bits": bits["asymptotic"],
                     "bits at 4096 tokens": bits["at_4096"],
-                    "protocol": measured.SPOKEN[name],
+                    "protocol": SPOKEN[name],
                     **{_HEADS.get(head, head): cell for head, cell in tables.measures(part).items()},
                 })  # fmt: skip
-        model = given["model"]
-        recent = "as in use" if given["recent"] is None else f"of {given['recent']} tokens"
-        recent += f", {given['sinks']} exact first tokens" if "sinks" in given else ""
+        model = given.model
+        recent = "as in use" if given.recent is None else f"of {given.recent} tokens"
+        recent += "" if given.sinks is None else f", {given.sinks} exact first tokens"
         blocks.append(
-            f"`{model['id']}`, **{size_of(model['parameters'])} parameters**; {tables.about_text(group[0])} {_SPOKEN}"
-            f"In use: in steps of {given['step']} tokens with the compressed cache, recent window {recent}. {_DECODED}"
+            f"`{model.id}`, **{size_of(model.parameters)} parameters**; {tables.about_text(given)} {_SPOKEN}"
+            f"In use: in steps of {given.step} tokens with the compressed cache, recent window {recent}. {_DECODED}"
             f"± is a standard error over windows.\n\n{markdown_table(rows)}"
         )
-    verdict = records[0]["result"].get("gate")
+    verdict = records[0].result.gate
     if verdict:
-        bounds = ", ".join(f"{name} {bound:g}" for name, bound in verdict["bounds"].items())
-        kept = "; ".join(verdict["failed"]) or "kept"
-        where = measured.SPOKEN.get(verdict.get("protocol"), "")
+        bounds = ", ".join(f"{name} {bound:g}" for name, bound in verdict.bounds.items())
+        kept = "; ".join(verdict.failed) or "kept"
+        where = SPOKEN.get(verdict.protocol or "", "")
         blocks.append(f"Bounds for publication{where and f', {where}'}: {bounds}. {kept[0].upper()}{kept[1:]}.")
     return "\n\n".join(blocks)
 
 
-def _groups(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+def _groups(records: Sequence[TextRecord]) -> list[list[TextRecord]]:
     """Records of one protocol and environment together: only those can be compared."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    groups: dict[str, list[TextRecord]] = {}
     for record in records:
-        groups.setdefault(repr((record["protocol"], record["environment"], record["corpus"])), []).append(record)
+        groups.setdefault(repr((record.protocol, record.environment, record.corpus)), []).append(record)
     return list(groups.values())
 
 

@@ -6,65 +6,66 @@ Where a protocol has no figures, its reason stands in their place, never a zero.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvq_calib.report.names import name_of
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.table import percent
 from kvq_runtime.recipe import ROLES
 from kvq_runtime.registry import measured
-from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN
+from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, Figures, TextRecord, Unmeasured, texts
+from kvq_runtime.registry.protocols import Windows
 from kvq_runtime.store.memory import scheme_bits
 
+Records = Sequence[TextRecord]
 ERRORS = {FULL: "attention_error_encoded", IN_USE: "attention_error"}  # of a layer, by protocol
+EXACT = {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}
 
 
-def comparison(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def comparison(records: Records) -> list[dict[str, Any]]:
     """The rows that `kvq compare` prints: one a recipe, the protocols side by side; the 16-bit model first.
 
     "decoded" is the share of attention's weight that lay on decoded tokens, "attention" the error of its output, where
     errors by layer were measured.
     """
-    length, names = records[0]["protocol"]["length"], _protocols(records)
-    first: dict[str, Any] = _bits("16 bit", {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}, length)
-    by_layer = any(record["result"]["layers"] for record in records)
+    length, names = records[0].protocol.length, _protocols(records)
+    first: dict[str, Any] = _bits("16 bit", EXACT, length)
+    by_layer = any(record.result.layers for record in records)
     heads = [head for name in names for head in _heads(name, by_layer)]
     known = {_heads(name, by_layer)[0]: f"{one:.3f}" for name in names if (one := reference(records, name))}
-    others = measured.texts(records)
-    for text in others:
-        elsewhere = _elsewhere(records, text)
-        own = _protocols(elsewhere)
-        known |= {_head(text, name): f"{one:.3f}" for name in own if (one := reference(elsewhere, name))}
+    for text in texts(records):
+        other = elsewhere(records, text)
+        own = _protocols(other)
+        known |= {_head(text, name): f"{one:.3f}" for name in own if (one := reference(other, name))}
         heads += [head for name in own for head in (_head(text, name), f"{_head(text, name)} KL")]
     rows = [first | {"block": None} | dict.fromkeys(heads) | known]
     for record in records:
-        row = _bits(name_of(record), record["result"]["bits"], length)
-        row |= {"block": record["result"].get("window", {}).get("block")}
+        row = _bits(record.name, record.result.bits, length)
+        row |= {"block": record.result.window.get("block")}
         for name in names:
-            found = measured.figures(record, name)
-            shares = found.get("decoded") if found else None
+            found = record.figures(name)
+            share = found.decoded.attention if found and found.decoded else None
             row |= dict(zip(_heads(name, by_layer), (
                 relative(found) if found else "none",
-                found["kl"] if found else None,
-                f"{found['top1']:.1%}" if found else None,
-                f"{shares['attention']:.0%}" if shares else None,
+                found.kl if found else None,
+                f"{found.top1:.1%}" if found else None,
+                None if share is None else f"{share:.0%}",
                 *([attention_error(record, name) if found else None] if by_layer else []),
             ), strict=True))  # fmt: skip
-        for text, other in measured.elsewhere(record).items():
-            for name in measured.parts(other):
-                found, head = measured.figures(other, name), _head(text, name)
-                row |= {head: relative(found) if found else "none", f"{head} KL": found["kl"] if found else None}
+        for text, other in record.elsewhere().items():
+            for name in other.result.protocols:
+                found, head = other.figures(name), _head(text, name)
+                row |= {head: relative(found) if found else "none", f"{head} KL": found.kl if found else None}
         rows.append(row)
     return rows
 
 
-def narrow(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def narrow(records: Records) -> list[dict[str, Any]]:
     """The columns of `comparison` that decide, in 100 characters: bits, loss and divergence by protocol."""
     kept = [name for protocol in _protocols(records) for name in _heads(protocol, by_layer=False)[:2]]
     return [{name: row.get(name) for name in ("recipe", "bits", *kept)} for row in comparison(records)]
 
 
-def _elsewhere(records: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
+def elsewhere(records: Records, text: str) -> list[TextRecord]:
     """The records of a text of another kind."""
-    return [measured.elsewhere(one)[text] for one in records if text in (one["result"].get("texts") or {})]
+    return [one.elsewhere()[text] for one in records if text in one.result.texts]
 
 
 def _head(text: str, protocol: str) -> str:
@@ -77,108 +78,103 @@ def _heads(protocol: str, by_layer: bool) -> list[str]:
     return [spoken, *(f"{spoken} {name}" for name in ("KL", "top-1", "decoded", *(["attention"] if by_layer else [])))]
 
 
-def table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def table(records: Records) -> list[dict[str, Any]]:
     """The rows that `kvq eval` prints: one a recipe and protocol, the 16-bit model first, and so for each text."""
-    others = measured.texts(records)
+    others = texts(records)
     if others:
-        main = [{"text": text_name(records[0]), **row} for row in _table(records)]
-        return main + [{"text": text, **row} for text in others for row in _table(_elsewhere(records, text))]
+        main = [{"text": records[0].protocol.text.source, **row} for row in _table(records)]
+        return main + [{"text": text, **row} for text in others for row in _table(elsewhere(records, text))]
     return _table(records)
 
 
-def text_name(record: Mapping[str, Any]) -> str:
-    """Return the name of a record's text."""
-    return str(record["protocol"]["text"]["source"])
-
-
-def _table(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    length, names = records[0]["protocol"]["length"], _protocols(records)
-    first: dict[str, Any] = _bits("16 bit", {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}, length)
+def _table(records: Records) -> list[dict[str, Any]]:
+    length, names = records[0].protocol.length, _protocols(records)
+    first: dict[str, Any] = _bits("16 bit", EXACT, length)
     known = next((perplexity for name in names if (perplexity := reference(records, name))), None)
     rows = [first | {"protocol": None, "perplexity": known and f"{known:.3f}"}]
     for record in records:
-        bits = _bits(name_of(record), record["result"]["bits"], length)
-        rows += [bits | {"protocol": SPOKEN[name]} | measures(part) for name, part in measured.parts(record).items()]
+        bits, parts = _bits(record.name, record.result.bits, length), record.result.protocols
+        rows += [bits | {"protocol": SPOKEN[name]} | measures(part) for name, part in parts.items()]
     return rows
 
 
-def measures(part: Mapping[str, Any]) -> dict[str, Any]:
+def measures(part: Unmeasured | Figures) -> dict[str, Any]:
     """The cells of one protocol's figures, or of the reason why there are none."""
-    if "reason" in part:
-        return dict.fromkeys(("perplexity", "vs 16 bit", "KL", "top-1")) | {"decoded": part["reason"]}
+    if isinstance(part, Unmeasured):
+        return dict.fromkeys(("perplexity", "vs 16 bit", "KL", "top-1")) | {"decoded": part.reason}
     return {
-        "perplexity": f"{part['perplexity']:.3f}",
+        "perplexity": f"{part.perplexity:.3f}",
         "vs 16 bit": relative(part),
-        "KL": part["kl"],
-        "top-1": f"{part['top1']:.2%}",
+        "KL": part.kl,
+        "top-1": f"{part.top1:.2%}",
         "decoded": decoded(part),
     }
 
 
-def decoded(part: Mapping[str, Any]) -> str:
+def decoded(part: measured.Part) -> str:
     """Write the share of what queries read that was decoded."""
-    if "decoded" not in part:
-        return "not counted"
-    shares = part["decoded"]
+    shares = part.decoded
     if shares is None:
         return "not counted: queries choose what they read"
-    gone = f", {shares['unread']:.0%} not held" if shares["unread"] else ""
-    about = f", fitted to the first {part['fitted_on']} tokens" if "fitted_on" in part else ""
-    return f"{shares['attention']:.0%} of attention, {shares['reads']:.0%} of reads{gone}{about}"
+    if shares == measured.NOT_COUNTED:
+        return "not counted"
+    gone = f", {shares.unread:.0%} not held" if shares.unread else ""
+    about = "" if part.fitted_on is None else f", fitted to the first {part.fitted_on} tokens"
+    return f"{shares.attention:.0%} of attention, {shares.reads:.0%} of reads{gone}{about}"
 
 
-def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def notes(records: Records) -> list[str]:
     """Describe the texts, a sentence each, and why figures are missing: one for each reason, with its recipes."""
     said: dict[str, dict[str, None]] = {}  # the recipes in their order, each once
     for group in _by_text(records).values():
         for record in group:
-            for reason in measured.reasons(record):
-                said.setdefault(reason, {})[name_of(record)] = None
+            for reason in record.reasons():
+                said.setdefault(reason, {})[record.name] = None
     return [*about_texts(records), *(f"{', '.join(names)}: {reason}." for reason, names in said.items())]
 
 
-def about_texts(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def about_texts(records: Records) -> list[str]:
     """Describe the texts that were measured on: a sentence each."""
-    return [about_text(group[0], name) for name, group in _by_text(records).items()]
+    return [about_text(group[0].protocol, name) for name, group in _by_text(records).items()]
 
 
-def _by_text(records: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Mapping[str, Any]]]:
+def _by_text(records: Records) -> dict[str, Records]:
     """The records of each text, that of the corpus under ""."""
-    return {"": records} | {text: _elsewhere(records, text) for text in measured.texts(records)}
+    return {"": records} | {text: elsewhere(records, text) for text in texts(records)}
 
 
-def about_text(record: Mapping[str, Any], name: str = "") -> str:
-    """Describe a record's windows, and what they share with the text that was fitted on."""
-    given = record["protocol"]
-    text, found = given["text"], given["text"].get("overlap")
-    known = "" if name in ("", text["source"]) else f"{name}: "
-    said = f"{known}{given['windows']} windows of {given['length']} tokens of {text['source']}"
-    said += f", {text['split']} part" if text.get("split") else ""
+def about_text(given: Windows, name: str = "") -> str:
+    """Describe windows, and what they share with the text that was fitted on."""
+    text, found = given.text, given.text.overlap
+    known = "" if name in ("", text.source) else f"{name}: "
+    said = f"{known}{given.windows} windows of {given.length} tokens of {text.source}"
+    said += f", {text.split} part" if text.split else ""
     if found is None:
         return f"{said}; what they share with the fit part was not measured."
-    less = f" {found['dropped_documents']} documents ({found['dropped_tokens']} tokens) that repeat it are left out."
+    less = f" {found.dropped_documents} documents ({found.dropped_tokens} tokens) that repeat it are left out."
     return (
-        f"{said}; {found['left']:.1%} of their runs of {found['run_bytes']} bytes are in the fit part of "
-        f"{' or '.join(found['against'])}.{less if found['dropped_documents'] else ''}"
+        f"{said}; {found.left:.1%} of their runs of {found.run_bytes} bytes are in the fit part of "
+        f"{' or '.join(found.against)}.{less if found.dropped_documents else ''}"
     )
 
 
-def reference(records: Sequence[Mapping[str, Any]], protocol: str) -> float | None:
+def reference(records: Records, protocol: str) -> float | None:
     """The perplexity of the 16-bit model under a protocol; None where it was not measured."""
-    parts = (measured.parts(record).get(protocol, {}) for record in records)
-    return next((part["reference_perplexity"] for part in parts if "reference_perplexity" in part), None)
+    parts = (record.result.protocols.get(protocol) for record in records)
+    return next((part.reference_perplexity for part in parts if part and part.reference_perplexity is not None), None)
 
 
-def attention_error(record: Mapping[str, Any], protocol: str = IN_USE) -> float | None:
+def attention_error(record: TextRecord, protocol: str = IN_USE) -> float | None:
     """The error of attention's output, mean over layers, as the cache gives it in use or with all tokens but the sinks
     encoded; None where it is not measured."""
-    errors = [row[ERRORS[protocol]] for row in record["result"]["layers"]]
-    return sum(errors) / len(errors) if errors and None not in errors else None
+    rows = record.result.layers
+    errors = [error for row in rows if (error := row[ERRORS[protocol]]) is not None]
+    return sum(errors) / len(errors) if rows and len(errors) == len(rows) else None
 
 
-def _protocols(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def _protocols(records: Records) -> list[str]:
     """Return the protocols that any of the records has."""
-    return [name for name in measured.PROTOCOLS if any(name in measured.parts(record) for record in records)]
+    return [name for name in PROTOCOLS if any(name in record.result.protocols for record in records)]
 
 
 def _bits(name: str, bits: Mapping[str, float], length: int) -> dict[str, Any]:
@@ -190,16 +186,16 @@ def _bits(name: str, bits: Mapping[str, float], length: int) -> dict[str, Any]:
     }
 
 
-def relative(result: Mapping[str, Any]) -> str:
+def relative(result: Figures) -> str:
     """The distance of a perplexity from that of 16 bit, with its standard error where there is one."""
     spread = standard_error(result)
-    return percent(result["relative"]) + ("" if spread is None else f" ± {spread:.2%}")
+    return percent(result.relative) + ("" if spread is None else f" ± {spread:.2%}")
 
 
-def standard_error(part: Mapping[str, Any]) -> float | None:
+def standard_error(part: Figures) -> float | None:
     """The standard error of a relative perplexity over windows; None of fewer than three windows, which give none."""
-    windows = part.get("windows", {}).get("loss")  # records of version 1 do not keep them
-    return None if windows is not None and len(windows) < 3 else part.get("relative_se")
+    losses = part.windows and part.windows.loss
+    return None if losses is not None and len(losses) < 3 else part.relative_se
 
 
 def by_layer(artifact: Artifact) -> list[dict[str, Any]]:

@@ -3,8 +3,7 @@
 The bytes of a PNG; the same records give the same picture.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib import colormaps
@@ -15,10 +14,9 @@ from matplotlib.figure import Figure
 
 from kvq_calib.report import frame
 from kvq_calib.report.captions import where
-from kvq_calib.report.names import name_of
-from kvq_runtime.registry.measured import SPOKEN
+from kvq_runtime.registry.measured import SPOKEN, Cell, TasksRecord
 
-Records = Sequence[Mapping[str, Any]]
+Records = Sequence[TasksRecord]
 COLOURS = "cividis"  # of Nuñez, Anderton and Renslow, 2018: read alike with any kind of colour vision
 DARK = 0.55  # numbers on cells below are light
 LIGHT, INK = "#fdfdfd", "#020202"  # on cells, whose colours are the same in the light and in the dark
@@ -31,12 +29,12 @@ def heat(records: Records) -> bytes:
 
 def draw(records: Records) -> Figure:
     """The figure itself."""
-    asked = records[0]["protocol"]
-    figure = grid(list(_rows(records)), asked["tasks"], asked["lengths"], asked["depths"])
-    texts = "a text" if asked["samples"] == 1 else f"{asked['samples']} texts"
+    asked = records[0].protocol
+    figure = grid(list(_rows(records)), asked.tasks, asked.lengths, asked.depths)
+    texts = "a text" if asked.samples == 1 else f"{asked.samples} texts"
     frame.caption(
         figure,
-        f"{where(records[0])}. Right answers in per cent, by the place of what is asked for and by length, of {texts} "
+        f"{where(asked.model)}. Right answers in per cent, by the place of what is asked for and by length, of {texts} "
         "each (--json has standard errors). In use: question and answer read the cache. Full encode: every token but "
         "the sinks is encoded before it is read.",
     )
@@ -44,24 +42,24 @@ def draw(records: Records) -> Figure:
 
 
 def grid(
-    rows: Sequence[tuple[str, Mapping[str, Any]]], names: Sequence[str], lengths: Sequence[float],
+    rows: Sequence[tuple[str, Sequence[Cell] | str]], names: Sequence[str], lengths: Sequence[float],
     depths: Sequence[float],
 ) -> Figure:  # fmt: skip
-    """A row of panels for each title and {"cells": [...]} or {"reason": why there are none}, a column a task."""
+    """A row of panels for each title and its cells, or the reason why there are none, a column a task."""
     wide, high = max(1.5, 0.62 * len(lengths) + 0.5), max(1.1, 0.26 * len(depths) + 0.55)
     figure = Figure(figsize=(3.4 + wide * len(names), 1.3 + high * len(rows)), layout="constrained")
     panels = figure.subplots(len(rows), len(names), squeeze=False)
     mesh = None
-    for axes, (title, part) in zip(panels, rows, strict=True):
+    for axes, (title, cells) in zip(panels, rows, strict=True):
         axes[0].set_ylabel(f"{title}\ndepth", fontsize=8.5, rotation=0, ha="right", va="center")
-        if "reason" in part:
+        if isinstance(cells, str):
             for axis in axes:
                 axis.set(xticks=[], yticks=[])
                 axis.spines[:].set_visible(False)
-            axes[0].annotate(part["reason"], (0.02, 0.5), xycoords="axes fraction", va="center", fontsize=8)
+            axes[0].annotate(cells, (0.02, 0.5), xycoords="axes fraction", va="center", fontsize=8)
             continue
         for axis, task in zip(axes, names, strict=True):
-            mesh = _panel(axis, [cell for cell in part["cells"] if cell["task"] == task], lengths, depths)
+            mesh = _panel(axis, [cell for cell in cells if cell.task == task], lengths, depths)
             axis.tick_params(length=0, labelleft=axis is axes[0])
     for axis, task in zip(panels[0], names, strict=True):
         axis.set_title(task, fontsize=9.5)
@@ -80,20 +78,20 @@ def _scale(figure: Figure, axes: list[Axes]) -> None:
 
 
 def _rows(records: Records):
-    """(title, what was found) of each recipe and protocol; of the 16-bit model of one."""
+    """(title, cells or why there are none) of each recipe and protocol; of the 16-bit model of one."""
     for number, one in enumerate(records):
-        parts = one["result"]["protocols"]
-        for name, part in parts.items():
-            yield (name_of(one) if number == 0 else f"{name_of(one)}\n{SPOKEN[name]}"), part
+        for name, part in one.result.protocols.items():
+            found = part.cells if part.reason is None else part.reason
+            yield (one.name if number == 0 else f"{one.name}\n{SPOKEN[name]}"), found
             if number == 0:
                 break
 
 
-def _panel(axis: Axes, cells: Sequence[Mapping[str, Any]], lengths: Sequence[float], depths: Sequence[float]):
+def _panel(axis: Axes, cells: Sequence[Cell], lengths: Sequence[float], depths: Sequence[float]):
     """A task's cells, the number of per cent in each; a cell that was not measured is empty."""
     shares = np.full((len(depths), len(lengths)), np.nan)
     for cell in cells:
-        shares[depths.index(cell["depth"]), lengths.index(cell["length"])] = cell["accuracy"]
+        shares[depths.index(cell.depth), lengths.index(cell.length)] = cell.accuracy
     mesh = axis.pcolormesh(np.ma.masked_invalid(shares), cmap=COLOURS, vmin=0, vmax=1, edgecolors="face")
     axis.invert_yaxis()
     for (row, column), share in np.ndenumerate(shares):

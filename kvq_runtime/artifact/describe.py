@@ -10,16 +10,6 @@ from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.store.memory import asymptotic_bits
 
-MEASURED = {  # {column of the table of evaluations: dotted key in the record}
-    **{"model": "protocol.model.id", "text": "protocol.text.source", "windows": "protocol.windows"},
-    **{"length": "protocol.length", "recent": "protocol.recent", "perplexity": "result.perplexity"},
-    **{"relative": "result.relative", "kl": "result.kl", "top1": "result.top1"},  # of version 1, in use
-    **{
-        f"{protocol}: {name}": f"result.protocols.{protocol}.{key}"
-        for protocol in ("full", "in-use")
-        for name, key in {"relative": "relative", "kl": "kl", "decoded": "decoded.attention", "none": "reason"}.items()
-    },
-}
 REFERENCE_MODEL = MODELS["qwen2.5-7b"]
 
 
@@ -43,30 +33,10 @@ def brief(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """{title: rows} of the parts of a record that are tables: a row an evaluation, a row a layer of the fit."""
-    given = record.get("evaluations", [])
-    answered = [row for one in given for row in _answered(one)]
-    evaluations = [flatten(one) for one in given if "tasks" not in one["protocol"]]
-    measured = [{name: flat[key] for name, key in MEASURED.items() if key in flat} for flat in evaluations]
+    """{title: rows} of the part of a record that is a table: a row a layer of the fit."""
     layers = record["fit"].get("layers")
-    fit = [{"layer": i} | flatten(layer) for i, layer in enumerate(layers if isinstance(layers, list) else [])]
-    titled = {"evaluations (--json has all of each)": measured, "tasks": answered, "fit, by layer": fit}
-    return {title: rows for title, rows in titled.items() if rows}
-
-
-def _answered(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each task and protocol of an evaluation by tasks: its figures by metric, and how many texts."""
-    rows = []
-    for protocol, part in (evaluation["result"].get("protocols") or {}).items():
-        for task, found in part.get("tasks", {}).items():
-            figures = {name: one["value"] for name, one in found.get("metrics", {}).items()}
-            figures |= {name: found[name] for name in ("accuracy", "reason") if name in found}
-            spoken = ", ".join(
-                f"{name} {value:.4g}" if isinstance(value, (int, float)) else str(value)
-                for name, value in figures.items()
-            )
-            rows.append({"task": task, "protocol": protocol, "figures": spoken, "texts": found.get("texts")})
-    return rows
+    rows = [{"layer": i} | flatten(layer) for i, layer in enumerate(layers if isinstance(layers, list) else [])]
+    return {"fit, by layer": rows} if rows else {}
 
 
 def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:

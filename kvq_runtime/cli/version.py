@@ -10,8 +10,9 @@ from kvq_runtime.cli import sign
 from kvq_runtime.cli.table import percent, print_record, print_table, printable
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import lock, reference, verdict
+from kvq_runtime.registry import lock, reference, shown, verdict
 from kvq_runtime.registry.lock import Lock
+from kvq_runtime.registry.measured import Record
 from kvq_runtime.registry.resolve import Resolved, load_artifact, open_registry, resolve, resolve_name
 from kvq_runtime.registry.sound import sound
 
@@ -37,7 +38,7 @@ def show(args: Namespace) -> int:
     resolved = resolve(args.reference, args.registry, args.lock)
     loaded = artifact.load(resolved.path, resolved.sha256, resolved.size)
     record: dict[str, Any] = _record(resolved)
-    found_to_be = []
+    found_to_be, evaluations = [], []
     if resolved.registry:
         registry = open_registry(resolved.registry)
         state = registry.existing(resolved.name)
@@ -48,16 +49,17 @@ def show(args: Namespace) -> int:
         found_to_be = [str(verdict.of_version(registry, resolved.name, version)), *record["aliases"]]
         found_to_be += [] if version.yanked is None else [f"yanked: {version.yanked}"]
         found = registry.evaluations(resolved.sha256, resolved.name)
-        record["evaluations"] = sound(found)
-        if len(record["evaluations"]) < len(found):
-            said = f"{len(found) - len(record['evaluations'])} evaluations are of a form that is not read, and left out"
+        evaluations = sound(found)
+        record["evaluations"] = [one.raw for one in evaluations]
+        if len(evaluations) < len(found):
+            said = f"{len(found) - len(evaluations)} evaluations are of a form that is not read, and left out"
             warnings.warn(said, stacklevel=2)
     record |= describe.artifact_record(loaded) | ({"settings": loaded.recipe.to_json()} if args.json else {})
     if not args.json:
         lead = [f"{resolved.name} {resolved.version}".rstrip(), f"{record['recipe']['bits']:.3g} bits", *found_to_be]
         print(printable("; ".join(lead)) + "\n")
     print_record(record if args.json else describe.brief(record), args.json)
-    for title, rows in ({} if args.json else describe.tables(record)).items():
+    for title, rows in ({} if args.json else shown.tables(evaluations) | describe.tables(record)).items():
         print(f"\n{title}")
         print_table([{name: _shown(name, value) for name, value in row.items()} for row in rows], json=False)
     return 0
@@ -185,9 +187,9 @@ def diff(args: Namespace) -> int:
     return 0
 
 
-def _evaluations(reference: str, args: Namespace) -> list[dict[str, Any]]:
+def _evaluations(reference: str, args: Namespace) -> list[Record]:
     """Return a registry's evaluations of a version; a file has none."""
     resolved = resolve(reference, args.registry)
     if not resolved.registry:
         return []
-    return open_registry(resolved.registry).evaluations(resolved.sha256, resolved.name)
+    return sound(open_registry(resolved.registry).evaluations(resolved.sha256, resolved.name))

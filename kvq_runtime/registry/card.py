@@ -4,11 +4,10 @@ A card is Markdown with YAML front matter; huggingface_hub reads and writes that
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvq_runtime.registry import measured
-from kvq_runtime.registry.sound import sound
+from kvq_runtime.registry.measured import SPOKEN, Record, TasksRecord, of_tasks, of_text
 
 UNMEASURED = "Not evaluated yet: `kvq eval` does that."  # what a card says until there are results
 TASKS = "## Tasks"  # the section of a card that has answers to tasks
@@ -41,7 +40,7 @@ def addressed(text: str, url: str, name: str, version: str | None = None) -> str
     return re.sub(call, f'KVQCache.from_pretrained("{reference}"', text)
 
 
-def with_results(text: str, name: str, records: Sequence[Mapping[str, Any]]) -> str:
+def with_results(text: str, name: str, records: Sequence[Record]) -> str:
     """The card with evaluation records: as the Hub's model-index, and as a table in place of UNMEASURED, or at its end
     of answers to tasks that it does not have."""
     results = eval_results(records)
@@ -50,7 +49,7 @@ def with_results(text: str, name: str, records: Sequence[Mapping[str, Any]]) -> 
     card = _parsed(text)
     card.data.model_name, card.data.eval_results = name, results
     whole = str(card).replace(UNMEASURED, _table(results))
-    answers = [result for record in sound(records) if measured.of_tasks(record) for result in eval_results([record])]
+    answers = eval_results(of_tasks(records))
     if not answers or TASKS in whole or UNMEASURED in text:
         return whole
     return f"{whole.rstrip()}\n\n{TASKS}\n\n{_table(answers)}\n"
@@ -61,41 +60,38 @@ def _table(results: Sequence[Any]) -> str:
     return "\n".join(["| text or task | measure | |", "|---|---|---:|", *rows])
 
 
-def eval_results(records: Sequence[Mapping[str, Any]]) -> list[Any]:
+def eval_results(records: Sequence[Record]) -> list[Any]:
     """A huggingface_hub EvalResult for every metric in evaluation records."""
     from huggingface_hub import EvalResult
 
-    records = sound(records)
-    results = [result for record in records if measured.of_tasks(record) for result in _answers(record, EvalResult)]
-    whole = [record for record in records if measured.of_text(record)]
-    for record in (one for own in whole for one in (own, *measured.elsewhere(own).values())):
-        text, model = record["protocol"].get("text") or {}, record["protocol"].get("model") or {}
-        source = str(text.get("source", "unnamed text"))[:200]
-        args = {"corpus": record["corpus"], "model": model.get("id"), "length": record["protocol"].get("length")}
-        for protocol, part in measured.parts(record).items():
+    results = [result for record in of_tasks(records) for result in _answers(record, EvalResult)]
+    for record in (one for own in of_text(records) for one in (own, *own.elsewhere().values())):
+        given = record.protocol
+        source = given.text.source[:200]
+        args = {"corpus": record.corpus, "model": given.model.id, "length": given.length}
+        for protocol, part in record.result.protocols.items():
             about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": _dataset(source)}
             about |= {"dataset_name": source}
-            about |= {"dataset_split": text.get("split"), "metric_args": args | {"protocol": protocol}}
+            about |= {"dataset_split": given.text.split, "metric_args": args | {"protocol": protocol}}
             for field, (kind, title) in _METRICS.items():
-                value = part.get(field) if "reason" not in part else None
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    name = f"{title}, {measured.SPOKEN[protocol]}"
+                value = getattr(part, field, None)
+                if value is not None:
+                    name = f"{title}, {SPOKEN[protocol]}"
                     results.append(EvalResult(**about, metric_name=name, metric_type=kind, metric_value=value))
     return results
 
 
-def _answers(record: Mapping[str, Any], kind: Any) -> list[Any]:
+def _answers(record: TasksRecord, kind: Any) -> list[Any]:
     """An EvalResult for every figure of a record of tasks: a task stands where a data set would."""
-    about = record["protocol"]
-    args = {"corpus": record["corpus"], "model": about["model"]["id"], "by": about["name"]}
+    args = {"corpus": record.corpus, "model": record.protocol.model.id, "by": record.protocol.name}
     found = []
-    for answer in (one for one in measured.answers(record) if one.get("value") is not None):
-        metric, _, chosen = answer["metric"].partition(",")
+    for answer in (one for one in record.answers() if one.value is not None):
+        metric, _, chosen = answer.metric.partition(",")
         title = metric if chosen in ("", "none") else f"{metric} ({chosen})"
         found.append(kind(
-            task_type="text-generation", dataset_type=answer["task"], dataset_name=answer["task"],
-            metric_type=metric, metric_name=f"{title}, {measured.SPOKEN[answer['protocol']]}",
-            metric_value=answer["value"], metric_args=args | {"texts": answer["texts"], "protocol": answer["protocol"]},
+            task_type="text-generation", dataset_type=answer.task, dataset_name=answer.task,
+            metric_type=metric, metric_name=f"{title}, {SPOKEN[answer.protocol]}",
+            metric_value=answer.value, metric_args=args | {"texts": answer.texts, "protocol": answer.protocol},
         ))  # fmt: skip
     return found
 

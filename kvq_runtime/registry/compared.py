@@ -1,17 +1,16 @@
 """Compare two artifacts by what counts: losses on the same windows, bits, bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.registry import measured, verdict
-from kvq_runtime.registry.measured import SPOKEN
-from kvq_runtime.registry.sound import of_text
+from kvq_runtime.registry import verdict
+from kvq_runtime.registry.measured import PROTOCOLS, SPOKEN, Record, TextRecord, of_text
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
 TOKENS = 4096
-Records = Sequence[Mapping[str, Any]]
+Records = Sequence[Record]
 
 
 def rows(a: Artifact, b: Artifact, of_a: Records, of_b: Records) -> list[dict[str, Any]]:
@@ -24,11 +23,13 @@ def rows(a: Artifact, b: Artifact, of_a: Records, of_b: Records) -> list[dict[st
     if not pairs:
         found.append(_row("evaluation", "same windows", None, None) | {"a": "none", "b": "none: kvq eval A B"})
     for one, other in pairs[:1]:
-        for protocol in measured.PROTOCOLS:
-            left, right = (measured.figures(record, protocol) for record in (one, other))
+        for protocol in PROTOCOLS:
+            left, right = (record.figures(protocol) for record in (one, other))
             if left is not None and right is not None:
                 for name in ("relative", "kl", "top1"):
-                    found.append(_row("evaluation", f"{SPOKEN[protocol]}: {name}", left.get(name), right.get(name)))
+                    found.append(
+                        _row("evaluation", f"{SPOKEN[protocol]}: {name}", getattr(left, name), getattr(right, name))
+                    )
     geometries = [made.fingerprint.geometry for made in (a, b)]
     bits = [round(asymptotic_bits(made.recipe, shape), 4) for made, shape in zip((a, b), geometries, strict=True)]
     sizes = [Sizes(made.recipe, shape) for made, shape in zip((a, b), geometries, strict=True)]
@@ -49,20 +50,18 @@ def unlike(a: Artifact, b: Artifact) -> str | None:
     return None
 
 
-def _pairs(of_a: Records, of_b: Records) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _pairs(of_a: Records, of_b: Records) -> list[tuple[TextRecord, TextRecord]]:
     """Records of the same text by the same protocol, of the most tokens first."""
     left, right = of_text(of_a), of_text(of_b)
     pairs = [(one, other) for one in left for other in right if _windows(one) and _windows(one) == _windows(other)]
-    return sorted(pairs, key=lambda pair: -pair[0]["protocol"].get("windows", 0) * pair[0]["protocol"].get("length", 0))
+    return sorted(pairs, key=lambda pair: -pair[0].protocol.windows * pair[0].protocol.length)
 
 
-def _windows(record: Mapping[str, Any]) -> Any:
+def _windows(record: TextRecord) -> Any:
     """Return what two records share if their figures can be compared; None: this one has no figures."""
-    if measured.decisive(record) is None:
-        return None
-    given = record["protocol"]
-    digest = (given.get("text") or {}).get("token_digest")
-    return digest and (digest, *(given.get(name) for name in ("windows", "length", "step", "recent")))
+    given = record.protocol
+    digest = record.decisive and given.text.token_digest
+    return digest and (digest, given.windows, given.length, given.step, given.recent)
 
 
 def _row(part: str, name: str, a: Any, b: Any) -> dict[str, Any]:

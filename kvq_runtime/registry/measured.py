@@ -1,100 +1,295 @@
-"""Read the measurements of an evaluation record, by protocol, in records of either version.
+"""What evaluation records say, as everybody reads them: `sound.read` makes these of a record's JSON.
 
     full     every token but the sinks was encoded and decoded before anything attended to it
     in-use   tokens arrived in steps, and a block was encoded when the cache would encode it
 
-A record holds `result.protocols`, {protocol: figures or {"reason": why there are none}}. Records of version 1 have one
-set of figures in `result` itself, which were measured in use. Records of tasks have answers in place of figures.
+A class has the names of the JSON, and states its form: fields with a default may be left out, others are needed. A part
+of a result has figures, or the reason why there are none. Records of tasks have answers in place of figures.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from kvq_runtime.registry.protocols import Protocol, TasksProtocol, TextProtocol
 
 FULL, IN_USE = "full", "in-use"
 PROTOCOLS = (FULL, IN_USE)
 SPOKEN = {FULL: "full encode", IN_USE: "in use"}
-
-
 TASKS = ("tasks", "lm-eval")  # names of the protocols under which questions are answered, and no text is predicted
-
-
 DECODE = "decode"  # name of the protocol under which the 16-bit model's own greedy text is followed
 
 
-def of_text(record: Mapping[str, Any]) -> bool:
-    """True if a record is of predicted text, and so has what the rest of this file reads."""
-    return record["protocol"].get("name", "perplexity") == "perplexity"
+@dataclass(frozen=True)
+class Shares:
+    """The shares of attention's weight, and of what queries read, that was decoded; unread: that is not held."""
+
+    attention: float | None = None
+    reads: float | None = None
+    unread: float | None = None
 
 
-def of_tasks(record: Mapping[str, Any]) -> bool:
-    """True if a record is of tasks."""
-    return record["protocol"].get("name") in TASKS
+NOT_COUNTED = Shares()  # records of version 1 do not say
 
 
-def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """List the results of a record of tasks, for each protocol, task and metric.
+@dataclass(frozen=True)
+class Scores:
+    """Figures of each window."""
 
-    Each is {"protocol", "task", "metric", "value", "se", "texts", "reference"}, the last the 16-bit model's value, or
-    None; of a task without figures {"protocol", "task", "reason"}, the task None if the reason is that of all.
+    loss: tuple[Any, ...] | None = None
+    reference_loss: tuple[Any, ...] = ()
+    kl: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What was measured of one text under one protocol; decoded None: queries choose what they read."""
+
+    reference_perplexity: float | None = None
+    decoded: Shares | None = NOT_COUNTED
+    fitted_on: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmeasured(Part):
+    """The reason why there are no figures."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(Part):
+    """Loss against the 16-bit model; windows None: records of version 1 do not keep them."""
+
+    perplexity: float
+    relative: float
+    relative_se: float | None = None
+    kl: float | None = None
+    top1: float | None = None
+    windows: Scores | None = None
+
+
+Parts = Mapping[str, Unmeasured | Figures]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What was measured on a text of another kind."""
+
+    protocols: Parts
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Bounds, and those that were not kept, by the protocol that was judged."""
+
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    failed: tuple[str, ...] = ()
+    protocol: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What all results have; bits per element by what they are of: asymptotic, at_length, at_4096."""
+
+    recipe: str
+    bits: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextResult(Result):
+    """Figures by protocol, the full encode first, and errors, a row a layer."""
+
+    protocols: Parts
+    layers: tuple[Mapping[str, float | None], ...] = ()
+    window: Mapping[str, int] = field(default_factory=dict)
+    gate: Gate | None = None
+    texts: Mapping[str, Elsewhere] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Right answers to a task in texts of a length, asked for at a depth of 0 to 1."""
+
+    task: str
+    length: float
+    depth: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure and its standard error."""
+
+    value: float | None
+    se: float | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What was found of one task: lm-eval's metrics by their names, the one of kvq's own tasks as accuracy."""
+
+    reason: str | None = None
+    accuracy: float | None = None
+    se: float | None = None
+    texts: int | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> Mapping[str, Metric]:
+        """All of them by name."""
+        return self.metrics if self.accuracy is None else {"accuracy": Metric(self.accuracy, self.se)}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was answered under one protocol, and by the 16-bit model; decoded: the share of reads, by length.
+
+    through_the_cache   lm-eval's tasks: how many requests there were, how many of them read encoded tokens
     """
-    found: list[dict[str, Any]] = []
-    for protocol, part in record["result"]["protocols"].items():
-        if "reason" in part:
-            found.append({"protocol": protocol, "task": None, "reason": part["reason"]})
-        for task, one in part.get("tasks", {}).items():
-            about = {"protocol": protocol, "task": task}
-            if "reason" in one:
-                found.append(about | {"reason": one["reason"]})
-            exact = _metrics(part.get("reference", {}).get(task, {}))
-            for metric, value in _metrics(one).items():
-                known = {"texts": one.get("texts"), "reference": exact.get(metric, {}).get("value")}
-                found.append(about | {"metric": metric, **value, **known})
-    return found
+
+    reason: str | None = None
+    tasks: Mapping[str, Task] = field(default_factory=dict)
+    reference: Mapping[str, Task] = field(default_factory=dict)
+    cells: tuple[Cell, ...] = ()
+    decoded: Mapping[str, float] = field(default_factory=dict)
+    through_the_cache: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-def _metrics(task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """{metric: {"value", "se"}}: lm-eval's by their names, the one of kvq's own tasks as accuracy."""
-    if "accuracy" in task:
-        return {"accuracy": {"value": task["accuracy"], "se": task["se"]}}
-    return task.get("metrics", {})
+@dataclass(frozen=True, kw_only=True)
+class TasksResult(Result):
+    """Answers by protocol."""
+
+    protocols: Mapping[str, Asked]
+
+    def __post_init__(self):
+        if not self.protocols.keys() <= SPOKEN.keys():
+            raise ValueError(f"answers under {sorted(self.protocols)!r:.80}; there are {', '.join(SPOKEN)}")
 
 
-def parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return a record's part for each protocol: figures, or the reason why there are none; the full encode first."""
-    found = record["result"].get("protocols")
-    if found is None:
-        return {IN_USE: record["result"]}
-    return {name: found[name] for name in PROTOCOLS if name in found}
+@dataclass(frozen=True, kw_only=True)
+class GreedyResult(Result):
+    """What `evaluate/decode.py` found. The page of a version takes it as the JSON that it is, and lays that out."""
+
+    protocols: Mapping[str, Mapping[str, Any]]
 
 
-def figures(record: Mapping[str, Any], protocol: str) -> Mapping[str, Any] | None:
-    """The figures of one protocol; None where it was not asked for, or cannot be measured."""
-    part = parts(record).get(protocol)
-    return None if part is None or "reason" in part else part
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A record of any protocol.
+
+    artifact      what was measured: sha256, or the name of a recipe without one
+    environment   as it is: only whether two are equal matters
+    raw           its JSON, which is what is stored, printed as JSON and copied
+    name          in tables and pictures
+    """
+
+    artifact: str = ""
+    corpus: str
+    protocol: Protocol
+    result: Result
+    environment: Any = None
+    raw: Any = field(default=None, compare=False, repr=False)
+    name: str = ""
 
 
-def decisive(record: Mapping[str, Any]) -> str | None:
-    """The protocol whose figures count where one must: the full encode where it was measured. None: there are none."""
-    return next((name for name in PROTOCOLS if figures(record, name) is not None), None)
+@dataclass(frozen=True, kw_only=True)
+class TasksRecord(Record):
+    """Questions that were answered."""
+
+    protocol: TasksProtocol
+    result: TasksResult
+
+    def answers(self) -> list["Answer"]:
+        """The results for each protocol, task and metric, and the reasons where there are none."""
+        found = []
+        for protocol, part in self.result.protocols.items():
+            if part.reason is not None:
+                found.append(Answer(protocol, reason=part.reason))
+            for name, task in part.tasks.items():
+                if task.reason is not None:
+                    found.append(Answer(protocol, name, reason=task.reason))
+                exact = part.reference[name].figures if name in part.reference else {}
+                for metric, one in task.figures.items():
+                    known = exact[metric].value if metric in exact else None
+                    found.append(Answer(protocol, name, metric, one.value, one.se, task.texts, known))
+        return found
 
 
-def reasons(record: Mapping[str, Any]) -> list[str]:
-    """Return the reasons for missing figures, a sentence for each protocol that has none."""
-    return [f"{SPOKEN[name]}: {part['reason']}" for name, part in parts(record).items() if "reason" in part]
+@dataclass(frozen=True)
+class Answer:
+    """A metric of a task beside the 16-bit model's, or why there is none; task "": the reason is that of all."""
+
+    protocol: str
+    task: str = ""
+    metric: str = ""
+    value: float | None = None
+    se: float | None = None
+    texts: int | None = None
+    reference: float | None = None
+    reason: str | None = None
 
 
-def elsewhere(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the measurements on texts of other kinds, by name: the record as one of that text alone."""
-    about, result = record["protocol"], record["result"]
-    found = {}
-    for name, measured in (result.get("texts") or {}).items():
-        protocol = {**about, **about["texts"][name]}
-        del protocol["texts"]
-        found[name] = {**record, "protocol": protocol, "result": {**result, **measured, "layers": [], "texts": {}}}
-        found[name]["corpus"] = (protocol.get("text") or {}).get("corpus_digest", record["corpus"])
-    return found
+@dataclass(frozen=True, kw_only=True)
+class GreedyRecord(Record):
+    """The 16-bit model's greedy text, followed."""
+
+    protocol: TextProtocol
+    result: GreedyResult
 
 
-def texts(records: Iterable[Mapping[str, Any]]) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class TextRecord(Record):
+    """Text that was predicted."""
+
+    protocol: TextProtocol
+    result: TextResult
+
+    def __post_init__(self):
+        for parts in (self.result.protocols, *(one.protocols for one in self.result.texts.values())):
+            if not parts:
+                raise ValueError("neither figures nor a reason why there are none")
+        if not self.result.texts.keys() <= self.protocol.texts.keys():
+            raise ValueError(f"figures on {sorted(self.result.texts)!r:.80}, and nothing about these texts")
+
+    def figures(self, protocol: str) -> Figures | None:
+        """The figures of one protocol; None where it was not asked for, or cannot be measured."""
+        part = self.result.protocols.get(protocol)
+        return part if isinstance(part, Figures) else None
+
+    @property
+    def decisive(self) -> tuple[str, Figures] | None:
+        """Protocol and figures that count where one must: the full encode where it was measured. None: there are
+        none."""
+        return next(((name, found) for name in PROTOCOLS if (found := self.figures(name)) is not None), None)
+
+    def reasons(self) -> list[str]:
+        """The reasons for missing figures, a sentence for each protocol that has none."""
+        parts = self.result.protocols.items()
+        return [f"{SPOKEN[name]}: {part.reason}" for name, part in parts if isinstance(part, Unmeasured)]
+
+    def elsewhere(self) -> dict[str, "TextRecord"]:
+        """The measurements on texts of other kinds, by name: the record as one of that text alone."""
+        found = {}
+        for name, measured in self.result.texts.items():
+            own = self.protocol.texts[name]
+            about = replace(self.protocol, text=own.text, windows=own.windows, length=own.length, texts={})
+            result = replace(self.result, protocols=measured.protocols, layers=(), texts={})
+            corpus = own.text.corpus_digest or self.corpus
+            found[name] = replace(self, corpus=corpus, protocol=about, result=result)
+        return found
+
+
+def of_text(records: Iterable[Record]) -> list[TextRecord]:
+    """The records of predicted text."""
+    return [one for one in records if isinstance(one, TextRecord)]
+
+
+def of_tasks(records: Iterable[Record]) -> list[TasksRecord]:
+    """The records of tasks."""
+    return [one for one in records if isinstance(one, TasksRecord)]
+
+
+def texts(records: Iterable[TextRecord]) -> list[str]:
     """The names of the texts of other kinds that any of the records has."""
-    return list(dict.fromkeys(name for record in records for name in record["result"].get("texts") or {}))
+    return list(dict.fromkeys(name for record in records for name in record.result.texts))

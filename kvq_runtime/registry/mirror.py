@@ -15,6 +15,7 @@ from kvq_runtime.registry.hub.client import Access, using
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.reference import HUB, Reference, hub_org, parse
 from kvq_runtime.registry.registry import Kind, Registry
+from kvq_runtime.registry.sound import sound
 
 
 def copy(source: Registry, name: str, version: Version, target: Registry, dry_run: bool = False) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def copy(source: Registry, name: str, version: Version, target: Registry, dry_ru
         attachments = source.attachments(name, version)
         if "README.md" in attachments:
             text = card.addressed(attachments["README.md"].decode(), target.url, name, version.version)
-            attachments["README.md"] = card.with_results(text, name, evaluations).encode()
+            attachments["README.md"] = card.with_results(text, name, sound(evaluations)).encode()
         target.publish(name, data, version.version, attachments)
     kinds: tuple[Kind, ...] = ("evaluations", "signatures")
     for kind in kinds:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq_runtime.errors import Conflict
-from kvq_runtime.registry import measured
-from kvq_runtime.registry.measured import SPOKEN
-from kvq_runtime.registry.sound import of_text
+from kvq_runtime.registry.measured import FULL, SPOKEN, Record, TextRecord, of_text
+from kvq_runtime.registry.sound import sound
 
 RELATIVE, KL = 0.10, 0.1  # of perplexity, above that of 16 bit; nats per token
 FEWEST = 8  # sequences to fit on
@@ -32,25 +31,23 @@ class Verdict:
         return f"{self.word}: {self.why}"
 
 
-def of_record(record: Mapping[str, Any] | None) -> Verdict:
+def of_record(record: TextRecord | None) -> Verdict:
     """Judge one record of text; None: there is none."""
-    protocol = None if record is None else measured.decisive(record)
-    if record is None or protocol is None:
+    decisive = None if record is None else record.decisive
+    if record is None or decisive is None:
         return Verdict(NOT_MEASURED, "nothing says what it loses; kvq eval measures it")
-    found = measured.figures(record, protocol)
-    assert found is not None, "the decisive protocol has figures"
-    relative, kl = found["relative"], found.get("kl")
+    protocol, found = decisive
+    relative, kl, gate = found.relative, found.kl, record.result.gate
     said = f"perplexity {relative:+.1%}" + ("" if kl is None else f", KL {kl:.2g} nats") + f", {SPOKEN[protocol]}"
-    gate = record["result"].get("gate") or {}
-    if gate.get("bounds"):
-        failed = "; ".join(gate.get("failed") or [])
+    if gate is not None and gate.bounds:
+        failed = "; ".join(gate.failed)
         return Verdict(LOSSY, failed) if failed else Verdict(USABLE, f"{said}, in bounds")
     over = [f"more than +{RELATIVE:.0%}"] * (not relative <= RELATIVE)
     over += [f"more than {KL:g} nats"] * (kl is not None and not kl <= KL)
     return Verdict(LOSSY, f"{said}; {' and '.join(over)}") if over else Verdict(USABLE, said)
 
 
-def of_records(records: Iterable[Mapping[str, Any]], fitted: str | None = None) -> Verdict:
+def of_records(records: Iterable[Record], fitted: str | None = None) -> Verdict:
     """Judge by the record that counts."""
     return of_record(main(records, fitted))
 
@@ -58,7 +55,7 @@ def of_records(records: Iterable[Mapping[str, Any]], fitted: str | None = None) 
 def of_version(registry: Any, name: str, version: Any) -> Verdict:
     """Judge a version by what its registry has of it."""
     about = registry.about(name, version)
-    return of_records(registry.evaluations(version.sha256, name), about.get("corpus"))
+    return of_records(sound(registry.evaluations(version.sha256, name)), about.get("corpus"))
 
 
 def require(registry: Any, name: str, version: Any) -> None:
@@ -87,22 +84,22 @@ def thinness(provenance: Mapping[str, Any]) -> str | None:
     return thin(samples, held) if type(samples) is int and type(held) is int else None
 
 
-def main(records: Iterable[Mapping[str, Any]], fitted: str | None = None) -> Mapping[str, Any] | None:
+def main(records: Iterable[Record], fitted: str | None = None) -> TextRecord | None:
     """The record that counts for a version: with figures, of no drift check, on the text of the fit, by full encode, on
     the most tokens, in this order. None: it was not measured.
 
     fitted   the text of the fit; None: not known
     """
 
-    def rank(record: Mapping[str, Any]) -> tuple[bool, bool, bool, bool, float]:
-        given, protocol = record["protocol"], measured.decisive(record)
-        usual, own = week(record) is None, given["text"]["source"] == fitted
-        return protocol is not None, usual, own, protocol == measured.FULL, given["windows"] * given["length"]
+    def rank(record: TextRecord) -> tuple[bool, bool, bool, bool, int]:
+        given, decisive = record.protocol, record.decisive
+        usual, own, full = week(record) is None, given.text.source == fitted, record.figures(FULL) is not None
+        return decisive is not None, usual, own, full, given.windows * given.length
 
     return max(of_text(records), key=rank, default=None)
 
 
-def week(record: Mapping[str, Any]) -> int | None:
+def week(record: TextRecord) -> int | None:
     """The week of a drift check, as in 202614; None for another record."""
-    seed = (record["protocol"].get("text") or {}).get("seed")
-    return seed if isinstance(seed, int) and seed in WEEKS and 1 <= seed % 100 <= 53 else None
+    seed = record.protocol.text.seed
+    return seed if seed is not None and seed in WEEKS and 1 <= seed % 100 <= 53 else None

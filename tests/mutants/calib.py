@@ -110,7 +110,7 @@ MUTANTS = [
         "gate-nothing",
         "an evaluation that has encoded nothing keeps every bound",
         "kvq_calib/evaluate/gate.py",
-        "        return [f\"a bound cannot be judged; {'; '.join(measured.reasons(record))}\"]",
+        "        return [f\"a bound cannot be judged; {'; '.join(record.reasons())}\"]",
         "        return []",
         ("calib/evaluate/test_full.py",),
     ),

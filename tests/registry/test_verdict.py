@@ -5,8 +5,9 @@ import math
 import pytest
 import tiny_artifact as tiny
 
-from kvq_runtime.errors import Conflict
+from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.registry import resolve, verdict
+from kvq_runtime.registry.sound import read
 
 NAME = "tiny-2bit"
 
@@ -29,18 +30,17 @@ def record(relative, kl=0.01, sha256="ab" * 32, seed=0, source="book.txt", windo
     ],
 )  # fmt: skip
 def test_a_record_is_judged_by_its_bounds_else_by_a_tenth_and_a_tenth_of_a_nat(given, word):
-    assert verdict.of_record(given).word == word
+    assert verdict.of_record(given and read(given)).word == word
 
 
 def test_what_counts_is_the_longest_record_of_the_fits_own_text_and_no_weekly_one():
-    good, other = record(0.01), record(2.0, source="code", windows=400)
-    weekly = record(3.0, windows=900, seed=202614)
+    good, other = read(record(0.01)), read(record(2.0, source="code", windows=400))
+    weekly = read(record(3.0, windows=900, seed=202614))
     assert verdict.of_records([weekly, other, good], "book.txt").word == verdict.USABLE
-    assert verdict.of_records([weekly, other, good, record(1.0, windows=8)], "book.txt").word == verdict.LOSSY
-    unsound = {"protocol": {}, "result": {"protocols": {"full": {"relative": "much"}}}}
-    assert verdict.of_records([unsound]).word == verdict.NOT_MEASURED
+    assert verdict.of_records([weekly, other, good, read(record(1.0, windows=8))], "book.txt").word == verdict.LOSSY
     judged = record(0.5, windows=99, gate={"bounds": {"kl": 1.0}, "failed": [7]})
-    assert verdict.of_records([judged, good], "book.txt").word == verdict.USABLE
+    with pytest.raises(ArtifactError, match="gate.failed.0: 7 is not text"):
+        read(judged)
 
 
 def test_a_lossy_version_is_promoted_only_by_force(kvq, as_json):

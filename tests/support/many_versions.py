@@ -61,6 +61,14 @@ def record(
     return {"artifact": digest, "corpus": "c" * 64, "protocol": about, "environment": {}, "result": given | result}
 
 
+def of_parts(digest: str = "a" * 64, **parts: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of such parts, by protocol."""
+    text = {"source": "book.txt"}
+    about = {"model": {"id": MODEL, "parameters": 4_071_168}, "windows": 4, "length": 64, "text": text}
+    result = {"recipe": "tiny", "protocols": {name.replace("_", "-"): part for name, part in parts.items()}}
+    return {"artifact": digest, "corpus": "c" * 64, "protocol": about, "environment": {}, "result": result}
+
+
 def asked(digest: str, part: Mapping[str, Any], seed: int = 0, **about: Any) -> dict[str, Any]:
     """A record of tasks, which were answered in use."""
     given = {"name": "tasks", "model": {"id": MODEL, "revision": None, "parameters": 4_071_168}, "seed": seed} | about

@@ -10,11 +10,10 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.diff import diff
 from kvq_runtime.cli.table import percent
 from kvq_runtime.registry.events import State, Version
-from kvq_runtime.registry.measured import SPOKEN
+from kvq_runtime.registry.measured import SPOKEN, Record, TextRecord
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.memory import human
 
-Record = Mapping[str, Any]
 Rows = list[dict[str, Any]]
 MAX_LINES = 60  # lines of settings that differ; more are counted
 
@@ -42,7 +41,8 @@ def compared(
     earlier, _ = health.evaluations(registry, state.name, other)
     mine, theirs = losses.main(records, made), losses.main(earlier, before)
     found["losses"] = _losses(mine, theirs)
-    found["same_windows"] = _token_digest(mine) == _token_digest(theirs) if mine and theirs else None
+    digests = [one.protocol.text.token_digest for one in (mine, theirs) if one]
+    found["same_windows"] = digests[0] == digests[1] if len(digests) == 2 else None
     if before is None or made is None:
         failed = next((row["what"] for row in checks if row["result"] == health.FAILED), "this version does not load")
         return found | {"reason": failed}
@@ -66,7 +66,7 @@ def _sizes(before: Artifact, made: Artifact) -> list[dict[str, Any]]:
     return [*found, *lengths]
 
 
-def _losses(mine: Record | None, theirs: Record | None) -> list[dict[str, Any]]:
+def _losses(mine: TextRecord | None, theirs: TextRecord | None) -> list[dict[str, Any]]:
     """Divergence and perplexity against 16 bit of both, by text and protocol."""
     sides = [{(row["text"], row["protocol"]): row for row in losses.rows(one)} if one else {} for one in (theirs, mine)]
     found = []
@@ -76,10 +76,6 @@ def _losses(mine: Record | None, theirs: Record | None) -> list[dict[str, Any]]:
         row |= {"kl_before": before.get("kl"), "kl": now.get("kl")}
         found.append(row | {"relative_before": before.get("relative"), "relative": now.get("relative")})
     return found
-
-
-def _token_digest(record: Record | None) -> Any:
-    return (record["protocol"].get("text") or {}).get("token_digest") if record else None
 
 
 def losses_rows(before: Mapping[str, Any]) -> Rows:

@@ -1,6 +1,5 @@
 """Check that a version is whole: the checks of `kvq verify`, its attachments, its signatures."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from kvq_runtime.artifact import artifact
@@ -9,6 +8,7 @@ from kvq_runtime.cli.version import MEANINGS
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import signing
 from kvq_runtime.registry.events import Version
+from kvq_runtime.registry.measured import Record
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.sound import sound
 
@@ -61,9 +61,7 @@ def beside(registry: Registry, name: str, version: Version) -> list[dict[str, An
     return rows
 
 
-def evaluations(
-    registry: Registry, name: str, version: Version
-) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
+def evaluations(registry: Registry, name: str, version: Version) -> tuple[list[Record], list[dict[str, Any]]]:
     """The sound evaluation records of a version, and a row on whether all are sound; none if one is damaged."""
     try:
         found = registry.evaluations(version.sha256, name)

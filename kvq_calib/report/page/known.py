@@ -20,14 +20,14 @@ from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.events import State, Version
+from kvq_runtime.registry.measured import Record, TextRecord
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.held import Sizes
 
-Record = Mapping[str, Any]
 CARD = "README.md"
 
 
-def of_version(registry: Registry, name: str, number: str, compared: Sequence[Record] = ()) -> dict[str, Any]:
+def of_version(registry: Registry, name: str, number: str, compared: Sequence[TextRecord] = ()) -> dict[str, Any]:
     """Everything known of a version.
 
     compared   records of other recipes on the same model, as `kvq compare --output` writes them
@@ -47,7 +47,7 @@ def of_version(registry: Registry, name: str, number: str, compared: Sequence[Re
     return known
 
 
-def of_file(made: Artifact, name: str, sha256: str, size: int, compared: Sequence[Record] = ()) -> dict[str, Any]:
+def of_file(made: Artifact, name: str, sha256: str, size: int, compared: Sequence[TextRecord] = ()) -> dict[str, Any]:
     """Describe a file that is in no registry: no history, and no measurement."""
     known = {"kvq": __version__, "name": name, "version": "", "registry": "", "sha256": sha256, "size": size}
     known |= {"published": None, "yanked": None, "aliases": [], "files": {}, "health": health.passed(registry=False)}
@@ -104,7 +104,7 @@ def _measured(records: Sequence[Record], made: Artifact | None) -> dict[str, Any
         "losses": losses.rows(main, losses.source(made)) if main else [],
         "evaluation": losses.about(main) if main else None,
     }
-    found["errors"] = list(main["result"].get("layers") or []) if main else []
+    found["errors"] = list(main.result.layers) if main else []
     judged = verdict.of_records(records, losses.source(made))
     found["verdict"] = {"word": judged.word, "why": judged.why, "caution": made and verdict.thinness(made.provenance)}
     found |= {"gate": losses.gate(records), "drift": losses.weekly(records), "records": losses.brief(records)}

@@ -3,33 +3,29 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvq_calib.report.page import losses
 from kvq_calib.report.points import kl_error
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import measured
 from kvq_runtime.registry.events import Version
-from kvq_runtime.registry.measured import FULL
+from kvq_runtime.registry.measured import FULL, TextRecord, of_text
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.sound import of_text
-
-Record = Mapping[str, Any]
+from kvq_runtime.registry.sound import sound
 
 
 def found(
-    registry: Registry, name: str, version: Version, own: Record | None, compared: Sequence[Record] = ()
+    registry: Registry, name: str, version: Version, own: TextRecord | None, compared: Sequence[TextRecord] = ()
 ) -> list[dict[str, Any]]:
     """Points of a picture, this version's first: name, recipe, bits, divergence by full encode and its standard error.
 
     own        the record that stands for the version; None: it was not measured, and there are no others to find
-    compared   records of the caller: of the same model, or a ValueError; those that are not sound are left out
+    compared   records of the caller: of the same model, or a ValueError
     """
-    compared = of_text(compared)
     mine = list(rows([own], {"name": name, "version": version.version, "this": True})) if own else []
     if own is not None:
         for record in compared:
-            if _model(record) != _model(own):
+            given, wanted = record.protocol.model.id, own.protocol.model.id
+            if given != wanted:
                 raise ValueError(
-                    f"--compare: records of {_model(record)!r:.80}, and {name} was measured on {_model(own)!r:.80}; "
+                    f"--compare: records of {given!r:.80}, and {name} was measured on {wanted!r:.80}; "
                     "give those that kvq compare wrote for this model"
                 )
     others = list(_beside(registry, name, version, own)) if own else []
@@ -37,18 +33,17 @@ def found(
     return mine + others + given
 
 
-def rows(records: Sequence[Record], about: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+def rows(records: Sequence[TextRecord], about: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
     """A point a record with figures by full encode."""
-    for record in of_text(records):
-        part = measured.figures(record, FULL)
-        bits = losses.number((record["result"].get("bits") or {}).get("asymptotic"))
+    for record in records:
+        part, bits = record.figures(FULL), record.result.bits.get("asymptotic")
         if part is not None and bits is not None:
-            row: dict[str, Any] = {"recipe": record["result"]["recipe"], "bits": bits, "kl": part.get("kl")}
-            row |= {"kl_se": kl_error(part), "artifact": record.get("artifact"), "this": False}
+            row: dict[str, Any] = {"recipe": record.result.recipe, "bits": bits, "kl": part.kl}
+            row |= {"kl_se": kl_error(part), "artifact": record.artifact, "this": False}
             yield row | dict(about or {"name": row["recipe"], "version": None})
 
 
-def _beside(registry: Registry, name: str, version: Version, own: Record) -> Iterator[dict[str, Any]]:
+def _beside(registry: Registry, name: str, version: Version, own: TextRecord) -> Iterator[dict[str, Any]]:
     """Every other version in the registry that was measured on the same windows of the same model; versions that cannot
     be read are passed over."""
     for other in registry.names():
@@ -56,19 +51,14 @@ def _beside(registry: Registry, name: str, version: Version, own: Record) -> Ite
             state = registry.state(other)
             for one in state.versions.values():
                 if (other, one.version) != (name, version.version) and one.yanked is None:
-                    records = of_text(registry.evaluations(one.sha256, other))
+                    records = of_text(sound(registry.evaluations(one.sha256, other)))
                     same = next((record for record in records if _windows(record) == _windows(own)), None)
                     yield from rows([same] if same else [], {"name": other, "version": one.version})
         except (ArtifactError, NotFound, PermissionError):
             continue
 
 
-def _model(record: Record) -> Any:
-    return (record["protocol"].get("model") or {}).get("id")
-
-
-def _windows(record: Record) -> tuple[Any, ...]:
+def _windows(record: TextRecord) -> tuple[Any, ...]:
     """Return what two records must share to be one picture: model, text and which of its tokens."""
-    given = record["protocol"]
-    text = given.get("text") or {}
-    return (_model(record), given["length"], given["windows"], text.get("token_digest"), given.get("sinks"))
+    given = record.protocol
+    return (given.model.id, given.length, given.windows, given.text.token_digest, given.sinks)

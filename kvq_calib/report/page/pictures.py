@@ -16,7 +16,7 @@ from kvq_calib.report.plots import SHORT, layer_errors, scatter
 from kvq_calib.report.points import Point
 from kvq_calib.report.svg import svg
 from kvq_calib.report.task_plot import grid
-from kvq_runtime.registry.measured import SPOKEN
+from kvq_runtime.registry.measured import SPOKEN, Cell
 
 Rows = Sequence[Mapping[str, Any]]
 MOST_CELLS = 32  # lengths, depths and tasks that a picture has; what has more is a table alone
@@ -65,9 +65,9 @@ def _short(points: Rows) -> list[Point]:
 
 
 @_drawn
-def _grid(*given: Any) -> Figure:
+def _grid(rows: Sequence[tuple[str, Rows]], *given: Any) -> Figure:
     """Right answers by task, length and depth."""
-    figure = grid(*given)
+    figure = grid([(protocol, [Cell(**cell) for cell in cells]) for protocol, cells in rows], *given)
     figure.set_figwidth(max(figure.get_figwidth(), 10))  # as wide as the others, so that letters are as large
     return figure
 
@@ -78,8 +78,8 @@ def answers(tasks: Rows) -> Markup | None:
     for one in tasks:
         protocol = str(SPOKEN.get(one["protocol"], one["protocol"]))
         found.setdefault(protocol, []).extend(cell | {"task": one["task"][:SHORT]} for cell in one["cells"])
-    rows = [(protocol, {"cells": cells}) for protocol, cells in found.items() if cells]
-    cells = [cell for _, part in rows for cell in part["cells"]]
+    rows = [(protocol, cells) for protocol, cells in found.items() if cells]
+    cells = [cell for _, some in rows for cell in some]
     names, lengths, depths = ({cell[name] for cell in cells} for name in ("task", "length", "depth"))
     if not cells or max(map(len, (names, lengths, depths))) > MOST_CELLS:
         return None

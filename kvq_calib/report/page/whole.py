@@ -81,8 +81,7 @@ def _loss(registry: Registry, name: str, version: Version, fitted: str | None) -
     if main is None:
         return found
     row = losses.deciding(losses.rows(main))
-    found["bits"] = losses.number((main["result"].get("bits") or {}).get("asymptotic"))
-    found["parameters"] = losses.about(main)["parameters"]
+    found |= {"bits": main.result.bits.get("asymptotic"), "parameters": main.protocol.model.parameters}
     found |= {name: row[name] for name in ("kl", "relative", "protocol")} if row else {}
     weeks = losses.weekly(records)
     if weeks and weeks[-1]["kl"] is not None and losses.week(main) is None and found["kl"]:

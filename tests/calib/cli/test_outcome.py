@@ -15,17 +15,21 @@ from kvq_calib.report.published import Place, Published
 from kvq_calib.run import budget
 from kvq_calib.run.run import Progress
 from kvq_runtime.cli.table import percent
+from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.reference import registry_url
+from kvq_runtime.registry.sound import read
 
 MADE = Published(
     "aqua-2bit", "m-aqua-2bit", "1.2.0", "ab" * 32, 2.4583, 0.026, 0.0072, 11.5, -2e-6, 7e-3, "full encode"
 )
 
 
-def record(name: str, relative: float) -> dict:
+def record(name: str, relative: float) -> TextRecord:
     figures = {"perplexity": 12 * (1 + relative), "reference_perplexity": 12.0, "relative": relative, "kl": 0.02}
     bits = {"asymptotic": 2.125}
-    return {"artifact": name, "result": {"recipe": name, "bits": bits, "protocols": {"full": figures}}}
+    about = {"windows": 4, "length": 64, "text": {"source": "demo"}}
+    result = {"recipe": name, "bits": bits, "protocols": {"full": figures}}
+    return read({"artifact": name, "corpus": "c", "protocol": about, "result": result})
 
 
 @pytest.fixture

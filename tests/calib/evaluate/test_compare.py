@@ -18,7 +18,9 @@ from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import facts, families, family, preset, presets
 from kvq_runtime.registry import measured
+from kvq_runtime.registry.measured import Figures, Scores
 from kvq_runtime.registry.resolve import open_registry
+from kvq_runtime.registry.sound import read
 from scripts import compare_models
 from scripts import compare_page as script
 
@@ -72,9 +74,10 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
         assert abs(kl["exact"]) < 1e-9 < kl["higgs-2bit"]
     bits = [one["result"]["bits"]["asymptotic"] for one in records]
     assert bits == sorted(bits) and bits[-1] == 16
-    assert plot.read_bytes() == plots.comparison(records) != plots.comparison(records[:1])
-    assert plots.comparison(records[-1:]), "a cost of nothing has no logarithm"
-    rows = tables.comparison(records)
+    told = [read(one) for one in records]
+    assert plot.read_bytes() == plots.comparison(told) != plots.comparison(told[:1])
+    assert plots.comparison(told[-1:]), "a cost of nothing has no logarithm"
+    rows = tables.comparison(told)
     assert rows[0]["recipe"] == "16 bit" and len(rows) == 5
     for protocol in ("full", "in use"):
         assert rows[-1][f"{protocol} attention"] < 1e-9 < rows[1][f"{protocol} attention"]
@@ -173,8 +176,8 @@ def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name
             compare.choose([note.split()[0]], small)
 
 
-def result(kl: float, bits: float) -> dict:
-    return {"kl": kl, "bits": {"asymptotic": bits}}
+def result(kl: float, bits: float) -> script.Cost:
+    return script.Cost("a recipe", bits, Figures(perplexity=math.nan, relative=math.nan, kl=kl))
 
 
 @pytest.mark.parametrize(
@@ -196,13 +199,11 @@ def test_a_claim_is_judged_with_its_bits(better, worse, says):
             assert {claim.better, claim.worse} <= set(compare.chosen()), f"{name}: name these in `compared`: {claim}"
 
 
-def offered(recipe: str, bits: float, reported: float, chosen: float | None = None) -> dict:
+def offered(recipe: str, bits: float, reported: float, chosen: float | None = None) -> script.Cost:
     """Perplexities on the windows that are reported, and that are chosen by, against 10; a divergence of the former."""
     pair = [chosen or reported, reported] * 3
-    windows = {"loss": [math.log(one) for one in pair], "reference_loss": [math.log(10)] * 6}
-    windows["kl"] = [one - 9.9 for one in pair]
-    return {"recipe": recipe, "windows": windows, "perplexity": math.nan, "relative": math.nan, "relative_se": math.nan,
-            **result(math.nan, bits)}  # fmt: skip
+    windows = Scores(tuple(map(math.log, pair)), (math.log(10),) * 6, tuple(one - 9.9 for one in pair))
+    return script.Cost(recipe, bits, Figures(perplexity=math.nan, relative=math.nan, windows=windows))
 
 
 def test_a_combination_is_held_against_the_best_near_recipe_of_each_paper():
@@ -241,7 +242,7 @@ def test_a_combination_is_held_against_the_best_near_recipe_of_each_paper():
 
 def of_two_texts(recipe: str, bits: float, reported: float, chosen: float, other: float) -> dict:
     kls = [chosen, reported] * 3
-    part = {"windows": {"loss": kls, "reference_loss": [0.0] * 6, "kl": kls}, "relative": 0.5, "relative_se": None,
+    part = {"windows": {"loss": kls, "reference_loss": [0.0] * 6, "kl": kls}, "relative": 0.5, "perplexity": 13.5,
             "kl": math.nan, "reference_perplexity": 9.0, "top1": 0.5}  # fmt: skip
     web = {"protocols": {"full": {**part, "kl": other}}}
     result = {"recipe": recipe, "protocols": {"full": part}, "texts": {"web": web}, "layers": []}
@@ -258,6 +259,7 @@ def test_the_page_opens_with_the_best_at_some_budgets_chosen_by_other_windows():
         of_two_texts("aqua-2bit", 2.1, 0.01, 0.4, 0.2),
         of_two_texts("higgs-2bit", 2.1, 0.5, 0.6, 0.7), of_two_texts("mean-higgs-2bit", 2.12, 0.02, 0.1, 0.9),
     ]  # fmt: skip
+    records = [read(one) for one in records]
     low, high = script.best_at(records, (1.5, 2))
     assert low["best here"] == "`aqua-klt-1bit` (1.50)" and low["best of a paper's"] == "none"
     assert low["best here: in domain"] == "+34.99% ± 0.00%, 0.3" and low["best here: web"] == "+50.00%, 0.00004"

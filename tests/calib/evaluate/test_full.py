@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import many_versions as many
 import pytest
 import tiny
 import torch
@@ -26,7 +27,8 @@ from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry import measured
+from kvq_runtime.registry.measured import PROTOCOLS
+from kvq_runtime.registry.sound import read
 from kvq_runtime.stages.predict import Linear
 
 GEOMETRY = Geometry(3, 2, 16)
@@ -304,14 +306,15 @@ def test_a_block_of_another_size_changes_nothing_in_a_full_encode(small):
     """KIVI's rounding in blocks of 32 and 128 is one and the same; in use it is, too, once the blocks are."""
     names = ["kivi-2bit", "kivi-2bit-r32"]
     found = evaluated(small, names, recent=0, error_windows=0)
-    ways = [[measured.figures(one, name) for one in found] for name in measured.PROTOCOLS]
-    assert ways[0][0] == ways[0][1] and ways[1][0]["kl"] != ways[1][1]["kl"]
+    told = [read(one) for one in found]
+    ways = [[one.figures(name) for one in told] for name in PROTOCOLS]
+    assert ways[0][0] == ways[0][1] and ways[1][0].kl != ways[1][1].kl
     assert [one["result"]["window"]["block"] for one in found] == [128, 32]
-    assert [row["block"] for row in tables.comparison(found)[1:]] == [128, 32]
+    assert [row["block"] for row in tables.comparison(told)[1:]] == [128, 32]
     alike = evaluated(small, names, recent=0, block=32, error_windows=0, protocols=("in-use",))
-    assert measured.figures(alike[0], "in-use") == measured.figures(alike[1], "in-use")
+    assert read(alike[0]).figures("in-use") == read(alike[1]).figures("in-use")
     assert alike[0]["protocol"]["block"] == 32 and "block" not in found[0]["protocol"]
-    assert set(measured.parts(alike[0])) == {"in-use"}
+    assert set(alike[0]["result"]["protocols"]) == {"in-use"}
 
 
 def test_what_was_kept_of_another_setting_or_protocol_is_not_taken(small, tmp_path):
@@ -367,32 +370,34 @@ def test_another_block_than_the_fits_is_refused_where_the_fit_depends_on_it():
 
 def test_nothing_encoded_is_said_and_no_zero_is_printed(small):
     found = evaluated(small, ["higgs-2bit", "h2o"], length=100)
-    parts = measured.parts(found[0])
+    parts, told = found[0]["result"]["protocols"], read(found[0])
     assert parts["full"]["reason"] == (
         "nothing was encoded: windows of 100 tokens are shorter than a block of 128 tokens"
     )
     assert "128 recent tokens, a block of 128 tokens and a step of 32" in parts["in-use"]["reason"]
     assert parts["full"]["decoded"]["reads"] == 0 and "kl" not in parts["full"]
-    texts = [json.dumps(make(found[:1])) for make in (tables.table, tables.comparison, tables.notes)]
-    texts.append(sections.evaluation(found[:1]))
+    texts = [json.dumps(make([told])) for make in (tables.table, tables.comparison, tables.notes)]
+    texts.append(sections.evaluation([told]))
     for text in texts:
         assert "0.00%" not in text and "100.0" not in text
     assert all("nothing was encoded" in text for text in (texts[0], texts[2], texts[3]))
-    assert plots.perplexity_by_bits(found[:1]) and plots.comparison(found[:1])
-    failed = gate.passes(found[0], Bounds(perplexity_ratio=1.5, kl=1.0))
+    assert plots.perplexity_by_bits([told]) and plots.comparison([told])
+    failed = gate.passes(told, Bounds(perplexity_ratio=1.5, kl=1.0))
     assert len(failed) == 1 and "cannot be judged" in failed[0] and "nothing was encoded" in failed[0]
-    assert gate.passes(found[0], Bounds()) == []
+    assert gate.passes(told, Bounds()) == []
     assert gate.judged(found[0], Bounds(kl=1.0))["result"]["gate"]["protocol"] is None
     # of windows in which all are sinks, too
     sinks = evaluated(small, ["higgs-2bit"], length=100, sinks=100, error_windows=0)
-    assert "are all sinks" in measured.parts(sinks[0])["full"]["reason"]
+    assert "are all sinks" in sinks[0]["result"]["protocols"]["full"]["reason"]
 
 
 def test_the_gate_judges_the_full_encode_where_there_is_one():
     def made(full, in_use):
-        return {"result": {"protocols": {"full": full, "in-use": in_use}}}
+        return read(many.of_parts(full=full, in_use=in_use))
 
-    cheap, dear = ({"relative": cost, "kl": cost, "decoded": {"reads": 0.9}} for cost in (0.001, 0.1))
+    cheap, dear = (
+        {"perplexity": 12.0, "relative": cost, "kl": cost, "decoded": {"reads": 0.9}} for cost in (0.001, 0.1)
+    )
     bounds = Bounds(perplexity_ratio=1.01)
     (reason,) = gate.passes(made(dear, cheap), bounds)
     assert "full encode: 1.1, allowed 1.01" in reason and gate.passes(made(cheap, dear), bounds) == []
@@ -405,12 +410,13 @@ def test_the_gate_judges_the_full_encode_where_there_is_one():
 
 def test_a_record_has_both_and_says_what_was_fitted_on(small):
     one, other = evaluated(small, ["svdq-online-2bit", "subkv-2bit"], recent=0, error_windows=0)
-    parts = measured.parts(one)
+    parts = one["result"]["protocols"]
     assert list(parts) == ["full", "in-use"] == one["protocol"]["protocols"] and one["protocol"]["version"] == 2
     assert parts["full"]["fitted_on"] == 128 and "fitted_on" not in parts["in-use"]
     assert parts["full"]["decoded"]["reads"] > parts["in-use"]["decoded"]["reads"] > 0
     assert parts["full"]["decoded"]["attention"] > parts["in-use"]["decoded"]["attention"] > 0
-    assert measured.decisive(one) == "full" and measured.decisive(other) == "in-use"
+    one, other = read(one), read(other)
+    assert one.decisive[0] == "full" and other.decisive[0] == "in-use"
     rows = tables.table([one, other])
     assert [row["protocol"] for row in rows] == [None, "full encode", "in use", "full encode", "in use"]
     assert "fitted to the first 128 tokens" in rows[1]["decoded"] and "chooses" in rows[3]["decoded"]

@@ -1,12 +1,14 @@
 """The stage between fit and publication: what it measures, what it keeps, and what a bound stops."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import many_versions as many
 import pytest
 import tiny
 from patience import held, until
@@ -20,8 +22,8 @@ from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.job.run import run
 from kvq_runtime.artifact import artifact
-from kvq_runtime.registry import measured
 from kvq_runtime.registry import resolve as registry
+from kvq_runtime.registry.sound import read
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +58,10 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     files, batch = work.files, held_out.choose(work)
     again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], held_out.PROTOCOL)
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
-    first, second = (measured.figures(one, "full") for one in (kept, again[0]))
-    assert second["kl"] == pytest.approx(first["kl"], rel=1e-6)
+    first, second = (read(one).figures("full") for one in (kept, again[0]))
+    assert second.kl == pytest.approx(first.kl, rel=1e-6)
     assert kept["protocol"]["text"]["split"] == "held-out" and kept["protocol"]["windows"] == 2
-    assert done[0].kl == first["kl"] > 0 and done[0].protocol == "full encode" and spent["evaluation"] > 0
+    assert done[0].kl == first.kl > 0 and done[0].protocol == "full encode" and spent["evaluation"] > 0
 
 
 def test_card_and_plots_carry_the_results(model, tmp_path):
@@ -95,7 +97,7 @@ def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
     words = arguments(model, run, "--recipe", "mean-higgs-4bit", "--recipe", "mean-higgs-2bit")
     assert cli.main([*words, "--no-publish"]) == 0
     capsys.readouterr()
-    four, one = (measured.figures(made, "full")["kl"] for made in json.loads((run / "evaluation.json").read_text()))
+    four, one = (read(made).figures("full").kl for made in json.loads((run / "evaluation.json").read_text()))
     assert four < one
     assert cli.main([*words, "--max-kl", f"{(four + one) / 2:.6g}", "--max-perplexity-ratio", "100"]) == 5
     captured = capsys.readouterr()
@@ -123,10 +125,11 @@ def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
     ],
 )
 def test_gate(bounds, failed):
-    result = {"relative": 0.01, "kl": 0.01}
-    assert len(gate.passes({"result": result}, bounds)) == failed
-    assert len(gate.passes({"result": {"relative": float("nan"), "kl": float("nan")}}, bounds)) == len(bounds.given)
-    assert ("gate" in gate.judged({"result": result}, bounds)["result"]) == bool(bounds.given)
+    costs = {"perplexity": 12.0, "relative": 0.01, "kl": 0.01}
+    given, unknown = many.of_parts(full=costs), many.of_parts(full=costs | {"relative": math.nan, "kl": math.nan})
+    assert len(gate.passes(read(given), bounds)) == failed
+    assert len(gate.passes(read(unknown), bounds)) == len(bounds.given)
+    assert ("gate" in gate.judged(given, bounds)["result"]) == bool(bounds.given)
 
 
 @pytest.mark.parametrize(

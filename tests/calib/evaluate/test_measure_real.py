@@ -99,7 +99,7 @@ def test_a_recipe_with_a_setting_is_kept_under_the_words_that_asked_for_it(resul
 def test_lines_make_a_page(results, tmp_path):
     folder, _ = results
     records = real_records.records(folder, "wikitext", 256)
-    assert {one["result"]["recipe"] for one in records} == set(RECIPES)
+    assert {one.result.recipe for one in records} == set(RECIPES)
     rows = tables.comparison(records)
     assert rows[0]["recipe"] == "16 bit" and float(rows[0]["full"]) == pytest.approx(float(rows[0]["in use"]), rel=1e-3)
     assert {"docs full KL", "docs in use KL"} <= set(rows[1]) and plots.frontier([records])

@@ -17,7 +17,7 @@ from kvq_calib.model import find as models
 from kvq_calib.report import tables
 from kvq_calib.text import corpus, others, stdlib
 from kvq_calib.text.documents import EMBEDDED
-from kvq_runtime.registry import measured
+from kvq_runtime.registry.sound import read
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +70,12 @@ def test_figures_of_a_text_beside_are_those_it_has_alone(model: Path):
         alone = second["result"]["protocols"][protocol]  # in use for what has no full encode
         assert both["result"]["texts"]["else"]["protocols"] == {protocol: alone} and "perplexity" in alone
         assert both["result"]["protocols"] != second["result"]["protocols"]
-        view = measured.elsewhere(both)["else"]
-        assert view["protocol"] == second["protocol"] and view["corpus"] == second["corpus"]
+        view, other = read(both).elsewhere()["else"], read(second)
+        assert (view.protocol, view.corpus) == (other.protocol, other.corpus)
+    together = [read(one) for one in together]
     rows = tables.table(together)
     assert [row["text"] for row in rows] == ["corpus.txt"] * 7 + ["else"] * 4
-    assert rows[8]["vs 16 bit"] == tables.relative(apart[1][0]["result"]["protocols"]["full"])
+    assert rows[8]["vs 16 bit"] == tables.relative(read(apart[1][0]).figures("full"))
     wide = tables.comparison(together)
     assert wide[1]["else full"] == rows[8]["vs 16 bit"] and wide[0]["else full"] == rows[7]["perplexity"]
     assert wide[3]["else in use"] == rows[10]["vs 16 bit"] and wide[1].get("else in use") is None
@@ -120,8 +121,8 @@ def test_a_calibration_measures_on_other_texts_and_its_card_says_so(model: Path,
     given |= {"recipes": ["mean-higgs-2bit"], "also": [f"back={model / 'other.txt'}"], "publish": False}
     run(Job.from_settings(model=str(model), **given))
     (kept,) = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    alone = measured.figures(measured.elsewhere(kept)["back"], "full")
-    assert alone and alone["tokens"] == 2 * 383
+    alone = kept["result"]["texts"]["back"]["protocols"]["full"]
+    assert alone["tokens"] == 2 * 383
     (card,) = (tmp_path / "run").glob("*/README.md")
     text = card.read_text()
     assert f"{alone['perplexity']:.3f}" in text and "2 windows of 384 tokens of other.txt, held-out part" in text

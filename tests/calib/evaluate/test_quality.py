@@ -10,14 +10,14 @@ from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
 from kvq_calib.job.run import run
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
-from kvq_runtime.registry import measured
+from kvq_runtime.registry.sound import read
 
 
 def scores(files, batch, names) -> dict[str, Any]:
     subjects = [find(name, files) for name in names]
     protocol = record.Protocol(error_windows=0, protocols=("full",))
     found = record.evaluate(files, batch, subjects, protocol)
-    return {subject.name: measured.figures(one, "full") for subject, one in zip(subjects, found, strict=True)}
+    return {subject.name: read(one).figures("full") for subject, one in zip(subjects, found, strict=True)}
 
 
 @pytest.mark.slow
@@ -31,8 +31,8 @@ def test_on_stories260k_aqua_is_closer_than_higgs_at_the_same_bits(test_data):
     found = scores(files, batch, ["stories260k-aqua-3bit", "higgs-3bit", "stories260k-aqua-4bit", "higgs-4bit"])
     for bits in ("3bit", "4bit"):
         aqua, higgs = found[f"stories260k-aqua-{bits}"], found[f"higgs-{bits}"]
-        assert aqua["perplexity"] < higgs["perplexity"]
-        assert aqua["kl"] < higgs["kl"] / 5
+        assert aqua.perplexity < higgs.perplexity
+        assert aqua.kl < higgs.kl / 5
 
 
 @pytest.mark.slow
@@ -44,5 +44,5 @@ def test_on_the_demo_model_aqua_beats_the_mean_and_the_mean_beats_nothing():
     batch = corpus.select("demo", files.path, 8, 512, split="held-out")
     found = scores(files, batch, ["demo-aqua-2bit", "demo-mean-higgs-2bit", "higgs-2bit"])
     aqua, mean, plain = found.values()
-    assert aqua["kl"] < mean["kl"] / 3 and mean["kl"] < plain["kl"]
-    assert aqua["perplexity"] < mean["perplexity"] < plain["perplexity"]
+    assert aqua.kl < mean.kl / 3 and mean.kl < plain.kl
+    assert aqua.perplexity < mean.perplexity < plain.perplexity

@@ -5,19 +5,19 @@ import json
 import pytest
 
 from kvq_calib.report import asked, decode_table, task_table
-from kvq_runtime.artifact import describe
-from kvq_runtime.registry import card, evaluations, measured
+from kvq_runtime.registry import card, evaluations, measured, shown
+from kvq_runtime.registry.measured import Record
+from kvq_runtime.registry.sound import read
 
 MODEL = {"id": "demo", "revision": None, "parameters": 4_070_000}
 BITS = {"asymptotic": 2.125, "at_length": 3.0, "at_4096": 3.1}
 
 
-def record(name: str, about: dict, **protocols: dict) -> dict:
+def record(name: str, about: dict, **protocols: dict) -> Record:
     given = {"name": name, "version": 1, "model": MODEL, **about}
     result = {"recipe": "higgs-2bit", "protocols": {key.replace("_", "-"): part for key, part in protocols.items()}}
-    return {"artifact": "0" * 64, "corpus": "1" * 64, "protocol": given, "environment": {}, "result": result | {
-        "bits": BITS
-    }}  # fmt: skip
+    found = {"artifact": "0" * 64, "corpus": "1" * 64, "protocol": given, "environment": {}}
+    return read(found | {"result": result | {"bits": BITS}})
 
 
 OWN = record(
@@ -42,9 +42,8 @@ PART = {
                 for first, kl in ((30, 0.01), (None, 0.0), (90, 0.05))],
     "bins": [BIN | {"from": 8 * n, "to": 8 * n + 8, "kl": 0.01 * n, "entropy": 2.0 - n / 8} for n in range(8)],
 }  # fmt: skip
-GREEDY = record(
-    "decode", {"text": {"source": "demo", "split": "held-out"}, "windows": 3, "prompt": 256, "length": 320}, decode=PART
-)
+ABOUT = {"text": {"source": "demo", "split": "held-out"}, "windows": 3, "prompt": 256, "length": 320}
+GREEDY = record("decode", ABOUT, decode=PART)
 
 
 def test_rows_have_a_column_for_each_metric_and_say_what_was_read():
@@ -75,7 +74,7 @@ def test_greedy_text_is_told_by_its_quarters_and_its_worst_window():
     assert row["first"] == "60, least 30; 1 of 3 never"
     assert [round(row[f"KL {n}/4"], 6) for n in (1, 2, 3, 4)] == [0.005, 0.025, 0.045, 0.065]
     assert row["worst window"] == 0.05 and row["KL per 1000 tokens"] == "+0.005 ± 0.001"
-    (row,) = decode_table.rows([record("decode", {}, decode={"reason": "nothing was encoded"})])
+    (row,) = decode_table.rows([record("decode", ABOUT, decode={"reason": "nothing was encoded"})])
     assert row["first"] == "nothing was encoded"
 
 
@@ -89,12 +88,12 @@ def test_the_hub_and_kvq_show_have_them():
     again = card.with_results("# x\n\nmeasured when it was fitted\n", "x", [OWN, HARNESS])
     assert again.endswith("| gsm8k | ppl, in use | 7.5 |\n") and again.count("## Tasks") == 1
     assert card.with_results(again, "x", [OWN]).count("## Tasks") == 1
-    shown = describe.tables({"evaluations": [OWN, HARNESS, GREEDY], "fit": {}})
-    assert shown["tasks"][0] == {"task": "needle", "protocol": "in-use", "figures": "accuracy 0.5", "texts": 20}
-    assert shown["tasks"][2]["figures"] == "nothing was encoded" and len(shown["tasks"]) == 3
+    tables = shown.tables([OWN, HARNESS, GREEDY])
+    assert tables["tasks"][0] == {"task": "needle", "protocol": "in-use", "figures": "accuracy 0.5", "texts": 20}
+    assert tables["tasks"][2]["figures"] == "nothing was encoded" and len(tables["tasks"]) == 3
 
 
 @pytest.mark.parametrize("one", [OWN, HARNESS, GREEDY], ids=["tasks", "lm-eval", "decode"])
 def test_a_registry_takes_them(one):
-    assert json.loads(evaluations.to_bytes(one)) == one
-    assert [measured.of_text(one), measured.of_tasks(one)] == [False, one is not GREEDY]
+    assert json.loads(evaluations.to_bytes(one.raw)) == one.raw
+    assert not measured.of_text([one]) and bool(measured.of_tasks([one])) == (one is not GREEDY)

@@ -1,6 +1,5 @@
 """Pictures can be read: looks differ, names stand free inside the axes, the frontier is one, numbers are plain."""
 
-import copy
 import dataclasses
 import itertools
 import random
@@ -14,6 +13,8 @@ from kvq_calib.report import fit_plots, frame, labels, names, plots, points, tab
 from kvq_calib.report.looks import families, looks
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.recipe import family
+from kvq_runtime.registry.measured import TextRecord
+from kvq_runtime.registry.sound import read
 
 BITS = {"asymptotic": 2.0, "at_length": 6.0, "at_4096": 3.0, "all_at_4096": 3.3}
 GOOD = {
@@ -24,7 +25,12 @@ GOOD = {
 }
 
 
-def record(
+def record(*given, **named) -> TextRecord:
+    """`as_json`, read."""
+    return read(as_json(*given, **named))
+
+
+def as_json(
     recipe: str, bits: float, kl: float, relative: float | None = None, windows: int = 6, digest: str = ""
 ) -> dict:
     """A record with both protocols; windows differ by a tenth."""
@@ -51,11 +57,11 @@ def record(
     return {"artifact": digest or recipe, "corpus": "1", "protocol": protocol, "environment": {}, "result": result}
 
 
-def some(given: dict[str, tuple[float, float]] = GOOD) -> list[dict]:
+def some(given: dict[str, tuple[float, float]] = GOOD) -> list[TextRecord]:
     return [record(name, *where) for name, where in given.items()]
 
 
-def drawn(records: list[dict], *measures: str) -> Figure:
+def drawn(records: list[TextRecord], *measures: str) -> Figure:
     return plots._costs(records, measures or (points.KL, points.PERPLEXITY))
 
 
@@ -187,10 +193,11 @@ def test_ticks_are_plain_numbers(low, high):
 
 @pytest.mark.slow
 def test_captions_say_what_was_measured():
-    other = copy.deepcopy(some())
+    other = [as_json(name, *where) for name, where in GOOD.items()]
     for one in other:
         one["protocol"]["texts"] = {"web": {"windows": 3, "length": 256, "text": {"source": "web.txt"}}}
         one["result"]["texts"] = {"web": {"protocols": one["result"]["protocols"]}}
+    other = [read(one) for one in other]
     figures = (drawn(some()), drawn(other), plots._error_by_layer(some()), plots._frontier([some(), other], True, 9, 5))
     for number, figure in enumerate(figures):
         said = " ".join(figure._supxlabel.get_text().split())
@@ -208,12 +215,12 @@ def test_captions_say_what_was_measured():
 
 
 def test_texts_stand_side_by_side_on_the_same_axes():
-    records = some()
+    records = [as_json(name, *where) for name, where in GOOD.items()]
     for number, one in enumerate(records):
         one["protocol"]["texts"] = {"web": {"windows": 6, "length": 512, "text": {"source": "web.txt"}}}
         full = one["result"]["protocols"]["full"]
         one["result"]["texts"] = {"web": {"protocols": {"full": full | {"kl": full["kl"] / 10**number}}}}
-    left, right = plots._frontier([records], True, 12, 5).axes
+    left, right = plots._frontier([[read(one) for one in records]], True, 12, 5).axes
     assert left.get_ylim() == right.get_ylim() and left.get_xlim() == right.get_xlim()
     for axis in (left, right):
         (low, high), names = axis.get_ylim(), written(axis)
@@ -223,15 +230,15 @@ def test_texts_stand_side_by_side_on_the_same_axes():
 
 def test_two_windows_give_no_standard_error():
     few, many = record("aqua-2bit", 2.4, 0.01, windows=2), record("aqua-2bit", 2.4, 0.01, windows=3)
-    part = many["result"]["protocols"]["full"]
+    part = many.figures("full")
     assert (
         points.points([few], points.KL, "full")[0].spread
         is None
         is points.points([few], points.PERPLEXITY, "full")[0].spread
     )
-    assert points.points([many], points.PERPLEXITY, "full")[0].spread == 100 * part["relative_se"]
-    mean = sum(part["windows"]["kl"]) / 3
-    expected = (sum((one - mean) ** 2 for one in part["windows"]["kl"]) / 2 / 3) ** 0.5
+    assert points.points([many], points.PERPLEXITY, "full")[0].spread == 100 * part.relative_se
+    mean = sum(part.windows.kl) / 3
+    expected = (sum((one - mean) ** 2 for one in part.windows.kl) / 2 / 3) ** 0.5
     assert points.points([many], points.KL, "full")[0].spread == pytest.approx(expected)
     assert [tables.table([one])[1]["vs 16 bit"] for one in (few, many)] == ["+1.00%", "+1.00% ± 0.10%"]
     assert tables.table([record("x", 2.4, 0.01, -0.00001, windows=2)])[1]["vs 16 bit"] == "0.00%"
@@ -248,7 +255,7 @@ def test_versions_of_an_artifact_have_their_references():
     unasked = set(written(drawn(pair).axes[0]))
     assert {"aqua-2bit (aaaaaaaa)", "aqua-2bit (bbbbbbbb)"} <= unasked
     path = names.named(pair, ["/a/long/way/one/kvq.safetensors", "two/kvq.safetensors"])
-    assert [names.name_of(one) for one in path] == ["one/kvq.safetensors", "two/kvq.safetensors"]
+    assert [one.name for one in path] == ["one/kvq.safetensors", "two/kvq.safetensors"]
 
 
 def test_our_recommendation_is_marked():
@@ -300,15 +307,16 @@ def test_pictures_of_a_fit_say_the_model_and_its_size(monkeypatch):
 
 
 def test_a_record_without_a_divergence_is_no_mark_and_is_said():
-    given = [*some(), record("rtn-2bit", 2.0, 0.2)]
-    for part in given[-1]["result"]["protocols"].values():
+    last = as_json("rtn-2bit", 2.0, 0.2)
+    for part in last["result"]["protocols"].values():
         part["kl"] = None
         part["windows"] = {**part["windows"], "kl": []}
+    given = [*some(), read(last)]
     for figure in (drawn(given, points.KL), plots._frontier([given], True, 9.0, 5.4)):
         assert not any("rtn-2bit" in written(axis) for axis in figure.axes)
         assert "not measured: rtn-2bit." in " ".join(figure.get_supxlabel().split())
     assert "not measured" not in plots._frontier([some()], True, 9.0, 5.4).get_supxlabel()
-    near = [one["result"]["recipe"] for one in points.by_bits([given[-1], record("higgs-2bit", 2.0, 0.1)])]
+    near = [one.result.recipe for one in points.by_bits([given[-1], record("higgs-2bit", 2.0, 0.1)])]
     assert near == ["higgs-2bit", "rtn-2bit"], "what was not measured comes last"
 
 
@@ -319,9 +327,9 @@ def test_the_decisive_columns_of_a_comparison_fit_a_terminal():
     assert rows == [{name: row[name] for name in rows[0]} for row in wide] and set(rows[0]) < set(wide[0])
     assert rows[0]["full"] == "20.000" and rows[-1]["full"] == "+1.23% ± 0.10%", "of 16 bit the perplexity itself"
     assert rows[-1]["in use KL"] == 0.0034
-    one = record("higgs-2bit", 2.125, 0.11)
+    one = as_json("higgs-2bit", 2.125, 0.11)
     del one["result"]["protocols"]["in-use"]
-    assert list(tables.narrow([one])[0]) == ["recipe", "bits", "full", "full KL"]
+    assert list(tables.narrow([read(one)])[0]) == ["recipe", "bits", "full", "full KL"]
 
 
 def test_the_table_of_a_comparison_has_at_most_100_columns(capsys):

@@ -1,6 +1,5 @@
 """The card says what the records say, and its snippet runs."""
 
-import copy
 import re
 from dataclasses import replace
 
@@ -14,17 +13,24 @@ from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.model import find as models
 from kvq_calib.report import captions, licenses, plots, points, sections, tables
 from kvq_calib.report import card as report
-from kvq_runtime.artifact import artifact, describe
+from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry import measured
+from kvq_runtime.registry import shown as shown_as
+from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.resolve import open_registry
+from kvq_runtime.registry.sound import read
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
 
-def made(recipe: str, relative: float = 0.0123, parameters: int = 4_070_000) -> dict:
+def made(*given, **named) -> TextRecord:
+    """`as_json`, read."""
+    return read(as_json(*given, **named))
+
+
+def as_json(recipe: str, relative: float = 0.0123, parameters: int = 4_070_000) -> dict:
     """An evaluation record of version 1, whose figures were measured in use."""
     layers = [
         {"layer": n, "key_error": 0.1 + n / 50, "value_error": 0.2, "key_explained": None, "value_explained": None,
@@ -40,17 +46,18 @@ def made(recipe: str, relative: float = 0.0123, parameters: int = 4_070_000) -> 
     return {"artifact": "0" * 64, "corpus": "1" * 64, "protocol": protocol, "environment": {}, "result": result}
 
 
-def of_both(recipe: str, full: float | str = 0.1) -> dict:
+def of_both(recipe: str, full: float | str = 0.1, **result) -> TextRecord:
     """The same in version 2; `full` is what a full encode costs, or why there is none."""
-    record = made(recipe)
+    record = as_json(recipe)
     names = ("perplexity", "reference_perplexity", "relative", "relative_se", "kl", "top1", "tokens")
     in_use: dict = {name: record["result"].pop(name) for name in names}
     in_use["decoded"] = {"attention": 0.31, "reads": 0.87, "unread": 0.0}
     dear = {"perplexity": 20.0, "decoded": {"attention": 0.98, "reads": 0.99, "unread": 0.0}}
     other = {"reason": full} if isinstance(full, str) else in_use | dear | {"relative": full, "kl": full}
     record["result"] |= {"protocols": {"full": other, "in-use": in_use}}
+    record["result"] |= result
     record["protocol"] |= {"version": 2, "protocols": ["full", "in-use"]}
-    return record
+    return read(record)
 
 
 def fit(name: str) -> Artifact:
@@ -126,8 +133,8 @@ def test_the_licence_is_what_the_model_says(tmp_path):
 
 
 def test_the_card_has_both_protocols_and_what_was_decoded(fitted):
-    record = of_both("aqua-2bit")
-    record["result"]["gate"] = {"bounds": {"kl": 0.05}, "protocol": "full", "failed": ["KL divergence, nats, full ..."]}
+    gate = {"bounds": {"kl": 0.05}, "protocol": "full", "failed": ["KL divergence, nats, full ..."]}
+    record = of_both("aqua-2bit", gate=gate)
     text = report.card(fitted, [record, of_both("subkv-2bit", "it chooses")], "demo-aqua")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     cells = {(row[0], row[3]): row[4:] for row in rows if row[0] in ("aqua-2bit", "subkv-2bit") and len(row) == 9}
@@ -145,21 +152,21 @@ def test_the_card_has_both_protocols_and_what_was_decoded(fitted):
 
 def test_records_of_either_version_are_read():
     old, new = made("aqua-2bit"), of_both("aqua-2bit")
-    assert measured.figures(old, "in-use") is old["result"] and measured.figures(old, "full") is None
-    assert (measured.decisive(old), measured.decisive(new)) == ("in-use", "full")
+    assert old.figures("in-use").kl == 0.00345 and old.figures("full") is None
+    assert (old.decisive[0], new.decisive[0]) == ("in-use", "full")
     rows = tables.table([old])
     assert [row["protocol"] for row in rows] == [None, "in use"] and rows[1]["decoded"] == "not counted"
     assert rows[1]["vs 16 bit"] == "+1.23% ± 0.20%" and rows[0]["perplexity"] == "20.000"
     assert points.by_bits([new, old])[0] is old and plots.comparison([old]) != plots.comparison([old, new])
-    shown = describe.tables({"fit": {}, "evaluations": [old, new]})["evaluations (--json has all of each)"]
+    shown = shown_as.tables([old, new])["evaluations (--json has all of each)"]
     assert shown[0]["relative"] == 0.0123 == shown[1]["in-use: relative"] and shown[1]["full: relative"] == 0.1
     assert gate.passes(old, Bounds(kl=0.01)) == [] != gate.passes(new, Bounds(kl=0.01))
 
 
 def test_records_of_other_protocols_are_not_compared(fitted):
-    other = copy.deepcopy(made("higgs-2bit"))
+    other = as_json("higgs-2bit")
     other["protocol"]["length"] = 256
-    text = report.card(fitted, [made("aqua-2bit"), made("mean-higgs-2bit"), other])
+    text = report.card(fitted, [made("aqua-2bit"), made("mean-higgs-2bit"), read(other)])
     assert text.count("| cache | bits |") == 2
 
 

@@ -17,6 +17,7 @@ from matplotlib.image import imread
 from kvq_calib.report.page import known, version, wall, whole
 from kvq_calib.report.page.html import environment
 from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.sound import read
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def test_names_of_points_lie_on_no_other_name_and_no_mark(page, tmp_path):
     store = LocalRegistry(tmp_path / "registry")
     many.published(store)
     names = ("aqua-2bit", "kivi-2bit", "auto-2.1bit", "higgs-2bit", "rtn-2bit", "aqua-3bit", "kivi-4bit", "quarot-2bit")
-    beside = [many.record(name, 0.03 / 1.4**n, recipe=name, bits=2 + n / 9) for n, name in enumerate(names)]
+    beside = [read(many.record(name, 0.03 / 1.4**n, recipe=name, bits=2 + n / 9)) for n, name in enumerate(names)]
     page.show(saved(version.page(known.of_version(store, "tiny-2bit", "1.1.0", beside)), tmp_path))
     boxes, marks = (
         page.run(f"""Array.from(document.querySelectorAll('#frontier svg {kind}'), (one) => {{

@@ -17,6 +17,7 @@ from kvq_calib.report.page import known, version, wall, whole
 from kvq_calib.report.page.html import environment
 from kvq_runtime.registry.local.registry import LocalRegistry
 from kvq_runtime.registry.resolve import open_registry
+from kvq_runtime.registry.sound import read as read_record
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>\u202e'
 NOW = datetime(2026, 11, 23, tzinfo=UTC)
@@ -191,11 +192,11 @@ def test_nothing_of_a_registry_becomes_markup(store):
     }
     data = tiny.resealed(provenance=provenance, fit={"layers": [{EVIL: EVIL}, EVIL]})
     published = store.publish("tiny-2bit", data, attachments={"README.md": f"# {EVIL}</pre>{EVIL}".encode()})
-    record = many.record(published.sha256, 0.5, recipe=EVIL, gate={"bounds": {EVIL: EVIL}, "failed": [EVIL]})
+    record = many.record(published.sha256, 0.5, recipe=EVIL, gate={"bounds": {EVIL: 0.5}, "failed": [EVIL]})
     record["protocol"]["text"]["source"] = record["protocol"]["model"]["id"] = EVIL
     record["result"]["texts"] = {EVIL: record["result"]["texts"]["demo-code"]}
     record["protocol"]["texts"] = {EVIL: record["protocol"]["texts"]["demo-code"]}
-    record["result"]["layers"][0][EVIL] = EVIL
+    record["result"]["layers"][0][EVIL] = 0.5
     store.add_evaluation(record)
     store.add_evaluation(many.asked(published.sha256, many.tasks(**{EVIL: 0.5}), model={"id": EVIL}))
     for broken in ({"kl": EVIL}, {"windows": [EVIL]}, {"relative": None}):
@@ -203,7 +204,7 @@ def test_nothing_of_a_registry_becomes_markup(store):
         bad["result"]["protocols"]["full"] |= broken
         store.add_evaluation(bad)
     store.yank("tiny-2bit", "1.0.0", f"because {EVIL[:-1]}")
-    beside = {**record, "artifact": EVIL}
+    beside = read_record({**record, "artifact": EVIL})
     pages = [version.page(known.of_version(store, "tiny-2bit", "1.0.0", [beside]))]
     pages.append(wall.page(whole.of_registry(store, NOW)))
     for page in pages:
@@ -288,12 +289,12 @@ def test_the_frontier_takes_other_versions_and_given_records(store, kvq_report, 
     other = store.publish("another", tiny.data(7))
     store.add_evaluation(many.record(other.sha256, 0.001, recipe="kivi-2bit", bits=3.0))
     elsewhere = many.record("higgs-2bit", 0.1, recipe="higgs-2bit", bits=2.1)
-    found = known.of_version(store, "tiny-2bit", "1.1.0", [elsewhere])
+    found = known.of_version(store, "tiny-2bit", "1.1.0", [read_record(elsewhere)])
     assert [one["name"] for one in found["compared"]] == ["tiny-2bit", "another", "tiny-2bit", "higgs-2bit"]
     assert "another@1.0.0" in harmless(version.page(found)).said
     unknown = many.record("rtn-2bit", 0.1, recipe="rtn-2bit", bits=2.0)
     unknown["result"]["protocols"]["full"] |= {"kl": None, "windows": {}}
-    beside = known.of_version(store, "tiny-2bit", "1.1.0", [elsewhere, unknown])
+    beside = known.of_version(store, "tiny-2bit", "1.1.0", [read_record(one) for one in (elsewhere, unknown)])
     assert "Not drawn, for their divergence was not measured: rtn-2bit." in harmless(version.page(beside)).said
     assert "Not drawn" not in harmless(version.page(found)).said
     foreign = {**elsewhere, "protocol": {**elsewhere["protocol"], "model": {"id": "else"}}}

@@ -5,14 +5,18 @@ import math
 import pytest
 
 from kvq_calib.report import task_plot
+from kvq_runtime.registry.measured import TasksRecord
+from kvq_runtime.registry.sound import read
 
 LENGTHS, DEPTHS, TASKS = (64, 256, 1024), (0.1, 0.9), ("needle", "chain")
 
 
-def record(name: str, parts: dict) -> dict:
-    about = {"tasks": TASKS, "lengths": LENGTHS, "depths": DEPTHS, "samples": 4}
+def record(name: str, parts: dict) -> TasksRecord:
+    about = {"name": "tasks", "tasks": [*TASKS], "lengths": [*LENGTHS], "depths": [*DEPTHS], "samples": 4}
     about["model"] = {"id": "tiny", "parameters": 1000}
-    return {"artifact": name, "protocol": about, "result": {"recipe": name, "protocols": parts}}
+    return read({
+        "artifact": name, "corpus": "c", "protocol": about, "result": {"recipe": name, "protocols": parts}
+    })  # fmt: skip
 
 
 def part(scale: float) -> dict:
