@@ -131,8 +131,9 @@ def test_of_two_fits_the_table_has_the_newest_whichever_takes_fewer_bits(tmp_pat
     # bits, divergence; a fit on one of the texts alone is not in this table
     fits = ((1.0, 0.3, "mix"), (0.999, 0.2, "mix"), (1.001, 0.1, "mix"), (1.0, 0.4, "mix"), (1.0, 0.5, "wikitext"))
     for number, (bits, kl, on) in enumerate(fits):
+        figures = {"perplexity": 9.0, "relative": 0.01, "kl": kl}
         line = {"key": str(number), "recipe": "aqua-fisher-1bit", "on": on, "text": "wikitext", "length": 1024,
-                "protocol": "full", "bits": {"asymptotic": bits}, "part": {"relative": 0.01, "kl": kl}}  # fmt: skip
+                "protocol": "full", "bits": {"asymptotic": bits}, "part": figures}  # fmt: skip
         real_records.append(tmp_path, line)
     assert real_page.brief(tmp_path).splitlines()[2] == "| `aqua-fisher-1bit` | 1.00 | +1.00%, 0.4 |"
 

@@ -11,6 +11,7 @@ from kvq_calib.report import fit_plots, plots, task_plot
 from kvq_calib.report.frame import names_as_they_are
 from kvq_calib.report.points import Point
 from kvq_calib.report.svg import svg
+from kvq_runtime.registry.measured import Cell
 
 NAMES = ["$\\frac{a}$", "\u6f22\u5b57", 'a\x00\u202e<b>&"', "<script>alert(1)</script>", "kivi-2bit", "higgs-2bit"]
 
@@ -70,8 +71,8 @@ def test_colours_follow_light_and_dark_but_those_of_cells():
     for given in (fit_plots.layer_bits(rows, 10, 3), plots.layer_errors([errors], [style]), some()):
         with names_as_they_are():
             assert not re.findall(r'(?:fill|stroke)="#', svg(given, "x"))
-    cells = [{"task": "needle", "length": 64, "depth": 0.5, "accuracy": 0.25}]
-    text = svg(task_plot.grid([("in use", {"cells": cells})], ["needle"], [64], [0.5]), "x")
+    cells = [Cell("needle", 64, 0.5, 0.25)]
+    text = svg(task_plot.grid([("in use", cells)], ["needle"], [64], [0.5]), "x")
     assert f'fill="{task_plot.LIGHT}"' in text and "64 tokens, depth 0.5: 25%" in text and "<image" not in text
 
 
