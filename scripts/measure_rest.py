@@ -146,12 +146,11 @@ def _stored(made: Any, model: Any) -> Keep:
 
     def keep(tokens_T: Tensor, exact: Pair) -> tuple[float, Pair]:
         store = PrefixStore(None, made, model=model)
-        assert store.recipe.window.sinks == SINKS, "as many sinks are kept by all"
         store.put(_cache(model, exact), tokens_T)
         blocks = store._blocks
         names = chain.names(blocks.root, chain.token_row(tokens_T), blocks.block)
         size = sum(len(blocks.shelf.get(name, blocks.format.largest()) or b"") for name in names)
-        size -= SINKS * 2 * exact[0][:, 0].numel() * 2
+        size -= store.recipe.window.sinks * 2 * exact[0][:, 0].numel() * 2
         more = torch.cat([tokens_T, tokens_T[:1]])  # the newest token is always left to the model
         restored = _pair(store.load_decoded(more, recent=0))
         assert restored[0].shape[1] == len(tokens_T), "a prefix is a multiple of a block"
