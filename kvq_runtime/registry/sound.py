@@ -84,7 +84,7 @@ def _value(form: Any, value: Any, where: str) -> Any:
         kinds = [one for one in args if one is not NoneType]
         return _value(next((one for one in kinds[:-1] if _suits(one, value)), kinds[-1]), value, where)
     if origin is tuple:
-        if not isinstance(value, list):
+        if not isinstance(value, (list, tuple)):  # a record that was just made has tuples
             raise ValueError(f"{where}: {value!r:.80} is not a list")
         return tuple(_value(args[0], one, f"{where}.{place}") for place, one in enumerate(value))
     if origin is Mapping:
@@ -118,4 +118,6 @@ def _plain(value: Any) -> bool:
     """True if all numbers below a value can be drawn."""
     if isinstance(value, (int, float)):
         return isinstance(value, bool) or -LARGEST <= value <= LARGEST
-    return all(map(_plain, value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()))
+    return all(
+        map(_plain, value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ())
+    )

@@ -37,10 +37,10 @@ def here(hub):
     here = resolve.open_registry()
     first = here.publish(NAME, tiny_artifact.data(0), attachments={"README.md": CARD, "error.png": b"png"})
     here.publish(NAME, tiny_artifact.data(1, corpus="b" * 64))
-    text = {"source": "wiki", "split": "test"}
-    result = {"perplexity": 12.5, "kl": 0.25}
+    about = {"text": {"source": "wiki", "split": "test"}, "windows": 4, "length": 256}
+    result = {"recipe": "tiny", "perplexity": 12.5, "relative": 0.01, "kl": 0.025}
     here.add_evaluation(
-        {"artifact": first.sha256, "corpus": "c" * 64, "protocol": {"text": text}, "environment": {}, "result": result}
+        {"artifact": first.sha256, "corpus": "c" * 64, "protocol": about, "environment": {}, "result": result}
     )
     return here
 
@@ -72,7 +72,8 @@ def test_push_brings_everything_and_again_is_the_same(here, hub, as_json, kvq):
     front = yaml.safe_load(text.split("---")[1])
     assert front["license"] == "mit" and front["tags"] == ["kvq", "tiny"]
     metrics = front["model-index"][0]["results"][0]["metrics"]
-    assert {metric["type"]: metric["value"] for metric in metrics} == {"perplexity": 12.5, "kl_divergence": 0.25}
+    found = {metric["type"]: metric["value"] for metric in metrics}
+    assert found == {"perplexity": 12.5, "kl_divergence": 0.025, "relative_perplexity": 0.01}
     assert f'KVQCache.from_pretrained("hf://org/{NAME}@1.0.0", model=model)' in text
     assert "![error](versions/1.0.0/error.png)" in text and "Not evaluated" not in text and "| wiki |" in text
     assert kvq("push", NAME, "hf://org")[0] == 2  # which version?
