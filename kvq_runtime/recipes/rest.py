@@ -7,8 +7,9 @@ all layers are rounded by one step in the unit of the model's loss, and a file o
 each code as it says something (`kvq_runtime/entropy`). What a token's codes are like the artifact knows by channel,
 and the token by its loudness.
 
-Bits in a name are what calibration's text takes in files, per element, in the mean of all layers; sinks and the frame
-of a file come on top, and other text may take more or less: `kvq prefix list` has the bytes. In memory a cache holds a
+Bits in a name are the draft's estimate of what calibration's text takes in files, per element, in the mean of all
+layers; those of `rest-1bit` took 17% more of SmolLM2-135M, held-out text 32%. Sinks and the frame of a file come on top: `kvq prefix list`
+has the bytes. In memory a cache holds a
 byte for each channel that is stored at all, at any target: 3 to 8 bits. So these are recipes for prefixes that are
 kept, not for a long context in memory.
 
