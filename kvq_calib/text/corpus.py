@@ -20,6 +20,7 @@ needs every document.
 """
 
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -138,7 +139,7 @@ def select(
 
 def sources_of(source: str) -> list[str]:
     """The corpora of a mixture; of any other corpus, itself. Raises ValueError for a mixture that names one twice."""
-    found = [source] if Path(source).exists() else source.split(MIX)
+    found = [source] if os.path.exists(source) else source.split(MIX)  # which no length of a name stops
     if len(set(found)) < len(found) or not all(found):
         raise ValueError(f"corpus {source!r} names one twice, or nothing; give each once, as in demo + demo-code")
     return found
@@ -162,12 +163,13 @@ def _mixed(
     tokens_BT = torch.stack([row for turn in turns for row in turn if row is not None])
     parts = [batch.description for batch in batches]
     digest = hashlib.sha256(tokens_BT.numpy().astype("<i4").tobytes()).hexdigest()
-    modes = dict.fromkeys(part["mode"] for part in parts)
+    modes, boundaries = (dict.fromkeys(part[name] for part in parts) for name in ("mode", "boundary"))
     description = parts[0] | {
         "source": MIX.join(part["source"] for part in parts),
         "corpus_digest": hashlib.sha256("".join(part["corpus_digest"] for part in parts).encode()).hexdigest(),
         "documents": sum(part["documents"] for part in parts),
         "mode": MIX.join(modes),
+        "boundary": MIX.join(boundaries),
         "samples": len(tokens_BT),
         "token_digest": digest,
     }

@@ -70,3 +70,12 @@ def test_what_is_measured_beside_it_is_not_in_it():
 def test_a_file_with_such_a_name_is_a_file(tmp_path, demo_model):
     path = _file(tmp_path / "a + b.jsonl", "a")
     assert corpus.select(path, demo_model, 2, 64).description["source"] == "a + b.jsonl"
+
+
+def test_names_of_any_length_are_parted_and_the_way_of_each_is_told(pair, tmp_path, demo_model):
+    names = [f"a-text-of-some-length-{number}.jsonl" for number in range(40)]
+    assert corpus.sources_of(" + ".join(names)) == names
+    packed = tmp_path / "short.jsonl"
+    packed.write_text("\n".join(json.dumps({"text": f"only {number} words"}) for number in range(200)))
+    found = corpus.select(f"{pair[0]} + {packed}", demo_model, 2, 64).description
+    assert found["mode"] == "crop + pack" and found["boundary"].startswith("none + ")
