@@ -106,40 +106,50 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "every test of every recipe; without it a recipe that another stands for goes through every fifth one"
+    text = (
+        "every test of every recipe, and every combination; without it a recipe that another stands for goes through "
+        "every eighth test, and of combinations each value is there"
+    )
     parser.addoption("--every-pair", action="store_true", help=text)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests of one recipe among all, unless it stands for a class of recipes: see tests/support/representative.py.
+    """Leave out what only --every-pair runs: most tests of a recipe that another stands for (see
+    tests/support/representative.py) and most combinations (see tests/support/tiers.py).
 
     A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. A recipe that another stands for
-    goes through every fifth of these tests, its neighbour through the next ones. What is asked for by its name runs.
+    is marked so, and goes through every eighth of these tests, its neighbour through the next ones. What is asked for
+    by its name runs.
     """
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="a GPU is needed: make test-all on a machine that has one"))
-    if "feeding" not in sys.modules:
-        return
-    from feeding import RECIPES
-    from representative import REPRESENTATIVE
-
-    others = {id(recipe): place for place, (name, recipe) in enumerate(RECIPES.items()) if name not in REPRESENTATIVE}
     every = config.getoption("--every-pair") or config.getoption("keyword") or any("::" in one for one in config.args)
+    others = represented()
     functions: dict[str, int] = {}
-    left_out = []
+    left_out = [] if every else [item for item in items if item.get_closest_marker("every_pair")]
     for item in items:
         place = others.get(id(getattr(item, "callspec", None) and item.callspec.params.get("recipe")))
         if place is not None:
             item.add_marker("all_recipes")
             turn = functions.setdefault(item.nodeid.partition("[")[0], len(functions))
-            if not every and (place + turn) % 5:
+            if not every and (place + turn) % 8:
                 left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
         items[:] = [item for item in items if item not in gone]
+
+
+def represented() -> dict[int, int]:
+    """The identities of recipes that others stand for, numbered; none before a test file has imported recipes."""
+    if "feeding" not in sys.modules:
+        return {}
+    from feeding import RECIPES
+    from representative import REPRESENTATIVE
+
+    return {id(recipe): place for place, (name, recipe) in enumerate(RECIPES.items()) if name not in REPRESENTATIVE}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

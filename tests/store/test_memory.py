@@ -45,14 +45,17 @@ def test_the_report_is_what_the_cache_owns(recipe):
 
 
 @pytest.mark.parametrize("recipe, dtype", DTYPES, ids=DTYPE_IDS)
-def test_asymptotic_bits_are_what_a_slab_takes(recipe, dtype):
+def test_asymptotic_bits_are_what_a_slab_takes(recipe, dtype, monkeypatch):
     """Between two full slabs nothing grows but encoded blocks: their bytes, per element, are the bits promised."""
+    slab = 4  # blocks in place of 32, which take the same bits each
+    for module in ("store.layer", "attention.selected"):
+        monkeypatch.setattr(f"kvq_runtime.{module}.SLAB", slab)
     recent, block = recipe.window.recent, recipe.window.block
     cache = make(recipe)
-    x = tensors(recent + 2 * SLAB * block, rows=1).to(dtype)
-    feed_in(cache, x, [recent + SLAB * block])
+    x = tensors(recent + 2 * slab * block, rows=1).to(dtype)
+    feed_in(cache, x, [recent + slab * block])
     one = cache.memory_report()
-    for size in (SLAB * block - 1, 1):
+    for size in (slab * block - 1, 1):
         feed_in(cache, x, [size])
     two = cache.memory_report()
     elements = 2 * GEOMETRY.layers * GEOMETRY.width * (two.tokens - one.tokens)

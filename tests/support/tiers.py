@@ -1,4 +1,4 @@
-"""Parameters that `make test` takes, and those that it leaves to `make test-all`, where they are slow."""
+"""Parameters that `make test` takes, those that it leaves to `make test-all`, and those of --every-pair alone."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -13,15 +13,16 @@ def some(values: Iterable[Any], *quick: Any) -> list:
 
 
 def each_once(*axes: Sequence[Any]) -> list:
-    """Every combination as parameters, of which `make test` takes so many that each value of each axis is there."""
+    """Every combination as parameters. `make test` takes so many that each value of each axis is there, `make test-all`
+    also every third of the others, the rest is left to --every-pair."""
     length = max(map(len, axes))
     quick = {tuple(number % len(axis) for axis in axes) for number in range(length)}
-    places = itertools.product(*(range(len(axis)) for axis in axes))
+    places = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    others = [chosen for chosen in places if chosen not in quick]
+    marks = {chosen: () if chosen in quick else pytest.mark.slow for chosen in places}
+    marks |= {chosen: pytest.mark.every_pair for number, chosen in enumerate(others) if number % 3}
     return [
-        pytest.param(
-            *(axis[place] for axis, place in zip(axes, chosen, strict=True)),
-            marks=() if chosen in quick else pytest.mark.slow,
-        )
+        pytest.param(*(axis[place] for axis, place in zip(axes, chosen, strict=True)), marks=marks[chosen])
         for chosen in places
     ]
 
