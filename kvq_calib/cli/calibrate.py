@@ -13,7 +13,7 @@ from kvq_calib.evaluate import gate
 from kvq_calib.model import catalog
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
-from kvq_runtime.cli.options import Parser, count
+from kvq_runtime.cli.options import Parser, count, seconds
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import TextRecord
@@ -108,7 +108,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         print_record(found if args.json else dry_run.lines(found), args.json)
         return 0
     begun, layers = time.perf_counter(), work.plan.geometry.layers
-    before = sum(checkpoint.record(work.folder, layer) is not None for layer in range(layers))
+    before = checkpoint.newest(work.folder, layers) + 1
     done, spent = (_through_prefect if _wants_prefect(args) else _here)(asked, work, args.quiet)
     records = json.loads((work.folder / "evaluation.json").read_text()) if asked.evaluation.evaluate else []
     outcome.show(done, [read(one, TextRecord) for one in records], args.json, caution)
@@ -146,7 +146,7 @@ def _job(args: argparse.Namespace):
     return Job(
         What(args.model, tuple(recipes), tuple(args.bits or ()), args.engine, args.revision),
         Text(args.corpus, args.samples, args.seq_len, args.held_out, args.transfer, args.seed),
-        Machine(device, args.dtype, args.threads, args.workers, args.run),
+        Machine(device, args.dtype, args.threads, args.workers, args.run, args.checkpoint_every),
         Evaluation(not args.no_eval, args.eval_windows, baselines, also, args.max_perplexity_ratio, args.max_kl),
         Publication(not args.no_publish, args.registry, args.push, args.name, args.artifact_version),
     )
@@ -226,6 +226,9 @@ def parser() -> argparse.ArgumentParser:
         help="CPU threads of a process; a part of the plan, since the order of sums depends on them (default: all "
         "cores, or, with --workers, a worker's share of them)")  # fmt: skip
     add("--workers", type=count, metavar="N", help="share the chunks among N processes, with Ray (default: this one)")
+    add("--checkpoint-every", type=seconds, metavar="TIME",
+        help="how much work a killed run loses at most, as in 90s or 1h (default: 5m; more where writing takes over a "
+        "twentieth of it); 0s, and with --workers: a layer, by way of files")  # fmt: skip
     add("--run", metavar="DIR", help="folder of the run's files (default: $KVQ_HOME/runs/PLAN)")
     add(
         "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"

@@ -43,6 +43,8 @@ def record(asked: Job, work: Run) -> dict[str, Any]:
         "layer_bytes": needs["layer"],
         "chunk_bytes": needs["chunk"],
         "evaluation_bytes": whole_bytes(files, plan) if asked.evaluation.evaluate else 0,
+        "activations_in": work.activations.place,
+        "held_bytes": needs["held"],
         "disk_bytes": needs["disk"],
         "download_bytes": 0 if files.headers is None else files.weight_bytes,
         "run_folder": str(work.folder),
@@ -83,6 +85,8 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
     shown["memory"] = f"{layer + chunk:.0f} MB: one layer and one chunk"
     if whole:
         shown["memory"] += f"; then {whole:.0f} MB: the whole model, to evaluate"
+    held = f"{found['held_bytes'] / 1e6:.0f} MB at most"
+    shown["activations"] = f"in {found['activations_in']}, {held}"
     shown["disk"] = f"{found['disk_bytes'] / 1e6:.0f} MB at most"
     if found["download_bytes"]:
         shown["download"] = f"{found['download_bytes'] / 1e9:.1f} GB of weights, by the calibration itself"

@@ -7,7 +7,7 @@ numbers, never tensors. Where no Prefect server is configured, one is started fo
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from uuid import UUID
@@ -32,6 +32,7 @@ from kvq_calib.job.job import Job  # noqa: E402
 from kvq_calib.report.published import Published  # noqa: E402
 from kvq_calib.run import budget, checkpoint  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
+from kvq_calib.run.activations import InFiles  # noqa: E402
 from kvq_calib.run.run import Listener, Run, silent  # noqa: E402
 
 GATE_FAILED = "GateFailed"  # the name of the state, and so of the event prefect.flow-run.GateFailed
@@ -52,8 +53,11 @@ def _sharing(asked: Job, work: Run) -> Iterator[None]:
 
 
 def _work(asked: Job, listener: Listener = silent) -> Run:
-    """The run of a job: the one that is shared, or a new one where a task has been started alone."""
-    return replace(_prepared.get(asked) or preparation.prepare(asked), listener=listener)
+    """The run of a job: the one that is shared, or a new one, which leaves files to the next, where a task has been
+    started alone."""
+    if asked in _prepared:
+        return replace(_prepared[asked], listener=listener)
+    return replace(preparation.prepare(asked), listener=listener, activations=InFiles())
 
 
 def _round(work: Run, number: int) -> Run | None:
@@ -117,7 +121,7 @@ def calibrate(asked: dict) -> Sequence[Published] | State:
     requested = Job.from_settings(**asked)
     work = _work(requested)
     pinned = requested.with_settings(corpus=work.plan.corpus, revision=work.plan.revision)
-    with checkpoint.claimed(work.folder), _sharing(pinned, work):
+    with checkpoint.claimed(work.folder), closing(work.activations), _sharing(pinned, work):
         reaper.mark_crashed(_tag(work))
         progress = display.create_progress(pinned.what.model)
         for number in range(budget.most_rounds(work.plan)):

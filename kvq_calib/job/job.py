@@ -62,6 +62,8 @@ class Machine:
     workers    processes that share the chunks (`workers.py`); None: this one does all; with the same threads the bytes
                are the same
     run        where the run's files go; by default under $KVQ_HOME/runs
+    checkpoint_every   seconds between two checkpoints of activations that are held in memory, where there is room; 0:
+               they are files, and each layer is a checkpoint. None: minutes
     """
 
     device: str = "cpu"
@@ -69,6 +71,7 @@ class Machine:
     threads: int | None = None
     workers: int | None = None
     run: str | None = None
+    checkpoint_every: float | None = None
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ import torch
 
 from kvq_calib.evaluate import full, held_out
 from kvq_calib.evaluate.subject import find
-from kvq_calib.job.job import Job, Text
+from kvq_calib.job.job import Job, Machine, Text
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import budget
+from kvq_calib.run.activations import EVERY, InFiles, InMemory
 from kvq_calib.run.device import cores
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import Listener, Run, silent
@@ -73,7 +74,17 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
     used = (machine.device, machine.dtype, machine.threads or max(1, cores() // (machine.workers or 1)))
     transfer = _transfer(text, files) if budgets else None
     plan = make(files, recipes, *chosen, *used, budgets, vocabularies, transfer)
-    return Run(plan, files, Path(machine.run) if machine.run else home() / "runs" / plan.digest[:16], listener)
+    folder = Path(machine.run) if machine.run else home() / "runs" / plan.digest[:16]
+    return Run(plan, files, folder, listener, activations=_activations(machine, plan, files))
+
+
+def _activations(machine: Machine, plan: Plan, files: ModelFiles) -> InFiles:
+    """In memory, where half of what is free has room for two layers' of them; in files where workers exchange them."""
+    every = EVERY if machine.checkpoint_every is None else machine.checkpoint_every
+    needs = plan.needs(files)
+    held = 2 * needs["held"] + (0 if plan.device.startswith("cuda") else needs["layer"] + needs["chunk"])
+    in_memory = every > 0 and machine.workers is None and held <= psutil.virtual_memory().available // 2
+    return InMemory(every) if in_memory else InFiles()
 
 
 def _transfer(text: Text, files: ModelFiles) -> str | None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def run(job: Job, listener: Listener = silent) -> tuple[list[Published], dict[st
 
 def complete(job: Job, work: Run) -> tuple[list[Published], dict[str, float]]:
     """`run` of a job that is prepared already."""
-    with checkpoint.claimed(work.folder):
+    with checkpoint.claimed(work.folder), closing(work.activations):
         begin(job, work)
         with executor(job, work) as execute:
             fitted = calibrate.fit(replace(work, executor=execute))

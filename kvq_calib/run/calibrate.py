@@ -6,6 +6,7 @@ a run that was killed goes on at the layer where it was. One pass over the model
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class LayerStatistics:
 
 def calibrate(run: Run) -> dict[str, Artifact]:
     """Do the whole plan, or what is left of it, and return an artifact per recipe."""
-    with checkpoint.claimed(run.folder):
+    with checkpoint.claimed(run.folder), closing(run.activations):
         return fit(run)
 
 
@@ -76,8 +77,9 @@ def start(run: Run) -> Stream:
 
 def first_unfinished(run: Run) -> int:
     """The layer at which the run goes on. What that layer reads is checked against its digests."""
-    last = max((n for n in range(run.plan.geometry.layers) if checkpoint.record(run.folder, n)), default=-1)
+    last = checkpoint.rewind(run.folder, run.plan.geometry.layers)
     if last < run.plan.geometry.layers - 1:
+        run.activations.resume(run.folder, last)
         checkpoint.verify(run.folder, last)
         gradients.verify(run, last + 1)
         for layer in range(max(0, last - run.plan.depth + 1), last):
@@ -152,9 +154,9 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
         checkpoint.save(tensors, folder / "fit.safetensors")
         if not any(passes.clean(scheme) for recipe in plan.recipes for scheme in recipe.schemes):
             for index in range(len(plan.chunks)):
-                (folder / passes.file("capture", index)).unlink()
+                run.activations.remove(folder / passes.file("capture", index))
                 faults.point("capture.unlinked")
-    checkpoint.thin(run.folder, layer, max(plan.depth, 1), last=layer == plan.geometry.layers - 1)
+    run.activations.finished(run.folder, layer, max(plan.depth, 1), last=layer == plan.geometry.layers - 1)
 
 
 def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) -> LayerStatistics:

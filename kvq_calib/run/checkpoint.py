@@ -6,13 +6,15 @@
     <run>/layer-0003/                   hidden states above layer 3, and per recipe its decoded keys and values, a file
                                         per chunk; fit.safetensors, the fitted tensors; done.json, sha256 of every file
     <run>/layer-0004.partial/           the layer at work
+    <run>/kept-0003/                    where activations are held in memory (`activations.py`): those that the layers
+                                        above layer 3 read; then layers' own folders have fitted tensors alone
 
-A layer's folder is written under its partial name, every file is fsynced, then the folder is renamed.
+A folder is written under its partial name, every file is fsynced, then the folder is renamed.
 """
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,7 +72,13 @@ def folder_of(run: Path, layer: int) -> Path:
 @contextmanager
 def layer_folder(run: Path, layer: int, noted: dict) -> Iterator[Path]:
     """Give a partial folder to fill; on leaving, seal it with digests and what is `noted`, and rename it into place."""
-    final = folder_of(run, layer)
+    with _whole(folder_of(run, layer), noted) as partial:
+        yield partial
+
+
+@contextmanager
+def _whole(final: Path, noted: dict) -> Iterator[Path]:
+    """A partial folder to fill, which is sealed and renamed on leaving."""
     partial = final.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     faults.point("layer.begun")
@@ -81,8 +89,69 @@ def layer_folder(run: Path, layer: int, noted: dict) -> Iterator[Path]:
     files.save(partial / "done.json", json.dumps(noted | {"files": digests}, sort_keys=True).encode())
     partial.rename(final)
     faults.point("layer.renamed")
-    files.sync(run)
+    files.sync(final.parent)
     faults.point("layer.done")
+
+
+def keep(run: Path, layer: int, held: Mapping[Path, Mapping[str, Tensor]]) -> None:
+    """Write what layers above this one read, by the path that it would have as a file; earlier ones are removed."""
+    with _whole(_kept(run, layer), {}) as folder:
+        for path, tensors in sorted(held.items()):
+            save(dict(tensors), folder / f"{path.parent.name}.{path.name}")
+    _remove_kept(run, but=_kept(run, layer))
+
+
+def _kept(run: Path, layer: int) -> Path:
+    return run / f"kept-{layer:04d}"
+
+
+def _remove_kept(run: Path, but: Path | None = None) -> None:
+    for folder in sorted(run.glob("kept-*")):
+        if folder != but:
+            for path in sorted(folder.iterdir()):
+                path.unlink()
+                faults.point("kept.unlinked")
+            folder.rmdir()
+            faults.point("kept.removed")
+
+
+def kept_files(run: Path, layer: int) -> dict[Path, Path]:
+    """What `keep` wrote of a layer: by the path that it would have as a file, where it is."""
+    found = sorted(_kept(run, layer).glob("*.safetensors"))
+    return {run.joinpath(*path.name.split(".", 1)): path for path in found}
+
+
+def kept_file(path: Path) -> Path | None:
+    """Where the newest `keep` wrote what would have this path as a file; None where there is that file, or neither."""
+    name = f"{path.parent.name.removesuffix('.partial')}.{path.name}"
+    return None if path.is_file() else max(path.parent.parent.glob(f"kept-????/{name}"), default=None)
+
+
+def newest(run: Path, layers: int) -> int:
+    """The newest layer that a run goes on after: the activations that it leaves are in files. -1: the beginning; the
+    last of all layers: the run is finished."""
+    last = max((layer for layer in range(layers) if record(run, layer)), default=-1)
+    whole = last in (-1, layers - 1) or any(name.startswith("hidden-") for name in (record(run, last) or {})["files"])
+    return last if whole else max((int(folder.name[-4:]) for folder in run.glob("kept-????")), default=-1)
+
+
+def rewind(run: Path, layers: int) -> int:
+    """Remove the folders of layers after the newest that a run goes on after; a process that was killed held their
+    activations in memory. Returns that layer.
+
+    RuntimeError: what a killed process kept of it is missing or damaged.
+    """
+    found = newest(run, layers)
+    for layer in range(layers - 1, found, -1):
+        folder = folder_of(run, layer)
+        if folder.is_dir():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            folder.rename(partial)
+            shutil.rmtree(partial)
+    for kept in run.glob("kept-????") if found < layers - 1 else ():
+        _check(kept, json.loads((kept / "done.json").read_text())["files"], run)
+    return found
 
 
 def record(run: Path, layer: int) -> dict | None:
@@ -93,24 +162,36 @@ def record(run: Path, layer: int) -> dict | None:
 
 def verify(run: Path, layer: int, kinds: tuple[str, ...] | None = None) -> None:
     """Compare a finished layer's files with their digests; `kinds`: only files whose name starts so."""
-    folder = folder_of(run, layer)
-    for name, digest in (record(run, layer) or {"files": {}})["files"].items():
-        if kinds is not None and not name.startswith(kinds):
-            continue
+    digests = (record(run, layer) or {"files": {}})["files"]
+    _check(
+        folder_of(run, layer), {n: digest for n, digest in digests.items() if kinds is None or n.startswith(kinds)}, run
+    )
+
+
+def _check(folder: Path, digests: Mapping[str, str], run: Path) -> None:
+    for name, digest in digests.items():
         if not (folder / name).is_file() or files.digest(folder / name)[0] != digest:
             raise RuntimeError(f"checkpoint {folder / name} is missing or damaged; delete {run} to start over")
 
 
 def thin(run: Path, layer: int, depth: int, last: bool) -> None:
-    """Delete what no layer above `layer` reads: older hidden states, older decoded keys and values."""
+    """Delete what no layer above `layer` reads, `depth` layers down at most: older hidden states, older decoded keys
+    and values."""
     gone = [path for path in folder_of(run, -1).glob("stream-*") if last or path.name < stream_file(layer + 2)]
     for older in range(-1, layer + 1):
         for path in folder_of(run, older).glob("*-?????.safetensors"):
-            if last or older <= layer - depth or (older < layer and path.name.startswith("hidden-")):
+            if last or is_past(path.name, older, layer, depth):
                 gone.append(path)
     for path in gone:
         path.unlink()
         faults.point("thin.unlinked")
+    if last:
+        _remove_kept(run)
+
+
+def is_past(name: str, older: int, layer: int, depth: int) -> bool:
+    """True if no layer above `layer`, which reads `depth` layers down, reads a file of an older layer."""
+    return older <= layer - depth or (older < layer and name.startswith("hidden-"))
 
 
 def stream_file(layer: int, index: int | None = None) -> str:

@@ -1,8 +1,8 @@
 """Process one chunk of one layer: the unit of work, in this process or on a worker.
 
 A pass over the chunks is a task (`capture`, `collect`, `decode`), what all chunks share, and their numbers; an executor
-(`run.py`, `workers.py`) does it. A task reads and writes files of the run folder, and returns what one reducer adds up
-in ascending order, so that who did which chunk leaves no trace in the bytes.
+(`run.py`, `workers.py`) does it. A task reads and saves activations (`activations.py`), and returns what one reducer
+adds up in ascending order, so that who did which chunk leaves no trace in the bytes.
 """
 
 import time
@@ -66,7 +66,7 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     comes out of the last layer: there it is run no further than its keys and values.
     """
     run, folder, asked = shared.run, shared.folder, shared.query_sums is not None
-    hidden = checkpoint.load(checkpoint.folder_of(run.folder, shared.layer - 1) / file("hidden", index))["hidden"]
+    hidden = run.activations.load(checkpoint.folder_of(run.folder, shared.layer - 1) / file("hidden", index))["hidden"]
     begun = time.perf_counter()
     last = shared.layer == run.plan.geometry.layers - 1
     above = hidden[:0] if last else gradients.above(run, shared.layer, index)
@@ -78,8 +78,8 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     captured = joined(parts)
     spent = time.perf_counter() - begun
     if not last:
-        checkpoint.save({"hidden": above}, folder / file("hidden", index))
-    checkpoint.save({"key": captured.k_NTC.cpu(), "value": captured.v_NTC.cpu()}, folder / file("capture", index))
+        run.activations.save({"hidden": above}, folder / file("hidden", index))
+    run.activations.save({"key": captured.k_NTC, "value": captured.v_NTC}, folder / file("capture", index))
     moments = {}
     if index < run.plan.fitted_chunks:
         pair = captured.k_NTC, captured.v_NTC
@@ -107,7 +107,7 @@ class RecipeWork:
     def hidden(self, index: int) -> Tensor:
         """The hidden states under the layer, of a chunk."""
         before = checkpoint.folder_of(self.run.folder, self.layer - 1)
-        return checkpoint.load(before / file("hidden", index))["hidden"]
+        return self.run.activations.load(before / file("hidden", index))["hidden"]
 
     def data(self, index: int, role: Role, clean: bool) -> tuple[Blocks, Context]:
         """A chunk, and what it is predicted from: as decoded, or, `clean`, as it was."""
@@ -134,12 +134,13 @@ class RecipeWork:
     def keep(self, index: int, role: str, decoded: Tensor) -> None:
         """Store decoded keys, or values, of a chunk, in the dtype that predictions read."""
         name = file(f"{self.recipe.name}-{role}", index)
-        checkpoint.save({role: decoded.cpu().to(torch.bfloat16)}, self.folder / name)
+        self.run.activations.save({role: decoded.cpu().to(torch.bfloat16)}, self.folder / name)
 
     def _load(self, folder: Path, index: int, roles: tuple[str, ...] = ROLES) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for role in roles:
-            found |= checkpoint.load(folder / file(f"{self.recipe.name}-{role}", index), str(self.stream.device))
+            path = folder / file(f"{self.recipe.name}-{role}", index)
+            found |= self.run.activations.load(path, str(self.stream.device))
         return found
 
     def _decoded(self, depth: int, index: int) -> Pair:
@@ -163,7 +164,7 @@ class RecipeWork:
         return self._blocks("key", index, self.folder).x
 
     def _blocks(self, role: Role, index: int, folder: Path) -> Blocks:
-        captured = checkpoint.load(folder / file("capture", index), str(self.stream.device))[role]
+        captured = self.run.activations.load(folder / file("capture", index), str(self.stream.device))[role]
         return blocks(self.recipe, role, self.run.plan.geometry, captured, self._tables, self.run.plan.chunks[index])
 
 

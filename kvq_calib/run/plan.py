@@ -138,7 +138,8 @@ class Plan:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def needs(self, files: ModelFiles) -> dict[str, int]:
-        """Bytes of memory on the device, and of disk in the run folder, at the most."""
+        """Bytes of memory on the device (layer, chunk), of activations that are held of two layers, and of disk in the
+        run folder, at the most."""
         from kvq_calib.model.streamed import TILE
 
         width, itemsize = self.geometry.width, getattr(torch, self.dtype).itemsize
@@ -153,7 +154,8 @@ class Plan:
         return {
             "layer": layer,
             "chunk": chunk,
-            "disk": 2 * hidden + tokens * 2 * width * itemsize + (self.depth + 2) * decoded + kept,
+            "held": (held := 2 * hidden + tokens * 2 * width * itemsize + (self.depth + 2) * decoded),
+            "disk": held + kept,
         }
 
 

@@ -1,11 +1,13 @@
-"""The execution context of a plan: its run folder, the model's files, executor of chunks, listener to progress."""
+"""The execution context of a plan: its run folder, the model's files, executor of chunks, listener to progress, and
+where activations are held."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvq_calib.model.files import ModelFiles
+from kvq_calib.run.activations import InFiles
 from kvq_calib.run.plan import Plan
 
 Task = Callable[[Any, int], Any]  # (what all chunks of a pass share, the number of a chunk) → its result
@@ -44,7 +46,8 @@ def serial(task: Task, shared: Any, indices: Iterable[int]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """A plan, with everything that it takes to execute it. Pickled without executor and listener: a worker has none."""
+    """A plan, with everything that it takes to execute it. Pickled without executor and listener, which a worker has
+    not, and with activations in files."""
 
     plan: Plan
     files: ModelFiles
@@ -52,6 +55,7 @@ class Run:
     listener: Listener = silent
     round: int = 0
     executor: Executor = serial
+    activations: InFiles = field(default_factory=InFiles)
 
     def __reduce__(self):
         return Run, (self.plan, self.files, self.folder)

@@ -17,7 +17,7 @@ from importlib import import_module, metadata
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes, options, where
 from kvq_runtime.cli.exit_codes import EXIT_CODES
-from kvq_runtime.cli.options import Parser, count
+from kvq_runtime.cli.options import Parser, count, seconds
 from kvq_runtime.cli.settings import EXPLAINED, add_settings
 from kvq_runtime.errors import extra
 from kvq_runtime.registry import search
@@ -344,14 +344,6 @@ def _lock(command: argparse.ArgumentParser, text: str) -> None:
 
 def _alias(command: argparse.ArgumentParser) -> None:
     command.add_argument("--alias", default=PRODUCTION, help=f"which alias (default: {PRODUCTION})")
-
-
-def seconds(text: str) -> float:
-    """Seconds of a time span written as 90m, 24h or 7d."""
-    match = re.fullmatch(r"([0-9]{1,6})([smhd])", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r}; use a number and one of s, m, h, d, as in 24h")
-    return int(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
 
 
 def bits_range(text: str) -> tuple[float, float]:

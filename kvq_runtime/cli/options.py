@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -53,6 +54,14 @@ def count(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r}; use a whole number of at least {least}")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """Seconds of a time span written as 90m, 24h or 7d."""
+    match = re.fullmatch(r"([0-9]{1,6})([smhd])", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r}; use a number and one of s, m, h, d, as in 24h")
+    return int(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
 
 
 def png(text: str) -> str:

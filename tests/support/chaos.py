@@ -9,9 +9,11 @@ import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import hub_client
 import huggingface_hub
@@ -25,7 +27,9 @@ from power_cut import Disk
 from traced import Finished, run
 
 from kvq_calib.cli import calibrate as calibrate_cli
+from kvq_calib.job import prepare
 from kvq_calib.report import plots
+from kvq_calib.run import activations
 from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import files
@@ -69,15 +73,26 @@ def _a_model(folder: Path) -> None:
     tiny.text(folder / "model")
 
 
-def _calibrate(folder: Path) -> int:
+def _calibrate(folder: Path, *more: str) -> int:
+    """A calibration that writes its activations after each layer, and waits for that: the same steps each time."""
     text = ["--corpus", str(folder / "model" / "corpus.txt"), "--samples", "4", "--seq-len", "128", "--held-out", "1"]
     where = ["--run", str(folder / "runs" / "one"), "--registry", store(folder).url]
     with pytest.MonkeyPatch.context() as patch:
         for drawn in ("error_by_layer", "perplexity_by_bits"):  # drawing is half of such a run, and touches no disk
             patch.setattr(plots, drawn, lambda _: b"png")
+        patch.setattr(activations, "threading", SimpleNamespace(Thread=AtOnce))
+        patch.setattr(prepare, "EVERY", 1e-9)
         return calibrate_cli.main(
-            ["--model", str(folder / "model"), *text, *where, "--also", "none", "--quiet", "--json"]
+            ["--model", str(folder / "model"), *text, *where, "--also", "none", "--quiet", "--json", *more]
         )
+
+
+class AtOnce(threading.Thread):
+    """A thread that is done when it has been started."""
+
+    def start(self) -> None:
+        super().start()
+        self.join()
 
 
 def _a_version(folder: Path) -> None:
@@ -153,6 +168,7 @@ def _keep_another(folder: Path) -> int:
 PULL = ("-o", "DIR/out", "--lock", "DIR/kvq.lock")
 COMMANDS = {
     "calibrate": Command(_a_model, _calibrate),
+    "calibrate by files": Command(_a_model, lambda folder: _calibrate(folder, "--checkpoint-every", "0s")),
     "publish": Command(lambda folder: None, _publish),
     "publish another": Command(_a_version, _publish),
     "promote": Command(_two_versions, _kvq("promote", f"{NAME}@1.0.1")),
