@@ -21,6 +21,7 @@ import torch
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_calib.run import budget, calibrate, checkpoint, plan
+from kvq_calib.run.activations import InFiles, InMemory
 from kvq_calib.run.run import Run
 from kvq_runtime.recipe import preset
 
@@ -34,6 +35,7 @@ def main() -> int:
     top.add_argument("--seq-len", type=int, default=1024)
     top.add_argument("--threads", type=int, default=torch.get_num_threads())
     top.add_argument("--dtype", choices=("float32", "bfloat16"))
+    top.add_argument("--files", action="store_true", help="activations in files, as with --checkpoint-every 0s")
     top.add_argument("--json", metavar="FILE")
     args = top.parse_args()
     files = models.resolve(args.model)
@@ -41,7 +43,8 @@ def main() -> int:
     text = {"samples": args.samples, "seq_len": args.seq_len}
     made = plan.make(files, recipes, **text, dtype=args.dtype, threads=args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        work = Run(made, files, Path(folder))
+        held = InFiles() if args.files else InMemory()
+        work = Run(made, files, Path(folder), activations=held)
         with checkpoint.claimed(work.folder):
             calibrate.start(work)
             plain, layers, unit = Plain(work), made.geometry.layers, 0.0
@@ -61,6 +64,7 @@ def main() -> int:
     if args.json:
         about = {
             "benchmark": "calibration",
+            "activations_in": "files" if args.files else "memory",
             "model": files.id,
             "tokens": made.tokens,
             "recipes": [r.name for r in recipes],
