@@ -79,12 +79,18 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
 
 
 def _activations(machine: Machine, plan: Plan, files: ModelFiles) -> InFiles:
-    """In memory, where half of what is free has room for two layers' of them; in files where workers exchange them."""
+    """On the device, else in host memory, where half of what is free has room for two layers' of them; in files where
+    workers exchange them."""
     every = EVERY if machine.checkpoint_every is None else machine.checkpoint_every
+    if every <= 0 or machine.workers is not None:
+        return InFiles()
     needs = plan.needs(files)
-    held = 2 * needs["held"] + (0 if plan.device.startswith("cuda") else needs["layer"] + needs["chunk"])
-    in_memory = every > 0 and machine.workers is None and held <= psutil.virtual_memory().available // 2
-    return InMemory(every) if in_memory else InFiles()
+    held, at_work = 2 * needs["held"], needs["layer"] + needs["chunk"]
+    on_gpu = plan.device.startswith("cuda")
+    if on_gpu and held + at_work <= torch.cuda.mem_get_info(plan.device)[0] // 2:
+        return InMemory(every, plan.device)
+    fits = held + (0 if on_gpu else at_work) <= psutil.virtual_memory().available // 2
+    return InMemory(every) if fits else InFiles()
 
 
 def _transfer(text: Text, files: ModelFiles) -> str | None:

@@ -24,7 +24,10 @@ SHARE = 0.05  # of the time that writing them may take
 class InFiles:
     """Save and load files; what a killed run that held all in memory has written is read from its checkpoint."""
 
-    place = "files, each layer a checkpoint"
+    @property
+    def place(self) -> str:
+        """Where they are, in words."""
+        return "files, each layer a checkpoint"
 
     def save(self, tensors: Mapping[str, Tensor], path: Path) -> None:
         """Keep tensors under a path in the folder of a layer, or in its partial one."""
@@ -51,21 +54,25 @@ class InFiles:
 
 
 class InMemory(InFiles):
-    """Keep tensors in host memory; write them every `every` seconds, or more where that took over SHARE of the time.
+    """Keep tensors in host memory, or on a device that has room; write them every `every` seconds, or more where that
+    took over SHARE of the time.
 
     An error of the disk is raised at the end of the layer that was at work meanwhile.
     """
 
-    place = "memory, with a checkpoint every few minutes"
-
-    def __init__(self, every: float = EVERY):
+    def __init__(self, every: float = EVERY, device: str = "cpu"):
         self._held: dict[Path, dict[str, Tensor]] = {}
-        self._every, self._due = every, time.monotonic() + every
+        self._every, self._due, self._device = every, time.monotonic() + every, device
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
 
+    @property
+    def place(self) -> str:
+        """Where they are, in words."""
+        return f"memory{'' if self._device == 'cpu' else f' of {self._device}'}, a checkpoint every few minutes"
+
     def save(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        self._held[_place(path)] = {name: _own(tensor) for name, tensor in tensors.items()}
+        self._held[_place(path)] = {name: _own(tensor, self._device) for name, tensor in tensors.items()}
 
     def load(self, path: Path, device: str = "cpu") -> dict[str, Tensor]:
         held = self._held.get(_place(path))
@@ -78,7 +85,7 @@ class InMemory(InFiles):
     def resume(self, run: Path, layer: int) -> None:
         self._forget(run)
         for path, kept in checkpoint.kept_files(run, layer).items():
-            self._held[path] = {name: tensor.clone() for name, tensor in checkpoint.load(kept).items()}
+            self.save({name: tensor.clone() for name, tensor in checkpoint.load(kept).items()}, path)
 
     def finished(self, run: Path, layer: int, depth: int, last: bool) -> None:
         if self._error is not None or last:
@@ -122,11 +129,8 @@ def _place(path: Path) -> Path:
     return path.parent.with_suffix("") / path.name
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, in memory that holds nothing else."""
-    tensor = tensor.detach().to("cpu", memory_format=torch.contiguous_format)
-    return (
-        tensor.contiguous()
-        if tensor.untyped_storage().nbytes() == tensor.nbytes
-        else tensor.clone(memory_format=torch.contiguous_format)
-    )
+def _own(tensor: Tensor, device: str) -> Tensor:
+    """The tensor on a device, in memory that holds nothing else."""
+    moved = tensor.detach().to(device)
+    alone = moved.is_contiguous() and moved.untyped_storage().nbytes() == moved.nbytes
+    return moved if alone else moved.clone(memory_format=torch.contiguous_format)

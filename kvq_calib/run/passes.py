@@ -66,15 +66,16 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     comes out of the last layer: there it is run no further than its keys and values.
     """
     run, folder, asked = shared.run, shared.folder, shared.query_sums is not None
-    hidden = run.activations.load(checkpoint.folder_of(run.folder, shared.layer - 1) / file("hidden", index))["hidden"]
+    below = checkpoint.folder_of(run.folder, shared.layer - 1) / file("hidden", index)
+    hidden = run.activations.load(below, str(shared.stream.device))["hidden"]
     begun = time.perf_counter()
     last = shared.layer == run.plan.geometry.layers - 1
-    above = hidden[:0] if last else gradients.above(run, shared.layer, index)
+    above = hidden[:0] if last else gradients.above(run, shared.layer, index).to(hidden.device)
     known = len(hidden) if last else len(above)
     parts: list[Projected] = [shared.module.project(hidden[:known], asked)] if known else []
     if known < len(hidden):
         parts.append(rest := shared.module.forward(hidden[known:], asked))
-        above = torch.cat([above, rest.h_BTE.cpu()])
+        above = torch.cat([above, rest.h_BTE])
     captured = joined(parts)
     spent = time.perf_counter() - begun
     if not last:
@@ -134,7 +135,7 @@ class RecipeWork:
     def keep(self, index: int, role: str, decoded: Tensor) -> None:
         """Store decoded keys, or values, of a chunk, in the dtype that predictions read."""
         name = file(f"{self.recipe.name}-{role}", index)
-        self.run.activations.save({role: decoded.cpu().to(torch.bfloat16)}, self.folder / name)
+        self.run.activations.save({role: decoded.to(torch.bfloat16)}, self.folder / name)
 
     def _load(self, folder: Path, index: int, roles: tuple[str, ...] = ROLES) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
