@@ -7,12 +7,10 @@
 The text is the fit part of each corpus, as `kvq_calib.text.split` divides it; the perplexity at the end is on held-
 out documents that repeat next to nothing of it (`kvq_calib.text.overlap`), which are those that evaluations use. The
 model in artifacts/ was trained on these fit parts, before such documents were left out: on those its perplexity is
-too good. Interrupted, the same command goes on where the last minute's state was saved.
+too good.
 """
 
 import argparse
-import hashlib
-import json
 import math
 import time
 from dataclasses import dataclass
@@ -28,10 +26,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 from kvq_calib.text import corpus
 from kvq_calib.text.overlap import Unseen
 from kvq_calib.text.split import part
-from scripts.training import add_settings, keep, restore, save
+from scripts.training import add_settings, save
 
 END = "<|endoftext|>"
-EVERY = 60.0  # seconds between saved states
 
 
 @dataclass(frozen=True)
@@ -136,21 +133,18 @@ def rate_at(settings: Settings, done: float) -> float:
 
 
 def sample(tokens: Tensor, settings: Settings, step: int) -> Tensor:
-    """The windows of one step: a function of seed and step alone, so that a resumed run sees the same ones."""
+    """The windows of one step: a function of seed and step alone."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
     starts = torch.randint(len(tokens) - settings.length, (settings.batch,), generator=generator)
     return torch.stack([tokens[start : start + settings.length + 1] for start in starts.tolist()])
 
 
-def train(model, tokens: Tensor, settings: Settings, state: Path, identity: str) -> None:
-    """Fit the model in place, with the state saved every minute and removed at the end by the caller."""
-    optimizer = optimizer_of(model, settings)
-    step, spent = restore(model, optimizer, state, identity)
-    begun = saved = time.monotonic()
+def train(model, tokens: Tensor, settings: Settings) -> None:
+    """Fit the model in place."""
+    optimizer, step, begun = optimizer_of(model, settings), 0, time.monotonic()
     form = "{percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
-    start = settings.done(step, spent)
-    with tqdm(total=1.0, initial=start, bar_format=form, mininterval=1.0) as bar:
-        while (done := settings.done(step, seconds := spent + time.monotonic() - begun)) < 1:
+    with tqdm(total=1.0, bar_format=form, mininterval=1.0) as bar:
+        while (done := settings.done(step, seconds := time.monotonic() - begun)) < 1:
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(settings, done)
             with torch.autocast("cpu", torch.bfloat16):
@@ -162,10 +156,7 @@ def train(model, tokens: Tensor, settings: Settings, state: Path, identity: str)
             step += 1
             speed = step * settings.batch * settings.length / max(seconds, 1e-3)
             bar.set_postfix_str(f"step {step}, loss {loss.item():.3f}, {speed:,.0f} tokens/s", refresh=False)
-            bar.update(min(1.0, settings.done(step, spent + time.monotonic() - begun)) - bar.n)
-            if time.monotonic() - saved > EVERY:
-                saved = time.monotonic()
-                keep(model, optimizer, state, identity, step, spent + saved - begun)
+            bar.update(min(1.0, settings.done(step, time.monotonic() - begun)) - bar.n)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -183,9 +174,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--heads", type=int, default=4, help="query heads of a fresh model (%(default)s)")
     parser.add_argument("--head-size", type=int, default=64, help="channels of each head (%(default)s)")
-    parser.add_argument(
-        "--state", type=Path, default=Path("build/train-demo-model.pt"), help="where to resume (%(default)s)"
-    )
     kinds = {"steps": int, "minutes": float, "seed": int, "batch": int, "length": int, "rate": float}
     add_settings(parser, Settings, kinds)
     return parser.parse_args(arguments)
@@ -202,14 +190,11 @@ def main(arguments: list[str] | None = None) -> float:
     if given.start_from:
         take_over(model, given.start_from)
     tokens, held_out = stream(texts, tokenizer), stream(read(sources, "held-out"), tokenizer)
-    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     print(f"{len(tokens):,} tokens to fit, {len(held_out):,} held out; {model.num_parameters():,} parameters")
     model.train()
-    train(model, tokens, settings, given.state, json.dumps([vars(settings), text, weights]))
+    train(model, tokens, settings)
     model.eval()
     size = save(model, tokenizer, given.out, tokenizer.pad_token_id)
-    given.state.unlink(missing_ok=True)
     result = perplexity(model, held_out, settings.length)
     print(f"{given.out}: {size:,} bytes, perplexity {result:.2f} per token on held-out documents")
     return result

@@ -1,6 +1,6 @@
 """Train the recall model: Qwen2's architecture with 1.6 million parameters, on tasks of retrieval alone.
 
-    python -m scripts.train_recall_model --out build/recall-model     10 minutes of a core; log in build/recall-state
+    python -m scripts.train_recall_model --out build/recall-model     10 minutes of a core
 
 The tasks are those of `kvq_calib/tasks/synthetic.py`, with as many questions as a text has room for, the loss on
 answers alone. Lengths grow from 128 to 4,096 tokens. Short texts are trained at the places of long ones: positions jump
@@ -9,15 +9,13 @@ has only to learn how many tokens there are.
 
 The model begins with circuits that are drawn, not found (`recall_circuits.py`): alone they count without a mistake and
 answer 80 to 100% of the other tasks' tokens. All weights are trained.
-
-Interrupted, the same command goes on where the last state was saved; accuracy by task goes to log.jsonl beside it.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -25,14 +23,14 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from kvq_calib.tasks import symbols, synthetic
 from kvq_calib.tasks.synthetic import Sample
 from scripts.recall_circuits import CONTEXT, make_model
-from scripts.training import add_settings, keep, restore, save
+from scripts.training import add_settings, save
 
-EVERY = 20.0  # seconds of processor time between saved states
 TRAINED = ("multikey", "chain", "count", "needle", "passkey")
 FIRST = 1 << 32  # seed of training: smaller ones are left to evaluations
 JUMPS = 2  # of the positions of a row
@@ -161,8 +159,8 @@ def jumping(tokens_BT: Tensor, seed: int) -> Tensor:
     return torch.arange(length) + ahead.cumsum(1)
 
 
-def answered(model: Qwen2ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits at the answers, the right ones, and the row of each: [A, vocabulary], [A], [A]."""
+def answered(model: Qwen2ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits at the answers, and the right ones: [A, vocabulary], [A]."""
     hidden = model.model(
         input_ids=batch.tokens_BT,
         attention_mask=torch.ones_like(batch.tokens_BT),  # without it jumps in positions would be taken for new texts
@@ -170,29 +168,7 @@ def answered(model: Qwen2ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Ten
         use_cache=False,
     ).last_hidden_state
     wanted = batch.answers_BT[:, 1:]
-    rows = torch.nonzero(wanted)[:, 0]
-    return model.lm_head(hidden[:, :-1][wanted]), batch.tokens_BT[:, 1:][wanted], rows
-
-
-class Tally:
-    """Right answers by task and length since it was last read."""
-
-    def __init__(self):
-        self.counts: dict[str, list[int]] = {}
-
-    def add(self, batch: Batch, right: Tensor, rows: Tensor) -> None:
-        """Take a step's answers in."""
-        for row, task in enumerate(batch.tasks):
-            name = f"{task} {batch.tokens_BT.shape[1]}"
-            known, ours = self.counts.setdefault(name, [0, 0]), right[rows == row]
-            known[0] += int(ours.sum())
-            known[1] += len(ours)
-
-    def read(self) -> dict[str, float]:
-        """Accuracy of answer tokens, by task and length."""
-        found = {name: round(right / max(of, 1), 4) for name, (right, of) in sorted(self.counts.items())}
-        self.counts.clear()
-        return found
+    return model.lm_head(hidden[:, :-1][wanted]), batch.tokens_BT[:, 1:][wanted]
 
 
 def groups(model: Qwen2ForCausalLM, settings: Settings) -> list[dict]:
@@ -212,45 +188,25 @@ def groups(model: Qwen2ForCausalLM, settings: Settings) -> list[dict]:
     ]
 
 
-def train(model: Qwen2ForCausalLM, settings: Settings, stages: tuple[Stage, ...], folder: Path) -> None:
-    """Fit the model in place, with the state saved every EVERY seconds and resumed from."""
+def train(model: Qwen2ForCausalLM, settings: Settings, stages: tuple[Stage, ...]) -> None:
+    """Fit the model in place."""
     optimizer = torch.optim.AdamW(groups(model, settings), betas=(0.9, 0.98))
-    identity = json.dumps([asdict(settings), [asdict(stage) for stage in stages]])
-    state = folder / "state.pt"
-    step, spent = restore(model, optimizer, state, identity)
-    begun = saved = time.process_time()
-    tally, losses = Tally(), []
-    while (done := settings.done(step, seconds := spent + time.process_time() - begun)) < 1:
-        stage = next(stage for stage in stages if done < stage.until)
-        for group in optimizer.param_groups:
-            group["lr"] = group["share"] * settings.rate_at(step, done)
-        batch = sample(stage, settings.seed, step)
-        logits, right, rows = answered(model, batch)
-        loss = cross_entropy(logits, right)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        tally.add(batch, logits.argmax(-1) == right, rows)
-        losses.append(loss.item())
-        step += 1
-        if time.process_time() - saved > EVERY:
-            saved = time.process_time()
-            keep(model, optimizer, state, identity, step, spent + saved - begun)
-            log(folder, step, seconds, stage, losses, tally)
-            losses.clear()
-    keep(model, optimizer, state, identity, step, spent + time.process_time() - begun)
-    log(folder, step, spent + time.process_time() - begun, None, losses, tally)
-
-
-def log(folder: Path, step: int, seconds: float, stage: Stage | None, losses: list[float], tally: Tally) -> None:
-    """Write a line of what was learned since the last one, to a file and to standard output."""
-    loss = round(sum(losses) / len(losses), 4) if losses else None
-    line = {"step": step, "seconds": round(seconds), "length": stage and stage.length, "loss": loss}
-    text = json.dumps(line | {"answers": tally.read()})
-    print(text, flush=True)
-    with open(folder / "log.jsonl", "a") as file:
-        file.write(text + "\n")
+    step, begun = 0, time.process_time()
+    with tqdm(total=1.0, bar_format="{percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}") as bar:
+        while (done := settings.done(step, time.process_time() - begun)) < 1:
+            stage = next(stage for stage in stages if done < stage.until)
+            for group in optimizer.param_groups:
+                group["lr"] = group["share"] * settings.rate_at(step, done)
+            logits, right = answered(model, sample(stage, settings.seed, step))
+            loss = cross_entropy(logits, right)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            share = (logits.argmax(-1) == right).float().mean().item()
+            bar.set_postfix_str(f"{stage.length} tokens, step {step}: loss {loss.item():.3f}, {share:.1%} right", False)
+            bar.update(done - bar.n)
 
 
 @torch.no_grad()
@@ -278,9 +234,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/recall-model"), help="folder to write (%(default)s)")
     parser.add_argument(
-        "--state", type=Path, default=Path("build/recall-state"), help="where to resume, and the log (%(default)s)"
-    )
-    parser.add_argument(
         "--samples", type=int, default=50, help="texts of each task and length at the end (%(default)s)"
     )
     add_settings(parser, Settings, {"steps": int, "minutes": float, "seed": int, "rate": float})
@@ -293,7 +246,7 @@ def main(arguments: list[str] | None = None, stages: tuple[Stage, ...] = STAGES)
     settings = Settings(given.steps, given.minutes, given.seed, given.rate)
     model = make_model(settings.seed)
     model.train()
-    train(model, settings, stages, given.state)
+    train(model, settings, stages)
     model.eval()
     size = save(model, make_tokenizer(), given.out, symbols.BEGIN)
     found = accuracy(model.float(), tuple(sorted({stage.length for stage in stages})), given.samples)

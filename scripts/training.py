@@ -1,4 +1,4 @@
-"""What the runs that train embedded models share: the state to go on from, and the folder of the model."""
+"""What the runs that train embedded models share: the folder of the model, and options."""
 
 import argparse
 from collections.abc import Mapping
@@ -8,29 +8,6 @@ from typing import Any
 import torch
 
 LARGEST = 9_000_000  # bytes of the weights: they live in the repository
-
-
-def keep(model, optimizer, state: Path, identity: str, step: int, seconds: float) -> None:
-    """Save the state under a temporary name, then move it into place."""
-    state.parent.mkdir(parents=True, exist_ok=True)
-    partial = state.with_suffix(".partial")
-    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(kept | {"identity": identity, "step": step, "seconds": seconds}, partial)
-    partial.replace(state)
-
-
-def restore(model, optimizer, state: Path, identity: str) -> tuple[int, float]:
-    """Go on from a saved state: (steps done, seconds spent); (0, 0) without one."""
-    if not state.exists():
-        return 0, 0.0
-    kept = torch.load(state, weights_only=True)
-    if kept["identity"] != identity:
-        raise ValueError(
-            f"{state} is the state of a run with other text or settings; remove it, or give another --state"
-        )
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    return kept["step"], kept["seconds"]
 
 
 def save(model, tokenizer, out: Path, padding: int | None) -> int:

@@ -1,4 +1,4 @@
-"""The script that makes the embedded model: repeatable, resumable, and with biases that grow."""
+"""The script that makes the embedded model: repeatable, and with biases that grow."""
 
 import pytest
 import torch
@@ -15,15 +15,13 @@ TEXTS = [" ".join(WORDS[(i * k) % len(WORDS)] for i in range(600)) for k in (1, 
 
 @pytest.fixture(autouse=True)
 def small_text(monkeypatch):
-    """Text that is quick to tokenize, and a state saved after every step."""
+    """Text that is quick to tokenize."""
     monkeypatch.setattr(script, "read", lambda sources, split: TEXTS if split == "fit" else TEXTS[:2])
-    monkeypatch.setattr(script, "EVERY", -1.0)
 
 
 def run(folder, *more: str) -> float:
-    state = ["--state", str(folder / "state.pt")]
     given = ["--out", str(folder / "model"), "--length", "64", "--batch", "2", "--steps", "6"]
-    return script.main([*given, *state, *more])
+    return script.main([*given, *more])
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
@@ -43,42 +41,6 @@ def test_a_run_learns_and_can_be_loaded(tmp_path):
     for layer in model.model.layers:
         for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
             assert projection.bias.abs().max() > 1e-3
-    assert not (tmp_path / "state.pt").exists()
-
-
-def test_an_interrupted_run_ends_as_an_undisturbed_one(tmp_path, monkeypatch):
-    one, two = tmp_path / "one", tmp_path / "two"
-    run(one)
-    sample = script.sample
-
-    def stop_at_three(tokens, settings, step):
-        if step == 3:
-            raise KeyboardInterrupt
-        return sample(tokens, settings, step)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(script, "sample", stop_at_three)
-        run(two)
-    assert torch.load(two / "state.pt", weights_only=True)["step"] == 3
-    seen = []
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            script, "sample", lambda tokens, settings, step: seen.append(step) or sample(tokens, settings, step)
-        )
-        run(two)
-    assert seen == [3, 4, 5]
-    first, second = weights(one), weights(two)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_the_state_of_another_run_is_refused(tmp_path, monkeypatch):
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(script, "perplexity", lambda *_: pytest.fail("the run should have been interrupted"))
-        patched.setattr(script, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        run(tmp_path)
-    with pytest.raises(ValueError, match="other text or settings"):
-        run(tmp_path, "--seed", "1")
 
 
 def test_going_on_from_a_model_keeps_its_tokenizer_and_starts_at_its_weights(tmp_path, demo_model):
@@ -88,6 +50,13 @@ def test_going_on_from_a_model_keeps_its_tokenizer_and_starts_at_its_weights(tmp
     assert all(torch.equal(found[name], model[name]) for name in model)
     saved = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert saved.get_vocab() == AutoTokenizer.from_pretrained(demo_model).get_vocab()
+
+
+def test_the_same_command_makes_the_same_weights(tmp_path):
+    for name in ("one", "two"):
+        run(tmp_path / name)
+    first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_seed_fixes_the_weights():
