@@ -1,12 +1,14 @@
-"""Read from a command's arguments what its measurement takes: protocol, device, dtype, and how its progress is shown.
+"""Read from a command's arguments what its measurement takes, and how it is told: protocol, device, progress, records.
 
 What they need is imported when they run, as in `subcommands.py`.
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from kvq_calib.cli.status import Lines
@@ -20,6 +22,16 @@ def protocol_of(args: argparse.Namespace, rows: int | None):
     windows = record.ERROR_WINDOWS if args.layers or getattr(args, "plots", None) else 0
     given = {"error_windows": windows, "block": args.block, "protocols": protocols, "prompt": args.prompt}
     return record.Protocol(args.step, rows, args.recent, args.sinks, **given)
+
+
+def told(args: argparse.Namespace, records: Sequence[Any]) -> bool:
+    """Write records where --output says, and print them with --json; False: a table of them is still to be printed."""
+    text = json.dumps(records, indent=2)
+    if args.output:
+        Path(args.output).write_text(text + "\n")
+    if args.json:
+        print(text)
+    return args.json
 
 
 def device_of(given: str | None) -> str:

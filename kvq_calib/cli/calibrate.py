@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 
 from kvq_calib.cli.allocator import keep_memory
@@ -13,8 +14,7 @@ from kvq_calib.evaluate import gate
 from kvq_calib.model import catalog
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
-from kvq_runtime.cli.options import Parser, count, seconds
-from kvq_runtime.cli.settings import EXPLAINED, add_settings
+from kvq_runtime.cli.options import EXPLAINED, Parser, add_settings, count, seconds
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.sound import read
@@ -109,7 +109,12 @@ def _calibrate(args: argparse.Namespace) -> int:
         return 0
     begun, layers = time.perf_counter(), work.plan.geometry.layers
     before = checkpoint.newest(work.folder, layers) + 1
-    done, spent = (_through_prefect if _wants_prefect(args) else _here)(asked, work, args.quiet)
+    if _wants_prefect(args):
+        from kvq_calib.flow import flow
+
+        done, spent = flow.run(asked, work)
+    else:
+        done, spent = _here(asked, work, args.quiet)
     records = json.loads((work.folder / "evaluation.json").read_text()) if asked.evaluation.evaluate else []
     outcome.show(done, [read(one, TextRecord) for one in records], args.json, caution)
     if not args.json and spent:
@@ -159,11 +164,8 @@ def _here(asked, work, quiet: bool):
     from kvq_calib.job import run
 
     logging.disable_progress_bar()  # of loading weights: it would break into ours
-    bar = Bar(work.plan, quiet)
-    try:
+    with closing(Bar(work.plan, quiet)) as bar:
         return run.complete(asked, replace(work, listener=bar))
-    finally:
-        bar.close()
 
 
 def _pair(text: str) -> int:
@@ -173,12 +175,6 @@ def _pair(text: str) -> int:
 
 def _wants_prefect(args: argparse.Namespace) -> bool:
     return args.prefect or bool(os.environ.get("PREFECT_API_URL"))
-
-
-def _through_prefect(asked, work, quiet: bool):
-    from kvq_calib.flow import flow
-
-    return flow.run(asked, work)
 
 
 def parser() -> argparse.ArgumentParser:

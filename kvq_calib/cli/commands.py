@@ -11,7 +11,7 @@ from typing import Any
 from kvq_calib.cli.allocator import keep_memory
 from kvq_calib.model import catalog
 from kvq_runtime.cli import options
-from kvq_runtime.cli.options import count, png
+from kvq_runtime.cli.options import add_settings, count, png
 from kvq_runtime.errors import extra
 
 _TEXT = """\
@@ -137,106 +137,92 @@ def add_report(subparsers: Any) -> None:
     """Add `kvq report`."""
     text = "an HTML page of everything known of a version, or of all versions of a registry"
     command = _command(subparsers, "report", text, REPORT_EXAMPLES, "report", "kvq_calib.cli.report")
-    command.add_argument(
+    add = command.add_argument
+    add(
         "reference", metavar="REF", nargs="?",
         help="NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX, a .safetensors file or a folder with one",
     )  # fmt: skip
-    command.add_argument(
+    add(
         "--registry", metavar="URL", nargs="?", const="",
         help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry); without REF the page is of "
         "all its versions",
     )  # fmt: skip
-    command.add_argument(
+    add(
         "--compare",
         metavar="FILE",
         help="records of the same model, of kvq compare --output or a run's evaluation.json",
     )
-    command.add_argument(
+    add(
         "--out",
         metavar="FILE",
         help="the page (default: NAME-vVERSION.html or registry.html here; none with --json); "
         "of a registry also a folder, for the pages of all versions",
     )
-    command.add_argument("--open", action="store_true", help="show it in a browser")
+    add("--open", action="store_true", help="show it in a browser")
 
 
 def add_import(subparsers: Any) -> None:
     """Add `kvq import`."""
     text = "publish the rotation files of OSCAR as an artifact"
     command = _command(subparsers, "import", text, IMPORT_EXAMPLES, "import_files")
-    command.add_argument("form", choices=["oscar"], help="OSCAR's rotation files")
-    command.add_argument("--keys", required=True, metavar="FILE", help="k_rotation_*.pt")
-    command.add_argument("--values", required=True, metavar="FILE", help="v_rotation_*.pt")
-    command.add_argument(
-        "--model", required=True, help="a name of the catalog, folder, .gguf file, or Hub id: what they were made for"
-    )
-    command.add_argument(
-        "--recipe", default="oscar-2bit", metavar="NAME", help="a recipe of oscar (default: oscar-2bit)"
-    )
-    command.add_argument("--name", help="of the artifact (default: MODEL-RECIPE)")
-    command.add_argument(
-        "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
-    )
+    add = command.add_argument
+    add("form", choices=["oscar"], help="OSCAR's rotation files")
+    add("--keys", required=True, metavar="FILE", help="k_rotation_*.pt")
+    add("--values", required=True, metavar="FILE", help="v_rotation_*.pt")
+    add("--model", required=True, help="a name of the catalog, folder, .gguf file, or Hub id: what they were made for")
+    add("--recipe", default="oscar-2bit", metavar="NAME", help="a recipe of oscar (default: oscar-2bit)")
+    add("--name", help="of the artifact (default: MODEL-RECIPE)")
+    options.registry(command)
 
 
 def add_eval(subparsers: Any) -> None:
     """Add `kvq eval`."""
     command = _command(subparsers, "eval", "perplexity and errors with compressed caches", EVAL_EXAMPLES, "evaluate")
-    command.add_argument(
+    add = command.add_argument
+    add(
         "subjects", metavar="REF|RECIPE", nargs="*",
         help="a reference, a .safetensors file, or an unfitted recipe; with --tasks none: the 16-bit model alone",
     )  # fmt: skip
-    _settings(command)
+    add_settings(command, "of every recipe named")
     _source(command)
-    command.add_argument("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
+    add("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
     _measuring(command, decode=True)
     _tasks(command)
-    command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
-    command.add_argument("--output", metavar="FILE", help="write the records as JSON")
-    command.add_argument(
-        "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
-    )
+    add("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
+    add("--output", metavar="FILE", help="write the records as JSON")
+    options.registry(command)
 
 
 def _tasks(command: argparse.ArgumentParser) -> None:
     """Add what `kvq eval --tasks` asks."""
-    command.add_argument(
+    add = command.add_argument
+    add(
         "--tasks", metavar="TASK,TASK", help="measure tasks instead of text: see docs/measure.md; other names are "
         "lm-eval's (gsm8k, ifeval), which is an extra",
     )  # fmt: skip
-    command.add_argument(
-        "--lengths", type=count, metavar="L", nargs="+", help="of tasks: tokens of a text (default: 1024 4096)"
-    )
-    command.add_argument(
+    add("--lengths", type=count, metavar="L", nargs="+", help="of tasks: tokens of a text (default: 1024 4096)")
+    add(
         "--depths", type=float, metavar="D", nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9],
         help="of tasks: places of what is asked for, 0 to 1 (default: 0.1 0.3 0.5 0.7 0.9)",
     )  # fmt: skip
-    command.add_argument(
-        "--samples", type=count, metavar="N", default=5, help="of tasks: texts of each length and depth (default: 5)"
-    )
-    command.add_argument(
+    add("--samples", type=count, metavar="N", default=5, help="of tasks: texts of each length and depth (default: 5)")
+    add(
         "--haystack", metavar="TEXT", default="demo",
         help="of RULER's tasks in essays: a corpus, as --corpus takes it (default: demo, Python's documentation)",
     )  # fmt: skip
-    command.add_argument("--plot", type=png, metavar="FILE", help="of tasks: write accuracy by length and depth, a PNG")
-    command.add_argument(
-        "--limit", type=count, metavar="N", help="of lm-eval's tasks: the first examples (default: all)"
-    )
-    command.add_argument("--num-fewshot", type=int, metavar="N", help="of lm-eval's tasks: worked examples in a prompt")
-    command.add_argument(
+    add("--plot", type=png, metavar="FILE", help="of tasks: write accuracy by length and depth, a PNG")
+    add("--limit", type=count, metavar="N", help="of lm-eval's tasks: the first examples (default: all)")
+    add("--num-fewshot", type=int, metavar="N", help="of lm-eval's tasks: worked examples in a prompt")
+    add(
         "--batch-size",
         type=count,
         metavar="N",
         default=1,
         help="of lm-eval's tasks: requests side by side (default: 1)",
     )
-    command.add_argument(
-        "--include-path", metavar="DIR", help="of lm-eval's tasks: a folder of task files beside its own"
-    )
-    command.add_argument(
-        "--answer", type=count, metavar="N", help="of RULER's tasks: the most tokens of an answer (default: RULER's)"
-    )
-    command.add_argument("--chat", action="store_true", help="of tasks in words: apply the model's chat template")
+    add("--include-path", metavar="DIR", help="of lm-eval's tasks: a folder of task files beside its own")
+    add("--answer", type=count, metavar="N", help="of RULER's tasks: the most tokens of an answer (default: RULER's)")
+    add("--chat", action="store_true", help="of tasks in words: apply the model's chat template")
 
 
 def add_compare(subparsers: Any) -> None:
@@ -245,11 +231,10 @@ def add_compare(subparsers: Any) -> None:
         subparsers, "compare", "many recipes on one model, fitted in one pass", COMPARE_EXAMPLES, "compare"
     )
     _source(command)
-    command.add_argument(
-        "--recipes", metavar="RECIPE", nargs="+", default=[], help="recipes, or all (default: some of every family)"
-    )
-    _settings(command)
-    command.add_argument(
+    add = command.add_argument
+    add("--recipes", metavar="RECIPE", nargs="+", default=[], help="recipes, or all (default: some of every family)")
+    add_settings(command, "of every recipe named")
+    add(
         "--bits",
         metavar="B",
         type=float,
@@ -257,96 +242,91 @@ def add_compare(subparsers: Any) -> None:
         default=[],
         help="also auto, or auto-vocab where that is among the recipes: bits by layer, within B per element",
     )
-    command.add_argument(
+    add(
         "--transfer", metavar="FILE|HUB-ID",
         help="with --bits: a text of another kind whose fit part settings are measured on, too; or none (default: "
         "demo-code, or demo beside that)",
     )  # fmt: skip
-    command.add_argument("--wide", action="store_true", help="every column, instead of those that fit in 100")
-    command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
+    add("--wide", action="store_true", help="every column, instead of those that fit in 100")
+    add("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
     _measuring(command)
-    command.add_argument("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
-    command.add_argument("--output", metavar="FILE", help="write the records as JSON")
-    command.add_argument(
-        "--run", dest="folder", metavar="DIR", help="folder of the run's files (default: under $KVQ_HOME)"
-    )
+    add("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
+    add("--output", metavar="FILE", help="write the records as JSON")
+    add("--run", dest="folder", metavar="DIR", help="folder of the run's files (default: under $KVQ_HOME)")
 
 
 def add_bench(subparsers: Any) -> None:
     """Add `kvq bench`."""
     text = "time to first token, tokens per second and memory, beside transformers' own caches"
     command = _command(subparsers, "bench", text, BENCH_EXAMPLES, "bench")
-    command.add_argument("subjects", metavar="REF|RECIPE", nargs="+", help="references, .safetensors files, recipes")
-    _settings(command)
-    command.add_argument(
-        "--model", required=True, help="a name of the catalog (demo, qwen2.5-7b), folder, .gguf file, or Hub id"
-    )
-    command.add_argument(
+    add = command.add_argument
+    add("subjects", metavar="REF|RECIPE", nargs="+", help="references, .safetensors files, recipes")
+    add_settings(command, "of every recipe named")
+    add("--model", required=True, help="a name of the catalog (demo, qwen2.5-7b), folder, .gguf file, or Hub id")
+    add(
         "--context", type=counts, metavar="L,L", help="tokens of a prompt (default: 1024,4096 as far as the model goes)"
     )
-    command.add_argument("--batch", type=counts, metavar="B,B", default=(1,), help="rows (default: 1)")
-    command.add_argument("--tokens", type=count, metavar="N", default=32, help="timed in a row and round (default: 32)")
-    command.add_argument("--rounds", type=count, metavar="N", default=3, help="turns of each cache (default: 3)")
-    command.add_argument(
+    add("--batch", type=counts, metavar="B,B", default=(1,), help="rows (default: 1)")
+    add("--tokens", type=count, metavar="N", default=32, help="timed in a row and round (default: 32)")
+    add("--rounds", type=count, metavar="N", default=3, help="turns of each cache (default: 3)")
+    add(
         "--beside", metavar="NAME,NAME",
         help="transformers' quantized caches, or none (default: quanto-2bit,quanto-4bit,hqq-2bit,hqq-4bit,fp8)",
     )  # fmt: skip
-    command.add_argument(
+    add(
         "--memory", metavar="SIZE", help="that weights and rows are to fit into, as in 80GB (default: the device's own)"
     )
-    command.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    add("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     kinds = ("bfloat16", "float16", "float32")
-    command.add_argument("--dtype", choices=kinds, help="default: as stored; bfloat16 where that has 32 bits")
-    command.add_argument("--seed", type=int, default=0, help="chooses the prompts (default: 0)")
-    command.add_argument("--out", metavar="FILE", help="keep finished rounds here, and go on with what it has")
-    command.add_argument("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
-    command.add_argument(
-        "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
-    )
+    add("--dtype", choices=kinds, help="default: as stored; bfloat16 where that has 32 bits")
+    add("--seed", type=int, default=0, help="chooses the prompts (default: 0)")
+    add("--out", metavar="FILE", help="keep finished rounds here, and go on with what it has")
+    add("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
+    options.registry(command)
 
 
 def add_probe(subparsers: Any) -> None:
     """Add `kvq probe`."""
     command = _command(subparsers, "probe", "what keys and values can be predicted from", PROBE_EXAMPLES, "probe")
     _source(command)
-    command.add_argument("--samples", type=count, metavar="N", help="sequences to fit on (default: as a calibration)")
-    command.add_argument("--held-out", type=count, metavar="N", help="sequences to measure on (default: likewise)")
-    command.add_argument("--layers", action="store_true", help="print a row per layer instead of means")
-    command.add_argument("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
+    add = command.add_argument
+    add("--samples", type=count, metavar="N", help="sequences to fit on (default: as a calibration)")
+    add("--held-out", type=count, metavar="N", help="sequences to measure on (default: likewise)")
+    add("--layers", action="store_true", help="print a row per layer instead of means")
+    add("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
 
 
 def _measuring(command: argparse.ArgumentParser, decode: bool = False) -> None:
     """Add what both measuring commands ask: on which texts, under which protocols, and what stays exact."""
-    command.add_argument(
-        "--windows", type=windows, default=16, metavar="N", help="windows of each text, or all (default: 16)"
-    )
-    command.add_argument(
+    add = command.add_argument
+    add("--windows", type=windows, default=16, metavar="N", help="windows of each text, or all (default: 16)")
+    add(
         "--also", metavar="NAME=SOURCE", nargs="+",
         help="texts of other kinds to measure on too: FILE, HUB-ID, demo-code (Python's library), wikitext-2; or none "
         "(default: the model's, demo-code beside a --corpus)",
     )  # fmt: skip
-    command.add_argument(
+    add(
         "--protocol", choices=["full", "in-use", "both", *(["decode"] if decode else [])], default="both",
         help="every token but the sinks encoded before it is read; as the cache does it in use; or both (default)"
         + ("; or along the 16-bit model's own greedy text, token by token" if decode else ""),
     )  # fmt: skip
-    command.add_argument("--step", type=count, default=32, metavar="N", help="in use: tokens per pass (default: 32)")
-    command.add_argument(
+    add("--step", type=count, default=32, metavar="N", help="in use: tokens per pass (default: 32)")
+    add(
         "--prompt", type=int, default=0, metavar="N",
         help="in use: tokens of the first pass, which reads no cache and is not scored; recipes that are fitted to "
         "their prompt are fitted to it (default: 0, the first pass is a step)"
         + ("; of decode: tokens of text before the continuation, which goes on to --length (default: 256 of 4096)"
            if decode else ""),
     )  # fmt: skip
-    command.add_argument("--sinks", type=int, metavar="N", help="exact first tokens (default: as each recipe says)")
-    command.add_argument(
+    add("--sinks", type=int, metavar="N", help="exact first tokens (default: as each recipe says)")
+    add(
         "--recent", type=int, metavar="N",
         help="in use: exact newest tokens (default: as each recipe says). 0 still leaves those of an unfinished block "
         "and of the step at hand exact, 1 to 128 in blocks of 128, which can carry most of attention; the share "
         "is in the table",
     )  # fmt: skip
-    command.add_argument("--block", type=count, metavar="N", help="tokens encoded together (default: as each recipe)")
-    command.add_argument(
+    add("--block", type=count, metavar="N", help="tokens encoded together (default: as each recipe)")
+    add(
         "--layers", action="store_true",
         help="measure errors of keys, values and attention's output by layer, too, on 4 windows: a pass more for every "
         "16 recipes, in which each layer attends twice more for each recipe; "
@@ -401,21 +381,14 @@ def _missing(error: BaseException) -> str:
     return getattr(cause, "name", None) or str(error)
 
 
-def _settings(command: argparse.ArgumentParser) -> None:
-    from kvq_runtime.cli.settings import add_settings
-
-    add_settings(command, "of every recipe named")
-
-
 def _source(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
+    add = command.add_argument
+    add(
         "--model", required=True, help="a name of the catalog (demo, recall, qwen2.5-7b), folder, .gguf file, or Hub id"
     )
-    command.add_argument(
-        "--corpus", metavar="FILE|HUB-ID", help="text, measured on its held-out part (default: model's)"
-    )
-    command.add_argument("--length", type=count, metavar="L", help="tokens of a sequence (default: the model's)")
-    command.add_argument("--seed", type=int, default=0, help="chooses the sequences (default: 0)")
-    command.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    add("--corpus", metavar="FILE|HUB-ID", help="text, measured on its held-out part (default: model's)")
+    add("--length", type=count, metavar="L", help="tokens of a sequence (default: the model's)")
+    add("--seed", type=int, default=0, help="chooses the sequences (default: 0)")
+    add("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     kinds = ("float32", "bfloat16", "float16")
-    command.add_argument("--dtype", choices=kinds, help="default: float32 on a CPU, else as stored")
+    add("--dtype", choices=kinds, help="default: float32 on a CPU, else as stored")

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvq_calib.report.page import known, version, wall, whole
 from kvq_runtime.artifact import artifact
-from kvq_runtime.cli import where
+from kvq_runtime.cli import options
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import print_record
 from kvq_runtime.disk import files
@@ -28,7 +28,7 @@ def report(args: argparse.Namespace) -> int:
     """Run `kvq report`: 0, or 1 for a page of something that a check found damaged."""
     if args.reference is None and args.registry is None:
         raise ValueError("kvq report: give NAME for the page of a version, or --registry for that of all of them")
-    where.check_named(args)
+    options.check_named(args)
     if args.reference is None:
         if args.compare:
             raise ValueError("--compare FILE is for the page of a version; give its NAME")

@@ -6,10 +6,11 @@ What they need is imported when they run: `kvq list` must not wait for it.
 import argparse
 import json
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from kvq_calib.cli.arguments import device_of, dtype_of, progress_bar, protocol_of
+from kvq_calib.cli.arguments import device_of, dtype_of, progress_bar, protocol_of, told
 from kvq_runtime.cli.table import print_table
 
 
@@ -39,9 +40,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
         return tasks.evaluate(args, files, subjects)
     if args.protocol == "decode":
-        from kvq_calib.cli import decode
-
-        return decode.evaluate(args, files, subjects)
+        return _greedy(args, files, subjects)
     length = args.length or min(files.entry.seq_len, files.context)
     source = args.corpus or files.entry.corpus
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
@@ -54,16 +53,13 @@ def evaluate(args: argparse.Namespace) -> int:
         records = record.evaluate(files, batch, subjects, protocol, *used, progress, others=beside)
     for subject, found in zip(subjects, records, strict=True):
         keep(subject, found, args.registry)
-    if args.output:
-        Path(args.output).write_text(json.dumps(records, indent=2) + "\n")
     shown = named([read(one, TextRecord) for one in records], [subject.name for subject in subjects])
     if args.plots:
         folder = Path(args.plots)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "error-by-layer.png").write_bytes(plots.error_by_layer(shown))
         (folder / "perplexity-by-bits.png").write_bytes(plots.perplexity_by_bits(shown))
-    if args.json:
-        print(json.dumps(records, indent=2))
+    if told(args, records):
         return 0
     print_table(table(shown), False)
     print("".join(f"\n{note}" for note in about_texts(shown)))
@@ -71,6 +67,36 @@ def evaluate(args: argparse.Namespace) -> int:
         rows = [{"recipe": found.name, **row} for found in shown for row in found.result.layers]
         print()
         print_table(rows, False)
+    return 0
+
+
+def _greedy(args: argparse.Namespace, files, subjects) -> int:
+    """Run `kvq eval --protocol decode`: follow the 16-bit model's greedy text with each cache."""
+    from kvq_calib.evaluate import decode
+    from kvq_calib.evaluate.ledger import Ledger
+    from kvq_calib.evaluate.subject import keep
+    from kvq_calib.report import decode_table
+    from kvq_calib.report.names import named
+    from kvq_calib.text import corpus
+    from kvq_runtime.registry.measured import GreedyRecord
+    from kvq_runtime.registry.reference import home
+    from kvq_runtime.registry.sound import read
+
+    protocol = protocol_of(args, None)
+    subjects = [replace(one, recipe=protocol.recipe(one.recipe, files.geometry, one.tensors)) for one in subjects]
+    plan = decode.Plan(args.length or min(decode.LENGTH, files.context))
+    source, prompt = args.corpus or files.entry.corpus, args.prompt or decode.PROMPT
+    batch = corpus.select(source, files.path, args.windows, prompt, args.seed, "held-out")
+    device = device_of(args.device)
+    used = (device, dtype_of(args.dtype, device))
+    with progress_bar(decode.work(batch, len(subjects), plan), args.quiet) as progress:
+        records = decode.evaluate(files, batch, subjects, plan, *used, progress, Ledger(home() / "evaluated"))
+    for subject, found in zip(subjects, records, strict=True):
+        keep(subject, found, args.registry)
+    if not told(args, records):
+        shown = named([read(one, GreedyRecord) for one in records], [subject.name for subject in subjects])
+        print_table(decode_table.rows(shown), False)
+        print(f"\n{decode_table.about(shown)}")
     return 0
 
 
@@ -116,11 +142,8 @@ def compare(args: argparse.Namespace) -> int:
         asked = Job(what, text, machine, *alone)
         work = prepare.prepare(asked)
         prepare.preflight(asked, work)
-        bar = Bar(work.plan, args.quiet)
-        try:
+        with closing(Bar(work.plan, args.quiet)) as bar:
             subjects |= {subject.name: subject for subject in run.fit(replace(work, listener=bar))}
-        finally:
-            bar.close()
     protocol = protocol_of(args, None)
     uneven = sorted({block for one in subjects.values() if length % (block := args.block or one.recipe.window.block)})
     if uneven and args.protocol != "in-use":
@@ -134,14 +157,9 @@ def compare(args: argparse.Namespace) -> int:
             files, batch, list(subjects.values()), protocol, *used, progress, ledger, others=beside
         )
     records = points.by_bits([read(one, TextRecord) for one in measured])
-    stored = [one.raw for one in records]
-    if args.output:
-        Path(args.output).write_text(json.dumps(stored, indent=1) + "\n")
     if args.plot:
         Path(args.plot).write_bytes(plots.comparison(records))
-    if args.json:
-        print(json.dumps(stored, indent=2))
-    else:
+    if not told(args, [one.raw for one in records]):
         print_table(tables.narrow(records) if not args.wide else tables.comparison(records), False)
         print("".join(f"\n{note}" for note in tables.notes(records)))
     return 0

@@ -1,14 +1,13 @@
 """The command `kvq eval --tasks`: kvq's own tasks, and lm-eval's, with records kept where artifacts are."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.cli.arguments import device_of, dtype_of, progress_bar, protocol_of
+from kvq_calib.cli.arguments import device_of, dtype_of, progress_bar, protocol_of, told
 from kvq_calib.evaluate import cases, tasks
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import Subject, keep
@@ -52,16 +51,12 @@ def evaluate(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Sub
         for subject, found in zip(subjects, group[1:], strict=True):
             keep(subject, found, args.registry)
     whole = [record for group in records for record in group]
-    if args.output:
-        Path(args.output).write_text(json.dumps(whole, indent=2) + "\n")
+    names = ["16 bit", *(subject.name for subject in subjects)]
     if args.plot:
-        names = ["16 bit", *(subject.name for subject in subjects)]
         Path(args.plot).write_bytes(task_plot.heat(named([read(one, TasksRecord) for one in records[0]], names)))
-    if args.json:
-        print(json.dumps(whole, indent=2))
+    if told(args, whole):
         return 0
     for number, group in enumerate(records):
-        names = ["16 bit", *(subject.name for subject in subjects)]
         shown = named([read(one, TasksRecord) for one in group], names)
         print("\n" * bool(number), end="")
         print_table(task_table.rows(shown), False)

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 
 from kvq_runtime import __version__
-from kvq_runtime.cli import exit_codes, options, where
+from kvq_runtime.cli import exit_codes, options
 from kvq_runtime.cli.exit_codes import EXIT_CODES
-from kvq_runtime.cli.options import Parser, count, seconds
-from kvq_runtime.cli.settings import EXPLAINED, add_settings
+from kvq_runtime.cli.options import EXPLAINED, Parser, add_settings, count, seconds
 from kvq_runtime.errors import extra
 from kvq_runtime.registry import search
 from kvq_runtime.registry.place import GRACE
@@ -128,7 +127,7 @@ def _run(args: argparse.Namespace) -> int:
         warnings.showwarning = lambda message, *_, **__: exit_codes.say("warning", message)
         if "run" in args:
             return args.run(args)
-        where.check_named(args)
+        options.check_named(args)
         return _function(args.command)(args)
 
 
@@ -315,8 +314,7 @@ def _adder(subparsers) -> Callable[..., argparse.ArgumentParser]:
     def add(name: str, idea: str, example: str, registry: bool = True) -> argparse.ArgumentParser:
         command = options.command(subparsers, name, idea, f"example\n    {example}")
         if registry:
-            text = "file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
-            command.add_argument("--registry", metavar="URL", help=text)
+            options.registry(command)
         return command
 
     return add

@@ -1,7 +1,11 @@
-"""Parse a command line; report in one line what is wrong with it, and the option that was perhaps meant."""
+"""Parse a command line; report in one line what is wrong with it. Options that several commands have.
+
+Imports nothing that takes long.
+"""
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -9,7 +13,18 @@ from typing import Any
 
 from kvq_runtime.cli.exit_codes import EXIT_CODES
 from kvq_runtime.cli.table import printable
+from kvq_runtime.errors import NotFound
+from kvq_runtime.registry import reference
 from kvq_runtime.registry.reference import without_secrets
+
+EXPLAINED = """\
+recipes
+    NAME                       a recipe that comes with kvq (kvq recipes lists them)
+    FILE.json                  one of your own: what kvq recipes NAME --json prints, edited
+    NAME+PATH=VALUE+...        either, with other settings; --set PATH=VALUE is the same for all recipes of a command
+    PATH is position, window.recent, key.quantize.bits, value.predict.ridge, key.feedback (a kind, or none),
+    layers.0.key.quantize.bits, policies.heavy.share, name, ...: kvq recipes NAME prints all of them. A wrong one is
+    answered with what is allowed there. A changed recipe has a name of its own: squat-2bit-key.feedback.rank-60."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,3 +84,30 @@ def png(text: str) -> str:
     if not text.lower().endswith(".png"):
         raise argparse.ArgumentTypeError(f"{text!r}; pictures are written as PNG: use a path that ends in .png")
     return text
+
+
+def registry(command: argparse.ArgumentParser) -> None:
+    """Add `--registry`."""
+    text = "file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
+    command.add_argument("--registry", metavar="URL", help=text)
+
+
+def add_settings(command: argparse.ArgumentParser | argparse._ArgumentGroup, whose: str) -> None:
+    """Add `--set`."""
+    command.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE",
+        help=f"another setting {whose}, as in key.feedback.rank=60 or window.recent=32; repeat for several",
+    )  # fmt: skip
+
+
+def check_named(args: argparse.Namespace) -> None:
+    """Check the registry that a command or $KVQ_REGISTRY names; the default one may be missing: it is empty."""
+    named = getattr(args, "where", None) or getattr(args, "registry", None) or os.environ.get("KVQ_REGISTRY")
+    if named is not None:
+        check_there(named)
+
+
+def check_there(url: str) -> None:
+    """Raise NotFound for the address of a folder that is not there."""
+    if reference.hub_org(url) is None and not (root := reference.local_root(url)).is_dir():
+        raise NotFound(f"no registry {url}: there is no folder {root}; what publishes into it makes it")

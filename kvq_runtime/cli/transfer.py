@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from kvq_runtime.artifact import gguf_mean, oscar_files
-from kvq_runtime.cli import where
+from kvq_runtime.cli import options
 from kvq_runtime.cli.names import named, target
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
@@ -59,7 +59,7 @@ def _sources(args: Namespace) -> tuple[Registry, list[str]]:
     address = args.reference.rstrip("/")
     on_hub = address.startswith(reference.HUB)
     if address.startswith("file://") or (on_hub and "/" not in address.removeprefix(reference.HUB)):
-        where.check(address)
+        options.check_there(address)
         source = open_registry(address)
         return source, source.names()
     source, name = named(Namespace(name=address, registry=args.registry))
