@@ -95,7 +95,7 @@ def demonstrate(model: str, size: Size) -> tuple[dict[str, Any], bytes]:
     """The whole line on one model; returns what goes into the JSON file, and the picture."""
     from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
     from kvq_calib.model import find as models
-    from kvq_calib.report import names, plots, tables
+    from kvq_calib.report import plots, tables
     from kvq_calib.text import corpus
     from kvq_runtime.cli.table import print_table
 
@@ -121,7 +121,7 @@ def demonstrate(model: str, size: Size) -> tuple[dict[str, Any], bytes]:
     note = f"{files.id} has {parameters / 1e6:.4g} million parameters"
     note += "; figures of so small a model say little about a large one" if parameters < 1e9 else ""
     result = {"model": files.id, "note": note, "published": [one.rpartition("@")[0] for one in published], "rows": rows}
-    return result, plots.frontier([names.named(records)])
+    return result, plots.frontier([tables.named(records)])
 
 
 def _calibrate(asked, files, size: Size) -> tuple[list[dict], list[str], str]:

@@ -20,8 +20,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from kvq_calib.evaluate.subject import find, keep
     from kvq_calib.model import find as models
     from kvq_calib.report import plots
-    from kvq_calib.report.names import named
-    from kvq_calib.report.tables import about_texts, table
+    from kvq_calib.report.tables import about_texts, named, table
     from kvq_calib.text import corpus, others
     from kvq_runtime.artifact import recipe_text
     from kvq_runtime.registry.measured import TextRecord
@@ -76,7 +75,7 @@ def _greedy(args: argparse.Namespace, files, subjects) -> int:
     from kvq_calib.evaluate.ledger import Ledger
     from kvq_calib.evaluate.subject import keep
     from kvq_calib.report import decode_table
-    from kvq_calib.report.names import named
+    from kvq_calib.report.tables import named
     from kvq_calib.text import corpus
     from kvq_runtime.registry.measured import GreedyRecord
     from kvq_runtime.registry.reference import home

@@ -13,7 +13,7 @@ from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import Subject, keep
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import task_plot, task_table
-from kvq_calib.report.names import named
+from kvq_calib.report.tables import named
 from kvq_calib.tasks import ruler, synthetic
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.errors import extra

@@ -14,7 +14,7 @@ from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.report import card as report
-from kvq_calib.report import licenses, names, plots, tables
+from kvq_calib.report import licenses, plots, tables
 from kvq_calib.report.published import Place, Published, figures
 from kvq_calib.run import calibrate, checkpoint
 from kvq_calib.run.run import Executor, Listener, Run, silent
@@ -91,7 +91,7 @@ def publish(
     targets, license, drawn, named = job.publication.targets, licenses.of_model(work.files.path), {}, []
     if records:
         told = [read(one, TextRecord) for one in records]
-        named = names.named(told, [*fitted, *job.evaluation.baselines])
+        named = tables.named(told, [*fitted, *job.evaluation.baselines])
         drawn = {"error-by-layer.png": plots.error_by_layer(named)}
         drawn["perplexity-by-bits.png"] = plots.perplexity_by_bits(named)
     for number, (recipe, made) in enumerate(fitted.items()):

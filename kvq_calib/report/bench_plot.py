@@ -24,17 +24,13 @@ TITLES = {
 }
 
 
-def figures(found: Rows, notes: Sequence[str]) -> bytes:
+@frame.picture
+def figures(found: Rows, notes: Sequence[str]) -> Figure:
     """Speed, bytes and time to the first token by context.
 
     found   as `bench.figures.figures` gives them; those without figures are left out
     notes   what stands below
     """
-    return frame.png(draw(found, notes))
-
-
-def draw(found: Rows, notes: Sequence[str]) -> Figure:
-    """The figure itself."""
     found = [{**one, "mib": one["cache_bytes"] / MIB} for one in found if one["measured"]]
     batches = list(dict.fromkeys(one["batch"] for one in found)) or [0]
     figure = Figure(figsize=(13.5, 1.3 + 3.7 * len(batches)), layout="constrained")

@@ -6,7 +6,10 @@ import math
 import textwrap
 import unicodedata
 import warnings
+from collections.abc import Callable
 from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec
 
 from matplotlib import rc_context
 from matplotlib.artist import Artist
@@ -19,6 +22,7 @@ DPI = 130
 INK = "0.35"
 SAID = "said:"  # before what is said of a mark, in its identifier
 _WORDS = 8.5  # points of a caption's letters
+P = ParamSpec("P")
 
 
 @contextmanager
@@ -133,3 +137,13 @@ def png(figure: Figure) -> bytes:
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
     return stream.getvalue()
+
+
+def picture(draw: Callable[P, Figure]) -> Callable[P, bytes]:
+    """Let a function that draws a figure return its PNG; `__wrapped__` is the function that draws."""
+
+    @wraps(draw)
+    def drawn(*given: P.args, **named: P.kwargs) -> bytes:
+        return png(draw(*given, **named))
+
+    return drawn

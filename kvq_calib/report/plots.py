@@ -15,11 +15,10 @@ from matplotlib.ticker import MaxNLocator
 from kvq_calib.report import frame, panels
 from kvq_calib.report.captions import about, where
 from kvq_calib.report.looks import Look, families, family, looks
-from kvq_calib.report.names import named
 from kvq_calib.report.panels import TITLES, Panel
 from kvq_calib.report.points import ATTENTION, KL, PERPLEXITY, Point, by_bits, points, recommended
 from kvq_calib.report.points import frontier as frontier_of
-from kvq_calib.report.tables import elsewhere
+from kvq_calib.report.tables import elsewhere, named
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, TextRecord, texts
 
 Records = Sequence[TextRecord]
@@ -34,14 +33,11 @@ ERRORS = {
 }
 
 
-def error_by_layer(records: Records) -> bytes:
+@frame.picture
+def error_by_layer(records: Records) -> Figure:
     """The error of keys and values over their variance, and of attention's output over its energy, in use and with all
     tokens encoded: a panel each, a line per recipe. Of more than can be told apart, those that `_lines` chooses are in
     colour: the others are grey lines without names."""
-    return frame.png(_error_by_layer(records))
-
-
-def _error_by_layer(records: Records) -> Figure:
     records = _with_names(records)
     spoken = [id(one) for one in _lines(records)]
     chosen = iter(looks([one.result.recipe for one in records if id(one) in spoken]))
@@ -135,17 +131,14 @@ def _costs(records: Records, measures: Sequence[str], tokens: int | None = None)
     return _finish(figure, drawn, NAMED)
 
 
-def frontier(models: Sequence[Records], beside: bool = True, width: float = 9.0, height: float = 5.4) -> bytes:
+@frame.picture
+def frontier(models: Sequence[Records], beside: bool = True, width: float = 9.0, height: float = 5.4) -> Figure:
     """KL divergence by bits by full encode: a row a model, a column a text.
 
     beside   also the texts of other kinds that records hold
     width    of the picture in inches
     height   of a model's row
     """
-    return frame.png(_frontier(models, beside, width, height))
-
-
-def _frontier(models: Sequence[Records], beside: bool, width: float, height: float) -> Figure:
     named_records = [by_bits(_with_names(records)) for records in models]
     figure = Figure(figsize=(width, height * len(models) + 0.5), layout="constrained")
     rows = []

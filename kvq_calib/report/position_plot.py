@@ -19,18 +19,14 @@ from kvq_runtime.registry.protocols import Model
 Lines = Sequence[Mapping[str, Any]]
 
 
-def by_position(exact: Mapping[str, Any], lines: Lines, text: str) -> bytes:
+@frame.picture
+def by_position(exact: Mapping[str, Any], lines: Lines, text: str) -> Figure:
     """Divergence and perplexity above 16 bit against position; the 16-bit model's own perplexity is in grey.
 
     exact   the part of the 16-bit model, {"bins": [...]}, as `positions.part` gives it
     lines   {"recipe", "protocol", "bits", "part", "model"} of one text and length
     text    what it is called
     """
-    return frame.png(draw(exact, lines, text))
-
-
-def draw(exact: Mapping[str, Any], lines: Lines, text: str) -> Figure:
-    """The figure itself."""
     protocols = [name for name in PROTOCOLS if any(one["protocol"] == name for one in lines)]
     names = list(dict.fromkeys(one["recipe"] for one in lines))
     styles = dict(zip(names, looks(names), strict=True))

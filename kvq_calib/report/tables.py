@@ -3,8 +3,11 @@
 Where a protocol has no figures, its reason stands in their place, never a zero.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any, TypeVar
 
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.table import percent
@@ -15,6 +18,7 @@ from kvq_runtime.registry.protocols import Windows
 from kvq_runtime.store.memory import scheme_bits
 
 Records = Sequence[TextRecord]
+R = TypeVar("R", bound=measured.Record)
 ERRORS = {FULL: "attention_error_encoded", IN_USE: "attention_error"}  # of a layer, by protocol
 EXACT = {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}
 
@@ -211,3 +215,24 @@ def by_layer(artifact: Artifact) -> list[dict[str, Any]]:
             found |= {f"{role}s {short}": own[name] for name, short in names.items() if name in own}
         rows.append(found)
     return rows
+
+
+def named(records: Sequence[R], references: Sequence[str] = ()) -> list[R]:
+    """The records, the name of each its recipe, if that is the only one of it; else the reference of the request or,
+    without one, recipe and first digits of the artifact's sha256.
+
+    references   one a record, or none at all
+    """
+    recipes = Counter(record.result.recipe for record in records)
+    found = []
+    for number, record in enumerate(records):
+        recipe = name = record.result.recipe
+        if recipes[recipe] > 1:
+            name = _short(references[number]) if references else f"{recipe} ({record.artifact[:8]})"
+        found.append(replace(record, name=name))
+    return found
+
+
+def _short(reference: str) -> str:
+    """A reference; of a file, the last two parts of its path."""
+    return "/".join(PurePath(reference).parts[-2:]) if reference.endswith(".safetensors") else reference

@@ -22,13 +22,9 @@ DARK = 0.55  # numbers on cells below are light
 LIGHT, INK = "#fdfdfd", "#020202"  # on cells, whose colours are the same in the light and in the dark
 
 
-def heat(records: Records) -> bytes:
+@frame.picture
+def heat(records: Records) -> Figure:
     """The records of `tasks.evaluate`; the 16-bit model has one row, since its answers do not depend on a protocol."""
-    return frame.png(draw(records))
-
-
-def draw(records: Records) -> Figure:
-    """The figure itself."""
     asked = records[0].protocol
     figure = grid(list(_rows(records)), asked.tasks, asked.lengths, asked.depths)
     texts = "a text" if asked.samples == 1 else f"{asked.samples} texts"

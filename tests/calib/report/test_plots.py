@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
 from kvq_calib.evaluate import compare
-from kvq_calib.report import fit_plots, frame, labels, names, plots, points, tables
+from kvq_calib.report import fit_plots, frame, labels, plots, points, tables
 from kvq_calib.report.looks import families, looks
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.recipe import family
@@ -90,13 +90,13 @@ def test_no_picture_has_more_lines_than_can_be_told_apart():
     """Of many recipes a few are in colour, ours and the frontier among them; the others are grey, as one in the key."""
     given = {f"mine-{number}": (3.0 + number / 10, 0.1 + number) for number in range(20)}
     given |= {"auto-2.1bit": (2.1, 0.001), "aqua-metric-2bit": (1.7, 0.002)}
-    figure = plots._error_by_layer(some(given))
+    figure = plots.error_by_layer.__wrapped__(some(given))
     (legend,) = figure.legends
     said = {text.get_text() for text in legend.get_texts()}
     assert len(said) == plots.LINES + 1 and {"mine-0", "auto-2.1bit", "aqua-metric-2bit", "others"} <= said
     for axis in figure.axes:
         assert len(axis.lines) == 22 and sum(line.get_color() == "0.8" for line in axis.lines) == 22 - plots.LINES
-    few = plots._error_by_layer(some())
+    few = plots.error_by_layer.__wrapped__(some())
     assert "others" not in {text.get_text() for text in few.legends[0].get_texts()}
 
 
@@ -198,7 +198,12 @@ def test_captions_say_what_was_measured():
         one["protocol"]["texts"] = {"web": {"windows": 3, "length": 256, "text": {"source": "web.txt"}}}
         one["result"]["texts"] = {"web": {"protocols": one["result"]["protocols"]}}
     other = [read(one) for one in other]
-    figures = (drawn(some()), drawn(other), plots._error_by_layer(some()), plots._frontier([some(), other], True, 9, 5))
+    figures = (
+        drawn(some()),
+        drawn(other),
+        plots.error_by_layer.__wrapped__(some()),
+        plots.frontier.__wrapped__([some(), other], True, 9, 5),
+    )
     for number, figure in enumerate(figures):
         said = " ".join(figure._supxlabel.get_text().split())
         assert "tiny (4.07M parameters), 6 held-out windows of 512 tokens of stories" in said
@@ -207,7 +212,7 @@ def test_captions_say_what_was_measured():
         box = figure._supxlabel.get_window_extent()
         assert box.x1 <= figure.bbox.x1 and box.y0 >= 0
         assert all(axis.get_legend() is None for axis in figure.axes), "no legend lies over data"
-    for alone in (plots._frontier([other], False, 9, 5), plots._error_by_layer(other)):
+    for alone in (plots.frontier.__wrapped__([other], False, 9, 5), plots.error_by_layer.__wrapped__(other)):
         assert "web" not in alone._supxlabel.get_text(), "it is not in the picture"
     titles = [axis.get_title(loc="left") for axis in figures[-1].axes]
     model = "tiny (4.07M parameters)"
@@ -220,7 +225,7 @@ def test_texts_stand_side_by_side_on_the_same_axes():
         one["protocol"]["texts"] = {"web": {"windows": 6, "length": 512, "text": {"source": "web.txt"}}}
         full = one["result"]["protocols"]["full"]
         one["result"]["texts"] = {"web": {"protocols": {"full": full | {"kl": full["kl"] / 10**number}}}}
-    left, right = plots._frontier([[read(one) for one in records]], True, 12, 5).axes
+    left, right = plots.frontier.__wrapped__([[read(one) for one in records]], True, 12, 5).axes
     assert left.get_ylim() == right.get_ylim() and left.get_xlim() == right.get_xlim()
     for axis in (left, right):
         (low, high), names = axis.get_ylim(), written(axis)
@@ -247,19 +252,19 @@ def test_two_windows_give_no_standard_error():
 def test_versions_of_an_artifact_have_their_references():
     pair = [record("aqua-2bit", 2.4, 0.01, digest="a" * 64), record("aqua-2bit", 2.3, 0.02, digest="b" * 64)]
     asked = ["demo-aqua@1.0.0", "demo-aqua@1.1.0"]
-    found = names.named([*pair, *some({"higgs-2bit": (2.1, 0.1)})], [*asked, "higgs-2bit"])
+    found = tables.named([*pair, *some({"higgs-2bit": (2.1, 0.1)})], [*asked, "higgs-2bit"])
     assert {row["recipe"] for row in tables.table(found)} == {"16 bit", *asked, "higgs-2bit"}
     assert {*asked, "higgs-2bit"} <= set(written(drawn(found).axes[0]))
-    legend = plots._error_by_layer(found).legends[0]
+    legend = plots.error_by_layer.__wrapped__(found).legends[0]
     assert {text.get_text() for text in legend.get_texts()} == {*asked, "higgs-2bit"}
     unasked = set(written(drawn(pair).axes[0]))
     assert {"aqua-2bit (aaaaaaaa)", "aqua-2bit (bbbbbbbb)"} <= unasked
-    path = names.named(pair, ["/a/long/way/one/kvq.safetensors", "two/kvq.safetensors"])
+    path = tables.named(pair, ["/a/long/way/one/kvq.safetensors", "two/kvq.safetensors"])
     assert [one.name for one in path] == ["one/kvq.safetensors", "two/kvq.safetensors"]
 
 
 def test_our_recommendation_is_marked():
-    figure = plots._frontier([[*some(), record("auto-2.1bit", 2.1, 0.001)]], True, 9, 5)
+    figure = plots.frontier.__wrapped__([[*some(), record("auto-2.1bit", 2.1, 0.001)]], True, 9, 5)
     assert "auto-2.1bit (recommended)" in written(figure.axes[0])
     assert "Ringed: recommended." in " ".join(figure._supxlabel.get_text().split())
     assert not any("recommended" in name for name in written(drawn(some({"kivi-2bit": (3.0, 0.1)})).axes[0]))
@@ -268,7 +273,7 @@ def test_our_recommendation_is_marked():
 def test_of_many_recipes_the_frontier_and_one_of_each_family_are_named():
     chance = random.Random(1)
     given = {name: (1 + 3 * chance.random(), 10 ** -(1 + 2 * chance.random())) for name in compare.chosen()}
-    figure = plots._frontier([some(given)], True, 10, 6)
+    figure = plots.frontier.__wrapped__([some(given)], True, 10, 6)
     (axis,) = figure.axes
     best = {one.recipe for one in points.frontier(points.points(some(given), points.KL, "full"))}
     said = set(written(axis)) & set(given)
@@ -312,10 +317,10 @@ def test_a_record_without_a_divergence_is_no_mark_and_is_said():
         part["kl"] = None
         part["windows"] = {**part["windows"], "kl": []}
     given = [*some(), read(last)]
-    for figure in (drawn(given, points.KL), plots._frontier([given], True, 9.0, 5.4)):
+    for figure in (drawn(given, points.KL), plots.frontier.__wrapped__([given], True, 9.0, 5.4)):
         assert not any("rtn-2bit" in written(axis) for axis in figure.axes)
         assert "not measured: rtn-2bit." in " ".join(figure.get_supxlabel().split())
-    assert "not measured" not in plots._frontier([some()], True, 9.0, 5.4).get_supxlabel()
+    assert "not measured" not in plots.frontier.__wrapped__([some()], True, 9.0, 5.4).get_supxlabel()
     near = [one.result.recipe for one in points.by_bits([given[-1], record("higgs-2bit", 2.0, 0.1)])]
     assert near == ["higgs-2bit", "rtn-2bit"], "what was not measured comes last"
 

@@ -37,7 +37,7 @@ def figure():
         record("16 bit", {"full": part(1.0), "in-use": part(1.0)}),
         record("rtn-2bit", {"full": refused, "in-use": part(0.5)}),
     ]
-    return task_plot.draw(records)
+    return task_plot.heat.__wrapped__(records)
 
 
 def numbers(axis) -> dict[tuple[int, int], str]:
