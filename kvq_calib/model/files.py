@@ -5,8 +5,8 @@ weights that have not been downloaded the headers are enough to plan with: names
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FUSED = "qkv_proj"  # queries', keys' and values' projection in one
+OUTPUTS = ("o_proj", "dense", "out_proj")  # attention's last projection, by the names that models have for it
 PIECE = 2**24  # bytes read from a file at a time
 CONFIG_LIMIT = 1 << 24  # bytes
 SIZES = {  # {setting: the most that any model has, with room}
@@ -104,6 +106,23 @@ class ModelFiles:
     def qk_norm(self) -> bool:
         return self.architecture == "Qwen3ForCausalLM"
 
+    @property
+    def tapped(self) -> bool:
+        """True if keys and queries are taken where the projection, or the norm after it, puts them out, before RoPE.
+
+        Of other models they are turned back from what attention gets, as a cache does, which differs in the last bit.
+        """
+        return self.architecture in ARCHITECTURES
+
+    @cached_property
+    def rope_refusal(self) -> str | None:
+        """The reason why recipes that undo RoPE cannot be fitted to the model; None if they can."""
+        if self.tapped:
+            return None
+        from kvq_calib.model.decoder import Decoder
+
+        return Decoder(self.transformers_config(), torch.float32).under(torch.device("cpu")).refusal
+
     @cached_property
     def names(self) -> Mapping[str, str]:
         """The file that holds each tensor."""
@@ -117,7 +136,8 @@ class ModelFiles:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights as stored."""
-        found = self._stored("model.norm.weight").dtype
+        norm = "model.norm.weight"
+        found = self._stored(norm if norm in self.names else f"model.layers.0.{self.layer_names(0)[0]}").dtype
         if found not in DTYPES:
             raise ValueError(f"{self.id} is stored as {found}; use weights in {', '.join(DTYPES)}")
         return DTYPES[found]
@@ -131,6 +151,8 @@ class ModelFiles:
         path = self._file(name)
         stored = _slice(path, name)
         copy = torch.empty(stored.get_shape(), dtype=dtype, device=device)
+        if not copy.dim():
+            return copy.copy_(self.tensor(name))
         rows = max(1, PIECE * len(copy) // self._bytes(name))
         for start in range(0, len(copy), rows):
             # opened anew: pages once read are this process's memory until nothing holds the mapping
@@ -183,9 +205,20 @@ class ModelFiles:
 
     def fingerprint(self) -> fingerprint.Fingerprint:
         """Return the identity of the model, which an artifact fitted to it stores."""
-        return fingerprint.from_config(
-            self.config, lambda layer, name: self.tensor(f"model.layers.{layer}.self_attn.{name}.weight")
-        )
+
+        def weight(layer: int, name: str) -> Tensor:
+            start = f"model.layers.{layer}.self_attn."
+            if f"{start}{FUSED}.weight" in self.names:
+                return fingerprint.of_fused(self.tensor(f"{start}{FUSED}.weight"), self.geometry, name)
+            return self.tensor(f"{start}{name}.weight")
+
+        return fingerprint.from_config(self.config, weight)
+
+    def output_projection(self, layer: int) -> Tensor:
+        """The matrix of a layer behind attention, [hidden width, query heads · head size]."""
+        start = f"model.layers.{layer}.self_attn."
+        found = next((name for name in OUTPUTS if f"{start}{name}.weight" in self.names), OUTPUTS[0])
+        return self.tensor(f"{start}{found}.weight")
 
     def check(self) -> Self:
         """Refuse what cannot be captured faithfully; return the model itself."""
@@ -193,15 +226,32 @@ class ModelFiles:
             raise ValueError(f"{self.id} needs code from its own repository (auto_map); kvq runs no remote code")
         named = self.config.get("architectures")
         found = named[0] if isinstance(named, list) and named else named
-        if found not in ARCHITECTURES:
-            raise ValueError(f"{self.id} has architecture {found}; supported are {', '.join(ARCHITECTURES)}")
         if self.config.get("quantization_config"):
             raise ValueError(f"{self.id} has quantized weights; calibrate the 16-bit model it was made from")
+        if found not in ARCHITECTURES:
+            return self._check_other(found)
         _check_sizes(self)
         _check_rope(self)
         _check_windows(self)
         _check_weights(self)
         return self
+
+    def _check_other(self, architecture: Any) -> Self:
+        """Check a model of another type, by what transformers makes of its settings; return it with all of them."""
+        _check_sizes(self, tuple(SIZES))
+        _check_rope(self)
+        from kvq_calib.model import decoder  # transformers and all that comes with it
+
+        if not decoder.known(self.config):
+            raise ValueError(
+                f"{self.id} has architecture {architecture!s:.60}; supported are {', '.join(ARCHITECTURES)}, and other "
+                "decoders of transformers whose layers all attend to every token (docs/models.md)"
+            )
+        files = replace(self, config=decoder.settings(self.path, self.id))
+        _check_sizes(files)
+        decoder.check(files.transformers_config(), self.id)
+        _check_weights(files)
+        return files
 
     def _check_files(self) -> None:
         """Refuse files that are missing or not whole."""
@@ -265,16 +315,18 @@ def _gguf_of(folder: Path) -> str:
     return f"for its GGUF file give {found}" if found else ""
 
 
-def _check_sizes(files: ModelFiles) -> None:
+def _check_sizes(files: ModelFiles, optional: Sequence[str] = OPTIONAL) -> None:
     """Refuse numbers that are missing, or that no model has: loops and memory are as large as they say."""
     for name, most in SIZES.items():
         value = files.config.get(name)
-        if value is None and name in OPTIONAL:
+        if value is None and name in optional:
             continue
         if type(value) is not int or not 1 <= value <= most:
             raise ValueError(
                 f"{files.id}: {files.described} has {name}={value!r:.60}; a whole number from 1 to {most} is needed"
             )
+    if any(files.config.get(name) is None for name in SIZES if name not in OPTIONAL):
+        return
     heads, of = files.config["num_attention_heads"], files.geometry.kv_heads
     if heads % of:
         raise ValueError(

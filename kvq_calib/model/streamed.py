@@ -1,23 +1,28 @@
 """Run a model one decoder layer at a time, and hand out its keys, values and queries before RoPE.
 
 The layers are transformers' own classes, built without memory and filled from the safetensors files when their turn
-comes; keys and queries are taken where the projection, or the QK-norm after it, puts them out. Hidden states are
-those of the uncompressed model: a quantizer's error never enters the residual stream.
+comes, called as their model calls them (`decoder.py`). Attention is a function of ours, which sees keys, values and
+queries by head; what it sees after RoPE is turned back, as a cache does. Of the models in `files.ARCHITECTURES` keys
+and queries are taken where the projection, or the QK-norm after it, puts them out, before any rounding of RoPE. Hidden
+states are those of the uncompressed model: a quantizer's error never enters the residual stream.
 
 E = hidden width · V = vocabulary.
 """
 
+import contextlib
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
+from kvq_calib.model.decoder import Decoder, Seen
 from kvq_calib.model.files import ModelFiles
-from kvq_runtime.ops import product
+from kvq_calib.model.weights import Weights
+from kvq_runtime.ops import product, rope
 
 TILE = 2048  # tokens
 
@@ -51,16 +56,16 @@ class Stream:
     """A model of which the device holds one layer at a time.
 
     dtype   of weights and activations; None: `default_dtype`
+    turns   whether RoPE can be undone, so that keys and queries are handed out before it
     """
 
     def __init__(self, files: ModelFiles, device: str | torch.device = "cpu", dtype: torch.dtype | None = None):
         self.files, self.device = files, torch.device(device)
         self.dtype = default_dtype(files, self.device) if dtype is None else dtype
-        config = files.transformers_config()
-        with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=self.dtype).eval()
-        rotary = type(self._model.model.rotary_emb)
-        self._rotary = rotary(self._model.config).to(self.device)
+        self._decoder = Decoder(files.transformers_config(), self.dtype)
+        self._weights = Weights(files, self._decoder)
+        self._under = self._decoder.under(self.device)
+        self.turns = self._under.refusal is None
 
     @property
     def layers(self) -> int:
@@ -69,76 +74,69 @@ class Stream:
     @property
     def layer_bytes(self) -> int:
         """Return the bytes of the largest layer on the device."""
-        return max(sum(map(_bytes, layer.parameters())) for layer in self._model.model.layers)
+        return max(sum(map(_bytes, layer.parameters())) for layer in self._decoder.layers)
 
     @torch.no_grad()
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The hidden states under the first layer. Of the table, which stays in the file, only these rows are read."""
-        rows = self.files.rows("model.embed_tokens.weight", tokens_BT.cpu().long())
-        return rows.to(self.device, self.dtype)
+        asked_U, numbers_BT = tokens_BT.cpu().long().unique(return_inverse=True)
+        rows_UE = self.files.rows(self._weights.stored(self._decoder.table), asked_U).to(self.device, self.dtype)
+        return self._under.embed(numbers_BT.to(self.device), rows_UE)
 
     def layer(self, index: int) -> "Layer":
         """Load one decoder layer. Drop it before the next is loaded."""
-        start = f"model.layers.{index}."
-        weights = {name: start + name for name in self.files.layer_names(index)}
-        return Layer(self._filled(self._model.model.layers[index], weights), self)
+        prefix = f"{self._decoder.core_name}.layers.{index}."
+        return Layer(self._weights.filled(self._decoder.layers[index], prefix, self.device), self, index)
 
     def __reduce__(self):
         return opened, (self.files, self.device, self.dtype)
 
     def head(self) -> "Head":
         """Load the last norm and the output head."""
-        tied = "lm_head.weight" not in self.files.names
-        output = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        norm = self._filled(self._model.model.norm, {"weight": "model.norm.weight"})
-        return Head(norm, self._filled(self._model.lm_head, {"weight": output}))
+        around: Any = copy.deepcopy(self._decoder.around)
+        for name, module in self._decoder.top().items():
+            around.set_submodule(name, self._weights.filled(module, f"{name}.", self.device))
+        around.set_input_embeddings(nn.Identity())
+        return Head(self._decoder.settled(around, self.device))
 
     @torch.no_grad()
     def rope(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions 0 to tokens - 1, [1, T, K] each, float32, scaling included."""
-        cos, sin = self._positions(tokens, torch.float32)
+        """Cosines and sines of the positions 0 to tokens - 1, [1, T, K] each, float32, scaling included.
+
+        Of a model whose RoPE cannot be undone: of angles of 0, as keys are handed out as they are cached.
+        """
+        if not self.turns:
+            shape = 1, tokens, self.files.geometry.head_size // 2
+            return torch.ones(shape, device=self.device), torch.zeros(shape, device=self.device)
+        cos, sin = self._under.turns(tokens, self.device)
         half = cos.shape[-1] // 2  # transformers repeats them for both halves of a head
         return cos[..., :half].contiguous(), sin[..., :half].contiguous()
-
-    def _positions(self, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(tokens, device=self.device)[None]
-        return self._rotary(torch.empty(0, dtype=dtype, device=self.device), positions)
-
-    def _filled(self, empty: nn.Module, weights: dict[str, str]) -> nn.Module:
-        """The module with weights of its own; `weights` names the tensor of each parameter."""
-        module = copy.deepcopy(empty)
-        copies = {name: self.files.copied(stored, self.device, self.dtype) for name, stored in weights.items()}
-        try:
-            module.load_state_dict(copies, assign=True)
-        except RuntimeError as error:
-            raise ValueError(f"the weights of {self.files.id} do not fit its config.json: {error}") from error
-        return module.requires_grad_(False)
 
 
 class Layer:
     """One decoder layer on the device."""
 
-    def __init__(self, module: Any, stream: Stream):
-        module.mlp = Tiled(module.mlp)
-        self._module, self._stream = module, stream
-        seen: dict[str, Tensor] = {}
+    def __init__(self, module: Any, stream: Stream, index: int):
+        if _is_plain(getattr(module, "mlp", None)):
+            module.mlp = Tiled(module.mlp)
+        self._module, self._stream, self._index = module, stream, index
+        seen: dict[str, Any] = {}
         attention = module.self_attn
-        taps = {"k": getattr(attention, "k_norm", attention.k_proj), "v": attention.v_proj,
-                "q": getattr(attention, "q_norm", attention.q_proj)}  # fmt: skip
-        for name, tap in taps.items():
-            # the hook knows `seen`, not `self`: a cycle would keep the weights until the next garbage collection
-            tap.register_forward_hook(lambda _module, _inputs, out, name=name: seen.__setitem__(name, out))
+        attention.seen = seen
+        if stream.files.tapped:
+            taps = {"k_pre": getattr(attention, "k_norm", attention.k_proj),
+                    "q_pre": getattr(attention, "q_norm", attention.q_proj)}  # fmt: skip
+            for name, tap in taps.items():
+                # the hook knows `seen`, not `self`: a cycle would keep the weights until the next garbage collection
+                tap.register_forward_hook(lambda _module, _inputs, out, name=name: seen.__setitem__(name, out))
         self._seen = seen
 
     @torch.no_grad()
     def forward(self, h_BTE: Tensor, queries: bool = False) -> Captured:
         """Run the layer on whole sequences, causally, from position 0."""
-        h_BTE = self._given(h_BTE)
-        turns = self._stream._positions(h_BTE.shape[1], self._stream.dtype)
-        # without a mask, transformers' sdpa is causal
-        out = self._module(h_BTE, attention_mask=None, position_embeddings=turns, past_key_values=None, use_cache=False)
-        k, v, q = (self._seen.pop(name).flatten(2) for name in "kvq")
-        return Captured(k, v, q if queries else None, out)
+        out_BTE = self._run(self._given(h_BTE))
+        found = self._captured(queries)
+        return Captured(found.k_NTC, found.v_NTC, found.q_NTC, out_BTE)
 
     def gradients(self, h_BTE: Tensor, above_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Carry a gradient with respect to the layer's output below it.
@@ -146,32 +144,62 @@ class Layer:
         Returns those with respect to the hidden states, the keys before RoPE and the values, [B, T, C] the last two.
         """
         h_BTE = self._given(h_BTE).requires_grad_()
-        turns = self._stream._positions(h_BTE.shape[1], self._stream.dtype)
         with torch.enable_grad():
-            out = self._module(
-                h_BTE, attention_mask=None, position_embeddings=turns, past_key_values=None, use_cache=False
-            )
-            seen = {name: self._seen.pop(name) for name in "kvq"}
-            below, *pair = torch.autograd.grad(out, (h_BTE, seen["k"], seen["v"]), self._given(above_BTE))
-        key, value = (gradient.flatten(2) for gradient in pair)
-        return below, key, value
+            out_BTE = self._run(h_BTE)
+            keys, values = self._seen.get("k_pre", self._seen["k"]), self._seen["v"]
+            below, key, value = torch.autograd.grad(out_BTE, (h_BTE, keys, values), self._given(above_BTE))
+        if "k_pre" not in self._seen:
+            key = self._turned_back(key, rope.rotate)
+        self._seen.clear()
+        return below, key.flatten(2), value.transpose(1, 2).flatten(2)
 
     @torch.no_grad()
     def project(self, h_BTE: Tensor, queries: bool = False) -> Projected:
         """Return what `forward` returns beside the output, without attention and MLP, for a last layer."""
-        attention, x_BTE = self._module.self_attn, self._module.input_layernorm(self._given(h_BTE))
+        self._seen["alone"] = True
+        with contextlib.suppress(Seen):
+            self._run(self._given(h_BTE))
+        return self._captured(queries)
 
-        def heads(name: str) -> Tensor:
-            out = getattr(attention, f"{name}_proj")(x_BTE)
-            norm = getattr(attention, f"{name}_norm", None)
-            return out if norm is None else norm(out.unflatten(-1, (-1, attention.head_dim))).flatten(2)
+    def _run(self, h_BTE: Tensor) -> Tensor:
+        stream, (batch, tokens, _) = self._stream, h_BTE.shape
+        args, given = stream._under.calls(batch, tokens, stream.dtype, stream.device)[self._index]
+        out = self._module(h_BTE, *args, **given)
+        return out[0] if isinstance(out, tuple) else out
 
-        found = Projected(heads("k"), heads("v"), heads("q") if queries else None)
+    def _captured(self, queries: bool) -> Projected:
+        """What attention got, keys and queries turned back; queries are scaled as if attention's scale were 1/√D."""
+        seen = dict(self._seen)
         self._seen.clear()
-        return found
+        k, v, q = seen["k"], seen["v"].transpose(1, 2).flatten(2), None
+        k = seen["k_pre"].flatten(2) if "k_pre" in seen else self._turned_back(k).flatten(2)
+        if queries:
+            q = seen["q_pre"].flatten(2) if "q_pre" in seen else self._turned_back(seen["q"]).flatten(2)
+            size = seen["q"].shape[-1]
+            factor = 1.0 if seen["scale"] is None else seen["scale"] * size**0.5
+            q = q if math.isclose(factor, 1) else q * factor
+        return Projected(k, v, q)
+
+    def _turned_back(self, x_BHTD: Tensor, back: Any = rope.unrotate) -> Tensor:
+        """Keys or queries [B, T, H, D] before RoPE, in their dtype; a gradient is turned back by `rotate`."""
+        x_BTHD = x_BHTD.transpose(1, 2)
+        if not self._stream.turns:
+            return x_BTHD
+        cos, sin = self._stream.rope(x_BTHD.shape[1])
+        return back(x_BTHD, cos, sin if back is rope.unrotate else -sin).to(x_BTHD.dtype)
 
     def _given(self, h_BTE: Tensor) -> Tensor:
         return h_BTE.to(self._stream.device, self._stream.dtype)
+
+
+def _is_plain(mlp: nn.Module | None) -> bool:
+    """True if all parameters of an MLP are linear layers: it works on any number of tokens, which experts need not."""
+    parts = (
+        []
+        if mlp is None
+        else [part for part in mlp.modules() if next(part.parameters(recurse=False), None) is not None]
+    )
+    return bool(parts) and all(type(part) is nn.Linear for part in parts)
 
 
 class Tiled(nn.Module):
@@ -191,29 +219,56 @@ class Tiled(nn.Module):
 
 
 class Head:
-    """The last norm and the output head on the device."""
+    """The last norm and the output head on the device, as the model itself runs them."""
 
-    def __init__(self, norm: nn.Module, output: nn.Module):
-        self._norm, self._output = norm, output
+    def __init__(self, around: Any):
+        self._around = around
 
     @torch.no_grad()
     def __call__(self, h_BTE: Tensor) -> Tensor:
         """Logits, [B, T, V], in the dtype of the stream."""
-        return self._output(self._norm(h_BTE))
+        return self._logits(h_BTE)
 
     def gradient(self, h_TE: Tensor, uniform_T2: Tensor) -> Tensor:
         """∂/∂h Σ (log p(y) - log p(y')) / √2, y and y' the tokens at which the running sum of p passes `uniform`.
 
-        With respect to the logits that is 1 at y and -1 at y', over √2: p cancels, and no graph goes through them.
+        With respect to the logits that is 1 at y and -1 at y', over √2: p cancels. No graph goes through the logits but
+        what the model does to each of them (a multiplier, a soft cap).
         """
-        h_TE = h_TE.detach().requires_grad_()
-        with torch.enable_grad():
-            normed_TE = self._norm(h_TE)
-        running_TV = self._output(normed_TE.detach()).float().softmax(-1).cumsum(-1)
-        drawn_T2 = torch.searchsorted(running_TV, uniform_T2 * running_TV[:, -1:])
-        rows_VE = self._output.get_parameter("weight")
-        first_TE, second_TE = rows_VE[drawn_T2.clamp(max=len(rows_VE) - 1)].unbind(1)
-        return torch.autograd.grad(normed_TE, h_TE, (first_TE - second_TE) / 2**0.5)[0]
+        seen: list[Tensor] = []
+
+        def cut(_module: Any, inputs: tuple, out: Tensor) -> Tensor:
+            seen.extend((inputs[0], out.detach().requires_grad_()))
+            return seen[1]
+
+        h_TE, output = h_TE.detach().requires_grad_(), self._around.get_output_embeddings()
+        handle = output.register_forward_hook(cut)
+        try:
+            with torch.enable_grad():
+                logits_TV = self._logits(h_TE[None])[0]
+                normed_TE, projected_TV = seen
+                slope_TV = None
+                if logits_TV.data_ptr() != projected_TV.data_ptr():
+                    (slope_TV,) = torch.autograd.grad(logits_TV.sum(), projected_TV)
+        finally:
+            handle.remove()
+        running_TV = logits_TV.detach().float().softmax(-1).cumsum(-1)
+        rows_VE = output.get_parameter("weight")
+        drawn_T2 = torch.searchsorted(running_TV, uniform_T2 * running_TV[:, -1:]).clamp(max=len(rows_VE) - 1)
+        drawn_T2E = rows_VE[drawn_T2]
+        if slope_TV is not None:
+            drawn_T2E = drawn_T2E * slope_TV.view_as(logits_TV).gather(1, drawn_T2)[..., None]
+        first_TE, second_TE = drawn_T2E.unbind(1)
+        return torch.autograd.grad(normed_TE, h_TE, ((first_TE - second_TE) / 2**0.5).view_as(normed_TE))[0]
+
+    def _logits(self, h_BTE: Tensor) -> Tensor:
+        last = self._around.get_decoder().layers[-1]
+        last.out = h_BTE
+        try:
+            nothing = torch.zeros((), dtype=h_BTE.dtype, device=h_BTE.device).expand(h_BTE.shape)
+            return self._around(inputs_embeds=nothing, use_cache=False).logits
+        finally:
+            last.out = last.under = None
 
 
 _opened: dict[tuple, Stream] = {}

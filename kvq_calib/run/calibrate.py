@@ -225,7 +225,7 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
         cost = {role: float(_gradients(work, role).diagonal(dim1=-2, dim2=-1).mean()) for role in roles}
     else:
         assert collected.queries is not None, "bits are shared out by what queries make of errors"
-        weight = run.files.tensor(f"model.layers.{work.layer}.self_attn.o_proj.weight")
+        weight = run.files.output_projection(work.layer)
         variance_C = collected.moments[recipe.window.sinks][1].variance_C
         cost = share.costs(weight, collected.queries, variance_C, collected.energy, run.plan.geometry)
     found, count = {}, collected.moments[recipe.window.sinks][0].count
@@ -253,7 +253,7 @@ def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Sourc
     return Source(
         partials,
         queries,
-        projection=lambda: run.files.tensor(f"model.layers.{layer}.self_attn.o_proj.weight").to(run.plan.device),
+        projection=lambda: run.files.output_projection(layer).to(run.plan.device),
         gradients=lambda: _gradients(work, role),
         vocabulary=lambda: vocabulary.vocabulary(work.stream, role),
     )

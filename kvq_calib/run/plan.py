@@ -211,6 +211,12 @@ def make(
     """
     from kvq_calib.model.streamed import default_dtype
 
+    for recipe in recipes:
+        if "positions" in recipe.needs and files.rope_refusal:
+            raise ValueError(
+                f"{recipe.name} undoes RoPE, but of {files.id} {files.rope_refusal}; use a recipe that is fitted after "
+                "RoPE and without a mean, as oscar-2bit, or one that needs no fit"
+            )
     known, device = files.entry, usable(device)
     samples = known.samples if samples is None else samples
     seq_len = min(known.seq_len, files.context) if seq_len is None else seq_len

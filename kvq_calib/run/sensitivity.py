@@ -55,7 +55,7 @@ def attention_errors(
     """
     run, stream, layer = work.run, work.stream, work.layer
     plan, module = run.plan, stream.layer(layer)
-    weight_EC = stream.files.tensor(f"model.layers.{layer}.self_attn.o_proj.weight").to(stream.device, torch.float32)
+    weight_EC = stream.files.output_projection(layer).to(stream.device, torch.float32)
     tables = stream.rope(plan.seq_len)
     fits = {role: _fits(work, role, options[role], sources[role]) for role in ROLES}
     sums = {role: torch.zeros(len(fits[role]), dtype=torch.float64) for role in ROLES}
@@ -65,13 +65,13 @@ def attention_errors(
         hidden = work.hidden(index)
         captured = module.forward(hidden, queries=True)
         chunk = attention.inputs(captured, tables, plan.geometry)
-        exact = _attended(chunk, chunk.k, chunk.v)
+        exact = _attended(chunk, chunk.k, chunk.v, plan.geometry.head_size)
         energy_NT = (hidden.to(stream.device, torch.float32) + exact @ weight_EC.mT).square().sum(-1).clamp_min(1e-30)
         for role in ROLES:
             data, context = work.data(index, role, clean=False)
             for place, fit in enumerate(fits[role]):
                 found = fit.codec.restore(fit.decode(data, context).float(), context)
-                out = _attended(chunk, *_read(fit, chunk, found, work.recipe.position))
+                out = _attended(chunk, *_read(fit, chunk, found, work.recipe.position), plan.geometry.head_size)
                 error_NT = ((out - exact) @ weight_EC.mT).square().sum(-1) / energy_NT
                 sums[role][place] += share[index] * error_NT.sum(dtype=torch.float64).cpu()
                 done += 1
@@ -99,7 +99,6 @@ def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor, position: str) 
     return (apply_rope(x, chunk.rope, fit.codec.geometry.kv_heads) if turn else x), chunk.v
 
 
-def _attended(chunk: AttentionInputs, k_NTC: Tensor, v_NTC: Tensor) -> Tensor:
-    head_size = 2 * chunk.rope[0].shape[-1]
+def _attended(chunk: AttentionInputs, k_NTC: Tensor, v_NTC: Tensor, head_size: int) -> Tensor:
     pair, every = (k_NTC, v_NTC), attention.tiles(k_NTC.shape[1])
     return attention.attend(chunk.q, pair, pair, every, head_size)

@@ -99,6 +99,12 @@ def from_config(config: Mapping[str, Any], weight: Callable[[int, str], Tensor |
     return Fingerprint(geometry, _rope(config), normed, probes, quantized)
 
 
+def of_fused(weight_OI: Tensor, geometry: Geometry, projection: str) -> Tensor:
+    """The rows of "k_proj" or "v_proj" in a matrix that projects to queries, then keys, then values."""
+    first = -2 * geometry.width if projection == PROJECTIONS["key"] else -geometry.width
+    return weight_OI[first:][: geometry.width]
+
+
 def _packed(matrix: Tensor) -> bool:
     return matrix.dim() != 2 or not matrix.is_floating_point() or matrix.itemsize < 2
 

@@ -68,13 +68,16 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
 def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
     """The fingerprint of a loaded model: shape, RoPE, and a probe of its key and value projections.
 
-    Raises ValueError for a model without a k_proj and a v_proj in every layer, as artifacts are fitted to.
+    Raises ValueError for a model without a k_proj and a v_proj, or a qkv_proj, in every layer.
     """
     check_model(model)
-    attention = attention_modules(model, range(geometry_of(model).layers))
+    geometry = geometry_of(model)
+    attention = attention_modules(model, range(geometry.layers))
 
     def weight(layer: int, name: str) -> Tensor:
-        projection = getattr(attention[layer], name, None)
+        projection, fused = getattr(attention[layer], name, None), getattr(attention[layer], "qkv_proj", None)
+        if projection is None and fused is not None:
+            return fingerprint.of_fused(fused.weight.detach(), geometry, name)
         if projection is None:
             raise ValueError(
                 f"{type(attention[layer]).__name__} has no {name}; no artifact is of such a model; {LISTED}"
@@ -85,25 +88,29 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
 
 
 def check_rope(model: PreTrainedModel, attention: Sequence[nn.Module], recipe: str) -> None:
-    """Raise ValueError, a sentence, if a recipe that undoes RoPE cannot have that of this model's attention modules.
+    """Raise ValueError, a sentence, if a recipe that undoes RoPE cannot have that of this model's attention modules."""
+    why = rope_refusal(model.get_decoder(), attention)
+    if why:
+        raise ValueError(f"{recipe} undoes RoPE, but {why}; use a post-RoPE recipe")
+
+
+def rope_refusal(decoder: Any, attention: Sequence[nn.Module]) -> str | None:
+    """The reason why the RoPE of a decoder's attention modules cannot be undone; None if it can.
 
     Asked is the model's own function: what it does to a vector has to be what ours does, half of a head with the other.
     """
-    config = model.config.get_text_config(decoder=True)
-    rotary: Any = getattr(model.get_decoder(), "rotary_emb", None)
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    rotary: Any = getattr(decoder, "rotary_emb", None)
+    kind = (getattr(decoder.config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in rope.VARYING_TYPES:
-        raise ValueError(f"{recipe} undoes RoPE, but rope_type={kind} changes with length; use a post-RoPE recipe")
+        return f"rope_type={kind} changes with length"
     if not hasattr(rotary, "inv_freq"):
-        raise ValueError(
-            f"{recipe} undoes RoPE, but {type(model).__name__} has no rotary_emb with one inv_freq for all layers; "
-            "use a post-RoPE recipe"
-        )
+        return f"{type(decoder).__name__} has no rotary_emb with one inv_freq for all layers"
     without = [index for index, module in enumerate(attention) if not getattr(module, "use_rope", True)]
     apply = getattr(sys.modules[type(attention[0]).__module__], "apply_rotary_pos_emb", None)
-    if without or (apply is not None and not _by_halves(apply, rotary)):
-        what = "some layers of the model have no RoPE" if without else "this model's RoPE turns neighbouring channels"
-        raise ValueError(f"{recipe} undoes RoPE, but {what}; use a post-RoPE recipe")
+    if without:
+        return "some layers of the model have no RoPE"
+    by_halves = apply is None or _by_halves(apply, rotary)
+    return None if by_halves else "this model's RoPE turns neighbouring channels"
 
 
 @torch.no_grad()

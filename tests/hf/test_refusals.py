@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from architectures import random
 from generating import kvq, stock
 from models import SHAPE, prompt, random_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from kvq_runtime.hf import KVQCache, fingerprint_of
+from kvq_runtime.artifact import fingerprint
+from kvq_runtime.hf import KVQCache, fingerprint_of, geometry_of
 from kvq_runtime.hf.model import check_model
 
 PLAIN = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
@@ -76,8 +78,21 @@ def test_layers_of_other_shapes_are_refused_when_made_or_first_seen():
 
 
 def test_artifacts_are_of_models_with_projections():
-    with pytest.raises(ValueError, match="Phi3Attention has no k_proj; no artifact is of such a model"):
-        fingerprint_of(made("phi3", **PLAIN))
+    model = random_model("llama")
+    del model.model.layers[1].self_attn.k_proj
+    with pytest.raises(ValueError, match="LlamaAttention has no k_proj; no artifact is of such a model"):
+        fingerprint_of(model)
+
+
+def test_a_projection_in_one_with_others_is_probed_by_its_rows():
+    model = random("phi3")
+    found, width = fingerprint_of(model), geometry_of(model).width
+    for layer, module in enumerate(model.model.layers):
+        weight = module.self_attn.qkv_proj.weight
+        for place, role in ((1, "key"), (2, "value")):
+            rows = weight[len(weight) - (3 - place) * width :][:width]
+            probe = found.probes[f"layers.{layer}.{role}.fingerprint.probe"]
+            assert torch.equal(probe, fingerprint.probe(rows))
 
 
 @pytest.mark.parametrize("layout, fits", [

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from kvq_calib.fit import vocabulary as fit
 from kvq_calib.model import find as models
-from kvq_calib.model.streamed import Stream
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
@@ -126,7 +125,7 @@ def test_a_calibrated_table_is_the_norm_and_projection_of_every_embedding(model,
     weights = {n: t.double().numpy() for n, t in load_file(files.path / "model.safetensors").items()}
     embedding = weights["model.embed_tokens.weight"]
     assert made.recipe.scheme(0, "key").quantize.size == len(embedding)
-    start, epsilon = "model.layers.0.", Stream(files)._model.config.rms_norm_eps
+    start, epsilon = "model.layers.0.", files.config["rms_norm_eps"]
     normed = embedding / np.sqrt(np.square(embedding).mean(1, keepdims=True) + epsilon)
     normed = normed * weights[start + "input_layernorm.weight"]
     tokens = corpus.select(str(model / "corpus.txt"), files.path, 2, 256, seed=5).tokens_BT.numpy()

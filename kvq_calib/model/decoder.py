@@ -1,0 +1,250 @@
+"""Build a model of transformers without memory, and run what stands around its layers: its own code, not a copy of it.
+
+In the place of each layer stands a `Place`, which notes what the decoder calls the layer with (rotations, masks), and
+puts out its input, or what it is told to. What the decoder does under the first layer (to scale embeddings) and the
+model above the last (norm, output head, multipliers, soft caps) is so what the model itself does.
+
+`check` asks the configuration and these modules, not the name, whether a model can be run one layer at a time.
+
+E = hidden width · V = vocabulary.
+"""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvq_runtime.hf.model import LISTED, attention_modules, check_model, rope_refusal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+CAPTURED = "kvq-captured"  # the attention of a streamed layer, by the name that transformers knows it by
+Call = tuple[tuple, dict[str, Any]]
+GIVEN = {"attention_mask", "position_ids", "position_embeddings"}  # tensors that layers get beside hidden states
+
+
+class Seen(Exception):
+    """Ends a layer's forward pass where attention begins."""
+
+
+def _captured(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """sdpa, which notes what it gets in the module's `seen`: [B, H, T, D], keys and queries after RoPE."""
+    module.seen |= {"k": key, "v": value, "q": query, "scale": scaling}
+    if module.seen.get("alone"):
+        raise Seen
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **given)[0], None
+
+
+AttentionInterface.register(CAPTURED, _captured)
+AttentionMaskInterface.register(CAPTURED, sdpa_mask)
+
+
+class Place(nn.Module):
+    """Stand in a layer's place: note what it is called with; put out `out`, or else the input."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        plain = {name: value for name, value in vars(layer).items() if type(value) in (bool, int, str)}
+        self.__dict__ |= {name: value for name, value in plain.items() if name not in self.__dict__}
+        self.call: Call = (), {}
+        self.under: Tensor | None = None
+        self.out: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+        self.under, self.call = hidden_states, (args, given)
+        return hidden_states if self.out is None else self.out
+
+
+class Decoder:
+    """A model without weights: its layers, and all around them with a Place for each."""
+
+    def __init__(self, config: "PreTrainedConfig", dtype: torch.dtype):
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(config, attn_implementation=CAPTURED, dtype=dtype).eval()
+        self.whole = made
+        self.config = made.config
+        self.parameters = list(made.state_dict())
+        core: Any = made.get_decoder()
+        named = {id(module): name for name, module in made.named_modules()}
+        self.core_name = named[id(core)]
+        self.table = f"{named[id(made.get_input_embeddings())]}.weight"
+        self.output = f"{named[id(made.get_output_embeddings())]}.weight"
+        self.layers = list(core.layers)
+        core.layers = nn.ModuleList(map(Place, self.layers))
+        self.around = made
+
+    def top(self) -> dict[str, nn.Module]:
+        """The modules with parameters above the layers, by name: the last norm, and the output head."""
+        core: Any = self.around.get_decoder()
+        table = self.around.get_input_embeddings()
+        within = {f"{self.core_name}.{name}": module for name, module in core.named_children()}
+        beside = {name: module for name, module in self.around.named_children() if module is not core}
+        return {
+            name: module
+            for name, module in (within | beside).items()
+            if module is not table and next(module.parameters(), None) is not None
+        }
+
+    def under(self, device: torch.device) -> "Under":
+        """The decoder without what stands above its layers, on a device."""
+        bare = copy.deepcopy(self.around.get_decoder())
+        for name in self.top():
+            parent, _, child = name.rpartition(".")
+            if parent == self.core_name:
+                setattr(bare, child, nn.Identity())
+        core = self.settled(bare, device)
+        return Under(core, self.config, rope_refusal(core, [layer.self_attn for layer in self.layers]))
+
+    def settled(self, module: Any, device: torch.device) -> Any:
+        """The module, its buffers that no file has (frequencies, scales of embeddings) set as transformers does."""
+        for parameter in module.parameters():
+            parameter._is_hf_initialized = True
+        for part in module.modules():
+            empty = {name: buffer for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta}
+            for name, buffer in empty.items():
+                part._buffers[name] = torch.empty_like(buffer, device=device)
+            if empty:
+                with torch.no_grad():
+                    self.around._init_weights(part)
+        return module
+
+
+class Under:
+    """All that stands under the layers of a decoder: embeddings, rotations, masks.
+
+    refusal   the reason why RoPE cannot be undone; None if it can
+    """
+
+    def __init__(self, core: Any, config: Any, refusal: str | None):
+        self.core, self._config = core, config
+        self._last: tuple[Any, list[Call]] = None, []
+        self.refusal = refusal
+
+    def embed(self, tokens_BT: Tensor, rows_UE: Tensor) -> Tensor:
+        """The hidden states under the first layer, of tokens that are numbers of these rows of the table."""
+        table = self.core.get_input_embeddings()
+        empty, table.padding_idx = table.weight, None
+        table.weight = nn.Parameter(rows_UE, requires_grad=False)
+        try:
+            self.core(input_ids=tokens_BT, use_cache=False)
+        finally:
+            table.weight = empty
+        return self._taken()
+
+    def calls(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Call]:
+        """What the decoder calls each layer with, beside hidden states, for whole sequences from position 0."""
+        key = batch, tokens, dtype, device
+        if self._last[0] != key:
+            nothing = torch.zeros((), dtype=dtype, device=device).expand(batch, tokens, self._config.hidden_size)
+            with torch.no_grad():
+                self.core(inputs_embeds=nothing, use_cache=False)
+            self._last = key, [place.call for place in self.core.layers]
+            self._taken()
+        return self._last[1]
+
+    def turns(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions 0 to tokens - 1, float32, as the decoder's own module computes them."""
+        positions = torch.arange(tokens, device=device)[None]
+        return self.core.rotary_emb(torch.empty(0, dtype=torch.float32, device=device), positions)
+
+    def _taken(self) -> Tensor:
+        found = self.core.layers[0].under
+        for place in self.core.layers:
+            place.under, place.call = None, ((), {})
+        return found
+
+
+def settings(folder: Path, id: str) -> dict[str, Any]:
+    """The settings in a folder's config.json, with transformers' defaults for those that it leaves out."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).to_dict()
+    except Exception as error:
+        raise ValueError(f"{id}: config.json is none of its model_type: {_line(error)}; download it again") from error
+
+
+def known(config: Mapping[str, Any]) -> bool:
+    """True if the architecture is the causal language model of its type in this version of transformers."""
+    named = config.get("architectures")
+    made = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
+    return isinstance(named, list) and len(named) == 1 and made == named[0]
+
+
+def check(config: "PreTrainedConfig", id: str) -> None:
+    """Raise ValueError, a sentence, for a model that cannot be run a layer at a time, and compressed in all layers."""
+    _check_config(config, id)
+    model: Any = _built(config, id)
+    check_model(model)
+    first = attention_modules(model, range(len(model.get_decoder().layers)))[0]
+    learned = [name for name, _ in first.named_parameters(recurse=False)]
+    if learned:
+        raise ValueError(
+            f"{id}: its attention has parameters of its own ({', '.join(learned)}), which calibration does not know; "
+            f"use a recipe that needs no fit, or another model; {LISTED}"
+        )
+    decoder = Decoder(config, torch.float32)
+    above = list(decoder.top())
+    if len(above) > 2:
+        raise ValueError(
+            f"{id}: {', '.join(above)} stand beside its layers; a last norm and an output head can; {LISTED}"
+        )
+    calls = decoder.under(torch.device("cpu")).calls(1, 2, torch.float32, torch.device("cpu"))
+    unknown = {key for _, given in calls for key, value in given.items() if isinstance(value, Tensor)} - GIVEN
+    if unknown or any(args for args, _ in calls):
+        what = ", ".join(sorted(unknown)) or "more than hidden states by position"
+        raise ValueError(f"{id}: its layers are given {what}, which is known of the whole model alone; {LISTED}")
+
+
+def _check_config(config: "PreTrainedConfig", id: str) -> None:
+    """Refuse what the configuration says that calibration does not know."""
+    if config.get_text_config(decoder=True) is not config:
+        raise ValueError(
+            f"{id}: {type(config).__name__} is of a model with towers beside the text's; give a model of text alone; "
+            f"{LISTED}"
+        )
+    stock = DynamicCache(config=config).layers
+    other = [index for index, layer in enumerate(stock) if type(layer) is not DynamicLayer]
+    if other:
+        raise ValueError(
+            f"{id}: layers {_numbers(other)} of {len(stock)} slide or recur; calibration takes models whose layers all "
+            f"attend to every token; {LISTED}"
+        )
+    for setting in ("attn_logit_softcapping", "num_kv_shared_layers"):
+        if getattr(config, setting, None):
+            raise ValueError(
+                f"{id}: config.json has {setting}={getattr(config, setting)}, which calibration does not know; use a "
+                f"recipe that needs no fit, or another model; {LISTED}"
+            )
+
+
+def _built(config: "PreTrainedConfig", id: str) -> PreTrainedModel:
+    with torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(config, attn_implementation=CAPTURED)
+        except Exception as error:
+            raise ValueError(f"{id}: transformers makes no model of config.json: {_line(error)}; check it") from error
+
+
+def _line(error: Exception) -> str:
+    return f"{' '.join(str(error).split()):.200}"
+
+
+def _numbers(layers: list[int]) -> str:
+    """The first few of them."""
+    return ", ".join(map(str, layers[:6])) + (", ..." if len(layers) > 6 else "")

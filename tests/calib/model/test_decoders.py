@@ -1,0 +1,157 @@
+"""Every model that docs/models.md lists: run a layer at a time it is the whole model, and what is fitted to it serves.
+
+What cannot be calibrated is refused in a sentence, from config.json alone.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from architectures import random, table
+from generating import stock
+from models import prompt
+from transformers import AutoModelForCausalLM
+
+from kvq_calib.model import find as models
+from kvq_calib.model.files import ModelFiles
+from kvq_calib.model.streamed import Stream
+from kvq_calib.run import calibrate as runs
+from kvq_calib.run import plan as plans
+from kvq_calib.run.run import Run
+from kvq_calib.text import corpus
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.hf import KVQCache, fingerprint_of
+from kvq_runtime.ops import rope
+from kvq_runtime.recipe import preset
+
+ROWS = {kind: cells for kind, *cells in table()}
+TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
+REFUSED = {
+    "qwen3_next": "layers 0 of 3 slide or recur; calibration takes models whose layers all attend to every token",
+    "lfm2": "layers 0 of 3 slide or recur", "gemma3_text": "layers 0 of 3 slide", "olmo3": "layers 0 of 3 slide",
+    "gemma2": "layers 0 of 3 slide", "gpt_oss": r"its attention has parameters of its own \(sinks\)",
+    "opt": "embed_positions, .* stand beside its layers",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Make the folder of a model, its norms and biases random too, once."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            model = random(kind)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim == 1:
+                        parameter.add_(torch.randn_like(parameter) * 0.2)
+            made[kind] = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(made[kind])
+        return made[kind]
+
+    return folder
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.std()))
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_a_streamed_model_is_the_whole_model(kind, folders):
+    whole = AutoModelForCausalLM.from_pretrained(folders(kind), dtype=torch.float32, attn_implementation="eager")
+    ids, cache, queries = prompt(2, 40), stock(whole), []
+    for layer in whole.model.layers:
+        layer.self_attn.register_forward_hook(lambda module, args, out: queries.append(out[1]))
+    with torch.no_grad():
+        expected = whole(ids, past_key_values=cache, output_hidden_states=True)
+    stream = Stream(models.resolve(folders(kind)), dtype=torch.float32)
+    assert stream.turns == (ROWS[kind][0] == "yes") == (stream.files.rope_refusal is None)
+    heads, size, h = stream.files.geometry.kv_heads, stream.files.geometry.head_size, stream.embed(ids)
+    tables = stream.rope(40)
+    for index in range(stream.layers):
+        near(h, expected.hidden_states[index])
+        layer = stream.layer(index)
+        seen, part = layer.forward(h, queries=True), layer.project(h, queries=True)
+        assert all(torch.equal(getattr(seen, name), getattr(part, name)) for name in ("k_NTC", "v_NTC", "q_NTC"))
+        k, q = (rope.rotate(x.unflatten(-1, (-1, size)), *tables).transpose(1, 2) for x in (seen.k_NTC, seen.q_NTC))
+        near(k, cache.layers[index].keys)
+        near(seen.v_NTC.unflatten(-1, (heads, -1)).transpose(1, 2), cache.layers[index].values)
+        scores = q @ k.repeat_interleave(q.shape[1] // heads, 1).mT * size**-0.5
+        near(scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(-1), queries[index])
+        h = seen.h_BTE
+    near(stream.head()(h), expected.logits)
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_what_is_fitted_serves(kind, folders, tmp_path, monkeypatch):
+    """A recipe that undoes RoPE where it can be, and one that is fitted after RoPE: both generate."""
+    folder = folders(kind)
+    files, before = models.resolve(folder), ROWS[kind][0] == "yes"
+    text = SimpleNamespace(tokens_BT=prompt(2, 256, seed=1), description={"source": "random"})
+    monkeypatch.setattr(corpus, "select", lambda *given: text)
+    made = fitted(files, tmp_path, "oscar-2bit", *(["aqua-2bit"] if before else []))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert fingerprint_of(model).to_json() == files.fingerprint().to_json()
+    for name, artifact in made.items():
+        cache = KVQCache.from_artifact(artifact, model)
+        model.set_attn_implementation(cache.attention or "sdpa")
+        out = model.generate(prompt(2, 280), past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=1)
+        assert out.shape == (2, 288) and cache.blocks.layers[2].encoded == 128, name
+    if not before:
+        with pytest.raises(ValueError, match=f"aqua-2bit undoes RoPE, but of {files.id} .*; use a recipe that is"):
+            fitted(files, tmp_path, "aqua-2bit")
+
+
+def fitted(files: ModelFiles, folder: Path, *names: str) -> dict[str, Artifact]:
+    plan = plans.make(files, [preset(name) for name in names], "demo", samples=2, seq_len=256, held_out=0)
+    return runs.calibrate(Run(plan, files, folder / "run"))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_calibrated_is_refused_from_its_configuration(kind, tmp_path):
+    random(kind).config.save_pretrained(tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    given["architectures"] = [type(random(kind)).__name__]
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(ValueError, match=REFUSED[kind] + ".*models.md"):
+        models.resolve(tmp_path)
+
+
+def test_the_table_has_them_all():
+    assert {kind for kind, cells in ROWS.items() if cells[2] == "no"} == REFUSED.keys()
+
+
+@pytest.mark.parametrize("settings", [{}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                           "original_max_position_embeddings": 128}}])  # fmt: skip
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_what_is_turned_back_is_what_the_projection_puts_out(kind, settings, tmp_path, monkeypatch):
+    tiny.save(tmp_path, kind)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    files, ids = models.resolve(tmp_path), prompt(2, 40)
+    found = []
+    for tapped in (True, False):
+        monkeypatch.setattr(ModelFiles, "tapped", tapped)
+        stream = Stream(files, dtype=torch.float32)
+        h, layer = stream.embed(ids), stream.layer(1)
+        seen = layer.forward(h, queries=True)
+        found.append([seen.k_NTC, seen.v_NTC, seen.q_NTC, *layer.gradients(h, h.cos())])
+    for turned, expected in zip(*reversed(found), strict=True):
+        near(turned, expected)
+
+
+@pytest.mark.parametrize("kind", ["granite", "cohere", "gemma"])
+def test_gradients_of_logits_that_are_scaled(kind, folders):
+    """∂/∂h of the two log probabilities, by autograd through all of the head."""
+    stream = Stream(models.resolve(folders(kind)), dtype=torch.float32)
+    head, h = stream.head(), torch.randn(7, 64, generator=torch.Generator().manual_seed(0)) * 3
+    uniform = torch.rand(7, 2, generator=torch.Generator().manual_seed(1))
+    found, h = head.gradient(h, uniform), h.requires_grad_()
+    log = head._logits(h[None])[0].log_softmax(-1)
+    drawn = torch.searchsorted(log.exp().cumsum(-1).detach(), uniform).clamp(max=96)
+    first, second = log.gather(1, drawn).unbind(1)
+    near(found, torch.autograd.grad((first - second).sum() / 2**0.5, h)[0])
