@@ -27,11 +27,12 @@ from torch import Tensor
 from kvq_calib.fit.statistics import Sample
 from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.entropy import stream
 from kvq_runtime.fit.fitting import Collect, Fitting
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
-from kvq_runtime.stages.stage import SLOTS
+from kvq_runtime.stages.stage import SLOTS, Fields
 
 Pair = tuple[Tensor, Tensor]
 
@@ -127,16 +128,17 @@ class SchemeFit(Fitting):
         other.solve(collect, SLOTS[1:])
         return other
 
-    def decode(self, data: Blocks, context: Context) -> Tensor:
-        """The chunk encoded and decoded, centred."""
-        return self.codec.encode_decode(data.x, context)[1]
+    def encode_decode(self, data: Blocks, context: Context) -> tuple[Fields, Tensor]:
+        """The chunk encoded, and decoded, centred."""
+        return self.codec.encode_decode(data.x, context)
 
     def approximated(self, data: Blocks, context: Context) -> Tensor:
         """The same without a search for codes, with errors of the same moments."""
         return self.codec.approximated(data.x, context)
 
-    def errors(self, data: Blocks, context: Context, decoded: Tensor) -> Tensor:
-        """Sums over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number."""
+    def errors(self, data: Blocks, context: Context, fields: Fields, decoded: Tensor) -> Tensor:
+        """Sums over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number; over
+        all, the bits that files take of fields that are entropy-coded, and the number of elements."""
         x = data.x
         centred = x - self.codec.turned(self.statistics.mean_C, context)
         predicted = self.codec.predicted(context)
@@ -144,14 +146,23 @@ class SchemeFit(Fitting):
         error = (x if self.predictor is None else centred) - decoded.float()
         mask = data.mask_NT[..., None]
         sums = [(part.double().square() * mask).sum() for part in (x, centred, residual, error)]
-        return torch.stack([*sums, data.mask_NT.sum().double()])
+        coded = self.scheme.quantize.at_rest
+        bits = sum(stream.bits([fields[name].flatten(0, 1)], [self.tensors["quantize.rung"]]) for name in coded)
+        return torch.tensor([*map(float, sums), float(data.mask_NT.sum()), bits, x.numel()], dtype=torch.float64)
+
+
+def nothing() -> Tensor:
+    """`errors` of no tokens."""
+    return torch.zeros(7, dtype=torch.float64)
 
 
 def summary(sums: Tensor) -> dict[str, float]:
-    """The measures of one scheme from summed `errors`: relative to the variance about the mean."""
-    energy, variance, residual, error, _ = sums.tolist()
-    return {
+    """The measures of one scheme from summed `errors`: relative to the variance about the mean; where files are
+    entropy-coded, bits of codes per element."""
+    energy, variance, residual, error, _, bits, elements = sums.tolist()
+    found = {
         "relative_error": error / variance if variance else 0.0,
         "explained_variance": 1 - residual / variance if variance else 0.0,
         "mean_energy": 1 - variance / energy if energy else 0.0,
     }
+    return found | ({"coded_bits": bits / elements} if bits else {})

@@ -17,10 +17,10 @@ from torch import Tensor
 from kvq_calib.fit import dead_zone, feedback, requests, rotate, vocabulary
 from kvq_calib.fit.feedback import QuerySums
 from kvq_calib.fit.requests import Asked, Source, Sums
-from kvq_calib.fit.scheme import SchemeFit, summary
+from kvq_calib.fit.scheme import SchemeFit, nothing, summary
 from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments
 from kvq_calib.model.streamed import Stream
-from kvq_calib.run import budget, checkpoint, gradients, passes, sensitivity, share
+from kvq_calib.run import budget, checkpoint, gradients, one_step, passes, sensitivity, share
 from kvq_calib.run.passes import RecipeWork
 from kvq_calib.run.plan import by_gradients, set_arithmetic, takes
 from kvq_calib.run.run import Run
@@ -126,7 +126,8 @@ def _begin_draft(run: Run) -> None:
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     """Capture one layer, fit every recipe in it, and leave what the next layer reads."""
     plan, started = run.plan, time.perf_counter()
-    record: dict = {"layer": layer, "fit": {}, "recipes": {}, "attention": {}, "variances": {}, "seconds": {}}
+    record: dict = {name: {} for name in ("fit", "recipes", "attention", "variances", "taken", "seconds")}
+    record["layer"] = layer
     with checkpoint.layer_folder(run.folder, layer, record) as folder:
         collected = _capture(run, stream, layer, folder, record["seconds"])
         record["seconds"]["capture"] = time.perf_counter() - started - record["seconds"]["forward"]
@@ -140,6 +141,8 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
             record["recipes"][recipe.name] = given.with_schemes(layer, *work.schemes).to_json()
             if plan.draft:
                 record["variances"][recipe.name] = _variances(work, collected)
+            elif share.coded(recipe):
+                record["taken"][recipe.name] = _taken(work, measures)
             if recipe.name in plan.budgets:
                 tokens = 0 if layer else plan.vocabularies.get(recipe.name, 0)
                 options: dict[Role, list[Scheme]] = {
@@ -200,7 +203,7 @@ def _fit_recipe(
     for role, moments in zip(ROLES, collected.moments[recipe.window.sinks], strict=True):
         fit = SchemeFit(recipe, layer, role, plan.geometry, Statistics(moments.mean_C.float(), seed=plan.seed))
         requests.fit(fit, _source(work, role, collected.queries))
-        sums = torch.zeros(5, dtype=torch.float64)
+        sums = nothing()
         errors = run.executor(passes.decode, passes.Pass(work, fit), range(len(plan.chunks)))
         for index, chunk_sums in enumerate(errors):
             sums += chunk_sums
@@ -236,11 +239,20 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
         variances_C, matrices = seen.directions(rotate.metric(scheme.rotate))
         if scheme.quantize.at_rest:
             scale = cost[role] ** 0.5
-            rates = dead_zone.rates(seen[Residuals()], matrices["basis"], left, scale, share.STEPS)
+            rates = dead_zone.rates(seen[Residuals()], matrices["basis"], left, scale, one_step.STEPS)
             found[role] = {"rates": rates, "scale": scale}
             continue
         found[role] = (cost[role] / left * variances_C).tolist()
     return found
+
+
+def _taken(work: RecipeWork, measures: dict) -> dict[str, dict[str, float]]:
+    """By role, of entropy-coded places, the step and the bits per element that codes take of files."""
+    schemes = dict(zip(ROLES, work.schemes, strict=True))
+    return {
+        role: {"step": scheme.quantize.step, "bits": measures[role]["coded_bits"]}
+        for role, scheme in schemes.items() if scheme.quantize.at_rest
+    }  # fmt: skip
 
 
 def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Source:

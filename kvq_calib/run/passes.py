@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvq_calib.fit.feedback import QuerySums
 from kvq_calib.fit.requests import Asked, Sums, summed
-from kvq_calib.fit.scheme import Blocks, Chunk, SchemeFit, blocks
+from kvq_calib.fit.scheme import Blocks, Chunk, SchemeFit, blocks, nothing
 from kvq_calib.fit.statistics import Moments, QueryMoments
 from kvq_calib.model.streamed import Layer, Projected, Stream, joined
 from kvq_calib.run import checkpoint, gradients
@@ -197,15 +197,16 @@ def decode(shared: Pass, index: int) -> Tensor:
     work, role, plan = shared.work, shared.fit.codec.role, shared.work.run.plan
     counts = (plan.held_out == 0 or index >= plan.fitted_chunks) and index < plan.own_chunks
     kept, measured = work.is_read(role), counts and not plan.draft
-    sums = torch.zeros(5, dtype=torch.float64)
-    if kept or measured:
-        data, context = work.data(index, role, clean=False)
-        decoded = (shared.fit.decode if measured else shared.fit.approximated)(data, context)
-        if kept:
-            work.keep(index, role, decoded)
-        if measured:
-            sums = shared.fit.errors(data, context, decoded).cpu()
-    return sums
+    if not kept and not measured:
+        return nothing()
+    data, context = work.data(index, role, clean=False)
+    if not measured:
+        work.keep(index, role, shared.fit.approximated(data, context))
+        return nothing()
+    fields, decoded = shared.fit.encode_decode(data, context)
+    if kept:
+        work.keep(index, role, decoded)
+    return shared.fit.errors(data, context, fields, decoded)
 
 
 def _centred(codec: Codec, data: Blocks) -> Tensor:

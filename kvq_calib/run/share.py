@@ -4,8 +4,7 @@
             by what errors cost
     then    fill all latent channels of all places in one order, and fit with the targets that this gives each
 
-Where files are entropy-coded (`dead_zone`) one step does that: a draft notes what files would take at each of STEPS,
-and the step with the target's bits in all is everyone's.
+Where files are entropy-coded (`dead_zone`) one step does that, which `one_step.py` finds.
 
 Water-filling wants costs in one unit. An error e of one token, read with weight a, adds to the stream h
 
@@ -30,12 +29,11 @@ from torch import Tensor
 
 from kvq_calib.fit.allocate import water_fill
 from kvq_calib.fit.statistics import LayerQueries
+from kvq_calib.run import one_step
 from kvq_calib.run.plan import Plan
 from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.prefix import rate
 from kvq_runtime.recipe import Recipe, Role, Scheme
-
-# in √nats, at which the rates of entropy-coded places are noted
-STEPS = tuple(2.0 ** (place / 2) for place in range(-28, 3))
 
 
 def shares(scheme: Scheme) -> bool:
@@ -46,6 +44,11 @@ def shares(scheme: Scheme) -> bool:
 def wanted(recipe: Recipe) -> bool:
     """True if any bits of the recipe are shared out."""
     return any(map(shares, recipe.schemes))
+
+
+def coded(recipe: Recipe) -> bool:
+    """True if files of the recipe are entropy-coded."""
+    return any(scheme.quantize.at_rest for scheme in recipe.schemes)
 
 
 def draft(plan: Plan) -> Plan:
@@ -86,17 +89,27 @@ def costs(
     return {"key": float(key) / energy, "value": float(output_HGD.sum(1).mean()) / energy}
 
 
-def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, Any]]) -> Recipe:
-    """The recipe with a target of its own in every place; as many bits in all as the targets it had.
+def shared_out(
+    recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, Any]], taken: Sequence[Mapping[str, Any]] = ()
+) -> Recipe:
+    """The recipe with a target of its own in every place, as many bits in all as the targets it had; or with a step.
 
-    notes   of each layer, by role: latent variances times what errors cost
+    notes   of each layer, by role: latent variances times what errors cost; of entropy-coded places, `rates` at
+            `one_step.STEPS` and the `scale` of latents in the unit of these
+    taken   of entropy-coded places of the layers that are fitted, by role: their `step`, and the `bits` per element
+            that they take of files
     """
     places: list[tuple[int, Role]] = [
         (n, role) for n in range(geometry.layers) for role in ROLES if shares(recipe.scheme(n, role))
     ]
     stages: list[Any] = [recipe.scheme(layer, role).quantize for layer, role in places]
     if all(stage.at_rest for stage in stages):
-        return _with(recipe, dict(zip(places, _one_step(stages, [notes[n][role] for n, role in places]), strict=True)))
+        target = sum(stage.target for stage in stages) / len(stages) - rate.beside(recipe, geometry)
+        steps = _steps(places, notes, taken, target)
+        return _with(recipe, {
+            place: replace(stage, step=steps[place], shared=False)
+            for place, stage in zip(places, stages, strict=True) if place in steps
+        })  # fmt: skip
     budget = sum(stage.budget(geometry.width) for stage in stages)
     distortions = stages[0].distortions()
     variances = torch.tensor([notes[layer][role] for layer, role in places], dtype=torch.float64)
@@ -112,21 +125,19 @@ def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, 
     return _with(recipe, found)
 
 
-def _one_step(stages: Sequence[Any], notes: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The stages with the step, in each one's own unit, at which files take what the targets are in the mean.
-
-    notes   of each place, `rates` at STEPS and the `scale` of its latents in the unit of these
-    """
-    rates = torch.tensor([note["rates"] for note in notes], dtype=torch.float64).mean(0)
-    target = sum(stage.target for stage in stages) / len(stages)
-    if not float(rates[-1]) <= target <= float(rates[0]):
-        raise ValueError(f"target={target:g} bits; this model can have {float(rates[-1]):.3g} to {float(rates[0]):.3g}")
-    place = int((rates > target).sum())  # the first of STEPS with no more bits than that
-    high, low = rates[max(0, place - 1)], rates[place]
-    part = float((high - target) / (high - low)) if high > low else 0.0
-    step = STEPS[max(0, place - 1)] * (STEPS[1] / STEPS[0]) ** part
-    found = (float(f"{step / note['scale']:.6g}") for note in notes)
-    return [replace(stage, step=own, shared=False) for stage, own in zip(stages, found, strict=True)]
+def _steps(
+    places: Sequence[tuple[int, Role]], notes: Sequence[Mapping[str, Any]], taken: Sequence[Mapping[str, Any]],
+    target: float,
+) -> dict[tuple[int, Role], float]:  # fmt: skip
+    """The steps of entropy-coded places that are not fitted yet, each in its own unit."""
+    noted = {place: notes[place[0]][place[1]] for place in places}
+    step = one_step.first([note["rates"] for note in noted.values()], target)
+    above = {place: note for place, note in noted.items() if place[0] >= len(taken)}
+    if taken:
+        known = [(noted[place], taken[place[0]][place[1]]) for place in places if place not in above]
+        below = [(note["rates"], own["step"] * note["scale"], own["bits"]) for note, own in known]
+        step = one_step.next_one(below, [note["rates"] for note in above.values()], target, step)
+    return {place: float(f"{step / note['scale']:.6g}") for place, note in above.items()}
 
 
 def _with(recipe: Recipe, found: Mapping[tuple[int, Role], Any]) -> Recipe:

@@ -12,6 +12,7 @@ from kvq_runtime.cli.table import print_table
 from kvq_runtime.disk import gguf
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import MODELS, VOCABULARIES, Geometry
+from kvq_runtime.prefix import rate
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.break_even import smaller_from
@@ -23,6 +24,7 @@ COMPUTED = """
 Computed from shapes, not measured: all bytes of {}, with blocks, sinks and window, and shared (predictors, bases,
 codebooks, rotations). "bits" is what one more token costs, per element. Under 16 bit from, under HIGGS from: tokens a
 row from which all bytes are fewer than those of 16 bit, and of the plain HIGGS recipe of the next width."""
+FILED = "Bits in files: what calibration steers files of a kept prefix of {:,} tokens to, sinks and frames among them."
 
 
 def held(args: Namespace) -> int:
@@ -36,6 +38,8 @@ def held(args: Namespace) -> int:
     print_table(rows, args.json)
     if not args.json:
         print(COMPUTED.format("1 row" if args.batch == 1 else f"{args.batch} rows"))
+        if any("bits in files" in row for row in rows):
+            print(FILED.format(rate.LENGTH))
     return 0
 
 
@@ -125,8 +129,12 @@ def _rows(
         coded: list[Any] = [
             scheme.quantize for n in range(geometry.layers) for scheme in recipe.at(n) if scheme.quantize.at_rest
         ]
-        if coded:
-            row["bits in files"] = round(sum(stage.target for stage in coded) / len(coded), 4)
+        if coded:  # of a name: of prefixes of one length
+            named = sum(stage.target for stage in coded) / len(coded)
+            row["bits in files"] = round(named, 4)
+            for count in counts:
+                more = rate.beside(recipe, geometry, count) - rate.beside(recipe, geometry)
+                row[f"in files at {count}"] = round(named + more, 3)
         if args.json:
             row["bytes"] = [
                 {"tokens": one.tokens, "batch": one.batch, "total": one.total, "exact": one.exact}

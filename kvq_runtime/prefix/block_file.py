@@ -215,6 +215,14 @@ class BlockFormat:
         return Block(fields, tensors.get("sinks", nothing))
 
 
+def frame(block: int) -> int:
+    """Bytes of a file of so many tokens whose fields are coded, but for codes and sinks: about, for a token's id has
+    more digits than four, or fewer."""
+    digest, nothing = "0" * 64, {CODED: torch.empty(0, dtype=torch.uint8)}
+    about = _about(Link(digest, digest, 1, (9999,) * block)) | {"content": digest}
+    return len(safetensors.torch.save(nothing, {"kvq": strict_json.dumps(about)})) + stream.HEADER
+
+
 def _about(link: Link) -> dict[str, Any]:
     return {"root": link.root, "previous": link.previous, "number": link.number, "tokens": list(link.tokens)}
 

@@ -7,10 +7,12 @@ all layers are rounded by one step in the unit of the model's loss, and a file o
 each code as it says something (`kvq_runtime/entropy`). What a token's codes are like the artifact knows by channel,
 and the token by its loudness.
 
-Bits in a name are the draft's estimate of what calibration's text takes in files, per element, in the mean of all
-layers; those of `rest-1bit` took 17% more of SmolLM2-135M, held-out text 32%. Sinks and the frame of a file come on
-top: `kvq prefix list` has the bytes. In memory a cache holds a byte for each channel that is stored at all, at any
-target: 3 to 8 bits. So these are recipes for prefixes that are kept, not for a long context in memory.
+Bits in a name are those of files: all bytes of a kept prefix of 1,024 tokens, sinks (in 16 bits) and frames of blocks
+among them, per element, on text of the kind that was fitted to but not that text. Calibration steers by what codes take
+of the sequences that it holds out (`kvq_calib/run/one_step.py`); other text takes more or less, longer prefixes less of
+sinks. What the artifact holds, probabilities of codes among it, is not counted. In memory a cache holds a byte
+for each channel that is stored at all, at any target: 3 to 8 bits. So these are recipes for prefixes that are kept, not
+for a long context in memory.
 
 Source: as `aqua_fisher.py`; Staniszewski and Łańcucki, 2025 (KVTC: entropy-coded principal components of the cache).
 Differs: KVTC's bits are by dynamic programming and its coder is DEFLATE; it predicts nothing and weighs errors alike.

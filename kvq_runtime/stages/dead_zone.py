@@ -25,10 +25,11 @@ from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Te
 class DeadZone(Quantizer):
     """Round latent channels to multiples of a step.
 
-    target     bits per element that files are to take, which the fit finds the step for; 0: `step` is what it is
+    target     bits per element of codes in files, which the fit finds the step for; 0: `step` is what it is
     step       in the unit of the latents; 0: as `target` says
     channels   of the latents that are stored, the first ones; 0: all
-    shared     the targets of all schemes that say so are one budget, met by one step in the unit of the model's loss
+    shared     the targets of all schemes that say so are one budget, of whole files, sinks and frames among it
+               (`prefix/rate.py`), met by one step in the unit of the model's loss
     """
 
     kind: ClassVar[str] = "dead_zone"

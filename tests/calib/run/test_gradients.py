@@ -15,11 +15,11 @@ from kvq_calib.model.streamed import Layer, Stream
 from kvq_calib.run import budget, checkpoint, gradients
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
-from kvq_calib.run.run import Run
+from kvq_calib.run.run import Progress, Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
-from kvq_runtime.entropy import stream
 from kvq_runtime.hf.prefix import PrefixStore
+from kvq_runtime.prefix import chain, rate
 from kvq_runtime.recipe import ROLES, Recipe, preset
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -121,15 +121,22 @@ def test_gradients_are_of_a_few_sequences_however_long_the_text_is(model, tmp_pa
     assert gradients.chunks(plan) == [range(0, 2), range(2, 3)]
 
 
-@pytest.mark.parametrize("target", [1.0, 2.0])
-def test_files_of_held_out_text_take_the_target(model, tmp_path, target):
-    """The bytes of blocks of sequences that nothing was fitted to, sinks and frame left out."""
-    name = f"rest-{target:g}bit"
-    run = a_run(model, tmp_path / "run", preset(name))
+def test_files_of_held_out_text_take_the_target_also_of_a_run_that_was_killed(model, tmp_path):
+    """The bytes of blocks of sequences that nothing was fitted to, as a longer prefix has them."""
+    name, run = "rest-1bit", a_run(model, tmp_path / "run", preset("rest-1bit"))
     made = runs.calibrate(run)[name]
-    geometry = made.fingerprint.geometry
-    steps = {made.recipe.scheme(layer, role).quantize.step for layer in range(3) for role in ROLES}
-    assert len(steps) == 6 and min(steps) > 0
+
+    def killed(progress: Progress) -> None:
+        if (progress.round, progress.layer) == (1, 2):
+            raise KeyboardInterrupt
+
+    stopped = a_run(model, tmp_path / "stopped", preset(name))
+    with pytest.raises(KeyboardInterrupt):
+        runs.calibrate(replace(stopped, listener=killed))
+    assert artifact.to_bytes(runs.calibrate(stopped)[name]) == artifact.to_bytes(made)
+    geometry, layers = made.fingerprint.geometry, made.fit["layers"]
+    stages = [made.recipe.scheme(layer, role).quantize for layer in range(3) for role in ROLES]
+    assert len({stage.step for stage in stages}) == 6 and {stage.target for stage in stages} == {1.0}
     text = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     store = PrefixStore(None, made, text)
     blocks, size, elements, plan = store._blocks, 0, 0, run.plan
@@ -139,18 +146,21 @@ def test_files_of_held_out_text_take_the_target(model, tmp_path, target):
         with torch.no_grad():
             text(row_T[None], past_key_values=cache)
         elements += 2 * geometry.layers * geometry.width * store.put(cache, row_T)
-        for one in blocks.load(row_T):
-            codes = [part["codes"] for pair in one.fields.values() for part in pair]
-            size += 8 * (len(stream.encode(codes, blocks.format._rungs)) - stream.HEADER)
-    assert size / elements == pytest.approx(target, rel=0.2)
+        for place in chain.names(blocks.root, chain.token_row(row_T), blocks.block):
+            size += 8 * len(blocks.shelf.get(place, blocks.format.largest()) or b"")
+    size -= 16 * 2 * geometry.layers * geometry.width * made.recipe.window.sinks * plan.held_out  # of float32
+    codes = sum(layer[role]["coded_bits"] for layer in layers for role in ROLES) / 6
+    digits = 8 / (2 * geometry.layers * geometry.width)  # of a vocabulary of 256 tokens, one less than of others
+    assert size / elements == pytest.approx(codes + rate.beside(made.recipe, geometry, 256) - digits, rel=0.01)
+    assert codes + rate.beside(made.recipe, geometry) == pytest.approx(1.0, rel=0.03)
 
 
 def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path, monkeypatch):
     recipe, forward, ran = preset(RECIPE), Layer.forward, []
     monkeypatch.setattr(Layer, "forward", lambda self, *given: ran.append(len(given[0])) or forward(self, *given))
-    decode, searched = SchemeFit.decode, []
+    decode, searched = SchemeFit.encode_decode, []
     monkeypatch.setattr(
-        SchemeFit, "decode", lambda fit, *given: searched.append(len(given[0].x)) or decode(fit, *given)
+        SchemeFit, "encode_decode", lambda fit, *given: searched.append(len(given[0].x)) or decode(fit, *given)
     )
     made = runs.calibrate(a_run(model, tmp_path / "one", recipe))[RECIPE]
     assert searched == [4] * 6  # paths, of what is held out alone: two blocks of either sequence
