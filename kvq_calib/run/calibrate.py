@@ -248,7 +248,7 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
 
 def _taken(work: RecipeWork, measures: dict) -> dict[str, dict[str, float]]:
     """By role, of entropy-coded places, the step and the bits per element that codes take of files."""
-    schemes = dict(zip(ROLES, work.schemes, strict=True))
+    schemes: dict[Role, Any] = dict(zip(ROLES, work.schemes, strict=True))
     return {
         role: {"step": scheme.quantize.step, "bits": measures[role]["coded_bits"]}
         for role, scheme in schemes.items() if scheme.quantize.at_rest
