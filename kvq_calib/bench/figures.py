@@ -1,36 +1,24 @@
 """Make figures of rounds: medians and quartiles of each cache at each context and batch, and ratios to 16 bit."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kvq_calib.bench.contenders import Contender
 from kvq_calib.bench.rounds import Round
 from kvq_calib.bench.turn import FULL, Turn
 
 
-@dataclass(frozen=True)
-class Entrant:
-    """A cache as a row of figures names it.
-
-    recipe   the name of its recipe; "" of transformers' own
-    note     what a reader of the row has to know
-    absent   why it did not take part; "" if it did
-    """
-
-    name: str
-    recipe: str = ""
-    note: str = ""
-    absent: str = ""
-
-
-def figures(rounds: Iterable[Round], entrants: Sequence[Entrant], weights: int, memory: int) -> list[dict[str, Any]]:
+def figures(
+    rounds: Iterable[Round], entrants: Sequence[Contender], weights: int, memory: int, absent: Mapping[str, str] = {}
+) -> list[dict[str, Any]]:
     """A row of each cache at each context and batch of which there is a round; of one that is absent, a row in all.
 
     entrants  the first is what the others are compared to
     weights   bytes of the model
     memory    bytes that model and caches are to share
+    absent    by name, why an entrant did not take part; "" or nothing: it did
     """
     cells: dict[tuple[int, int], list[Round]] = {}
     for one in rounds:
@@ -39,14 +27,15 @@ def figures(rounds: Iterable[Round], entrants: Sequence[Entrant], weights: int, 
     for number, ((context, batch), some) in enumerate(cells.items()):
         base: Mapping[str, Any] = {}
         for entrant in entrants:
-            if entrant.absent and number:
+            missing = absent.get(entrant.name, "")
+            if missing and number:
                 continue
             row = {"context": context, "batch": batch, "cache": entrant.name, "recipe": entrant.recipe}
             turns = [one.turns[entrant.name] for one in some if entrant.name in one.turns]
             measured = _figures([turn for turn in turns if not turn.error], batch, weights, memory)
             base = measured if entrant is entrants[0] else base
             row |= measured | _ratios(measured, base)
-            why = dict.fromkeys([entrant.absent, *(turn.error for turn in turns)])
+            why = dict.fromkeys([missing, *(turn.error for turn in turns)])
             graphs = turns[-1].graphs if turns else ""
             row["note"] = "; ".join(filter(None, [*why, entrant.note, graphs]))
             row["measured"] = bool(measured)

@@ -198,8 +198,7 @@ def bench(args: argparse.Namespace) -> int:
             rounds.measure(model, able, plan, kept, progress)
         except KeyboardInterrupt as error:
             interrupted = error
-    entrants = [figures.Entrant(one.name, one.recipe, one.note, absent.get(one.name, "")) for one in every]
-    found = figures.figures(rounds.chosen(plan, kept), entrants, about["weights_bytes"], memory)
+    found = figures.figures(rounds.chosen(plan, kept), every, about["weights_bytes"], memory, absent)
     notes = bench_table.notes(found, about, memory) if found else []
     if args.plot and found:
         Path(args.plot).write_bytes(bench_plot.figures(found, notes))
