@@ -14,6 +14,10 @@ SHARED = {"shared_expert_intermediate_size": 32}
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
 FULL = {"layer_types": ["full_attention"] * 3}
 OWN = {
+    "glm4_moe": EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2}, "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
+    "minimax_m2": EXPERTS, "phimoe": EXPERTS, "olmoe": EXPERTS | {"head_dim": 16},
+    "ministral3": {"sliding_window": None},
     "mistral": {"sliding_window": None}, "mixtral": EXPERTS, "qwen2_moe": EXPERTS | SHARED, "qwen3_moe": EXPERTS,
     "granitemoe": EXPERTS, "gpt_oss": EXPERTS | FULL, "gemma2": MIXED, "gemma3_text": MIXED, "cohere2": FULL,
     "olmo3": MIXED, "exaone4": FULL | {"sliding_window": None}, "smollm3": {"no_rope_layers": [1, 1, 0]},
