@@ -84,7 +84,7 @@ oldest-triton: env ## compile and launch kernels, for sm_90, with the oldest Tri
 	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 \
 	    $(or $(KERNELS_ARGS),--check --only 'attend quarot-head-2bit' 'attend higgs-head-1bit' 'encode rtn 4 rotated')
 
-oldest-transformers: env ## generation, graphs and every architecture with the oldest transformers that pyproject.toml admits
+oldest-transformers: env ## generation, graphs, every architecture and some calibrations with the oldest transformers that pyproject.toml admits
 	@rm -rf build/oldest-transformers
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/oldest-transformers 'huggingface-hub<2' 'transformers==$(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/hf -m 'not slow and not all_recipes'
@@ -92,6 +92,8 @@ oldest-transformers: env ## generation, graphs and every architecture with the o
 	    -k 'replays or mask_of_the_moment or models_generate or not_recorded'
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_bench_gpu.py \
 	    -k 'generation or row_repeated or unmasked'
+	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/calib/model/test_decoders.py \
+	    -k 'llama or qwen3_moe or phi3 or smollm3 or gemma or refused'
 
 # vLLM pins torch and transformers, so it has an environment of its own; its builds of torchvision, torchaudio and
 # torchcodec are for a GPU's torch, and fail to import beside that for a CPU. Several gigabytes.
