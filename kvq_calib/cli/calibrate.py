@@ -223,8 +223,8 @@ def parser() -> argparse.ArgumentParser:
         "cores, or, with --workers, a worker's share of them)")  # fmt: skip
     add("--workers", type=count, metavar="N", help="share the chunks among N processes, with Ray (default: this one)")
     add("--checkpoint-every", type=seconds, metavar="TIME",
-        help="how much work a killed run loses at most, as in 90s or 1h (default: 5m; more where writing takes over a "
-        "twentieth of it); 0s, and with --workers: a layer, by way of files")  # fmt: skip
+        help="what a killed run loses beside the layer at work, as in 90s or 1h (default: 5m; more where writing takes "
+        "over a twentieth of it); 0s, and with --workers: nothing, by way of files")  # fmt: skip
     add("--run", metavar="DIR", help="folder of the run's files (default: $KVQ_HOME/runs/PLAN)")
     add(
         "--registry", metavar="URL", help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"

@@ -10,6 +10,7 @@ E = hidden width · V = vocabulary.
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,7 @@ class Decoder:
     def __init__(self, config: "PreTrainedConfig", dtype: torch.dtype):
         with torch.device("meta"):
             made = AutoModelForCausalLM.from_config(config, attn_implementation=CAPTURED, dtype=dtype).eval()
+        _keep_float32(made, dtype)
         self.whole = made
         self.config = made.config
         self.parameters = list(made.state_dict())
@@ -124,6 +126,19 @@ class Decoder:
                 with torch.no_grad():
                     self.around._init_weights(part)
         return module
+
+
+def _keep_float32(model: Any, dtype: torch.dtype) -> None:
+    """Make float32 what transformers' loader leaves so, whatever dtype is asked for, as biases of routers."""
+    patterns = [re.compile(name.replace("*", ".*")) for name in model._get_dtype_plan(dtype)]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if any(pattern.search(name) for pattern in patterns):
+            owner, _, own = name.rpartition(".")
+            part = model.get_submodule(owner)
+            if own in part._buffers:
+                part._buffers[own] = tensor.float()
+            else:
+                setattr(part, own, nn.Parameter(tensor.float(), requires_grad=False))
 
 
 class Under:

@@ -90,6 +90,12 @@ class ModelFiles:
         return self.config["intermediate_size"]
 
     @property
+    def chosen_experts(self) -> int:
+        """The most experts that a token goes through; 0 of a model without."""
+        given = (self.config.get(name) for name in ("num_experts_per_tok", "moe_k", "moe_topk"))
+        return max((max(one) if isinstance(one, list) else one for one in given if one), default=0)
+
+    @property
     def context(self) -> int:
         """The longest sequence the model was made for."""
         return self.config["max_position_embeddings"]

@@ -42,8 +42,8 @@ class InFiles:
         """Forget what was saved under a path."""
         path.unlink()
 
-    def resume(self, run: Path, layer: int) -> None:
-        """Begin after this layer, whose checkpoint was found whole."""
+    def resume(self, run: Path) -> None:
+        """Begin with what the newest checkpoint has, which was found whole."""
 
     def finished(self, run: Path, layer: int, depth: int, last: bool) -> None:
         """Forget what no layer above this one reads; the last layer: all. Those that do reach `depth` layers down."""
@@ -82,9 +82,9 @@ class InMemory(InFiles):
         if self._held.pop(_place(path), None) is None:
             super().remove(path)
 
-    def resume(self, run: Path, layer: int) -> None:
+    def resume(self, run: Path) -> None:
         self._forget(run)
-        for path, kept in checkpoint.kept_files(run, layer).items():
+        for path, kept in checkpoint.kept_files(run).items():
             self.save({name: tensor.clone() for name, tensor in checkpoint.load(kept).items()}, path)
 
     def finished(self, run: Path, layer: int, depth: int, last: bool) -> None:
@@ -103,8 +103,14 @@ class InMemory(InFiles):
             self._writer.start()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.join()
+        stopped: BaseException | None = None
+        while self._writer is not None and self._writer.is_alive():
+            try:
+                self._writer.join()
+            except BaseException as error:  # as a second Ctrl-C: the run folder is the writer's until it ends
+                stopped = error
+        if stopped is not None:
+            raise stopped
         if self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -79,7 +79,7 @@ def first_unfinished(run: Run) -> int:
     """The layer at which the run goes on. What that layer reads is checked against its digests."""
     last = checkpoint.rewind(run.folder, run.plan.geometry.layers)
     if last < run.plan.geometry.layers - 1:
-        run.activations.resume(run.folder, last)
+        run.activations.resume(run.folder)
         checkpoint.verify(run.folder, last)
         gradients.verify(run, last + 1)
         for layer in range(max(0, last - run.plan.depth + 1), last):

@@ -115,9 +115,10 @@ def _remove_kept(run: Path, but: Path | None = None) -> None:
             faults.point("kept.removed")
 
 
-def kept_files(run: Path, layer: int) -> dict[Path, Path]:
-    """What `keep` wrote of a layer: by the path that it would have as a file, where it is."""
-    found = sorted(_kept(run, layer).glob("*.safetensors"))
+def kept_files(run: Path) -> dict[Path, Path]:
+    """What `keep` wrote last: by the path that it would have as a file, where it is."""
+    folder = max(run.glob("kept-????"), default=None)
+    found = [] if folder is None else sorted(folder.glob("*.safetensors"))
     return {run.joinpath(*path.name.split(".", 1)): path for path in found}
 
 
@@ -130,9 +131,11 @@ def kept_file(path: Path) -> Path | None:
 def newest(run: Path, layers: int) -> int:
     """The newest layer that a run goes on after: the activations that it leaves are in files. -1: the beginning; the
     last of all layers: the run is finished."""
-    last = max((layer for layer in range(layers) if record(run, layer)), default=-1)
-    whole = last in (-1, layers - 1) or any(name.startswith("hidden-") for name in (record(run, last) or {})["files"])
-    return last if whole else max((int(folder.name[-4:]) for folder in run.glob("kept-????")), default=-1)
+    noted = {layer: note for layer in range(layers) if (note := record(run, layer))}
+    if layers - 1 in noted:
+        return layers - 1
+    in_files = [layer for layer, note in noted.items() if any(name.startswith("hidden-") for name in note["files"])]
+    return max([*in_files, *(int(folder.name[-4:]) for folder in run.glob("kept-????"))], default=-1)
 
 
 def rewind(run: Path, layers: int) -> int:
@@ -149,7 +152,9 @@ def rewind(run: Path, layers: int) -> int:
             shutil.rmtree(partial, ignore_errors=True)
             folder.rename(partial)
             shutil.rmtree(partial)
-    for kept in run.glob("kept-????") if found < layers - 1 else ():
+    kept = max(run.glob("kept-????"), default=None)
+    if kept is not None and found < layers - 1:
+        _remove_kept(run, but=kept)  # whoever removed older ones may have died before that was done
         _check(kept, json.loads((kept / "done.json").read_text())["files"], run)
     return found
 

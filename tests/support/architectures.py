@@ -10,12 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 SHARED = {"shared_expert_intermediate_size": 32}
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
 FULL = {"layer_types": ["full_attention"] * 3}
 OWN = {
-    "glm4_moe": EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "glm4_moe": EXPERTS | ROUTED,
     "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2}, "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
+    "dots1": EXPERTS | FULL | ROUTED | {"n_shared_experts": 1},
     "minimax_m2": EXPERTS, "phimoe": EXPERTS, "olmoe": EXPERTS | {"head_dim": 16},
     "ministral3": {"sliding_window": None},
     "mistral": {"sliding_window": None}, "mixtral": EXPERTS, "qwen2_moe": EXPERTS | SHARED, "qwen3_moe": EXPERTS,

@@ -155,3 +155,23 @@ def test_gradients_of_logits_that_are_scaled(kind, folders):
     drawn = torch.searchsorted(log.exp().cumsum(-1).detach(), uniform).clamp(max=96)
     first, second = log.gather(1, drawn).unbind(1)
     near(found, torch.autograd.grad((first - second).sum() / 2**0.5, h)[0])
+
+
+@pytest.mark.parametrize("kind", ["dots1", "qwen3_moe"])
+def test_tensors_have_the_dtypes_that_the_loader_gives_them(kind, folders):
+    """Biases of dots1's routers stay float32 whatever is asked for."""
+    stream = Stream(models.resolve(folders(kind)), dtype=torch.bfloat16)
+    whole = AutoModelForCausalLM.from_pretrained(folders(kind), dtype=torch.bfloat16)
+    found = [
+        {name: x.dtype for name, x in model.state_dict().items()}
+        for model in (stream.layer(1)._module, whole.model.layers[1])
+    ]
+    assert found[0] == found[1] and (torch.float32 in found[0].values()) == (kind == "dots1")
+
+
+def test_a_model_with_experts_needs_room_for_those_a_token_goes_through(folders):
+    plain, sparse = (models.resolve(folders(kind)) for kind in ("qwen3", "qwen3_moe"))
+    assert (plain.chosen_experts, sparse.chosen_experts) == (0, 2)
+    text = {"source": "demo", "samples": 8, "seq_len": 256}
+    needs = [plans.make(one, (preset("oscar-2bit"),), **text).needs(one) for one in (plain, sparse)]
+    assert needs[1]["chunk"] > needs[0]["chunk"] and needs[1]["layer"] >= 2 * sparse.layer_bytes(0)

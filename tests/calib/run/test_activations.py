@@ -128,6 +128,33 @@ def test_files_of_a_run_that_is_killed_are_taken_into_memory(model, of_files, tm
     assert begun[0] == 2 and not chunks_of(tmp_path)
 
 
+def test_files_and_then_memory_that_is_lost(model, of_files, tmp_path):
+    """The newest checkpoint is the layer's that was in files, if nothing was written after it."""
+    with pytest.raises(Killed):
+        digests(a_run(model, tmp_path, InFiles(), stop_in(1)))
+    with pytest.raises(Killed):
+        digests(a_run(model, tmp_path, InMemory(3600), stop_in(3)))
+    begun: list[int] = []
+    assert digests(a_run(model, tmp_path, InMemory(3600), lambda said: begun.append(said.layer))) == of_files
+    assert begun[0] == 1
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_killed_while_an_older_checkpoint_is_removed(torn, model, of_files, tmp_path, monkeypatch):
+    """Also one that was removed in part; in memory, in files and in memory again nothing is missed."""
+    removed = checkpoint._remove_kept
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(checkpoint, "_remove_kept", lambda *_, **__: None)
+        digests(a_run(model, tmp_path, Waited(every=0), stop_in(2)))
+    assert removed is checkpoint._remove_kept and len([*tmp_path.glob("kept-*")]) == 2
+    if torn:
+        (tmp_path / "kept-0000" / "done.json").unlink()
+    for held, layer in ((InFiles(), 3), (InMemory(3600), 4)):
+        with pytest.raises(Killed):
+            digests(a_run(model, tmp_path, held, stop_in(layer)))
+    assert digests(a_run(model, tmp_path, Waited(every=0))) == of_files
+
+
 def test_a_damaged_checkpoint_is_named(model, tmp_path):
     with pytest.raises(Killed):
         digests(a_run(model, tmp_path, Waited(every=0), stop_in(2, 0), ("aqua-2bit",)))
