@@ -21,6 +21,7 @@ def nightly(
     seq_len: p.Length = None,
     seed: p.Seed = 0,
     device: p.Device = "cpu",
+    checkpoint_every: p.CheckpointEvery = None,
     registry: p.Registry = None,
     push: p.Push = None,
     eval_windows: p.Windows = None,

@@ -18,6 +18,7 @@ def on_demand(
     seq_len: p.Length = None,
     seed: p.Seed = 0,
     device: p.Device = "cpu",
+    checkpoint_every: p.CheckpointEvery = None,
     registry: p.Registry = None,
     push: p.Push = None,
     name: p.Name = None,

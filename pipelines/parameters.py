@@ -23,6 +23,10 @@ Samples = Annotated[int | None, _about("Sequences, held-out ones included; empty
 Length = Annotated[int | None, _about("Tokens per sequence; empty: the model's", ge=2)]
 Seed = Annotated[int, _about("Of the choice of text; the same seed gives the same artifact, bit for bit")]
 Device = Annotated[str, _about("cpu, cuda, cuda:1")]
+CheckpointEvery = Annotated[
+    float | None,
+    _about("Seconds between two checkpoints of what memory holds; 0: each layer is one; empty: 300", ge=0),
+]
 Registry = Annotated[str | None, _about("file:///folder or hf://org; empty: $KVQ_REGISTRY, else $KVQ_HOME/registry")]
 Push = Annotated[str | None, _about("Publish to this registry as well: hf://org")]
 Name = Annotated[str | None, _about("Of the artifact; empty: MODEL-RECIPE")]

@@ -38,7 +38,8 @@ def deployments(model: Path, folder: Path) -> Path:
     import yaml
 
     given = yaml.safe_load((ROOT / "flows.yaml").read_text())
-    small = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "eval_windows": 2, "also": ["none"]}
+    small = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "eval_windows": 2, "also": ["none"],
+             "checkpoint_every": 0}  # fmt: skip
     nightly = next(one for one in given["deployments"] if one["name"] == "nightly")
     asked = next(one for one in given["deployments"] if one["name"] == "on-demand")
     soon = (datetime.now(UTC) + timedelta(seconds=1)).isoformat()
