@@ -102,7 +102,7 @@ def _weight(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
 def _measured(place: Path, settings: dict) -> dict:
     # so large a piece goes back to the system when it is freed: what is in use is counted, not what malloc keeps
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    alone = settings | {"publish": False, "evaluate": False}
+    alone = settings | {"publish": False, "evaluate": False, "checkpoint_every": 0}  # activations in files
     run(Job.from_settings(model=str(place / "warm-up"), run=str(place / "warm"), **alone))
     if settings["device"] != "cpu":
         torch.cuda.reset_peak_memory_stats()
