@@ -9,6 +9,7 @@ from typing import Any
 
 from kvq_calib.report import published
 from kvq_calib.report.published import Published
+from kvq_calib.run.activations import InMemory
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact import ARTIFACT_FILE
 from kvq_runtime.cli.table import print_table
@@ -109,13 +110,15 @@ def cost(wall: float, spent: Mapping[str, float], layers: tuple[int, int]) -> No
 
 
 def peak(work: Run) -> None:
-    """Write how much memory the run took, beside the plan's for one layer and one chunk."""
+    """Write how much memory the run took, beside the plan's for one layer, one chunk, and activations held there."""
     import resource
 
     import torch
 
     plan, needs = work.plan, work.plan.needs(work.files)
     planned = f"one layer {needs['layer'] / 1e6:.0f} MB, one chunk {needs['chunk'] / 1e6:.0f} MB"
+    if isinstance(work.activations, InMemory):
+        planned += f", activations {needs['held'] / 1e6:.0f} MB in {work.activations.place.partition(',')[0]}"
     if plan.device.startswith("cuda"):
         held = torch.cuda.max_memory_allocated(plan.device)
         print(f"At most {held / 1e6:.0f} MB on {plan.device} (plan: {planned}).")

@@ -7,7 +7,7 @@ numbers, never tensors. Where no Prefect server is configured, one is started fo
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from uuid import UUID
@@ -30,7 +30,7 @@ from kvq_calib.job import prepare as preparation  # noqa: E402
 from kvq_calib.job import run as job  # noqa: E402
 from kvq_calib.job.job import Job  # noqa: E402
 from kvq_calib.report.published import Published  # noqa: E402
-from kvq_calib.run import budget, checkpoint  # noqa: E402
+from kvq_calib.run import budget  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
 from kvq_calib.run.activations import InFiles  # noqa: E402
 from kvq_calib.run.run import Listener, Run, silent  # noqa: E402
@@ -121,7 +121,7 @@ def calibrate(asked: dict) -> Sequence[Published] | State:
     requested = Job.from_settings(**asked)
     work = _work(requested)
     pinned = requested.with_settings(corpus=work.plan.corpus, revision=work.plan.revision)
-    with checkpoint.claimed(work.folder), closing(work.activations), _sharing(pinned, work):
+    with work.claimed(), _sharing(pinned, work):
         reaper.mark_crashed(_tag(work))
         progress = display.create_progress(pinned.what.model)
         for number in range(budget.most_rounds(work.plan)):

@@ -63,7 +63,7 @@ class Machine:
                are the same
     run        where the run's files go; by default under $KVQ_HOME/runs
     checkpoint_every   seconds between two checkpoints of activations that are held in memory, where there is room; 0:
-               they are files, and each layer is a checkpoint. None: minutes
+               they are files, and each layer is a checkpoint. None: five minutes
     """
 
     device: str = "cpu"

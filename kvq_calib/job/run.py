@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kvq_calib.job.prepare import prepare
 from kvq_calib.report import card as report
 from kvq_calib.report import licenses, plots, tables
 from kvq_calib.report.published import Place, Published, figures
-from kvq_calib.run import calibrate, checkpoint
+from kvq_calib.run import calibrate
 from kvq_calib.run.run import Executor, Listener, Run, silent
 from kvq_runtime.artifact import ARTIFACT_FILE, artifact
 from kvq_runtime.artifact.artifact import Artifact
@@ -35,7 +35,7 @@ def run(job: Job, listener: Listener = silent) -> tuple[list[Published], dict[st
 
 def complete(job: Job, work: Run) -> tuple[list[Published], dict[str, float]]:
     """`run` of a job that is prepared already."""
-    with checkpoint.claimed(work.folder), closing(work.activations):
+    with work.claimed():
         begin(job, work)
         with executor(job, work) as execute:
             fitted = calibrate.fit(replace(work, executor=execute))

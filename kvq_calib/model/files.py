@@ -109,10 +109,6 @@ class ModelFiles:
         return Geometry.from_config(self.config)
 
     @property
-    def qk_norm(self) -> bool:
-        return self.architecture == "Qwen3ForCausalLM"
-
-    @property
     def tapped(self) -> bool:
         """True if keys and queries are taken where the projection, or the norm after it, puts them out, before RoPE.
 

@@ -90,8 +90,8 @@ class InMemory(InFiles):
     def finished(self, run: Path, layer: int, depth: int, last: bool) -> None:
         if self._error is not None or last:
             self.close()
-        names = {n: checkpoint.folder_of(run, n) for n in range(-1, layer + 1)}
-        for older, folder in names.items():
+        for older in range(-1, layer + 1):
+            folder = checkpoint.folder_of(run, older)
             for path in [path for path in self._held if path.parent == folder]:
                 if last or checkpoint.is_past(path.name, older, layer, depth):
                     del self._held[path]

@@ -6,7 +6,6 @@ a run that was killed goes on at the layer where it was. One pass over the model
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ class LayerStatistics:
 
 def calibrate(run: Run) -> dict[str, Artifact]:
     """Do the whole plan, or what is left of it, and return an artifact per recipe."""
-    with checkpoint.claimed(run.folder), closing(run.activations):
+    with run.claimed():
         return fit(run)
 
 

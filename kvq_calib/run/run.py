@@ -2,11 +2,13 @@
 where activations are held."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvq_calib.model.files import ModelFiles
+from kvq_calib.run import checkpoint
 from kvq_calib.run.activations import InFiles
 from kvq_calib.run.plan import Plan
 
@@ -59,6 +61,12 @@ class Run:
 
     def __reduce__(self):
         return Run, (self.plan, self.files, self.folder)
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Hold the run folder, until what is being written there is whole. AlreadyRunning: another process holds it."""
+        with checkpoint.claimed(self.folder), closing(self.activations):
+            yield
 
     def report(self, layer: int, stage: str, done: int, total: int, tokens: int = 0) -> None:
         """Report progress to the listener."""
