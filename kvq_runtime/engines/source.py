@@ -20,6 +20,8 @@ from torch import Tensor
 
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.disk.files import json_object
+from kvq_runtime.errors import NotFound
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.lock import read_lock
@@ -65,6 +67,25 @@ def match(source: Source, config: Mapping[str, Any], model: str, revision: str |
         ours = fingerprint.from_config(config, _weights(folder(model, revision)))
         fingerprint.check_match(source.artifact.fingerprint, ours)
     return Geometry.from_config(config)
+
+
+def config(model: str, revision: str | None) -> Mapping[str, Any]:
+    """config.json of the model's decoder. NotFound: it is not on this machine; ValueError: it caches latents."""
+    files = folder(model, revision)
+    path = None if files is None else files / "config.json"
+    if path is None or not path.is_file():
+        raise NotFound(
+            f"no config.json of {model} on this machine; fetch it (hf download {model} config.json), or name a folder "
+            "that has it"
+        )
+    found = json_object(path)
+    found = found.get("text_config", found)
+    if found.get("kv_lora_rank"):
+        raise ValueError(
+            f"{model} has latent attention (MLA): what is cached are latents, and kvq keeps keys and values of heads; "
+            "serve it without kvq"
+        )
+    return found
 
 
 def folder(model: str, revision: str | None) -> Path | None:

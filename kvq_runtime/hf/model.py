@@ -3,11 +3,12 @@
 import inspect
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
@@ -175,3 +176,8 @@ def rotary_of_config(config: Any, dtype: torch.dtype) -> Rotary:
         raise ValueError(f"rope_type={kind}; known without a model are {', '.join(rope.FIXED_TYPES)}")
     module = LlamaRotaryEmbedding(config)
     return Rotary(torch.as_tensor(module.inv_freq).float(), float(module.attention_scaling), dtype)
+
+
+def rotary_of_folder(folder: Path, dtype: torch.dtype) -> Rotary:
+    """The same by the config.json of a model's folder."""
+    return rotary_of_config(AutoConfig.from_pretrained(folder).get_text_config(decoder=True), dtype)

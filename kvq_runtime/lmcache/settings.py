@@ -12,16 +12,13 @@ workers    threads that code chunks, 1 by default
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.disk.files import json_object
 from kvq_runtime.engines import heads, source
 from kvq_runtime.engines.source import Source
-from kvq_runtime.errors import NotFound
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.lmcache import layout, served
 from kvq_runtime.lmcache.chunk import ChunkCodec
@@ -69,12 +66,7 @@ def _read(given: Mapping[str, Any]) -> Settings:
     found = source.read(given["cache"])
     geometry = None
     if "model" in given:
-        config = _config(given["model"], given.get("revision"))
-        if config.get("kv_lora_rank"):
-            raise ValueError(
-                f"{given['model']} has latent attention (MLA): its chunks are latents, and kvq keeps keys and "
-                "values of heads; leave the serde out"
-            )
+        config = source.config(given["model"], given.get("revision"))
         geometry = source.match(found, config, given["model"], given.get("revision"))
         head_size = geometry.head_size
     elif found.artifact is not None:
@@ -88,18 +80,6 @@ def _read(given: Mapping[str, Any]) -> Settings:
 def typical(head_size: int) -> Geometry:
     """A model's shape where no model is named: what is asked of it is asked again of each chunk's."""
     return replace(MODELS["qwen2.5-7b"], head_size=head_size)
-
-
-def _config(model: str, revision: str | None) -> Mapping[str, Any]:
-    files = source.folder(model, revision)
-    path = None if files is None else Path(files) / "config.json"
-    if path is None or not path.is_file():
-        raise NotFound(
-            f"no config.json of {model} on this machine; fetch it (hf download {model} config.json), or name a folder "
-            "that has it"
-        )
-    config = json_object(path)
-    return config.get("text_config", config)
 
 
 class Chunks:

@@ -2,8 +2,13 @@
 
 vLLM's own cache stays as it is, in 16 bits; what has left it, or was computed by another server or before a restart,
 comes from the folder. Every layer of a prefix is at hand here, with its positions, so that recipes which predict across
-layers or encode keys before RoPE are kept as all others. The parts: options (kept.py), what is to be done (orders.py,
-in the scheduler's process), the doing of it (keeper.py, in each worker), and how a page is laid out (page_order.py).
+layers or encode keys before RoPE are kept as all others. The parts: options (engines/kept.py), what is to be done
+(orders.py, in the scheduler's process), the doing of it (keeper.py, in each worker), and how a page is laid out
+(page_order.py).
+
+    --kv-transfer-config '{"kv_connector": "KVQConnector", "kv_connector_module_path": "kvq_runtime.vllm.connector",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"path": "/var/prefixes", "recipe": "qwen2.5-7b-aqua-2bit@production"}}'
 
 Loads go by vLLM's asynchronous way: a request waits while it is loaded, and where a block turns out damaged then, it is
 computed from there on. Pinned to vLLM 0.32 and 0.33, which call this interface experimental.
@@ -27,9 +32,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from kvq_runtime.engines import kept
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.prefix.shelf import parse_bytes
-from kvq_runtime.vllm import kept, page_order, source
+from kvq_runtime.vllm import page_order, source
 from kvq_runtime.vllm.connector_stats import Metrics, Stats
 from kvq_runtime.vllm.keeper import Keeper, Pages
 from kvq_runtime.vllm.orders import Orders, Planner
@@ -49,14 +55,16 @@ class KVQConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         _check_engine(vllm_config, kv_cache_config)
-        self._settings = kept.settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings = kept.settings(
+            self._kv_transfer_config.kv_connector_extra_config, "kv_connector_extra_config", "KVQConnector"
+        )
         self._page = vllm_config.cache_config.block_size
         parallel = vllm_config.parallel_config
         ranks, rank = parallel.tensor_parallel_size, None
         if role is KVConnectorRole.WORKER:
             rank = parallel.rank % ranks
         with own_defaults():
-            self._stores = kept.opened(self._settings, _served(vllm_config), ranks, rank)
+            self._stores = kept.opened(self._settings, _served(vllm_config), "KVQConnector", ranks, rank)
         self._recipe = self._stores[0].format.recipe
         self._keeper: Keeper | None = None
         self._planner: Planner | None = None

@@ -283,7 +283,7 @@ def test_latents_are_not_taken_for_fused_heads(demo_model: Path, tmp_path: Path)
     """By the model's configuration where it is named; where it is not, one row of a token may be either."""
     config = json.loads((demo_model / "config.json").read_text()) | {"kv_lora_rank": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"latent attention \(MLA\).*leave the serde out"):
+    with pytest.raises(ValueError, match=r"latent attention \(MLA\).*without kvq"):
         settings.read({"cache": "lloyd-3bit", "model": str(tmp_path)})
     chunks = Chunks(settings.read({"cache": "lloyd-3bit", "head_size": 64}))
     assert chunks.codec((2, 4, TOKENS, 128), torch.bfloat16).geometry == Geometry(4, 2, 64)

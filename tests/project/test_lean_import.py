@@ -15,8 +15,13 @@ GOLDEN = sorted((ROOT / "artifacts" / "golden").rglob("*.safetensors"))
 VLLM = tuple(
     f"kvq_runtime.vllm.{name}" for name in ("backend", "engine", "connector", "connector_stats", "plugin", "stock")
 )
-LMCACHE = "kvq_runtime.lmcache.plugin"
-OPTIONAL = ("kvq_runtime.hf", "kvq_runtime.kernels", *VLLM, LMCACHE)  # need the extras hf, triton, vllm and lmcache
+STORES = ("kvq_runtime.lmcache.plugin", "kvq_runtime.sglang.storage")
+OPTIONAL = (
+    "kvq_runtime.hf",
+    "kvq_runtime.kernels",
+    *VLLM,
+    *STORES,
+)  # need the extras hf, triton, vllm, lmcache, sglang
 
 
 def run(body: str, *arguments: str, home: Path) -> subprocess.CompletedProcess:

@@ -1,9 +1,4 @@
-"""Open the kept prefixes that a server's options name, for the model that it serves.
-
---kv-transfer-config '{"kv_connector": "KVQConnector", "kv_connector_module_path": "kvq_runtime.vllm.connector",
-    "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"path": "/var/prefixes", "recipe": "qwen2.5-7b-aqua-2bit@production"}}'
-"""
+"""Open the kept prefixes that a server's options name, for the model that it serves."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -26,7 +21,7 @@ SALT = "KVQ_PREFIX_SALT"
 
 @dataclass(frozen=True)
 class Settings:
-    """kv_connector_extra_config.
+    """What an engine's options say of kept prefixes.
 
     path      folder of the kept prefixes, shared by workers and servers
     recipe    name of a recipe, or a reference to an artifact, as for KVQ_CACHE
@@ -57,32 +52,33 @@ class Served:
     rotary: Callable[[], Rotary]
 
 
-def settings(extra: Mapping[str, Any]) -> Settings:
-    """The settings of these options; ValueError, a sentence, for others."""
+def settings(extra: Mapping[str, Any], option: str, who: str) -> Settings:
+    """The settings of these options, the value of an engine's `option`; ValueError, a sentence, for others."""
     known = Settings.__dataclass_fields__
     odd, missing = sorted(set(extra) - set(known)), [name for name in ("path", "recipe") if not extra.get(name)]
     if odd or missing:
         what = f"has {', '.join(odd)}" if odd else f"lacks {' and '.join(missing)}"
-        raise ValueError(f"kv_connector_extra_config {what}; KVQConnector takes {', '.join(known)}")
+        raise ValueError(f"{option} {what}; {who} takes {', '.join(known)}")
     found = Settings(**extra)
     if found.recent is not None and (type(found.recent) is not int or found.recent < 0):
-        raise ValueError(f"kv_connector_extra_config: recent={found.recent!r}; use a number of tokens, 0 or more")
+        raise ValueError(f"{option}: recent={found.recent!r}; use a number of tokens, 0 or more")
     parse_bytes(found.pending)
     return found
 
 
-def opened(given: Settings, model: Served, ranks: int, rank: int | None = None) -> list[PrefixBlocks]:
+def opened(given: Settings, model: Served, who: str, ranks: int, rank: int | None = None) -> list[PrefixBlocks]:
     """The store of a worker's part of the model; without a rank, those of all parts.
 
+    who     begins messages: the engine's part that asks
     ranks   workers of tensor parallelism
     Raises ValueError or ArtifactError, with the reference, for what cannot be kept, or is not of this model.
     """
     try:
         return _opened(given, model, ranks, rank)
     except ArtifactError as error:
-        raise ArtifactError(f"KVQConnector, recipe {given.recipe}: {error}") from None
+        raise ArtifactError(f"{who}, recipe {given.recipe}: {error}") from None
     except (ValueError, OSError) as error:
-        raise ValueError(f"KVQConnector, recipe {given.recipe}: {error}") from None
+        raise ValueError(f"{who}, recipe {given.recipe}: {error}") from None
 
 
 def _opened(given: Settings, model: Served, ranks: int, rank: int | None) -> list[PrefixBlocks]:
