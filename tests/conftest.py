@@ -105,10 +105,13 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
 
 
+ONE_IN = 24
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = (
         "every test of every recipe, and every combination; without it a recipe that another stands for goes through "
-        "every eighth test, and of combinations each value is there"
+        f"one test in {ONE_IN}, and of combinations each value is there"
     )
     parser.addoption("--every-pair", action="store_true", help=text)
 
@@ -118,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tests/support/representative.py) and most combinations (see tests/support/tiers.py).
 
     A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. A recipe that another stands for
-    is marked so, and goes through every eighth of these tests, its neighbour through the next ones. What is asked for
+    is marked so, and goes through one in ONE_IN of these tests, its neighbour through the next ones. What is asked for
     by its name runs.
     """
     if not torch.cuda.is_available():
@@ -134,7 +137,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if place is not None:
             item.add_marker("all_recipes")
             turn = functions.setdefault(item.nodeid.partition("[")[0], len(functions))
-            if not every and (place + turn) % 8:
+            if not every and (place + turn) % ONE_IN:
                 left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -19,12 +19,23 @@ from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.stage import Quantizer
 
 ROWS = 256  # tokens that a quantizer is fitted to
+KEPT = 256  # of what was made last
 PACKAGES = ("kvq_runtime.fit", "kvq_calib.fit")  # the shorter fit first
+_made: dict[tuple[str, Geometry, int], dict[str, Tensor]] = {}
 
 
 def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tensor]:
     """Every tensor of `codec.all_specs`: means around 1/2, predictions that explain a part of their target, an
     orthogonal basis with ranges that suit the bits, and an escape that many tokens want."""
+    known = repr(recipe), geometry, seed
+    if known not in _made:
+        _made[known] = _tensors(recipe, geometry, seed)
+        while len(_made) > KEPT:
+            del _made[next(iter(_made))]
+    return {name: tensor.clone() for name, tensor in _made[known].items()}
+
+
+def _tensors(recipe: Recipe, geometry: Geometry, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     specs = codec.all_specs(recipe, geometry)
     found = {name: _one(name.rsplit(".", 1)[1], *spec, generator) for name, spec in specs.items()}
