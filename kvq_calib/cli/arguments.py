@@ -21,6 +21,7 @@ def protocol_of(args: argparse.Namespace, rows: int | None):
     protocols = (args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS
     windows = record.ERROR_WINDOWS if args.layers or getattr(args, "plots", None) else 0
     given = {"error_windows": windows, "block": args.block, "protocols": protocols, "prompt": args.prompt}
+    given["by_layer"] = args.by_layer or None
     return record.Protocol(args.step, rows, args.recent, args.sinks, **given)
 
 

@@ -327,6 +327,11 @@ def _measuring(command: argparse.ArgumentParser, decode: bool = False) -> None:
     )  # fmt: skip
     add("--block", type=count, metavar="N", help="tokens encoded together (default: as each recipe)")
     add(
+        "--by-layer", action="store_true",
+        help="run the model one layer at a time, all recipes in one reading of its weights, by full encode alone (so "
+        "it is where the model does not fit into memory)",
+    )  # fmt: skip
+    add(
         "--layers", action="store_true",
         help="measure errors of keys, values and attention's output by layer, too, on 4 windows: a pass more for every "
         "16 recipes, in which each layer attends twice more for each recipe; "

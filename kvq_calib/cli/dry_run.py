@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from kvq_calib.evaluate import held_out
+from kvq_calib.evaluate.record import fits, whole_bytes
 from kvq_calib.job.job import Job
-from kvq_calib.job.prepare import whole_bytes
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget, gradients, sensitivity, share
 from kvq_calib.run.plan import Plan, set_arithmetic
@@ -42,7 +42,8 @@ def record(asked: Job, work: Run) -> dict[str, Any]:
         "threads": plan.threads,
         "layer_bytes": needs["layer"],
         "chunk_bytes": needs["chunk"],
-        "evaluation_bytes": whole_bytes(files, plan) if asked.evaluation.evaluate else 0,
+        "evaluation_bytes": whole_bytes(files, plan.device) if asked.evaluation.evaluate else 0,
+        "evaluation_by_layer": asked.evaluation.evaluate and not fits(files, plan.device),
         "activations_in": work.activations.place,
         "held_bytes": needs["held"],
         "disk_bytes": needs["disk"],
@@ -83,7 +84,9 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
     threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
     shown["device"] = f"{found['device']}, {found['dtype']}, {threads}"
     shown["memory"] = f"{layer + chunk:.0f} MB: one layer and one chunk"
-    if whole:
+    if found["evaluation_by_layer"]:
+        shown["memory"] += ", likewise to evaluate"
+    elif whole:
         shown["memory"] += f"; then {whole:.0f} MB: the whole model, to evaluate"
     held = f"{found['held_bytes'] / 1e6:.0f} MB at most"
     shown["activations"] = f"in {found['activations_in']}, {held}"

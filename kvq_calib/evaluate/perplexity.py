@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -125,27 +125,52 @@ def scores(
     if not 0 <= prompt < length - 1:
         raise ValueError(f"a prompt of {prompt} tokens in windows of {length}; use 0 to {length - 2}")
     found = {name: Score() for name in (REFERENCE, *caches)}
-    rows = rows or max(1, min(ROW_TOKENS // length, ROW_LOGITS // (length * model.config.vocab_size)))
+    rows = rows or rows_of(length, model.config.vocab_size)
     for start in range(0, windows, rows):
-        group = _Group(model, tokens_BT[start : start + rows], step, prompt)
+        some = tokens_BT[start : start + rows]
+        exact = partial(_logits, model, some, None, step, prompt)
+        windows = Windows(some, model.device, exact, prompt)
         for name, score in found.items():
-            unit = {"score": name, "tokens": group.digest, "step": step} | ({"prompt": prompt} if prompt else {})
+            unit = {"score": name, "tokens": digest(some), "step": step} | ({"prompt": prompt} if prompt else {})
             kept = ledger.read(**unit)
             if kept is None:
                 cache = None if name == REFERENCE else caches[name]()
-                made = group.score(group.expected if cache is None else group.logits(cache), progress)
+                given = windows.expected if cache is None else _logits(model, some, cache, step, prompt)
+                made = windows.score(given, progress)
                 made.reads = cache.reads if isinstance(cache, CountedCache) else None
                 kept = asdict(made)
                 ledger.write(kept, **unit)
             else:
-                progress(group.tokens_BT.numel())
+                progress(some.numel())
             score.add(Score.of(kept))
     return found
+
+
+def rows_of(length: int, vocabulary: int) -> int:
+    """Return how many windows go through a model side by side."""
+    return max(1, min(ROW_TOKENS // length, ROW_LOGITS // (length * vocabulary)))
+
+
+def digest(tokens_BT: Tensor) -> str:
+    """sha256 of windows."""
+    return hashlib.sha256(tokens_BT.cpu().numpy().astype("<i4").tobytes()).hexdigest()
 
 
 def slice_up(count: int, step: int) -> Iterator[slice]:
     """Runs of at most `step` of `count` places."""
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _logits(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, step: int, prompt: int) -> Iterator[Tensor]:
+    """The logits of each pass, PART tokens at a time: [B, tokens, vocabulary]. None: transformers' own cache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    for one in passes(tokens_BT.shape[1], step, prompt):
+        given = tokens_BT[:, one.start : one.stop].to(model.device).long()
+        with attending(model, cache):
+            logits = model(given, past_key_values=cache, use_cache=True).logits
+        if one.stop == prompt and isinstance(cache, CountedCache) and cache.reads is not None:
+            cache.reads = Reads()  # what is scored is counted
+        yield from logits.split(PART, 1)
 
 
 @contextmanager
@@ -166,38 +191,30 @@ def attending(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-class _Group:
-    """Windows that go through the model side by side, and their logits by the 16-bit model, once they are needed."""
+class Windows:
+    """Windows that go through a model side by side, and their logits by the 16-bit model, once they are needed.
 
-    def __init__(self, model: PreTrainedModel, tokens_BT: Tensor, step: int, prompt: int):
-        self.model, self.step, self.prompt = model, step, prompt
-        self.tokens_BT = tokens_BT.to(model.device).long()
-        self.digest = hashlib.sha256(tokens_BT.cpu().numpy().astype("<i4").tobytes()).hexdigest()
+    exact    gives these logits, some tokens at a time: [B, tokens, vocabulary]
+    prompt   first tokens, which are not scored
+    """
+
+    def __init__(self, tokens_BT: Tensor, device: torch.device, exact: Callable[[], Iterable[Tensor]], prompt: int = 0):
+        self.tokens_BT, self.prompt, self._exact = tokens_BT.to(device).long(), prompt, exact
 
     @cached_property
     def expected(self) -> list[Tensor]:
         """The 16-bit model's logits, as it gave them, kept off the device."""
-        return [logits.cpu() for logits in self.logits(DynamicCache(config=self.model.config))]
+        return [logits.cpu() for logits in self._exact()]
 
     @cached_property
     def norms(self) -> list[Tensor]:
         """log Σ exp of these logits, [B, tokens] float64."""
         return [
-            torch.cat([some.to(self.model.device).double().logsumexp(-1).cpu() for some in logits.split(8, 1)], 1)
+            torch.cat([some.to(self.tokens_BT.device).double().logsumexp(-1).cpu() for some in logits.split(8, 1)], 1)
             for logits in self.expected
         ]
 
-    def logits(self, cache: Cache) -> Iterator[Tensor]:
-        """The logits of each pass, PART tokens at a time: [B, tokens, vocabulary]."""
-        for one in passes(self.tokens_BT.shape[1], self.step, self.prompt):
-            given = self.tokens_BT[:, one.start : one.stop]
-            with attending(self.model, cache):
-                logits = self.model(given, past_key_values=cache, use_cache=True).logits
-            if one.stop == self.prompt and isinstance(cache, CountedCache) and cache.reads is not None:
-                cache.reads = Reads()  # what is scored is counted
-            yield from logits.split(PART, 1)
-
-    def score(self, found: Iterable[Tensor], progress: Callable[[int], object]) -> Score:
+    def score(self, found: Iterable[Tensor], progress: Callable[[int], object] = lambda tokens: None) -> Score:
         """Compare logits with the text and with those of the 16-bit model."""
         batch, length = self.tokens_BT.shape
         score, losses = Score(), torch.zeros(batch, dtype=torch.float64, device=self.tokens_BT.device)

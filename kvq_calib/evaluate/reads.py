@@ -154,6 +154,26 @@ def counting(model: PreTrainedModel, cache: CountedCache):
         _at_work.reset(token)
 
 
+@contextmanager
+def answering(cache: CountedCache, module: Any, calls: Mapping[str, Any], rotary: Any):
+    """The same for one layer of a model that runs one layer at a time.
+
+    module   the layer's attention
+    calls    what the decoder calls the layer with, positions and their cosines and sines among it
+    rotary   the decoder's
+    """
+    config, token = module.config, _at_work.set(cache)
+    before, config._attn_implementation = config._attn_implementation, NAME
+    if module.layer_idx == 0:
+        cache._begin(None)
+    cache._announce(calls.get("position_ids"), calls.get("position_embeddings"), rotary, NAME)
+    try:
+        yield cache
+    finally:
+        config._attn_implementation = before
+        _at_work.reset(token)
+
+
 def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _at_work.get().attend(module, query, key, value, attention_mask, scale, **kwargs)

@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvq_calib.evaluate import bits, errors, full, perplexity
+from kvq_calib.evaluate import bits, errors, full, layered, perplexity
 from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code
 from kvq_calib.evaluate.perplexity import REFERENCE, Score
@@ -32,6 +33,7 @@ from kvq_calib.evaluate.reads import CountedCache
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.streamed import Stream
+from kvq_calib.run.device import free_on
 from kvq_calib.run.plan import environment
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.codec import codec
@@ -58,6 +60,7 @@ class Protocol:
     error_windows  windows on which errors by layer are measured; 0: none
     block          tokens that are encoded together; None: those of each recipe
     protocols      "full", every token but the sinks encoded before it is read; "in-use"; or both
+    by_layer       run the model one layer at a time, by full encode alone; None: where it does not fit into memory
     """
 
     step: int = perplexity.STEP
@@ -68,10 +71,13 @@ class Protocol:
     block: int | None = None
     protocols: tuple[str, ...] = PROTOCOLS
     prompt: int = 0
+    by_layer: bool | None = None
 
     def __post_init__(self):
         if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
             raise ValueError(f"protocols={self.protocols!r}; use some of {PROTOCOLS}")
+        if self.by_layer and FULL not in self.protocols:
+            raise ValueError(f"protocols={self.protocols!r}: {layered.ONLY_FULL}; use --protocol full")
 
     def recipe(self, recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> Recipe:
         """The recipe as it is measured. Raises ValueError where its fit does not allow another block."""
@@ -92,6 +98,16 @@ def load_model(files: ModelFiles, device: str = "cpu", dtype: torch.dtype | None
 
 def _kind(files: ModelFiles, device: str) -> torch.dtype:
     return torch.float32 if device == "cpu" else files.dtype
+
+
+def whole_bytes(files: ModelFiles, device: str, dtype: torch.dtype | None = None) -> int:
+    """The bytes of the whole model as an evaluation loads it."""
+    return layered.whole_bytes(files, dtype or _kind(files, device))
+
+
+def fits(files: ModelFiles, device: str, dtype: torch.dtype | None = None) -> bool:
+    """True if the whole model leaves a tenth of what is free on the device."""
+    return whole_bytes(files, device, dtype) <= 0.9 * free_on(device)
 
 
 def evaluate(
@@ -116,9 +132,12 @@ def evaluate(
         raise ValueError(f"a prompt of {protocol.prompt} tokens in windows of {length}; use 0 to {length - 2}")
     if len({subject.name for subject in subjects}) < len(subjects):
         raise ValueError(f"{[subject.name for subject in subjects]}; name each once")
+    if protocol.by_layer is None:
+        protocol = replace(protocol, by_layer=not fits(files, device, dtype))
     used = environment(device, str(dtype or _kind(files, device)).removeprefix("torch."), torch.get_num_threads())
     ledger = ledger.within(model=[files.id, files.revision, weights(files)], environment=used, code=code())
-    own = ledger.within(protocol=_protocol(files, batch, protocol, others))
+    way = {"by_layer": True} if protocol.by_layer else {}  # which has no figures in use
+    own = ledger.within(protocol=_protocol(files, batch, protocol, others), **way)
     recipes = [protocol.recipe(subject.recipe, files.geometry, subject.tensors) for subject in subjects]
     digests = [_digest(subject, recipe) for subject, recipe in zip(subjects, recipes, strict=True)]
     records: dict[str, Any] = {digest: own.read(record=digest) for digest in digests}
@@ -192,7 +211,22 @@ def _scores(files, tokens_BT: Tensor, pairs: Pairs, protocol: Protocol, device: 
     if not pairs:
         progress(tokens_BT.numel() * len(protocol.protocols))
         return {name: {} for name in protocol.protocols}, 0, None
-    model, length = load_model(files, device, dtype), tokens_BT.shape[1]
+    length = tokens_BT.shape[1]
+    if protocol.by_layer:
+        stream = Stream(files, device, dtype or _kind(files, device))
+        left = {digest: pair for digest, pair in pairs.items() if full.refusal(pair[0]) is None}
+        beside = len(protocol.protocols) - 1  # in use is not measured
+        progress(tokens_BT.numel() * (len(pairs) - len(left) + beside * (len(pairs) + 1)))
+        caches = {
+            digest: partial(FullCache, *pair[:1], stream.blank, pair[1], length=length) for digest, pair in left.items()
+        }
+        scored = layered.scores(stream, tokens_BT, caches, protocol.rows, progress, ledger.within(encoded=FULL))
+        return (
+            {name: scored if name == FULL else {} for name in PROTOCOLS if name in protocol.protocols},
+            stream.blank.num_parameters(),
+            stream.dtype,
+        )
+    model = load_model(files, device, dtype)
     found: dict[str, dict[str, Score]] = {}
     for name in (one for one in PROTOCOLS if one in protocol.protocols):
         left = {digest: pair for digest, pair in pairs.items() if name == IN_USE or full.refusal(pair[0]) is None}
@@ -242,7 +276,7 @@ def _part(
 ) -> dict[str, Any]:
     """Return a record's part for one protocol: figures and shares, or the reason why there are no figures."""
     if digest not in scores:
-        return {"reason": full.refusal(recipe)}
+        return {"reason": full.refusal(recipe) if name == FULL else layered.ONLY_FULL}
     score, reference, length = scores[digest], scores[REFERENCE], tokens_BT.shape[1]
     shares = score.reads.shares if score.reads is not None else None
     about: dict[str, Any] = {"reference_perplexity": reference.perplexity, "tokens": score.tokens, "decoded": shares}

@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 import torch
 
-from kvq_calib.evaluate import full, held_out
+from kvq_calib.evaluate import full, held_out, record
 from kvq_calib.evaluate.subject import find
 from kvq_calib.job.job import Job, Machine, Text
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import budget
 from kvq_calib.run.activations import EVERY, InFiles, InMemory
-from kvq_calib.run.device import cores
+from kvq_calib.run.device import cores, free_on
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import Listener, Run, silent
 from kvq_calib.text import corpus, others
@@ -164,19 +164,17 @@ def _check_machine(job: Job, work: Run) -> Iterator[str]:
     free = shutil.disk_usage(_existing(folder)).free
     if free < needs["disk"]:
         raise RuntimeError(f"the run needs {needs['disk'] / 1e9:.1f} GB in {folder}, and {free / 1e9:.1f} GB are free")
-    memory = psutil.virtual_memory().available
-    if plan.device.startswith("cuda"):
-        memory = torch.cuda.mem_get_info()[0]
+    memory = free_on(plan.device)
     if memory < needs["layer"] + needs["chunk"]:
         asked = (needs["layer"] + needs["chunk"]) / 1e9
         raise RuntimeError(
             f"a layer and a chunk need {asked:.1f} GB on {plan.device}, and {memory / 1e9:.1f} GB are free"
         )
-    whole = whole_bytes(files, plan)
-    if job.evaluation.evaluate and memory < whole:
-        raise RuntimeError(
-            f"the evaluation needs the whole model, {whole / 1e9:.1f} GB on {plan.device}, and {memory / 1e9:.1f} GB "
-            "are free; leave it out with --no-eval, and measure the artifact later: kvq eval"
+    if job.evaluation.evaluate and not record.fits(files, plan.device):
+        whole = record.whole_bytes(files, plan.device) / 1e9
+        yield (
+            f"the whole model takes {whole:.1f} GB, and {memory / 1e9:.1f} GB are free on {plan.device}: evaluation "
+            "runs it one layer at a time, by full encode alone"
         )
 
 
@@ -199,11 +197,6 @@ def rehearse(job: Job, work: Run) -> list[str]:
             held_out.choose_others(elsewhere, () if remote else job.beside(files), asked.eval_windows)
     about = "not downloaded for a dry run, so that it is not checked whether there is enough text"
     return [f"{', '.join(remote)}: {about}"] if remote else []
-
-
-def whole_bytes(files: ModelFiles, plan: Plan) -> int:
-    """The bytes of the whole model as `kvq eval` loads it."""
-    return files.weight_bytes * (4 if plan.device == "cpu" else files.dtype.itemsize) // files.dtype.itemsize
 
 
 def _writable(folder: Path) -> None:

@@ -80,7 +80,7 @@ class Decoder:
         with torch.device("meta"):
             made = AutoModelForCausalLM.from_config(config, attn_implementation=CAPTURED, dtype=dtype).eval()
         _keep_float32(made, dtype)
-        self.whole = made
+        self.whole, self.dtype = made, dtype
         self.config = made.config
         self.parameters = list(made.state_dict())
         core: Any = made.get_decoder()
@@ -91,6 +91,11 @@ class Decoder:
         self.layers = list(core.layers)
         core.layers = nn.ModuleList(map(Place, self.layers))
         self.around = made
+
+    def blank(self) -> PreTrainedModel:
+        """The whole model, as transformers makes it, without memory."""
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.config, attn_implementation=CAPTURED, dtype=self.dtype).eval()
 
     def top(self) -> dict[str, nn.Module]:
         """The modules with parameters above the layers, by name: the last norm, and the output head."""

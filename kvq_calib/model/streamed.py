@@ -12,12 +12,15 @@ E = hidden width · V = vocabulary.
 import contextlib
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kvq_calib.model.decoder import Decoder, Seen
 from kvq_calib.model.files import ModelFiles
@@ -88,6 +91,13 @@ class Stream:
         prefix = f"{self._decoder.core_name}.layers.{index}."
         return Layer(self._weights.filled(self._decoder.layers[index], prefix, self.device), self, index)
 
+    @cached_property
+    def blank(self) -> PreTrainedModel:
+        """The model without weights, but for what turns keys: what a cache that is made for a model asks of it."""
+        made = self._decoder.blank()
+        made.get_decoder().rotary_emb = self._under.core.rotary_emb  # type: ignore[union-attr]
+        return made
+
     def __reduce__(self):
         return opened, (self.files, self.device, self.dtype)
 
@@ -154,6 +164,23 @@ class Layer:
         return below, key.flatten(2), value.transpose(1, 2).flatten(2)
 
     @torch.no_grad()
+    def through(self, h_BTE: Tensor, answered: Callable[..., AbstractContextManager] | None = None) -> Tensor:
+        """Run the layer on whole sequences, and hand out nothing of it.
+
+        answered   what has a cache answer its attention (`evaluate/reads.py`); None: it is the model's own
+        """
+        stream, h_BTE = self._stream, self._given(h_BTE)
+        if answered is None:
+            out_BTE = self._run(h_BTE)
+        else:
+            batch, tokens, _ = h_BTE.shape
+            _, calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)[self._index]
+            with answered(self._module.self_attn, calls, stream._under.core.rotary_emb) as cache:
+                out_BTE = self._run(h_BTE, past_key_values=cache, use_cache=True)
+        self._seen.clear()
+        return out_BTE
+
+    @torch.no_grad()
     def project(self, h_BTE: Tensor, queries: bool = False) -> Projected:
         """Return what `forward` returns beside the output, without attention and MLP, for a last layer."""
         self._seen["alone"] = True
@@ -161,10 +188,10 @@ class Layer:
             self._run(self._given(h_BTE))
         return self._captured(queries)
 
-    def _run(self, h_BTE: Tensor) -> Tensor:
+    def _run(self, h_BTE: Tensor, **more: Any) -> Tensor:
         stream, (batch, tokens, _) = self._stream, h_BTE.shape
         args, given = stream._under.calls(batch, tokens, stream.dtype, stream.device)[self._index]
-        out = self._module(h_BTE, *args, **given)
+        out = self._module(h_BTE, *args, **given | more)
         return out[0] if isinstance(out, tuple) else out
 
     def _captured(self, queries: bool) -> Projected:
@@ -223,6 +250,10 @@ class Head:
 
     def __init__(self, around: Any):
         self._around = around
+
+    @property
+    def device(self) -> torch.device:
+        return self._around.get_output_embeddings().weight.device
 
     @torch.no_grad()
     def __call__(self, h_BTE: Tensor) -> Tensor:

@@ -34,6 +34,11 @@ def memory_of(device: str) -> int:
     return psutil.virtual_memory().total
 
 
+def free_on(device: str) -> int:
+    """Bytes that are free on a device."""
+    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+
+
 def cores() -> int:
     """Cores that this process may use: physical ones, or OMP_NUM_THREADS."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]

@@ -44,13 +44,13 @@ def run(model: Path, folder: Path, *more: str) -> int:
 @pytest.mark.slow
 def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, monkeypatch):
     layers, references = [], []
-    fit, logits = graph.fit_layer, perplexity._Group.expected.func
+    fit, logits = graph.fit_layer, perplexity.Windows.expected.func
 
     def fitted(work, stream, layer):
         layers.append((layer, [recipe.name for recipe in work.plan.recipes]))
         fit(work, stream, layer)
 
-    class Counted(perplexity._Group):
+    class Counted(perplexity.Windows):
         @property
         def expected(self):
             if "found" not in self.__dict__:
@@ -59,7 +59,7 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
             return self.found
 
     monkeypatch.setattr(graph, "fit_layer", fitted)
-    monkeypatch.setattr(perplexity, "_Group", Counted)
+    monkeypatch.setattr(perplexity, "Windows", Counted)
     prepared, once = [], prepare.prepare
     monkeypatch.setattr(prepare, "prepare", lambda job: prepared.append(job) or once(job))
     plot = tmp_path / "plot.png"

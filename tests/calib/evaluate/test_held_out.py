@@ -156,7 +156,7 @@ def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
     """Stopped in its second cache, an evaluation resumes there; the artifact and its record are as if undisturbed."""
     settings = {"recipes": ("mean-higgs-2bit", "mean-higgs-4bit"), "publish": False}
     run(asked(model, tmp_path / "undisturbed", **settings))
-    scored, score = [], perplexity._Group.score
+    scored, score = [], perplexity.Windows.score
 
     def watched(group, found, progress):
         if len(scored) == 2 and not stopped:
@@ -166,7 +166,7 @@ def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
         return score(group, found, progress)
 
     stopped: list[bool] = []
-    monkeypatch.setattr(perplexity._Group, "score", watched)
+    monkeypatch.setattr(perplexity.Windows, "score", watched)
     with pytest.raises(KeyboardInterrupt):
         run(asked(model, tmp_path / "run", **settings))
     assert len(scored) == 2
