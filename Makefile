@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env real-model browser demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env real-model browser demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-s3 test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -140,6 +140,13 @@ build/sglang/.installed: Makefile $(VENV)/.installed
 test-sglang: build/sglang/.installed ## keep pages of SGLang's own host pool, and load them by another server
 	PYTHONPATH=build/sglang:tests/support:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
 	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_sglang.py
+
+build/s3/.installed: Makefile $(VENV)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade --target build/s3 -c constraints.txt 's3fs>=2025.3' 'moto[server]==5.2.5'
+	@touch $@
+
+test-s3: build/s3/.installed ## keep a registry in a bucket of moto's S3, on loopback
+	PYTHONPATH=build/s3 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 0 -W default $(PYTEST_ARGS) tests/registry/test_bucket.py
 
 # Beside .venv likewise; what it also asks for is there.
 LM_EVAL := lm-eval==0.4.13 accelerate==1.15.0 evaluate sqlitedict sacrebleu portalocker tabulate colorama lxml rouge-score \

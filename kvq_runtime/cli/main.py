@@ -55,7 +55,7 @@ examples
 {EXIT_CODES}
 environment
     KVQ_HOME        folder of all data of kvq, default ~/.kvq; the registry is its folder registry
-    KVQ_REGISTRY    the registry, file:///folder or hf://org; --registry has precedence
+    KVQ_REGISTRY    the registry, file:///folder, s3://bucket/prefix or hf://org; --registry has precedence
     HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE    of huggingface_hub: address, token, cache, no network
 """
 
@@ -325,7 +325,9 @@ def _where(command: argparse.ArgumentParser) -> None:
 
 
 def _to(command: argparse.ArgumentParser) -> None:
-    command.add_argument("to", metavar="TO", help="the registry to copy to: hf://org or file:///folder")
+    command.add_argument(
+        "to", metavar="TO", help="the registry to copy to: hf://org, s3://bucket/prefix or file:///folder"
+    )
     command.add_argument("--private", action="store_true", help="create private repositories on a Hub")
     command.add_argument(
         "--dry-run", action="store_true", help="check everything, write nothing, print what would be done"

@@ -141,5 +141,4 @@ def doctor(args: Namespace) -> int:
 def _with_upkeep(args: Namespace) -> tuple[Registry, ModuleType]:
     """The registry that is asked for, and what keeps one in its place."""
     registry = open_registry(args.where or args.registry)
-    place = "local" if isinstance(registry, LocalRegistry) else "hub"
-    return registry, import_module(f"kvq_runtime.registry.{place}.upkeep")
+    return registry, import_module(f"{type(registry).__module__.rpartition('.')[0]}.upkeep")  # beside it

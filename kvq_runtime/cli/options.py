@@ -88,7 +88,7 @@ def png(text: str) -> str:
 
 def registry(command: argparse.ArgumentParser) -> None:
     """Add `--registry`."""
-    text = "file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
+    text = "file:///folder, s3://bucket/prefix or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
     command.add_argument("--registry", metavar="URL", help=text)
 
 
@@ -109,5 +109,9 @@ def check_named(args: argparse.Namespace) -> None:
 
 def check_there(url: str) -> None:
     """Raise NotFound for the address of a folder that is not there."""
-    if reference.hub_org(url) is None and not (root := reference.local_root(url)).is_dir():
+    if (
+        reference.hub_org(url) is None
+        and reference.bucket_root(url) is None
+        and not (root := reference.local_root(url)).is_dir()
+    ):
         raise NotFound(f"no registry {url}: there is no folder {root}; what publishes into it makes it")

@@ -3,7 +3,8 @@
     reference   name · name@1.2.0 · name@production · name@sha256:<64 hex digits> · path/to/file.safetensors
                 hf://org/name@..., or org/name@...: the same, in the registry hf://org
     revision    1.2.0 · v1.2.0 · production · main · a commit of a Hub: what stands after @, as an argument of its own
-    registry    file:///path, a folder, or hf://org: an organization or user of a Hugging Face Hub
+    s3://bucket/prefix/name@...   the same, in the registry s3://bucket/prefix
+    registry    file:///path, a folder, s3://bucket/prefix, or hf://org: an organization or user of a Hugging Face Hub
 
 Every name is checked here before it becomes part of a path.
 """
@@ -20,6 +21,8 @@ from kvq_runtime.artifact import ARTIFACT_FILE as ARTIFACT_FILE
 SUFFIX = ".safetensors"
 PRODUCTION = "production"
 HUB = "hf://"
+BUCKET = "s3://"
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,8}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 _ALIAS = re.compile(r"[a-z][a-z0-9-]{0,31}")
@@ -110,7 +113,7 @@ class Reference:
     by         "default": production, else the newest version; else by version, alias or sha256; "commit": default as
                the registry was at a commit of its Hub
     value      the version, alias, digest or commit; "" by default
-    registry   hf://org if the reference begins with it, else ""
+    registry   hf://org or s3://bucket/prefix if the reference begins with it, else ""
     """
 
     name: str
@@ -129,6 +132,14 @@ def parse(text: str | Path) -> Reference | Path:
                 f"reference {without_secrets(text)!r:.160}; use hf://org/name, hf://org/name@1.2.0 or hf://org/name@alias"
             )
         return replace(inner, registry=f"{HUB}{check_org(org)}")
+    if isinstance(text, str) and text.startswith(BUCKET):
+        root, _, rest = text.rpartition("/")
+        inner = parse(rest) if rest else None
+        if not isinstance(inner, Reference):
+            raise ValueError(
+                f"reference {without_secrets(text)!r:.160}; use s3://bucket/prefix/name, or .../name@1.2.0"
+            )
+        return replace(inner, registry=f"{BUCKET}{bucket_root(root)}")
     if isinstance(text, Path) or text.endswith(SUFFIX):
         return Path(text)
     name, at, value = text.partition("@")
@@ -191,6 +202,16 @@ def hub_org(url: str) -> str | None:
     return check_org(url.removeprefix(HUB).rstrip("/")) if url.startswith(HUB) else None
 
 
+def bucket_root(url: str) -> str | None:
+    """Bucket and prefix of an s3:// registry; None for another kind of address."""
+    if not url.startswith(BUCKET):
+        return None
+    root = url.removeprefix(BUCKET).rstrip("/")
+    if not _BUCKET.fullmatch(root):
+        raise ValueError(f"registry {without_secrets(url)!r:.160}; use s3://bucket or s3://bucket/prefix")
+    return root
+
+
 def local_root(url: str) -> Path:
     """The folder of a registry at file:///folder or a path; ValueError for another kind of address.
 
@@ -204,6 +225,7 @@ def local_root(url: str) -> Path:
     if "://" not in url:
         return Path(url).absolute()
     text = (
-        "use file:///folder, with three slashes, a folder, or hf://org; a token belongs in `hf auth login` or HF_TOKEN"
+        "use file:///folder, with three slashes, a folder, s3://bucket or hf://org; a token belongs in `hf auth login` "
+        "or HF_TOKEN"
     )
     raise ValueError(f"registry {without_secrets(url)}; {text}")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import signing
+from kvq_runtime.registry.bucket.registry import BucketRegistry
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.hub.client import Access, using
 from kvq_runtime.registry.hub.registry import HubRegistry
@@ -33,6 +34,7 @@ from kvq_runtime.registry.reference import (
     PRODUCTION,
     Reference,
     at_revision,
+    bucket_root,
     hub_org,
     local_root,
     parse,
@@ -69,11 +71,14 @@ class Resolved:
 
 
 def open_registry(url: str | Path | None = None) -> Registry:
-    """The registry at file:///folder, a folder or hf://org; None is $KVQ_REGISTRY, else $KVQ_HOME/registry.
+    """The registry at file:///folder, a folder, s3://bucket/prefix or hf://org.
 
-    Nothing is read or created. Raises ValueError for another kind of address.
+    None is $KVQ_REGISTRY, else $KVQ_HOME/registry. Nothing is read or created. Raises ValueError for another kind of
+    address.
     """
     address = registry_url(url)
+    if (bucket := bucket_root(address)) is not None:
+        return BucketRegistry(bucket)
     org = hub_org(address)
     return LocalRegistry(local_root(address)) if org is None else HubRegistry(org)
 
