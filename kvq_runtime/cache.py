@@ -31,11 +31,14 @@ from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.store.break_even import BreakEven, smaller_from
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
+from kvq_runtime.store.health import Health
 from kvq_runtime.store.layer import LayerStore, Slab
 from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
 from kvq_runtime.store.positions import Positions
+from kvq_runtime.store.promise import Check
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
+from kvq_runtime.store.watch import Watch
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class BlockCache:
     max_tokens   what the tables of a GPU are made for, see attention/fused.py
     dtype        of the model, which an empty cache takes for that of its tokens
     made_for     the tokens that the model was made for; None: not known
+    check        what is asked of blocks, whose errors are measured; None: they are not
     layers       the stores of the layers that have taken in tokens
     positions    what is announced and known of its tokens
     policies     those of the recipe, at work in this cache
@@ -64,6 +68,7 @@ class BlockCache:
         max_tokens: int = 1 << 17,
         dtype: torch.dtype = torch.bfloat16,
         made_for: int | None = None,
+        check: Check | None = None,
     ):
         self.recipe = recipe.check(geometry)
         if recipe.fitted and not tensors and codecs.all_specs(recipe, geometry):
@@ -76,7 +81,8 @@ class BlockCache:
         self.codecs = shared.build(recipe, geometry, tensors or {})
         self._last, self._max_tokens = max(self.held), max_tokens
         self._break_even = BreakEven(recipe, geometry, tuple(sorted(self.held)), dtype)
-        self.made_for = made_for
+        self.made_for, self.check = made_for, check
+        self._warned = False  # whether the log has said that blocks are beyond
         self.reset()
 
     def reset(self) -> None:
@@ -145,11 +151,15 @@ class BlockCache:
             self.settle()
             raise
 
-    def adopt(self, count: int, fields: Mapping[int, tuple[Slab, Slab]], sinks: Mapping[int, Tensor]) -> None:
+    def adopt(
+        self, count: int, fields: Mapping[int, tuple[Slab, Slab]], sinks: Mapping[int, Tensor],
+        exact: Mapping[int, tuple[dict[int, Tensor], dict[int, Tensor]]] | None = None,
+    ) -> None:  # fmt: skip
         """Begin with `count` blocks that were encoded elsewhere, of a text's first tokens; the cache is empty.
 
         fields   by layer, of keys and of values, as codecs encode them, [B, count, ...] a field
         sinks    by layer, the exact tokens among them, [2, B, sinks, C], in the model's dtype and on its device
+        exact    by layer, of keys and of values, the tokens of blocks that are kept exact, by number, [B, block, C]
         RuntimeError where a policy would have had to see the tokens arrive.
         """
         if self.layers or self.policies:
@@ -157,6 +167,11 @@ class BlockCache:
             raise RuntimeError(f"blocks that were encoded elsewhere cannot be taken in; {what}")
         for layer in sorted(self.held):
             store = self.layers[layer] = self._store(layer, sinks[layer][0])
+            found = ({}, {}) if exact is None else exact[layer]
+            if store.watch is None and any(found):
+                store.watch = Watch(Check(), layer, keeps=True)
+            if store.watch is not None:
+                store.watch.adopt(count, found, store.rows)
             store.adopt(count, *fields[layer], sinks[layer])
         first = self.layers[min(self.held)]
         self.positions.extend(first.rows, count * self.recipe.window.block, first.buffer_2BTC.device)
@@ -260,6 +275,8 @@ class BlockCache:
                 self.positions.forget_factors()  # a policy may have encoded
                 step.commit()
                 self.step = None
+                if self.encoder.beyond and not self._warned:
+                    self._warn()
 
     def _arrive(self, layer: int, k_BTC: Tensor) -> LayerStore:
         """Begin a forward pass with its first layer; one that stopped midway is undone first."""
@@ -313,7 +330,10 @@ class BlockCache:
         keys, values = self.codecs[layer]
         pair = self.codecs[layer] = shared.moved(keys, k_BTC.device), shared.moved(values, k_BTC.device)
         index = self.fused.index(layer, pair, k_BTC)
-        return LayerStore(pair, self.recipe.window, self.positions, k_BTC, index)
+        # a kernel and policies that choose tokens read codes alone
+        keeps = index is None and not self.recipe.policies
+        watch = None if self.check is None else Watch(self.check, layer, keeps)
+        return LayerStore(pair, self.recipe.window, self.positions, k_BTC, index, watch)
 
     def _extra_fields(self, layer: int, store: LayerStore) -> Slab:
         fields: Slab = {}
@@ -394,6 +414,25 @@ class BlockCache:
     def refusal(self) -> str | None:
         """The reason why, on a GPU, some layer is decoded before attention; None: all are read packed."""
         return next(filter(None, (refusal(self.recipe, self.geometry, layer) for layer in sorted(self.held))), None)
+
+    def health(self) -> Health:
+        """How the blocks that are held keep what calibration promised."""
+        watches = [store.watch for _, store in sorted(self.layers.items()) if store.watch is not None]
+        return Health(self.recipe.name, tuple(one for watch in watches for one in watch.health() if one.blocks))
+
+    def _warn(self) -> None:
+        """Say, once, that blocks are beyond what was promised."""
+        health = self.health()
+        self._warned = health.beyond > 0
+        if not self._warned:  # what was beyond has been undone
+            return
+        worst, kept = health.worst, any(one.watch and any(one.watch.exact) for one in self.layers.values())
+        _log.warning(
+            "%s: %s; most in layer %d, %d of %d blocks of its %ss, error up to %.3g where %.3g is promised: the text, "
+            "or the model, is other than that of the fit. They are %s; cache.health() has all layers",
+            self.recipe.name, str(health).split("\n")[0].partition(": ")[2], worst.layer, worst.beyond, worst.blocks,
+            worst.role, max(worst.seen, default=math.inf), worst.bound, "kept exact" if kept else "held as they are",
+        )  # fmt: skip
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""

@@ -17,7 +17,7 @@ codes that are searched for, fits read numbers with errors of the same moments (
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,7 @@ from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
 from kvq_runtime.stages.stage import SLOTS, Fields
+from kvq_runtime.store.promise import Promise, block_errors
 
 Pair = tuple[Tensor, Tensor]
 
@@ -102,6 +103,22 @@ class Chunk:
         sample.update(whole, numbers, mask_NT=self.data.mask_NT.reshape(len(numbers), -1))
 
 
+@dataclass(frozen=True)
+class Errors:
+    """The errors of some blocks.
+
+    sums       over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number; over
+               all, the bits that files take of fields that are entropy-coded, and the number of elements
+    blocks_N   of each block, the mean |x - x̂|² of its tokens
+    """
+
+    sums: Tensor = field(default_factory=lambda: torch.zeros(7, dtype=torch.float64))
+    blocks_N: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def __add__(self, other: "Errors") -> "Errors":
+        return Errors(self.sums + other.sums, torch.cat([self.blocks_N, other.blocks_N.cpu()]))
+
+
 class SchemeFit(Fitting):
     """The fit of keys or of values; `requests.py` collects what it is fitted to."""
 
@@ -136,9 +153,8 @@ class SchemeFit(Fitting):
         """The same without a search for codes, with errors of the same moments."""
         return self.codec.approximated(data.x, context)
 
-    def errors(self, data: Blocks, context: Context, fields: Fields, decoded: Tensor) -> Tensor:
-        """Sums over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number; over
-        all, the bits that files take of fields that are entropy-coded, and the number of elements."""
+    def errors(self, data: Blocks, context: Context, fields: Fields, decoded: Tensor) -> Errors:
+        """The errors of a chunk's blocks, as they are decoded."""
         x = data.x
         centred = x - self.codec.turned(self.statistics.mean_C, context)
         predicted = self.codec.predicted(context)
@@ -148,21 +164,20 @@ class SchemeFit(Fitting):
         sums = [(part.double().square() * mask).sum() for part in (x, centred, residual, error)]
         coded = self.scheme.quantize.at_rest
         bits = sum(stream.bits([fields[name].flatten(0, 1)], [self.tensors["quantize.rung"]]) for name in coded)
-        return torch.tensor([*map(float, sums), float(data.mask_NT.sum()), bits, x.numel()], dtype=torch.float64)
+        counted = float(data.mask_NT.sum()), bits, x.numel()
+        return Errors(
+            torch.tensor([*map(float, sums), *counted], dtype=torch.float64), block_errors(error, data.mask_NT)
+        )
 
 
-def nothing() -> Tensor:
-    """`errors` of no tokens."""
-    return torch.zeros(7, dtype=torch.float64)
-
-
-def summary(sums: Tensor) -> dict[str, float]:
-    """The measures of one scheme from summed `errors`: relative to the variance about the mean; where files are
-    entropy-coded, bits of codes per element."""
-    energy, variance, residual, error, _, bits, elements = sums.tolist()
+def summary(errors: Errors) -> dict[str, Any]:
+    """The measures of one scheme: relative to the variance about the mean; where files are entropy-coded, bits of codes
+    per element; and what is promised of the error of a block, where any was measured."""
+    energy, variance, residual, error, tokens, bits, elements = errors.sums.tolist()
     found = {
         "relative_error": error / variance if variance else 0.0,
         "explained_variance": 1 - residual / variance if variance else 0.0,
         "mean_energy": 1 - variance / energy if energy else 0.0,
     }
-    return found | ({"coded_bits": bits / elements} if bits else {})
+    promise = {"promise": asdict(Promise.of(errors.blocks_N, variance / tokens))} if variance else {}
+    return found | promise | ({"coded_bits": bits / elements} if bits else {})

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvq_calib.fit import dead_zone, feedback, requests, rotate, vocabulary
 from kvq_calib.fit.feedback import QuerySums
 from kvq_calib.fit.requests import Asked, Source, Sums
-from kvq_calib.fit.scheme import SchemeFit, nothing, summary
+from kvq_calib.fit.scheme import Errors, SchemeFit, summary
 from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget, checkpoint, gradients, one_step, passes, sensitivity, share
@@ -202,15 +202,15 @@ def _fit_recipe(
     for role, moments in zip(ROLES, collected.moments[recipe.window.sinks], strict=True):
         fit = SchemeFit(recipe, layer, role, plan.geometry, Statistics(moments.mean_C.float(), seed=plan.seed))
         requests.fit(fit, _source(work, role, collected.queries))
-        sums = nothing()
-        errors = run.executor(passes.decode, passes.Pass(work, fit), range(len(plan.chunks)))
-        for index, chunk_sums in enumerate(errors):
-            sums += chunk_sums
+        errors = Errors()
+        decoded = run.executor(passes.decode, passes.Pass(work, fit), range(len(plan.chunks)))
+        for index, of_chunk in enumerate(decoded):
+            errors += of_chunk
             tokens = len(plan.chunks[index]) * plan.seq_len
             run.report(layer, f"{recipe.name} {role}s", index + 1, len(plan.chunks), tokens)
         work.fits[role] = fit
         tensors |= {f"layers.{layer}.{role}.{name}": tensor.cpu() for name, tensor in fit.tensors.items()}
-        measures[role] = summary(sums)
+        measures[role] = summary(errors)
         if fit.scheme.feedback is not None and collected.queries is not None and collected.held is not None:
             deviations = feedback.deviations(fit.scheme.feedback, collected.queries, collected.held)
             measures[role]["query_deviation"] = deviations

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvq_calib.fit.feedback import QuerySums
 from kvq_calib.fit.requests import Asked, Sums, summed
-from kvq_calib.fit.scheme import Blocks, Chunk, SchemeFit, blocks, nothing
+from kvq_calib.fit.scheme import Blocks, Chunk, Errors, SchemeFit, blocks
 from kvq_calib.fit.statistics import Moments, QueryMoments
 from kvq_calib.model.streamed import Layer, Projected, Stream, joined
 from kvq_calib.run import checkpoint, gradients
@@ -189,8 +189,8 @@ def collect(shared: Pass, index: int) -> list[Sums]:
     return summed(shared.asked, Chunk(codec, data, context, partial(work.keys, index)))
 
 
-def decode(shared: Pass, index: int) -> Tensor:
-    """Keep a chunk as it is decoded, where a prediction reads it; the sums of its errors, where they count.
+def decode(shared: Pass, index: int) -> Errors:
+    """Keep a chunk as it is decoded, where a prediction reads it; its errors, where they count.
 
     Where they do not, no codes are searched for: a fit reads the moments of errors, and a search takes as long as most
     of the rest."""
@@ -198,11 +198,11 @@ def decode(shared: Pass, index: int) -> Tensor:
     counts = (plan.held_out == 0 or index >= plan.fitted_chunks) and index < plan.own_chunks
     kept, measured = work.is_read(role), counts and not plan.draft
     if not kept and not measured:
-        return nothing()
+        return Errors()
     data, context = work.data(index, role, clean=False)
     if not measured:
         work.keep(index, role, shared.fit.approximated(data, context))
-        return nothing()
+        return Errors()
     fields, decoded = shared.fit.encode_decode(data, context)
     if kept:
         work.keep(index, role, decoded)

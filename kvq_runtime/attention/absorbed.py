@@ -125,7 +125,8 @@ class Absorbed(Reference):
         self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
     ) -> Attended | None:
         """As `Path.attend`."""
-        return super().attend(store, layer, q_BHTD, mask, scale) if self.takes(layer, q_BHTD) else None
+        exact = store.watch is not None and any(store.watch.exact)
+        return super().attend(store, layer, q_BHTD, mask, scale) if self.takes(layer, q_BHTD) and not exact else None
 
     def _scores(self, store: LayerStore, layer: int, q_YND: Tensor, hidden: int) -> Tensor:
         """q · k by column: [Y, N, X]."""

@@ -81,7 +81,7 @@ class Reference(Path):
         """q · k by column: [Y, N, X]."""
         if not store.blocks:
             return torch.bmm(q_YND, store.exact_YTD(0).mT)
-        reader = store.codecs[0].packed_reader
+        reader = store.reader(0)
         if reader is not None and q_YND.shape[1] <= _PACKED:
             parts = [reader.scores(q_YND, blocks) for blocks in store.packed(0, hidden)]
         else:
@@ -95,7 +95,7 @@ class Reference(Path):
         first, *rest = store.sizes
         sizes = [first - hidden, *rest, p_YNX.shape[2] - store.encoded + hidden]
         *parts, exact = p_YNX.split_with_sizes(sizes, -1)
-        reader = store.codecs[1].packed_reader
+        reader = store.reader(1)
         if reader is not None and p_YNX.shape[1] <= _PACKED:
             mixed = [reader.mix(*part) for part in zip(parts, store.packed(1, hidden), strict=True)]
         else:

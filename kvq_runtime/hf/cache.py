@@ -18,7 +18,9 @@ from kvq_runtime.hf.layer import KVQLayer, Pass
 from kvq_runtime.hf.model import attention_modules, check_model, check_rope, fingerprint_of, geometry_of, rotary_of
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.registry.resolve import load_artifact
+from kvq_runtime.store.health import Health
 from kvq_runtime.store.memory import MemoryReport, human
+from kvq_runtime.store.promise import Check
 
 DECODING = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 _told: set[str] = set()  # recipes of which the log has said that other attention than ours is slow
@@ -46,12 +48,19 @@ class KVQCache(Cache):
     can be pickled and copied with them. `KVQCache.unhook(model)` takes them off.
     """
 
-    def __init__(self, recipe: Recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: PreTrainedModel,
+        tensors: Mapping[str, Tensor] | None = None,
+        check: Check | None = None,
+    ):
         """Make an empty cache; `from_pretrained`, `from_recipe` and `from_artifact` are what one usually calls.
 
         recipe    a Recipe, such as `preset("higgs-2bit")`
         model     the loaded model that the cache is for
         tensors   of an artifact, by name, if the recipe is fitted
+        check     what is asked of blocks, as the errors of which are measured; None: they are not
         """
         if not isinstance(recipe, Recipe):
             raise TypeError(f"recipe is of type {type(recipe).__name__}; give a Recipe, or its name to from_recipe")
@@ -64,7 +73,7 @@ class KVQCache(Cache):
             raise ValueError("no layer of this model attends to all tokens: there is nothing that kvq would compress")
         made_for = getattr(config, "max_position_embeddings", None)
         held = [n for n in range(len(stock)) if n not in other]
-        self.blocks = BlockCache(recipe, geometry, tensors, held, made_for or 1 << 17, model.dtype, made_for)
+        self.blocks = BlockCache(recipe, geometry, tensors, held, made_for or 1 << 17, model.dtype, made_for, check)
         if other and recipe.cross_layer:
             raise ValueError(
                 f"{recipe.name} predicts each layer from the one below, but layers {other} do not attend to all "
@@ -87,14 +96,17 @@ class KVQCache(Cache):
         _hook(model, modules[0])
 
     @classmethod
-    def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel) -> "KVQCache":
+    def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel, health: bool = False) -> "KVQCache":
         """Make a cache for a recipe that needs no calibration, by name, which may have settings, or as a Recipe.
 
             cache = KVQCache.from_recipe("kivi-2bit+window.recent=32", model=model)
 
+        health   measure the errors of blocks, which costs a decoding of each; nothing is promised of them
+
         Raises ValueError for an unknown name, a recipe that has to be fitted, or one that this model does not allow.
         """
-        return cls(recipe_text.read(recipe) if isinstance(recipe, str) else recipe, model)
+        check = Check() if health else None
+        return cls(recipe_text.read(recipe) if isinstance(recipe, str) else recipe, model, check=check)
 
     @classmethod
     def from_pretrained(
@@ -105,6 +117,7 @@ class KVQCache(Cache):
         lock: str | Path | None = None,
         allow_other_weights: bool = False,
         *,
+        strict: bool = False,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
         token: str | bool | None = None,
@@ -115,6 +128,7 @@ class KVQCache(Cache):
         registry             a folder, "file:///folder" or "hf://org"; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
         lock                 a lock file that pins version and sha256
         allow_other_weights  load an artifact that was calibrated on other weights of the same shape
+        strict               raise a RuntimeError for a block whose error is beyond what calibration promised
         revision             a version, its tag, an alias, or a commit of a Hub: what may stand after @
         cache_dir            where files of a Hub are kept; None: where huggingface_hub keeps them
         token                of a Hub; None: that of huggingface_hub
@@ -127,13 +141,16 @@ class KVQCache(Cache):
             reference, registry, lock, revision=revision, cache_dir=cache_dir, token=token,
             local_files_only=local_files_only,
         )  # fmt: skip
-        return cls.from_artifact(artifact, model, allow_other_weights)
+        return cls.from_artifact(artifact, model, allow_other_weights, strict)
 
     @classmethod
-    def from_artifact(cls, artifact: Artifact, model: PreTrainedModel, allow_other_weights: bool = False) -> "KVQCache":
+    def from_artifact(
+        cls, artifact: Artifact, model: PreTrainedModel, allow_other_weights: bool = False, strict: bool = False
+    ) -> "KVQCache":
         """Make a cache from a loaded artifact. Raises ArtifactError if its fingerprint is that of another model.
 
         allow_other_weights  accept another model's weights, of the same shape and RoPE
+        strict               as for `from_pretrained`; ValueError for an artifact that promises nothing
         """
         if not isinstance(artifact, Artifact):
             raise TypeError(
@@ -141,7 +158,7 @@ class KVQCache(Cache):
                 "from_pretrained"
             )
         fingerprint.check_match(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
-        cache = cls(artifact.recipe, model, artifact.tensors)
+        cache = cls(artifact.recipe, model, artifact.tensors, Check.of(artifact.fit, artifact.recipe.name, strict))
         cache.artifact = artifact
         return cache
 
@@ -172,6 +189,14 @@ class KVQCache(Cache):
         Layers that transformers' own classes hold (sliding windows) are not among them.
         """
         return self.blocks.memory_report()
+
+    def health(self) -> Health:
+        """How the blocks that are held keep what calibration promised; `print` it, or read its fields.
+
+        An artifact promises something, unless it is older than promises. A recipe without one promises nothing, and is
+        measured where `from_recipe` was asked for `health`. `prometheus()` is its text.
+        """
+        return self.blocks.health()
 
     def _begin(self, attention_mask: Tensor | None) -> None:
         """Start a forward pass: undo one that stopped midway, and keep the padding mask for `_announce`.

@@ -22,6 +22,7 @@ from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.resolve import load_artifact
+from kvq_runtime.store.promise import Check
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class PrefixStore:
             )
         check(found)
         self.model, self.recipe, self._artifact = model, found, artifact
+        self._check = None if artifact is None else Check.of(artifact.fit)
         others = [n for n, layer in enumerate(self._empty().layers) if not isinstance(layer, KVQLayer)]
         if others:
             raise ValueError(
@@ -84,6 +86,7 @@ class PrefixStore:
         self._blocks = PrefixBlocks(
             path, found, geometry_of(model), artifact.tensors if artifact else None,
             model=weights_digest(model), dtype=model.dtype, rotary=_rotary(model, found), salt=salt, budget=budget,
+            promised=self._check,
         )  # fmt: skip
 
     def longest(self, input_ids: Tensor | Iterable[int]) -> int:
@@ -164,7 +167,7 @@ class PrefixStore:
         return max(number or 1 for number in asked)
 
     def _empty(self) -> KVQCache:
-        cache = KVQCache(self.recipe, self.model, self._artifact.tensors if self._artifact else None)
+        cache = KVQCache(self.recipe, self.model, self._artifact.tensors if self._artifact else None, self._check)
         cache.artifact = self._artifact
         return cache
 

@@ -1,12 +1,13 @@
 """Write and read the file of one block of tokens: the packed fields of all layers, as a cache holds them.
 
-    one safetensors file: key.{layer}.{field}, value.{layer}.{field}, sinks, coded
+    one safetensors file: key.{layer}.{field}, value.{layer}.{field}, key.{layer}.exact, ..., sinks, coded
 
 Neighbouring layers whose fields have the same shapes lie in one tensor, named after the first of them, [layers, ...].
 `sinks` [2, layers, S, C] are the exact tokens among the block's own, keys and values, in the model's dtype; blocks
-after the first have none. `coded` [bytes] are the fields, of all layers, that a recipe entropy-codes at rest
-(`entropy/stream.py`): of any length up to that of the codes. The metadata key `kvq` holds the chain (root, previous,
-number, tokens) and `content`, a sha256 of that and of every tensor.
+after the first have none. `exact` [block, C] are those of the keys, or values, of a layer whose error is beyond what
+the fit promised (`store/watch.py`), and only there. `coded` [bytes] are the fields, of all layers, that a recipe
+entropy-codes at rest (`entropy/stream.py`): of any length up to that of the codes. The metadata key `kvq` holds the
+chain (root, previous, number, tokens) and `content`, a sha256 of that and of every tensor.
 
 What a file may contain follows from recipe, geometry and dtype alone, so that reading takes no size from the file:
 longer ones are not read, and every name, shape and dtype has to be the expected one. What was coded can be checked
@@ -38,7 +39,7 @@ from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import Slab
 
 CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded")
-CODED = "coded"
+CODED, EXACT = "coded", "exact"
 _NAMES = re.compile(r"sinks|coded|(key|value)\.(0|[1-9][0-9]{0,3})\.[a-z][a-z0-9_]*")
 
 
@@ -58,10 +59,12 @@ class Block:
 
     fields       by layer, of keys and of values, as their codecs encode them, without batch: [...] a field
     sinks_2LSC   exact tokens among the block's own, of the layers in order; S may be 0
+    exact        by layer and role the tokens, [block, C], of those that are kept exact
     """
 
     fields: Mapping[int, tuple[Slab, Slab]]
     sinks_2LSC: Tensor
+    exact: Mapping[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class BlockFormat:
     held      layers, in rising order
     dtype     of the model's keys and values
     tensors   of the fit; None: blocks are checked, and fields that are coded are missing in them
+    promised  whether there is a promise, so that blocks may be kept exact
     """
 
     recipe: Recipe
@@ -78,6 +82,7 @@ class BlockFormat:
     held: tuple[int, ...]
     dtype: torch.dtype
     tensors: Mapping[str, Tensor] | None = dataclasses.field(default=None, compare=False, repr=False)
+    promised: bool = False
 
     def sinks(self, number: int) -> int:
         """Return how many of a block's tokens are sinks."""
@@ -129,6 +134,12 @@ class BlockFormat:
         shape = (2, len(self.held), self.sinks(number), self.geometry.width)
         return specs | ({"sinks": (shape, self.dtype)} if shape[2] else {})
 
+    @cached_property
+    def _exact(self) -> dict[str, tuple[int, int]]:
+        """(layer, role) of what may be kept exact, by the name of its tensor."""
+        sites = [(layer, role) for layer in self.held for role in (0, 1)] if self.promised else []
+        return {f"{ROLES[role]}.{layer}.{EXACT}": (layer, role) for layer, role in sites}
+
     @property
     def coded(self) -> bool:
         """True if any fields are entropy-coded."""
@@ -140,8 +151,9 @@ class BlockFormat:
 
     def largest(self) -> int:
         """Bytes that no block's file exceeds."""
-        described = 200 * (len(self._runs) + 1) + 1024 + 12 * self.recipe.window.block
-        return self.data_bytes(0) + described
+        described = 200 * (len(self._runs) + len(self._exact) + 1) + 1024 + 12 * self.recipe.window.block
+        exact = len(self._exact) * self.recipe.window.block * self.geometry.width * self.dtype.itemsize
+        return self.data_bytes(0) + exact + described
 
     def to_bytes(self, block: Block, link: Link) -> bytes:
         """The file of a block. Fields of another shape or dtype are a ValueError."""
@@ -151,6 +163,9 @@ class BlockFormat:
             tensors[name] = torch.stack(parts)
             if tensors[name].shape[1:] != shape or tensors[name].dtype != dtype:
                 raise ValueError(f"{name}: {_spec(tensors[name])}; the recipe stores {list(shape)}, {dtype} a layer")
+        for name, site in self._exact.items():
+            if site in block.exact:
+                tensors[name] = block.exact[site].detach().to("cpu", self.dtype).contiguous()
         if self.sinks(link.number):
             tensors["sinks"] = block.sinks_2LSC.detach().to("cpu", self.dtype).contiguous()
         if self._coded:
@@ -185,6 +200,8 @@ class BlockFormat:
 
     def _read(self, data: bytes, head: header.Header, link: Link) -> Block:
         expected, listed = self.specs(link.number), head.specs()
+        shape = (self.recipe.window.block, self.geometry.width)
+        expected |= {name: (shape, self.dtype) for name in self._exact if name in listed}
         if self._coded and CODED in listed:
             shape, dtype = listed[CODED]
             if dtype == torch.uint8 and len(shape) == 1 and shape[0] <= self._longest:
@@ -212,7 +229,8 @@ class BlockFormat:
             for (layer, role, field, _), x in zip(self._coded, codes, strict=True):
                 fields[layer][role][field] = x
         nothing = torch.empty(2, len(self.held), 0, self.geometry.width, dtype=self.dtype)
-        return Block(fields, tensors.get("sinks", nothing))
+        exact = {site: tensors[name] for name, site in self._exact.items() if name in tensors}
+        return Block(fields, tensors.get("sinks", nothing), exact)
 
 
 def frame(block: int) -> int:

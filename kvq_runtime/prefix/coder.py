@@ -23,6 +23,8 @@ from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import Slab
 from kvq_runtime.store.positions import Positions
+from kvq_runtime.store.promise import Check
+from kvq_runtime.store.watch import Watch
 
 Rows = Mapping[int, tuple[Tensor, Tensor]]  # by layer, keys (after RoPE) and values [T, C]
 
@@ -32,6 +34,7 @@ class Coder:
 
     held     layers, in rising order
     rotary   the model's rotation, where the recipe needs positions; may be set later
+    check    what a fit promises, so that what is beyond is kept exact; None: errors are not measured
     """
 
     def __init__(
@@ -41,8 +44,9 @@ class Coder:
         tensors: Mapping[str, Tensor],
         held: Sequence[int],
         rotary: Rotary | None = None,
+        check: Check | None = None,
     ):
-        self.recipe, self.geometry = recipe.check(geometry), geometry
+        self.recipe, self.geometry, self.check = recipe.check(geometry), geometry, check
         self.tensors = tensors if isinstance(tensors, Fitted) else Fitted(tensors)  # so that caches share the codecs
         self.held, self.rotary = tuple(held), rotary
         self._codecs = shared.build(recipe, geometry, self.tensors)
@@ -56,6 +60,8 @@ class Coder:
         decoded: dict[int, tuple[Tensor, Tensor]] = {}
         fields: dict[int, tuple[Slab, Slab]] = {}
         sinks = min(max(window.sinks - start, 0), window.block)
+        counted = positions.valid(start, stop, window.sinks) if sinks else None
+        beyond: dict[tuple[int, int], Tensor] = {}
         for layer in self.held:
             self._check(layer, number, rows[layer])
             k_NTC, v_NTC = (x_TC[None] for x_TC in rows[layer])
@@ -70,14 +76,22 @@ class Coder:
             else:
                 x_NTC, _ = block_input(x_NTC, source_NS)
             k_fields = keys.encode(x_NTC, Context(rope, None, below))
-            k_decoded = keys.decode(k_fields, Context(below=below)) if self.recipe.cross_layer else None
+            k_decoded = keys.decode(k_fields, Context(below=below)) if self.recipe.cross_layer or self.check else None
             v_NTC, _ = block_input(v_NTC.clone(), source_NS)
-            v_fields = values.encode(v_NTC, Context(keys=k_decoded, below=below))
+            from_keys = Context(keys=k_decoded, below=below)
+            v_fields = values.encode(v_NTC, from_keys)
             if k_decoded is not None:
-                decoded[layer] = k_decoded, values.decode(v_fields, Context(keys=k_decoded, below=below))
+                decoded[layer] = k_decoded, values.decode(v_fields, from_keys)
+            if self.check is not None:
+                watch = Watch(self.check, layer, keeps=True)
+                pairs = (keys, x_NTC, Context(rope), decoded[layer][0]), (values, v_NTC, from_keys, decoded[layer][1])
+                errors = torch.stack(
+                    [watch.errors(*one, None if counted is None else counted.to(v_NTC.device)) for one in pairs]
+                )
+                beyond |= {(layer, role): rows[layer][role] for role, _ in watch.beyond(errors[:, None], number)}
             fields[layer] = _first(k_fields), _first(v_fields)
         exact = [torch.stack(rows[layer])[:, :sinks] for layer in self.held]
-        return Block(fields, torch.stack(exact, 1))
+        return Block(fields, torch.stack(exact, 1), beyond)
 
     def decode(
         self, blocks: Sequence[Block], device: torch.device | str = "cpu", start: int = 0
@@ -128,7 +142,11 @@ def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str)
     }
     sinks_2LSC = torch.cat([block.sinks_2LSC for block in blocks], 2).to(device)
     sinks = {layer: sinks_2LSC[:, place][:, None] for place, layer in enumerate(layers)}
-    cache.adopt(len(blocks), fields, sinks)  # type: ignore[arg-type]
+    exact: dict[int, tuple[dict[int, Tensor], dict[int, Tensor]]] = {layer: ({}, {}) for layer in layers}
+    for number, block in enumerate(blocks):
+        for (layer, role), x_TC in block.exact.items():
+            exact[layer][role][number] = x_TC[None].to(device)
+    cache.adopt(len(blocks), fields, sinks, exact)  # type: ignore[arg-type]
 
 
 def held(cache: BlockCache, numbers: range, row: int = 0) -> Iterator[Block]:
@@ -145,7 +163,13 @@ def held(cache: BlockCache, numbers: range, row: int = 0) -> Iterator[Block]:
             for layer, parts in runs.items()
         }
         start = number * window.block
-        yield Block(fields, sinks_2LSC[:, :, start : start + window.block])  # type: ignore[arg-type]
+        exact = {
+            (layer, role): watch.exact[role][number][row].cpu()
+            for layer in layers
+            for role in (0, 1)
+            if (watch := cache.layers[layer].watch) is not None and number in watch.exact[role]
+        }
+        yield Block(fields, sinks_2LSC[:, :, start : start + window.block], exact)  # type: ignore[arg-type]
 
 
 def _run(store, role: int, numbers: range, row: int) -> Slab:

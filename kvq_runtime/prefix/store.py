@@ -31,6 +31,7 @@ from kvq_runtime.prefix.coder import Coder, Rows
 from kvq_runtime.prefix.folder import Folder
 from kvq_runtime.prefix.shelf import Memory, Shelf, parse_bytes
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.promise import Check
 
 FORMAT = 1  # of names, folders and files; another one finds nothing of it
 LARGEST_BLOCK = 1 << 14  # tokens, whose ids stand in the header of a file
@@ -49,6 +50,7 @@ class PrefixBlocks:
     held       layers, if not all
     salt       of a tenant: blocks that are put under one are found under no other
     budget     bytes on the shelf: a number, or text such as "20GB"
+    promised   what the fit promises of errors, so that a block beyond is kept with its exact tokens; None: nothing
 
     Raises ValueError for a recipe whose blocks cannot be kept, ArtifactError for a folder that others can write to,
     RuntimeError where the library is missing that codes a recipe's files.
@@ -67,11 +69,13 @@ class PrefixBlocks:
         held: Iterable[int] | None = None,
         salt: str = "",
         budget: str | int = "20GB",
+        promised: Check | None = None,
     ):
         check(recipe)
+        promised = promised if promised is not None and promised.promises else None
         layers = tuple(sorted(range(geometry.layers) if held is None else held))
-        self.coder = Coder(recipe, geometry, tensors or {}, layers, rotary)
-        self.format = BlockFormat(recipe, geometry, layers, dtype, self.coder.tensors)
+        self.coder = Coder(recipe, geometry, tensors or {}, layers, rotary, promised)
+        self.format = BlockFormat(recipe, geometry, layers, dtype, self.coder.tensors, promised is not None)
         if self.format.coded:
             stream.check()
         self.budget = parse_bytes(budget)
@@ -83,7 +87,8 @@ class PrefixBlocks:
         self.shelf: Shelf = (
             Memory(self.budget) if path is None else Folder(Path(path).expanduser(), about, digest, self.budget)
         )
-        self.tally: Counter[str] = Counter()  # read, written: bytes of blocks; damaged, unreadable: blocks
+        # read, written: bytes of blocks; damaged, unreadable: blocks; beyond: keys or values, of a layer, kept exact
+        self.tally: Counter[str] = Counter()
 
     def under(self, salt: str) -> "PrefixBlocks":
         """The same store for a tenant of this one's: other chains, on the same shelf. Without a salt it is itself."""
@@ -205,7 +210,9 @@ class PrefixBlocks:
             if not self.shelf.has(name):
                 if number < first:
                     break  # what follows could not be found
-                data = self.format.to_bytes(encoded(number), self._link(names, token_T, number))
+                block = encoded(number)
+                data = self.format.to_bytes(block, self._link(names, token_T, number))
+                self.tally["beyond"] += len(block.exact)
                 self.shelf.put(name, data)
                 self.tally["written"] += len(data)
             kept = number + 1
@@ -271,7 +278,7 @@ def describe(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> di
         "geometry": asdict(form.geometry),
         "layers": list(form.held),
         "dtype": str(form.dtype).removeprefix("torch."),
-    }
+    } | ({"promised": True} if form.promised else {})  # else as older versions have it
 
 
 def set_digest(about: Mapping[str, Any]) -> str:
@@ -282,7 +289,8 @@ def set_digest(about: Mapping[str, Any]) -> str:
 def format_of(about: Any) -> BlockFormat:
     """The format of the blocks of a set, of its about.json. ArtifactError for anything but what `describe` gives."""
     names = {"format", "model", "recipe", "fit", "geometry", "layers", "dtype"}
-    strict_json.keys(about, names, "about")
+    promised = isinstance(about, dict) and about.get("promised") is True
+    strict_json.keys(about, names | {"promised"} if promised else names, "about")
     if about["format"] != FORMAT:
         raise ArtifactError(f"about: format {about['format']!r:.40}; this version reads {FORMAT}")
     try:
@@ -296,7 +304,7 @@ def format_of(about: Any) -> BlockFormat:
             raise ValueError(f"layers {layers}")
     except (ValueError, TypeError, KeyError) as error:
         raise ArtifactError(f"about: {error}") from None
-    return BlockFormat(recipe, geometry, layers, dtype)
+    return BlockFormat(recipe, geometry, layers, dtype, promised=promised)
 
 
 def _window_rows(cache: BlockCache, number: int, row: int) -> Rows:

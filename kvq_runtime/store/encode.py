@@ -31,6 +31,7 @@ class Encoder:
     def __init__(self, recipe: Recipe, positions: Positions, decoder: Decoder, extra: Extra):
         self.recipe, self.positions, self.decoder, self.extra = recipe, positions, decoder, extra
         self.stores = decoder.stores
+        self.beyond = False  # whether any block has been beyond its promise
         self._watched: list[tuple[int, int, Tensor]] = []  # (layer, first slot, largest |x| of each token, [2, B, T])
 
     def flush(self, layer: int) -> None:
@@ -51,9 +52,12 @@ class Encoder:
             together = SLAB if all(codec.one_launch(store.buffer_2BTC) for codec in store.codecs) else 1
         while store.blocks < target:
             some = min(together, target - store.blocks, SLAB - store.blocks % SLAB)
-            parts = (self._predicted if self.recipe.cross_layer else self._encoded)(layer, store, some)
+            keys, values, errors = (self._predicted if self.recipe.cross_layer else self._encoded)(layer, store, some)
             extra = {name: field[:, None] for name, field in self.extra(layer, store).items()}
-            store.add_blocks(some, *parts, extra)
+            if store.watch is not None:
+                window = store.window_2BTC, store.window.block
+                self.beyond |= store.watch.add(torch.stack(errors), store.blocks, *window)
+            store.add_blocks(some, keys, values, extra)
 
     def watch(self, layer: int, x_2BTC: Tensor, start: int) -> None:
         """Have `refuse_nan` look for NaN and infinity in these tokens, from slot `start` on; waits for nothing."""
@@ -87,12 +91,19 @@ class Encoder:
                         "forward pass"
                     )
 
-    def _encoded(self, layer: int, store: LayerStore, count: int) -> tuple[Slab, Slab]:
-        """The fields of the window's oldest blocks of keys and of values, [B, count, ...] each."""
-        keys, values = (codec.encode(*self._inputs(store, role, count)) for role, codec in enumerate(store.codecs))
-        return _by_row(keys, count), _by_row(values, count)
+    def _encoded(self, layer: int, store: LayerStore, count: int) -> tuple[Slab, Slab, list[Tensor]]:
+        """The fields of the window's oldest blocks of keys and of values, [B, count, ...] each, and their errors,
+        [B, count], if they are measured."""
+        found, errors = [], []
+        for role, codec in enumerate(store.codecs):
+            x_NTC, context = self._inputs(store, role, count)
+            fields = codec.encode(x_NTC, context)
+            if store.watch is not None:
+                errors.append(self._error(store, role, count, x_NTC, context, codec.decode(fields, context)))
+            found.append(_by_row(fields, count))
+        return found[0], found[1], errors
 
-    def _predicted(self, layer: int, store: LayerStore, count: int) -> tuple[Slab, Slab]:
+    def _predicted(self, layer: int, store: LayerStore, count: int) -> tuple[Slab, Slab, list[Tensor]]:
         """The same, from the decoded blocks of the layers below."""
         run, (keys, values) = (store.blocks, store.blocks + count), store.codecs
         assert isinstance(keys, Codec) and isinstance(values, Codec), "nothing fitted to a prompt is predicted"
@@ -100,13 +111,30 @@ class Encoder:
         k_NTC, context = self._inputs(store, 0, count)
         v_NTC, _ = self._inputs(store, 1, count)
         k_fields, decoded = keys.encode_decode(k_NTC, Context(context.rope, None, below))
-        from_keys = Context(keys=decoded, below=below)
-        if count > 1 or layer + 1 < self.decoder.geometry.layers:
+        from_keys, errors = Context(keys=decoded, below=below), []
+        if count > 1 or layer + 1 < self.decoder.geometry.layers or store.watch is not None:
             v_fields, v_decoded = values.encode_decode(v_NTC, from_keys)
             self.decoder.add(layer, run, (decoded, v_decoded))
+            if store.watch is not None:
+                errors = [
+                    self._error(store, 0, count, k_NTC, context, decoded),
+                    self._error(store, 1, count, v_NTC, from_keys, v_decoded),
+                ]
         else:
             v_fields = values.encode(v_NTC, from_keys)
-        return _by_row(k_fields, count), _by_row(v_fields, count)
+        return _by_row(k_fields, count), _by_row(v_fields, count), errors
+
+    def _error(
+        self, store: LayerStore, role: int, count: int, x_NTC: Tensor, context: Context, decoded: Tensor
+    ) -> Tensor:
+        """The errors of the window's oldest blocks, which are decoded, centred, to this: [B, count]."""
+        codec, block, sinks = store.codecs[role], store.window.block, store.window.sinks
+        start, counted = store.encoded, None
+        if self.positions.real_BT is not None or start < sinks:
+            counted = self.positions.valid(start, start + count * block, sinks).to(x_NTC.device)
+            counted = counted.expand(store.rows, -1).unflatten(1, (count, block)).flatten(0, 1)
+        assert store.watch is not None
+        return store.watch.errors(codec, x_NTC, context, decoded, counted).view(store.rows, count)
 
     def _inputs(self, store: LayerStore, role: int, count: int) -> tuple[Tensor, Context]:
         """The window's oldest blocks as their codec wants them, those of a row side by side: [B · count, block, C]."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.kernel_order import KernelOrder
-from kvq_runtime.codec.packed import PackedBlocks
+from kvq_runtime.codec.packed import PackedBlocks, PackedReader
 from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.geometry import SLAB, Window
 from kvq_runtime.ops import dispatch
@@ -28,6 +28,7 @@ from kvq_runtime.store.device import SLACK, DeviceIndex
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import lasting, storage_bytes
+from kvq_runtime.store.watch import Watch
 
 Slab = dict[str, Tensor]
 Run = tuple[int, int]  # (first, last + 1) of the blocks of one slab
@@ -42,6 +43,7 @@ class LayerStore:
     slabs    of keys, of values, and of what policies store beside each block: [B, blocks, ...] a field
     index    where a kernel on the device finds all that; None: no kernel reads this layer
     orders   how the codes of keys and of values lie in their slabs, for a kernel; None: as they were encoded
+    watch    the errors of blocks, and the exact tokens of some; None: they are not measured
     """
 
     @lasting
@@ -52,9 +54,10 @@ class LayerStore:
         positions: Positions,
         like_BTC: Tensor,
         index: DeviceIndex | None = None,
+        watch: Watch | None = None,
     ):
         self.codecs: tuple[Codec | RowCodec, Codec | RowCodec] = codecs
-        self.window, self.positions, self.index = window, positions, index
+        self.window, self.positions, self.index, self.watch = window, positions, index, watch
         self.orders = (None, None) if index is None else index.orders
         self.recent = window.recent
         self.blocks = 0
@@ -146,6 +149,11 @@ class LayerStore:
         parts = [reader.view_blocks(self.fields(role, *run), 0 if run[0] else first) for run in self.runs()]
         self._packed[role] = parts if self.rows == 1 else []
         return parts
+
+    def reader(self, role: int) -> PackedReader | None:
+        """What attends to packed blocks of keys (0) or values (1); None where blocks are decoded, or some are exact."""
+        exact = self.watch is not None and self.watch.exact[role]
+        return None if exact else self.codecs[role].packed_reader
 
     # ---- one forward pass --------------------------------------------------------------------------------------
 
@@ -264,6 +272,8 @@ class LayerStore:
         self.codecs = tuple(  # type: ignore[assignment]
             codec.select(rows) if isinstance(codec, RowCodec) else codec for codec in self.codecs
         )
+        if self.watch is not None:
+            self.watch.reorder(rows)
         self._count_blocks()
         self._hold(self.buffer_2BTC.index_select(1, rows))
         if self.index is not None:
@@ -329,6 +339,7 @@ class LayerStore:
                 for name, field in slab.items():
                     kind = kind_of.get(name, name)
                     parts[kind] = parts.get(kind, 0) + storage_bytes([field])
+        parts |= {} if self.watch is None else self.watch.bytes()
         if self.index is not None:
             parts["tables"] = storage_bytes(self.index.tensors)
             home = self.index.window_2BTC
@@ -405,6 +416,8 @@ class LayerStore:
     def _restore(self, blocks: int, window_2BTC: Tensor | None) -> None:
         """Keep `blocks` blocks, and this window after them."""
         self.blocks = blocks
+        if self.watch is not None:
+            self.watch.truncate(blocks)
         for slabs in self.slabs:
             del slabs[-(-blocks // SLAB) :]
         self._count_blocks()

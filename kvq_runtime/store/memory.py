@@ -37,6 +37,8 @@ class MemoryReport:
     scratch_peak              most bytes of decoded tensors alive at once so far
     escaped, clipped          tokens of keys or values, over all layers, that are stored by the 8-bit escape; and that
                               were to be, but found no slot left in their block
+    beyond                    blocks of keys or values, over all layers and rows, whose error is beyond what calibration
+                              promised: `health()` has more
     smaller_than_16bit_from   tokens a row, of as many rows, from which on all bytes are fewer than `exact_bytes`,
                               computed from shapes; None if never
     dtype, positions          of exact tokens; and how many tokens the model was made for, None: not known
@@ -64,6 +66,7 @@ class MemoryReport:
     bits_per_kept: float = 0.0
     dtype: str = "bfloat16"
     positions: int | None = None
+    beyond: int = 0
 
     def as_dict(self) -> dict:
         """All fields as plain numbers, text and one dict, for JSON."""
@@ -165,6 +168,7 @@ def report(
         bits_per_kept=8 * sequence / max(1, kept_elements),
         dtype=str(dtype).removeprefix("torch."),
         positions=made_for,
+        beyond=sum(one.beyond for store in stores if store.watch is not None for one in store.watch.health()),
     )
 
 
