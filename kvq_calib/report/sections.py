@@ -170,6 +170,7 @@ def evaluation(records: Sequence[TextRecord]) -> str:
             f"In use: in steps of {given.step} tokens with the compressed cache, recent window {recent}. {_DECODED}"
             f"± is a standard error over windows.\n\n{markdown_table(rows)}"
         )
+        blocks += [bound] if (bound := tables.kl_bounds(group)) else []
     verdict = records[0].result.gate
     if verdict:
         bounds = ", ".join(f"{name} {bound:g}" for name, bound in verdict.bounds.items())

@@ -3,6 +3,7 @@
 Where a protocol has no figures, its reason stands in their place, never a zero.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -113,6 +114,20 @@ def measures(part: Unmeasured | Figures) -> dict[str, Any]:
         "top-1": f"{part.top1:.2%}",
         "decoded": decoded(part),
     }
+
+
+def kl_bounds(records: Records, level: float = 0.95) -> str:
+    """Say what the windows' divergences promise of another window of the text; "" where they are not known."""
+    said, few = [], 0
+    for record in records:
+        for name, part in record.result.protocols.items():
+            bound = part.kl_bound(level) if isinstance(part, Figures) else None
+            if bound is not None:
+                said.append(f"{bound[0]:.3g} on {bound[1]:.0%} ({record.name}, {SPOKEN[name]})")
+                few = record.protocol.windows if bound[1] < level else few
+    enough = math.ceil(level / (1 - level) - 1e-9)
+    why = f"; so few as {few} support no more, {level:.0%} takes {enough}" if few else ""
+    return f"Of other windows of this text KL is at most {', '.join(said)}: split conformal{why}." if said else ""
 
 
 def decoded(part: measured.Part) -> str:

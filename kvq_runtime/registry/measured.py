@@ -7,6 +7,7 @@ A class has the names of the JSON, and states its form: fields with a default ma
 of a result has figures, or the reason why there are none. Records of tasks have answers in place of figures.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,6 +68,19 @@ class Figures(Part):
     kl: float | None = None
     top1: float | None = None
     windows: Scores | None = None
+
+    def kl_bound(self, level: float) -> tuple[float, float] | None:
+        """(x, share): another window of this text has a divergence of at most x with a probability of at least share.
+
+        That is `level`, or what so few windows support: split conformal prediction, free of distributions, of n windows
+        that are exchangeable with the next. x is the ⌈(n + 1) level⌉-th smallest; with the largest, n / (n + 1) is all
+        that can be said. None: the windows' divergences are not known.
+        """
+        found = sorted(self.windows.kl) if self.windows is not None else []
+        if not found:
+            return None
+        rank = math.ceil((len(found) + 1) * level - 1e-9)
+        return (found[rank - 1], level) if rank <= len(found) else (found[-1], len(found) / (len(found) + 1))
 
 
 Parts = Mapping[str, Unmeasured | Figures]

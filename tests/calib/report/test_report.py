@@ -104,6 +104,17 @@ def test_the_card_says_what_is_known(fitted):
     assert len(set(widths)) == 1  # a bar inside a cell would make another column
 
 
+def test_the_card_says_what_windows_promise_of_others(fitted):
+    record = of_both("aqua-2bit").raw
+    record["result"]["protocols"]["full"]["windows"] = {"loss": [1.0] * 16, "kl": [n / 100 for n in range(16)]}
+    text = report.card(fitted, [read(record)])
+    said = "Of other windows of this text KL is at most 0.15 on 94% (aqua-2bit, full encode): split conformal"
+    assert f"{said}; so few as 16 support no more, 95% takes 19." in text
+    record["result"]["protocols"]["full"]["windows"]["kl"] += [0.2] * 3 + [0.001]
+    assert "0.2 on 95% (aqua-2bit, full encode): split conformal." in report.card(fitted, [read(record)])
+    assert "split conformal" not in report.card(fitted, [of_both("aqua-2bit")])
+
+
 def test_the_front_matter_has_what_the_hub_lists_and_the_sizes(fitted):
     front = yaml.safe_load(report.card(fitted, [made("aqua-2bit")]).split("---")[1])
     sizes = Sizes(fitted.recipe, fitted.fingerprint.geometry)
