@@ -15,6 +15,7 @@ from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import model_digest
 from kvq_runtime.prefix.shelf import parse_bytes
 from kvq_runtime.prefix.store import PrefixBlocks, check
+from kvq_runtime.store.promise import Check
 
 SALT = "KVQ_PREFIX_SALT"
 
@@ -97,11 +98,13 @@ def _opened(given: Settings, model: Served, ranks: int, rank: int | None) -> lis
 
 
 def _store(given: Settings, found: Source, dtype, text: str, rotary, whole, share: Share) -> PrefixBlocks:
-    geometry, tensors = heads.narrower(whole, share), {}
+    geometry, tensors, promised = heads.narrower(whole, share), {}, None
     if found.recipe.fitted:
         geometry, tensors = heads.narrowed(found.recipe, whole, found.tensors, share)
+    if found.artifact is not None and share.parts == 1:  # what is promised is of all heads together
+        promised = Check.of(found.artifact.fit)
     salt = os.environ.get(SALT, "")
     return PrefixBlocks(
         given.path, found.recipe, geometry, tensors, model=text, dtype=dtype, rotary=rotary, salt=salt,
-        budget=given.budget,
+        budget=given.budget, promised=promised,
     )  # fmt: skip

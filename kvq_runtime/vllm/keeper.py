@@ -219,6 +219,7 @@ class Keeper:
         """Return the counts since the last call."""
         with self._lock:
             found, self.counts = self.counts, defaultdict(float)
+        found["blocks_beyond"] += self.store.tally.pop("beyond", 0)
         found["blocks_damaged"] += self.store.tally.pop("damaged", 0)
         found["blocks_unreadable"] += self.store.tally.pop("unreadable", 0)
         return {name: count for name, count in found.items() if count}
