@@ -5,8 +5,9 @@ B batch · L layers · H KV heads · G query heads per KV head · T tokens · D 
 of one token · N blocks or rows · R rank · K positions inside a group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 Role = Literal["key", "value"]
@@ -19,7 +20,10 @@ MATRIX_SIZES = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of one model's cache: `layers` × `kv_heads` × `head_size` keys per token, and as many values."""
+    """The shape of one model's cache: `layers` × `kv_heads` × `head_size` keys per token, and as many values.
+
+    Its layers are those that attend to all tokens (`attending`), numbered from 0 on whatever stands between them.
+    """
 
     layers: int
     kv_heads: int
@@ -33,10 +37,13 @@ class Geometry:
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> "Geometry":
-        """The shape of a model, from its configuration as in config.json."""
+        """The shape of a model, from its configuration as in config.json. ValueError if no layer attends to all."""
+        layers = len(attending(config))
+        if not layers:
+            raise ValueError("no layer of this model attends to all tokens: there is nothing that kvq would compress")
         heads = config["num_attention_heads"]  # of Qwen2.5 without head_dim; of Mistral that may be null
         return Geometry(
-            layers=config["num_hidden_layers"],
+            layers=layers,
             kv_heads=config.get("num_key_value_heads") or heads,
             head_size=config.get("head_dim") or config["hidden_size"] // heads,
         )
@@ -45,6 +52,55 @@ class Geometry:
     def width(self) -> int:
         """C: all KV heads of one token side by side."""
         return self.kv_heads * self.head_size
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """Layers that slide over a window: transformers holds their newest `window` tokens, in 16 bits."""
+
+    layers: int = 0
+    width: int = 0
+    window: int = 1
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> "Sliding":
+        """Those of a model; none of one whose other layers do not slide."""
+        count, window = config["num_hidden_layers"] - len(attending(config)), config.get("sliding_window")
+        return (
+            Sliding(count, Geometry.from_config(config).width, window) if count and type(window) is int else Sliding()
+        )
+
+    def bytes(self, tokens: int) -> int:
+        """Bytes of a row of this length, after a step; from a prompt to the next step all of it is held."""
+        return 4 * self.layers * self.width * min(tokens, self.window)
+
+
+NONE_SLIDE = Sliding()
+
+
+def attending(config: Mapping[str, Any]) -> Sequence[int]:
+    """The layers that attend to all tokens, by their number in the model; the others slide over a window, or recur.
+
+    config   as in config.json, which may leave out what transformers knows of its type; or with its defaults
+    """
+    count, kinds = config["num_hidden_layers"], config.get("layer_types")
+    if type(count) is not int:
+        raise ValueError(f"num_hidden_layers={count!r:.60}; a whole number is needed")
+    if isinstance(kinds, (list, tuple)):
+        return [n for n, kind in enumerate(kinds[:count]) if kind == "full_attention"]
+    first, pattern = config.get("max_window_layers"), config.get("sliding_window_pattern")
+    if config.get("sliding_window") is None or not config.get("use_sliding_window", first is None):
+        return range(count)  # of Qwen's models windows are off unless asked for
+    if type(pattern) is int and pattern > 0:  # as files of Gemma 3 say it
+        return range(pattern - 1, count, pattern)
+    return range(min(count, first) if type(first) is int else 0)
+
+
+def stretches(config: Mapping[str, Any]) -> list[range]:
+    """The model's layers that belong to each of the geometry: those below it as far as the next, last it, and above the
+    last one all that follow."""
+    ends = [layer + 1 for layer in attending(config)]
+    return [range(a, b) for a, b in pairwise([0, *ends[:-1], config["num_hidden_layers"]])]
 
 
 def _models() -> dict[str, Geometry]:

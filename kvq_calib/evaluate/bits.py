@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import NONE_SLIDE, Geometry, Sliding
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.break_even import smaller_from
 from kvq_runtime.store.held import Sizes
@@ -11,12 +11,12 @@ from kvq_runtime.store.memory import asymptotic_bits
 TOKENS = 4096
 
 
-def costs(recipe: Recipe, geometry: Geometry, length: int) -> dict[str, Any]:
+def costs(recipe: Recipe, geometry: Geometry, length: int, sliding: Sliding = NONE_SLIDE) -> dict[str, Any]:
     """Bits per element: asymptotic, and of caches that hold `length` and 4096 tokens; bytes of the latter.
 
     A dynamic window is billed at its longest.
     """
-    sizes = Sizes(recipe, geometry)
+    sizes = Sizes(recipe, geometry, sliding=sliding)
     here, there = sizes.at(length), sizes.at(TOKENS)
     shared = sum(there.shared.values())
     return {

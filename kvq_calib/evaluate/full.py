@@ -83,8 +83,8 @@ class FullCache(CountedCache):
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
                **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
         """Encode a layer, and answer its queries from what comes back."""
-        layer, blocks = module.layer_idx, self.blocks
-        if layer not in blocks.held:
+        layer, blocks = self.places.get(module.layer_idx), self.blocks
+        if layer is None:
             return super().attend(module, query, key, value, mask, scale, **kwargs)
         blocks.take_queries(layer, query)
         keys, values = (x.unflatten(-1, (key.shape[1], -1)).transpose(1, 2) for x in self._encode(layer))

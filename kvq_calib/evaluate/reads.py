@@ -118,9 +118,11 @@ class CountedCache(KVQCache):
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
                **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
         """Count what the queries of a layer read, and have its attention answer them."""
-        layer = module.layer_idx
-        decoded = self.decoded(self._encoded.get(layer, 0)) if layer in self.blocks.held else range(0)
-        if self.inner == "sdpa" or layer not in self.blocks.held:
+        layer = self.places.get(module.layer_idx)
+        if layer is None:  # which transformers holds
+            return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, **kwargs)[0], None
+        decoded = self.decoded(self._encoded.get(layer, 0))
+        if self.inner == "sdpa":
             self._count(query, key, key.shape[2], decoded, mask, scale)
             return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, **kwargs)[0], None
         if self.reads is not None:
@@ -155,22 +157,24 @@ def counting(model: PreTrainedModel, cache: CountedCache):
 
 
 @contextmanager
-def answering(cache: CountedCache, module: Any, calls: Mapping[str, Any], rotary: Any):
-    """The same for one layer of a model that runs one layer at a time.
+def answering(cache: CountedCache, attention: Mapping[int, Any], calls: Mapping[str, Any], rotary: Any):
+    """The same for some layers of a model that runs one layer at a time, of which the cache holds one.
 
-    module   the layer's attention
-    calls    what the decoder calls the layer with, positions and their cosines and sines among it
-    rotary   the decoder's
+    attention   modules of the layers, by number
+    calls       what the decoder calls that one with, positions and their cosines and sines among it
+    rotary      the decoder's
     """
-    config, token = module.config, _at_work.set(cache)
-    before, config._attn_implementation = config._attn_implementation, NAME
-    if module.layer_idx == 0:
+    before, token = {n: module.config._attn_implementation for n, module in attention.items()}, _at_work.set(cache)
+    for module in attention.values():
+        module.config._attn_implementation = NAME
+    if 0 in attention:
         cache._begin(None)
     cache._announce(calls.get("position_ids"), calls.get("position_embeddings"), rotary, NAME)
     try:
         yield cache
     finally:
-        config._attn_implementation = before
+        for n, module in attention.items():
+            module.config._attn_implementation = before[n]
         _at_work.reset(token)
 
 

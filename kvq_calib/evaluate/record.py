@@ -37,7 +37,7 @@ from kvq_calib.run.device import free_on
 from kvq_calib.run.plan import environment
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.codec import codec
-from kvq_runtime.geometry import Geometry, Window
+from kvq_runtime.geometry import Geometry, Sliding, Window
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
 
@@ -185,7 +185,7 @@ def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str,
         parts = {name: _part(name, recipe, protocol, tokens_BT, scores, digest) for name, scores in found.items()}
         result = {"recipe": recipe.name, "parameters": parameters, "protocols": parts}
         result["window"] = asdict(recipe.window)
-        result["bits"] = bits.costs(recipe, files.geometry, tokens_BT.shape[1])
+        result["bits"] = bits.costs(recipe, files.geometry, tokens_BT.shape[1], Sliding.from_config(files.config))
         result["layers"] = layers.get(digest, [])
         results[digest] = result
     for text, other in others.items():

@@ -11,19 +11,18 @@ E = hidden width · V = vocabulary.
 
 import copy
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvq_runtime.hf.model import LISTED, attention_modules, check_model, rope_refusal
+from kvq_runtime.geometry import attending
+from kvq_runtime.hf.model import FULL, LISTED, attention_modules, check_model, rope_refusal, turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -42,15 +41,16 @@ def _captured(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:
-    """sdpa, which notes what it gets in the module's `seen`: [B, H, T, D], keys and queries after RoPE."""
-    module.seen |= {"k": key, "v": value, "q": query, "scale": scaling}
-    if module.seen.get("alone"):
-        raise Seen
-    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **given)[0], None
+    """sdpa, which notes in the module's `seen`, if it has one, what it gets: [B, H, T, D], after RoPE."""
+    if module.seen is not None:
+        module.seen |= {"k": key, "v": value, "q": query, "scale": scaling}
+        if module.seen.get("alone"):
+            raise Seen
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **given)[0], None
 
 
 AttentionInterface.register(CAPTURED, _captured)
@@ -89,6 +89,7 @@ class Decoder:
         self.table = f"{named[id(made.get_input_embeddings())]}.weight"
         self.output = f"{named[id(made.get_output_embeddings())]}.weight"
         self.layers = list(core.layers)
+        self.attending = attending(self.config.to_dict())  # of the layers
         core.layers = nn.ModuleList(map(Place, self.layers))
         self.around = made
 
@@ -117,7 +118,7 @@ class Decoder:
             if parent == self.core_name:
                 setattr(bare, child, nn.Identity())
         core = self.settled(bare, device)
-        return Under(core, self.config, rope_refusal(core, [layer.self_attn for layer in self.layers]))
+        return Under(core, self.config, rope_refusal(core, [self.layers[n].self_attn for n in self.attending]))
 
     def settled(self, module: Any, device: torch.device) -> Any:
         """The module, its buffers that no file has (frequencies, scales of embeddings) set as transformers does."""
@@ -182,7 +183,7 @@ class Under:
     def turns(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions 0 to tokens - 1, float32, as the decoder's own module computes them."""
         positions = torch.arange(tokens, device=device)[None]
-        return self.core.rotary_emb(torch.empty(0, dtype=torch.float32, device=device), positions)
+        return turns(self.core.rotary_emb, torch.empty(0, dtype=torch.float32, device=device), positions)
 
     def _taken(self) -> Tensor:
         found = self.core.layers[0].under
@@ -191,10 +192,10 @@ class Under:
         return found
 
 
-def settings(folder: Path, id: str) -> dict[str, Any]:
-    """The settings in a folder's config.json, with transformers' defaults for those that it leaves out."""
+def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
+    """The settings that are read, with transformers' defaults for those that a file leaves out."""
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).to_dict()
+        return read().to_dict()
     except Exception as error:
         raise ValueError(f"{id}: config.json is none of its model_type: {_line(error)}; download it again") from error
 
@@ -207,28 +208,39 @@ def known(config: Mapping[str, Any]) -> bool:
 
 
 def check(config: "PreTrainedConfig", id: str) -> None:
-    """Raise ValueError, a sentence, for a model that cannot be run a layer at a time, and compressed in all layers."""
+    """Raise ValueError, a sentence, for a model that cannot be run a layer at a time, and compressed in some layers."""
     _check_config(config, id)
     model: Any = _built(config, id)
     check_model(model)
-    first = attention_modules(model, range(len(model.get_decoder().layers)))[0]
-    learned = [name for name, _ in first.named_parameters(recurse=False)]
+    attention_modules(model, attending(config.to_dict()))
+    every = [getattr(layer, "self_attn", nn.Identity()) for layer in model.get_decoder().layers]
+    learned = sorted({name for module in every for name, _ in module.named_parameters(recurse=False)})
     if learned:
         raise ValueError(
             f"{id}: its attention has parameters of its own ({', '.join(learned)}), which calibration does not know; "
             f"use a recipe that needs no fit, or another model; {LISTED}"
         )
+    config = copy.deepcopy(config)
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = 2
     decoder = Decoder(config, torch.float32)
     above = list(decoder.top())
     if len(above) > 2:
         raise ValueError(
             f"{id}: {', '.join(above)} stand beside its layers; a last norm and an output head can; {LISTED}"
         )
-    calls = decoder.under(torch.device("cpu")).calls(1, 2, torch.float32, torch.device("cpu"))
+    calls = decoder.under(torch.device("cpu")).calls(1, 4, torch.float32, torch.device("cpu"))
     unknown = {key for _, given in calls for key, value in given.items() if isinstance(value, Tensor)} - GIVEN
     if unknown or any(args for args, _ in calls):
         what = ", ".join(sorted(unknown)) or "more than hidden states by position"
         raise ValueError(f"{id}: its layers are given {what}, which is known of the whole model alone; {LISTED}")
+    masks = [given.get("attention_mask") for _, given in calls]
+    whole = [n for n, mask in enumerate(masks) if mask is None or bool(mask[..., -1, 0].all())]
+    if whole != list(decoder.attending):
+        raise ValueError(
+            f"{id}: by its configuration layers {_numbers(list(decoder.attending))} attend to every token, by its "
+            f"masks {_numbers(whole) or 'none'}; {LISTED}"
+        )
 
 
 def _check_config(config: "PreTrainedConfig", id: str) -> None:
@@ -238,13 +250,15 @@ def _check_config(config: "PreTrainedConfig", id: str) -> None:
             f"{id}: {type(config).__name__} is of a model with towers beside the text's; give a model of text alone; "
             f"{LISTED}"
         )
-    stock = DynamicCache(config=config).layers
-    other = [index for index, layer in enumerate(stock) if type(layer) is not DynamicLayer]
+    kinds = getattr(config, "layer_types", None) or []
+    other = [n for n, kind in enumerate(kinds) if kind not in (FULL, "sliding_attention")]
     if other:
         raise ValueError(
-            f"{id}: layers {_numbers(other)} of {len(stock)} slide or recur; calibration takes models whose layers all "
-            f"attend to every token; {LISTED}"
+            f"{id}: layers {_numbers(other)} of {len(kinds)} are of type {kinds[other[0]]!s:.40}; calibration takes "
+            f"models whose layers attend to every token or slide over a window; {LISTED}"
         )
+    if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
+        raise ValueError(f"{id}: some of its layers slide, and config.json has no sliding_window; {LISTED}")
     for setting in ("attn_logit_softcapping", "num_kv_shared_layers"):
         if getattr(config, setting, None):
             raise ValueError(

@@ -19,7 +19,7 @@ from kvq_calib.model import catalog
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import Geometry, attending, stretches
 from kvq_runtime.ops import rope
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ class ModelFiles:
         return Geometry.from_config(self.config)
 
     @property
+    def attending(self) -> Sequence[int]:
+        """The layers of the geometry, by their number in the model."""
+        return attending(self.config)
+
+    @property
     def tapped(self) -> bool:
         """True if keys and queries are taken where the projection, or the norm after it, puts them out, before RoPE.
 
@@ -169,7 +174,7 @@ class ModelFiles:
         """The configuration as transformers' own class."""
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(self.path, trust_remote_code=False, local_files_only=True)
 
     def model(self, dtype: torch.dtype) -> "PreTrainedModel":
         """The whole model, on the CPU."""
@@ -186,8 +191,9 @@ class ModelFiles:
         return sorted(n.removeprefix(start) for n in self.names if n.startswith(start) and not n.endswith("inv_freq"))
 
     def layer_bytes(self, layer: int) -> int:
-        """The bytes of one decoder layer, as stored."""
-        return sum(self._bytes(f"model.layers.{layer}.{name}") for name in self.layer_names(layer))
+        """The bytes of a layer of the geometry and of those that are run with it, as stored."""
+        own = stretches(self.config)[layer]
+        return sum(self._bytes(f"model.layers.{n}.{name}") for n in own for name in self.layer_names(n))
 
     @property
     def weight_bytes(self) -> int:
@@ -217,8 +223,8 @@ class ModelFiles:
         return fingerprint.from_config(self.config, weight)
 
     def output_projection(self, layer: int) -> Tensor:
-        """The matrix of a layer behind attention, [hidden width, query heads · head size]."""
-        start = f"model.layers.{layer}.self_attn."
+        """The matrix of a layer of the geometry behind attention, [hidden width, query heads · head size]."""
+        start = f"model.layers.{self.attending[layer]}.self_attn."
         found = next((name for name in OUTPUTS if f"{start}{name}.weight" in self.names), OUTPUTS[0])
         return self.tensor(f"{start}{found}.weight")
 
@@ -230,11 +236,11 @@ class ModelFiles:
         found = named[0] if isinstance(named, list) and named else named
         if self.config.get("quantization_config"):
             raise ValueError(f"{self.id} has quantized weights; calibrate the 16-bit model it was made from")
-        if found not in ARCHITECTURES:
+        _check_windows(self)
+        if found not in ARCHITECTURES or _slides(self):
             return self._check_other(found)
         _check_sizes(self)
         _check_rope(self)
-        _check_windows(self)
         _check_weights(self)
         return self
 
@@ -247,9 +253,9 @@ class ModelFiles:
         if not decoder.known(self.config):
             raise ValueError(
                 f"{self.id} has architecture {architecture!s:.60}; supported are {', '.join(ARCHITECTURES)}, and other "
-                "decoders of transformers whose layers all attend to every token (docs/models.md)"
+                "decoders of transformers of which some layers attend to every token (docs/models.md)"
             )
-        files = replace(self, config=decoder.settings(self.path, self.id))
+        files = replace(self, config=decoder.settings(self.transformers_config, self.id))
         _check_sizes(files)
         decoder.check(files.transformers_config(), self.id)
         _check_weights(files)
@@ -338,9 +344,10 @@ def _check_sizes(files: ModelFiles, optional: Sequence[str] = OPTIONAL) -> None:
 
 
 def _check_rope(files: ModelFiles) -> None:
-    settings = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
-    if not isinstance(settings, dict):
-        raise ValueError(f"{files.id}: {files.described} has RoPE settings {settings!r:.60}; an object is needed")
+    given = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{files.id}: {files.described} has RoPE settings {given!r:.60}; an object is needed")
+    settings = rope.settings(files.config)
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in rope.FIXED_TYPES:
         raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(rope.FIXED_TYPES)}: types whose "
@@ -348,34 +355,28 @@ def _check_rope(files: ModelFiles) -> None:
 
 
 def _check_windows(files: ModelFiles) -> None:
-    config = files.config
-    kinds = config.get("layer_types")
+    kinds = files.config.get("layer_types")
     if not isinstance(kinds, list | None):
         raise ValueError(
             f"{files.id}: {files.described} has layer_types={kinds!r:.60}; a list of one name a layer is needed"
         )
-    if files.architecture == "MistralForCausalLM":
-        # transformers' default, for configurations without the key
-        sliding = config.get("sliding_window", 4096) is not None
-    elif kinds is not None:
-        sliding = any(kind != "full_attention" for kind in kinds)
-    else:
-        first = config.get("max_window_layers", 28)
-        windowed = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
-        sliding = windowed and first < config["num_hidden_layers"]
-    if sliding:
-        raise ValueError(
-            f"{files.id} has sliding-window attention layers; supported are models whose layers all attend to every "
-            "token (Mistral from v0.2 on, Qwen with use_sliding_window=false)"
-        )
+
+
+def _slides(files: ModelFiles) -> bool:
+    """True if some layers may slide over a window, which transformers' own configuration decides."""
+    config = files.config
+    if files.architecture == "MistralForCausalLM" and "sliding_window" not in config:
+        return True  # by transformers' default
+    return type(config.get("num_hidden_layers")) is int and len(files.attending) < config["num_hidden_layers"]
 
 
 def _check_weights(files: ModelFiles) -> None:
     if files.headers is None:
         files._check_files()
-    missing = [i for i in range(files.geometry.layers) if not files.layer_names(i)]
+    count = files.config["num_hidden_layers"]
+    missing = [i for i in range(count) if not files.layer_names(i)]
     if missing:
-        raise ValueError(f"{files.id}: no weights for layer {missing[0]} of {files.geometry.layers}")
+        raise ValueError(f"{files.id}: no weights for layer {missing[0]} of {count}")
 
 
 def _open(path: Path):

@@ -1,5 +1,8 @@
 """Run a model one decoder layer at a time, and hand out its keys, values and queries before RoPE.
 
+Layers are those that a cache compresses, which attend to all tokens. Those that slide over a window are run with the
+next one above them, or else with the last.
+
 The layers are transformers' own classes, built without memory and filled from the safetensors files when their turn
 comes, called as their model calls them (`decoder.py`). Attention is a function of ours, which sees keys, values and
 queries by head; what it sees after RoPE is turned back, as a cache does. Of the models in `files.ARCHITECTURES` keys
@@ -25,6 +28,7 @@ from transformers import PreTrainedModel
 from kvq_calib.model.decoder import Decoder, Seen
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
+from kvq_runtime.geometry import stretches
 from kvq_runtime.ops import product, rope
 
 TILE = 2048  # tokens
@@ -67,6 +71,7 @@ class Stream:
         self.dtype = default_dtype(files, self.device) if dtype is None else dtype
         self._decoder = Decoder(files.transformers_config(), self.dtype)
         self._weights = Weights(files, self._decoder)
+        self._stretches = stretches(self._decoder.config.to_dict())
         self._under = self._decoder.under(self.device)
         self.turns = self._under.refusal is None
 
@@ -76,8 +81,9 @@ class Stream:
 
     @property
     def layer_bytes(self) -> int:
-        """Return the bytes of the largest layer on the device."""
-        return max(sum(map(_bytes, layer.parameters())) for layer in self._decoder.layers)
+        """Return the bytes of the largest layer on the device, with those that are run with it."""
+        sizes = [sum(map(_bytes, layer.parameters())) for layer in self._decoder.layers]
+        return max(sum(sizes[n] for n in own) for own in self._stretches)
 
     @torch.no_grad()
     def embed(self, tokens_BT: Tensor) -> Tensor:
@@ -87,9 +93,12 @@ class Stream:
         return self._under.embed(numbers_BT.to(self.device), rows_UE)
 
     def layer(self, index: int) -> "Layer":
-        """Load one decoder layer. Drop it before the next is loaded."""
-        prefix = f"{self._decoder.core_name}.layers.{index}."
-        return Layer(self._weights.filled(self._decoder.layers[index], prefix, self.device), self, index)
+        """Load one decoder layer, and those that are run with it. Drop it before the next is loaded."""
+        modules = {
+            n: self._weights.filled(self._decoder.layers[n], f"{self._decoder.core_name}.layers.{n}.", self.device)
+            for n in self._stretches[index]
+        }
+        return Layer(modules, self, self._decoder.attending[index])
 
     @cached_property
     def blank(self) -> PreTrainedModel:
@@ -124,14 +133,18 @@ class Stream:
 
 
 class Layer:
-    """One decoder layer on the device."""
+    """One decoder layer on the device, and around it those that are run with it.
 
-    def __init__(self, module: Any, stream: Stream, index: int):
-        if _is_plain(getattr(module, "mlp", None)):
-            module.mlp = Tiled(module.mlp)
-        self._module, self._stream, self._index = module, stream, index
-        seen: dict[str, Any] = {}
-        attention = module.self_attn
+    modules   by their number in the model, ascending; `index`: which of them is looked into
+    """
+
+    def __init__(self, modules: dict[int, Any], stream: Stream, index: int):
+        for module in modules.values():
+            if _is_plain(getattr(module, "mlp", None)):
+                module.mlp = Tiled(module.mlp)
+            module.self_attn.seen = None
+        self._modules, self._stream, self._index = modules, stream, index
+        attention, seen = modules[index].self_attn, dict[str, Any]()
         attention.seen = seen
         if stream.files.tapped:
             taps = {"k_pre": getattr(attention, "k_norm", attention.k_proj),
@@ -175,7 +188,8 @@ class Layer:
         else:
             batch, tokens, _ = h_BTE.shape
             _, calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)[self._index]
-            with answered(self._module.self_attn, calls, stream._under.core.rotary_emb) as cache:
+            attention = {n: module.self_attn for n, module in self._modules.items()}
+            with answered(attention, calls, stream._under.core.rotary_emb) as cache:
                 out_BTE = self._run(h_BTE, past_key_values=cache, use_cache=True)
         self._seen.clear()
         return out_BTE
@@ -190,9 +204,12 @@ class Layer:
 
     def _run(self, h_BTE: Tensor, **more: Any) -> Tensor:
         stream, (batch, tokens, _) = self._stream, h_BTE.shape
-        args, given = stream._under.calls(batch, tokens, stream.dtype, stream.device)[self._index]
-        out = self._module(h_BTE, *args, **given | more)
-        return out[0] if isinstance(out, tuple) else out
+        calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)
+        for n, module in self._modules.items():
+            args, given = calls[n]
+            out = module(h_BTE, *args, **given | more)
+            h_BTE = out[0] if isinstance(out, tuple) else out
+        return h_BTE
 
     def _captured(self, queries: bool) -> Projected:
         """What attention got, keys and queries turned back; queries are scaled as if attention's scale were 1/√D."""

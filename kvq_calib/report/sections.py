@@ -59,7 +59,7 @@ def recipe(artifact: Artifact) -> str:
         "bits per element, asymptotic": f"{row['bits']:.4g}",
         "exact tokens": f"{window.sinks} sinks, {window.recent} recent at least",
         "block": f"{window.block} tokens",
-        "cache": f"{shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_size}",
+        "cache": f"{shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_size}{_others(artifact)}",
     }
     if not folded:
         return _pairs(rows)
@@ -67,6 +67,15 @@ def recipe(artifact: Artifact) -> str:
         {"layers": layers, "keys": f"`{keys}`", "values": f"`{values}`"} for layers, keys, values in exceptions
     ])  # fmt: skip
     return f"{_pairs(rows)}\n\n<details>\n<summary>Stages by layer</summary>\n\n{table}\n\n</details>"
+
+
+def _others(artifact: Artifact) -> str:
+    """Say which layers of a model those are, where not all attend to all tokens; and what the others hold."""
+    which, sliding = artifact.fingerprint.attending, artifact.fingerprint.sliding
+    if which is None:
+        return ""
+    own = f": those that attend to all tokens, {', '.join(map(str, which))} of the model"
+    return own + (f"; {sliding.layers} slide over {sliding.window} tokens, in 16 bits" if sliding.layers else "")
 
 
 def _exceptions(recipe: Recipe) -> list[tuple[str, str, str]]:
@@ -79,7 +88,7 @@ def _exceptions(recipe: Recipe) -> list[tuple[str, str, str]]:
 
 def size(artifact: Artifact) -> str:
     """All bytes of a cache of one row at a few lengths, beside 16 bit."""
-    sizes = Sizes(artifact.recipe, artifact.fingerprint.geometry)
+    sizes = Sizes(artifact.recipe, artifact.fingerprint.geometry, sliding=artifact.fingerprint.sliding)
     found = [sizes.at(count) for count in folder.LENGTHS]
     rows = [{"tokens": f"{one.tokens:,}", "all bytes": human(one.total), "16 bit": human(one.exact),
              "share": f"{one.total / one.exact:.0%}"} for one in found]  # fmt: skip

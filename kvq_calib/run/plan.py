@@ -219,6 +219,12 @@ def make(
                 f"{recipe.name} undoes RoPE, but of {files.id} {files.rope_refusal}; use a recipe that is fitted after "
                 "RoPE and without a mean, as oscar-2bit, or one that needs no fit"
             )
+    by_token = [one.name for one in recipes if one.name in (vocabularies or {}) or one.of_vocabulary(2) != one]
+    if by_token and files.attending[0]:
+        raise ValueError(
+            f"{by_token[0]} stores the first layer by token, but that of {files.id} which attends to all tokens is its "
+            f"layer {files.attending[0]}, whose keys depend on the tokens before; use another recipe"
+        )
     known, device = files.entry, usable(device)
     samples = known.samples if samples is None else samples
     seq_len = min(known.seq_len, files.context) if seq_len is None else seq_len

@@ -9,7 +9,7 @@ rounding of the same weights is expected: up to QUANTIZED_TOLERANCE a warning st
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import NONE_SLIDE, Geometry, Sliding, attending
+from kvq_runtime.ops import rope
 from kvq_runtime.recipe import ROLES
 
 TOLERANCE = 2.0**-7
@@ -34,6 +35,8 @@ class Fingerprint:
     rope        rope_type, rope_theta and the other parameters of the type, numbers as floats
     probes      {"layers.0.key.fingerprint.probe": float32 [8, 8], ...}; without those of packed weights
     quantized   whether the model's weights are quantized, so that probes are only approximately equal
+    attending   which layers of the model attend to all tokens, and are those of the geometry; None: all
+    sliding     layers that slide over a window
     """
 
     geometry: Geometry
@@ -41,17 +44,23 @@ class Fingerprint:
     qk_norm: bool
     probes: Mapping[str, Tensor]
     quantized: bool = False
+    attending: tuple[int, ...] | None = None
+    sliding: Sliding = NONE_SLIDE
 
     def to_json(self) -> dict:
         """Everything but the probes, which are tensors of the artifact."""
         size = self.geometry
         shape = {"layers": size.layers, "kv_heads": size.kv_heads, "head_size": size.head_size}
-        return {"geometry": shape, "rope": dict(self.rope), "qk_norm": self.qk_norm, "quantized": self.quantized}
+        found = {"geometry": shape, "rope": dict(self.rope), "qk_norm": self.qk_norm, "quantized": self.quantized}
+        if self.attending is None:
+            return found
+        return found | {"attending": list(self.attending), "sliding": asdict(self.sliding)}
 
 
 def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
     """Read what `to_json` wrote; raises ArtifactError for anything else."""
-    strict_json.keys(fields, {"geometry", "rope", "qk_norm", "quantized"}, "fingerprint")
+    some = {"attending", "sliding"} if isinstance(fields, dict) and "attending" in fields else set()
+    strict_json.keys(fields, {"geometry", "rope", "qk_norm", "quantized"} | some, "fingerprint")
     shape = strict_json.keys(fields["geometry"], {"layers", "kv_heads", "head_size"}, "fingerprint: geometry")
     if any(type(fields[name]) is not bool for name in ("qk_norm", "quantized")) or not isinstance(fields["rope"], dict):
         raise ArtifactError("fingerprint: qk_norm and quantized must be true or false, rope an object")
@@ -59,7 +68,20 @@ def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
         geometry = Geometry(**shape)
     except ValueError as error:
         raise ArtifactError(f"fingerprint: {error}") from None
-    return Fingerprint(geometry, fields["rope"], fields["qk_norm"], probes, fields["quantized"])
+    found = Fingerprint(geometry, fields["rope"], fields["qk_norm"], probes, fields["quantized"])
+    return replace(found, **_hybrid(fields, geometry.layers)) if some else found
+
+
+def _hybrid(fields: Any, count: int) -> dict[str, Any]:
+    """Which layers of the model attend to all tokens, and what those hold that slide."""
+    layers = fields["attending"]
+    whole = isinstance(layers, list) and len(layers) == count and all(type(one) is int for one in layers)
+    if not whole or layers[0] < 0 or layers != sorted(set(layers)):
+        raise ArtifactError(f"fingerprint: attending={layers!r:.80}; {count} layers in ascending order are needed")
+    others = strict_json.keys(fields["sliding"], {"layers", "width", "window"}, "fingerprint: sliding")
+    if any(type(one) is not int or not 0 <= one < 1 << 28 for one in others.values()):
+        raise ArtifactError("fingerprint: layers, width and window of sliding must be whole numbers of at least 0")
+    return {"attending": tuple(layers), "sliding": Sliding(**others)}
 
 
 def specs(geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -87,16 +109,21 @@ def from_config(config: Mapping[str, Any], weight: Callable[[int, str], Tensor |
     """Take the fingerprint of a model.
 
     config   the model's configuration as a dict, as in its config.json
-    weight   (layer, "k_proj" or "v_proj") → the matrix [outputs, inputs]; None, or 8-bit codes, are not probed
+    weight   (layer of the model, "k_proj" or "v_proj") → the matrix [outputs, inputs]; None and 8-bit codes are not
+             probed
     """
     geometry = Geometry.from_config(config)
     normed = str(config.get("model_type", "")).startswith("qwen3") or any(
         config.get(name) for name in ("qk_norm", "use_qk_norm", "qk_layernorm")
     )
-    weights = {name: weight(layer, projection) for layer, projection, name in _names(geometry)}
+    layers = attending(config)
+    weights = {name: weight(layers[place], projection) for place, projection, name in _names(geometry)}
     probes = {name: probe(matrix) for name, matrix in weights.items() if matrix is not None and not _packed(matrix)}
     quantized = any(config.get(name) for name in ("quantization_config", DEQUANTIZED)) or len(probes) < len(weights)
-    return Fingerprint(geometry, _rope(config), normed, probes, quantized)
+    found = Fingerprint(geometry, _rope(config), normed, probes, quantized)
+    if len(layers) == config["num_hidden_layers"]:
+        return found
+    return replace(found, attending=tuple(layers), sliding=Sliding.from_config(config))
 
 
 def of_fused(weight_OI: Tensor, geometry: Geometry, projection: str) -> Tensor:
@@ -111,7 +138,7 @@ def _packed(matrix: Tensor) -> bool:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE parameters in the same form for configurations of transformers 4 and 5."""
-    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    settings = rope.settings(config)
     if "type" in settings:
         settings.setdefault("rope_type", settings.pop("type"))
     defaults = {"rope_type": "default", "rope_theta": config.get("rope_theta") or 10000.0}
@@ -132,9 +159,9 @@ def mismatches(stored: Fingerprint, model: Fingerprint) -> list[str]:
     """Return the differences apart from the weights, a clause each, with both values."""
     ours, theirs = stored.to_json(), model.to_json()
     return [
-        f"{name} is {theirs[name]} in the model, {ours[name]} in the artifact"
-        for name in ("geometry", "rope", "qk_norm")
-        if ours[name] != theirs[name]
+        f"{name} is {theirs.get(name, 'all')} in the model, {ours.get(name, 'all')} in the artifact"
+        for name in ("geometry", "attending", "sliding", "rope", "qk_norm")
+        if ours.get(name) != theirs.get(name)
     ]
 
 

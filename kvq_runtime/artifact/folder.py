@@ -59,7 +59,7 @@ def config(made: Artifact, data: bytes) -> str:
 
 def sizes(made: Artifact) -> dict[str, Any]:
     """Bits per element; bytes of one row of some lengths, beside 16 bit's; from how many tokens on they are fewer."""
-    counted = Sizes(made.recipe, made.fingerprint.geometry)
+    counted = Sizes(made.recipe, made.fingerprint.geometry, sliding=made.fingerprint.sliding)
     held = [counted.at(tokens) for tokens in LENGTHS]
     return {
         "bits": round(asymptotic_bits(made.recipe, made.fingerprint.geometry), 4),

@@ -3,15 +3,15 @@
 import json
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.disk import gguf
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.geometry import MODELS, VOCABULARIES, Geometry
+from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding
 from kvq_runtime.prefix import rate
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.resolve import load_artifact
@@ -24,20 +24,33 @@ COMPUTED = """
 Computed from shapes, not measured: all bytes of {}, with blocks, sinks and window, and shared (predictors, bases,
 codebooks, rotations). "bits" is what one more token costs, per element. Under 16 bit from, under HIGGS from: tokens a
 row from which all bytes are fewer than those of 16 bit, and of the plain HIGGS recipe of the next width."""
+SLIDES = "Bytes of {} layers that slide over a window of {:,} tokens are in all GiB, and not in the bits ({})."
 FILED = "Bits in files: what calibration steers files of a kept prefix of {:,} tokens to, sinks and frames among them."
+
+
+class Model(NamedTuple):
+    """A model's name, its shape, the tokens of its vocabulary if known, and its layers that slide."""
+
+    name: str
+    geometry: Geometry
+    vocabulary: int | None
+    sliding: Sliding = NONE_SLIDE
 
 
 def held(args: Namespace) -> int:
     """Print what each recipe holds on each model: bits per element and GiB of all bytes, beside 16 bit."""
     recipes = recipe_text.distinct(map(_recipe, recipe_text.with_settings(args.recipes, args.set)))
-    models = {one[0]: one for text in args.model or ["qwen2.5-7b"] for one in _models(text, args.vocabulary)}
+    models = {one.name: one for text in args.model or ["qwen2.5-7b"] for one in _models(text, args.vocabulary)}
     counts = args.tokens or [8192, 32768, 131072]
     rows: list[dict[str, Any]] = []
-    for name, geometry, tokens in models.values():
-        rows += _rows(name, geometry, [_of(recipe, name, tokens) for recipe in recipes], counts, args)
+    for model in models.values():
+        rows += _rows(model, [_of(recipe, model.name, model.vocabulary) for recipe in recipes], counts, args)
     print_table(rows, args.json)
     if not args.json:
         print(COMPUTED.format("1 row" if args.batch == 1 else f"{args.batch} rows"))
+        for model in models.values():
+            if (sliding := model.sliding).layers:
+                print(SLIDES.format(sliding.layers, sliding.window, model.name))
         if any("bits in files" in row for row in rows):
             print(FILED.format(rate.LENGTH))
     return 0
@@ -65,8 +78,8 @@ def _of(recipe: Recipe, model: str, tokens: int | None) -> Recipe:
     return recipe
 
 
-def _models(text: str, tokens: int | None) -> Iterator[tuple[str, Geometry, int | None]]:
-    """Name, geometry and vocabulary of a known name, "all" of them, a config.json or its folder, a GGUF file, or
+def _models(text: str, tokens: int | None) -> Iterator[Model]:
+    """The model of a known name, "all" of them, a config.json or its folder, a GGUF file, or
     LAYERSxHEADSxSIZE.
 
     tokens   of the vocabulary, in place of what is known of the model
@@ -74,14 +87,14 @@ def _models(text: str, tokens: int | None) -> Iterator[tuple[str, Geometry, int 
     path = Path(text)
     shape = re.fullmatch(r"(\d{1,4})x(\d{1,4})x(\d{1,4})", text)
     if text == "all":
-        yield from ((name, geometry, tokens or VOCABULARIES[name]) for name, geometry in MODELS.items())
+        yield from (Model(name, geometry, tokens or VOCABULARIES[name]) for name, geometry in MODELS.items())
     elif text in MODELS:
-        yield text, MODELS[text], tokens or VOCABULARIES[text]
+        yield Model(text, MODELS[text], tokens or VOCABULARIES[text])
     elif shape:
-        yield text, Geometry(*map(int, shape.groups())), tokens
+        yield Model(text, Geometry(*map(int, shape.groups())), tokens)
     elif gguf.is_gguf(path) and path.exists():
         config = gguf.config(gguf.read(path.resolve()), path)
-        yield path.name, Geometry.from_config(config), tokens or config["vocab_size"]
+        yield _of_config(path.name, config, tokens or config["vocab_size"])
     elif path.exists():
         config = _config(path / "config.json" if path.is_dir() else path)
         if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
@@ -89,12 +102,16 @@ def _models(text: str, tokens: int | None) -> Iterator[tuple[str, Geometry, int 
         found = tokens or config.get("vocab_size")
         if found is not None and (type(found) is not int or not 2 <= found <= 1 << 26):
             raise ValueError(f"--model {text}: vocab_size={found!r:.60}; a whole number from 2 to {1 << 26} is needed")
-        yield path.name if path.is_dir() else path.parent.name, Geometry.from_config(config), found
+        yield _of_config(path.name if path.is_dir() else path.parent.name, config, found)
     else:
         raise NotFound(
             f"--model {text}; use all, one of {', '.join(MODELS)}, a folder with config.json, a .gguf file, or "
             "layers x KV heads x head size, as in 28x4x128"
         )
+
+
+def _of_config(name: str, config: Mapping[str, Any], vocabulary: int | None) -> Model:
+    return Model(name, Geometry.from_config(config), vocabulary, Sliding.from_config(config))
 
 
 def _config(path: Path) -> Any:
@@ -107,18 +124,20 @@ def _config(path: Path) -> Any:
         raise ArtifactError(f"{path}: invalid JSON: {error}") from None
 
 
-def _rows(
-    model: str, geometry: Geometry, recipes: list[Recipe], counts: list[int], args: Namespace
-) -> Iterator[dict[str, Any]]:
+def _rows(model: Model, recipes: list[Recipe], counts: list[int], args: Namespace) -> Iterator[dict[str, Any]]:
+    geometry, sliding = model.geometry, model.sliding
     token = 4 * geometry.layers * geometry.width * args.batch  # bytes of keys and values in 16 bits
-    row: dict[str, Any] = {"model": model, "recipe": "16 bit", "bits": 16.0, "shared MiB": 0.0}
+    row: dict[str, Any] = {"model": model.name, "recipe": "16 bit", "bits": 16.0, "shared MiB": 0.0}
     for count in counts:
-        row |= {f"bits at {count}": 16.0, f"GiB at {count}": round(count * token / GIB, 3)}
+        row |= {
+            f"bits at {count}": 16.0,
+            f"GiB at {count}": round((count * token + args.batch * sliding.bytes(count)) / GIB, 3),
+        }
     yield row | {"under 16 bit from": None, "under HIGGS from": None}
     for recipe in recipes:
-        sizes = Sizes(recipe.check(geometry), geometry)
+        sizes = Sizes(recipe.check(geometry), geometry, sliding=sliding)
         found = [sizes.at(count, args.batch) for count in counts]
-        row = {"model": model, "recipe": recipe.name, "bits": round(asymptotic_bits(recipe, geometry), 4)}
+        row = {"model": model.name, "recipe": recipe.name, "bits": round(asymptotic_bits(recipe, geometry), 4)}
         row["shared MiB"] = round(sum(sizes.shared.values()) / (1 << 20), 1)
         for one in found:
             row[f"bits at {one.tokens}"] = round(one.bits, 3)
@@ -138,7 +157,7 @@ def _rows(
         if args.json:
             row["bytes"] = [
                 {"tokens": one.tokens, "batch": one.batch, "total": one.total, "exact": one.exact}
-                | {"sequence": dict(one.sequence), "shared": dict(one.shared)}
+                | {"sequence": dict(one.sequence), "shared": dict(one.shared), "sliding": one.sliding}
                 for one in found
             ]
         yield row

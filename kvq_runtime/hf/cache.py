@@ -14,13 +14,23 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAt
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
+from kvq_runtime.geometry import attending
 from kvq_runtime.hf.layer import KVQLayer, Pass
-from kvq_runtime.hf.model import attention_modules, check_model, check_rope, fingerprint_of, geometry_of, rotary_of
+from kvq_runtime.hf.model import (
+    LISTED,
+    attention_modules,
+    check_model,
+    check_rope,
+    fingerprint_of,
+    geometry_of,
+    rotary_of,
+)
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.health import Health
 from kvq_runtime.store.memory import MemoryReport, human
 from kvq_runtime.store.promise import Check
+from kvq_runtime.store.storage import storage_bytes
 
 DECODING = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 _told: set[str] = set()  # recipes of which the log has said that other attention than ours is slow
@@ -36,7 +46,8 @@ class KVQCache(Cache):
 
     Make one with `from_pretrained`, `from_recipe` or `from_artifact`; `reset` it for the next request, or make another.
     Importing the class registers "kvq" for `attn_implementation` and `model.set_attn_implementation`. Layers that do
-    not attend to all tokens (sliding windows) are held by transformers' own 16-bit layers. Raises ValueError for a
+    not attend to all tokens (sliding windows) are held by transformers' own 16-bit layers; the others are numbered from
+    0 on, in recipes too, and a prediction is from the next of them below. Raises ValueError for a
     recipe that the model's shape or RoPE does not allow, and for a model that kvq does not take (docs/models.md),
     TypeError for what is no recipe or no model, and RuntimeError if a forward pass lacks what the recipe needs; a pass
     that fails is undone.
@@ -66,25 +77,22 @@ class KVQCache(Cache):
             raise TypeError(f"recipe is of type {type(recipe).__name__}; give a Recipe, or its name to from_recipe")
         check_model(model)
         config = model.config.get_text_config(decoder=True)
-        geometry = geometry_of(model)
+        geometry, held = geometry_of(model), attending(config.to_dict())
         stock = DynamicCache(config=config).layers
-        other = [index for index, layer in enumerate(stock) if type(layer) is not DynamicLayer]
-        if len(other) == len(stock):
-            raise ValueError("no layer of this model attends to all tokens: there is nothing that kvq would compress")
-        made_for = getattr(config, "max_position_embeddings", None)
-        held = [n for n in range(len(stock)) if n not in other]
-        self.blocks = BlockCache(recipe, geometry, tensors, held, made_for or 1 << 17, model.dtype, made_for, check)
-        if other and recipe.cross_layer:
+        if [n for n, layer in enumerate(stock) if type(layer) is DynamicLayer] != list(held):
             raise ValueError(
-                f"{recipe.name} predicts each layer from the one below, but layers {other} do not attend to all "
-                "tokens; use a recipe without prediction (kvq recipes lists them)"
+                f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
             )
-        modules = attention_modules(model, sorted(self.blocks.held))
+        made_for = getattr(config, "max_position_embeddings", None)
+        self.blocks = BlockCache(recipe, geometry, tensors, None, made_for or 1 << 17, model.dtype, made_for, check)
+        self.places = {layer: place for place, layer in enumerate(held)}
+        modules = attention_modules(model, held)
         if "positions" in recipe.needs:
             check_rope(model, modules, recipe.name)
         self._pass = Pass()
         layers = [
-            layer if index in other else KVQLayer(self.blocks, index, self._pass) for index, layer in enumerate(stock)
+            KVQLayer(self.blocks, self.places[n], self._pass) if n in self.places else layer
+            for n, layer in enumerate(stock)
         ]
         super().__init__(layers=layers)  # type: ignore[arg-type]
         self._stock = [layer for layer in layers if isinstance(layer, DynamicLayer)]
@@ -186,9 +194,12 @@ class KVQCache(Cache):
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold; `print` it, or read its fields.
 
-        Layers that transformers' own classes hold (sliding windows) are not among them.
+        Of layers that transformers' own classes hold, keys and values are counted; the state of recurrent ones is not.
         """
-        return self.blocks.memory_report()
+        pairs = [[getattr(layer, "keys", None), getattr(layer, "values", None)] for layer in self._stock]
+        return self.blocks.memory_report().with_sliding(
+            storage_bytes(x for pair in pairs for x in pair if x is not None)
+        )
 
     def health(self) -> Health:
         """How the blocks that are held keep what calibration promised; `print` it, or read its fields.

@@ -1,5 +1,6 @@
 """Read from a loaded model what a cache asks of it: its shape, its fingerprint, the rotation in use; refuse others."""
 
+import copy
 import inspect
 import sys
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import Geometry, attending
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
+FULL = "full_attention"  # the type of layers that attend to all tokens, where a model has several
 LISTED = "docs/models.md lists the architectures that work"
 
 
@@ -58,7 +60,10 @@ def _devices(model: PreTrainedModel) -> list[str]:
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:
-    """The shape of a loaded model's cache. Raises ValueError if its configuration lacks it."""
+    """The shape of a loaded model's cache: of its layers that attend to all tokens.
+
+    Raises ValueError if its configuration lacks it, or there are no such layers.
+    """
     config = model.config.get_text_config(decoder=True)
     try:
         return Geometry.from_config(config.to_dict())
@@ -72,8 +77,9 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
     Raises ValueError for a model without a k_proj and a v_proj, or a qkv_proj, in every layer.
     """
     check_model(model)
-    geometry = geometry_of(model)
-    attention = attention_modules(model, range(geometry.layers))
+    config = model.config.get_text_config(decoder=True).to_dict()
+    geometry, layers = geometry_of(model), attending(config)
+    attention = dict(zip(layers, attention_modules(model, layers), strict=True))
 
     def weight(layer: int, name: str) -> Tensor:
         projection, fused = getattr(attention[layer], name, None), getattr(attention[layer], "qkv_proj", None)
@@ -85,7 +91,7 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
             )
         return projection.weight.detach()
 
-    return fingerprint.from_config(model.config.get_text_config(decoder=True).to_dict(), weight)
+    return fingerprint.from_config(config, weight)
 
 
 def check_rope(model: PreTrainedModel, attention: Sequence[nn.Module], recipe: str) -> None:
@@ -101,39 +107,79 @@ def rope_refusal(decoder: Any, attention: Sequence[nn.Module]) -> str | None:
     Asked is the model's own function: what it does to a vector has to be what ours does, half of a head with the other.
     """
     rotary: Any = getattr(decoder, "rotary_emb", None)
-    kind = (getattr(decoder.config, "rope_parameters", None) or {}).get("rope_type", "default")
+    kind = rope.settings(decoder.config.to_dict()).get("rope_type", "default")
     if kind in rope.VARYING_TYPES:
         return f"rope_type={kind} changes with length"
-    if not hasattr(rotary, "inv_freq"):
-        return f"{type(decoder).__name__} has no rotary_emb with one inv_freq for all layers"
-    without = [index for index, module in enumerate(attention) if not getattr(module, "use_rope", True)]
-    apply = getattr(sys.modules[type(attention[0]).__module__], "apply_rotary_pos_emb", None)
-    if without:
+    if frequencies(rotary) is None:
+        return f"{type(decoder).__name__} has no rotary_emb with one inv_freq for all layers that attend to all tokens"
+    if not all(getattr(module, "use_rope", True) for module in attention):
         return "some layers of the model have no RoPE"
+    if len(attention) < decoder.config.num_hidden_layers and not _turns(attention[0]):
+        return "layers of the model that attend to all tokens have no RoPE"
+    apply = getattr(sys.modules[type(attention[0]).__module__], "apply_rotary_pos_emb", None)
     by_halves = apply is None or _by_halves(apply, rotary)
     return None if by_halves else "this model's RoPE turns neighbouring channels"
+
+
+class _Asked(Exception):
+    """Ends a forward pass where a rotation is used."""
+
+
+class _Rotation(Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise _Asked
+
+
+def _turns(module: Any) -> bool:
+    """True if attention uses the rotations that it is given: one of its class, without memory, is given some."""
+    config = copy.deepcopy(module.config)
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        alone = type(module)(config, module.layer_idx).eval()
+        hidden, rotation = torch.empty(1, 1, config.hidden_size), torch.empty(0).as_subclass(_Rotation)
+        try:
+            given = {"attention_mask": None, "position_ids": torch.zeros(1, 1, dtype=torch.int64)}
+            alone(hidden_states=hidden, position_embeddings=(rotation, rotation), **given)
+        except _Asked:
+            return True
+    return False
 
 
 @torch.no_grad()
 def _by_halves(apply, rotary: nn.Module) -> bool:
     """True if a model's function turns channels f and f + K by the same angle, as ours does."""
-    frequencies_K = torch.as_tensor(rotary.inv_freq)
+    frequencies_K, _ = frequencies(rotary) or (torch.empty(0), 1.0)
     device, half = frequencies_K.device, len(frequencies_K)
     x = torch.linspace(-1, 1, 4 * half, device=device).view(1, 1, 2, 2 * half)
     positions_BT = torch.tensor([[1, 7]], device=device)
-    cos, sin = rotary(x, positions_BT)
+    cos, sin = turns(rotary, x, positions_BT)
     given = apply(x, x, cos, sin)[1]
     expected = rope.rotate(x.transpose(1, 2), cos[..., :half], sin[..., :half]).transpose(1, 2)
     return bool(torch.allclose(given.float(), expected.float(), rtol=0, atol=2**-6))
 
 
+def frequencies(rotary: Any) -> tuple[Tensor, float] | None:
+    """inv_freq and scaling of the layers that attend to all tokens; None of a module that has no such."""
+    for kind in ("", f"{FULL}_"):  # of all layers, or by their type
+        if hasattr(rotary, f"{kind}inv_freq"):
+            scaling = float(getattr(rotary, f"{kind}attention_scaling", 1.0))
+            return torch.as_tensor(getattr(rotary, f"{kind}inv_freq")), scaling
+    return None
+
+
+def turns(rotary: Any, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the layers that attend to all tokens, as the model's module gives them, for the dtype of `x`."""
+    return rotary(x, positions_BT, *([] if hasattr(rotary, "inv_freq") else [FULL]))
+
+
 def rotary_of(module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], positions_BT: Tensor) -> Rotary:
     """The model's rotation, checked against the cos that this forward pass uses."""
-    if module is None or not hasattr(module, "inv_freq"):
+    found = frequencies(module)
+    if found is None:
         raise RuntimeError("the model has no rotary embedding with inv_freq; use a post-RoPE recipe without a mean")
     cos = cos_sin[0]
-    frequencies_K = torch.as_tensor(module.inv_freq).float()
-    turning = Rotary(frequencies_K, float(getattr(module, "attention_scaling", 1.0)), cos.dtype)
+    turning = Rotary(found[0].float(), found[1], cos.dtype)
     if positions_BT.shape[-1] > 1:
         expected = turning.tables(positions_BT)[0]
         given = cos[..., : expected.shape[-1]].expand_as(expected)
@@ -171,9 +217,12 @@ def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> list[nn.
 
 def rotary_of_config(config: Any, dtype: torch.dtype) -> Rotary:
     """The rotation of a model that is not loaded, from its decoder's configuration; ValueError if it varies."""
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    settings = rope.settings(config.to_dict())
+    kind = settings.get("rope_type", "default")
     if kind not in rope.FIXED_TYPES:
         raise ValueError(f"rope_type={kind}; known without a model are {', '.join(rope.FIXED_TYPES)}")
+    config = copy.copy(config)
+    config.rope_parameters = settings
     module = LlamaRotaryEmbedding(config)
     return Rotary(torch.as_tensor(module.inv_freq).float(), float(module.attention_scaling), dtype)
 

@@ -43,7 +43,7 @@ class Asked:
             return f"the model is given {' and '.join(self.unknown)}, which no replay fills in"
         if self.autocast:
             return "autocast is on, which keeps weights in another dtype that may be gone at the next step"
-        if len(cache.blocks.held) < len(cache.layers):
+        if len(cache.places) < len(cache.layers):
             return "some layers are held by transformers' own classes, whose tensors grow with every token"
         return refused(cache.blocks)
 

@@ -5,7 +5,9 @@ channels / 2; channels beyond 2 K are not rotated. The inverse divides by cos² 
 YaRN and its like, and which also takes out the rounding of a 16-bit cosine.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,13 @@ from torch import Tensor
 # transformers' rope_type: of frequencies that are the same for every text, and of those that change with its length
 FIXED_TYPES = ("default", "linear", "llama3", "yarn")
 VARYING_TYPES = ("dynamic", "longrope")
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE's settings in a configuration of transformers 4 or 5: where layers differ, of those that attend to all."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_type = isinstance(found, Mapping) and any(isinstance(value, Mapping) for value in found.values())
+    return dict((found.get("full_attention") or {}) if by_type else found)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def rows(a: Artifact, b: Artifact, of_a: Records, of_b: Records) -> list[dict[st
                     )
     geometries = [made.fingerprint.geometry for made in (a, b)]
     bits = [round(asymptotic_bits(made.recipe, shape), 4) for made, shape in zip((a, b), geometries, strict=True)]
-    sizes = [Sizes(made.recipe, shape) for made, shape in zip((a, b), geometries, strict=True)]
+    sizes = [Sizes(made.recipe, made.fingerprint.geometry, sliding=made.fingerprint.sliding) for made in (a, b)]
     found.append(_row("size", "bits of one more token, per element", *bits))
     found.append(_row("size", f"bytes of {TOKENS} tokens", *(one.at(TOKENS).total for one in sizes)))
     found.append(_row("size", "smaller than 16 bit from", *(one.smaller_from() for one in sizes)))

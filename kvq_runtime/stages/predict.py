@@ -14,7 +14,9 @@ layers `below`, for values their decoded keys. A layer with too few layers under
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1 and tables 1 and 9.
 Differs: the mean is removed also where nothing is underneath; inputs are [keys, values below] in this order, as in the
-authors' code (the paper writes the reverse). The paper reads no values for keys, and no keys below for values (`both`).
+authors' code (the paper writes the reverse). The paper reads no values for keys, and no keys below for values (`both`),
+and has no layers that slide over a window: no prediction goes through these, and the layer below is the next one below
+that attends to all tokens.
 """
 
 from dataclasses import KW_ONLY, dataclass, replace

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.geometry import ROLES, SLAB, Geometry, Role
+from kvq_runtime.geometry import NONE_SLIDE, ROLES, SLAB, Geometry, Role, Sliding
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.stage import Site
 from kvq_runtime.store.storage import storage_bytes
@@ -38,7 +38,7 @@ class HeldBytes:
     """Bytes of `batch` rows of `tokens` tokens each.
 
     sequence   by kind: grow with tokens and batch      shared   by kind: do not
-    exact      what 16 bits would hold                  elements   key and value elements of the tokens seen
+    exact      what 16 bits would hold                  sliding    of layers that slide, in `total` and `exact` both
     """
 
     tokens: int
@@ -46,34 +46,37 @@ class HeldBytes:
     sequence: Mapping[str, int]
     shared: Mapping[str, int]
     exact: int
+    sliding: int = 0
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return sum(self.sequence.values()) + sum(self.shared.values())
+        return sum(self.sequence.values()) + sum(self.shared.values()) + self.sliding
 
     @property
     def own_bits(self) -> float:
         """Bytes that grow with tokens, in bits per key or value element of the tokens seen."""
-        return 16 * sum(self.sequence.values()) / self.exact
+        return 16 * sum(self.sequence.values()) / (self.exact - self.sliding)
 
     @property
     def bits(self) -> float:
-        """All bytes, in bits per key or value element of the tokens seen."""
-        return 16 * self.total / self.exact
+        """All bytes but of layers that slide, in bits per key or value element of the tokens seen."""
+        return 16 * (self.total - self.sliding) / (self.exact - self.sliding)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """A recipe on a model whose exact tokens are of `dtype`; a window that may grow is billed at its longest.
 
-    held   the layers that the cache holds, if not all
+    held      the layers that the cache holds, if not all
+    sliding   layers that slide over a window, which transformers holds beside it
     """
 
     recipe: Recipe
     geometry: Geometry
     dtype: torch.dtype = torch.bfloat16
     held: tuple[int, ...] | None = None
+    sliding: Sliding = NONE_SLIDE
 
     @cached_property
     def shared(self) -> dict[str, int]:
@@ -165,10 +168,13 @@ class Sizes:
         for kind, size in self._block.items():
             _add(found, kind, batch * _allocated(blocks) * size)
         _add(found, "fitted to each row", batch * self._fitted_by_row)
-        return HeldBytes(tokens, batch, found, self.shared, batch * tokens * elements * 2)
+        beside = batch * self.sliding.bytes(tokens)
+        return HeldBytes(tokens, batch, found, self.shared, batch * tokens * elements * 2 + beside, beside)
 
     def smaller_from(self, batch: int = 1) -> int | None:
         """From how many tokens a row on all bytes are always fewer than in 16 bits; None: never."""
+        if self.sliding.layers:
+            return replace(self, sliding=NONE_SLIDE).smaller_from(batch)
         far = 1 << 24
         rate = (self.at(2 * far, batch).total - self.at(far, batch).total) / far
         saved = self.at(1, batch).exact - rate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ class MemoryReport:
     """Memory of a cache: bytes as allocated, bits per element of keys and values, tokens per row.
 
     recipe, batch             name of the recipe; rows
-    total_bytes               sequence_bytes + shared_bytes
-    exact_bytes               what a 16-bit cache of all tokens seen holds
+    total_bytes               sequence_bytes + shared_bytes + sliding_bytes
+    exact_bytes               what a 16-bit cache of all tokens seen holds, sliding_bytes among them
+    sliding_bytes             of layers that slide over a window, which transformers holds; they are not in the bits
     tokens, kept              tokens of a row that the model has seen, and those that are held: all, unless the recipe
                               selects
     bits_per_element          sequence_bytes, in bits per key or value element of the tokens seen
@@ -67,6 +68,12 @@ class MemoryReport:
     dtype: str = "bfloat16"
     positions: int | None = None
     beyond: int = 0
+    sliding_bytes: int = 0
+
+    def with_sliding(self, size: int) -> MemoryReport:
+        """The same beside layers that slide, which hold so many bytes in either cache."""
+        total, exact = self.total_bytes + size, self.exact_bytes + size
+        return replace(self, total_bytes=total, exact_bytes=exact, sliding_bytes=self.sliding_bytes + size)
 
     def as_dict(self) -> dict:
         """All fields as plain numbers, text and one dict, for JSON."""
@@ -74,6 +81,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         shared = f"{human(self.shared_bytes)} shared by all caches of the recipe"
+        sliding = f" · {human(self.sliding_bytes)} of layers that slide" if self.sliding_bytes else ""
         if not self.tokens:
             start = self.smaller_than_16bit_from
             when = "never smaller than 16 bit" if start is None else f"smaller than 16 bit from {start:,} tokens on"
@@ -83,7 +91,7 @@ class MemoryReport:
         return (
             f"{self.recipe}: {self.tokens:,} tokens{held} x {self.batch} {'row' if self.batch == 1 else 'rows'} hold "
             f"{human(self.total_bytes)}, {self._beside_16bit()}\n"
-            f"  of these {human(self.sequence_bytes)} grow with tokens and rows ({kinds}) · {shared} · "
+            f"  of these {human(self.sequence_bytes)} grow with tokens and rows ({kinds}) · {shared}{sliding} · "
             f"scratch at most {human(self.scratch_peak)}\n"
             f"  bits per element: {self.asymptotic_bits:.3f} of one more token · {self.bits_per_element:.3f} without "
             f"what is shared · {self.all_bits:.3f} with it{self._warning()}"

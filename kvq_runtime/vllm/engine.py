@@ -1,5 +1,6 @@
 """Load what a worker serves, once for all layers of an engine, and refuse an engine that it cannot be served in."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from vllm.platforms import current_platform
 
 from kvq_runtime.codec import shared
 from kvq_runtime.engines import heads, nearest
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import Geometry, attending
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
@@ -28,6 +29,7 @@ logger = init_logger("vllm.kvq")  # below vllm's own, so that its level and form
 class Served:
     """A worker's setting: the recipe with vLLM's pages as its blocks, and what encodes its heads.
 
+    attending  the layers of the geometry, by their number in the model
     by_block   whether pages are encoded whole, when they are full
     kernel     what its layers share that the decode kernel reads; None: torch alone reads pages
     """
@@ -37,11 +39,13 @@ class Served:
     codecs: list[Any]
     rotary: Rotary | None
     dtype: torch.dtype
+    attending: Sequence[int]
     by_block: bool
     kernel: Shared | None = None
 
     def layer(self, index: int) -> PagedLayer:
-        """A layer's pages."""
+        """A layer's pages, by its number in the model."""
+        index = list(self.attending).index(index)
         recipe, reader = self.recipe, None
         if self.kernel is not None and page_reader.refusal(recipe, self.geometry, self.rotary, index) is None:
             reader = PageReader(self.kernel, index)
@@ -57,7 +61,8 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     assert reference is not None, "kvq's attention without KVQ_CACHE"
     found, model = source.load(reference), config.model_config
     _check(config)
-    whole = source.check_model(found, model.hf_text_config.to_dict(), model.model, model.revision)
+    settings = model.hf_text_config.to_dict()
+    whole = source.check_model(found, settings, model.model, model.revision)
     by_block = served.by_block(found.recipe, whole)
     try:
         recipe = served.paged(found.recipe, whole, config.cache_config.block_size)
@@ -83,7 +88,8 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     kept = nearest.bits(recipe, geometry)
     logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, kept, recipe.window.sinks)
     kernel = None if current_platform.is_cpu() else _kernel(config, recipe, geometry, rotary, by_block)
-    return Served(recipe, geometry, codecs, rotary, model.dtype, by_block or kernel is not None, kernel)
+    by_block = by_block or kernel is not None
+    return Served(recipe, geometry, codecs, rotary, model.dtype, attending(settings), by_block, kernel)
 
 
 def _kernel(

@@ -53,10 +53,11 @@ def test_architectures_that_cannot_be_held_are_refused_and_left_alone(kind):
 @pytest.mark.parametrize("kind, why", [
     ("glm4", "turns neighbouring channels"), ("ernie4_5", "turns neighbouring channels"),
     ("cohere", "turns neighbouring channels"), ("smollm3", "some layers of the model have no RoPE"),
-    ("olmo3", "no rotary_emb with one inv_freq"), ("opt", "no rotary_emb with one inv_freq"),
+    ("exaone4", "that attend to all tokens have no RoPE"), ("opt", "no rotary_emb with one inv_freq"),
 ])  # fmt: skip
 def test_rope_that_is_not_ours_is_not_undone(kind, why):
-    full = {"layer_types": ["full_attention"] * 3} if kind == "olmo3" else {}
+    some = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
+    full = some if kind == "exaone4" else {}
     nope = {"no_rope_layers": [1, 1, 0]} if kind == "smollm3" else {}
     shape = PLAIN if kind == "opt" else SHAPE
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, **full, **nope)).eval()

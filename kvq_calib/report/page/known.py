@@ -68,7 +68,7 @@ def _published(state: State, version: Version) -> dict[str, Any]:
 def of_artifact(made: Artifact) -> dict[str, Any]:
     """Describe a file from its contents: recipe, model, origin, sizes, layers of the fit."""
     geometry, (model, revision) = made.fingerprint.geometry, model_of(made)
-    sizes = Sizes(made.recipe, geometry)
+    sizes = Sizes(made.recipe, geometry, sliding=made.fingerprint.sliding)
     held = [sizes.at(tokens) for tokens in folder.LENGTHS]
     shape = {"layers": geometry.layers, "kv_heads": geometry.kv_heads, "head_size": geometry.head_size}
     return {

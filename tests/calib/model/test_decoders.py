@@ -4,13 +4,14 @@ What cannot be calibrated is refused in a sentence, from config.json alone.
 """
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
-from architectures import random, table
+from architectures import MIXED, random, table
 from generating import stock
 from models import prompt
 from transformers import AutoModelForCausalLM
@@ -18,11 +19,13 @@ from transformers import AutoModelForCausalLM
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.streamed import Stream
+from kvq_calib.run import budget
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.geometry import stretches
 from kvq_runtime.hf import KVQCache, fingerprint_of
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset
@@ -30,9 +33,9 @@ from kvq_runtime.recipe import preset
 ROWS = {kind: cells for kind, *cells in table()}
 TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
 REFUSED = {
-    "qwen3_next": "layers 0 of 3 slide or recur; calibration takes models whose layers all attend to every token",
-    "lfm2": "layers 0 of 3 slide or recur", "gemma3_text": "layers 0 of 3 slide", "olmo3": "layers 0 of 3 slide",
-    "gemma2": "layers 0 of 3 slide", "gpt_oss": r"its attention has parameters of its own \(sinks\)",
+    "qwen3_next": "layers 0 of 3 are of type linear_attention; calibration takes models whose layers attend to every ",
+    "lfm2": "layers 0 of 3 are of type conv", "gemma2": "config.json has attn_logit_softcapping=50.0",
+    "gpt_oss": r"its attention has parameters of its own \(sinks\)",
     "opt": "embed_positions, .* stand beside its layers",
 }  # fmt: skip
 
@@ -72,16 +75,16 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
     assert stream.turns == (ROWS[kind][0] == "yes") == (stream.files.rope_refusal is None)
     heads, size, h = stream.files.geometry.kv_heads, stream.files.geometry.head_size, stream.embed(ids)
     tables = stream.rope(40)
-    for index in range(stream.layers):
-        near(h, expected.hidden_states[index])
-        layer = stream.layer(index)
+    for index, below in enumerate(stretches(stream.files.config)):
+        near(h, expected.hidden_states[below.start])
+        place, layer = stream.files.attending[index], stream.layer(index)
         seen, part = layer.forward(h, queries=True), layer.project(h, queries=True)
         assert all(torch.equal(getattr(seen, name), getattr(part, name)) for name in ("k_NTC", "v_NTC", "q_NTC"))
         k, q = (rope.rotate(x.unflatten(-1, (-1, size)), *tables).transpose(1, 2) for x in (seen.k_NTC, seen.q_NTC))
-        near(k, cache.layers[index].keys)
-        near(seen.v_NTC.unflatten(-1, (heads, -1)).transpose(1, 2), cache.layers[index].values)
+        near(k, cache.layers[place].keys)
+        near(seen.v_NTC.unflatten(-1, (heads, -1)).transpose(1, 2), cache.layers[place].values)
         scores = q @ k.repeat_interleave(q.shape[1] // heads, 1).mT * size**-0.5
-        near(scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(-1), queries[index])
+        near(scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(-1), queries[place])
         h = seen.h_BTE
     near(stream.head()(h), expected.logits)
 
@@ -100,9 +103,11 @@ def test_what_is_fitted_serves(kind, folders, tmp_path, monkeypatch):
         cache = KVQCache.from_artifact(artifact, model)
         model.set_attn_implementation(cache.attention or "sdpa")
         out = model.generate(prompt(1, 280), past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=1)
-        assert out.shape == (1, 284) and cache.blocks.layers[2].encoded == 128, name
+        assert out.shape == (1, 284) and max(cache.blocks.layers.items())[1].encoded == 128, name
     if not before:
-        with pytest.raises(ValueError, match=f"aqua-2bit undoes RoPE, but of {files.id} .*; use a recipe that is"):
+        with pytest.raises(
+            ValueError, match=f"aqua-2bit undoes RoPE, but of {re.escape(files.id)} .*; use a recipe that is"
+        ):
             fitted(files, tmp_path, "aqua-2bit")
 
 
@@ -119,6 +124,25 @@ def test_what_cannot_be_calibrated_is_refused_from_its_configuration(kind, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(ValueError, match=REFUSED[kind] + ".*models.md"):
         models.resolve(tmp_path)
+
+
+@pytest.mark.parametrize("kind, why", [
+    ("qwen3_moe", "by its configuration layers 1, 2 attend to every token, by its masks none; docs/models.md"),
+    ("llama", "by its configuration layers 1, 2 attend to every token, by its masks 0, 1, 2, 3; docs/models.md"),
+])  # fmt: skip
+def test_what_slides_is_asked_of_the_masks(kind, why, tmp_path):
+    """A configuration may say what the model does not do."""
+    random(f"{kind}+").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | MIXED))
+    with pytest.raises(ValueError, match=why):
+        models.resolve(tmp_path)
+
+
+def test_the_first_layer_by_token_needs_one_that_reads_the_tokens(folders):
+    files = models.resolve(folders("gemma3_text"))
+    recipe = budget.recipe(4, files.geometry, files.vocabulary)
+    with pytest.raises(ValueError, match="stores the first layer by token, but .* is its layer 1, whose keys depend"):
+        plans.make(files, [recipe], "demo", samples=1, seq_len=256, held_out=0, vocabularies={recipe.name: 97})
 
 
 def test_the_table_has_them_all():
@@ -164,7 +188,7 @@ def test_tensors_have_the_dtypes_that_the_loader_gives_them(kind, folders):
     whole = AutoModelForCausalLM.from_pretrained(folders(kind), dtype=torch.bfloat16)
     found = [
         {name: x.dtype for name, x in model.state_dict().items()}
-        for model in (stream.layer(1)._module, whole.model.layers[1])
+        for model in (stream.layer(1)._modules[1], whole.model.layers[1])
     ]
     assert found[0] == found[1] and (torch.float32 in found[0].values()) == (kind == "dots1")
 

@@ -95,10 +95,23 @@ def test_shards_are_one_model(tmp_path: Path):
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic'; supported are default"),
         ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "RoPE type 'longrope'"),
-        ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "sliding-window"),
-        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}, "sliding"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, "Mistral from v0.2"),
-        ({"num_hidden_layers": 7}, "no weights for layer 6 of 7"),
+        ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "has no sliding_window"),
+        (
+            {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+            "no layer of this model",
+        ),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "model_type": "mistral",
+                "layer_types": None,
+                "sliding_window": None,
+                "use_sliding_window": None,
+                "max_window_layers": None,
+            },
+            "no layer of this model attends to all",
+        ),
+        ({"num_hidden_layers": 7, "layer_types": None}, "no weights for layer 6 of 7"),
     ],
 )
 def test_what_cannot_be_captured_is_refused(folder: Path, changes: dict, message: str):
