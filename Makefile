@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env real-model browser demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-s3 test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env real-model gemma3-270m browser demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-s3 test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -29,6 +29,11 @@ real-model: build/smollm2-135m/config.json ## make build/smollm2-135m, a real la
 
 build/smollm2-135m/config.json: scripts/real_model.py | $(VENV)/.installed
 	PYTHONPATH=. $(RUN) -m scripts.real_model build
+
+gemma3-270m: build/gemma3-270m.gguf ## make build/gemma3-270m.gguf, a real model whose layers mostly slide (238 MB to fetch)
+
+build/gemma3-270m.gguf: scripts/gemma3_270m.py | $(VENV)/.installed
+	PYTHONPATH=. $(RUN) -m scripts.gemma3_270m build
 
 browser: build/chromium/chromium ## make build/chromium of Debian's package, for the tests of pages (115 MB to fetch, 0.4 GB)
 

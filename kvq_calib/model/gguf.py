@@ -3,7 +3,11 @@
 What llama.cpp's conversion did is undone: tensors have transformers' names, the rows of Llama's queries and keys are in
 halves again and not in pairs, and the factors of Llama 3's frequencies are told as the settings they came from.
 
-    llama (Mistral's models, too)  →  LlamaForCausalLM      qwen2  →  Qwen2ForCausalLM      qwen3  →  Qwen3ForCausalLM
+    llama (Mistral's models, too)  →  LlamaForCausalLM      gemma3  →  Gemma3ForCausalLM, without its tower of images
+    qwen2  →  Qwen2ForCausalLM                              qwen3   →  Qwen3ForCausalLM
+
+Of Gemma 3 the weights of norms are as transformers has them, without the 1 that is added to them; which layers slide,
+and with which base they turn, llama.cpp knows and the file does not say.
 
 Source: ggml-org/llama.cpp, convert_hf_to_gguf.py; the dequantizers are those of its package gguf.
 """
@@ -30,7 +34,11 @@ from kvq_runtime.errors import ArtifactError, extra
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}  # fmt: skip
+TYPES = {"gemma3": "gemma3_text"}  # transformers' names, where they are others
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
     "attn_norm": "input_layernorm",
@@ -45,6 +53,12 @@ INNER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+NORMS = {  # around attention and the MLP, each
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+INNER_OF = {"gemma3": INNER | NORMS}
 FACTORS = "rope_freqs.weight"
 FOREIGN = ("expert_count", "attention.sliding_window", "attention.scale", "attention.clamp_kqv", "logit_scale",
            "residual_scale", "embedding_scale", "rope.scale_linear")  # fmt: skip
@@ -94,7 +108,11 @@ class GgufFiles(ModelFiles):
         step = max(1, PIECE // (4 * flat.shape[1]))
         for start in range(0, len(rows), step):
             flat[start : start + step] = self._dequantized(rows[start : start + step], held)
-        return copy
+        return copy.sub_(1) if self._is_offset(name) else copy
+
+    def _is_offset(self, name: str) -> bool:
+        """True of a norm whose weight is stored with 1 added: a model adds it, and llama.cpp does not."""
+        return self.config["model_type"] == "gemma3_text" and name.endswith("norm.weight")
 
     def rows(self, name: str, places: Tensor) -> Tensor:
         held, rows = self._rows(name)
@@ -171,7 +189,7 @@ def read(path: Path, id: str) -> GgufFiles:
     if name not in CLASSES:
         raise ValueError(f"{path} has architecture {name[:60]}; supported are {', '.join(CLASSES)}")
     for key in FOREIGN:
-        if header.of_model(key) not in (None, 0, 1):
+        if header.of_model(key) not in (None, 0, 1) and (name, key) != ("gemma3", "attention.sliding_window"):
             raise ValueError(
                 f"{path} has {name}.{key}={header.of_model(key)!r:.60}, and calibration knows no {name} with that; use "
                 "a model without experts and sliding windows"
@@ -179,7 +197,7 @@ def read(path: Path, id: str) -> GgufFiles:
     held = _named(header, path)
     config = gguf.config(header, path) | {
         "architectures": [CLASSES[name]],
-        "model_type": name,
+        "model_type": TYPES.get(name, name),
         "hidden_act": "silu",
         "rms_norm_eps": _positive(header, "attention.layer_norm_rms_epsilon", 1e-6, path),
         "tie_word_embeddings": "lm_head.weight" not in held,
@@ -193,18 +211,25 @@ def read(path: Path, id: str) -> GgufFiles:
     kinds = [kind for kind, _ in made._kinds.most_common() if kind not in _PLAIN]
     config |= {DEQUANTIZED: ", ".join(kinds)} if kinds else {}
     config["rope_parameters"] = _rope(header, config["head_dim"], path)
+    if name == "gemma3":
+        heads, size = config["num_attention_heads"], config["head_dim"]
+        largest = config["num_hidden_layers"] == 62  # the 27B, whose scale is by the width: llama.cpp knows it so
+        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if largest else size
+        local = {"rope_type": "default", "rope_theta": 1e4}
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+        del config["hidden_act"]  # `hidden_activation`, whose default is Gemma's
     return replace(made, config=config).check()
 
 
 def _named(header: gguf.Header, path: Path) -> dict[str, gguf.Held]:
     """The tensors by transformers' names. ValueError for one that these architectures do not have."""
-    found = {}
+    found, inner = {}, INNER_OF.get(header.architecture, INNER)
     for given, held in header.tensors.items():
         if given == FACTORS:
             continue
         layer, top = _LAYER.fullmatch(given), _TOP.fullmatch(given)
-        if layer and layer[2] in INNER:
-            found[f"model.layers.{int(layer[1])}.{INNER[layer[2]]}.{layer[3]}"] = held
+        if layer and layer[2] in inner:
+            found[f"model.layers.{int(layer[1])}.{inner[layer[2]]}.{layer[3]}"] = held
         elif top and top[1] in TOP:
             found[f"{TOP[top[1]]}.{top[2]}"] = held
         else:

@@ -24,6 +24,7 @@ SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=T
 NAMES, TEXT, KEPT, LONGEST = 1 << 16, 1 << 24, 1 << 12, 1 << 26  # bytes, bytes, elements, elements
 COUNT = 1 << 20  # values, and tensors
 DIMENSIONS = 4
+PATTERNS = {"gemma3": 6}  # one layer in so many attends to all tokens, the others slide: llama.cpp knows that by name
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,11 @@ def config(header: Header, path: Path) -> dict[str, Any]:
     size = found["head_dim"] or found["hidden_size"] // found["num_attention_heads"]
     if header.of_model("attention.value_length", size) != size:
         raise ValueError(f"{path} has keys of {size} and values of another size; heads of one size are supported")
-    return found | {"head_dim": size}
+    found |= {"head_dim": size}
+    if header.architecture not in PATTERNS:
+        return found
+    window = header.of_model("attention.sliding_window")
+    return found | {"sliding_window": window, "sliding_window_pattern": PATTERNS[header.architecture]}
 
 
 def _same(value: Any, name: str, path: Path) -> Any:

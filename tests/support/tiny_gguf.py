@@ -17,6 +17,8 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "self_attn.": "attn_", "mlp.": "ffn_",
     "_proj.": ".",
 }  # fmt: skip
+GEMMA = {"pre_feedforward_layernorm": "ffn_norm", "post_attention_layernorm": "post_attention_norm",
+         "post_feedforward_layernorm": "post_ffw_norm"}  # fmt: skip
 
 
 def write(model: PreTrainedModel, path: Path, kind: Type = Type.F32, **extra: Any) -> Path:
@@ -25,9 +27,11 @@ def write(model: PreTrainedModel, path: Path, kind: Type = Type.F32, **extra: An
     extra   values beside those of the model, dots as __; None leaves one out, an array of float32 is a tensor
     """
     config = model.config
-    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    names = NAMES | (GEMMA if architecture == "gemma3" else {})
     writer = gguf.GGUFWriter(path, architecture)
     rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
     given: dict[str, Any] = {
         "general.name": f"a tiny {config.model_type}",
         f"{architecture}.block_count": config.num_hidden_layers,
@@ -42,6 +46,7 @@ def write(model: PreTrainedModel, path: Path, kind: Type = Type.F32, **extra: An
         f"{architecture}.rope.freq_base": float(rope["rope_theta"]),
         f"{architecture}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         f"{architecture}.vocab_size": config.vocab_size,
+        f"{architecture}.attention.sliding_window": config.sliding_window if architecture == "gemma3" else None,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": ["ab", *bytes_to_unicode().values()][: config.vocab_size],
         "tokenizer.ggml.merges": ["a b"],
@@ -54,7 +59,9 @@ def write(model: PreTrainedModel, path: Path, kind: Type = Type.F32, **extra: An
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             weight = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        for ours, theirs in NAMES.items():
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            weight = weight + 1
+        for ours, theirs in names.items():
             name = name.replace(ours, theirs)
         used = kind if weight.dim() > 1 else Type.F32
         writer.add_tensor(name, quants.quantize(weight.contiguous().numpy(), used), raw_dtype=used)

@@ -26,6 +26,7 @@ from kvq_runtime import KVQCache
 from kvq_runtime.artifact import gguf_mean
 from kvq_runtime.disk import gguf as header
 from kvq_runtime.errors import ArtifactError
+from kvq_runtime.geometry import Geometry
 
 TOKENS = torch.arange(96).view(2, 48) * 5 % 256
 
@@ -67,6 +68,7 @@ CASES = {
     "mistral": (Type.Q8_0, {"sliding_window": None}),
     "qwen2": (Type.Q5_0, {}),
     "qwen3": (Type.BF16, {"head_dim": 128}),  # transformers' loader does not read another size
+    "gemma3_text": (Type.Q8_0, {"head_dim": 256, "num_hidden_layers": 8, "sliding_window": 16}),
 }
 
 
@@ -82,6 +84,8 @@ def test_logits_are_those_of_transformers_own_loader(name: str, tmp_path: Path):
     torch.testing.assert_close(logits(record.load_model(files)), logits(theirs), rtol=1e-5, atol=1e-5)
     assert files.quantization == (kind.name if kind not in (Type.F16, Type.BF16) else None)
     assert files.parameters == theirs.num_parameters()
+    assert list(files.attending) == ([5] if name == "gemma3_text" else [0, 1])
+    assert Geometry.from_config(header.config(header.read(path), path)) == files.geometry
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,7 @@ def test_without_the_package_an_error_says_so(llama, tmp_path: Path, monkeypatch
 
 
 REFUSED = {
-    "gemma3": ({"general.architecture": "gemma3"}, "architecture gemma3; supported are llama, qwen2, qwen3"),
+    "gemma2": ({"general.architecture": "gemma2"}, "architecture gemma2; supported are llama, qwen2, qwen3, gemma3"),
     "experts": ({"llama.expert_count": 8}, "llama.expert_count=8, and calibration knows no llama with that"),
     "windows": ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window=4096"),
     "parts": ({"split.count": 3}, "one of 3 parts; join them first: llama-gguf-split --merge"),
@@ -183,7 +187,7 @@ def test_what_is_not_understood_is_refused(name: str, llama, tmp_path: Path):
         path = tmp_path / "model.gguf"
         if "general.architecture" in said:
             data = tiny_gguf.write(llama, path).read_bytes()
-            path.write_bytes(data.replace(b"\5\0\0\0\0\0\0\0llama", b"\6\0\0\0\0\0\0\0gemma3", 1))
+            path.write_bytes(data.replace(b"\5\0\0\0\0\0\0\0llama", b"\6\0\0\0\0\0\0\0gemma2", 1))
         else:
             tiny_gguf.write(llama, path, **said)
         models.resolve(path)
