@@ -71,9 +71,12 @@ def test_it_is_the_whole_models_full_encode(small):
         assert {**one["result"], "protocols": 0} == {**other["result"], "protocols": 0}
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma", "cohere2", "smollm3", "granite", "phi3"])
+KINDS = ["qwen3_moe", "gemma", "cohere2", "smollm3", "granite", "phi3", "gemma3_text", "olmo3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_of_other_architectures(kind: str, tmp_path: Path):
-    """Experts, scaled embeddings, attention beside the MLP, layers without RoPE, multipliers, fused projections."""
+    """Experts, scaled embeddings, attention beside the MLP, layers without RoPE or that slide, multipliers."""
     random(kind).save_pretrained(tmp_path)
     files = models.resolve(tmp_path)
     tokens = torch.randint(
