@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvq_runtime.artifact import stated
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import evaluations, events, reference, verdict
+from kvq_runtime.registry import evaluations, events, reference, verdict, webhook
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.registry.place import Place
 from kvq_runtime.registry.reference import ARTIFACT_FILE, PRODUCTION
@@ -105,7 +105,8 @@ class Registry(Place):
         overtaken = False
         for _ in range(TRIES):
             head = self.look(name)
-            if any(event in head.state.events for event in unanswered):  # the answer was lost, the event was not
+            if lost := [event for event in unanswered if event in head.state.events]:  # the answer was, they are there
+                webhook.tell(self.url, lost[-1])
                 return head.state
             change = decide(head.state)
             if change is None:
@@ -117,6 +118,7 @@ class Registry(Place):
             event = Event(len(head.state.events) + 1, name, at, change)
             written = self.write(head, head.state.apply(event), content, about, unanswered)
             if written is not None:
+                webhook.tell(self.url, event)
                 return written.state
             overtaken = overtaken or event not in unanswered
         raise Conflict(f"{self.url}: {TRIES} other changes of {name} came first; try again")

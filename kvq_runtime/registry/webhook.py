@@ -1,0 +1,69 @@
+"""Tell an address of every change of a registry: $KVQ_WEBHOOK, signed with $KVQ_WEBHOOK_SECRET.
+
+    POST {"registry": "hf://my-org", "event": {"kind": "promote", "name": "...", ...}}
+    X-KVQ-Signature-256: sha256=<HMAC-SHA256 of the body, in hexadecimal>
+    X-KVQ-Delivery: <sha256 of the body: the same if it is told twice>
+
+It is told after the change, which stands whatever comes of it: an address that does not answer is a warning.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+import urllib.error
+import urllib.request
+from urllib.parse import urlsplit
+
+from kvq_runtime.disk import strict_json
+from kvq_runtime.registry.events import Event
+from kvq_runtime.registry.reference import without_secrets
+
+ADDRESS, SECRET = "KVQ_WEBHOOK", "KVQ_WEBHOOK_SECRET"
+TRIES, SECONDS = 2, 5.0  # how often an address is asked, and how long it has each time
+_log = logging.getLogger(__name__)
+
+
+def tell(registry: str, event: Event) -> None:
+    """Tell the address, if one is set, of an event of this registry; never raises."""
+    address, secret = os.environ.get(ADDRESS), os.environ.get(SECRET, "")
+    if not address:
+        return
+    if urlsplit(address).scheme not in ("http", "https"):
+        return _log.warning("%s is no http:// or https:// address; nothing is told", ADDRESS)
+    if not secret:
+        return _log.warning("%s is set without %s, by which it is signed; nothing is told", ADDRESS, SECRET)
+    body = (strict_json.dumps({"registry": registry, "event": event.to_json()}) + "\n").encode()
+    head = {
+        "Content-Type": "application/json",
+        "X-KVQ-Signature-256": f"sha256={signature(body, secret)}",
+        "X-KVQ-Delivery": hashlib.sha256(body).hexdigest(),
+    }
+    said: Exception | None = None
+    for _ in range(TRIES):
+        try:
+            asked = urllib.request.Request(address, body, head, method="POST")
+            with _opener.open(asked, timeout=SECONDS):
+                return None
+        except (OSError, ValueError) as error:  # of which those of urllib are
+            said = error
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+    place = without_secrets(f"{urlsplit(address).scheme}://{urlsplit(address).netloc}")
+    _log.warning("%s (%s) was not told of the change, which stands: %s", ADDRESS, place, said)
+    return None
+
+
+def signature(body: bytes, secret: str) -> str:
+    """Return HMAC-SHA256 of a body in hexadecimal; compare it by `hmac.compare_digest`."""
+    return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Follow no redirect: what was signed for one address is not sent to another."""
+
+    def redirect_request(self, *given: object) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_Stay)
