@@ -1,12 +1,14 @@
 """A fingerprint knows the model that an artifact was fitted to, in every float format, and no other."""
 
+import json
+
 import pytest
 import torch
 
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.artifact.fingerprint import Fingerprint
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import Geometry, Sliding
 
 CONFIG = {
     "model_type": "qwen2",
@@ -36,6 +38,39 @@ def test_a_fingerprint_reads_old_and_new_configurations():
     scaled = stamp(rope_scaling={"type": "linear", "factor": 4})
     assert scaled.rope == {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
     assert stamp(model_type="qwen3").qk_norm and not old.qk_norm
+
+
+@pytest.mark.parametrize("given, layers", [
+    ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, [0]),
+    ({"sliding_window": 8, "sliding_window_pattern": 2}, [1]),
+    ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, [0]),
+    ({"sliding_window": 8, "max_window_layers": 1}, [0, 1]),
+    ({"sliding_window": None, "sliding_window_pattern": 2}, [0, 1]),
+])  # fmt: skip
+def test_layers_that_slide_are_no_part_of_the_shape(given, layers):
+    """As files of Gemma 3, Qwen2 and others say it; a probe is of the layer that has the place."""
+    found, sliding = stamp(**given), Sliding(1, 16, 8)
+    assert found.geometry == Geometry(len(layers), 2, 8)
+    assert torch.equal(
+        found.probes["layers.0.key.fingerprint.probe"], fingerprint.probe(weights()[layers[0], "k_proj"])
+    )
+    if len(layers) == 2:
+        assert found.attending is None and "attending" not in found.to_json()
+        return
+    assert (found.attending, found.sliding) == (tuple(layers), sliding)
+    assert fingerprint.from_json(json.loads(json.dumps(found.to_json())), found.probes).to_json() == found.to_json()
+    with pytest.raises(ArtifactError, match=r"attending is \[.\] in the model, all in the artifact"):
+        fingerprint.check_match(stamp(num_hidden_layers=1), found)
+
+
+@pytest.mark.parametrize("change", [
+    {"attending": [1, 1]}, {"attending": []}, {"attending": [-1]}, {"attending": ["0"]}, {"attending": 0},
+    {"sliding": {}}, {"sliding": {"layers": 1, "width": 16, "window": 1e9}}, {"sliding": None},
+])  # fmt: skip
+def test_layers_in_a_file_may_be_anything(change):
+    found = stamp(sliding_window=8, sliding_window_pattern=2)
+    with pytest.raises(ArtifactError, match="fingerprint"):
+        fingerprint.from_json(found.to_json() | change, found.probes)
 
 
 def test_the_same_weights_pass_in_every_float_format():

@@ -285,6 +285,17 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
     for model in (str(tmp_path), str(tmp_path / "config.json"), "32x8x128"):
         again = as_json("bytes", "aqua-2bit", "--model", model, "--tokens", "131072")[1]
         assert again["bytes"] == rows[2]["bytes"]
+    slide = config | {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 16}
+    (tmp_path / "config.json").write_text(json.dumps(slide))
+    for tokens, beside in ((256, 256), (131072, 512)):
+        stock, row = as_json("bytes", "aqua-2bit", "--model", str(tmp_path), "--tokens", tokens, "--batch", "2")
+        held, beside = row["bytes"][0], beside * 2 * 16 * 4096
+        assert held["sliding"] == beside and held["exact"] == tokens * 2 * 16 * 4096 + beside
+        assert held["total"] == sum(held["sequence"].values()) + sum(held["shared"].values()) + beside
+        assert row[f"bits at {tokens}"] == pytest.approx(16 * (held["total"] - beside) / (held["exact"] - beside), 1e-3)
+        assert stock[f"GiB at {tokens}"] == round(held["exact"] / 2**30, 3)
+    assert "Bytes of 16 layers that slide over a window of 512 tokens are in all" in kvq(
+        "bytes", "aqua-2bit", "--model", str(tmp_path))[1]  # fmt: skip
     assert "Computed from shapes, not measured: all bytes of 1 row" in kvq("bytes", "aqua-2bit")[1]
     assert len(as_json("bytes", "higgs-2bit", "--model", "all")) == 2 * len(MODELS)
     table = 2 * 1024 * 128256  # keys' and values' of a first layer by token
