@@ -16,6 +16,9 @@ from generating import stock
 from models import prompt
 from transformers import AutoModelForCausalLM
 
+from kvq_calib.evaluate import errors
+from kvq_calib.evaluate.full import FullCache
+from kvq_calib.evaluate.reads import CountedCache, counting
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.streamed import Stream
@@ -109,6 +112,33 @@ def test_what_is_fitted_serves(kind, folders, tmp_path, monkeypatch):
             ValueError, match=f"aqua-2bit undoes RoPE, but of {re.escape(files.id)} .*; use a recipe that is"
         ):
             fitted(files, tmp_path, "aqua-2bit")
+
+
+def test_layers_that_slide_are_evaluated_as_they_are(folders, tmp_path, monkeypatch):
+    """By full encode and in use: nothing is lost where all is exact, and only what a cache compresses is counted."""
+    files, ids = models.resolve(folders("gemma3_text")), prompt(2, 256, seed=1)
+    text = SimpleNamespace(tokens_BT=ids, description={"source": "random"})
+    monkeypatch.setattr(corpus, "select", lambda *given: text)
+    model = AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()
+    made, exact = fitted(files, tmp_path, "aqua-2bit")["aqua-2bit"], preset("exact")
+    losses = []
+    for recipe, tensors in ((exact, {}), (made.recipe, made.tensors)):
+        whole, steps = (
+            FullCache(recipe, model, tensors, length=256),
+            CountedCache(recipe.with_exact(0, 0), model, tensors),
+        )
+        with torch.no_grad():
+            expected = model(ids).logits
+            with counting(model, whole):
+                found = model(ids, past_key_values=whole).logits
+            with counting(model, steps):
+                parts = [model(part, past_key_values=steps).logits for part in ids.split(64, 1)]
+        losses.append([float((one - expected).norm() / expected.norm()) for one in (found, torch.cat(parts, 1))])
+        assert whole.reads.pairs == steps.reads.pairs == 2 * 2 * 256 * 257 // 2
+        assert steps.reads.decoded_pairs == 2 * 2 * 128 * 128
+    assert max(losses[0]) < 1e-5 and min(losses[1]) > 1e-3 and max(losses[1]) < 0.5, losses
+    rows = errors.by_layer(Stream(files, dtype=torch.float32), ids, {"aqua": (made.recipe, made.tensors)})["aqua"]
+    assert len(rows) == 2 and all(0 < row["attention_error_encoded"] < 0.5 for row in rows)
 
 
 def fitted(files: ModelFiles, folder: Path, *names: str) -> dict[str, Artifact]:
