@@ -5,9 +5,13 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
+from kvq_calib.cli import fleet
 from kvq_calib.cli.allocator import keep_memory
 from kvq_calib.cli.status import Status
 from kvq_calib.evaluate import gate
@@ -36,6 +40,7 @@ examples
     kvq-calibrate --model demo --recipe auto --bits 2.1         bits by layer, chosen within 2.1 per element
     kvq-calibrate --model demo --recipe auto --bits 3.25 --for vllm     among what vLLM can serve from its pages
     kvq-calibrate --model qwen2.5-7b --push hf://my-org         and publish on the Hub
+    kvq-calibrate --models list.yaml --dry-run --price 2.5      hours, memory, disk and cost of several models
     kvq-calibrate --list-models
 
 One pass over the model serves all recipes. What was fitted is measured on held-out text (perplexity, divergence,
@@ -50,11 +55,16 @@ artifact. A run that is interrupted, or killed, goes on where it was when the sa
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    return _ended(lambda: _run(parser().parse_args(given), given))
+
+
+def _ended(command: Callable[[], int]) -> int:
     extras, interrupted = "[calib]', with --prefect '[flows]', with --workers '[scale]", INTERRUPTED
-    return exit_codes.run("kvq-calibrate", lambda: _run(parser().parse_args(argv)), extras, interrupted)
+    return exit_codes.run("kvq-calibrate", command, extras, interrupted)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.version == PROGRAM:
         print(f"kvq-runtime {__version__}")
         return 0
@@ -65,7 +75,31 @@ def _run(args: argparse.Namespace) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # read when torch is imported
     keep_memory()
-    return _calibrate(args)
+    return _calibrate(args) if args.models is None else _each(args, argv)
+
+
+def _each(args: argparse.Namespace, argv: list[str]) -> int:
+    """Do what is asked of each model of a list."""
+    if args.model is not None:
+        raise ValueError("--models names the models; leave out --model")
+    every = fleet.chosen(args, fleet.commands(args.models, fleet.without(argv, fleet.OWN)))
+    parsed = {number: parser().parse_args(words) for number, words in every}
+    if args.commands:
+        fleet.print_commands(every)
+        return 0
+    if args.dry_run:
+        from kvq_calib.cli import dry_run
+
+        rows = []
+        for one in parsed.values():
+            asked, work, _ = _prepared(argparse.Namespace(**{**vars(one), "dry_run": True}))
+            rows.append(dry_run.record(asked, work))
+        fleet.plan(rows, args.price, args.json)
+        return 0
+    numbers = iter(parsed.values())
+    return fleet.run(
+        every, lambda words: _ended(lambda: _calibrate(next(numbers))), partial(exit_codes.say, "kvq-calibrate")
+    )
 
 
 def _renamed(args: argparse.Namespace) -> None:
@@ -79,30 +113,13 @@ def _renamed(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace) -> int:
     if args.list_models:
         return _list_models(args.json)
-    gate.Bounds(args.max_perplexity_ratio, args.max_kl)
-    if args.model is not None:
-        catalog.check(args.model)
-    with Status("kvq-calibrate", args.quiet) as show:
-        show("loading torch and transformers")
-        from kvq_calib.cli import dry_run, outcome
-        from kvq_calib.job import prepare
-        from kvq_calib.model import find as models
-        from kvq_calib.run import checkpoint
-        from kvq_runtime.cli.table import print_record
+    if args.only is not None or args.price is not None or args.commands:
+        raise ValueError("--only, --price and --commands are of --models FILE.yaml; give that")
+    asked, work, caution = _prepared(args)
+    from kvq_calib.cli import dry_run, outcome
+    from kvq_calib.run import checkpoint
+    from kvq_runtime.cli.table import print_record
 
-        asked = _job(args)
-        show(f"looking for the model {asked.what.model} and the text")
-        files = models.look_up(asked.what.model, asked.what.revision) if args.dry_run else None
-        work = prepare.prepare(asked, files=files)
-        if args.baseline is None:
-            asked = prepare.not_alone(asked, work)
-        notes, caution = prepare.preflight(asked, work), verdict.thin(work.plan.samples, work.plan.held_out)
-        notes += [f"CAUTION: {caution}; use more --samples"] if caution else []
-        if args.dry_run:
-            show(f"choosing {work.plan.samples} sequences of {work.plan.corpus}")
-            notes += prepare.rehearse(asked, work)
-    for note in notes:
-        exit_codes.say("kvq-calibrate", note)
     if args.dry_run:
         found = dry_run.record(asked, work)
         print_record(found if args.json else dry_run.lines(found), args.json)
@@ -124,6 +141,32 @@ def _calibrate(args: argparse.Namespace) -> int:
         for reason in made.failed:
             exit_codes.say("kvq-calibrate", f"{made.name} was not published. {reason}; it is in {made.folder}")
     return 5 if any(made.failed for made in done) else 0
+
+
+def _prepared(args: argparse.Namespace):
+    """The job, its run, and the caution that is due, after all checks; notes are printed."""
+    gate.Bounds(args.max_perplexity_ratio, args.max_kl)
+    if args.model is not None:
+        catalog.check(args.model)
+    with Status("kvq-calibrate", args.quiet) as show:
+        show("loading torch and transformers")
+        from kvq_calib.job import prepare
+        from kvq_calib.model import find as models
+
+        asked = _job(args)
+        show(f"looking for the model {asked.what.model} and the text")
+        files = models.look_up(asked.what.model, asked.what.revision) if args.dry_run else None
+        work = prepare.prepare(asked, files=files)
+        if args.baseline is None:
+            asked = prepare.not_alone(asked, work)
+        notes, caution = prepare.preflight(asked, work), verdict.thin(work.plan.samples, work.plan.held_out)
+        notes += [f"CAUTION: {caution}; use more --samples"] if caution else []
+        if args.dry_run:
+            show(f"choosing {work.plan.samples} sequences of {work.plan.corpus}")
+            notes += prepare.rehearse(asked, work)
+    for note in notes:
+        exit_codes.say("kvq-calibrate", note)
+    return asked, work, caution
 
 
 def _list_models(as_json: bool) -> int:
@@ -192,6 +235,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME|PATH|HUB-ID",
         help="a catalog name (--list-models), a folder, a .gguf file, or org/name on the Hub",
     )
+    add("--models", type=Path, metavar="FILE.yaml",
+        help="a list of models, each a name or options of its own, one after the other")  # fmt: skip
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
     add(
         "--recipe",
@@ -261,6 +306,9 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument_group("how").add_argument
     add("--prefect", action="store_true", help="run as a Prefect flow (also when PREFECT_API_URL is set)")
     add("--dry-run", action="store_true", help="check everything, print the plan, and stop")
+    add("--only", type=count, metavar="N", help="of --models the N-th alone, as one job of an array does")
+    add("--commands", action="store_true", help="of --models: print a command for each, and stop")
+    add("--price", type=float, metavar="P", help="of --models with --dry-run: of an hour of the machine")
     add("--list-models", action="store_true", help="print the catalog")
     add("--json", action="store_true", help="print JSON")
     add("--quiet", action="store_true", help="no progress bar")
