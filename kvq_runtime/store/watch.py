@@ -40,9 +40,8 @@ class Watch:
         gap_NTC = x_NTC.float() - decoded_NTC.float()
         gap_NTC = gap_NTC if codec.predictor is None else gap_NTC - codec.mean(context)
         promise = self.promises[ROLES.index(codec.role)]
-        if promise is not None:
-            return block_errors(gap_NTC, counted_NT) / promise.spread
-        return block_errors(gap_NTC, counted_NT) / own_spread(x_NTC.float(), counted_NT).clamp(min=1e-30)
+        spread = own_spread(x_NTC.float(), counted_NT).clamp(min=1e-30) if promise is None else promise.spread
+        return (block_errors(gap_NTC, counted_NT) / spread).nan_to_num(math.inf, math.inf)
 
     def beyond(self, errors_2BN: Tensor, first: int) -> list[tuple[int, int]]:
         """(role, block) of those beyond, of blocks from `first` on. RuntimeError if there are, and none may be."""
@@ -51,7 +50,7 @@ class Watch:
         found = []
         for role, (promise, errors_NB) in enumerate(zip(self.promises, errors_2BN.mT.tolist(), strict=True)):
             for number, errors_B in enumerate(errors_NB):
-                if promise is None or max(errors_B) <= promise.bound:
+                if promise is None or max(errors_B, default=0.0) <= promise.bound:
                     continue
                 if self.strict:
                     raise RuntimeError(

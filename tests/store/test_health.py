@@ -164,6 +164,22 @@ def test_padding_is_not_measured(name):
         assert one.blocks == other.blocks + 1 and one.seen[-1] == pytest.approx(other.seen[-1], rel=0.05)
 
 
+def test_a_batch_of_no_rows_has_nothing_to_tell():
+    name = "aqua-2bit"
+    cache, x = cache_of(name, Check(promise(0.0))), text(name, 4, 1)[:, :, :0]
+    feed(cache, x, 0, x.shape[3])
+    assert cache.layers[0].blocks == 4 and cache.health().blocks == 0 == cache.memory_report().beyond
+
+
+def test_what_decodes_to_no_number_is_beyond():
+    name = "mean-higgs-2bit"
+    cache, x = cache_of(name, Check(promise(1e6))), text(name, 4, 1)
+    keys = cache.codecs[0][0].tensors["predict.mean"]
+    cache.codecs[0][0]._own["predict"]["mean"] = torch.full_like(keys, math.nan)
+    feed(cache, x, 0, x.shape[3])
+    assert {(one.layer, one.role): one.beyond for one in cache.health().layers if one.beyond} == {(0, "key"): 4}
+
+
 def test_it_is_said_once(caplog):
     name = "mean-higgs-2bit"
     x, cache = text(name, 4, planted=True), cache_of(name, Check(measured(name, text(name, 4))))
