@@ -82,7 +82,8 @@ def _each(args: argparse.Namespace, argv: list[str]) -> int:
     """Do what is asked of each model of a list."""
     if args.model is not None:
         raise ValueError("--models names the models; leave out --model")
-    every = fleet.chosen(args, fleet.commands(args.models, fleet.without(argv, fleet.OWN)))
+    known = parser()._option_string_actions
+    every = fleet.chosen(args, fleet.commands(args.models, fleet.without(argv, fleet.OWN, known), known))
     parsed = {number: parser().parse_args(words) for number, words in every}
     if args.commands:
         fleet.print_commands(every)

@@ -13,7 +13,8 @@ Each entry is a command of its own, which goes on where it stopped, and does not
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ OWN = ("--models", "--only", "--price", "--commands", "--dry-run")  # which an e
 _HOURS = 3600.0
 
 
-def commands(path: Path, common: Sequence[str]) -> list[list[str]]:
+def commands(path: Path, common: Sequence[str], known: Collection[str] = ()) -> list[list[str]]:
     """The arguments of each entry's command, after those that hold for all. ValueError for a file of another form."""
     import yaml
 
@@ -34,7 +35,7 @@ def commands(path: Path, common: Sequence[str]) -> list[list[str]]:
     if not isinstance(found, list) or not found:
         raise ValueError(f"--models {path}: a list of models, each a name or options by name, is expected")
     each = [_words(path, number, entry) for number, entry in enumerate(found, 1)]
-    return [[*without(common, [word for word in own if word.startswith("--")]), *own] for own in each]
+    return [[*without(common, [word for word in own if word.startswith("--")], known), *own] for own in each]
 
 
 def _words(path: Path, number: int, entry: Any) -> list[str]:
@@ -56,11 +57,17 @@ def _words(path: Path, number: int, entry: Any) -> list[str]:
     return words
 
 
-def without(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """A command line without these options, and what stands after each up to the next."""
+def without(words: Sequence[str], options: Sequence[str], known: Collection[str] = ()) -> list[str]:
+    """A command line without these options, and what stands after each up to the next.
+
+    known   all options: one of these may be shortened
+    """
     found, left_out = list[str](), False
     for word in words:
-        left_out = word.partition("=")[0] in options if word.startswith("--") else left_out
+        name = word.partition("=")[0]
+        longer = [one for one in known if one.startswith(name)]
+        name = longer[0] if name not in known and len(longer) == 1 else name
+        left_out = name in options if word.startswith("--") else left_out
         found += [] if left_out else [word]
     return found
 
@@ -85,7 +92,11 @@ def run(every: Sequence[tuple[int, list[str]]], one: Callable[[list[str]], int],
     codes: dict[int, int] = {}
     for place, (number, words) in enumerate(every, 1):
         say(f"entry {number}, {place} of {len(every)}: {shlex.join(words)}")
-        codes[number] = one(words)
+        try:
+            codes[number] = one(words)
+        except Exception as error:  # of which no exit code is known: its traceback is told, and the list goes on
+            traceback.print_exception(error)
+            codes[number] = 1
         if codes[number] == 130:
             break
     failed = {number: code for number, code in codes.items() if code}

@@ -72,7 +72,7 @@ class FullCache(CountedCache):
         self, recipe: Recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None, *, length: int
     ):
         super().__init__(encoding_all(recipe, length), model, tensors)
-        self.blocks.encoder.together = SLAB
+        self.blocks.encoder.together, self.blocks.decoder.keep = SLAB, False  # a layer is read once
         self.inner = "kvq"  # so that a layer takes keys and values in, and leaves it to `attend` to read them
 
     def _begin(self, attention_mask: Tensor | None) -> None:

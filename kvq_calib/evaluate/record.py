@@ -200,6 +200,8 @@ def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str,
 
 def _elsewhere(protocol: Protocol, pairs: Pairs) -> dict[str, Pairs]:
     """Return what to measure on a text of another kind, by protocol."""
+    if protocol.by_layer:
+        return {FULL: pairs}
     if len(set(protocol.protocols)) < len(PROTOCOLS):
         return {name: pairs for name in protocol.protocols}
     without = {digest: pair for digest, pair in pairs.items() if full.refusal(pair[0]) is not None}

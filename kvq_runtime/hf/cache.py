@@ -166,7 +166,8 @@ class KVQCache(Cache):
                 "from_pretrained"
             )
         fingerprint.check_match(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
-        cache = cls(artifact.recipe, model, artifact.tensors, Check.of(artifact.fit, artifact.recipe.name, strict))
+        check = Check.of(artifact.fit, artifact.recipe.name, strict)
+        cache = cls(artifact.recipe, model, artifact.tensors, check if check.promises else None)
         cache.artifact = artifact
         return cache
 

@@ -149,11 +149,14 @@ class BlockFormat:
         """Bytes of a block's tensors, as many as there can be."""
         return self._longest + sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(number).values())
 
+    def usual(self) -> int:
+        """Bytes that no block's file exceeds which keeps nothing exact."""
+        return self.data_bytes(0) + 200 * (len(self._runs) + 1) + 1024 + 12 * self.recipe.window.block
+
     def largest(self) -> int:
         """Bytes that no block's file exceeds."""
-        described = 200 * (len(self._runs) + len(self._exact) + 1) + 1024 + 12 * self.recipe.window.block
-        exact = len(self._exact) * self.recipe.window.block * self.geometry.width * self.dtype.itemsize
-        return self.data_bytes(0) + exact + described
+        each = 200 + self.recipe.window.block * self.geometry.width * self.dtype.itemsize
+        return self.usual() + len(self._exact) * each
 
     def to_bytes(self, block: Block, link: Link) -> bytes:
         """The file of a block. Fields of another shape or dtype are a ValueError."""

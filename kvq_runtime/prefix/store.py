@@ -79,8 +79,8 @@ class PrefixBlocks:
         if self.format.coded:
             stream.check()
         self.budget = parse_bytes(budget)
-        if self.format.largest() > self.budget:
-            raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.largest()} bytes")
+        if self.format.usual() > self.budget:
+            raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.usual()} bytes")
         about = describe(self.format, model, tensors or {})
         digest = set_digest(about)
         self.root = chain.root(digest, salt)
@@ -204,7 +204,7 @@ class PrefixBlocks:
             )
 
     def _keep(self, token_T: Tensor, encoded: Callable[[int], Block], first: int) -> int:
-        names = chain.names(self.root, token_T, self.block)[: max(1, self.budget // self.format.largest())]
+        names = chain.names(self.root, token_T, self.block)[: max(1, self.budget // self.format.usual())]
         kept = 0
         for number, name in enumerate(names):
             if not self.shelf.has(name):

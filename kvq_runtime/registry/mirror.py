@@ -93,7 +93,7 @@ def push_to_hub(
     PermissionError or RuntimeError if the Hub refuses or does not answer.
     """
     target = parse(repo_id)
-    if not isinstance(target, Reference) or target.by != "default" or not target.registry:
+    if not isinstance(target, Reference) or target.by != "default" or not target.registry.startswith(HUB):
         raise ValueError(f"push_to_hub to {repo_id!r:.160}; use ORG/NAME, as in my-org/qwen2.5-7b-aqua-2bit")
     org, data = hub_org(target.registry) or "", artifact.to_bytes(made)
     place = f"{org}/{target.name}"

@@ -134,7 +134,7 @@ def parse(text: str | Path) -> Reference | Path:
         return replace(inner, registry=f"{HUB}{check_org(org)}")
     if isinstance(text, str) and text.startswith(BUCKET):
         root, _, rest = text.rpartition("/")
-        inner = parse(rest) if rest else None
+        inner = parse(rest) if rest and root.startswith(BUCKET) else None
         if not isinstance(inner, Reference):
             raise ValueError(
                 f"reference {without_secrets(text)!r:.160}; use s3://bucket/prefix/name, or .../name@1.2.0"

@@ -13,14 +13,14 @@ import logging
 import os
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from urllib.parse import urlsplit
 
 from kvq_runtime.disk import strict_json
 from kvq_runtime.registry.events import Event
-from kvq_runtime.registry.reference import without_secrets
 
 ADDRESS, SECRET = "KVQ_WEBHOOK", "KVQ_WEBHOOK_SECRET"
-TRIES, SECONDS = 2, 5.0  # how often an address is asked, and how long it has each time
+TRIES, SECONDS = 2, 5.0  # how often an address is asked, and how long each step of its answer may take
 _log = logging.getLogger(__name__)
 
 
@@ -29,8 +29,8 @@ def tell(registry: str, event: Event) -> None:
     address, secret = os.environ.get(ADDRESS), os.environ.get(SECRET, "")
     if not address:
         return
-    if urlsplit(address).scheme not in ("http", "https"):
-        return _log.warning("%s is no http:// or https:// address; nothing is told", ADDRESS)
+    if not _is_address(address):
+        return _log.warning("%s is no http:// or https:// address without a user; nothing is told", ADDRESS)
     if not secret:
         return _log.warning("%s is set without %s, by which it is signed; nothing is told", ADDRESS, SECRET)
     body = (strict_json.dumps({"registry": registry, "event": event.to_json()}) + "\n").encode()
@@ -39,19 +39,30 @@ def tell(registry: str, event: Event) -> None:
         "X-KVQ-Signature-256": f"sha256={signature(body, secret)}",
         "X-KVQ-Delivery": hashlib.sha256(body).hexdigest(),
     }
-    said: Exception | None = None
+    said = ""
     for _ in range(TRIES):
         try:
             asked = urllib.request.Request(address, body, head, method="POST")
             with _opener.open(asked, timeout=SECONDS):
                 return None
-        except (OSError, ValueError) as error:  # of which those of urllib are
-            said = error
-            if isinstance(error, urllib.error.HTTPError):
-                error.close()
-    place = without_secrets(f"{urlsplit(address).scheme}://{urlsplit(address).netloc}")
-    _log.warning("%s (%s) was not told of the change, which stands: %s", ADDRESS, place, said)
+        except urllib.error.HTTPError as error:
+            said = f"it answered {error.code}"
+            error.close()
+        except (OSError, ValueError, HTTPException) as error:  # whose texts may quote the address
+            reason = getattr(error, "reason", error)
+            said = reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
+    _log.warning("%s (%s) was not told of the change, which stands: %s", ADDRESS, urlsplit(address).hostname, said)
     return None
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc and parts.port != 0
+        )
+    except ValueError:
+        return False
 
 
 def signature(body: bytes, secret: str) -> str:

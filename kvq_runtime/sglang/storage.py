@@ -6,10 +6,11 @@
         "path": "/var/prefixes", "recipe": "qwen2.5-7b-aqua-2bit@production", "model": "Qwen/Qwen2.5-7B"}'
 
 SGLang's own pools stay as they are, in 16 bits: a page, keys and values of all layers of some tokens, is encoded on its
-way from the host's memory to the folder, and decoded on its way back. The keys of the pages before it tell its
-position, so that recipes which predict across layers or encode keys before RoPE are kept as all others.
+way from the host's memory to the folder, and decoded on its way back. When a page is written, the keys of those before
+it tell its position, which its blocks then hold: so recipes which predict across layers or encode keys before RoPE are
+kept as all others, and a page is found by its own key.
 
-SGLang gives no tokens, but of each page a hash of all tokens up to its end, with the request's salt. In a block file
+SGLang gives no tokens, but of each page a hash of all tokens up to its end, with the request's salt. In a block's file
 words of that hash stand in the place of the tokens: what is compared is then the hash. Pinned to SGLang 0.5.23.
 """
 
@@ -26,7 +27,9 @@ from torch import Tensor
 
 from kvq_runtime.engines import kept, source
 from kvq_runtime.engines.kept import Served
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.hf.model import rotary_of_folder
+from kvq_runtime.prefix.block_file import Block, Link
 from kvq_runtime.prefix.store import PrefixBlocks
 
 OPTION = "--hicache-storage-backend-extra-config"
@@ -60,18 +63,24 @@ class KVQStorage(HiCacheStorage):
         names = {name: extra.pop(name, None) for name in ("model", "revision", "quantization")}
         if not names["model"]:
             raise ValueError(f'KVQStorage: {OPTION} lacks "model", the served model: a folder, or an id on a Hub')
+        if ignored := sorted({"recent", "pending"} & extra.keys()):
+            raise ValueError(f"KVQStorage: {OPTION} has {', '.join(ignored)}, which SGLang decides; leave it out")
         self._settings = kept.settings(extra, OPTION, f"KVQStorage, beside {', '.join(names)}")
-        self._names, self._rank = names, (storage_config.tp_size, storage_config.tp_rank)
+        self._model, self._rank = names, (storage_config.tp_size, storage_config.tp_rank)
         self._warned = False
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the folder for the pool that pages are read from and written to."""
         super().register_mem_pool_host(mem_pool_host)
-        pool, model, revision = mem_pool_host, self._names["model"], self._names["revision"]
+        pool, model, revision = mem_pool_host, self._model["model"], self._model["revision"]
+        if pool.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(
+                f"KVQStorage: SGLang's pool holds {pool.dtype}; serve without --kv-cache-dtype, or with bfloat16"
+            )
         if pool.layout not in LAYOUTS:
             raise ValueError(f"KVQStorage: --hicache-mem-layout {pool.layout}; pages are read in {', '.join(LAYOUTS)}")
         served = Served(
-            source.config(model, revision), model, revision, pool.dtype, self._names["quantization"],
+            source.config(model, revision), model, revision, pool.dtype, self._model["quantization"],
             partial(rotary_of_folder, source.folder(model, revision) or Path(model), pool.dtype),
         )  # fmt: skip
         (store,) = kept.opened(self._settings, served, "KVQStorage", *self._rank)
@@ -94,52 +103,93 @@ class KVQStorage(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Keep pages; of each, True if it and all before it are kept now."""
-        before = self._before(extra_info)
+        """Keep pages; of each, True if it is kept now."""
+        before = None if extra_info is None else extra_info.prefix_keys
         if before is None:
+            if not self._warned:
+                self._warned = True
+                _log.warning('nothing is kept: add "hicache_storage_pass_prefix_keys": true to %s', OPTION)
             return [False] * len(keys)
-        rows = torch.cat([self._page(first) for first in self._firsts(keys, host_indices)], 2)
+        firsts = self._firsts(keys, host_indices)
+        return [self._keep(key, len(before) + place, firsts[place]) for place, key in enumerate(keys)]
+
+    def _keep(self, key: str, number: int, first: int) -> bool:
+        """Keep page `number` of a text, which lies in the pool from slot `first` on."""
+        store, names = self.store, self._names(key)
         try:
-            start, (keys_LTHD, values_LTHD) = len(before) * self._tokens, rows
-            kept_now = self.store.put(self._ids([*before, *keys]), [*keys_LTHD], [*values_LTHD], start)
+            page = self._page(first)
+            for place, name in enumerate(names):
+                if store.shelf.has(name):
+                    continue
+                rows = page[:, :, place * store.block : (place + 1) * store.block].flatten(3)
+                link = self._link(key, number * len(names) + place)
+                block = store.coder.encode(link.number, {layer: (k, v) for layer, (k, v) in enumerate(rows.unbind(1))})
+                data = store.format.to_bytes(block, link)
+                store.shelf.put(name, data)
+                store.tally["written"] += len(data)
         except (OSError, ValueError, RuntimeError) as error:  # a full disk, NaN
-            _log.warning("pages are not kept: %s", error)
-            kept_now = self.store.longest(self._ids([*before, *keys]))
-        return [kept_now >= (len(before) + number + 1) * self._tokens for number in range(len(keys))]
+            _log.warning("a page is not kept: %s", error)
+            return False
+        store.shelf.used(names)
+        return True
 
     @torch.inference_mode()
     def batch_get_v1(
         self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Decode pages into the host's pool; those behind a damaged block are not there."""
-        before = self._before(extra_info)
-        if before is None:
-            return [False] * len(keys)
-        start = len(before) * self._tokens
+        """Decode pages into the host's pool; those behind one that is damaged, or missing, are not there."""
+        blocks, start, found = list[Block](), 0, 0
+        for key in keys:
+            page = self._load(key)
+            if page is None or (found and page[0] != start + len(blocks)):
+                break
+            start, found = start if found else page[0], found + 1
+            blocks += page[1]
+        pages = [self._page(first) for first in self._firsts(keys, host_indices)[:found]]
         try:
-            blocks = self.store.load(self._ids([*before, *keys]), start=start)
-            count = len(blocks) * self.store.block // self._tokens
-            pages = [self._page(first) for first in self._firsts(keys, host_indices)[:count]]
-            if pages:
-                whole = blocks[: count * self._tokens // self.store.block]
-                for layer, k_THD, v_THD in self.store.decode(whole, start=start):
-                    for role, x_THD in enumerate((k_THD, v_THD)):
-                        for page, part in zip(pages, x_THD.split(self._tokens), strict=True):
-                            page[role, layer] = part
+            for layer, k_THD, v_THD in self.store.decode(blocks, start=start * self.store.block) if pages else ():
+                for role, x_THD in enumerate((k_THD, v_THD)):
+                    for page, part in zip(pages, x_THD.split(self._tokens), strict=True):
+                        page[role, layer] = part
         except (ValueError, RuntimeError) as error:
             _log.warning("kept pages cannot be decoded, and are computed: %s", error)
-            count = 0
-        return [number < count for number in range(len(keys))]
+            found = 0
+        return [place < found for place in range(len(keys))]
+
+    def _load(self, key: str) -> tuple[int, list[Block]] | None:
+        """The number of a page's first block in its text, and its blocks; None if one is missing, or damaged."""
+        store, blocks, first, names = self.store, list[Block](), 0, self._names(key)
+        for place, name in enumerate(names):
+            try:
+                data = store.shelf.get(name, store.format.largest())
+                if data is None:
+                    return None
+                link, block = store.format.read(data)
+                first = link.number - place
+                if link != self._link(key, link.number) or first % len(names):
+                    raise ArtifactError("chain: the file is of another page")
+            except ArtifactError as error:
+                store.tally["damaged"] += 1
+                _log.warning("a kept page is damaged, and removed: %s: %s", name, error)
+                store.shelf.drop(name)
+                return None
+            except OSError as error:
+                store.tally["unreadable"] += 1
+                _log.warning("a kept page cannot be read: %s", error)
+                return None
+            blocks.append(block)
+        store.shelf.used(names)
+        return first, blocks
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return how many of these pages, from the first on, are kept; their files are not read, so not checked."""
-        before = self._before(extra_info)
-        if before is None:
-            return 0
-        return max(0, self.store.longest(self._ids([*before, *keys])) // self._tokens - len(before))
+        for place, key in enumerate(keys):
+            if not all(map(self.store.shelf.has, self._names(key))):
+                return place
+        return len(keys)
 
     def exists(self, key: str) -> bool:
-        return self.batch_exists([key], HiCacheStorageExtraInfo([])) == 1
+        return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
         raise NotImplementedError('a page alone has no position: "interface_v1": 1')
@@ -163,22 +213,17 @@ class KVQStorage(HiCacheStorage):
     def _tokens(self) -> int:
         return self.mem_pool_host.page_size
 
-    def _before(self, extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str] | None:
-        """The keys of the pages before; None, with a warning, where SGLang does not tell them."""
-        found = None if extra_info is None else extra_info.prefix_keys
-        if found is None and not self._warned:
-            self._warned = True
-            _log.warning('nothing is kept: add "hicache_storage_pass_prefix_keys": true to %s', OPTION)
-        return found
+    def _names(self, key: str) -> list[str]:
+        """The names of the blocks of a page."""
+        count = self._tokens // self.store.block
+        return [sha256(f"kvq page\0{self.store.root}\0{key}\0{place}".encode()).hexdigest() for place in range(count)]
 
-    def _ids(self, keys: Sequence[str]) -> list[int]:
-        """What stands in the place of the tokens of pages: words of 16 bits of each key's hash, over and over."""
-        found: list[int] = []
-        for key in keys:
-            digest = sha256(key.encode()).digest()
-            words = [int.from_bytes(digest[place : place + 2], "little") for place in range(0, len(digest), 2)]
-            found += [words[place % len(words)] for place in range(self._tokens)]
-        return found
+    def _link(self, key: str, number: int) -> Link:
+        """The place of block `number` of a text, in a page of this key; words of its hash stand for the tokens."""
+        digest = sha256(key.encode())
+        words = [int.from_bytes(digest.digest()[place : place + 2], "little") for place in range(0, 32, 2)]
+        tokens = tuple(words[place % len(words)] for place in range(self.store.block))
+        return Link(self.store.root, digest.hexdigest(), number, tokens)
 
     def _firsts(self, keys: Sequence[str], host_indices: Tensor) -> list[int]:
         """The first slot of each page in the host's pool."""

@@ -63,8 +63,9 @@ class Promise:
     @staticmethod
     def read(stated: Any) -> "Promise":
         """From an artifact's JSON. Raises ArtifactError for what is no promise."""
-        numbers = [stated.get("spread"), *stated.get("quantiles", ())] if isinstance(stated, Mapping) else []
-        good = all(isinstance(one, (int, float)) and 0 <= one < math.inf for one in numbers)
+        ranked = stated.get("quantiles") if isinstance(stated, Mapping) else None
+        numbers = [stated["spread"], *ranked] if isinstance(ranked, list) and "spread" in stated else []
+        good = all(isinstance(one, (int, float)) and 0 <= one < 1e300 for one in numbers)
         if len(numbers) != 1 + len(QUANTILES) or not good or not numbers[0] or type(stated.get("blocks")) is not int:
             raise ArtifactError(f"fit: promise {stated!r:.80}; a spread above 0, blocks, {len(QUANTILES)} quantiles")
         return Promise(numbers[0], stated["blocks"], tuple(numbers[1:]))

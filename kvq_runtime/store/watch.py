@@ -72,8 +72,9 @@ class Watch:
         return bool(beyond)
 
     def adopt(self, count: int, exact: tuple[dict[int, Tensor], dict[int, Tensor]], rows: int) -> None:
-        """Begin with blocks that were encoded elsewhere, some of them with their exact tokens."""
-        self.exact = exact
+        """Begin with blocks that were encoded elsewhere, some of them with their exact tokens; told, where codes alone
+        are read, and not held."""
+        self.exact = exact if self.keeps else ({}, {})
         self._errors = [torch.full((2, rows), math.nan) for _ in range(count)]
         for role, blocks in enumerate(exact):
             for number in blocks:
@@ -105,7 +106,7 @@ class Watch:
 
     def health(self) -> Iterator["LayerHealth"]:
         """Of keys and of values."""
-        errors_2NB = torch.stack(self._errors, 1).tolist() if self._errors else [[], []]
+        errors_2NB = torch.stack([one.cpu() for one in self._errors], 1).tolist() if self._errors else [[], []]
         for role, (promise, blocks) in enumerate(zip(self.promises, errors_2NB, strict=True)):
             errors = [error for row in blocks for error in row]
             beyond = sum(error > promise.bound for error in errors) if promise is not None else 0

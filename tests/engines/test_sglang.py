@@ -6,6 +6,7 @@
 import json
 import logging
 import queue
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,13 @@ pytest.importorskip("sglang", reason="SGLang is in an environment of its own: ma
 import fitted
 import no_torchvision  # noqa: F401, before SGLang
 import torch
-from sglang.srt.managers.cache_controller import HiCacheController, PrefetchOperation, StorageOperation
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
+    HybridCacheController,
+    PrefetchOperation,
+    StorageOperation,
+)
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -29,7 +34,6 @@ from kvq_runtime.artifact import artifact, fingerprint
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.engines import source
 from kvq_runtime.hf.model import rotary_of_folder
-from kvq_runtime.prefix import chain
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.recipe import preset
 from kvq_runtime.sglang import storage
@@ -46,14 +50,14 @@ class Server:
     def __init__(
         self, folder: Path, recipe: str, layout: str = "page_first", rank: int = 0, ranks: int = 1, **more: Any
     ):
-        heads, page = HEADS // ranks, more.pop("page", PAGE)
-        device = [torch.zeros(1, heads, SIZE, dtype=torch.bfloat16) for _ in range(LAYERS)]
+        heads, page, dtype = HEADS // ranks, more.pop("page", PAGE), more.pop("dtype", torch.bfloat16)
+        device = [torch.zeros(1, heads, SIZE, dtype=dtype) for _ in range(LAYERS)]
         pointers = torch.zeros(LAYERS, dtype=torch.uint64)
         info = MHABufferInfo(
             buffers=KVBuffers(
                 k=tuple(device), v=tuple(device), k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD
             ),
-            page_size=page, head_num=heads, head_dim=SIZE, v_head_dim=SIZE, dtype=torch.bfloat16,
+            page_size=page, head_num=heads, head_dim=SIZE, v_head_dim=SIZE, dtype=dtype,
             device=torch.device("cpu"),
         )  # fmt: skip
         self.pool = MHATokenToKVPoolHost(
@@ -67,14 +71,15 @@ class Server:
         config = HiCacheStorageConfig(
             rank, ranks, 0, 1, 0, 1, False, False, layout == "page_first", "demo", extra_config=extra
         )
-        controller = HiCacheController.__new__(HiCacheController)  # without its threads and groups of processes
+        controller = HybridCacheController.__new__(HybridCacheController)  # without its threads and processes
         controller.page_size, controller.storage_host_pool = page, self.pool
         controller.storage_backend = StorageBackendFactory.create_backend("dynamic", config, self.pool)
         controller.storage_backend.register_mem_pool_host(self.pool)
         controller.page_get_func, controller.page_set_func = (
             controller._page_get_zero_copy, controller._page_set_zero_copy
         )  # fmt: skip
-        controller.prefetch_sync_queue = queue.Queue()
+        controller.prefetch_sync_queue, controller.storage_config = queue.Queue(), config
+        controller.mem_pool_host = SimpleNamespace(layout_lease=nullcontext)
         self.controller, self.backend = controller, controller.storage_backend
 
     def keep(self, tokens: list[int], rows_2LTHD: Tensor, prefix: int = 0) -> int:
@@ -90,14 +95,21 @@ class Server:
         return prefix + operation.completed_tokens
 
     def find(self, tokens: list[int], prefix: int = 0) -> tuple[int, Tensor]:
-        """How many tokens SGLang finds and loads of these after `prefix`, and the rows that are in the pool then."""
+        """How many tokens SGLang finds and loads of these after `prefix`, and the rows that are in the pool then.
+
+        Where it finds, it tells the keys of the last node's ancestors, without that node's own, and none at the root.
+        """
         keys = get_storage_hash_str(tokens, None, page_size=self.pool.page_size)
         before = prefix // self.pool.page_size
         last = keys[before - 1] if before else None
-        operation = PrefetchOperation("one", tokens[prefix:], last, keys[:before])
+        operation = PrefetchOperation(SimpleNamespace(rid="one"), tokens[prefix:], last, keys[: max(0, before - 1)])
         operation.hash_value, hit = self.controller._storage_hit_query(operation)
         operation.host_indices = self._slots(hit)
-        loaded = self.controller._page_transfer(operation) * self.pool.page_size
+        self.controller._page_transfer(operation)
+        loaded = 0
+        while not self.controller.prefetch_sync_queue.empty():
+            ack = self.controller.prefetch_sync_queue.get()
+            loaded = max(loaded, ack.completed_tokens or 0)
         pages = [self.backend._page(slot) for slot in operation.host_indices[: loaded : self.pool.page_size].tolist()]
         return loaded, torch.cat(pages, 2) if pages else torch.empty(2, LAYERS, 0, HEADS, SIZE)
 
@@ -165,9 +177,12 @@ def test_numbers_are_the_stores_own(name: str, aqua: str, rows: Tensor, tmp_path
     assert found == 2 * PAGE and torch.equal(loaded, decoded(recipe, rows)[:, :, 3 * PAGE :])
 
 
-def test_other_tokens_and_later_pages_alone_are_not_found(rows: Tensor, tmp_path: Path):
+def test_other_tokens_and_other_recipes_are_not_found(rows: Tensor, tmp_path: Path):
     server = Server(tmp_path, "exact")
-    assert server.keep(TOKENS, rows, 2 * PAGE) == 2 * PAGE, "pages whose beginning is not kept could not be found"
+    assert server.keep(TOKENS, rows, 2 * PAGE) == len(TOKENS)
+    assert Server(tmp_path, "exact").find(TOKENS)[0] == 0, "the first page is not kept"
+    found, loaded = Server(tmp_path, "exact").find(TOKENS, 2 * PAGE)
+    assert found == 3 * PAGE and torch.equal(loaded, rows[:, :, 2 * PAGE :])
     assert server.keep(TOKENS, rows) == len(TOKENS)
     other = [*TOKENS[: 2 * PAGE], 7, *TOKENS[2 * PAGE + 1 :]]
     assert Server(tmp_path, "exact").find(other)[0] == 2 * PAGE
@@ -177,8 +192,7 @@ def test_other_tokens_and_later_pages_alone_are_not_found(rows: Tensor, tmp_path
 def test_a_damaged_page_ends_what_is_loaded_and_is_written_again(rows: Tensor, tmp_path: Path):
     server = Server(tmp_path, "exact")
     server.keep(TOKENS, rows)
-    keys, store = get_storage_hash_str(TOKENS, None, page_size=PAGE), server.backend.store
-    third = chain.names(store.root, chain.token_row(server.backend._ids(keys)), PAGE)[2]
+    (third,) = server.backend._names(get_storage_hash_str(TOKENS, None, page_size=PAGE)[2])
     (path,) = (path for path in tmp_path.rglob("*") if path.name.startswith(third))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -203,7 +217,7 @@ def test_what_is_not_finite_and_a_full_disk_keep_what_was_before(rows: Tensor, t
     server = Server(tmp_path, "exact")
     broken = rows.clone()
     broken[0, 3, 4 * PAGE + 5] = float("nan")
-    assert server.keep(TOKENS, broken) == 0, "SGLang keeps no part of a batch of pages that failed"
+    assert server.keep(TOKENS, broken) == 0, "SGLang takes no part of a batch of pages that failed for kept"
     assert "NaN" in caplog.text and Server(tmp_path, "exact").find(TOKENS)[0] == 4 * PAGE
 
     def full(name: str, data: bytes) -> None:
@@ -219,12 +233,11 @@ def test_without_the_keys_before_nothing_is_kept_and_it_is_said_once(rows: Tenso
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert server.backend.batch_set_v1(["a"], page, None) == [False]
-            assert server.backend.batch_get_v1(["a"], page, SimpleNamespace(prefix_keys=None)) == [False]
-            assert server.backend.batch_exists(["a"], None) == 0
     assert caplog.text.count("hicache_storage_pass_prefix_keys") == 1
 
 
 @pytest.mark.parametrize(("recipe", "more", "message"), [
+    ("exact", {"recent": 3}, "SGLang decides"), ("exact", {"dtype": torch.uint8}, "--kv-cache-dtype"),
     ("exact", {"model": None}, 'lacks "model"'), ("exact", {"salt": "x"}, "has salt"),
     ("exact", {"interface_v1": 0}, "interface_v1"), ("exact", {"page": 64}, "--page-size 128"),
     ("subkv-2bit", {}, "KVQStorage, recipe subkv-2bit"), ("aqua-2bit", {}, "has to be fitted"),

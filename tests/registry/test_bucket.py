@@ -179,8 +179,10 @@ def test_a_publish_that_dies_before_its_event_leaves_the_old_state_and_gc_its_bl
         with pytest.raises(KeyboardInterrupt):
             store.publish(NAME, tiny.data(1))
     assert list(store.state(NAME).versions) == ["1.0.0"]
-    (note,) = upkeep.examine(store)
-    assert (note.level, note.what) == ("note", "no event names it")
+    store._put(f"{store.root}/blobs/sha256/README", b"not ours")
+    foreign, note = upkeep.examine(store)
+    assert (foreign.what, note.level, note.what) == ("not a blob", "note", "no event names it")
+    store.remove(f"{store.root}/blobs/sha256/README")
     assert upkeep.collect(store, 3600) == [] and upkeep.collect(store, -1, dry_run=True) == [note.path]
     assert upkeep.collect(store, -1) == [note.path] and upkeep.examine(store) == []
     assert store.publish(NAME, tiny.data(1)).version == "1.0.1"
@@ -207,6 +209,8 @@ def test_mirrors_and_the_command(store: BucketRegistry, tmp_path, capsys):
                   ["copy", "--all", URL, (tmp_path / "back").as_uri()]):  # fmt: skip
         assert cli.main(words) == 0, (words, capsys.readouterr())
     assert LocalRegistry(tmp_path / "back").state(NAME).at("production") == "1.0.0"
+    assert cli.main(["copy", "--all", f"{URL}/{NAME}", (tmp_path / "one").as_uri()]) == 0
+    assert len(LocalRegistry(tmp_path / "one").state(NAME).versions) == 2
     said = capsys.readouterr().out
     assert "1.0.0" in said and f"nothing is wrong with {URL}" in said
 
@@ -214,6 +218,10 @@ def test_mirrors_and_the_command(store: BucketRegistry, tmp_path, capsys):
 def test_what_goes_wrong_is_a_sentence(store: BucketRegistry, system, monkeypatch, capsys):
     with pytest.raises(RuntimeError, match="no such bucket"):
         BucketRegistry("elsewhere/x").check_writable()
+    with pytest.raises(NotFound, match="no such bucket"):
+        BucketRegistry("elsewhere/x").names()
+    with pytest.raises(ValueError, match="use s3://bucket"):
+        parse("s3://models")
     store.check_writable()
     for url in ("s3://", "s3://A", "s3://models/../x", "s3://models//x"):
         with pytest.raises(ValueError, match=r"use s3://bucket"):

@@ -86,11 +86,13 @@ def test_a_change_stands_whatever_comes_of_it(code: int, listener: Listener, tmp
 
 @pytest.mark.parametrize(("name", "value", "said"), [
     ("KVQ_WEBHOOK_SECRET", "", "without KVQ_WEBHOOK_SECRET"), ("KVQ_WEBHOOK", "file:///etc/passwd", "no http:// or"),
+    ("KVQ_WEBHOOK", "https://user:hidden@host/x", "without a user"), ("KVQ_WEBHOOK", "http://[::1/x", "no http:// or"),
+    ("KVQ_WEBHOOK", "http://host:abc/", "no http:// or"),
 ])  # fmt: skip
 def test_without_a_secret_or_an_address_nothing_is_told(name, value, said, listener, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv(name, value)
     LocalRegistry(tmp_path).publish(NAME, tiny.data())
-    assert not listener.heard and said in caplog.text
+    assert not listener.heard and said in caplog.text and "hidden" not in caplog.text
 
 
 def test_an_address_where_nobody_listens(tmp_path, caplog, monkeypatch):

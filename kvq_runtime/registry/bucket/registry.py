@@ -191,7 +191,8 @@ class BucketRegistry(Registry):
         with self._told():
             try:
                 return sorted(self._system().ls(folder, detail=False, refresh=True))
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                self._missing(error)
                 return []
 
     def details(self, folder: str) -> Iterator[tuple[str, int, float]]:
@@ -199,11 +200,16 @@ class BucketRegistry(Registry):
         with self._told():
             try:
                 found = self._system().ls(folder, detail=True, refresh=True)
-            except FileNotFoundError:
-                return
+            except FileNotFoundError as error:
+                return self._missing(error)
         yield from (
             (one["name"], one["size"], one["LastModified"].timestamp()) for one in found if one["type"] == "file"
         )
+
+    def _missing(self, error: FileNotFoundError) -> None:
+        """Raise NotFound where it is the bucket that is missing."""
+        if "NoSuchBucket" in f"{error} {error.__cause__!r}" or "bucket does not exist" in str(error):
+            raise NotFound(f"{self.url}: there is no such bucket") from None
 
     def content(self, key: str, limit: int) -> bytes:
         """All of a small object. NotFound: there is none; ArtifactError: it is longer than the limit."""
@@ -230,12 +236,13 @@ class BucketRegistry(Registry):
 
     def _system(self) -> Any:
         process = os.getpid()
-        if process not in _systems:
+        found = _systems.get(process)
+        if found is None:
             import fsspec
 
-            _systems.clear()
-            _systems[process] = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
-        return _systems[process]
+            found = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+            _systems[process] = found
+        return found
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -248,7 +255,7 @@ class BucketRegistry(Registry):
             ) from None
         except PermissionError as error:
             raise PermissionError(f"{self.url}: the store refuses: {error}") from None
-        except (FileNotFoundError, FileExistsError, ArtifactError, RuntimeError):
+        except (FileNotFoundError, FileExistsError, ArtifactError, NotFound, RuntimeError):
             raise
         except OSError as error:
             raise RuntimeError(f"{self.url}: {error}") from None

@@ -46,7 +46,7 @@ def test_commands_are_the_entries_after_what_holds_for_all(model: Path, given: l
          "--seq-len", "192", "--held-out", "1"],
         [*text, "--seq-len", "128", "--no-eval", "--model", str(model), "--recipe", "aqua-3bit", "--no-publish"],
     ], "what an entry says stands in the place of what holds for all"  # fmt: skip
-    assert cli.main([given[0], *given[1:], "--commands", "--only", "2"]) == 0
+    assert cli.main([*given[:4], "--seq", "128", *given[6:], "--comm", "--onl", "2"]) == 0, "also where shortened"
     assert shlex.split(capsys.readouterr().out) == lines[1]
 
 
