@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env real-model gemma3-270m browser demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-s3 test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env real-model gemma3-270m browser demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-bucket test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -150,7 +150,7 @@ build/s3/.installed: Makefile $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade --target build/s3 -c constraints.txt 's3fs>=2025.3' 'moto[server]==5.2.5'
 	@touch $@
 
-test-s3: build/s3/.installed ## keep a registry in a bucket of moto's S3, on loopback
+test-bucket: build/s3/.installed ## keep a registry in a bucket of moto's S3, on loopback
 	PYTHONPATH=build/s3 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 0 -W default $(PYTEST_ARGS) tests/registry/test_bucket.py
 
 # Beside .venv likewise; what it also asks for is there.

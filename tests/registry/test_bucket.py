@@ -1,4 +1,4 @@
-"""A registry in a bucket keeps what a folder keeps: moto's S3 on loopback. `make test-s3`."""
+"""A registry in a bucket keeps what a folder keeps: moto's S3 on loopback. `make test-bucket`."""
 
 import threading
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from hashlib import sha256
 
 import pytest
 
-pytest.importorskip("s3fs", reason="s3fs and moto are in an environment of their own: make test-s3")
-pytest.importorskip("moto", reason="s3fs and moto are in an environment of their own: make test-s3")
+pytest.importorskip("s3fs", reason="s3fs and moto are in an environment of their own: make test-bucket")
+pytest.importorskip("moto", reason="s3fs and moto are in an environment of their own: make test-bucket")
 
 import s3fs
 import tiny_artifact as tiny

@@ -19,7 +19,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from kvq_runtime.artifact import header, stated
-from kvq_runtime.disk import faults, files
+from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import evaluations, events, reference
 from kvq_runtime.registry.events import Event, State, Version
@@ -122,7 +122,6 @@ class BucketRegistry(Registry):
         with files.draft(kept.parent) as (draft, file):
             for start in range(0, size, PIECE):
                 file.write(self._range(key, start, min(start + PIECE, size)))
-                faults.point("bucket.piece")
             file.flush()
             found = files.digest(draft)
             if found != (sha256, size):
@@ -150,11 +149,9 @@ class BucketRegistry(Registry):
         self.look(name)
         for data in content.values():
             self._put(self.blob(hash_of(data).hexdigest()), data)
-            faults.point("bucket.blob")
 
     def finish(self, name: str, version: Version | None = None, content: Mapping[str, bytes] | None = None) -> None:
         """Write blobs again that gc took before their event."""
-        faults.point("bucket.event")
         kept = set(self.keys(f"{self.root}/blobs/sha256")) if content else set()
         for data in (content or {}).values():
             key = self.blob(hash_of(data).hexdigest())
