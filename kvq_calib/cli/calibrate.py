@@ -97,10 +97,8 @@ def _each(args: argparse.Namespace, argv: list[str]) -> int:
             rows.append(dry_run.record(asked, work))
         fleet.plan(rows, args.price, args.json)
         return 0
-    numbers = iter(parsed.values())
-    return fleet.run(
-        every, lambda words: _ended(lambda: _calibrate(next(numbers))), partial(exit_codes.say, "kvq-calibrate")
-    )
+    say = partial(exit_codes.say, "kvq-calibrate")
+    return fleet.run(every, lambda number: _ended(lambda: _calibrate(parsed[number])), say)
 
 
 def _renamed(args: argparse.Namespace) -> None:

@@ -87,13 +87,13 @@ def print_commands(every: Sequence[tuple[int, list[str]]]) -> None:
         print(shlex.join(["kvq-calibrate", *words]))
 
 
-def run(every: Sequence[tuple[int, list[str]]], one: Callable[[list[str]], int], say: Callable[[str], None]) -> int:
+def run(every: Sequence[tuple[int, list[str]]], one: Callable[[int], int], say: Callable[[str], None]) -> int:
     """Do each entry, whatever comes of the others; the first exit code that is not 0. Ctrl-C ends the list."""
     codes: dict[int, int] = {}
     for place, (number, words) in enumerate(every, 1):
         say(f"entry {number}, {place} of {len(every)}: {shlex.join(words)}")
         try:
-            codes[number] = one(words)
+            codes[number] = one(number)
         except Exception as error:  # of which no exit code is known: its traceback is told, and the list goes on
             traceback.print_exception(error)
             codes[number] = 1

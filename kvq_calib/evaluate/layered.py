@@ -16,26 +16,19 @@ import torch
 from torch import Tensor
 
 from kvq_calib.evaluate import perplexity
-from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
 from kvq_calib.evaluate.perplexity import PART, REFERENCE, Score, Windows
-from kvq_calib.evaluate.reads import answering
-from kvq_calib.model.files import ModelFiles
+from kvq_calib.evaluate.reads import CountedCache, answering
 from kvq_calib.model.streamed import Stream
 
 ONLY_FULL = "windows went through the model one layer at a time, which is done by full encode alone"
-
-
-def whole_bytes(files: ModelFiles, dtype: torch.dtype) -> int:
-    """The bytes of the whole model in memory."""
-    return files.weight_bytes * dtype.itemsize // files.dtype.itemsize
 
 
 @torch.inference_mode()
 def scores(
     stream: Stream,
     tokens_BT: Tensor,
-    caches: Mapping[str, Callable[[], FullCache]],
+    caches: Mapping[str, Callable[[], CountedCache]],
     rows: int | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
     ledger: Ledger = NOWHERE,
@@ -78,11 +71,11 @@ def scores(
     return found
 
 
-State = tuple[Tensor, FullCache | None]  # hidden states [B, T, E] on the CPU, and the cache that they are of
+State = tuple[Tensor, CountedCache | None]  # hidden states [B, T, E] on the CPU, and the cache that they are of
 
 
 def _pass(
-    stream: Stream, tokens_BT: Tensor, caches: Mapping[str, Callable[[], FullCache]], names: list[str]
+    stream: Stream, tokens_BT: Tensor, caches: Mapping[str, Callable[[], CountedCache]], names: list[str]
 ) -> dict[str, State]:
     """What goes through the layers, of some windows: the 16-bit model, and caches by name."""
     embedded = stream.embed(tokens_BT.long()).cpu()

@@ -17,7 +17,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -102,7 +101,7 @@ def _kind(files: ModelFiles, device: str) -> torch.dtype:
 
 def whole_bytes(files: ModelFiles, device: str, dtype: torch.dtype | None = None) -> int:
     """The bytes of the whole model as an evaluation loads it."""
-    return layered.whole_bytes(files, dtype or _kind(files, device))
+    return files.weight_bytes * (dtype or _kind(files, device)).itemsize // files.dtype.itemsize
 
 
 def fits(files: ModelFiles, device: str, dtype: torch.dtype | None = None) -> bool:
@@ -219,9 +218,7 @@ def _scores(files, tokens_BT: Tensor, pairs: Pairs, protocol: Protocol, device: 
         left = {digest: pair for digest, pair in pairs.items() if full.refusal(pair[0]) is None}
         beside = len(protocol.protocols) - 1  # in use is not measured
         progress(tokens_BT.numel() * (len(pairs) - len(left) + beside * (len(pairs) + 1)))
-        caches = {
-            digest: partial(FullCache, *pair[:1], stream.blank, pair[1], length=length) for digest, pair in left.items()
-        }
+        caches = {digest: _cache(FULL, stream.blank, *pair, length) for digest, pair in left.items()}
         scored = layered.scores(stream, tokens_BT, caches, protocol.rows, progress, ledger.within(encoded=FULL))
         return (
             {name: scored if name == FULL else {} for name in PROTOCOLS if name in protocol.protocols},

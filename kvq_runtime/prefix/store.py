@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from kvq_runtime.store.promise import Check
 FORMAT = 1  # of names, folders and files; another one finds nothing of it
 LARGEST_BLOCK = 1 << 14  # tokens, whose ids stand in the header of a file
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class PrefixBlocks:
@@ -189,7 +191,8 @@ class PrefixBlocks:
         names = chain.names(self.root, token_T, self.block)
         count = start // self.block
         for number in range(count, len(names)):
-            block = self._get(names[number], self._link(names, token_T, number))
+            parse = partial(self.format.from_bytes, link=self._link(names, token_T, number))
+            block = self.read(names[number], f"block {number} of a kept prefix", parse)
             if block is None:
                 break
             count = number + 1
@@ -210,11 +213,7 @@ class PrefixBlocks:
             if not self.shelf.has(name):
                 if number < first:
                     break  # what follows could not be found
-                block = encoded(number)
-                data = self.format.to_bytes(block, self._link(names, token_T, number))
-                self.tally["beyond"] += len(block.exact)
-                self.shelf.put(name, data)
-                self.tally["written"] += len(data)
+                self.write(name, encoded(number), self._link(names, token_T, number))
             kept = number + 1
         self.shelf.used(names[:kept])
         return kept * self.block
@@ -223,21 +222,30 @@ class PrefixBlocks:
         span = slice(number * self.block, (number + 1) * self.block)
         return Link(self.root, names[number - 1] if number else self.root, number, tuple(token_T[span].tolist()))
 
-    def _get(self, name: str, link: Link) -> Block | None:
+    def write(self, name: str, block: Block, link: Link) -> None:
+        """Put a block on the shelf, and count it."""
+        data = self.format.to_bytes(block, link)
+        self.tally["beyond"] += len(block.exact)
+        self.shelf.put(name, data)
+        self.tally["written"] += len(data)
+
+    def read(self, name: str, what: str, parse: Callable[[bytes], T]) -> T | None:
+        """What `parse` makes of a file of the shelf, and counts it; None: it is missing, unreadable, or damaged, which
+        the log says of `what`."""
         try:
             data = self.shelf.get(name, self.format.largest())
             if data is None:
                 return None
-            block = self.format.from_bytes(data, link)
+            found = parse(data)
             self.tally["read"] += len(data)
-            return block
+            return found
         except ArtifactError as error:
             self.tally["damaged"] += 1
-            _log.warning("block %d of a kept prefix is damaged, and removed: %s: %s", link.number, name, error)
+            _log.warning("%s is damaged, and removed: %s: %s", what, name, error)
             self.shelf.drop(name)
         except OSError as error:
             self.tally["unreadable"] += 1
-            _log.warning("block %d of a kept prefix cannot be read: %s", link.number, error)
+            _log.warning("%s cannot be read: %s", what, error)
         return None
 
 

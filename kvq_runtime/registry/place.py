@@ -70,12 +70,14 @@ class Place(ABC):
     def look(self, name: str) -> Head:
         """What stands there now, never from a cache; empty if it is not visible."""
 
-    @abstractmethod
     def read(self, name: str, commit: str = "") -> Head:
         """What stands there, from a cache where the place does not answer, or stood there at a commit.
 
-        Raises ValueError for a commit if the place has none.
+        Raises ValueError for a commit if the place has none, as here.
         """
+        if commit:
+            raise ValueError(f"{self.url} has no commits, and {commit} is one; use a version, as in {name}@1.2.0")
+        return self.look(name)
 
     @abstractmethod
     def write(

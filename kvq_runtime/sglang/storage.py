@@ -124,9 +124,7 @@ class KVQStorage(HiCacheStorage):
                 rows = page[:, :, place * store.block : (place + 1) * store.block].flatten(3)
                 link = self._link(key, number * len(names) + place)
                 block = store.coder.encode(link.number, {layer: (k, v) for layer, (k, v) in enumerate(rows.unbind(1))})
-                data = store.format.to_bytes(block, link)
-                store.shelf.put(name, data)
-                store.tally["written"] += len(data)
+                store.write(name, block, link)
         except (OSError, ValueError, RuntimeError) as error:  # a full disk, NaN
             _log.warning("a page is not kept: %s", error)
             return False
@@ -158,27 +156,21 @@ class KVQStorage(HiCacheStorage):
 
     def _load(self, key: str) -> tuple[int, list[Block]] | None:
         """The number of a page's first block in its text, and its blocks; None if one is missing, or damaged."""
-        store, blocks, first, names = self.store, list[Block](), 0, self._names(key)
+        blocks, first, names = list[Block](), 0, self._names(key)
+
+        def parse(data: bytes, place: int) -> tuple[Link, Block]:
+            link, block = self.store.format.read(data)
+            if link != self._link(key, link.number) or (link.number - place) % len(names):
+                raise ArtifactError("chain: the file is of another page")
+            return link, block
+
         for place, name in enumerate(names):
-            try:
-                data = store.shelf.get(name, store.format.largest())
-                if data is None:
-                    return None
-                link, block = store.format.read(data)
-                first = link.number - place
-                if link != self._link(key, link.number) or first % len(names):
-                    raise ArtifactError("chain: the file is of another page")
-            except ArtifactError as error:
-                store.tally["damaged"] += 1
-                _log.warning("a kept page is damaged, and removed: %s: %s", name, error)
-                store.shelf.drop(name)
+            found = self.store.read(name, "a kept page", partial(parse, place=place))
+            if found is None:
                 return None
-            except OSError as error:
-                store.tally["unreadable"] += 1
-                _log.warning("a kept page cannot be read: %s", error)
-                return None
-            blocks.append(block)
-        store.shelf.used(names)
+            first = found[0].number - place
+            blocks.append(found[1])
+        self.store.shelf.used(names)
         return first, blocks
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
@@ -191,17 +183,11 @@ class KVQStorage(HiCacheStorage):
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
-        raise NotImplementedError('a page alone has no position: "interface_v1": 1')
-
-    def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> Any:
+    def _alone(self, *given: Any, **named: Any) -> Any:
+        """Raise NotImplementedError: what SGLang asks without "interface_v1", which `__init__` demands."""
         raise NotImplementedError('pages alone have no position: "interface_v1": 1')
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        raise NotImplementedError('a page alone has no position: "interface_v1": 1')
-
-    def batch_set(self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
-        raise NotImplementedError('pages alone have no position: "interface_v1": 1')
+    get = batch_get = set = batch_set = _alone
 
     def clear(self) -> None:
         """Nothing: other servers use the folder, whose budget bounds it; `kvq prefix gc` empties it."""

@@ -3,13 +3,11 @@
 import hashlib
 import hmac
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import tiny_artifact as tiny
-from webhook import free_port
+from webhook import free_port, posted_to
 
 from kvq_runtime.registry.local.registry import LocalRegistry
 
@@ -27,27 +25,14 @@ class Listener:
 def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
     found = Listener()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            found.heard.append((dict(self.headers), self.rfile.read(int(self.headers["Content-Length"]))))
-            code = found.answers.pop(0) if found.answers else 200
-            self.send_response(code)
-            if code == 307:
-                self.send_header("Location", f"http://127.0.0.1:{server.server_port}/elsewhere")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    def hear(headers: dict[str, str], body: bytes) -> int:
+        found.heard.append((headers, body))
+        return found.answers.pop(0) if found.answers else 200
 
-        def log_message(self, *given):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setenv("KVQ_WEBHOOK", f"http://127.0.0.1:{server.server_port}/hook?token=hidden")
+    with posted_to(hear) as address:
+        monkeypatch.setenv("KVQ_WEBHOOK", f"{address}hook?token=hidden")
         monkeypatch.setenv("KVQ_WEBHOOK_SECRET", SECRET)
         yield found
-        server.shutdown()
-        thread.join()
 
 
 def test_every_change_is_told_and_signed(listener: Listener, tmp_path):

@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -22,10 +22,22 @@ def listening() -> Iterator[tuple[str, list[str]]]:
     """An address that is posted to, and the texts that were."""
     heard: list[str] = []
 
+    def hear(_headers: dict[str, str], body: bytes) -> int:
+        heard.append(json.loads(body)["text"])
+        return 200
+
+    with posted_to(hear) as address:
+        yield address, heard
+
+
+@contextmanager
+def posted_to(hear: Callable[[dict[str, str], bytes], int]) -> Iterator[str]:
+    """An address whose posts, headers and body, are heard; what that returns is answered."""
+
     class Listener(BaseHTTPRequestHandler):
         def do_POST(self):
-            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
-            self.send_response(200)
+            self.send_response(hear(dict(self.headers), self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_header("Location", "/elsewhere")  # of redirects
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -36,7 +48,7 @@ def listening() -> Iterator[tuple[str, list[str]]]:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}/", heard
+            yield f"http://127.0.0.1:{server.server_port}/"
         finally:
             server.shutdown()
             thread.join()

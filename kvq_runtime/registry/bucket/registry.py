@@ -14,13 +14,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from kvq_runtime.artifact import header, stated
 from kvq_runtime.disk import files
-from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.errors import ArtifactError, NotFound, extra
 from kvq_runtime.registry import evaluations, events, reference
 from kvq_runtime.registry.events import Event, State, Version
 from kvq_runtime.registry.place import Head
@@ -65,24 +66,23 @@ class BucketRegistry(Registry):
 
     def look(self, name: str) -> Head:
         """Versions, aliases and history of a name; empty if nothing was published under it."""
-        fold, folder = events.Fold(State(name)), self.events_folder(name)
-        listed = [PurePosixPath(path).name for path in self.keys(folder)]
+        listed = [PurePosixPath(path).name for path in self.keys(self.events_folder(name))]
         last = max((int(one[:8]) for one in listed if _EVENT.fullmatch(one)), default=0)
-        for number in range(1, last + 1):
-            key = f"{folder}/{number:08}.json"
-            try:
-                fold.add(events.from_bytes(self.content(key, _EVENT_LIMIT), number, name))
-            except NotFound:
-                raise ArtifactError(f"{reference.BUCKET}{key}: event: missing, though later ones are there") from None
-            except ArtifactError as error:
-                raise ArtifactError(f"{reference.BUCKET}{key}: {error}; kvq doctor says what to do") from None
-        return Head(fold.state())
+        place = lambda number: f"{reference.BUCKET}{self._event_key(name, number)}"  # noqa: E731
+        return Head(events.numbered(name, last, partial(self.event, name), place))
 
-    def read(self, name: str, commit: str = "") -> Head:
-        """`look`; ValueError for a commit."""
-        if commit:
-            raise ValueError(f"{self.url} has no commits, and {commit} is one; use a version, as in {name}@1.2.0")
-        return self.look(name)
+    def event(self, name: str, number: int) -> Event:
+        """One event of a name; raises ArtifactError naming the object if it is missing or malformed."""
+        key = self._event_key(name, number)
+        try:
+            return events.from_bytes(self.content(key, _EVENT_LIMIT), number, name)
+        except NotFound:
+            raise ArtifactError(f"{reference.BUCKET}{key}: event: missing, though later ones are there") from None
+        except ArtifactError as error:
+            raise ArtifactError(f"{reference.BUCKET}{key}: {error}; kvq doctor says what to do") from None
+
+    def _event_key(self, name: str, number: int) -> str:
+        return f"{self.events_folder(name)}/{number:08}.json"
 
     def about(self, name: str, version: Version) -> dict[str, Any]:
         """Recipe, model and corpus of a version, from its file's header alone."""
@@ -139,7 +139,7 @@ class BucketRegistry(Registry):
     ) -> Head | None:
         """Claim the next number; None if another publisher took it, or if that was an earlier try of this one."""
         event = after.events[-1]
-        if self._claim(f"{self.events_folder(after.name)}/{event.number:08}.json", event.to_bytes()):
+        if self._claim(self._event_key(after.name, event.number), event.to_bytes()):
             return Head(after)
         unanswered.append(event)
         return None
@@ -247,9 +247,7 @@ class BucketRegistry(Registry):
         try:
             yield
         except ImportError as error:
-            raise RuntimeError(
-                f"{self.url}: {error.name or 's3fs'} is missing: pip install 'kvq-runtime[s3]'"
-            ) from None
+            raise RuntimeError(f"{self.url}: {error.name or 's3fs'} is missing; {extra('s3')}") from None
         except PermissionError as error:
             raise PermissionError(f"{self.url}: the store refuses: {error}") from None
         except (FileNotFoundError, FileExistsError, ArtifactError, NotFound, RuntimeError):
