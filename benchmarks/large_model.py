@@ -90,7 +90,7 @@ def write(folder: Path, geometry: dict[str, int]) -> None:
         names[name] = f"layer-{name.split('.')[2]}.safetensors" if ".layers." in name else "rest.safetensors"
     for file in sorted(set(names.values())):
         save_file({n: _weight(shapes[n], generator) for n in names if names[n] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def _weight(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:

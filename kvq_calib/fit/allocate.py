@@ -33,7 +33,7 @@ def water_fill(variances_R: Tensor, budget: int, distortions: Sequence[float]) -
         raise ValueError(f"distortions={list(distortions)}; they must fall, by less and less")
     if not 0 <= budget <= most * len(variances_R):
         raise ValueError(f"budget={budget} for {len(variances_R)} channels of at most {most} bits; use less, or 0")
-    table_RB = variances_R.double()[:, None] * torch.tensor(gains, dtype=torch.float64)
+    table_RB = variances_R.cpu().double()[:, None] * torch.tensor(gains, dtype=torch.float64)
     # bit by bit over all channels: on equal gains the lower bit and then the first channel comes first
     order = table_RB.mT.flatten().argsort(descending=True, stable=True)[:budget]
     return (order % len(variances_R)).bincount(minlength=len(variances_R)).tolist()

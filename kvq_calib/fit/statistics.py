@@ -32,7 +32,8 @@ from kvq_runtime.stages import stage
 __all__ = ["Attended", "Centred", "CrossMoments", "LayerQueries", "MeanVariance", "Moments", "QueryMoments", "Sample"]
 
 TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
-PANEL = 128  # columns that one product takes: of a symmetric matrix about half need not be calculated
+# columns that one product takes: of a symmetric matrix about half need not be calculated; a GPU would wait for launches
+PANEL, WIDE_PANEL = 128, 1024
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,9 @@ class CrossMoments(_Sums):
             self.sums["count"] += len(xy)
             self.sums["sum"] += xy.sum(0, dtype=torch.float64)
             self.sums["yy"] += xy[:, inputs:].square().sum(0, dtype=torch.float64)
-            for first in range(0, inputs, PANEL):
-                last = min(first + PANEL, inputs)
+            panel = PANEL if xy.device.type == "cpu" else WIDE_PANEL
+            for first in range(0, inputs, panel):
+                last = min(first + panel, inputs)
                 self.sums["products"][first:last, first:] += xy[:, first:last].mT @ xy[:, first:]
 
     def value(self) -> Centred:

@@ -39,6 +39,12 @@ def free_on(device: str) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 
+def settle(device: str | torch.device) -> None:
+    """Wait until a device has done all that it was given: a clock that is read next counts it."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def cores() -> int:
     """Cores that this process may use: physical ones, or OMP_NUM_THREADS."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]

@@ -19,6 +19,7 @@ from kvq_calib.fit.scheme import Blocks, Chunk, Errors, SchemeFit, blocks
 from kvq_calib.fit.statistics import Moments, QueryMoments
 from kvq_calib.model.streamed import Layer, Projected, Stream, joined
 from kvq_calib.run import checkpoint, gradients
+from kvq_calib.run.device import settle
 from kvq_calib.run.run import Run
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
@@ -77,6 +78,7 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
         parts.append(rest := shared.module.forward(hidden[known:], asked))
         above = torch.cat([above, rest.h_BTE])
     captured = joined(parts)
+    settle(hidden.device)
     spent = time.perf_counter() - begun
     if not last:
         run.activations.save({"hidden": above}, folder / file("hidden", index))
@@ -157,7 +159,7 @@ class RecipeWork:
         for role in ROLES:
             mean = fitted.get(f"{self.recipe.name}/layers.{layer}.{role}.predict.mean")
             codec = Codec(self.recipe, layer, role, geometry, {"predict.mean": mean} if mean is not None else {})
-            pair.append(_centred(codec, self._blocks(role, index, folder)))
+            pair.append(_centred(codec.to(self.stream.device), self._blocks(role, index, folder)))
         return pair[0], pair[1]
 
     def keys(self, index: int) -> Tensor:

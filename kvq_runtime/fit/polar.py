@@ -64,5 +64,5 @@ def _points(angles: Tensor, boundaries: Tensor, centroids: Tensor, kind: polar.P
         return circle
     cell = torch.bucketize(angles, boundaries)
     count = cell.bincount(minlength=len(centroids))
-    sums = [cell.bincount(part, len(centroids)) for part in (angles.cos(), angles.sin())]
-    return torch.where(count[:, None] > 0, torch.stack(sums, 1) / count.clamp_min(1)[:, None], circle)
+    sums = torch.zeros_like(circle).index_add_(0, cell, torch.stack([angles.cos(), angles.sin()], 1))
+    return torch.where(count[:, None] > 0, sums / count.clamp_min(1)[:, None], circle)

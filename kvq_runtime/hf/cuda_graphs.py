@@ -50,9 +50,6 @@ class CudaGraphs:
     "kvq", a recipe without a kernel or with a policy that asks the host, layers that transformers holds, padding
     elsewhere than on the left, autocast, attentions or hidden states in the output, beam search, assisted decoding.
 
-    No CUDA graph has been recorded on a GPU yet: what is tested is this, with a stand-in that repeats the step while
-    all that the host counts stays as it was when it was recorded.
-
     replayed   steps that were replays
     recorded   graphs recorded for them
     eager      {reason: steps that were not replays}

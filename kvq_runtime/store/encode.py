@@ -137,32 +137,46 @@ class Encoder:
         return store.watch.errors(codec, x_NTC, context, decoded, counted).view(store.rows, count)
 
     def _inputs(self, store: LayerStore, role: int, count: int) -> tuple[Tensor, Context]:
-        """The window's oldest blocks as their codec wants them, those of a row side by side: [B · count, block, C]."""
-        inputs = [self._input(store, role, block) for block in range(store.blocks, store.blocks + count)]
-        x_NTC, context = inputs[0]
-        if count > 1:
-            x_NTC = torch.stack([x_BTC for x_BTC, _ in inputs], 1).flatten(0, 1)
-            if context.rope is not None:
-                turns = zip(*(context.rope for _, context in inputs), strict=True)  # type: ignore[misc]
-                cos, sin = (torch.stack([x.expand(store.rows, -1, -1) for x in part], 1) for part in turns)
-                context = Context(rope=(cos.flatten(0, 1), sin.flatten(0, 1)))
-        return x_NTC, context
+        """The window's oldest blocks as their codec wants them, those of a row side by side: [B · count, block, C].
 
-    def _input(self, store: LayerStore, role: int, block: int) -> tuple[Tensor, Context]:
-        """A block of the window as its codec wants it."""
+        Blocks in which every slot holds a token of its own are prepared together, from the first after which all do.
+        """
+        size, stop, inputs = store.window.block, store.blocks + count, []
+        for block in range(store.blocks, stop):
+            if self.positions.source(block * size, stop * size, store.window.sinks) is None:
+                inputs.append(self._input(store, role, block, stop - block))
+                break
+            inputs.append(self._input(store, role, block, 1))
+        if len(inputs) == 1:
+            x_BnTC, rope = inputs[0]
+        else:
+            x_BnTC = torch.cat([x_BnTC for x_BnTC, _ in inputs], 1)
+            ropes = [rope for _, rope in inputs if rope is not None]
+            rope = tuple(torch.cat(part, 1) for part in zip(*ropes, strict=True)) if ropes else None
+        if rope is None:
+            return x_BnTC.flatten(0, 1), Context()
+        return x_BnTC.flatten(0, 1), Context(rope=(rope[0].flatten(0, 1), rope[1].flatten(0, 1)))
+
+    def _input(self, store: LayerStore, role: int, block: int, count: int) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Blocks of the window as their codec wants them, [B, count, block, C], and cos and sin, where it wants them.
+
+        count   more than one where every slot holds a token of its own
+        """
         size = store.window.block
-        start, ahead = block * size, (block - store.blocks) * size
+        start, length, ahead = block * size, count * size, (block - store.blocks) * size
         # A copy, because `exact` keeps it, and the window's place is the sinks' next. What is not finite is refused
         # when the pass has ended, or padding: until then, no index is made of it.
-        x_BTC = torch.nan_to_num(store.window_2BTC[role, :, ahead : ahead + size], 0.0, 0.0, 0.0)
-        source = self.positions.source(start, start + size, store.window.sinks)
+        x_BTC = torch.nan_to_num(store.window_2BTC[role, :, ahead : ahead + length], 0.0, 0.0, 0.0)
+        source = self.positions.source(start, start + length, store.window.sinks)
         if ROLES[role] == "value" or "positions" not in self.recipe.needs:
-            return block_input(x_BTC, source)[0], Context()
+            return block_input(x_BTC, source)[0].unflatten(1, (count, size)), None
         undo = "undo" if self.recipe.position == "pre" else None
-        tables, heads = self.positions.rope(start, start + size), self.decoder.geometry.kv_heads
+        tables, heads = self.positions.rope(start, start + length), self.decoder.geometry.kv_heads
         k_BTC, rope = block_input(x_BTC, source, tables, undo, heads)
         keeps = store.codecs[role].scheme.quantize.keeps_dtype
-        return k_BTC.to(x_BTC.dtype) if keeps else k_BTC, Context(rope=rope)
+        k_BTC = k_BTC.to(x_BTC.dtype) if keeps else k_BTC
+        assert rope is not None, "tables were given"
+        return k_BTC.unflatten(1, (count, size)), tuple(part.unflatten(1, (count, size)) for part in rope)
 
 
 def _by_row(fields: Mapping[str, Tensor], count: int) -> Slab:

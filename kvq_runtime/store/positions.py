@@ -93,10 +93,11 @@ class Positions:
         return self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT
 
     def restore(self, *state: Any) -> None:
-        """Go back to a state."""
+        """Go back to a state, of which what came since is forgotten."""
         self.forget_factors()
-        self._complete.clear()
+        same = self.dropped == state[1]  # slots are those that they were
         self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT = state
+        self._complete = {sinks: at for sinks, at in self._complete.items() if same and at <= self.length}
 
     def crop(self, length: int) -> None:
         """Forget every slot from `length` on."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from feeding import RECIPES
-from frozen import frozen
+from frozen import Silent, frozen
 from fused_driver import with_kernels  # noqa: F401
 from generating import padded
 from models import prompt, random_model
@@ -63,7 +63,11 @@ def graphs_of(model: PreTrainedModel, *caches: KVQCache) -> Iterator[CudaGraphs]
 
     def record(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         (cache,) = [cache for cache in caches if cache.blocks.positions.recorded]
-        return frozen(cache.blocks, step, torch.empty(cache.blocks.rows, 1, model.config.vocab_size))
+        recorded = frozen(cache.blocks, step, torch.empty(cache.blocks.rows, 1, model.config.vocab_size))
+        with pytest.MonkeyPatch.context() as patch, Silent(patch):
+            patch.setattr("kvq_runtime.cache._finite", lambda *args: True)  # asked on a CPU alone
+            step()
+        return recorded
 
     with CudaGraphs(model, record) as graphs:
         yield graphs

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from feeding import RECIPES
-from frozen import frozen
+from frozen import Silent, frozen
 from fused_driver import FAMILIES, ONE, PADDED, SCALE, Driver, with_kernels  # noqa: F401
 from models import prompt, random_model
 from parity import DEVICE
@@ -19,26 +19,6 @@ from kvq_runtime.hf import KVQCache
 pytest.importorskip("triton")
 from benchmarks import host_work
 from kvq_runtime.attention.cuda_graph import captured
-
-
-class Silent:
-    """Inside, a tensor that is asked for its value raises: what a recorded step must not do."""
-
-    NAMES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "nonzero", "cpu")
-
-    def __init__(self, patch: pytest.MonkeyPatch):
-        self.patch = patch
-
-    def __enter__(self) -> None:
-        def asked(*args, **settings):
-            raise AssertionError("the step asks the device")
-
-        for name in self.NAMES:
-            self.patch.setattr(torch.Tensor, name, asked)
-        self.patch.setattr(torch, "equal", asked)
-
-    def __exit__(self, *args) -> None:
-        self.patch.undo()
 
 
 def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 4, masked: bool = False) -> None:

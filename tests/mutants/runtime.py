@@ -133,7 +133,7 @@ MUTANTS = [
         "padding-filled",
         "padded slots are encoded as they are",
         "kvq_runtime/store/encode.py",
-        "source = self.positions.source(start, start + size, store.window.sinks)",
+        "source = self.positions.source(start, start + length, store.window.sinks)",
         "source = None",
         ("recipes/test_contract.py",),
     ),

@@ -1,7 +1,9 @@
-"""A stand-in for a CUDA graph: the step itself, repeated while all that the host counts stays as it was."""
+"""A stand-in for a CUDA graph: the step itself, repeated while all that the host counts stays as it was; and for what
+a capture refuses."""
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,3 +31,23 @@ def frozen(cache: BlockCache, step: Callable[[], Tensor], like: Tensor) -> tuple
         restore(now)
 
     return out, replay
+
+
+class Silent:
+    """Inside, a tensor that is asked for its value raises: what a recorded step must not do."""
+
+    NAMES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "nonzero", "cpu")
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.patch = patch
+
+    def __enter__(self) -> None:
+        def asked(*args, **settings):
+            raise AssertionError("the step asks the device")
+
+        for name in self.NAMES:
+            self.patch.setattr(torch.Tensor, name, asked)
+        self.patch.setattr(torch, "equal", asked)
+
+    def __exit__(self, *args) -> None:
+        self.patch.undo()

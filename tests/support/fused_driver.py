@@ -75,17 +75,19 @@ class Driver:
             DEVICE, dtype
         )
         self.real = None if starts is None else torch.arange(300, device=DEVICE) >= starts.to(DEVICE)[:, None]
+        turning = rotary(ONE)
+        self.turning = replace(turning, frequencies_K=turning.frequencies_K.to(DEVICE))
         self.at, self.silent = 0, False  # tokens so far; whether passes say nothing of padding
 
     def announce(self, count: int) -> Tensor | None:
         """Tell the cache of the next tokens; the mask that a model would give."""
         stop, real = self.at + count, self.real
-        positions = torch.arange(self.at, stop)[None] if real is None else (real.cumsum(1) - 1).clamp(min=0)
-        turning = rotary(ONE)
-        turning = replace(turning, frequencies_K=turning.frequencies_K.to(DEVICE))
-        positions = positions.to(DEVICE) if real is None else positions[:, self.at : stop]
+        if real is None:
+            positions = torch.arange(self.at, stop, device=DEVICE)[None]
+        else:
+            positions = (real.cumsum(1) - 1).clamp(min=0)[:, self.at : stop]
         told = None if real is None or self.silent else real[:, self.at : stop]
-        self.cache.positions.announce(told, positions, turning)
+        self.cache.positions.announce(told, positions, self.turning)
         if real is None or self.silent:
             return None
         causal = torch.ones(count, stop, dtype=torch.bool, device=DEVICE).tril(self.at)

@@ -86,12 +86,12 @@ def _load(p_codes, S: tl.constexpr, NUMBER: tl.constexpr):
     START: tl.constexpr = W.START  # Triton 3.6 does not compute with a plain number
     STRIDE: tl.constexpr = W.STRIDE
     COUNT: tl.constexpr = W.COUNT
-    o_i, o_lane = tl.arange(0, COUNT)[:, None], tl.arange(0, 256)[None, :]
-    if W.BITS == 16:
-        p = (p_codes + START).to(tl.pointer_type(tl.int16), bitcast=True)
-        b_word = tl.load(p + (o_i * (STRIDE // 2) + o_lane))
-    else:
-        b_word = tl.load(p_codes + START + (o_i * STRIDE + o_lane)).to(tl.int16)
+    LOADED: tl.constexpr = 16 * W.BITS  # of 16 bits: containers of 8 are loaded in pairs
+    o_i, o_lane = tl.arange(0, COUNT)[:, None], tl.arange(0, LOADED)[None, :]
+    p = (p_codes + START).to(tl.pointer_type(tl.int16), bitcast=True)
+    b_word = tl.load(p + (o_i * (STRIDE // 2) + o_lane))
+    if W.BITS == 8:  # not loaded as bytes: before RoPE what Triton 3.6 compiles of that is wrong
+        b_word = tl.reshape(tl.join(b_word & 255, (b_word >> 8) & 255), (COUNT, 256))
     return b_word
 
 
