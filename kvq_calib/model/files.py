@@ -4,10 +4,12 @@ Nothing here builds a model or runs code that came with one: `config.json` is da
 weights that have not been downloaded the headers are enough to plan with: names, dtypes and shapes.
 """
 
+import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -165,6 +167,23 @@ class ModelFiles:
             # opened anew: pages once read are this process's memory until nothing holds the mapping
             copy[start : start + rows] = _slice(path, name)[start : start + rows]
         return copy
+
+    def read_ahead(self, layer: int) -> None:
+        """Have the system read the weights of a layer, and of those that are run with it, into its cache meanwhile.
+
+        Nothing where the system cannot be asked, or there is no such layer.
+        """
+        if not hasattr(os, "posix_fadvise") or layer >= self.geometry.layers:
+            return
+        for name in (f"model.layers.{n}.{part}" for n in stretches(self.config)[layer] for part in self.layer_names(n)):
+            path, start, stop = self._place(name)
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def _place(self, name: str) -> tuple[Path, int, int]:
+        """The file of a tensor, its first byte there, and the one behind its last."""
+        path = self._file(name)
+        return path, *_places(path)[name]
 
     def rows(self, name: str, places: Tensor) -> Tensor:
         """Single rows of a matrix, as stored, on the CPU; the others are not read."""
@@ -384,6 +403,16 @@ def _open(path: Path):
         return safe_open(path, "pt")
     except SafetensorError as error:
         raise ArtifactError(f"{path}: no whole safetensors file ({error}); download it again") from None
+
+
+@lru_cache(maxsize=256)
+def _places(path: Path) -> Mapping[str, tuple[int, int]]:
+    """{name: its first byte, and the one behind its last} of a safetensors file, which was whole when it was opened."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length))
+    ranges = {name: entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"}
+    return {name: (8 + length + first, 8 + length + last) for name, (first, last) in ranges.items()}
 
 
 def _slice(path: Path, name: str):

@@ -1,6 +1,7 @@
 """Models are found by name, read tensor by tensor, and refused with a reason when they cannot be captured."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -16,7 +17,14 @@ from huggingface_hub.utils import (
     TensorInfo,
     filter_repo_objects,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from kvq_calib.cli import calibrate
 from kvq_calib.model import find as models
@@ -290,3 +298,26 @@ def test_the_real_model_speaks(real_model: Path):
     said = model.generate(**given, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(said[0, given["input_ids"].shape[1] :])
     assert tokenizer.encode("in 2023") == tokenizer.encode("in ") + [tokenizer.vocab[digit] for digit in "2023"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_the_next_layers_weights_are_asked_for(kind: str, demo_model: Path, tmp_path: Path, monkeypatch):
+    """What the system is to read are that layer's bytes, each once, and no other."""
+    path = demo_model
+    if kind == "gguf":
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+        path = tiny_gguf.write(LlamaForCausalLM(config), tmp_path / "model.gguf", tiny_gguf.Type.F16)
+    files, asked = models.resolve(path), []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda file, start, size, advice: asked.append(os.pread(file, size, start))
+    )
+    files.read_ahead(1)
+    tensors = [files.tensor(f"model.layers.1.{name}") for name in files.layer_names(1)]
+    if kind == "safetensors":
+        assert asked == [x.contiguous().view(torch.uint8).numpy().tobytes() for x in tensors]
+    else:  # vectors are float32, matrices float16
+        assert [len(read) for read in asked] == [x.numel() * (2 if x.dim() > 1 else 4) for x in tensors]
+    files.read_ahead(files.geometry.layers)
+    assert len(asked) == len(tensors)
