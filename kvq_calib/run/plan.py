@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -188,8 +187,6 @@ def environment(device: str, dtype: str, threads: int) -> dict:
 def set_arithmetic(plan: Plan) -> None:
     """Set this process' threads and precision to those of the plan; on a GPU, sums in one order."""
     torch.set_num_threads(plan.threads)
-    if plan.device.startswith("cuda"):  # else PyTorch refuses products: cuBLAS sums in one order with a workspace alone
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.use_deterministic_algorithms(plan.device.startswith("cuda"))
     # memory that is filled before it is used takes as long as all else of some fits

@@ -87,6 +87,7 @@ def check(server: PagedServer, parts: Parts, ratio: int = RATIO, most: float = 0
     assert agree(server, arrived(server, parts), ratio, most) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(RECIPES, *QUICK))
 def test_kernel_and_torch_agree(name):
     """Rows of unlike lengths, one of them within its first page, one whose pages are another's; over a page's end."""

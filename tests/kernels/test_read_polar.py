@@ -88,6 +88,7 @@ def test_few_levels(levels, size):
     check(Polar((4,), levels), size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", some([(4, 2), (5, 3), (2, 4)], (5, 3)))
 def test_fitted_codebooks(bits):
     stage = PolarFitted(bits, levels=4)

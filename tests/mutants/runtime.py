@@ -138,6 +138,14 @@ MUTANTS = [
         ("recipes/test_contract.py",),
     ),
     Mutant(
+        "padding-together",
+        "blocks with padding are prepared like those without",
+        "kvq_runtime/store/encode.py",
+        "if self.positions.source(block * size, stop * size, store.window.sinks) is None:",
+        "if block > store.blocks:",
+        ("store/test_prepared_together.py",),
+    ),
+    Mutant(
         "nan-padding",
         "a NaN in a padded slot stops the model",
         "kvq_runtime/store/encode.py",

@@ -138,6 +138,7 @@ def loud(x: torch.Tensor, spread: float, seed: int) -> torch.Tensor:
     return (x - 5) * torch.exp(spread * noise) + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codebook", ["gaussian", "uniform", "trellis"])
 def test_tokens_of_unequal_size_have_less_error_at_equal_bits(codebook):
     """And where all tokens are of one size, what is lost are the gain's own bits."""

@@ -28,8 +28,9 @@ from kvq_calib.run.run import Run
 backend_registration._setup_privateuseone_for_python_backend("elsewhere")
 NAME = "elsewhere:0"
 # on CUDA these raise under torch.use_deterministic_algorithms; bincount where it is given weights
-REFUSED = {"aten::median.dim", "aten::kthvalue", "aten::histc", "aten::put_"}
-BETWEEN = ("copy_", "_to_copy", "index")  # operations between devices; indices may be the CPU's
+REFUSED = {"aten.median.dim", "aten.kthvalue.default", "aten.histc.default", "aten.put_.default"}
+# operations between devices: copies, and x[places], whose places may be the CPU's
+BETWEEN = {"aten.copy_.default", "aten._to_copy.default", "aten.index.Tensor", "aten.index_put_.default"}
 
 
 class Elsewhere(Tensor):
@@ -69,11 +70,11 @@ def done(operation: Any, args: tuple, given: dict[str, Any]) -> Any:
     """An operation, done by the CPU."""
     tensors = [x for x in tree_flatten((args, given))[0] if isinstance(x, Tensor)]
     ours, asked = [x for x in tensors if isinstance(x, Elsewhere)], given.get("device")
-    name = operation._schema.name
+    name = str(operation)
     two = ours and any(x.ndim and not isinstance(x, Elsewhere) for x in tensors)
-    if two and not any(word in name for word in BETWEEN):
+    if two and name not in BETWEEN:
         raise RuntimeError(f"{name} of tensors of two devices")
-    if ours and (name in REFUSED or (name == "aten::bincount" and len(args) > 1 and args[1] is not None)):
+    if ours and (name in REFUSED or (name == "aten.bincount.default" and len(args) > 1 and args[1] is not None)):
         raise RuntimeError(f"{name} has no deterministic implementation on CUDA")
     inner_args, inner = tree_map(_inner, (args, dict(given)))
     if asked is not None:

@@ -52,6 +52,7 @@ def test_exact_never_leaves_and_two_bits_do(traces):
     assert exact["entropy"] == two["entropy"] > 0, "one text was followed"
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_the_first_token_chosen_otherwise_is_where_the_caches_own_text_leaves(model, traces):
     two = traces[1]

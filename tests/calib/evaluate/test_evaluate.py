@@ -142,6 +142,7 @@ def test_distance_from_the_reference():
     assert perplexity.Score(losses=[1.1]).against(perplexity.Score(losses=[1.0]))[1] is None
 
 
+@pytest.mark.slow
 def test_errors_by_layer(demo):
     recipes = {name: (preset(name), {}) for name in ("exact", "higgs-2bit", "higgs-4bit", "h2o")}
     found = errors.by_layer(Stream(demo.files, dtype=torch.float32), demo.tokens[:1], recipes)

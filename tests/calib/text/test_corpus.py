@@ -226,6 +226,7 @@ def test_the_embedded_corpus_is_large_enough_and_clean():
     assert not any("site-packages" in name or "/test/" in name for name in documents)
 
 
+@pytest.mark.slow
 def test_docstrings_are_those_that_python_has():
     import difflib
     import inspect
