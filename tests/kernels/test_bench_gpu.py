@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 from transformers import LlamaConfig
 
-from benchmarks import caches, cases, clock, generation, gpu, lines, measure, settings, steps
+from benchmarks import caches, cases, clock, generation, gpu, lines, measure, settings, speed_plot, steps
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.host import Layout, constants, layout
@@ -296,6 +296,18 @@ def test_generation_is_rehearsed_with_the_heads_of_the_model(monkeypatch):
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (1, 4, 2)
     assert (config.head_dim, way.cache, way.attention, batch, prompt) == (16, "kivi-2bit-g128", "kvq", 8, 400)
     assert new > 128, "a block is encoded"
+
+
+def test_what_was_measured_is_drawn(tmp_path):
+    speed_plot.main(str(lines.RESULTS / "gpu-nvidia-h200.jsonl"), str(tmp_path / "picture.png"), "qwen2.5-7b")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    drawn = speed_plot.picture.__wrapped__
+    found = [
+        {"what": "attend", "recipe": recipe, "tokens": tokens, "batch": 1, "speed_up": speed_up}
+        for recipe, tokens, speed_up in (("rtn-2bit", 4096, 2.0), ("rtn-2bit", 2048, 0.5), ("polar-3bit", 2048, 0.4))
+    ]
+    (axis,) = drawn(found, "").axes
+    assert [line.get_xydata().tolist() for line in axis.lines[:2]] == [[[2048, 0.5], [4096, 2.0]], [[2048, 0.4]]]
 
 
 @pytest.mark.gpu
