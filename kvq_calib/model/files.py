@@ -7,7 +7,9 @@ weights that have not been downloaded the headers are enough to plan with: names
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -31,6 +33,7 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 FUSED = "qkv_proj"  # queries', keys' and values' projection in one
 OUTPUTS = ("o_proj", "dense", "out_proj")  # attention's last projection, by the names that models have for it
 PIECE = 2**24  # bytes read from a file at a time
+AHEAD = 2**17  # bytes that are asked for at once: of more, Linux reads the beginning
 CONFIG_LIMIT = 1 << 24  # bytes
 SIZES = {  # {setting: the most that any model has, with room}
     "num_hidden_layers": 1 << 12,
@@ -175,15 +178,13 @@ class ModelFiles:
         """
         if not hasattr(os, "posix_fadvise") or layer >= self.geometry.layers:
             return
-        for name in (f"model.layers.{n}.{part}" for n in stretches(self.config)[layer] for part in self.layer_names(n)):
-            path, start, stop = self._place(name)
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+        own = [f"model.layers.{n}.{part}" for n in stretches(self.config)[layer] for part in self.layer_names(n)]
+        threading.Thread(target=_asked_for, args=([self._place(name) for name in own],), daemon=True).start()
 
     def _place(self, name: str) -> tuple[Path, int, int]:
-        """The file of a tensor, its first byte there, and the one behind its last."""
-        path = self._file(name)
-        return path, *_places(path)[name]
+        """The file of a tensor, its first byte there, and the one behind its last; both 0 if that is not known."""
+        path, about = self._file(name), self._file(name).stat()
+        return path, *_places(path, about.st_mtime_ns, about.st_size).get(name, (0, 0))
 
     def rows(self, name: str, places: Tensor) -> Tensor:
         """Single rows of a matrix, as stored, on the CPU; the others are not read."""
@@ -405,8 +406,17 @@ def _open(path: Path):
         raise ArtifactError(f"{path}: no whole safetensors file ({error}); download it again") from None
 
 
+def _asked_for(places: Sequence[tuple[Path, int, int]]) -> None:
+    """Ask the system to read these parts of files. It need not: what it refuses is read when it is used."""
+    with suppress(OSError):
+        for path, start, stop in places:
+            with path.open("rb") as file:
+                for at in range(start, stop, AHEAD):
+                    os.posix_fadvise(file.fileno(), at, min(AHEAD, stop - at), os.POSIX_FADV_WILLNEED)
+
+
 @lru_cache(maxsize=256)
-def _places(path: Path) -> Mapping[str, tuple[int, int]]:
+def _places(path: Path, changed: int, size: int) -> Mapping[str, tuple[int, int]]:
     """{name: its first byte, and the one behind its last} of a safetensors file, which was whole when it was opened."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -248,7 +248,6 @@ def test_many_queries_are_multiplied_in_the_models_dtype(dtype, most, starts, mo
     assert error(out, s_BHTT.softmax(-1) @ v_BHTD) < most
 
 
-@pytest.mark.slow
 def test_slabs_are_merged_by_their_largest_score():
     """Scores of some hundreds, whose exponentials are no float32."""
     driver = Driver(FAMILIES["kivi-2-pre-16"])

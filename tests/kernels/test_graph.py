@@ -130,7 +130,6 @@ def test_recording_is_refused_where_it_cannot_be():
         again()
 
 
-@pytest.mark.slow
 def test_rows_that_change_places_take_their_padding_along():
     """After the recording, without an eager step in between, which would look for it."""
     one, two = Driver(FAMILIES["rtn-2bit"], PADDED), Driver(FAMILIES["rtn-2bit"], PADDED)

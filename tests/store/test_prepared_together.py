@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from feeding import RECIPES, feed, make, state, tensors
+from feeding import RECIPES, feed, make, tensors
 from torch import Tensor
 
-from kvq_runtime.codec.codec import Codec
+from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.store.encode import Encoder
+from kvq_runtime.store.layer import LayerStore
 
 TOKENS = 300
 
@@ -31,22 +32,25 @@ PADDED = {
 
 
 @pytest.mark.parametrize("padding", PADDED)
-@pytest.mark.parametrize("sinks", [0, 4, 20], ids=lambda count: f"{count} sinks")
+@pytest.mark.parametrize("sinks", [0, 4, 40], ids=lambda count: f"{count} sinks")
 @pytest.mark.parametrize("name", ["kivi-2bit", "rtn-2bit", "squat-pre-2bit", "aqua-2bit"])
 def test_blocks_of_a_prompt(name: str, sinks: int, padding: str, monkeypatch: pytest.MonkeyPatch):
-    recipe = RECIPES[name]
+    recipe, prepared = RECIPES[name], list[int]()
     recipe = replace(recipe, window=replace(recipe.window, sinks=sinks))
-    x_LKBTC, real_BT = tensors(TOKENS, rows=2), PADDED[padding]
-    alone = make(recipe)
-    feed(alone, x_LKBTC, 0, TOKENS, real_BT)
+    together, prepare = Encoder._inputs, Encoder._input
+
+    def compared(self: Encoder, store: LayerStore, role: int, count: int) -> tuple[Tensor, Context]:
+        x_NTC, context = together(self, store, role, count)
+        alone = [prepare(self, store, role, block, 1) for block in range(store.blocks, store.blocks + count)]
+        assert torch.equal(x_NTC, torch.cat([x_BnTC for x_BnTC, _ in alone], 1).flatten(0, 1))
+        for place, part in enumerate(context.rope or ()):
+            assert torch.equal(part, torch.cat([rope[place] for _, rope in alone if rope], 1).flatten(0, 1))
+        assert (context.rope is None) == (alone[0][1] is None)
+        return x_NTC, context
+
     monkeypatch.setattr(Codec, "one_launch", lambda self, x: True)
     monkeypatch.setattr(Encoder, "together", 32)
-    prepared: list[int] = []
-    prepare = Encoder._input
+    monkeypatch.setattr(Encoder, "_inputs", compared)
     monkeypatch.setattr(Encoder, "_input", lambda self, *given: prepared.append(given[-1]) or prepare(self, *given))
-    together = make(recipe)
-    feed(together, x_LKBTC, 0, TOKENS, real_BT)
+    feed(make(recipe), tensors(TOKENS, rows=2), 0, TOKENS, PADDED[padding])
     assert (max(prepared) > 1) == (padding != "right")
-    for one, other in zip(state(alone), state(together), strict=True):
-        for field, x in one.items():
-            torch.testing.assert_close(other[field], x, rtol=0, atol=0, equal_nan=True)

@@ -29,8 +29,8 @@ backend_registration._setup_privateuseone_for_python_backend("elsewhere")
 NAME = "elsewhere:0"
 # on CUDA these raise under torch.use_deterministic_algorithms; bincount where it is given weights
 REFUSED = {"aten.median.dim", "aten.kthvalue.default", "aten.histc.default", "aten.put_.default"}
-# operations between devices: copies, and x[places], whose places may be the CPU's
-BETWEEN = {"aten.copy_.default", "aten._to_copy.default", "aten.index.Tensor", "aten.index_put_.default"}
+COPIES = {"aten.copy_.default", "aten._to_copy.default"}
+PLACED = {"aten.index.Tensor", "aten.index_put_.default"}  # x[places], whose places may be the CPU's
 
 
 class Elsewhere(Tensor):
@@ -71,8 +71,9 @@ def done(operation: Any, args: tuple, given: dict[str, Any]) -> Any:
     tensors = [x for x in tree_flatten((args, given))[0] if isinstance(x, Tensor)]
     ours, asked = [x for x in tensors if isinstance(x, Elsewhere)], given.get("device")
     name = str(operation)
-    two = ours and any(x.ndim and not isinstance(x, Elsewhere) for x in tensors)
-    if two and name not in BETWEEN:
+    together = [args[0], *args[2:]] if name in PLACED else tensors
+    two = ours and any(isinstance(x, Tensor) and x.ndim and not isinstance(x, Elsewhere) for x in together)
+    if two and name not in COPIES:
         raise RuntimeError(f"{name} of tensors of two devices")
     if ours and (name in REFUSED or (name == "aten.bincount.default" and len(args) > 1 and args[1] is not None)):
         raise RuntimeError(f"{name} has no deterministic implementation on CUDA")

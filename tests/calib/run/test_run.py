@@ -15,6 +15,7 @@ from filelock import FileLock
 from patience import held, until
 
 from kvq_calib.model import find as models
+from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import checkpoint
 from kvq_calib.run import plan as plans
@@ -255,3 +256,19 @@ def test_the_bits_that_the_fit_finds_are_in_the_recipe(undisturbed):
         for role in ("key", "value"):
             left = 1 - layer[role]["explained_variance"]
             assert layer[role]["relative_error"] < 0.36 * left, "no better than one bit for every channel"
+
+
+def test_the_next_layer_is_read_ahead(model, tmp_path, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(ModelFiles, "read_ahead", lambda self, layer: asked.append(layer))
+    runs.calibrate(a_run(model, tmp_path / "run", RECIPES[:1]))
+    assert asked == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("given, found", [(None, ":4096:8"), (":16:8", ":16:8"), (":4096:2:16:8", ":4096:8")])
+def test_a_gpu_may_sum_in_one_order(given, found):
+    """PyTorch looks at this variable when it first multiplies, and refuses other values under deterministic sums."""
+    about = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    code = "import kvq_calib, os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+    about |= {"CUBLAS_WORKSPACE_CONFIG": given} if given else {}
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, env=about).strip() == found
