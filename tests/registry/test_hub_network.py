@@ -197,5 +197,7 @@ def test_a_hub_that_takes_a_request_and_says_nothing_is_given_up(hub, store, mon
         silent.listen(64)
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         for ask in (lambda: resolve.resolve(f"hf://org/{NAME}"), lambda: store.publish(NAME, tiny.data())):
-            with pytest.raises(RuntimeError, match="no answer from the Hub at .* after 5 tries: .*timed out"):
+            # which limit is reached first, that of a read or that of the whole, is up to the machine
+            given_up = "no answer from the Hub at .* after 5 tries: .*timed out|took more than .* to begin"
+            with pytest.raises(RuntimeError, match=given_up):
                 ask()
