@@ -10,6 +10,7 @@ from kvq_calib.evaluate.record import fits, whole_bytes
 from kvq_calib.job.job import Job
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget, gradients, sensitivity, share
+from kvq_calib.run.device import settle
 from kvq_calib.run.plan import Plan, set_arithmetic
 from kvq_calib.run.run import Run
 from kvq_calib.text import others
@@ -108,7 +109,8 @@ def _time(work: Run) -> dict[str, float]:
     layer, taken = stream.layer(0), []
     for _ in range(3):
         begun = time.perf_counter()
-        layer.forward(hidden).h_BTE.cpu()  # which waits for the device
+        layer.forward(hidden)
+        settle(plan.device)
         taken.append(time.perf_counter() - begun)
     passes = float(budget.ROUNDS if plan.budgets else 1)
     if plan.descends:  # down through what all have gone up through once

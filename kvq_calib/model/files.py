@@ -183,7 +183,8 @@ class ModelFiles:
 
     def _place(self, name: str) -> tuple[Path, int, int]:
         """The file of a tensor, its first byte there, and the one behind its last; both 0 if that is not known."""
-        path, about = self._file(name), self._file(name).stat()
+        path = self._file(name)
+        about = path.stat()
         return path, *_places(path, about.st_mtime_ns, about.st_size).get(name, (0, 0))
 
     def rows(self, name: str, places: Tensor) -> Tensor:
