@@ -25,7 +25,7 @@ from kvq_runtime.attention.reference import Reference
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import dispatch
+from kvq_runtime.ops import dense, dispatch
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.store.break_even import BreakEven, smaller_from
@@ -181,13 +181,19 @@ class BlockCache:
         for policy in self.policies:
             policy.queried(layer, q_BHTD)
 
-    def attend(self, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, logit_H: Tensor | None = None
+    ) -> Tensor:
         """Attend to all that the layer holds, for queries [B, query heads, T, D] of the newest tokens: the same shape.
 
         mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
         scale   what scores are multiplied with
+        logit   of no token, one a query head, that takes its share of the weight; None: there is none, as there must
+                be where the recipe `weighs` tokens
         """
         store = self.layers[layer]
+        if logit_H is not None:
+            self._report_levels()
         for path in (*self.policies, *self.paths):
             attended = path.attend(store, layer, q_BHTD, mask, scale)
             if attended is None:
@@ -202,8 +208,24 @@ class BlockCache:
                 _log.debug("layer %d: %s", layer, Explanation(path, self.fused, layer, q_BHTD))
             if attended.lse_BHT is not None and self._newest:
                 self._weighed(layer, newest_weights(attended, store, q_BHTD, scale), range(store.length)[-1:])
-            return attended.out_BHTD
+            if logit_H is None:
+                return attended.out_BHTD
+            assert attended.lse_BHT is not None, "a path without levels"
+            share_BHT = dense.kept(attended.lse_BHT.float() * math.log(2), logit_H)
+            return (attended.out_BHTD * share_BHT[..., None]).to(q_BHTD.dtype)
         raise AssertionError("the reference answers every query")
+
+    @property
+    def weighs(self) -> bool:
+        """True if a policy of the recipe holds, keeps exact or reads tokens by the weight that attention gives them."""
+        return bool(self._newest) or any(policy.chooses_by_query for policy in self.recipe.policies)
+
+    def _report_levels(self) -> None:
+        """Have every path say how large the sum of its weights is; those of the GPU do anyway."""
+        assert not self.weighs, "weights of which a logit takes a share"
+        for path in self.paths:
+            if isinstance(path, Reference):
+                path.levels = True
 
     def weighed_first(self, count: int) -> int:
         """Return how many of a first pass's `count` queries, the newest, have to go through `attend` for a policy.

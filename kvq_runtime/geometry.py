@@ -38,20 +38,34 @@ class Geometry:
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> "Geometry":
         """The shape of a model, from its configuration as in config.json. ValueError if no layer attends to all."""
-        layers = len(attending(config))
+        layers = attending(config)
         if not layers:
             raise ValueError("no layer of this model attends to all tokens: there is nothing that kvq would compress")
-        heads = config["num_attention_heads"]  # of Qwen2.5 without head_dim; of Mistral that may be null
-        return Geometry(
-            layers=layers,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_size=config.get("head_dim") or config["hidden_size"] // heads,
-        )
+        shapes = {_shape(config, layer) for layer in layers}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"layers that attend to all tokens have other shapes, (KV heads, head size) = {sorted(shapes)}; kvq "
+                "takes those of one shape alone"
+            )
+        return Geometry(len(layers), *shapes.pop())
 
     @property
     def width(self) -> int:
         """C: all KV heads of one token side by side."""
         return self.kv_heads * self.head_size
+
+
+def _shape(config: Mapping[str, Any], layer: int | None = None) -> tuple[int, int]:
+    """KV heads and head size of a layer that attends to all tokens; without one, of those that slide."""
+    kv_heads, size = config.get("num_key_value_heads"), config.get("head_dim")
+    if layer is not None:  # of Gemma 4 these have heads of their own: by layer, or as its files say it
+        given = config.get("per_layer_config")
+        by_layer = {str(n).lstrip("0"): one for n, one in given.items()} if isinstance(given, Mapping) else {}
+        own = by_layer.get(str(layer).lstrip("0"), {})
+        kv_heads = own.get("num_key_value_heads") or config.get("num_global_key_value_heads") or kv_heads
+        size = own.get("head_dim") or config.get("global_head_dim") or size
+    heads = config["num_attention_heads"]
+    return kv_heads or heads, size or config["hidden_size"] // heads  # of Mistral head_dim may be null
 
 
 @dataclass(frozen=True)
@@ -65,10 +79,14 @@ class Sliding:
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> "Sliding":
         """Those of a model; none of one whose other layers do not slide."""
-        count, window = config["num_hidden_layers"] - len(attending(config)), config.get("sliding_window")
-        return (
-            Sliding(count, Geometry.from_config(config).width, window) if count and type(window) is int else Sliding()
-        )
+        kinds, window = config.get("layer_types"), config.get("sliding_window")
+        count = config["num_hidden_layers"] - len(attending(config))
+        if isinstance(kinds, (list, tuple)):
+            count = sum(kind == "sliding_attention" for kind in kinds[: config["num_hidden_layers"]])
+        if not count or type(window) is not int:
+            return Sliding()
+        heads, size = _shape(config)
+        return Sliding(count, heads * size, window)
 
     def bytes(self, tokens: int) -> int:
         """Bytes of a row of this length, after a step; from a prompt to the next step all of it is held."""
@@ -88,6 +106,11 @@ def attending(config: Mapping[str, Any]) -> Sequence[int]:
         raise ValueError(f"num_hidden_layers={count!r:.60}; a whole number is needed")
     if isinstance(kinds, (list, tuple)):
         return [n for n, kind in enumerate(kinds[:count]) if kind == "full_attention"]
+    chosen, interval = config.get("full_attn_idxs"), config.get("full_attention_interval")
+    if isinstance(chosen, list):  # as files of LFM2 say it
+        return [n for n in chosen if type(n) is int and 0 <= n < count]
+    if type(interval) is int and interval > 0:  # as files of Qwen3-Next
+        return range(interval - 1, count, interval)
     first, pattern = config.get("max_window_layers"), config.get("sliding_window_pattern")
     if config.get("sliding_window") is None or not config.get("use_sliding_window", first is None):
         return range(count)  # of Qwen's models windows are off unless asked for

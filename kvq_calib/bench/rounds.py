@@ -214,7 +214,8 @@ def work(contenders: int, plan: Plan) -> int:
 def prompts(model: PreTrainedModel, context: int, batch: int, seed: int) -> Tensor:
     """Random token ids, int64 [rows, tokens]: no row is like another."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(model.config.vocab_size, (batch, context), generator=generator).to(model.device)
+    tokens = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(tokens, (batch, context), generator=generator).to(model.device)
 
 
 def chosen(plan: Plan, kept: Rounds) -> Iterator[Round]:

@@ -66,7 +66,7 @@ def by_layer(
             hidden[index] = captured.h_BTE.cpu()
             chunk = attention.inputs(captured, tables, geometry)
             pair = (chunk.k, chunk.v)
-            exact = attention.attend(chunk.q, pair, pair, attention.tiles(len(h_BTE[0])), geometry.head_size)
+            exact = attention.attend(chunk, pair, pair, attention.tiles(len(h_BTE[0])), geometry.head_size)
             for work in works.values():
                 work.add(layer, index, chunk, exact)
             progress(tokens_BT.shape[1])
@@ -107,7 +107,7 @@ class _Work:
         tokens, decoded = chunk.q.shape[1], (k_hat, v_hat)
         in_use = attention.tiles_in_use(self.recipe.window, tokens, self.step, self.prompt)
         for name, tiles in {"attention": in_use, "attention_encoded": attention.tiles(tokens, tokens)}.items():
-            out = attention.attend(chunk.q, (chunk.k, chunk.v), decoded, tiles, self.geometry.head_size)
+            out = attention.attend(chunk, (chunk.k, chunk.v), decoded, tiles, self.geometry.head_size)
             self._add(f"{name}/error", (out - exact_NTC).square())
         self._add("attention/energy", exact_NTC.square())
 

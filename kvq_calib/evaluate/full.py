@@ -17,10 +17,11 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvq_calib.evaluate.reads import CountedCache
 from kvq_runtime.geometry import SLAB
+from kvq_runtime.hf import dense
+from kvq_runtime.ops.dense import Softmax
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Pair
 
@@ -89,8 +90,8 @@ class FullCache(CountedCache):
         blocks.take_queries(layer, query)
         keys, values = (x.unflatten(-1, (key.shape[1], -1)).transpose(1, 2) for x in self._encode(layer))
         decoded = self.decoded(blocks.layers[layer].encoded)
-        self._count(query, keys, keys.shape[2], decoded, mask, scale)
-        out = sdpa_attention_forward(module, query, keys, values, mask, scaling=scale, **kwargs)[0]
+        self._count(query, keys, keys.shape[2], decoded, mask, scale, softmax=Softmax.of(kwargs))
+        out = dense.attention(module, query, keys, values, mask, scale, **kwargs)[0]
         blocks.finish(layer)
         return out, None
 

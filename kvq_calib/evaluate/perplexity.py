@@ -125,7 +125,7 @@ def scores(
     if not 0 <= prompt < length - 1:
         raise ValueError(f"a prompt of {prompt} tokens in windows of {length}; use 0 to {length - 2}")
     found = {name: Score() for name in (REFERENCE, *caches)}
-    rows = rows or rows_of(length, model.config.vocab_size)
+    rows = rows or rows_of(length, model.config.get_text_config(decoder=True).vocab_size)
     for start in range(0, windows, rows):
         some = tokens_BT[start : start + rows]
         exact = partial(_logits, model, some, None, step, prompt)

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvq_runtime.hf import KVQCache
+from kvq_runtime.hf import KVQCache, dense
 from kvq_runtime.hf import attention as packed
+from kvq_runtime.ops.dense import PLAIN, Softmax, attention
 
 NAME = "kvq_counted"  # of the attention that counts
 
@@ -44,7 +43,7 @@ class Reads:
 
     def count(
         self, q_BHTD: Tensor, k_BHSD: Tensor | None, read: int, decoded: range, mask: Tensor | None, scale: float,
-        evicted: int = 0,
+        evicted: int = 0, softmax: Softmax = PLAIN,
     ) -> None:  # fmt: skip
         """Count the queries of one layer.
 
@@ -53,6 +52,7 @@ class Reads:
         decoded   which of them came out of encoded blocks
         mask      bool [B or 1, 1, T, S], True where a query sees a token; None: causal
         evicted   older tokens of every row that are gone
+        softmax   what the layer's attention has beside scores
         """
         batch, heads, queries, _ = q_BHTD.shape
         given = mask
@@ -73,10 +73,9 @@ class Reads:
         is_decoded[part] = 1
         causal = given is None and queries == read
         # with values of 1 where a token was decoded, and 0 elsewhere, out comes the weight on decoded tokens
-        weight_BHTD = scaled_dot_product_attention(
-            q_BHTD.float(), keys_BHSD, is_decoded.expand_as(keys_BHSD),
-            attn_mask=None if causal else visible, is_causal=causal, scale=scale,
-        )  # fmt: skip
+        weight_BHTD = attention(
+            q_BHTD.float(), keys_BHSD, is_decoded.expand_as(keys_BHSD), None if causal else visible, scale, softmax
+        )
         self.decoded_weight += float(weight_BHTD[..., 0].sum(dtype=torch.float64))
 
     @property
@@ -120,25 +119,25 @@ class CountedCache(KVQCache):
         """Count what the queries of a layer read, and have its attention answer them."""
         layer = self.places.get(module.layer_idx)
         if layer is None:  # which transformers holds
-            return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, **kwargs)[0], None
+            return dense.attention(module, query, key, value, mask, scale, **kwargs)
         decoded = self.decoded(self._encoded.get(layer, 0))
         if self.inner == "sdpa":
-            self._count(query, key, key.shape[2], decoded, mask, scale)
-            return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, **kwargs)[0], None
+            self._count(query, key, key.shape[2], decoded, mask, scale, softmax=Softmax.of(kwargs))
+            return dense.attention(module, query, key, value, mask, scale, **kwargs)
         if self.reads is not None:
             read, whole = self.blocks.layers[layer].length, None
             if decoded:
                 whole = self.blocks.decoder.whole(layer)[0].unflatten(-1, (key.shape[1], -1)).transpose(1, 2)
-            self._count(query, whole, read, decoded, None, scale, self._evicted)
+            self._count(query, whole, read, decoded, None, scale, self._evicted, Softmax.of(kwargs))
         return packed.attention(module, query, key, value, mask, scale, **kwargs)
 
     def decoded(self, encoded: int) -> range:
         """The tokens that are read decoded if the first `encoded` are in blocks: all of these but the sinks."""
         return range(min(self.blocks.recipe.window.sinks, encoded), encoded)
 
-    def _count(self, *counted: Any) -> None:
+    def _count(self, *counted: Any, **more: Any) -> None:
         if self.reads is not None:
-            self.reads.count(*counted)
+            self.reads.count(*counted, **more)
 
 
 _at_work: ContextVar[CountedCache] = ContextVar("the cache of the forward pass")
@@ -157,17 +156,18 @@ def counting(model: PreTrainedModel, cache: CountedCache):
 
 
 @contextmanager
-def answering(cache: CountedCache, attention: Mapping[int, Any], calls: Mapping[str, Any], rotary: Any):
+def answering(cache: CountedCache, attention: Mapping[int, Any], calls: Mapping[str, Any], rotary: Any, first: bool):
     """The same for some layers of a model that runs one layer at a time, of which the cache holds one.
 
     attention   modules of the layers, by number
     calls       what the decoder calls that one with, positions and their cosines and sines among it
     rotary      the decoder's
+    first       whether the model's first layer is among those that run
     """
     before, token = {n: module.config._attn_implementation for n, module in attention.items()}, _at_work.set(cache)
     for module in attention.values():
         module.config._attn_implementation = NAME
-    if 0 in attention:
+    if first:
         cache._begin(None)
     cache._announce(calls.get("position_ids"), calls.get("position_embeddings"), rotary, NAME)
     try:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvq_runtime.hf import KVQCache
+from kvq_runtime.hf.cache import real_tokens
 
 
 class WitnessCache(KVQCache):
@@ -37,9 +38,8 @@ class WitnessCache(KVQCache):
         real_BT = places.real_BT
         if real_BT is None:
             real_BT = torch.ones(1, places.length, dtype=torch.bool, device=device)
-        mask = self._mask
-        padded = mask is not None and mask.ndim == 2
-        new_B = mask[:, -count:].bool().sum(1) if padded and mask is not None else torch.tensor([count], device=device)
+        real = real_tokens(self._mask, count)
+        new_B = torch.tensor([count], device=device) if real is None else real.sum(1)
         coded_B = (real_BT[:, :encoded].sum(1) - sinks).clamp(min=0) + places.dropped
         read_B = new_B * (real_BT.sum(1) + places.dropped) + new_B * (new_B + 1) // 2
         self.passes.append((read_B, new_B * coded_B))

@@ -58,7 +58,7 @@ def _rounded(table_VC: Tensor) -> dict[str, Tensor]:
 
 def vocabulary(stream: Stream, role: Role) -> Tensor:
     """The first layer's keys before RoPE, or values, of every token there is: float32 [V, C]."""
-    layer, size = stream.layer(0), stream.files.tensor("model.embed_tokens.weight").shape[0]
+    layer, size = stream.layer(0), stream.files.tensor(f"{stream.files.stem}embed_tokens.weight").shape[0]
     found = []
     for ids in torch.arange(size).split(TILE):
         projected = layer.project(stream.embed(ids[None]))

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import Tensor, arange, cat
-from torch.nn.functional import scaled_dot_product_attention
 
 from kvq_calib.model.streamed import Captured
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import rope
+from kvq_runtime.ops import dense, rope
 from kvq_runtime.recipe import Window
 
 Pair = tuple[Tensor, Tensor]
@@ -26,6 +25,7 @@ class AttentionInputs:
 
     k_pre   keys before RoPE; `k`, `q`: keys and queries after RoPE
     rope    cos and sin of the positions, [1, T, K] each
+    softmax   what the layer's attention has beside scores
     """
 
     k_pre: Tensor
@@ -33,6 +33,7 @@ class AttentionInputs:
     v: Tensor
     q: Tensor
     rope: Pair
+    softmax: dense.Softmax = dense.PLAIN
 
 
 def inputs(captured: Captured, tables: Pair, geometry: Geometry) -> AttentionInputs:
@@ -40,7 +41,8 @@ def inputs(captured: Captured, tables: Pair, geometry: Geometry) -> AttentionInp
     assert captured.q_NTC is not None, "captured without queries"
     k, v, q = (x.float() for x in (captured.k_NTC, captured.v_NTC, captured.q_NTC))
     query_heads = q.shape[-1] // geometry.head_size
-    return AttentionInputs(k, apply_rope(k, tables, geometry.kv_heads), v, apply_rope(q, tables, query_heads), tables)
+    turned_k, turned_q = apply_rope(k, tables, geometry.kv_heads), apply_rope(q, tables, query_heads)
+    return AttentionInputs(k, turned_k, v, turned_q, tables, captured.softmax)
 
 
 def apply_rope(x_NTC: Tensor, tables: Pair, heads: int) -> Tensor:
@@ -75,16 +77,18 @@ def tiles_in_use(window: Window, tokens: int, step: int, prompt: int = 0) -> lis
     return runs
 
 
-def attend(q_NTC: Tensor, exact: Pair, decoded: Pair, runs: list[Tile], head_size: int) -> Tensor:
-    """The output of attention before its projection, [N, T, C of the queries], for keys and values after RoPE."""
+def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile], head_size: int) -> Tensor:
+    """What the chunk's queries read of keys and values after RoPE, before the projection: [N, T, C of the queries]."""
     out = []
     for start, stop, keys, values in runs:
         k, v = (
             cat([x_hat[:, : min(count, stop)], x[:, count:stop]], 1)
             for x, x_hat, count in zip(exact, decoded, (keys, values), strict=True)
         )
-        heads = [x.unflatten(-1, (-1, head_size)).transpose(1, 2) for x in (q_NTC[:, start:stop], k, v)]
+        queries, keys_BHSD, values_BHSD = (
+            x.unflatten(-1, (-1, head_size)).transpose(1, 2) for x in (chunk.q[:, start:stop], k, v)
+        )
         visible = arange(stop, device=k.device) <= arange(start, stop, device=k.device)[:, None]
-        tile = scaled_dot_product_attention(*heads, attn_mask=visible, enable_gqa=True)
+        tile = dense.attention(queries, keys_BHSD, values_BHSD, visible[None, None], head_size**-0.5, chunk.softmax)
         out.append(tile.transpose(1, 2).flatten(2))
     return cat(out, 1)

@@ -11,18 +11,29 @@ E = hidden width · V = vocabulary.
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import sdpa_mask
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from kvq_runtime.geometry import attending
-from kvq_runtime.hf.model import FULL, LISTED, attention_modules, check_model, rope_refusal, turns
+from kvq_runtime.hf import dense
+from kvq_runtime.hf.model import FULL, LISTED, attention_modules, check_model, rope_refusal, rotary_module, turns
+from kvq_runtime.ops.dense import Softmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -30,6 +41,8 @@ if TYPE_CHECKING:
 CAPTURED = "kvq-captured"  # the attention of a streamed layer, by the name that transformers knows it by
 Call = tuple[tuple, dict[str, Any]]
 GIVEN = {"attention_mask", "position_ids", "position_embeddings"}  # tensors that layers get beside hidden states
+RECURRENT = ("linear_attention", "conv")  # types of layers that keep a state in place of keys and values
+LEARNED = {"sinks"}  # parameters of attention itself that it hands to the function that attends
 
 
 class Seen(Exception):
@@ -45,12 +58,12 @@ def _captured(
     scaling: float | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:
-    """sdpa, which notes in the module's `seen`, if it has one, what it gets: [B, H, T, D], after RoPE."""
+    """Attention that notes in the module's `seen`, if it has one, what it gets: [B, H, T, D], after RoPE."""
     if module.seen is not None:
-        module.seen |= {"k": key, "v": value, "q": query, "scale": scaling}
+        module.seen |= {"k": key, "v": value, "q": query, "scale": scaling, "softmax": Softmax.of(given)}
         if module.seen.get("alone"):
             raise Seen
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **given)[0], None
+    return dense.attention(module, query, key, value, attention_mask, scaling, **given)
 
 
 AttentionInterface.register(CAPTURED, _captured)
@@ -73,15 +86,19 @@ class Place(nn.Module):
         return hidden_states if self.out is None else self.out
 
 
+def _empty(config: "PreTrainedConfig", dtype: torch.dtype | None) -> Any:
+    return maker(config).from_config(config, attn_implementation=CAPTURED, dtype=dtype).eval()
+
+
 class Decoder:
     """A model without weights: its layers, and all around them with a Place for each."""
 
     def __init__(self, config: "PreTrainedConfig", dtype: torch.dtype):
         with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(config, attn_implementation=CAPTURED, dtype=dtype).eval()
+            made = _empty(config, dtype)
         _keep_float32(made, dtype)
         self.whole, self.dtype = made, dtype
-        self.config = made.config
+        self.config = made.config.get_text_config(decoder=True)
         self.parameters = list(made.state_dict())
         core: Any = made.get_decoder()
         named = {id(module): name for name, module in made.named_modules()}
@@ -96,14 +113,15 @@ class Decoder:
     def blank(self) -> PreTrainedModel:
         """The whole model, as transformers makes it, without memory."""
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.config, attn_implementation=CAPTURED, dtype=self.dtype).eval()
+            return _empty(self.whole.config, self.dtype)
 
     def top(self) -> dict[str, nn.Module]:
         """The modules with parameters above the layers, by name: the last norm, and the output head."""
         core: Any = self.around.get_decoder()
         table = self.around.get_input_embeddings()
         within = {f"{self.core_name}.{name}": module for name, module in core.named_children()}
-        beside = {name: module for name, module in self.around.named_children() if module is not core}
+        holds = {id(module) for module in self.around.children() if any(part is core for part in module.modules())}
+        beside = {name: module for name, module in self.around.named_children() if id(module) not in holds}
         return {
             name: module
             for name, module in (within | beside).items()
@@ -183,7 +201,7 @@ class Under:
     def turns(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions 0 to tokens - 1, float32, as the decoder's own module computes them."""
         positions = torch.arange(tokens, device=device)[None]
-        return turns(self.core.rotary_emb, torch.empty(0, dtype=torch.float32, device=device), positions)
+        return turns(rotary_module(self.core), torch.empty(0, dtype=torch.float32, device=device), positions)
 
     def _taken(self) -> Tensor:
         found = self.core.layers[0].under
@@ -193,49 +211,74 @@ class Under:
 
 
 def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
-    """The settings that are read, with transformers' defaults for those that a file leaves out."""
+    """The settings of text that are read, with transformers' defaults for those that a file leaves out."""
     try:
-        return read().to_dict()
+        return read().get_text_config(decoder=True).to_dict()
     except Exception as error:
         raise ValueError(f"{id}: config.json is none of its model_type: {_line(error)}; download it again") from error
 
 
+def attentions(layers: Iterable[tuple[int, Any]], config: Any) -> Iterator[tuple[int, nn.Module]]:
+    """The attention modules of layers, by number in the model; of those that recur there are none."""
+    kinds = getattr(config, "layer_types", None)
+    for n, layer in layers:
+        module = getattr(layer, "self_attn", None)
+        if module is not None and not (kinds and kinds[n] in RECURRENT):
+            yield n, module
+
+
 def known(config: Mapping[str, Any]) -> bool:
-    """True if the architecture is the causal language model of its type in this version of transformers."""
-    named = config.get("architectures")
-    made = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
-    return isinstance(named, list) and len(named) == 1 and made == named[0]
+    """True if the architecture is what transformers makes of its type: a model of text, or of text and images."""
+    named, kind = config.get("architectures"), str(config.get("model_type"))
+    made = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind))
+    return isinstance(named, list) and len(named) == 1 and named[0] in made
+
+
+def maker(config: "PreTrainedConfig") -> Any:
+    """The class of transformers that makes a model: of text where there is one of its type, else of text and images."""
+    of_text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForCausalLM if of_text else AutoModelForImageTextToText
 
 
 def check(config: "PreTrainedConfig", id: str) -> None:
     """Raise ValueError, a sentence, for a model that cannot be run a layer at a time, and compressed in some layers."""
-    _check_config(config, id)
+    text = config.get_text_config(decoder=True)
+    _check_config(text, id)
     model: Any = _built(config, id)
     check_model(model)
-    attention_modules(model, attending(config.to_dict()))
-    every = [getattr(layer, "self_attn", nn.Identity()) for layer in model.get_decoder().layers]
-    learned = sorted({name for module in every for name, _ in module.named_parameters(recurse=False)})
-    if learned:
+    attention_modules(model, attending(text.to_dict()))
+    attend = dict(attentions(enumerate(model.get_decoder().layers), text))
+    learned = {name for module in attend.values() for name, _ in module.named_parameters(recurse=False)}
+    if learned - LEARNED:
         raise ValueError(
-            f"{id}: its attention has parameters of its own ({', '.join(learned)}), which calibration does not know; "
-            f"use a recipe that needs no fit, or another model; {LISTED}"
+            f"{id}: its attention has parameters of its own ({', '.join(sorted(learned))}), which calibration does not "
+            f"know; use a recipe that needs no fit, or another model; {LISTED}"
         )
+    for n in attending(text.to_dict()):
+        if not (hasattr(attend[n], "qkv_proj") or (hasattr(attend[n], "k_proj") and hasattr(attend[n], "v_proj"))):
+            raise ValueError(
+                f"{id}: {type(attend[n]).__name__} has no k_proj and v_proj, and no qkv_proj, by which an artifact "
+                f"knows its model; use a recipe that needs no fit; {LISTED}"
+            )
     config = copy.deepcopy(config)
-    if getattr(config, "sliding_window", None):
-        config.sliding_window = 2
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = 2
     decoder = Decoder(config, torch.float32)
     above = list(decoder.top())
     if len(above) > 2:
         raise ValueError(
             f"{id}: {', '.join(above)} stand beside its layers; a last norm and an output head can; {LISTED}"
         )
-    calls = decoder.under(torch.device("cpu")).calls(1, 4, torch.float32, torch.device("cpu"))
+    under = decoder.under(torch.device("cpu"))
+    _check_cache(under, id)
+    calls = under.calls(1, 4, torch.float32, torch.device("cpu"))
     unknown = {key for _, given in calls for key, value in given.items() if isinstance(value, Tensor)} - GIVEN
-    if unknown or any(args for args, _ in calls):
+    if unknown or any(one is not None for args, _ in calls for one in args):
         what = ", ".join(sorted(unknown)) or "more than hidden states by position"
         raise ValueError(f"{id}: its layers are given {what}, which is known of the whole model alone; {LISTED}")
-    masks = [given.get("attention_mask") for _, given in calls]
-    whole = [n for n, mask in enumerate(masks) if mask is None or bool(mask[..., -1, 0].all())]
+    masks: list[Any] = [given.get("attention_mask") for _, given in calls]
+    whole = [n for n in attend if masks[n] is None or bool(masks[n][..., -1, 0].all())]
     if whole != list(decoder.attending):
         raise ValueError(
             f"{id}: by its configuration layers {_numbers(list(decoder.attending))} attend to every token, by its "
@@ -243,34 +286,39 @@ def check(config: "PreTrainedConfig", id: str) -> None:
         )
 
 
+def _check_cache(under: "Under", id: str) -> None:
+    """Refuse a decoder that does not go with transformers' own cache, in whose place ours stands."""
+    config: Any = under.core.config
+    try:
+        with torch.no_grad():
+            nothing = torch.zeros(1, 4, config.hidden_size)
+            under.core(inputs_embeds=nothing, past_key_values=DynamicCache(config=config), use_cache=True)
+    except Exception as error:
+        raise ValueError(f"{id}: it does not run with transformers' own cache: {_line(error)}; {LISTED}") from error
+
+
 def _check_config(config: "PreTrainedConfig", id: str) -> None:
     """Refuse what the configuration says that calibration does not know."""
-    if config.get_text_config(decoder=True) is not config:
-        raise ValueError(
-            f"{id}: {type(config).__name__} is of a model with towers beside the text's; give a model of text alone; "
-            f"{LISTED}"
-        )
     kinds = getattr(config, "layer_types", None) or []
-    other = [n for n, kind in enumerate(kinds) if kind not in (FULL, "sliding_attention")]
+    other = [n for n, kind in enumerate(kinds) if kind not in (FULL, "sliding_attention", *RECURRENT)]
     if other:
         raise ValueError(
             f"{id}: layers {_numbers(other)} of {len(kinds)} are of type {kinds[other[0]]!s:.40}; calibration takes "
-            f"models whose layers attend to every token or slide over a window; {LISTED}"
+            f"models whose layers attend to every token, slide over a window, or recur; {LISTED}"
         )
     if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
         raise ValueError(f"{id}: some of its layers slide, and config.json has no sliding_window; {LISTED}")
-    for setting in ("attn_logit_softcapping", "num_kv_shared_layers"):
-        if getattr(config, setting, None):
-            raise ValueError(
-                f"{id}: config.json has {setting}={getattr(config, setting)}, which calibration does not know; use a "
-                f"recipe that needs no fit, or another model; {LISTED}"
-            )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise ValueError(
+            f"{id}: config.json has num_kv_shared_layers={config.num_kv_shared_layers}, which calibration does not "
+            f"know; use a recipe that needs no fit, or another model; {LISTED}"
+        )
 
 
 def _built(config: "PreTrainedConfig", id: str) -> PreTrainedModel:
     with torch.device("meta"):
         try:
-            return AutoModelForCausalLM.from_config(config, attn_implementation=CAPTURED)
+            return _empty(config, None)
         except Exception as error:
             raise ValueError(f"{id}: transformers makes no model of config.json: {_line(error)}; check it") from error
 

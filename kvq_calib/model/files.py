@@ -8,7 +8,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+STEMS = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")  # of the text's tensors
+HEAD = "lm_head.weight"
 FUSED = "qkv_proj"  # queries', keys' and values' projection in one
 OUTPUTS = ("o_proj", "dense", "out_proj")  # attention's last projection, by the names that models have for it
 PIECE = 2**24  # bytes read from a file at a time
@@ -137,19 +139,28 @@ class ModelFiles:
 
     @cached_property
     def names(self) -> Mapping[str, str]:
-        """The file that holds each tensor."""
+        """The file that holds each tensor; of a model with towers beside the text's, each of the text's."""
         if self.headers is not None:
-            return {name: one.file for name, one in self.headers.items()}
-        named = weight_map(self.path)
-        if named is not None:
+            named: Mapping[str, str] | None = {name: one.file for name, one in self.headers.items()}
+        else:
+            named = weight_map(self.path)
+        if named is None:
+            named = dict.fromkeys(_open(self.path / "model.safetensors").keys(), "model.safetensors")
+        stem = _stem(named)
+        if stem == STEMS[0]:
             return named
-        return dict.fromkeys(_open(self.path / "model.safetensors").keys(), "model.safetensors")
+        return {name: file for name, file in named.items() if name.startswith(stem) or name.endswith(HEAD)}
+
+    @cached_property
+    def stem(self) -> str:
+        """What the names of its tensors begin with, as transformers' model of text has `model.`."""
+        return _stem(self.names)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights as stored."""
-        norm = "model.norm.weight"
-        found = self._stored(norm if norm in self.names else f"model.layers.0.{self.layer_names(0)[0]}").dtype
+        norm = f"{self.stem}norm.weight"
+        found = self._stored(norm if norm in self.names else f"{self.stem}layers.0.{self.layer_names(0)[0]}").dtype
         if found not in DTYPES:
             raise ValueError(f"{self.id} is stored as {found}; use weights in {', '.join(DTYPES)}")
         return DTYPES[found]
@@ -178,7 +189,7 @@ class ModelFiles:
         """
         if not hasattr(os, "posix_fadvise") or layer >= self.geometry.layers:
             return
-        own = [f"model.layers.{n}.{part}" for n in stretches(self.config)[layer] for part in self.layer_names(n)]
+        own = [f"{self.stem}layers.{n}.{part}" for n in stretches(self.config)[layer] for part in self.layer_names(n)]
         threading.Thread(target=_asked_for, args=([self._place(name) for name in own],), daemon=True).start()
 
     def _place(self, name: str) -> tuple[Path, int, int]:
@@ -192,29 +203,29 @@ class ModelFiles:
         return nn.functional.embedding(places, self.tensor(name))
 
     def transformers_config(self) -> "PreTrainedConfig":
-        """The configuration as transformers' own class."""
+        """The configuration as transformers' own class, with those of towers beside the text's."""
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self.path, trust_remote_code=False, local_files_only=True)
 
     def model(self, dtype: torch.dtype) -> "PreTrainedModel":
-        """The whole model, on the CPU."""
-        from transformers import AutoModelForCausalLM
+        """The whole model, on the CPU, with towers that it has beside the text's."""
+        from kvq_calib.model.decoder import maker
 
-        return AutoModelForCausalLM.from_pretrained(
+        return maker(self.transformers_config()).from_pretrained(
             self.path, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
 
     def layer_names(self, layer: int) -> list[str]:
         """The tensors of one decoder layer, without `model.layers.{i}.`."""
-        start = f"model.layers.{layer}."
+        start = f"{self.stem}layers.{layer}."
         # inv_freq: buffers that old checkpoints stored and that transformers computes
         return sorted(n.removeprefix(start) for n in self.names if n.startswith(start) and not n.endswith("inv_freq"))
 
     def layer_bytes(self, layer: int) -> int:
         """The bytes of a layer of the geometry and of those that are run with it, as stored."""
         own = stretches(self.config)[layer]
-        return sum(self._bytes(f"model.layers.{n}.{name}") for n in own for name in self.layer_names(n))
+        return sum(self._bytes(f"{self.stem}layers.{n}.{name}") for n in own for name in self.layer_names(n))
 
     @property
     def weight_bytes(self) -> int:
@@ -236,16 +247,18 @@ class ModelFiles:
         """Return the identity of the model, which an artifact fitted to it stores."""
 
         def weight(layer: int, name: str) -> Tensor:
-            start = f"model.layers.{layer}.self_attn."
+            start = f"{self.stem}layers.{layer}.self_attn."
             if f"{start}{FUSED}.weight" in self.names:
                 return fingerprint.of_fused(self.tensor(f"{start}{FUSED}.weight"), self.geometry, name)
+            if self.config.get(fingerprint.ONE) and f"{start}{name}.weight" not in self.names:
+                name = fingerprint.PROJECTIONS["key"]
             return self.tensor(f"{start}{name}.weight")
 
         return fingerprint.from_config(self.config, weight)
 
     def output_projection(self, layer: int) -> Tensor:
         """The matrix of a layer of the geometry behind attention, [hidden width, query heads · head size]."""
-        start = f"model.layers.{self.attending[layer]}.self_attn."
+        start = f"{self.stem}layers.{self.attending[layer]}.self_attn."
         found = next((name for name in OUTPUTS if f"{start}{name}.weight" in self.names), OUTPUTS[0])
         return self.tensor(f"{start}{found}.weight")
 
@@ -258,7 +271,7 @@ class ModelFiles:
         if self.config.get("quantization_config"):
             raise ValueError(f"{self.id} has quantized weights; calibrate the 16-bit model it was made from")
         _check_windows(self)
-        if found not in ARCHITECTURES or _slides(self):
+        if "text_config" in self.config or found not in ARCHITECTURES or _slides(self):
             return self._check_other(found)
         _check_sizes(self)
         _check_rope(self)
@@ -274,9 +287,11 @@ class ModelFiles:
         if not decoder.known(self.config):
             raise ValueError(
                 f"{self.id} has architecture {architecture!s:.60}; supported are {', '.join(ARCHITECTURES)}, and other "
-                "decoders of transformers of which some layers attend to every token (docs/models.md)"
+                "decoders of transformers of which some layers attend to every token, and towers of text of models "
+                "of images (docs/models.md)"
             )
-        files = replace(self, config=decoder.settings(self.transformers_config, self.id))
+        found = decoder.settings(self.transformers_config, self.id)
+        files = replace(self, config=found | {"architectures": self.config["architectures"]})
         _check_sizes(files)
         decoder.check(files.transformers_config(), self.id)
         _check_weights(files)
@@ -336,6 +351,12 @@ def weight_map(folder: Path) -> dict[str, str] | None:
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
         raise ArtifactError(f"{index}: weight_map does not name the file of each tensor; download it again")
     return named
+
+
+def _stem(names: Iterable[str]) -> str:
+    """What the names of the text's tensors begin with."""
+    named = list(names)
+    return next((stem for stem in STEMS if any(name.startswith(f"{stem}layers.0.") for name in named)), STEMS[0])
 
 
 def _gguf_of(folder: Path) -> str:

@@ -1,7 +1,7 @@
 """Run a model one decoder layer at a time, and hand out its keys, values and queries before RoPE.
 
-Layers are those that a cache compresses, which attend to all tokens. Those that slide over a window are run with the
-next one above them, or else with the last.
+Layers are those that a cache compresses, which attend to all tokens. Those that slide over a window, or recur, are run
+with the next one above them, or else with the last.
 
 The layers are transformers' own classes, built without memory and filled from the safetensors files when their turn
 comes, called as their model calls them (`decoder.py`). Attention is a function of ours, which sees keys, values and
@@ -17,7 +17,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,29 +25,35 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvq_calib.model.decoder import Decoder, Seen
+from kvq_calib.model.decoder import Decoder, Seen, attentions
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
 from kvq_runtime.geometry import stretches
+from kvq_runtime.hf.model import rotary_module, rotary_name
 from kvq_runtime.ops import product, rope
+from kvq_runtime.ops.dense import PLAIN, Softmax
 
 TILE = 2048  # tokens
 
 
 @dataclass(frozen=True)
 class Projected:
-    """One layer's keys, values and queries of a chunk, before RoPE, all heads side by side."""
+    """One layer's keys, values and queries of a chunk, before RoPE, all heads side by side.
+
+    softmax   what the layer's attention has beside scores
+    """
 
     k_NTC: Tensor
     v_NTC: Tensor
     q_NTC: Tensor | None
+    softmax: Softmax = PLAIN
 
 
 @dataclass(frozen=True)
 class Captured(Projected):
     """The same, and what the layer puts out."""
 
-    h_BTE: Tensor
+    h_BTE: Tensor = field(kw_only=True)
 
 
 def joined(parts: Sequence[Projected]) -> Projected:
@@ -56,7 +62,7 @@ def joined(parts: Sequence[Projected]) -> Projected:
         [getattr(part, name) for part in parts if getattr(part, name) is not None]
         for name in ("k_NTC", "v_NTC", "q_NTC")
     )
-    return Projected(torch.cat(k), torch.cat(v), torch.cat(q) if q else None)
+    return Projected(torch.cat(k), torch.cat(v), torch.cat(q) if q else None, parts[0].softmax)
 
 
 class Stream:
@@ -104,7 +110,9 @@ class Stream:
     def blank(self) -> PreTrainedModel:
         """The model without weights, but for what turns keys: what a cache that is made for a model asks of it."""
         made = self._decoder.blank()
-        made.get_decoder().rotary_emb = self._under.core.rotary_emb  # type: ignore[union-attr]
+        core = made.get_decoder()
+        if (name := rotary_name(core)) is not None:
+            setattr(core, name, getattr(self._under.core, name))
         return made
 
     def __reduce__(self):
@@ -142,9 +150,11 @@ class Layer:
         for module in modules.values():
             if _is_plain(getattr(module, "mlp", None)):
                 module.mlp = Tiled(module.mlp)
-            module.self_attn.seen = None
         self._modules, self._stream, self._index = modules, stream, index
-        attention, seen = modules[index].self_attn, dict[str, Any]()
+        self._attention: dict[int, Any] = dict(attentions(modules.items(), stream._decoder.config))
+        for module in self._attention.values():
+            module.seen = None
+        attention, seen = self._attention[index], dict[str, Any]()
         attention.seen = seen
         if stream.files.tapped:
             taps = {"k_pre": getattr(attention, "k_norm", attention.k_proj),
@@ -159,7 +169,7 @@ class Layer:
         """Run the layer on whole sequences, causally, from position 0."""
         out_BTE = self._run(self._given(h_BTE))
         found = self._captured(queries)
-        return Captured(found.k_NTC, found.v_NTC, found.q_NTC, out_BTE)
+        return Captured(**vars(found), h_BTE=out_BTE)
 
     def gradients(self, h_BTE: Tensor, above_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Carry a gradient with respect to the layer's output below it.
@@ -188,8 +198,7 @@ class Layer:
         else:
             batch, tokens, _ = h_BTE.shape
             _, calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)[self._index]
-            attention = {n: module.self_attn for n, module in self._modules.items()}
-            with answered(attention, calls, stream._under.core.rotary_emb) as cache:
+            with answered(self._attention, calls, rotary_module(stream._under.core), 0 in self._modules) as cache:
                 out_BTE = self._run(h_BTE, past_key_values=cache, use_cache=True)
         self._seen.clear()
         return out_BTE
@@ -222,7 +231,7 @@ class Layer:
             size = seen["q"].shape[-1]
             factor = 1.0 if seen["scale"] is None else seen["scale"] * size**0.5
             q = q if math.isclose(factor, 1) else q * factor
-        return Projected(k, v, q)
+        return Projected(k, v, q, seen["softmax"])
 
     def _turned_back(self, x_BHTD: Tensor, back: Any = rope.unrotate) -> Tensor:
         """Keys or queries [B, T, H, D] before RoPE, in their dtype; a gradient is turned back by `rotate`."""

@@ -41,7 +41,8 @@ class Weights:
         for name in sorted(files.names, key=dot_natural_key):
             target, pattern = name, None
             if name not in known:
-                target, pattern = rename_source_key(name, renamings, converters, decoder.whole.base_model_prefix, known)
+                prefix = decoder.whole.base_model_prefix
+                target, pattern = rename_source_key(name, renamings, converters, prefix, known)
             found.setdefault(target, []).append((name, pattern))
         self._sources = {
             target: Source(tuple(name for name, _ in parts), tuple(pattern for _, pattern in parts))

@@ -101,4 +101,4 @@ def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor, position: str) 
 
 def _attended(chunk: AttentionInputs, k_NTC: Tensor, v_NTC: Tensor, head_size: int) -> Tensor:
     pair, every = (k_NTC, v_NTC), attention.tiles(k_NTC.shape[1])
-    return attention.attend(chunk.q, pair, pair, every, head_size)
+    return attention.attend(chunk, pair, pair, every, head_size)

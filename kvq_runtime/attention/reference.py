@@ -12,6 +12,7 @@ blocks, window.
 Differs: kernels, which cannot see all scores at once, merge parts by their log-sum-exp.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
@@ -35,7 +36,10 @@ class Reference(Path):
     """Answers every query.
 
     observer   takes the weights
+    levels     whether it reports log2 Σ 2^s too; what observes the weights needs none
     """
+
+    levels = False
 
     def __init__(self, decoder: Decoder, positions: Positions, observer: Observer | None = None):
         self.decoder, self.positions, self.observer = decoder, positions, observer
@@ -54,17 +58,18 @@ class Reference(Path):
             mask = mask.expand(batch, -1, -1, -1).gather(-1, held.expand(-1, 1, count, -1))
         slots = range(length - count, length)
         if count <= step:
-            return Attended(self._attend(store, layer, q_BHTD, mask, scale, slots), None)
-        out = []
+            return self._attend(store, layer, q_BHTD, mask, scale, slots)
+        out: list[Attended] = []
         for start in range(0, count, step):
             part = slice(start, start + step)
             seen = None if mask is None else mask[:, :, part]
             out.append(self._attend(store, layer, q_BHTD[:, :, part], seen, scale, slots[part]))
-        return Attended(torch.cat(out, 2), None)
+        levels = [part.lse_BHT for part in out if part.lse_BHT is not None]
+        return Attended(torch.cat([part.out_BHTD for part in out], 2), torch.cat(levels, 2) if levels else None)
 
     def _attend(
         self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, slots: range
-    ) -> Tensor:
+    ) -> Attended:
         batch, heads, count, size = q_BHTD.shape
         held, hidden = self._heads, self._hidden(store)
         q_YND = (q_BHTD.float() * _factor(scale)).reshape(batch * held, heads // held * count, size)
@@ -75,7 +80,10 @@ class Reference(Path):
         p_YNX = s_YNX.softmax(-1)
         if self.observer is not None:
             self.observer(layer, self._by_token(store, p_YNX.view(by_query)), slots)
-        return self._mix(store, layer, p_YNX, hidden).view(q_BHTD.shape).to(q_BHTD.dtype)
+        level = None
+        if self.levels:  # the largest weight is e^(largest score - log Σ e^s)
+            level = ((s_YNX.amax(-1) - p_YNX.amax(-1).log()) / math.log(2)).view(q_BHTD.shape[:3])
+        return Attended(self._mix(store, layer, p_YNX, hidden).view(q_BHTD.shape).to(q_BHTD.dtype), level)
 
     def _scores(self, store: LayerStore, layer: int, q_YND: Tensor, hidden: int) -> Tensor:
         """q · k by column: [Y, N, X]."""

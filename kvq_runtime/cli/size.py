@@ -24,17 +24,19 @@ COMPUTED = """
 Computed from shapes, not measured: all bytes of {}, with blocks, sinks and window, and shared (predictors, bases,
 codebooks, rotations). "bits" is what one more token costs, per element. Under 16 bit from, under HIGGS from: tokens a
 row from which all bytes are fewer than those of 16 bit, and of the plain HIGGS recipe of the next width."""
+RECUR = "Layers that recur: {}. Their state, which does not grow with the text, is not counted ({})."
 SLIDES = "Bytes of {} layers that slide over a window of {:,} tokens are in all GiB, and not in the bits ({})."
 FILED = "Bits in files: what calibration steers files of a kept prefix of {:,} tokens to, sinks and frames among them."
 
 
 class Model(NamedTuple):
-    """A model's name, its shape, the tokens of its vocabulary if known, and its layers that slide."""
+    """A model's name, its shape, the tokens of its vocabulary if known, its layers that slide, how many recur."""
 
     name: str
     geometry: Geometry
     vocabulary: int | None
     sliding: Sliding = NONE_SLIDE
+    recurrent: int = 0
 
 
 def held(args: Namespace) -> int:
@@ -51,6 +53,8 @@ def held(args: Namespace) -> int:
         for model in models.values():
             if (sliding := model.sliding).layers:
                 print(SLIDES.format(sliding.layers, sliding.window, model.name))
+            if model.recurrent:
+                print(RECUR.format(model.recurrent, model.name))
         if any("bits in files" in row for row in rows):
             print(FILED.format(rate.LENGTH))
     return 0
@@ -97,6 +101,8 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
         yield _of_config(path.name, config, tokens or config["vocab_size"])
     elif path.exists():
         config = _config(path / "config.json" if path.is_dir() else path)
+        if isinstance(config, dict) and isinstance(config.get("text_config"), dict):  # of a model of images and text
+            config = config["text_config"]
         if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
             raise ValueError(f"--model {text}: no config.json of a model; it has no layers and heads")
         found = tokens or config.get("vocab_size")
@@ -111,7 +117,9 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
 
 
 def _of_config(name: str, config: Mapping[str, Any], vocabulary: int | None) -> Model:
-    return Model(name, Geometry.from_config(config), vocabulary, Sliding.from_config(config))
+    geometry, sliding = Geometry.from_config(config), Sliding.from_config(config)
+    recurrent = config["num_hidden_layers"] - geometry.layers - sliding.layers
+    return Model(name, geometry, vocabulary, sliding, recurrent)
 
 
 def _config(path: Path) -> Any:

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvq_runtime.hf import dense
 from kvq_runtime.hf.layer import Mark
 
 # What models pass on, and does not change what a query gets: masks have what positions and kinds of tokens say. Only
@@ -16,7 +16,9 @@ HARMLESS = frozenset(
     {"dropout", "position_ids", "cache_position", "token_type_ids", "mm_token_type_ids", "use_cache", "labels"}
     | {"output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"}
 )
-BY_SDPA = HARMLESS | {"is_causal", "position_bias", "cache"}
+SINKS = "s_aux"  # one learned logit a head, of no token
+DENSE = HARMLESS | {"is_causal", "position_bias", "cache", "softcap", SINKS}  # over whole keys and values
+PACKED = HARMLESS | {SINKS}
 
 
 def attention(
@@ -49,12 +51,13 @@ def attention(
     count = query.shape[2]
     weighed = 0 if mark is None else mark.blocks.weighed_first(count) if mark.first else count
     if mark is None or weighed < count:
-        out = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
+        out = dense.attention(module, query, key, value, attention_mask, scaling, **kwargs)[0]
         if mark is not None and weighed:
             newest = None if attention_mask is None else attention_mask[:, :, -weighed:]
-            mark.blocks.attend(mark.layer, query[:, :, -weighed:], newest, scale)
+            mark.blocks.attend(mark.layer, query[:, :, -weighed:], newest, scale, kwargs.get(SINKS))
     else:
-        out = mark.blocks.attend(mark.layer, query, attention_mask, scale).transpose(1, 2).contiguous()
+        out = mark.blocks.attend(mark.layer, query, attention_mask, scale, kwargs.get(SINKS))
+        out = out.transpose(1, 2).contiguous()
     if mark is not None:
         mark.blocks.take_queries(mark.layer, query)
         mark.blocks.finish(mark.layer)
@@ -63,7 +66,7 @@ def attention(
 
 def _check(arguments: dict[str, Any], mark: Mark | None, sliding_window: int | None) -> None:
     """Raise a ValueError for arguments that this attention does not know; sdpa attends to transformers' own layers."""
-    known = BY_SDPA if mark is None else HARMLESS
+    known = DENSE if mark is None else PACKED
     unknown = sorted(name for name, value in arguments.items() if value is not None and name not in known)
     if mark is not None and sliding_window is not None:
         unknown.append("sliding_window")
@@ -71,6 +74,11 @@ def _check(arguments: dict[str, Any], mark: Mark | None, sliding_window: int | N
         raise ValueError(
             f"kvq attention does not know {', '.join(unknown)}, which may change what the model computes; use "
             'model.set_attn_implementation("eager"), under which a KVQCache hands out decoded keys and values'
+        )
+    if mark is not None and arguments.get(SINKS) is not None and mark.blocks.weighs:
+        raise ValueError(
+            f"{mark.blocks.recipe.name} weighs tokens by attention, of which this model's learned sinks take a share; "
+            "use a recipe that holds and reads all tokens"
         )
 
 

@@ -17,12 +17,14 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import attending
 from kvq_runtime.hf.layer import KVQLayer, Pass
 from kvq_runtime.hf.model import (
+    FULL,
     LISTED,
     attention_modules,
     check_model,
     check_rope,
     fingerprint_of,
     geometry_of,
+    rotary_module,
     rotary_of,
 )
 from kvq_runtime.recipe import OURS, Recipe
@@ -32,6 +34,7 @@ from kvq_runtime.store.memory import MemoryReport, human
 from kvq_runtime.store.promise import Check
 from kvq_runtime.store.storage import storage_bytes
 
+HELD = ("keys", "values", "conv_states", "recurrent_states")  # by transformers' own layers
 DECODING = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 _told: set[str] = set()  # recipes of which the log has said that other attention than ours is slow
 _log = logging.getLogger(__name__)
@@ -98,7 +101,7 @@ class KVQCache(Cache):
         self._stock = [layer for layer in layers if isinstance(layer, DynamicLayer)]
         self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         self.artifact: Artifact | None = None  # which the cache was made of
-        self._mask: Tensor | None = None
+        self._mask: Tensor | Mapping[str, Tensor | None] | None = None
         self._announced = True
         self._warned = False
         _hook(model, modules[0])
@@ -195,12 +198,12 @@ class KVQCache(Cache):
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold; `print` it, or read its fields.
 
-        Of layers that transformers' own classes hold, keys and values are counted; the state of recurrent ones is not.
+        Layers that transformers' own classes hold are counted, the state of recurrent ones among them.
         """
-        pairs = [[getattr(layer, "keys", None), getattr(layer, "values", None)] for layer in self._stock]
-        return self.blocks.memory_report().with_sliding(
-            storage_bytes(x for pair in pairs for x in pair if x is not None)
-        )
+        own = [layer for layer in self.layers if not isinstance(layer, KVQLayer)]
+        found = [getattr(layer, name, None) for layer in own for name in HELD]
+        parts = [part for one in found for part in (one.values() if isinstance(one, dict) else [one])]
+        return self.blocks.memory_report().with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
 
     def health(self) -> Health:
         """How the blocks that are held keep what calibration promised; `print` it, or read its fields.
@@ -210,7 +213,7 @@ class KVQCache(Cache):
         """
         return self.blocks.health()
 
-    def _begin(self, attention_mask: Tensor | None) -> None:
+    def _begin(self, attention_mask: Tensor | Mapping[str, Tensor | None] | None) -> None:
         """Start a forward pass: undo one that stopped midway, and keep the padding mask for `_announce`.
 
         Raises RuntimeError where that cannot be undone: of layers with a recurrent state.
@@ -274,12 +277,15 @@ class KVQCache(Cache):
                 'model.set_attn_implementation("kvq")', name, attention,
             )  # fmt: skip
         self._pass.announced = attention == "kvq"
-        mask, self._mask, real = self._mask, None, None
-        if mask is not None and mask.ndim == 2 and positions_BT is not None:
-            real = mask[:, -positions_BT.shape[-1] :].bool()
-        turning, turned = None, "positions" in self.blocks.recipe.needs
+        mask, self._mask = self._mask, None
+        turning, turned, told = None, "positions" in self.blocks.recipe.needs, positions_BT is not None
+        if cos_sin is not None and not told:  # a model of images may number text in a row: its cos shows if it did
+            rows, count = cos_sin[0].shape[-3:-1]
+            begun = torch.arange(self.blocks.length, self.blocks.length + count, device=cos_sin[0].device)
+            positions_BT = begun.expand(rows, count)
+        real = None if positions_BT is None else real_tokens(mask, positions_BT.shape[-1])
         if turned and cos_sin is not None and positions_BT is not None:
-            turning = rotary_of(rotary, cos_sin, positions_BT)
+            turning = rotary_of(rotary, cos_sin, positions_BT, told)
         self.blocks.positions.announce(real, positions_BT if turned else None, turning)
 
     def reset(self) -> None:
@@ -355,6 +361,22 @@ class KVQCache(Cache):
                 getattr(layer, method)(*args)
 
 
+def real_tokens(mask: Any, count: int) -> Tensor | None:
+    """Which of the newest tokens are no padding, bool [B, count]; None: all, or it is not told.
+
+    mask   as the model gets it, [B, all tokens]; or as its decoder does from a model of images, by the type of layer
+    """
+    if isinstance(mask, Mapping):
+        mask = mask.get(FULL)
+        if mask is None:
+            return None
+        mask = mask[:, 0, -1]  # of the newest query, which sees all that is real
+        mask = mask if mask.dtype == torch.bool else mask >= 0
+    elif mask is None or mask.ndim != 2:
+        return None
+    return mask[:, -count:].bool()
+
+
 def _empty(layer: DynamicLayer) -> None:
     """Forget every token of one of transformers' own layers, whose `reset` in 5.17 leaves zeros in their place."""
     layer.reset()
@@ -393,8 +415,9 @@ class _Announce:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, KVQCache):
-            rotary = getattr(self.decoder, "rotary_emb", None)
             config: Any = getattr(module, "config", self.decoder.config)
-            cache._announce(
-                kwargs.get("position_ids"), kwargs.get("position_embeddings"), rotary, config._attn_implementation
-            )
+            positions = kwargs.get("position_ids")
+            if positions is not None and positions.ndim == 3:  # of time, height and width, which text has the same
+                positions = positions[0]
+            cos_sin, rotary = kwargs.get("position_embeddings"), rotary_module(self.decoder)
+            cache._announce(positions, cos_sin, rotary, config._attn_implementation)

@@ -79,10 +79,12 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
     check_model(model)
     config = model.config.get_text_config(decoder=True).to_dict()
     geometry, layers = geometry_of(model), attending(config)
-    attention = dict(zip(layers, attention_modules(model, layers), strict=True))
+    attention: dict[int, Any] = dict(zip(layers, attention_modules(model, layers), strict=True))
 
     def weight(layer: int, name: str) -> Tensor:
         projection, fused = getattr(attention[layer], name, None), getattr(attention[layer], "qkv_proj", None)
+        if projection is None and config.get(fingerprint.ONE):
+            projection = attention[layer].k_proj
         if projection is None and fused is not None:
             return fingerprint.of_fused(fused.weight.detach(), geometry, name)
         if projection is None:
@@ -106,15 +108,15 @@ def rope_refusal(decoder: Any, attention: Sequence[nn.Module]) -> str | None:
 
     Asked is the model's own function: what it does to a vector has to be what ours does, half of a head with the other.
     """
-    rotary: Any = getattr(decoder, "rotary_emb", None)
+    rotary = rotary_module(decoder)
     kind = rope.settings(decoder.config.to_dict()).get("rope_type", "default")
     if kind in rope.VARYING_TYPES:
         return f"rope_type={kind} changes with length"
     if frequencies(rotary) is None:
-        return f"{type(decoder).__name__} has no rotary_emb with one inv_freq for all layers that attend to all tokens"
+        return f"{type(decoder).__name__} has no module with one inv_freq for all layers that attend to all tokens"
     if not all(getattr(module, "use_rope", True) for module in attention):
         return "some layers of the model have no RoPE"
-    if len(attention) < decoder.config.num_hidden_layers and not _turns(attention[0]):
+    if not _turns(attention[0]):
         return "layers of the model that attend to all tokens have no RoPE"
     apply = getattr(sys.modules[type(attention[0]).__module__], "apply_rotary_pos_emb", None)
     by_halves = apply is None or _by_halves(apply, rotary)
@@ -135,15 +137,29 @@ def _turns(module: Any) -> bool:
     """True if attention uses the rotations that it is given: one of its class, without memory, is given some."""
     config = copy.deepcopy(module.config)
     config._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        alone = type(module)(config, module.layer_idx).eval()
-        hidden, rotation = torch.empty(1, 1, config.hidden_size), torch.empty(0).as_subclass(_Rotation)
-        try:
-            given = {"attention_mask": None, "position_ids": torch.zeros(1, 1, dtype=torch.int64)}
-            alone(hidden_states=hidden, position_embeddings=(rotation, rotation), **given)
-        except _Asked:
-            return True
+    hidden, rotation = torch.empty(1, 1, config.hidden_size, device="meta"), torch.empty(0).as_subclass(_Rotation)
+    given: dict[str, Any] = {
+        "attention_mask": None,
+        "position_ids": torch.zeros(1, 1, dtype=torch.int64, device="meta"),
+    }
+    if "shared_kv_states" in inspect.signature(type(module).forward).parameters:
+        given["shared_kv_states"] = {}
+    try:
+        with torch.device("meta"):
+            alone = _like(module, config).eval()
+        alone(hidden_states=hidden, position_embeddings=(rotation, rotation), **given)
+    except _Asked:
+        return True
+    except TypeError:  # it is given more than these: layers that share keys and values
+        return False
     return False
+
+
+def _like(module: Any, config: Any) -> nn.Module:
+    """Another module of this class, of whose arguments beside these two the module has those that it was made with."""
+    asked = inspect.signature(type(module).__init__).parameters
+    more = {name: getattr(module, name) for name in [*asked][3:] if hasattr(module, name)}
+    return type(module)(config, module.layer_idx, **more)
 
 
 @torch.no_grad()
@@ -154,9 +170,21 @@ def _by_halves(apply, rotary: nn.Module) -> bool:
     x = torch.linspace(-1, 1, 4 * half, device=device).view(1, 1, 2, 2 * half)
     positions_BT = torch.tensor([[1, 7]], device=device)
     cos, sin = turns(rotary, x, positions_BT)
-    given = apply(x, x, cos, sin)[1]
+    alone = [*inspect.signature(apply).parameters][1] == "cos"  # it turns one tensor, not queries and keys
+    given = apply(x, cos, sin) if alone else apply(x, x, cos, sin)[1]
     expected = rope.rotate(x.transpose(1, 2), cos[..., :half], sin[..., :half]).transpose(1, 2)
     return bool(torch.allclose(given.float(), expected.float(), rtol=0, atol=2**-6))
+
+
+def rotary_module(decoder: Any) -> Any:
+    """The module that makes a decoder's rotations, whatever it is called; None if there is none."""
+    name = rotary_name(decoder)
+    return None if name is None else getattr(decoder, name)
+
+
+def rotary_name(decoder: Any) -> str | None:
+    """What a decoder calls it."""
+    return next((name for name, child in decoder.named_children() if frequencies(child) is not None), None)
 
 
 def frequencies(rotary: Any) -> tuple[Tensor, float] | None:
@@ -170,20 +198,27 @@ def frequencies(rotary: Any) -> tuple[Tensor, float] | None:
 
 def turns(rotary: Any, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the layers that attend to all tokens, as the model's module gives them, for the dtype of `x`."""
+    if hasattr(rotary, "mrope_section"):  # of time, height and width, which text has the same
+        positions_BT = positions_BT.expand(3, *positions_BT.shape)
     return rotary(x, positions_BT, *([] if hasattr(rotary, "inv_freq") else [FULL]))
 
 
-def rotary_of(module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], positions_BT: Tensor) -> Rotary:
-    """The model's rotation, checked against the cos that this forward pass uses."""
+def rotary_of(
+    module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], positions_BT: Tensor, given: bool = True
+) -> Rotary:
+    """The model's rotation, checked against the cos that this forward pass uses.
+
+    given   whether the model told the positions: of those of one token a row, cos is then not looked at
+    """
     found = frequencies(module)
     if found is None:
         raise RuntimeError("the model has no rotary embedding with inv_freq; use a post-RoPE recipe without a mean")
     cos = cos_sin[0]
     turning = Rotary(found[0].float(), found[1], cos.dtype)
-    if positions_BT.shape[-1] > 1:
+    if positions_BT.shape[-1] > 1 or not given:
         expected = turning.tables(positions_BT)[0]
-        given = cos[..., : expected.shape[-1]].expand_as(expected)
-        if not torch.allclose(given.float(), expected.float(), rtol=0, atol=2**-6):
+        used = cos[..., : expected.shape[-1]].expand_as(expected)
+        if not torch.allclose(used.float(), expected.float(), rtol=0, atol=2**-6):
             raise RuntimeError(
                 "the cos in use is not that of the model's inv_freq and positions; use a post-RoPE recipe"
             )

@@ -15,7 +15,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.layer import KVQLayer
-from kvq_runtime.hf.model import fingerprint_of, frequencies, geometry_of
+from kvq_runtime.hf.model import fingerprint_of, frequencies, geometry_of, rotary_module
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain, coder, model_digest
 from kvq_runtime.prefix.block_file import Block
@@ -196,6 +196,6 @@ def _rotary(model: Any, recipe: Recipe) -> Rotary | None:
     """The model's rotation, where a recipe needs it; making a cache has checked that it is one of ours."""
     if "positions" not in recipe.needs:
         return None
-    found = frequencies(model.get_decoder().rotary_emb)
+    found = frequencies(rotary_module(model.get_decoder()))
     assert found is not None
     return Rotary(found[0].float(), found[1], model.dtype)

@@ -52,3 +52,32 @@ def rope_is_undone(model) -> bool:
     (keys,) = store.fields(0, 1, store.blocks).values()
     k_TC = keys.reshape(-1, keys.shape[-1])
     return bool(torch.allclose(k_TC, k_TC[:1].expand_as(k_TC), rtol=0, atol=1e-3 * float(k_TC.std())))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", "qwen2_5_vl", "qwen3_5", "llava"])
+@pytest.mark.parametrize("name", ["exact", "exact-pre"])
+def test_padded_text_beside_images(kind, name):
+    """A model of images hands its decoder other masks and positions: padded rows come out as alone."""
+    model, ids, mask = random(kind), prompt(2, 60), torch.ones(2, 60, dtype=torch.long)
+    mask[0, :9] = 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    if name == "exact-pre" and kind in ("qwen3_vl", "qwen2_5_vl"):
+        places = places.expand(4, 2, 60)  # of text, then of time, height and width, as `generate` gives them
+    cache, other = kvq(name, model), stock(model)
+    with torch.no_grad():
+        for a, b in CUTS:
+            given = {"attention_mask": mask[:, :b], "position_ids": places[..., a:b]}
+            found, wanted = (model(ids[:, a:b], past_key_values=one, **given).logits for one in (cache, other))
+            real = mask[:, a:b].bool()
+            torch.testing.assert_close(found[real], wanted[real], rtol=0, atol=1e-3 * float(wanted.std()))
+    assert cache.blocks.positions.real_BT is not None and cache.memory_report().tokens == 60
+
+
+def test_the_state_of_recurrent_layers_is_counted():
+    model, ids = random("qwen3_next"), prompt(2, 60)
+    cache = kvq("exact", model)
+    logits(model, cache, ids)
+    layer, report = cache.layers[0], cache.memory_report()
+    states = [one for held in (layer.conv_states, layer.recurrent_states)
+              for one in (held.values() if isinstance(held, dict) else [held])]  # fmt: skip
+    assert report.sliding_bytes == sum(one.untyped_storage().nbytes() for one in states) > 0

@@ -168,7 +168,7 @@ def test_sliding_layers_keep_transformers_own(way):
         generate(model, ids, cache, way)
         assert cache.blocks.layers[1].encoded >= 48
         report = cache.memory_report()
-        assert "of layers that slide" in str(report)
+        assert "of layers that slide or recur" in str(report)
         assert report.total_bytes == report.sequence_bytes + report.shared_bytes + report.sliding_bytes
         if way == "greedy":
             beside = Sliding.from_config(model.config.to_dict()).bytes(report.tokens)

@@ -53,7 +53,7 @@ def test_architectures_that_cannot_be_held_are_refused_and_left_alone(kind):
 @pytest.mark.parametrize("kind, why", [
     ("glm4", "turns neighbouring channels"), ("ernie4_5", "turns neighbouring channels"),
     ("cohere", "turns neighbouring channels"), ("smollm3", "some layers of the model have no RoPE"),
-    ("exaone4", "that attend to all tokens have no RoPE"), ("opt", "no rotary_emb with one inv_freq"),
+    ("exaone4", "that attend to all tokens have no RoPE"), ("opt", "no module with one inv_freq"),
 ])  # fmt: skip
 def test_rope_that_is_not_ours_is_not_undone(kind, why):
     some = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
@@ -139,40 +139,8 @@ def test_what_is_no_recipe_or_no_model_is_a_type_error(make, why):
 # ---- arguments of attention ----
 
 
-def sinks(kind="gpt_oss", **settings):
-    """A model with learned sinks in the softmax."""
-    settings = (
-        SHAPE | {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 3} | settings
-    )
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), attn_implementation="eager").eval()
-
-
-def test_learned_sinks_are_refused_by_kvq_and_served_by_eager():
-    model, ids = sinks(), prompt(2, 60)
-    with torch.no_grad():
-        cache, other = kvq("exact", model), stock(model)
-        for a, b in ((0, 40), (40, 41)):
-            one = model(ids[:, a:b], past_key_values=cache).logits
-            assert torch.equal(one, model(ids[:, a:b], past_key_values=other).logits)
-        model.set_attn_implementation("kvq")
-        for held in (cache, other, kvq("exact", model)):
-            with pytest.raises(ValueError, match=r"kvq attention does not know s_aux.*attn_implementation\(.eager.\)"):
-                model(ids[:, 41:42], past_key_values=held)
-        assert cache.get_seq_length() == 41
-        model.set_attn_implementation("eager")
-        one = model(ids[:, 41:], past_key_values=cache).logits
-        assert torch.equal(one, model(ids[:, 41:], past_key_values=kvq_after(model, ids[:, :41])).logits)
-
-
-def kvq_after(model, ids):
-    cache = kvq("exact", model)
-    model(ids[:, :40], past_key_values=cache)
-    model(ids[:, 40:], past_key_values=cache)
-    return cache
-
-
 @pytest.mark.parametrize("given, why", [
-    ({"softcap": 50.0}, "softcap"), ({"s_aux": torch.zeros(4)}, "s_aux"), ({"sliding_window": 16}, "sliding_window"),
+    ({"softcap": 50.0}, "softcap"), ({"sliding_window": 16}, "sliding_window"),
     ({"is_causal": False}, "is_causal"), ({"position_bias": torch.zeros(1), "novel": 1}, "novel, position_bias"),
 ])  # fmt: skip
 def test_arguments_that_may_change_the_result_are_refused(given, why):

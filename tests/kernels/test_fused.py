@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import random
 from feeding import RECIPES, anything, feed_in, make, newest, oldest, rotary, tensors
 from fused_driver import FAMILIES, ONE, PADDED, RATIO, SCALE, TOLERANCE, Driver, with_kernels  # noqa: F401
 from generating import padded
@@ -305,6 +306,24 @@ def test_the_report_is_what_the_cache_owns(name):
 
 
 # ---- whole models ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["quarot-head-4bit", "higgs-head-2bit"])
+def test_learned_sinks_beside_packed_codes(recipe):
+    """The kernel says how large the sum of its weights is, and the sinks' share is taken off."""
+    model: Any = random("gpt_oss").to(DEVICE)
+    ids, found = prompt(2, 48).to(DEVICE), []
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.copy_(torch.tensor([1.0, 2.0, 3.0, -4.0]))
+    for kernels in (True, False):
+        model.set_attn_implementation("kvq")
+        with dispatch.forced(kernels), torch.no_grad():
+            cache = KVQCache(FAMILIES[recipe], model)
+            model(ids[:, :46], past_key_values=cache)
+            found.append(torch.cat([model(ids[:, t : t + 1], past_key_values=cache).logits for t in (46, 47)], 1))
+        assert (cache.blocks.layers[0].index is not None) == kernels and cache.blocks.layers[0].blocks
+    assert error(*found) < 4 * TOLERANCE
 
 
 @pytest.mark.slow

@@ -4,10 +4,15 @@ import copy
 import re
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import transformers
 from models import SHAPE
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -16,6 +21,29 @@ SHARED = {"shared_expert_intermediate_size": 32}
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
          "num_hidden_layers": 4, "sliding_window": 16, "use_sliding_window": True}  # fmt: skip
 FULL = {"layer_types": ["full_attention"] * 3}
+RECURRENT = {"layer_types": ["linear_attention", "full_attention", "full_attention"], "linear_num_value_heads": 2,
+             "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # fmt: skip
+CONVOLVED = {"layer_types": ["conv", "full_attention", "full_attention"]}
+SECTIONS = {"head_dim": 16, "rope_parameters": {  # of places of images, which text gives three times the same
+    "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0,
+}}  # fmt: skip
+SEEING = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
+          "num_heads": 2, "out_hidden_size": 64, "image_size": 28, "patch_size": 14}  # fmt: skip
+
+
+def tower(text: dict[str, Any], **seeing: Any) -> dict[str, Any]:
+    """Settings of a model of images and text."""
+    return {"text_config": SHAPE | text, "vision_config": SEEING | seeing}
+
+
+WIDER = {"head_dim": 64, "num_key_value_heads": 1}  # where all tokens are attended to
+GEMMA4 = EXPERTS | {
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 16,
+    "per_layer_config": {"1": WIDER, "3": WIDER}, "attention_k_eq_v": True, "enable_moe_block": True,
+    "top_k_experts": 2,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0,
+}  # fmt: skip
+LATER = ("internlm3", "iquestcoder", "kolibri1", "flint", "lfm3")  # than the oldest transformers
 OWN = {
     "glm4_moe": EXPERTS | ROUTED,
     "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2}, "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
@@ -27,10 +55,33 @@ OWN = {
     "granitemoe": EXPERTS, "gpt_oss": EXPERTS | FULL, "gemma2": MIXED, "gemma3_text": MIXED, "cohere2": FULL,
     "olmo3": MIXED, "exaone4": FULL | {"sliding_window": None}, "smollm3": {"no_rope_layers": [1, 1, 0]},
     "stablelm": {"head_dim": 16, "partial_rotary_factor": 0.5}, "opt": {"head_dim": 16, "num_key_value_heads": 4},
-    "lfm2": {"layer_types": ["conv", "full_attention", "full_attention"]},
-    "qwen3_next": EXPERTS | SHARED | {
-        "layer_types": ["linear_attention", "full_attention", "full_attention"], "linear_num_value_heads": 2,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "flex_olmo": EXPERTS, "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "granitemoeshared": EXPERTS | {"shared_intermediate_size": 32}, "solar_open": EXPERTS | ROUTED,
+    "hy_v3": EXPERTS | ROUTED, "laguna": EXPERTS | FULL | SHARED | {"num_attention_heads_per_layer": [4, 4, 4]},
+    "mellum": EXPERTS | FULL, "minimax_m3_vl_text": EXPERTS | FULL, "cohere2_moe": EXPERTS | FULL,
+    "exaone_moe": EXPERTS | ROUTED | FULL | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "kolibri1": EXPERTS | FULL, "flint": EXPERTS | FULL, "granite_swa": MIXED, "granitemoe_swa": EXPERTS | MIXED,
+    "vaultgemma": MIXED, "gemma4_text": GEMMA4, "gemma4": tower(GEMMA4, head_dim=16, global_head_dim=16),
+    "lfm2": CONVOLVED, "lfm2_moe": EXPERTS | CONVOLVED | {"num_dense_layers": 1}, "lfm3": CONVOLVED,
+    "qwen3_next": EXPERTS | SHARED | RECURRENT, "qwen3_5_text": RECURRENT, "olmo_hybrid": RECURRENT,
+    "qwen3_5_moe_text": EXPERTS | SHARED | RECURRENT,
+    "minimax": EXPERTS | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    "deepseek_v3": EXPERTS | ROUTED,
+    "bitnet": {"head_dim": 16}, "helium": {"head_dim": 16}, "persimmon": {"head_dim": 16, "num_key_value_heads": 4},
+    "granitemoehybrid": EXPERTS | RECURRENT | {
+        "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
+        "shared_intermediate_size": 32,
+    },
+    "qwen3_5": tower(RECURRENT), "qwen3_5_moe": tower(EXPERTS | SHARED | RECURRENT),
+    "qwen3_vl": tower({}), "qwen3_vl_moe": tower(EXPERTS), "qwen2_5_vl": tower(SECTIONS),
+    "qwen2_vl": tower(SECTIONS, embed_dim=32), "glm4v": tower(SECTIONS),
+    "glm4v_moe": tower(EXPERTS | ROUTED | SECTIONS), "gemma3": tower(MIXED) | {"mm_tokens_per_image": 1},
+    "llava": tower({"model_type": "llama"}, model_type="clip_vision_model"),
+    "mistral3": tower({"model_type": "mistral", "sliding_window": None}, model_type="pixtral"),
+    "internvl": tower({"model_type": "qwen2"}), "got_ocr2": tower({"model_type": "qwen2"}),
+    "smolvlm": tower({"model_type": "llama"}), "idefics3": tower({"model_type": "llama"}),
+    "lfm2_vl": tower({"model_type": "lfm2"} | CONVOLVED, model_type="siglip2_vision_model"),
+    "aya_vision": tower({"model_type": "cohere2"} | FULL, model_type="siglip_vision_model"),
 }  # fmt: skip
 
 
@@ -53,8 +104,13 @@ def table() -> list[list[str]]:
 def random(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     plain = kind.removesuffix("+")
-    given = SHAPE | OWN.get(plain, {}) | (MIXED if plain != kind else {})
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(plain, **copy.deepcopy(given))).eval()
+    if plain in LATER and plain not in CONFIG_MAPPING_NAMES:
+        pytest.skip(f"transformers {transformers.__version__} has no {plain}")
+    own = OWN.get(plain, {})
+    given = own if "text_config" in own else SHAPE | own | (MIXED if plain != kind else {})
+    config = AutoConfig.for_model(plain, **copy.deepcopy(given))
+    made = AutoModelForCausalLM if plain in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
+    model = made.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or "sinks" in name:

@@ -182,7 +182,8 @@ def test_attention_reads_what_the_cache_gives():
     plain.update(0, k, v)
     decoded = tuple(x[:, :tokens] for x in plain.update(0, k[:, :1], v[:, :1]))
     tiles = attention.tiles_in_use(recipe.window, tokens, step)
-    found = attention.attend(q, (k, v), decoded, tiles, geometry.head_size)
+    chunk = attention.AttentionInputs(k, k, v, q, (k, k))
+    found = attention.attend(chunk, (k, v), decoded, tiles, geometry.head_size)
     for start in range(0, tokens, step):
         new = slice(start, start + step)
         keys, values = (x.unflatten(-1, (2, 16)) for x in cache.update(0, k[:, new], v[:, new]))

@@ -71,12 +71,14 @@ def test_it_is_the_whole_models_full_encode(small):
         assert {**one["result"], "protocols": 0} == {**other["result"], "protocols": 0}
 
 
-KINDS = ["qwen3_moe", "gemma", "cohere2", "smollm3", "granite", "phi3", "gemma3_text", "olmo3"]
+KINDS = ["qwen3_moe", "gemma", "cohere2", "smollm3", "granite", "phi3", "gemma3_text", "olmo3",
+         "gpt_oss", "gemma2", "qwen3_5", "lfm2_moe", "qwen2_5_vl"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_other_architectures(kind: str, tmp_path: Path):
-    """Experts, scaled embeddings, attention beside the MLP, layers without RoPE or that slide, multipliers."""
+    """Experts, scaled embeddings, attention beside the MLP, layers without RoPE, that slide or recur, multipliers,
+    learned sinks, caps on scores, text beside images."""
     random(kind).save_pretrained(tmp_path)
     files = models.resolve(tmp_path)
     tokens = torch.randint(

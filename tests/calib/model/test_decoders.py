@@ -35,12 +35,13 @@ from kvq_runtime.recipe import preset
 
 ROWS = {kind: cells for kind, *cells in table()}
 TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
-REFUSED = {
-    "qwen3_next": "layers 0 of 3 are of type linear_attention; calibration takes models whose layers attend to every ",
-    "lfm2": "layers 0 of 3 are of type conv", "gemma2": "config.json has attn_logit_softcapping=50.0",
-    "gpt_oss": r"its attention has parameters of its own \(sinks\)",
-    "opt": "embed_positions, .* stand beside its layers",
+UNLISTED = {
+    "minimax": "it does not run with transformers' own cache: MiniMax uses cache of its own",
+    "falcon_h1": "layers 0, 1, 2 of 3 are of type hybrid; calibration takes models whose layers attend to every",
+    "doge": r"its attention has parameters of its own \(A\)", "deepseek_v3": "caches one latent for all heads",
+    "persimmon": "PersimmonAttention has no k_proj and v_proj, and no qkv_proj",
 }  # fmt: skip
+REFUSED = {"opt": "embed_positions, .* stand beside its layers"}
 
 
 @pytest.fixture(scope="module")
@@ -63,23 +64,27 @@ def folders(tmp_path_factory):
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.std()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4 * float(expected.std()))
 
 
 @pytest.mark.parametrize("kind", TAKEN)
 def test_a_streamed_model_is_the_whole_model(kind, folders):
-    whole = AutoModelForCausalLM.from_pretrained(folders(kind), dtype=torch.float32, attn_implementation="eager")
-    ids, cache, queries = prompt(2, 40), stock(whole), []
-    for layer in whole.model.layers:
-        layer.self_attn.register_forward_hook(lambda module, args, out: queries.append(out[1]))
+    files = models.resolve(folders(kind))
+    whole = files.model(torch.float32).eval()
+    whole.set_attn_implementation("eager")
+    ids, cache, queries, states = prompt(2, 40), stock(whole), {}, {}
+    for n, layer in enumerate(whole.get_decoder().layers):
+        layer.register_forward_pre_hook(lambda module, args, n=n: states.__setitem__(n, args[0]))
+        if n in files.attending:
+            layer.self_attn.register_forward_hook(lambda module, args, out, n=n: queries.__setitem__(n, out[1]))
     with torch.no_grad():
-        expected = whole(ids, past_key_values=cache, output_hidden_states=True)
-    stream = Stream(models.resolve(folders(kind)), dtype=torch.float32)
+        expected = whole(input_ids=ids, past_key_values=cache)
+    stream = Stream(files, dtype=torch.float32)
     assert stream.turns == (ROWS[kind][0] == "yes") == (stream.files.rope_refusal is None)
     heads, size, h = stream.files.geometry.kv_heads, stream.files.geometry.head_size, stream.embed(ids)
     tables = stream.rope(40)
     for index, below in enumerate(stretches(stream.files.config)):
-        near(h, expected.hidden_states[below.start])
+        near(h, states[below.start])
         place, layer = stream.files.attending[index], stream.layer(index)
         seen, part = layer.forward(h, queries=True), layer.project(h, queries=True)
         assert all(torch.equal(getattr(seen, name), getattr(part, name)) for name in ("k_NTC", "v_NTC", "q_NTC"))
@@ -87,7 +92,10 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
         near(k, cache.layers[place].keys)
         near(seen.v_NTC.unflatten(-1, (heads, -1)).transpose(1, 2), cache.layers[place].values)
         scores = q @ k.repeat_interleave(q.shape[1] // heads, 1).mT * size**-0.5
-        near(scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(-1), queries[place])
+        if seen.softmax.cap:
+            scores = torch.tanh(scores / seen.softmax.cap) * seen.softmax.cap
+        scores = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf)
+        near(scores.softmax(-1), queries[place] / queries[place].sum(-1, keepdim=True))  # without learned sinks
         h = seen.h_BTE
     near(stream.head()(h), expected.logits)
 
@@ -100,11 +108,12 @@ def test_what_is_fitted_serves(kind, folders, tmp_path, monkeypatch):
     text = SimpleNamespace(tokens_BT=prompt(1, 256, seed=1), description={"source": "random"})
     monkeypatch.setattr(corpus, "select", lambda *given: text)
     made = fitted(files, tmp_path, "oscar-2bit", *(["aqua-2bit"] if before else []))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = files.model(torch.float32).eval()
     assert fingerprint_of(model).to_json() == files.fingerprint().to_json()
     for name, artifact in made.items():
         cache = KVQCache.from_artifact(artifact, model)
-        model.set_attn_implementation(cache.attention or "sdpa")
+        if cache.attention:
+            model.set_attn_implementation(cache.attention)
         out = model.generate(prompt(1, 280), past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=1)
         assert out.shape == (1, 284) and max(cache.blocks.layers.items())[1].encoded == 128, name
     if not before:
@@ -146,13 +155,13 @@ def fitted(files: ModelFiles, folder: Path, *names: str) -> dict[str, Artifact]:
     return runs.calibrate(Run(plan, files, folder / "run"))
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", REFUSED | UNLISTED)
 def test_what_cannot_be_calibrated_is_refused_from_its_configuration(kind, tmp_path):
     random(kind).config.save_pretrained(tmp_path)
     given = json.loads((tmp_path / "config.json").read_text())
     given["architectures"] = [type(random(kind)).__name__]
     (tmp_path / "config.json").write_text(json.dumps(given))
-    with pytest.raises(ValueError, match=REFUSED[kind] + ".*models.md"):
+    with pytest.raises(ValueError, match=(REFUSED | UNLISTED)[kind] + ".*models.md"):
         models.resolve(tmp_path)
 
 

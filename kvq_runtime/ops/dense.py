@@ -1,0 +1,91 @@
+"""Attention to whole keys and values, with what some models do to scores before or inside the softmax.
+
+    out_t = Σ_s p_ts v_s        p = softmax over s and the head's own logit        s_ts = c tanh(q_t · k_s scale / c)
+
+c is a cap on scores (Gemma 2); the logit, which no token stands for, takes its share of the weight (gpt-oss). Without
+either this is `scaled_dot_product_attention`. Scores and softmax are float32, and take the memory of SCORES of them.
+
+S tokens that are read · H query heads, of which H / KV heads share a KV head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+SCORES = 1 << 24  # held at once
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What a layer's softmax has beside scores.
+
+    cap      the bound of a score; None: none
+    logit_H  the logit of no token, one a query head; None: none
+    """
+
+    cap: float | None = None
+    logit_H: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.cap is None and self.logit_H is None
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> "Softmax":
+        """That of the arguments of an attention function of transformers."""
+        return Softmax(given.get("softcap"), given.get("s_aux"))
+
+
+PLAIN = Softmax()
+
+
+def attention(
+    q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, scale: float, softmax: Softmax = PLAIN
+) -> Tensor:
+    """What queries of the newest T tokens read: [B, H, T, D of the values], in the dtype of the queries.
+
+    mask    bool [B or 1, 1, T, S], True where a query sees a token, or what is added to scores; None: causal
+    """
+    count, read = q_BHTD.shape[2], k_BHSD.shape[2]
+    if softmax.plain:
+        whole = mask is None and count == read  # which fused kernels take without a mask
+        mask = _seen(count, read, q_BHTD.device, slice(0, count)) if mask is None and not whole else mask
+        return scaled_dot_product_attention(
+            q_BHTD, k_BHSD, v_BHSD, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=True
+        )
+    step = max(1, SCORES // max(1, len(q_BHTD) * q_BHTD.shape[1] * read))
+    parts = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+    seen = (_seen(count, read, q_BHTD.device, part) if mask is None else mask[:, :, part] for part in parts)
+    queries = (q_BHTD[:, :, part] for part in parts)
+    out = [_part(q, k_BHSD, v_BHSD, own, scale, softmax) for q, own in zip(queries, seen, strict=True)]
+    return torch.cat(out, 2) if out else torch.empty_like(q_BHTD)
+
+
+def _part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softmax: Softmax) -> Tensor:
+    batch, heads, count, _ = q.shape
+    grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, KV heads, G, T, D]
+    s = grouped @ k.float().mT[:, :, None] * scale
+    if softmax.cap is not None:
+        s = torch.tanh(s / softmax.cap) * softmax.cap
+    least = torch.finfo(torch.float32).min
+    s = s.masked_fill(~seen[:, :, None], least) if seen.dtype == torch.bool else s + seen[:, :, None]
+    level = s.logsumexp(-1, keepdim=True)
+    p = (s - level).exp()
+    if softmax.logit_H is not None:
+        p = p * kept(level[..., 0].reshape(batch, heads, count), softmax.logit_H).view_as(level)
+    return (p @ v.float()[:, :, None]).reshape(batch, heads, count, -1).to(q.dtype)
+
+
+def kept(lse_BHT: Tensor, logit_H: Tensor) -> Tensor:
+    """The share of weight that tokens keep beside the logit of no token, from log Σ e^s of theirs, [B, H, T]."""
+    return torch.sigmoid(lse_BHT - logit_H.float()[:, None])
+
+
+def _seen(count: int, read: int, device: torch.device, part: slice) -> Tensor:
+    """What some of the newest `count` queries see: itself and all before, bool [1, 1, queries, S]."""
+    places = torch.arange(read, device=device)
+    return (places <= places[read - count :][part, None])[None, None]

@@ -1,0 +1,48 @@
+"""Attention with a cap on scores and a learned logit, against the formulas written out in float64."""
+
+import pytest
+import torch
+
+from kvq_runtime.ops import dense
+from kvq_runtime.ops.dense import Softmax
+
+LOGIT = torch.tensor([0.5, -2.0, 30.0, -30.0])
+
+
+def drawn(queries: int, read: int):
+    random = torch.Generator().manual_seed(queries)
+    return (torch.randn(2, heads, count, 16, generator=random) for heads, count in ((4, queries), (2, read), (2, read)))
+
+
+@pytest.mark.parametrize("softmax", [Softmax(), Softmax(cap=2.0), Softmax(logit_H=LOGIT), Softmax(2.0, LOGIT)], ids=str)
+@pytest.mark.parametrize("queries, read", [(9, 9), (1, 9), (4, 9)])
+@pytest.mark.parametrize("masked", [None, "bool", "added"])
+def test_formulas(softmax, queries, read, masked, monkeypatch):
+    monkeypatch.setattr(dense, "SCORES", 2 * 4 * read * 3)  # three queries at a time
+    q, k, v = drawn(queries, read)
+    seen = torch.ones(queries, read).tril(read - queries).bool().expand(2, 1, -1, -1).clone()
+    if masked:
+        seen[1, :, int(queries == read) :, 0] = False  # padding on the left
+    least = torch.finfo(torch.float32).min
+    mask = {None: None, "bool": seen, "added": torch.zeros(seen.shape).masked_fill(~seen, least)}[masked]
+    found = dense.attention(q, k, v, mask, 0.3, softmax)
+    for row in range(2):
+        for head in range(4):
+            s = q[row, head].double() @ k[row, head // 2].double().T * 0.3
+            s = s if softmax.cap is None else 2.0 * torch.tanh(s / 2.0)
+            s = s.masked_fill(~seen[row, 0], -torch.inf)
+            own = s[:, :0] if softmax.logit_H is None else softmax.logit_H[head].double().expand(queries, 1)
+            p = torch.cat([s, own], 1).softmax(-1)[:, :read]
+            torch.testing.assert_close(found[row, head], (p @ v[row, head // 2].double()).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_logit_of_no_token_takes_its_share():
+    q, k, v = drawn(1, 5)
+    plain, sunk = (dense.attention(q, k, v, None, 0.25, softmax) for softmax in (Softmax(), Softmax(logit_H=LOGIT)))
+    assert float(sunk[:, 2].norm()) < 1e-6 * float(plain[:, 2].norm())
+    torch.testing.assert_close(sunk[:, 3], plain[:, 3])
+
+
+def test_no_queries():
+    _, k, v = drawn(1, 5)
+    assert not dense.attention(torch.empty(2, 4, 0, 16), k, v, None, 1.0, Softmax(2.0)).numel()
