@@ -68,7 +68,7 @@ class TimedCache(FullCache):
         self.spent["decode"] += self.clock() - encoded
         return pair
 
-    def _count(self, *counted: Any) -> None:
+    def _count(self, *counted: Any, **more: Any) -> None:
         """What is read is not counted: nobody asks."""
 
 

@@ -268,8 +268,6 @@ class ModelFiles:
             raise ValueError(f"{self.id} needs code from its own repository (auto_map); kvq runs no remote code")
         named = self.config.get("architectures")
         found = named[0] if isinstance(named, list) and named else named
-        if self.config.get("quantization_config"):
-            raise ValueError(f"{self.id} has quantized weights; calibrate the 16-bit model it was made from")
         _check_windows(self)
         if "text_config" in self.config or found not in ARCHITECTURES or _slides(self):
             return self._check_other(found)
@@ -291,7 +289,8 @@ class ModelFiles:
                 "of images (docs/models.md)"
             )
         found = decoder.settings(self.transformers_config, self.id)
-        files = replace(self, config=found | {"architectures": self.config["architectures"]})
+        own = {name: self.config[name] for name in ("architectures", "quantization_config") if name in self.config}
+        files = replace(self, config=found | own)
         _check_sizes(files)
         decoder.check(files.transformers_config(), self.id)
         _check_weights(files)
@@ -339,7 +338,14 @@ def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str,
     if not config.is_file():
         instead = _gguf_of(path) or "give the folder of a model in Hugging Face format, or a .gguf file"
         raise ValueError(f"{path} has no config.json; {instead}")
-    return ModelFiles(path, id, revision, disk.json_object(config, CONFIG_LIMIT), headers).check()
+    settings = disk.json_object(config, CONFIG_LIMIT)
+    text = settings.get("text_config")
+    quantized = settings.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
+    if not quantized:
+        return ModelFiles(path, id, revision, settings, headers).check()
+    from kvq_calib.model.packed import PackedFiles
+
+    return PackedFiles(path, id, revision, settings | {"quantization_config": quantized}, headers).check()
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
