@@ -302,7 +302,7 @@ class ModelFiles:
         if not single.is_file() and not index.is_file():
             others = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(self.path.glob(pattern))]
             code = f"found {others[0]}, which may run code when it is opened: convert it" if others else ""
-            instead = _gguf_of(self.path) or code
+            instead = gguf_of(self.path) or code
             raise ValueError(f"{self.id} has no model.safetensors in {self.path}{instead and '; '}{instead}")
         for shard in sorted(set(self.names.values())):
             if Path(shard).name != shard or not (self.path / shard).is_file():
@@ -328,26 +328,6 @@ class ModelFiles:
         return _WIDTH.get(stored.dtype, 1) * math.prod(stored.shape)
 
 
-def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str, Stored] | None = None) -> ModelFiles:
-    """Open the folder of a model and check that it can be captured.
-
-    headers   of weights that are not in the folder
-    Raises ValueError for a model that is not supported, ArtifactError for a damaged file, by its name.
-    """
-    config = path / "config.json"
-    if not config.is_file():
-        instead = _gguf_of(path) or "give the folder of a model in Hugging Face format, or a .gguf file"
-        raise ValueError(f"{path} has no config.json; {instead}")
-    settings = disk.json_object(config, CONFIG_LIMIT)
-    text = settings.get("text_config")
-    quantized = settings.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
-    if not quantized:
-        return ModelFiles(path, id, revision, settings, headers).check()
-    from kvq_calib.model.packed import PackedFiles
-
-    return PackedFiles(path, id, revision, settings | {"quantization_config": quantized}, headers).check()
-
-
 def weight_map(folder: Path) -> dict[str, str] | None:
     """The file of each tensor, from the index of a model in several files; None without an index."""
     index = folder / "model.safetensors.index.json"
@@ -365,7 +345,7 @@ def _stem(names: Iterable[str]) -> str:
     return next((stem for stem in STEMS if any(name.startswith(f"{stem}layers.0.") for name in named)), STEMS[0])
 
 
-def _gguf_of(folder: Path) -> str:
+def gguf_of(folder: Path) -> str:
     """Return advice on what to pass in place of a folder that has a GGUF file, or ""."""
     found = next(iter(sorted(folder.glob("*.gguf"))), None)
     return f"for its GGUF file give {found}" if found else ""

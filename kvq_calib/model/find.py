@@ -1,14 +1,16 @@
 """Find a model: by its name in the catalog, in a local folder or GGUF file, or by its id on the Hugging Face Hub."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
 from kvq_calib.model import gguf
 from kvq_calib.model.catalog import CATALOG, Entry, entry, hub_id
-from kvq_calib.model.files import ModelFiles, Stored, read, weight_map
+from kvq_calib.model.files import CONFIG_LIMIT, ModelFiles, Stored, gguf_of, weight_map
+from kvq_calib.model.packed import PackedFiles
+from kvq_runtime.disk import files as disk
 from kvq_runtime.disk.gguf import is_gguf
 from kvq_runtime.errors import NotFound
 
@@ -54,6 +56,24 @@ def look_up(name: str | Path, revision: str | None = None) -> ModelFiles:
     shards = weight_map(path) or {"all": "model.safetensors"}
     at_hand = all((path / shard).is_file() for shard in set(shards.values()))
     return read(path, hub, path.name, None if at_hand else _headers(hub, path.name))
+
+
+def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str, Stored] | None = None) -> ModelFiles:
+    """Open the folder of a model and check that it can be captured.
+
+    headers   of weights that are not in the folder
+    Raises ValueError for a model that is not supported, ArtifactError for a damaged file, by its name.
+    """
+    config = path / "config.json"
+    if not config.is_file():
+        instead = gguf_of(path) or "give the folder of a model in Hugging Face format, or a .gguf file"
+        raise ValueError(f"{path} has no config.json; {instead}")
+    settings = disk.json_object(config, CONFIG_LIMIT)
+    text = settings.get("text_config")
+    quantized = settings.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
+    if quantized:
+        return PackedFiles(path, id, revision, settings | {"quantization_config": quantized}, headers).check()
+    return ModelFiles(path, id, revision, settings, headers).check()
 
 
 def _local(name: str, revision: str | None) -> ModelFiles | None:
