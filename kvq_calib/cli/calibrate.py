@@ -27,6 +27,7 @@ from kvq_runtime.registry.sound import read
 # two threads on busy cores takes about four times as long; with 0, one on idle cores nearly twice as long.
 SPIN = "5000"
 PROGRAM = "program"  # --version without a number
+DEFAULT = "aqua-2bit"  # recipe
 INTERRUPTED = "interrupted; the same command goes on where it stopped"
 EPILOG = f"""\
 examples
@@ -40,6 +41,7 @@ examples
     kvq-calibrate --model demo --recipe auto --bits 2.1         bits by layer, chosen within 2.1 per element
     kvq-calibrate --model demo --recipe auto --bits 3.25 --for vllm     among what vLLM can serve from its pages
     kvq-calibrate --model qwen2.5-7b --push hf://my-org         and publish on the Hub
+    kvq-calibrate --model ./fine-tune --reuse base-aqua-2bit@production --max-kl 0.1   what its base has, if it will do
     kvq-calibrate --models list.yaml --dry-run --price 2.5      hours, memory, disk and cost of several models
     kvq-calibrate --list-models
 
@@ -187,16 +189,32 @@ def _job(args: argparse.Namespace):
         raise ValueError("--workers shares chunks inside this process's run; leave out --prefect and $PREFECT_API_URL")
     if args.model is None:
         raise ValueError("--model is missing: a name of --list-models, a folder, a .gguf file, or a Hub id")
-    recipes = recipe_text.with_settings(args.recipe or ["aqua-2bit"], args.set)
+    if args.reuse is not None and _wants_prefect(args):
+        raise ValueError("--reuse is measured in this process; leave out --prefect and $PREFECT_API_URL")
+    recipes = recipe_text.with_settings(args.recipe or [_like(args)], args.set)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     baselines, also = tuple(args.baseline or ()), None if args.also is None else tuple(args.also)
     return Job(
-        What(args.model, tuple(recipes), tuple(args.bits or ()), args.engine, args.revision),
+        What(args.model, tuple(recipes), tuple(args.bits or ()), args.engine, args.revision, args.reuse),
         Text(args.corpus, args.samples, args.seq_len, args.held_out, args.transfer, args.seed),
         Machine(device, args.dtype, args.threads, args.workers, args.run, args.checkpoint_every),
         Evaluation(not args.no_eval, args.eval_windows, baselines, also, args.max_perplexity_ratio, args.max_kl),
         Publication(not args.no_publish, args.registry, args.push, args.name, args.artifact_version),
     )
+
+
+def _like(args: argparse.Namespace) -> str:
+    """The recipe that is fitted where none is named: that of an artifact to reuse, if its name says it all."""
+    if args.reuse is None:
+        return DEFAULT
+    from kvq_runtime.artifact import recipe_text
+    from kvq_runtime.registry.resolve import load_artifact
+
+    made = load_artifact(args.reuse, args.registry)
+    try:
+        return made.recipe.name if made.recipe.name == recipe_text.read(made.recipe.name).name else DEFAULT
+    except ValueError:
+        return DEFAULT
 
 
 def _here(asked, work, quiet: bool):
@@ -244,6 +262,8 @@ def parser() -> argparse.ArgumentParser:
         help="a name or FILE.json, either with +PATH=VALUE; or auto, or auto-vocab, whose first layer may be stored by "
         "token; repeat for several (default aqua-2bit)",
     )
+    add("--reuse", metavar="REF", help="an artifact of the model that this one was fine-tuned from: if it keeps "
+        "--max-kl or --max-perplexity-ratio here, it is published for this model, and nothing is fitted")  # fmt: skip
     add_settings(what, "of every --recipe")
     add("--bits", action="append", type=float, metavar="B",
         help="with --recipe auto or auto-vocab: share out B bits per element among the layers; repeat for several"

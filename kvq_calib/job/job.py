@@ -26,6 +26,8 @@ class What:
                layer may be stored by token
     bits       of these two: an artifact for each
     engine     "vllm": artifacts that it can serve from its pages; "auto" then chooses among such settings
+    reuse      an artifact of the model that this one was fine-tuned from: within the bounds it is published for this
+               one too, and nothing is fitted
     """
 
     model: str
@@ -33,6 +35,7 @@ class What:
     bits: tuple[float, ...] = ()
     engine: str | None = None
     revision: str | None = None
+    reuse: str | None = None
 
 
 @dataclass(frozen=True)

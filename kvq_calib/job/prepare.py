@@ -13,6 +13,7 @@ import torch
 
 from kvq_calib.evaluate import full, held_out, record
 from kvq_calib.evaluate.subject import find
+from kvq_calib.job import reuse
 from kvq_calib.job.job import Job, Machine, Text
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
@@ -129,6 +130,16 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
     others.parse(job.beside(files))
     if evaluation.bounds.given and not evaluation.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
+    if job.what.reuse is not None:
+        if not evaluation.bounds.given or len(plan.recipes) > 1:
+            raise ValueError(
+                "--reuse REF publishes one artifact within bounds, or fits one recipe: give --max-kl or "
+                "--max-perplexity-ratio, and at most one --recipe"
+            )
+        base = reuse.found(job.what.reuse, job.publication.registry, files)
+        job.artifact_name(files, base.recipe.name)
+        if not full.encodes(base.recipe, min(plan.seq_len, files.context)):
+            raise ValueError(f"--reuse {job.what.reuse}: a bound on it could not be judged; use a longer --seq-len")
     length = min(plan.seq_len, files.context)
     for recipe in plan.recipes if evaluation.bounds.given else ():
         if full.encodes(recipe, length):

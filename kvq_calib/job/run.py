@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 
 from kvq_calib.evaluate import gate, held_out
 from kvq_calib.evaluate.subject import Subject, find
+from kvq_calib.job import reuse
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.report import card as report
@@ -27,6 +29,8 @@ from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.sound import read
 from kvq_runtime.store.memory import asymptotic_bits
 
+_log = logging.getLogger(__name__)
+
 
 def run(job: Job, listener: Listener = silent) -> tuple[list[Published], dict[str, float]]:
     """Calibrate, evaluate, publish. Returns the artifacts, and seconds by stage."""
@@ -37,12 +41,27 @@ def complete(job: Job, work: Run) -> tuple[list[Published], dict[str, float]]:
     """`run` of a job that is prepared already."""
     with work.claimed():
         begin(job, work)
+        if job.what.reuse is not None and (done := reused(job, work)):
+            return done, {}
         with executor(job, work) as execute:
             fitted = calibrate.fit(replace(work, executor=execute))
         begun = time.perf_counter()
         records = evaluate(job, work, fitted)
         spent = {"evaluation": time.perf_counter() - begun} if records else {}
         return list(publish(job, work, fitted, records)), calibrate.seconds(work) | spent
+
+
+def reused(job: Job, work: Run) -> list[Published]:
+    """Publish the artifact of the model's base, if it keeps the bounds on this model; nothing if it does not."""
+    assert job.what.reuse is not None, "a job with an artifact to reuse"
+    made = reuse.offered(job.what.reuse, job.publication.registry, work.files)
+    fitted = {made.recipe.name: made}
+    records = evaluate(job, work, fitted)
+    failed = gate.passes(read(records[0], TextRecord), job.evaluation.bounds)
+    if failed:
+        _log.warning("%s is not reused: %s; calibrating", job.what.reuse, "; ".join(failed))
+        return []
+    return list(publish(job, work, fitted, records))
 
 
 def fit(work: Run) -> list[Subject]:
