@@ -208,7 +208,7 @@ class BlockCache:
                 _log.debug("layer %d: %s", layer, Explanation(path, self.fused, layer, q_BHTD))
             if attended.lse_BHT is not None and self._newest:
                 self._weighed(layer, newest_weights(attended, store, q_BHTD, scale), range(store.length)[-1:])
-            if logit_H is None:
+            if logit_H is None or not q_BHTD.numel():
                 return attended.out_BHTD
             assert attended.lse_BHT is not None, "a path without levels"
             share_BHT = dense.kept(attended.lse_BHT.float() * math.log(2), logit_H)

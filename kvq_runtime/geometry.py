@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 Role = Literal["key", "value"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
+WHOLE = ("full_attention", "attention")  # types of layers that attend to all tokens, the second in files of Granite 4
 SLAB = 32  # blocks that are stored, addressed and decoded together; the last slab of a layer may have fewer
 # sides of a square that is one tile of a matrix product, and fits into registers and shared memory whole
 MATRIX_SIZES = (16, 32, 64, 128)
@@ -61,8 +62,10 @@ def _shape(config: Mapping[str, Any], layer: int | None = None) -> tuple[int, in
     if layer is not None:  # of Gemma 4 these have heads of their own: by layer, or as its files say it
         given = config.get("per_layer_config")
         by_layer = {str(n).lstrip("0"): one for n, one in given.items()} if isinstance(given, Mapping) else {}
-        own = by_layer.get(str(layer).lstrip("0"), {})
-        kv_heads = own.get("num_key_value_heads") or config.get("num_global_key_value_heads") or kv_heads
+        found = by_layer.get(str(layer).lstrip("0"))
+        own = found if isinstance(found, Mapping) else {}
+        shared = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+        kv_heads = own.get("num_key_value_heads") or shared or kv_heads
         size = own.get("head_dim") or config.get("global_head_dim") or size
     heads = config["num_attention_heads"]
     return kv_heads or heads, size or config["hidden_size"] // heads  # of Mistral head_dim may be null
@@ -105,13 +108,15 @@ def attending(config: Mapping[str, Any]) -> Sequence[int]:
     if type(count) is not int:
         raise ValueError(f"num_hidden_layers={count!r:.60}; a whole number is needed")
     if isinstance(kinds, (list, tuple)):
-        return [n for n, kind in enumerate(kinds[:count]) if kind == "full_attention"]
+        return [n for n, kind in enumerate(kinds[:count]) if kind in WHOLE]
     chosen, interval = config.get("full_attn_idxs"), config.get("full_attention_interval")
     if isinstance(chosen, list):  # as files of LFM2 say it
-        return [n for n in chosen if type(n) is int and 0 <= n < count]
+        return sorted({n for n in chosen if type(n) is int and 0 <= n < count})
     if type(interval) is int and interval > 0:  # as files of Qwen3-Next
         return range(interval - 1, count, interval)
     first, pattern = config.get("max_window_layers"), config.get("sliding_window_pattern")
+    if config.get("model_type") == "gemma2":  # whose files leave it to the type
+        pattern = pattern or 2
     if config.get("sliding_window") is None or not config.get("use_sliding_window", first is None):
         return range(count)  # of Qwen's models windows are off unless asked for
     if type(pattern) is int and pattern > 0:  # as files of Gemma 3 say it

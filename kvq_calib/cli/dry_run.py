@@ -48,7 +48,7 @@ def record(asked: Job, work: Run) -> dict[str, Any]:
         "activations_in": work.activations.place,
         "held_bytes": needs["held"],
         "disk_bytes": needs["disk"],
-        "download_bytes": 0 if files.headers is None else files.weight_bytes,
+        "download_bytes": files.download_bytes,
         "run_folder": str(work.folder),
         "plan": plan.digest,
     }

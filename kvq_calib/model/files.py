@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 STEMS = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")  # of the text's tensors
-HEAD = "lm_head.weight"
+HEAD = "lm_head."
 FUSED = "qkv_proj"  # queries', keys' and values' projection in one
+PROPORTIONAL = "proportional"  # RoPE of a part of the frequencies, the others of angle 0
 OUTPUTS = ("o_proj", "dense", "out_proj")  # attention's last projection, by the names that models have for it
 PIECE = 2**24  # bytes read from a file at a time
 AHEAD = 2**17  # bytes that are asked for at once: of more, Linux reads the beginning
@@ -48,7 +49,7 @@ SIZES = {  # {setting: the most that any model has, with room}
     "max_position_embeddings": 1 << 28,
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")
-_WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+_WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I32": 4, "I64": 8}  # bytes; of others 1
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -112,6 +113,15 @@ class ModelFiles:
         return self.config["vocab_size"]
 
     @property
+    def loader(self) -> str:
+        """The class of transformers that loads it."""
+        if self.architecture.endswith("ForCausalLM"):
+            return "AutoModelForCausalLM"
+        from kvq_calib.model.decoder import maker
+
+        return maker(self.transformers_config()).__name__
+
+    @property
     def geometry(self) -> Geometry:
         return Geometry.from_config(self.config)
 
@@ -139,7 +149,7 @@ class ModelFiles:
 
     @cached_property
     def names(self) -> Mapping[str, str]:
-        """The file that holds each tensor; of a model with towers beside the text's, each of the text's."""
+        """The file that holds each tensor; of a model of images, whose text is apart by its names, those of text."""
         if self.headers is not None:
             named: Mapping[str, str] | None = {name: one.file for name, one in self.headers.items()}
         else:
@@ -149,7 +159,7 @@ class ModelFiles:
         stem = _stem(named)
         if stem == STEMS[0]:
             return named
-        return {name: file for name, file in named.items() if name.startswith(stem) or name.endswith(HEAD)}
+        return {name: file for name, file in named.items() if name.startswith(stem) or HEAD in name}
 
     @cached_property
     def stem(self) -> str:
@@ -233,6 +243,11 @@ class ModelFiles:
         return sum(map(self._bytes, self.names))
 
     @property
+    def download_bytes(self) -> int:
+        """The bytes of the files that are on the Hub alone."""
+        return 0 if self.headers is None else sum(_size(one) for one in self.headers.values())
+
+    @property
     def parameters(self) -> int:
         """The numbers in all tensors: embeddings that also are the output layer are stored, and counted, once."""
         shapes = (self._stored(name).shape for name in self.names if not name.endswith("inv_freq"))
@@ -278,8 +293,9 @@ class ModelFiles:
 
     def _check_other(self, architecture: Any) -> Self:
         """Check a model of another type, by what transformers makes of its settings; return it with all of them."""
-        _check_sizes(self, tuple(SIZES))
-        _check_rope(self)
+        text = self.config.get("text_config")
+        for given in (self.config, text if isinstance(text, dict) else {}):
+            _check_numbers(self, given, tuple(SIZES))
         from kvq_calib.model import decoder  # transformers and all that comes with it
 
         if not decoder.known(self.config):
@@ -292,6 +308,7 @@ class ModelFiles:
         own = {name: self.config[name] for name in ("architectures", "quantization_config") if name in self.config}
         files = replace(self, config=found | own)
         _check_sizes(files)
+        _check_rope(files)
         decoder.check(files.transformers_config(), self.id)
         _check_weights(files)
         return files
@@ -324,8 +341,7 @@ class ModelFiles:
         return Stored(path.name, found.get_dtype(), tuple(found.get_shape()))
 
     def _bytes(self, name: str) -> int:
-        stored = self._stored(name)
-        return _WIDTH.get(stored.dtype, 1) * math.prod(stored.shape)
+        return _size(self._stored(name))
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
@@ -337,6 +353,10 @@ def weight_map(folder: Path) -> dict[str, str] | None:
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
         raise ArtifactError(f"{index}: weight_map does not name the file of each tensor; download it again")
     return named
+
+
+def _size(stored: Stored) -> int:
+    return _WIDTH.get(stored.dtype, 1) * math.prod(stored.shape)
 
 
 def _stem(names: Iterable[str]) -> str:
@@ -351,19 +371,24 @@ def gguf_of(folder: Path) -> str:
     return f"for its GGUF file give {found}" if found else ""
 
 
-def _check_sizes(files: ModelFiles, optional: Sequence[str] = OPTIONAL) -> None:
+def _check_numbers(files: ModelFiles, config: Mapping[str, Any], optional: Sequence[str]) -> None:
     """Refuse numbers that are missing, or that no model has: loops and memory are as large as they say."""
     for name, most in SIZES.items():
-        value = files.config.get(name)
+        value = config.get(name)
         if value is None and name in optional:
             continue
         if type(value) is not int or not 1 <= value <= most:
             raise ValueError(
                 f"{files.id}: {files.described} has {name}={value!r:.60}; a whole number from 1 to {most} is needed"
             )
-    if any(files.config.get(name) is None for name in SIZES if name not in OPTIONAL):
-        return
+
+
+def _check_sizes(files: ModelFiles) -> None:
+    """The same, and that heads can share."""
+    _check_numbers(files, files.config, OPTIONAL)
     heads, of = files.config["num_attention_heads"], files.geometry.kv_heads
+    if files.geometry.head_size > SIZES["head_dim"]:
+        raise ValueError(f"{files.id}: {files.described} has heads of {files.geometry.head_size}; no model has")
     if heads % of:
         raise ValueError(
             f"{files.id}: {files.described} has num_key_value_heads={of}; a divisor of num_attention_heads={heads} is "
@@ -377,7 +402,7 @@ def _check_rope(files: ModelFiles) -> None:
         raise ValueError(f"{files.id}: {files.described} has RoPE settings {given!r:.60}; an object is needed")
     settings = rope.settings(files.config)
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in rope.FIXED_TYPES:
+    if kind not in (*rope.FIXED_TYPES, PROPORTIONAL):
         raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(rope.FIXED_TYPES)}: types whose "
                          "frequencies change with the length have no one key before RoPE")  # fmt: skip
 

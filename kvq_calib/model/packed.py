@@ -35,6 +35,7 @@ WORD = 32  # bits
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 PARTS = {  # what a tensor's name ends with: what the weight's does, and which part of it the tensor is
     ".weight_scale_inv": (".weight", "scale"), ".weight_scale": (".weight", "scale"), ".SCB": (".weight", "scb"),
+    ".qscale_weight": (".weight", "scale"), ".scale": (".weight", "scale"), "_scale_inv": ("", "scale"),
     ".weight_packed": (".weight", "packed"), ".weight_zero_point": (".weight", "zero"),
     ".weight_shape": (".weight", "shape"), ".weight.absmax": (".weight", "absmax"),
     ".weight.quant_map": (".weight", "table"), ".weight.nested_absmax": (".weight", "nested_absmax"),
@@ -44,6 +45,7 @@ PARTS = {  # what a tensor's name ends with: what the weight's does, and which p
 }  # fmt: skip
 BESIDE = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".weight_format", ".input_global_scale")  # of no weight
 FOREIGN = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_g_idx|codes|codebooks|weight_global_scale)$")
+FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "bitsandbytes")
 Read = Callable[[str], Tensor]
 
@@ -63,6 +65,13 @@ class PackedFiles(ModelFiles):
             raise ValueError(
                 f"{self.id} has quantized weights, by {self.quantization!s:.60}; kvq reads those by "
                 f"{', '.join(METHODS)}: calibrate the 16-bit model it was made from"
+            )
+        given = self.config["quantization_config"]
+        rotated, form = given.get("transform_config"), given.get("format") or "dense"
+        if rotated or form not in FORMATS:
+            what = "rotated weights" if rotated else f"weights in the form {form!s:.60}"
+            raise ValueError(
+                f"{self.id} has {what}, which kvq does not read; calibrate the 16-bit model it was made from"
             )
         return super().check()
 
@@ -103,6 +112,7 @@ class PackedFiles(ModelFiles):
 
     def copied(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
         if not self._is_packed(name):
+            self._check_plain(name)
             return super().copied(name, device, dtype)
         parts = self._parts[name]
         made = torch.empty(self._stored(name).shape, dtype=dtype, device=device)
@@ -112,8 +122,21 @@ class PackedFiles(ModelFiles):
 
     def tensor(self, name: str) -> Tensor:
         if not self._is_packed(name):
+            self._check_plain(name)
             return super().tensor(name)
         return self.copied(name, torch.device("cpu"), torch.bfloat16)
+
+    def _check_plain(self, name: str) -> None:
+        """Refuse codes of which no scale is known."""
+        kind = super()._stored(name).dtype
+        if kind.startswith(("F8", "F4", "I", "U")) and name.endswith(("weight", "proj")):
+            raise ValueError(
+                f"{self.id} has {name} in {kind} without a scale that kvq knows; calibrate the 16-bit model that it "
+                "was made from"
+            )
+
+    def _place(self, name: str) -> tuple[Path, int, int]:
+        return super()._place(self._parts[name]["weight"] if name in self._parts else name)
 
     def _dequantized(self, name: str, parts: Mapping[str, str]) -> Iterator[tuple[Any, Tensor]]:
         """A weight piece by piece: where the piece belongs, and what it is, float32."""
@@ -133,18 +156,21 @@ class PackedFiles(ModelFiles):
             elif "scb" in parts:
                 yield ..., read("weight").float() * (read("scb").float() / 127)[:, None]
             else:
-                codes = read("weight").float()
+                codes, scale = read("weight").float(), read("scale")
+                scale = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()  # exponents
                 if "zero" in parts:
                     codes = codes - _wide(read("zero").float(), codes, self._block)
-                yield ..., codes * _wide(read("scale").float(), codes, self._block)
+                yield ..., codes * _wide(scale, codes, self._block)
         except (KeyError, RuntimeError, ValueError) as error:
             raise ArtifactError(f"{self.id}: {name} cannot be dequantized: {error}; download it again") from error
 
     @property
     def _block(self) -> tuple[int, int] | None:
         """Rows and columns that share a scale, where config.json says it."""
-        given = self.config["quantization_config"].get("weight_block_size")
-        return (given[0], given[1]) if isinstance(given, list) and len(given) == 2 else None
+        given = self.config["quantization_config"]
+        sizes = [given.get("weight_block_size"), *(one.get("block_structure") for one in _weights(given))]
+        found = next((one for one in sizes if isinstance(one, list) and len(one) == 2), None)
+        return None if found is None else (found[0], found[1])
 
     def _stored(self, name: str) -> Stored:
         """The weight as it is read: in bfloat16, of its own shape."""
@@ -157,12 +183,15 @@ class PackedFiles(ModelFiles):
             experts, rows, groups, size = codes.shape
             shape = experts, groups * size * 2, rows
         elif "absmax" in parts:
-            shape = tuple(_state(ModelFiles.tensor(self, parts["state"]))["shape"])
+            shape = (2 * math.prod(codes.shape),)  # of what has not been downloaded, elements alone
+            if self.headers is None:
+                shape = tuple(_state(ModelFiles.tensor(self, parts["state"]))["shape"])
         elif "packed" in parts:
-            rows, words = codes.shape
-            shape = rows, words * WORD // _bits(self.config["quantization_config"])
             if self.headers is None and "shape" in parts:
                 shape = tuple(ModelFiles.tensor(self, parts["shape"]).tolist())
+            else:
+                rows, words = codes.shape
+                shape = rows, words * WORD // _bits(self.config["quantization_config"])
         return Stored(codes.file, "BF16", shape)
 
     def _of(self, own: str) -> Stored:
@@ -190,11 +219,19 @@ class PackedFiles(ModelFiles):
 
     def model(self, dtype: torch.dtype) -> "PreTrainedModel":
         """The whole model of dequantized weights, on the CPU."""
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        config = self.transformers_config()
+        config: Any = self.transformers_config()
+        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        made: Any = getattr(transformers, named) if named else None
+        text = config.get_text_config(decoder=True)
+        if made is None or made.config_class not in (type(config), type(text)):
+            raise ValueError(
+                f"{self.id}: a model of images with quantized weights is measured one layer at a time: --by-layer"
+            )
+        config = text if made.config_class is type(text) else config
         weights = {name: self.copied(name, torch.device("cpu"), dtype) for name in self.names}
-        made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         return made.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
 
 
@@ -207,15 +244,25 @@ def _wide(scale: Tensor, codes: Tensor, block: tuple[int, int] | None) -> Tensor
     for dim in (-2, -1):
         size, count = codes.shape[dim], scale.shape[dim]
         if count not in (1, size):
-            wide = block[dim] if block is not None else -(-size // count)
+            declared = block is not None and -(-size // block[dim]) == count
+            if not declared and size % count:
+                raise ValueError(f"{count} scales of {size} rows or columns, in blocks of {block}")
+            wide = block[dim] if block is not None and declared else size // count
             scale = scale.repeat_interleave(wide, dim).narrow(dim, 0, size)
     return scale
 
 
+def _weights(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What the groups of compressed-tensors say of weights."""
+    groups = quantization.get("config_groups")
+    every = groups.values() if isinstance(groups, dict) else ()
+    given = [one.get("weights") for one in every if isinstance(one, Mapping)]
+    return [one for one in given if isinstance(one, Mapping)]
+
+
 def _bits(quantization: Mapping[str, Any]) -> int:
     """Bits of a packed integer, as a group of compressed-tensors says."""
-    groups = quantization.get("config_groups") or {}
-    found = {(one.get("weights") or {}).get("num_bits") for one in groups.values()}
+    found = {one.get("num_bits") for one in _weights(quantization)}
     bits = found.pop() if len(found) == 1 else None
     if bits not in (4, 8):
         raise ValueError(f"packed integers of {bits} bits by config.json; kvq reads those of 4, or of 8")

@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from kvq_calib.model.decoder import Decoder
-from kvq_calib.model.files import ModelFiles
+from kvq_calib.model.files import HEAD, ModelFiles
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Weights:
             target: Source(tuple(name for name, _ in parts), tuple(pattern for _, pattern in parts))
             for target, parts in found.items()
         }
-        if decoder.output not in self._sources and decoder.table in self._sources:
+        own = any(HEAD in name for name in files.names)
+        if decoder.output not in self._sources and decoder.table in self._sources and not own:
             self._sources[decoder.output] = self._sources[decoder.table]  # tied
 
     def filled(self, empty: nn.Module, prefix: str, device: torch.device) -> nn.Module:

@@ -136,7 +136,8 @@ def _lead(artifact: Artifact) -> str:
 
 def _snippet(artifact: Artifact, reference: str) -> str:
     model, revision = sections.model_of(artifact)
-    options, imported, extras = "", "AutoModelForCausalLM, AutoTokenizer", "hf"
+    loader = "AutoModelForImageTextToText" if "loader" in artifact.provenance else "AutoModelForCausalLM"
+    options, imported, extras = "", f"{loader}, AutoTokenizer", "hf"
     if model.endswith(".gguf"):
         head, load, where = "", '".", gguf_file=gguf_file', f'gguf_file = "{model}"  # in this folder'
         options, extras = ", quantization_config=GgufConfig(dequantize=True)", "gguf"
@@ -165,7 +166,7 @@ from transformers import {imported}
 
 {where}
 tokenizer = AutoTokenizer.from_pretrained({load}{pinned})
-model = AutoModelForCausalLM.from_pretrained({load}{pinned}{options}, dtype="auto")
+model = {loader}.from_pretrained({load}{pinned}{options}, dtype="auto")
 {ours}cache = KVQCache.from_pretrained("{reference}", model=model)
 
 inputs = tokenizer("The cache of a language model", return_tensors="pt").to(model.device)

@@ -291,6 +291,8 @@ def _artifact(name: str, run: Run, noted: dict) -> Artifact:
     }
     if run.files.quantization:
         provenance["quantization"] = run.files.quantization
+    if run.files.loader != "AutoModelForCausalLM":
+        provenance["loader"] = run.files.loader
     provenance["corpus"] = (checkpoint.record(run.folder, -1) or {})["corpus"]
     recipe = next(recipe for recipe in plan.recipes if recipe.name == name)
     return Artifact(

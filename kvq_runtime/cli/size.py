@@ -24,6 +24,7 @@ COMPUTED = """
 Computed from shapes, not measured: all bytes of {}, with blocks, sinks and window, and shared (predictors, bases,
 codebooks, rotations). "bits" is what one more token costs, per element. Under 16 bit from, under HIGGS from: tokens a
 row from which all bytes are fewer than those of 16 bit, and of the plain HIGGS recipe of the next width."""
+RECURRENT = ("linear_attention", "conv", "mamba")
 RECUR = "Layers that recur: {}. Their state, which does not grow with the text, is not counted ({})."
 SLIDES = "Bytes of {} layers that slide over a window of {:,} tokens are in all GiB, and not in the bits ({})."
 FILED = "Bits in files: what calibration steers files of a kept prefix of {:,} tokens to, sinks and frames among them."
@@ -104,7 +105,10 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
         if isinstance(config, dict) and isinstance(config.get("text_config"), dict):  # of a model of images and text
             config = config["text_config"]
         if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
-            raise ValueError(f"--model {text}: no config.json of a model; it has no layers and heads")
+            raise ValueError(
+                f"--model {text}: no config.json of a model, or one that leaves layers and heads to transformers; give "
+                "its shape as layers x KV heads x head size"
+            )
         found = tokens or config.get("vocab_size")
         if found is not None and (type(found) is not int or not 2 <= found <= 1 << 26):
             raise ValueError(f"--model {text}: vocab_size={found!r:.60}; a whole number from 2 to {1 << 26} is needed")
@@ -118,7 +122,10 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
 
 def _of_config(name: str, config: Mapping[str, Any], vocabulary: int | None) -> Model:
     geometry, sliding = Geometry.from_config(config), Sliding.from_config(config)
-    recurrent = config["num_hidden_layers"] - geometry.layers - sliding.layers
+    kinds = config.get("layer_types")
+    recurrent = sum(kind in RECURRENT for kind in kinds) if isinstance(kinds, list) else 0
+    if config.get("full_attention_interval") and not kinds:
+        recurrent = config["num_hidden_layers"] - geometry.layers
     return Model(name, geometry, vocabulary, sliding, recurrent)
 
 

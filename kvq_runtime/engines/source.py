@@ -7,6 +7,7 @@ artifacts/mine.safetensors        a file, or a folder with kvq.safetensors
 production.lock                   what a lock file pins; its name ends in .lock or .lock.json
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,12 +99,19 @@ def folder(model: str, revision: str | None) -> Path | None:
         return None
 
 
+# of a decoder: not of a tower beside it, whose layers may be named alike
+_PROJECTION = re.compile(
+    r"(model\.|language_model\.model\.|model\.language_model\.|model\.text_model\.)?"
+    r"layers\.\d+\.self_attn\.[kv]_proj\.weight"
+)
+
+
 def _weights(files: Path | None) -> Callable[[int, str], Tensor | None]:
     """(layer, "k_proj") → the matrix in a folder's safetensors files; None for one that is not there by that name."""
     places: dict[str, Path] = {}
     for path in sorted(files.glob("*.safetensors")) if files is not None else ():
         with safetensors.safe_open(path, "pt") as file:
-            places |= {name: path for name in file.keys() if name.endswith(("k_proj.weight", "v_proj.weight"))}  # noqa: SIM118
+            places |= {name: path for name in file.keys() if _PROJECTION.fullmatch(name)}  # noqa: SIM118
 
     def weight(layer: int, projection: str) -> Tensor | None:
         ends = f"layers.{layer}.self_attn.{projection}.weight"

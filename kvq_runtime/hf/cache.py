@@ -278,15 +278,14 @@ class KVQCache(Cache):
             )  # fmt: skip
         self._pass.announced = attention == "kvq"
         mask, self._mask = self._mask, None
-        turning, turned, told = None, "positions" in self.blocks.recipe.needs, positions_BT is not None
-        if cos_sin is not None and not told:  # a model of images may number text in a row: its cos shows if it did
-            rows, count = cos_sin[0].shape[-3:-1]
-            begun = torch.arange(self.blocks.length, self.blocks.length + count, device=cos_sin[0].device)
-            positions_BT = begun.expand(rows, count)
+        turning, turned = None, "positions" in self.blocks.recipe.needs
+        if cos_sin is not None and positions_BT is None:  # a model of images may number text in a row, as its cos shows
+            positions_BT = _numbered(mask, self.blocks.length, cos_sin[0])
         real = None if positions_BT is None else real_tokens(mask, positions_BT.shape[-1])
         if turned and cos_sin is not None and positions_BT is not None:
-            turning = rotary_of(rotary, cos_sin, positions_BT, told)
-        self.blocks.positions.announce(real, positions_BT if turned else None, turning)
+            turning = rotary_of(rotary, cos_sin, positions_BT)
+        ahead = isinstance(mask, Mapping) and positions_BT is not None and _looks_ahead(mask, positions_BT.shape[-1])
+        self.blocks.positions.announce(real, positions_BT if turned else None, turning, not ahead)
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
@@ -368,13 +367,34 @@ def real_tokens(mask: Any, count: int) -> Tensor | None:
     """
     if isinstance(mask, Mapping):
         mask = mask.get(FULL)
-        if mask is None:
-            return None
-        mask = mask[:, 0, -1]  # of the newest query, which sees all that is real
-        mask = mask if mask.dtype == torch.bool else mask >= 0
-    elif mask is None or mask.ndim != 2:
+        if mask is not None and not isinstance(mask, Tensor):
+            raise RuntimeError("this attention hands a cache no mask of a model of images; use sdpa or eager attention")
+        if mask is not None and mask.ndim == 4:
+            mask = _visible(mask)[:, 0, -1]  # to the newest query, which sees all that is real
+    if mask is None or mask.ndim != 2:
         return None
     return mask[:, -count:].bool()
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """A mask as bool, of one that is added to scores too."""
+    return mask if mask.dtype == torch.bool else mask >= 0
+
+
+def _looks_ahead(mask: Mapping[str, Any], count: int) -> bool:
+    """True if one of the newest tokens sees a later one, as those of an image may."""
+    whole = mask.get(FULL)
+    if count < 2 or not isinstance(whole, Tensor) or whole.ndim != 4:
+        return False
+    return bool(_visible(whole)[..., -count:].triu(1).any())
+
+
+def _numbered(mask: Any, length: int, cos: Tensor) -> Tensor:
+    """Positions of a pass of text, [B, T], in a row behind `length` tokens, or behind the row's padding."""
+    rows, count = cos.shape[-3:-1]
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == length + count:
+        return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -count:]
+    return torch.arange(length, length + count, device=cos.device).expand(rows, count)
 
 
 def _empty(layer: DynamicLayer) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,7 @@ def rope_refusal(decoder: Any, attention: Sequence[nn.Module]) -> str | None:
         return f"{type(decoder).__name__} has no module with one inv_freq for all layers that attend to all tokens"
     if not all(getattr(module, "use_rope", True) for module in attention):
         return "some layers of the model have no RoPE"
-    if not _turns(attention[0]):
+    if _turns(attention[0]) is False or (_turns(attention[0]) is None and len(attention) < len(decoder.layers)):
         return "layers of the model that attend to all tokens have no RoPE"
     apply = getattr(sys.modules[type(attention[0]).__module__], "apply_rotary_pos_emb", None)
     by_halves = apply is None or _by_halves(apply, rotary)
@@ -133,15 +134,25 @@ class _Rotation(Tensor):
         raise _Asked
 
 
-def _turns(module: Any) -> bool:
-    """True if attention uses the rotations that it is given: one of its class, without memory, is given some."""
+_turned: WeakKeyDictionary[nn.Module, bool | None] = WeakKeyDictionary()  # what was found of a module
+
+
+def _turns(module: Any) -> bool | None:
+    """True if attention uses the rotations that it is given; None of a module that cannot be asked.
+
+    One of its class, without memory, is given some, once.
+    """
+    if module not in _turned:
+        _turned[module] = _turns_another(module)
+    return _turned[module]
+
+
+def _turns_another(module: Any) -> bool | None:
     config = copy.deepcopy(module.config)
     config._attn_implementation = "sdpa"
     hidden, rotation = torch.empty(1, 1, config.hidden_size, device="meta"), torch.empty(0).as_subclass(_Rotation)
-    given: dict[str, Any] = {
-        "attention_mask": None,
-        "position_ids": torch.zeros(1, 1, dtype=torch.int64, device="meta"),
-    }
+    positions = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    given: dict[str, Any] = {"attention_mask": None, "position_ids": positions}
     if "shared_kv_states" in inspect.signature(type(module).forward).parameters:
         given["shared_kv_states"] = {}
     try:
@@ -150,8 +161,8 @@ def _turns(module: Any) -> bool:
         alone(hidden_states=hidden, position_embeddings=(rotation, rotation), **given)
     except _Asked:
         return True
-    except TypeError:  # it is given more than these: layers that share keys and values
-        return False
+    except (TypeError, AttributeError):  # it is made with, or given, more than these
+        return None
     return False
 
 
@@ -203,19 +214,14 @@ def turns(rotary: Any, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]
     return rotary(x, positions_BT, *([] if hasattr(rotary, "inv_freq") else [FULL]))
 
 
-def rotary_of(
-    module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], positions_BT: Tensor, given: bool = True
-) -> Rotary:
-    """The model's rotation, checked against the cos that this forward pass uses.
-
-    given   whether the model told the positions: of those of one token a row, cos is then not looked at
-    """
+def rotary_of(module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], positions_BT: Tensor) -> Rotary:
+    """The model's rotation, checked against the cos that this forward pass uses."""
     found = frequencies(module)
     if found is None:
         raise RuntimeError("the model has no rotary embedding with inv_freq; use a post-RoPE recipe without a mean")
     cos = cos_sin[0]
     turning = Rotary(found[0].float(), found[1], cos.dtype)
-    if positions_BT.shape[-1] > 1 or not given:
+    if positions_BT.shape[-1] > 1:
         expected = turning.tables(positions_BT)[0]
         used = cos[..., : expected.shape[-1]].expand_as(expected)
         if not torch.allclose(used.float(), expected.float(), rtol=0, atol=2**-6):

@@ -3,9 +3,10 @@
     out_t = Σ_s p_ts v_s        p = softmax over s and the head's own logit        s_ts = c tanh(q_t · k_s scale / c)
 
 c is a cap on scores (Gemma 2); the logit, which no token stands for, takes its share of the weight (gpt-oss). Without
-either this is `scaled_dot_product_attention`. Scores and softmax are float32, and take the memory of SCORES of them.
+either this is `scaled_dot_product_attention`. Scores, softmax, keys and values are float32, and at most SCORES scores
+are held at once.
 
-S tokens that are read · H query heads, of which H / KV heads share a KV head.
+S tokens that are read · H query heads · K KV heads, each of H / K query heads.
 """
 
 from collections.abc import Mapping
@@ -57,27 +58,30 @@ def attention(
         return scaled_dot_product_attention(
             q_BHTD, k_BHSD, v_BHSD, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=True
         )
-    step = max(1, SCORES // max(1, len(q_BHTD) * q_BHTD.shape[1] * read))
-    parts = [slice(start, min(start + step, count)) for start in range(0, count, step)]
-    seen = (_seen(count, read, q_BHTD.device, part) if mask is None else mask[:, :, part] for part in parts)
-    queries = (q_BHTD[:, :, part] for part in parts)
-    out = [_part(q, k_BHSD, v_BHSD, own, scale, softmax) for q, own in zip(queries, seen, strict=True)]
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        k_BKSD, v_BKSD = k_BHSD.float(), v_BHSD.float()
+        step = max(1, SCORES // max(1, len(q_BHTD) * q_BHTD.shape[1] * read))
+        out = []
+        for start in range(0, count, step):
+            part = slice(start, min(start + step, count))
+            seen = _seen(count, read, q_BHTD.device, part) if mask is None else mask[:, :, part]
+            out.append(_part(q_BHTD[:, :, part].float(), k_BKSD, v_BKSD, seen, scale, softmax).to(q_BHTD.dtype))
     return torch.cat(out, 2) if out else torch.empty_like(q_BHTD)
 
 
-def _part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softmax: Softmax) -> Tensor:
-    batch, heads, count, _ = q.shape
-    grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, KV heads, G, T, D]
-    s = grouped @ k.float().mT[:, :, None] * scale
+def _part(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seen: Tensor, scale: float, softmax: Softmax) -> Tensor:
+    batch, heads, count, _ = q_BHTD.shape
+    grouped = q_BHTD.reshape(batch, k_BKSD.shape[1], -1, q_BHTD.shape[-1])  # query heads of a KV head as more queries
+    s = (grouped @ k_BKSD.mT * scale).view(batch, heads, count, -1)
     if softmax.cap is not None:
         s = torch.tanh(s / softmax.cap) * softmax.cap
-    least = torch.finfo(torch.float32).min
-    s = s.masked_fill(~seen[:, :, None], least) if seen.dtype == torch.bool else s + seen[:, :, None]
-    level = s.logsumexp(-1, keepdim=True)
-    p = (s - level).exp()
+    s = s.masked_fill(~seen, torch.finfo(torch.float32).min) if seen.dtype == torch.bool else s + seen
+    level_BHT1 = s.logsumexp(-1, keepdim=True)
+    p = (s - level_BHT1).exp()
     if softmax.logit_H is not None:
-        p = p * kept(level[..., 0].reshape(batch, heads, count), softmax.logit_H).view_as(level)
-    return (p @ v.float()[:, :, None]).reshape(batch, heads, count, -1).to(q.dtype)
+        p = p * kept(level_BHT1[..., 0], softmax.logit_H)[..., None]
+    mixed = p.reshape(batch, k_BKSD.shape[1], -1, p.shape[-1]) @ v_BKSD
+    return mixed.view(batch, heads, count, -1)
 
 
 def kept(lse_BHT: Tensor, logit_H: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # transformers' rope_type: of frequencies that are the same for every text, and of those that change with its length
-FIXED_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+FIXED_TYPES = ("default", "linear", "llama3", "yarn")
 VARYING_TYPES = ("dynamic", "longrope")
 
 

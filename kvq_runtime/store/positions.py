@@ -29,7 +29,8 @@ class Positions:
         self._sources: dict[tuple[int, int, int], Tensor | None] = {}
         self._next: tuple[Tensor | None, Tensor | None] = (None, None)
         self._complete: dict[int, int] = {}
-        self.told = False  # whether padding was announced with the newest tokens
+        self.told = False  # whether the newest tokens see all before them but padding, which was announced
+        self._causal = True
         self.recorded = (
             False  # whether a step is being recorded as a graph: the host counts its tokens, and does no more
         )
@@ -39,9 +40,14 @@ class Positions:
         """Tokens that have come, held or not."""
         return self.length + self.dropped
 
-    def announce(self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None) -> None:
-        """Set which of the next tokens are real, and their positions; None: all, and counting on."""
-        self._next = (real_BT, positions_BT)
+    def announce(
+        self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None, causal: bool = True
+    ) -> None:
+        """Set which of the next tokens are real, and their positions; None: all, and counting on.
+
+        causal   whether none of them sees a later one, as those of an image may
+        """
+        self._next, self._causal = (real_BT, positions_BT), causal
         self.rotary = rotary or self.rotary
 
     def extend(self, batch: int, count: int, device: torch.device) -> None:
@@ -51,7 +57,7 @@ class Positions:
         if self.recorded:
             self.length, self.told = self.length + count, False
             return
-        self.told = real is not None
+        self.told, self._causal = real is not None and self._causal, True
         self.forget_factors()
         if positions is not None and positions.shape[-1] != count:
             raise RuntimeError(f"positions for {positions.shape[-1]} tokens were announced, but {count} arrived")

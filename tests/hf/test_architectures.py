@@ -7,6 +7,7 @@ from generating import kvq, stock
 from models import prompt
 
 from kvq_runtime.geometry import SLAB
+from kvq_runtime.hf import cache as caches
 
 CUTS = ((0, 40), (40, 41), (41, 60))
 
@@ -81,3 +82,20 @@ def test_the_state_of_recurrent_layers_is_counted():
     states = [one for held in (layer.conv_states, layer.recurrent_states)
               for one in (held.values() if isinstance(held, dict) else [held])]  # fmt: skip
     assert report.sliding_bytes == sum(one.untyped_storage().nbytes() for one in states) > 0
+
+
+def test_masks_of_models_of_images():
+    """Padding is read from the newest query's row; a token that sees a later one is told from causal ones."""
+    mask = torch.ones(2, 1, 4, 6).tril(2).bool()
+    mask[0, :, :, 0] = False
+    least = torch.finfo(torch.float32).min
+    for given in (mask, torch.zeros(mask.shape).masked_fill(~mask, least)):
+        assert caches.real_tokens({"full_attention": given}, 6).tolist() == [[False] + [True] * 5, [True] * 6]
+        assert not caches._looks_ahead({"full_attention": given}, 4)
+    mask[1, 0, 0, 4] = True
+    assert caches._looks_ahead({"full_attention": mask}, 4) and not caches._looks_ahead({"full_attention": None}, 4)
+    flat = torch.tensor([[0, 1, 1, 1]])
+    assert caches.real_tokens({"full_attention": flat}, 2).tolist() == [[True, True]]
+    assert caches.real_tokens({"full_attention": None}, 2) is caches.real_tokens(None, 2) is None
+    with pytest.raises(RuntimeError, match="use sdpa or eager"):
+        caches.real_tokens({"full_attention": object()}, 2)

@@ -75,7 +75,7 @@ def test_what_does_not_is_fitted(home, caplog):
     ({"max_kl": 1.0, "model": "recall"}, "--reuse demo-aqua-2bit was fitted to Geometry.*, and recall has Geometry"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_the_work(home, changed, why):
-    asked = job(home, changed.pop("name", "refused"), **changed)
+    asked = job(home, "refused").with_settings(**changed)
     with pytest.raises((ValueError, ArtifactError), match=why):
         prepare.preflight(asked, prepare.prepare(asked))
 

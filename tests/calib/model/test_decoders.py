@@ -5,6 +5,7 @@ What cannot be calibrated is refused in a sentence, from config.json alone.
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.geometry import stretches
+from kvq_runtime.geometry import attending, stretches
 from kvq_runtime.hf import KVQCache, fingerprint_of
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset
@@ -238,3 +239,28 @@ def test_a_model_with_experts_needs_room_for_those_a_token_goes_through(folders)
     text = {"source": "demo", "samples": 8, "seq_len": 256}
     needs = [plans.make(one, (preset("oscar-2bit"),), **text).needs(one) for one in (plain, sparse)]
     assert needs[1]["chunk"] > needs[0]["chunk"] and needs[1]["layer"] >= 2 * sparse.layer_bytes(0)
+
+
+RAW = {  # what the files of models say that were saved before transformers knew layer_types
+    "gemma2": {"layer_types": None, "sliding_window": 16},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "attention"]},
+    "qwen3_next": {"layer_types": None, "full_attention_interval": 2},
+    "qwen2_vl": {"text_config": None, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+}
+
+
+@pytest.mark.parametrize("kind", RAW)
+def test_files_that_leave_settings_to_transformers(kind, folders, tmp_path):
+    shutil.copytree(folders(kind), tmp_path / kind)
+    path = tmp_path / kind / "config.json"
+    config = json.loads(path.read_text())
+    if kind == "qwen2_vl":
+        text = config.pop("text_config")
+        config |= {name: value for name, value in text.items() if name not in ("model_type", "rope_parameters")}
+        config["rope_theta"] = 10000.0
+    config = {name: value for name, value in (config | RAW[kind]).items() if value is not None}
+    path.write_text(json.dumps(config))
+    found = models.resolve(tmp_path / kind)
+    if kind != "qwen3_next":
+        assert found.geometry == models.resolve(folders(kind)).geometry
+    assert list(found.attending) == list(attending(config)), "from the file alone"

@@ -168,3 +168,36 @@ def test_other_methods_are_refused(tmp_path):
         ValueError, match=r"in a form that kvq does not read \(.*q_proj.qweight\); calibrate the 16-bit"
     ):
         models.resolve(tmp_path)
+
+
+def test_scales_of_other_forms(tmp_path):
+    """Exponents in bytes; blocks that do not divide; a matrix without its scale, which is refused."""
+    codes = torch.randn(20, 40, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    cpu, name = torch.device("cpu"), f"{NAME}.weight"
+    exponents = torch.arange(120, 120 + 6, dtype=torch.uint8).view(2, 3)
+    blocks = {"config_groups": {"a": {"weights": {"block_structure": [16, 16]}}}}
+    save_file({name: codes, f"{name}_scale": exponents}, tmp_path / "model.safetensors")
+    files = PackedFiles(tmp_path, "x", None, {"quantization_config": blocks})
+    wide = (exponents.float() - 127).exp2().repeat_interleave(16, 0)[:20].repeat_interleave(16, 1)[:, :40]
+    assert torch.equal(files.copied(name, cpu, torch.float32), codes.float() * wide)
+    with pytest.raises(ArtifactError, match="3 scales of 40 rows or columns, in blocks of None"):
+        PackedFiles(tmp_path, "x", None, {"quantization_config": {}}).copied(name, cpu, torch.float32)
+    save_file({f"{NAME}s": codes, f"{NAME}s_scale_inv": torch.full((1, 1), 2.0)}, tmp_path / "model.safetensors")
+    fused = PackedFiles(tmp_path, "x", None, {"quantization_config": {}})
+    assert torch.equal(fused.copied(f"{NAME}s", cpu, torch.float32), codes.float() * 2)
+    save_file({name: codes}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="in F8_E4M3 without a scale that kvq knows; calibrate the 16-bit model"):
+        PackedFiles(tmp_path, "x", None, {"quantization_config": {}}).copied(name, cpu, torch.float32)
+
+
+@pytest.mark.parametrize("given, why", [
+    ({"transform_config": {"config_groups": {"R1": {}}}}, "has rotated weights, which kvq does not read"),
+    ({"format": "nvfp4-pack-quantized"}, "has weights in the form nvfp4-pack-quantized"),
+])  # fmt: skip
+def test_forms_that_are_not_read_are_refused(given, why, tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"]}
+    files = PackedFiles(
+        tmp_path, "x", None, config | {"quantization_config": {"quant_method": "compressed-tensors"} | given}
+    )
+    with pytest.raises(ValueError, match=why):
+        files.check()
