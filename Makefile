@@ -98,7 +98,7 @@ oldest-transformers: env ## generation, graphs, every architecture and some cali
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_bench_gpu.py \
 	    -k 'generation or row_repeated or unmasked'
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/calib/model/test_decoders.py \
-	    -k 'llama or qwen3_moe or phi3 or smollm3 or gemma or refused'
+	    -m 'not slow'
 
 # vLLM pins torch and transformers, so it has an environment of its own; its builds of torchvision, torchaudio and
 # torchcodec are for a GPU's torch, and fail to import beside that for a CPU. Several gigabytes.

@@ -85,6 +85,12 @@ OWN = {
 }  # fmt: skip
 
 
+QUICK = (  # one for each thing that tells architectures apart
+    "llama", "qwen2", "qwen3_moe", "phi3", "smollm3", "cohere2+", "gemma3_text", "olmo3", "gemma4", "gpt_oss", "gemma2",
+    "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "aria_text", "persimmon", "opt", "nanochat",
+)  # fmt: skip
+
+
 def table() -> list[list[str]]:
     """A row for each model_type: its name, with a + where some layers slide, and the cells of the three columns."""
     lines = PAGE.read_text().splitlines()

@@ -59,6 +59,7 @@ def test_what_keeps_the_bounds_is_published_for_the_fine_tune(home):
     assert again[0].sha256 == done.sha256 and not again[0].places[0].new
 
 
+@pytest.mark.slow
 def test_what_does_not_is_fitted(home, caplog):
     with caplog.at_level(logging.WARNING):
         (done,), spent = run.run(job(home, "own", max_perplexity_ratio=1.0))

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from architectures import MIXED, random, table
+from architectures import MIXED, QUICK, random, table
 from generating import stock
 from models import prompt
+from tiers import some
 from transformers import AutoModelForCausalLM
 
 from kvq_calib.evaluate import errors
@@ -68,7 +69,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4 * float(expected.std()))
 
 
-@pytest.mark.parametrize("kind", TAKEN)
+@pytest.mark.parametrize("kind", some(TAKEN, *QUICK))
 def test_a_streamed_model_is_the_whole_model(kind, folders):
     files = models.resolve(folders(kind))
     whole = files.model(torch.float32).eval()
@@ -101,7 +102,7 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
     near(stream.head()(h), expected.logits)
 
 
-@pytest.mark.parametrize("kind", TAKEN)
+@pytest.mark.parametrize("kind", some(TAKEN, *QUICK))
 def test_what_is_fitted_serves(kind, folders, tmp_path, monkeypatch):
     """A recipe that undoes RoPE where it can be, and one that is fitted after RoPE: both generate."""
     folder = folders(kind)
