@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from kvq_calib.model import files
+from kvq_calib.model import files, find
 from kvq_calib.text import corpus, tokenizer
 
 TEXTS = {  # {what: (the file, what is said)}
@@ -37,7 +37,7 @@ def refused(model: Path, folder: Path, text: str, message: str) -> None:
     (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     begun = time.thread_time()
     with pytest.raises(ValueError, match=message):
-        files.read(folder, "tiny")
+        find.read(folder, "tiny")
     assert time.thread_time() - begun < 2
 
 
@@ -64,7 +64,7 @@ def test_sizes_that_have_a_default_may_be_missing(model, tmp_path):
     folder = tmp_path / "bare"
     shutil.copytree(model, folder)
     (folder / "config.json").write_text(json.dumps(given | {"head_dim": None}))
-    assert files.read(folder, "tiny").geometry.head_size == given["hidden_size"] // given["num_attention_heads"]
+    assert find.read(folder, "tiny").geometry.head_size == given["hidden_size"] // given["num_attention_heads"]
 
 
 OTHERS = {
