@@ -138,6 +138,8 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
             )
         base = reuse.found(job.what.reuse, job.publication.registry, files)
         job.artifact_name(files, base.recipe.name)
+        if job.what.engine:
+            served.check(base.recipe, files.geometry)
         if not full.encodes(base.recipe, min(plan.seq_len, files.context)):
             raise ValueError(f"--reuse {job.what.reuse}: a bound on it could not be judged; use a longer --seq-len")
     length = min(plan.seq_len, files.context)

@@ -40,8 +40,5 @@ def offered(reference: str, registry: str | None, files: ModelFiles) -> Artifact
         "model": given.get("model"),
         "revision": given.get("revision"),
     }
-    about = {**given, "model": files.id, "revision": files.revision, "reused": source}
-    about.pop("quantization", None)
-    if files.quantization:
-        about["quantization"] = files.quantization
-    return replace(base, fingerprint=own, provenance=about)
+    about = {name: said for name, said in given.items() if name not in ("quantization", "loader")}
+    return replace(base, fingerprint=own, provenance=about | files.provenance | {"reused": source})

@@ -122,6 +122,14 @@ class ModelFiles:
         return maker(self.transformers_config()).__name__
 
     @property
+    def provenance(self) -> dict[str, Any]:
+        """What an artifact says of the model it is for."""
+        said = {"model": self.id, "revision": self.revision}
+        if self.quantization:
+            said["quantization"] = self.quantization
+        return said if self.loader == "AutoModelForCausalLM" else said | {"loader": self.loader}
+
+    @property
     def geometry(self) -> Geometry:
         return Geometry.from_config(self.config)
 

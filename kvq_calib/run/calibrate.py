@@ -288,11 +288,7 @@ def _artifact(name: str, run: Run, noted: dict) -> Artifact:
     given = plan.to_json()
     provenance = {
         name: given[name] for name in ("model", "revision", "samples", "seq_len", "seed", "held_out", "environment")
-    }
-    if run.files.quantization:
-        provenance["quantization"] = run.files.quantization
-    if run.files.loader != "AutoModelForCausalLM":
-        provenance["loader"] = run.files.loader
+    } | run.files.provenance
     provenance["corpus"] = (checkpoint.record(run.folder, -1) or {})["corpus"]
     recipe = next(recipe for recipe in plan.recipes if recipe.name == name)
     return Artifact(

@@ -16,8 +16,8 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import attending
 from kvq_runtime.hf.layer import KVQLayer, Pass
+from kvq_runtime.hf.masks import looks_ahead, numbered, real_tokens
 from kvq_runtime.hf.model import (
-    FULL,
     LISTED,
     attention_modules,
     check_model,
@@ -280,11 +280,11 @@ class KVQCache(Cache):
         mask, self._mask = self._mask, None
         turning, turned = None, "positions" in self.blocks.recipe.needs
         if cos_sin is not None and positions_BT is None:  # a model of images may number text in a row, as its cos shows
-            positions_BT = _numbered(mask, self.blocks.length, cos_sin[0])
+            positions_BT = numbered(mask, self.blocks.length, cos_sin[0])
         real = None if positions_BT is None else real_tokens(mask, positions_BT.shape[-1])
         if turned and cos_sin is not None and positions_BT is not None:
             turning = rotary_of(rotary, cos_sin, positions_BT)
-        ahead = isinstance(mask, Mapping) and positions_BT is not None and _looks_ahead(mask, positions_BT.shape[-1])
+        ahead = isinstance(mask, Mapping) and positions_BT is not None and looks_ahead(mask, positions_BT.shape[-1])
         self.blocks.positions.announce(real, positions_BT if turned else None, turning, not ahead)
 
     def reset(self) -> None:
@@ -358,43 +358,6 @@ class KVQCache(Cache):
                 _empty(layer)
             else:
                 getattr(layer, method)(*args)
-
-
-def real_tokens(mask: Any, count: int) -> Tensor | None:
-    """Which of the newest tokens are no padding, bool [B, count]; None: all, or it is not told.
-
-    mask   as the model gets it, [B, all tokens]; or as its decoder does from a model of images, by the type of layer
-    """
-    if isinstance(mask, Mapping):
-        mask = mask.get(FULL)
-        if mask is not None and not isinstance(mask, Tensor):
-            raise RuntimeError("this attention hands a cache no mask of a model of images; use sdpa or eager attention")
-        if mask is not None and mask.ndim == 4:
-            mask = _visible(mask)[:, 0, -1]  # to the newest query, which sees all that is real
-    if mask is None or mask.ndim != 2:
-        return None
-    return mask[:, -count:].bool()
-
-
-def _visible(mask: Tensor) -> Tensor:
-    """A mask as bool, of one that is added to scores too."""
-    return mask if mask.dtype == torch.bool else mask >= 0
-
-
-def _looks_ahead(mask: Mapping[str, Any], count: int) -> bool:
-    """True if one of the newest tokens sees a later one, as those of an image may."""
-    whole = mask.get(FULL)
-    if count < 2 or not isinstance(whole, Tensor) or whole.ndim != 4:
-        return False
-    return bool(_visible(whole)[..., -count:].triu(1).any())
-
-
-def _numbered(mask: Any, length: int, cos: Tensor) -> Tensor:
-    """Positions of a pass of text, [B, T], in a row behind `length` tokens, or behind the row's padding."""
-    rows, count = cos.shape[-3:-1]
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == length + count:
-        return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -count:]
-    return torch.arange(length, length + count, device=cos.device).expand(rows, count)
 
 
 def _empty(layer: DynamicLayer) -> None:

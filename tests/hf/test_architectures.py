@@ -8,7 +8,7 @@ from models import prompt
 from tiers import some
 
 from kvq_runtime.geometry import SLAB
-from kvq_runtime.hf import cache as caches
+from kvq_runtime.hf import masks
 
 ROWS = {kind: cells for kind, *cells in table()}
 CUTS = ((0, 40), (40, 41), (41, 60))
@@ -92,12 +92,12 @@ def test_masks_of_models_of_images():
     mask[0, :, :, 0] = False
     least = torch.finfo(torch.float32).min
     for given in (mask, torch.zeros(mask.shape).masked_fill(~mask, least)):
-        assert caches.real_tokens({"full_attention": given}, 6).tolist() == [[False] + [True] * 5, [True] * 6]
-        assert not caches._looks_ahead({"full_attention": given}, 4)
+        assert masks.real_tokens({"full_attention": given}, 6).tolist() == [[False] + [True] * 5, [True] * 6]
+        assert not masks.looks_ahead({"full_attention": given}, 4)
     mask[1, 0, 0, 4] = True
-    assert caches._looks_ahead({"full_attention": mask}, 4) and not caches._looks_ahead({"full_attention": None}, 4)
+    assert masks.looks_ahead({"full_attention": mask}, 4) and not masks.looks_ahead({"full_attention": None}, 4)
     flat = torch.tensor([[0, 1, 1, 1]])
-    assert caches.real_tokens({"full_attention": flat}, 2).tolist() == [[True, True]]
-    assert caches.real_tokens({"full_attention": None}, 2) is caches.real_tokens(None, 2) is None
+    assert masks.real_tokens({"full_attention": flat}, 2).tolist() == [[True, True]]
+    assert masks.real_tokens({"full_attention": None}, 2) is masks.real_tokens(None, 2) is None
     with pytest.raises(RuntimeError, match="use sdpa or eager"):
-        caches.real_tokens({"full_attention": object()}, 2)
+        masks.real_tokens({"full_attention": object()}, 2)
