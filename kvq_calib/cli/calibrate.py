@@ -135,6 +135,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         done, spent = _here(asked, work, args.quiet)
     records = json.loads((work.folder / "evaluation.json").read_text()) if asked.evaluation.evaluate else []
     outcome.show(done, [read(one, TextRecord) for one in records], args.json, caution)
+    if args.reuse is not None and not spent:
+        exit_codes.say("kvq-calibrate", f"{args.reuse} keeps the bounds on this model: nothing was fitted")
     if not args.json and spent:
         outcome.cost(time.perf_counter() - begun, spent, (before, layers))
         outcome.peak(work)
