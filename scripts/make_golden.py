@@ -18,11 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvq_calib.fit import requests, rotate
-from kvq_calib.fit.feedback import QuerySums
-from kvq_calib.fit.requests import Asked, Source, Sums, summed
-from kvq_calib.fit.scheme import Blocks, Chunk, Pair, SchemeFit, blocks
-from kvq_calib.fit.statistics import Moments
+from kvq_calib.fit import rotate
+from kvq_calib.fit.scheme import Asked, Blocks, Chunk, SchemeFit, Source, Sums, blocks, summed
+from kvq_calib.fit.statistics import Moments, Pair, QuerySums
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe
 from kvq_runtime.codec.codec import Context, build
@@ -92,7 +90,7 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
             known = {rotate.GradientMetric(): rotate.query_metric(source.gradients())}  # with the ridge of queries
             statistics = Statistics(moments.value().mean_C.float(), known)
             scheme = SchemeFit(recipe, layer, role, GEOMETRY, statistics)
-            requests.fit(scheme, source)
+            scheme.fit(source)
             schemes.append(scheme.scheme)
             fields = scheme.codec.encode(data.x, context)
             found.append(scheme.codec.decode(fields, context))

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.requests import Empty, Source, Summed
 from kvq_calib.fit.rotate import OutputMetric
-from kvq_calib.fit.scheme import Chunk, SchemeFit
+from kvq_calib.fit.scheme import Chunk, Empty, SchemeFit, Source, Summed
 from kvq_calib.fit.statistics import Attended
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import eigen

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit.gptq import damped, gptq
-from kvq_calib.fit.requests import Given, Source
-from kvq_calib.fit.scheme import SchemeFit
+from kvq_calib.fit.scheme import Given, SchemeFit, Source
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import rotate
 from kvq_runtime.fit.fitting import fit_module

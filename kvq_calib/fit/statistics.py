@@ -2,7 +2,7 @@
 
 One partial per (layer, chunk): an empty statistic and `update` with that chunk alone. One reducer: an empty statistic
 of the same settings and `merge(0, partial)`, `merge(1, partial)`, ... So a sum has one order of addition, whatever
-the number of workers, and the same bytes.
+the number of workers, and the same bytes. A sample is by the hash of where rows stand: it depends on no order either.
 
     Moments       n, Σx, Σx² by channel                        → mean, variance
     CrossMoments  n, Σx, Σy, XᵀX, XᵀY, Σ‖y‖² of shifted data   → covariances, exactly centred
@@ -23,13 +23,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.sample import Sample, in_order
 from kvq_runtime.fit import moments
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
-from kvq_runtime.stages import stage
+from kvq_runtime.stages.stage import Feedback, Queries
 
-__all__ = ["Attended", "Centred", "CrossMoments", "LayerQueries", "MeanVariance", "Moments", "QueryMoments", "Sample"]
+Pair = tuple[Tensor, Tensor]
 
 TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
 # columns that one product takes: of a symmetric matrix about half need not be calculated; a GPU would wait for launches
@@ -66,7 +65,7 @@ class _Sums:
 
     def merge(self, index: int, partial: Self) -> None:
         """Add the partial of chunk `index`: 0 first, then each next one."""
-        in_order(index, self.merged)
+        _in_order(index, self.merged)
         for name, setting in self.settings.items():
             if not torch.equal(setting, partial.settings[name].to(setting.device)):
                 raise ValueError(f"chunk {index} was summed with another {name}; partials of one statistic share it")
@@ -144,7 +143,7 @@ class QueryMoments(_Sums):
         square = (geometry.kv_heads, geometry.head_size, geometry.head_size)
         super().__init__({}, _zeros(device, count=(), before=square, after=square))
 
-    def update(self, q_NTGD: Tensor, tables: tuple[Tensor, Tensor]) -> None:
+    def update(self, q_NTGD: Tensor, tables: Pair) -> None:
         """Add queries before RoPE, all heads of the model, those of one KV head side by side; cos and sin [1, T, K]."""
         q_NTGD = q_NTGD.float()
         heads = len(self.sums["before"])
@@ -152,7 +151,7 @@ class QueryMoments(_Sums):
             moments.add(self.sums[name], part)
         self.sums["count"] += q_NTGD.shape[:3].numel() // heads
 
-    def value(self) -> tuple[Tensor, Tensor]:
+    def value(self) -> Pair:
         """E[q qᵀ] before and after RoPE, float64 [H, D, D] each."""
         count = _count(self.sums)
         return self.sums["before"] / count, self.sums["after"] / count
@@ -170,13 +169,58 @@ class LayerQueries:
     before: Tensor
     after: Tensor
     sequence: float
-    rope: tuple[Tensor, Tensor]
+    rope: Pair
 
-    def moment(self, which: stage.Queries) -> Tensor:
+    def moment(self, which: Queries) -> Tensor:
         """The moment of the queries that a stage asks for."""
         if which == "averaged":
             return moments.averaged(self.before, *self.rope)
         return self.after if which == "after" else self.before
+
+
+class QuerySums:
+    """The queries of one layer, chunk by chunk: those to fit on, and the held-out ones, each of length 1."""
+
+    def __init__(self, geometry: Geometry, tables: Pair, fitted: int, device: torch.device | str = "cpu"):
+        self._geometry, self._tables, self._fitted, self._device = geometry, tables, fitted, device
+        self._sums = [QueryMoments(geometry, device) for _ in ("fitted", "held out")]
+        self._sequence = 0.0
+
+    def partial(self, index: int, q_NTC: Tensor) -> QueryMoments:
+        """The sums of a chunk's queries, which are before RoPE."""
+        q_NTGD = q_NTC.float().unflatten(-1, (-1, self._geometry.head_size))
+        if index >= self._fitted:
+            q_NTGD = torch.nn.functional.normalize(q_NTGD, dim=-1)
+        partial = QueryMoments(self._geometry, self._device)
+        partial.update(q_NTGD, self._tables)
+        return partial
+
+    def merge(self, index: int, partial: QueryMoments, sequences: int) -> None:
+        """Add the sums of a chunk of `sequences` sequences; chunk 0 first, then each next one."""
+        held = index >= self._fitted
+        self._sequence = float(partial.sums["count"]) / sequences
+        self._sums[held].merge(index - held * self._fitted, partial)
+
+    def value(self) -> tuple[LayerQueries, LayerQueries | None]:
+        """Return the queries to fit on, and the held-out ones, if there are any."""
+        fitted, held = (
+            LayerQueries(*sums.value(), self._sequence, self._tables) if sums.merged else None for sums in self._sums
+        )
+        assert fitted is not None, "a fit without chunks"
+        return fitted, held
+
+
+def deviations(stage: Feedback, queries: LayerQueries, held: LayerQueries) -> list[float]:
+    """Return how far held-out queries deviate from the 1, 2, ..., D leading directions, over all heads.
+
+    A query deviates from a subspace by the length of what sticks out of it, over its own: Wang et al., 2025 (SQuat),
+    definition 1. Differs: root mean squares over held-out queries and heads; the paper's are of one sequence's tokens.
+    """
+    vectors_HDD = torch.linalg.eigh(queries.moment(stage.queries)).eigenvectors.flip(-1)
+    moment_HDD = held.moment(stage.queries)
+    inside_HD = (vectors_HDD * (moment_HDD @ vectors_HDD)).sum(-2).cumsum(-1)
+    share_HD = inside_HD / moment_HDD.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    return [round(value, 4) for value in (1 - share_HD.mean(0)).clamp_min(0).sqrt().tolist()]
 
 
 class Attended(_Sums):
@@ -204,6 +248,56 @@ class Attended(_Sums):
         return self.sums["products"] / torch.where(weight_H > 0, weight_H, 1.0)[:, None, None]
 
 
+class Sample:
+    """Keep the rows whose hash of (seed, sequence, position) is among the `rows` smallest."""
+
+    def __init__(self, rows: int, width: int, seed: int = 0):
+        self.rows, self.seed, self.merged = rows, seed, 0
+        self._hash_R = torch.empty(0, dtype=torch.int64)
+        self._sequence_R, self._position_R = self._hash_R.clone(), self._hash_R.clone()
+        self._rows_RC = torch.empty(0, width)
+
+    def update(self, x_NTC: Tensor, sequences_N: Tensor, start: int = 0, mask_NT: Tensor | None = None) -> None:
+        """Offer the rows where the mask is true.
+
+        sequences_N   the sequences' numbers in the whole corpus
+        start         the position of the first token
+        """
+        N, T, _ = x_NTC.shape
+        sequence = sequences_N.cpu().long()[:, None].expand(N, T).flatten()
+        position = torch.arange(start, start + T).expand(N, T).flatten()
+        hashes = _mix(_mix(_mix(torch.tensor(self.seed)) ^ sequence) ^ position)
+        kept = torch.arange(N * T) if mask_NT is None else mask_NT.cpu().flatten().nonzero()[:, 0]
+        kept = kept[torch.argsort(hashes[kept], stable=True)[: self.rows]]
+        rows = x_NTC.flatten(0, 1)[kept.to(x_NTC.device)].to("cpu", torch.float32)
+        self._keep(hashes[kept], sequence[kept], position[kept], rows)
+
+    def merge(self, index: int, partial: Self) -> None:
+        """Take in the partial of chunk `index`: 0 first, then each next one."""
+        _in_order(index, self.merged)
+        if (partial.rows, partial.seed) != (self.rows, self.seed):
+            raise ValueError(f"chunk {index} was sampled with rows={partial.rows}, seed={partial.seed}; "
+                             f"this sample has rows={self.rows}, seed={self.seed}")  # fmt: skip
+        self._keep(partial._hash_R, partial._sequence_R, partial._position_R, partial._rows_RC)
+        self.merged += 1
+
+    def value(self) -> Tensor:
+        """The rows [R, C] in the order of their hashes."""
+        return self._rows_RC
+
+    def _keep(self, hashes: Tensor, sequence: Tensor, position: Tensor, rows: Tensor) -> None:
+        """Join with what is held, and keep the smallest; equal hashes by sequence, then position."""
+        old = (self._hash_R, self._sequence_R, self._position_R)
+        hashes, sequence, position = (torch.cat(both) for both in zip(old, (hashes, sequence, position), strict=True))
+        rows = torch.cat([self._rows_RC, rows])
+        order = torch.arange(len(hashes))
+        for key in (position, sequence, hashes):
+            order = order[torch.argsort(key[order], stable=True)]
+        order = order[: self.rows]
+        self._hash_R, self._sequence_R, self._position_R = hashes[order], sequence[order], position[order]
+        self._rows_RC = rows[order]
+
+
 def _tiles(mask_NT: Tensor | None, *parts: Tensor):
     """Rows [R, C] of each part, TILE at a time, without those that the mask leaves out."""
     flat = [part.flatten(0, -2) for part in parts]
@@ -222,3 +316,21 @@ def _count(sums: Mapping[str, Tensor]) -> float:
     if count < 1:
         raise ValueError("no tokens were counted; a statistic needs at least one")
     return count
+
+
+def _in_order(index: int, expected: int) -> None:
+    """Refuse a partial out of turn."""
+    if index != expected:
+        raise ValueError(f"merge of chunk {index}; the next one is {expected}: sums are added in ascending order")
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Mix the bits of int64s by splitmix64; products wrap, shifts are logical. Source: Steele et al., 2014."""
+    x = x + -7046029254386353131  # 0x9E3779B97F4A7C15
+    x = (x ^ _shifted(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ _shifted(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

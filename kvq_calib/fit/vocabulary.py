@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq_calib.fit.requests import Given, Source
-from kvq_calib.fit.scheme import SchemeFit
+from kvq_calib.fit.scheme import Given, SchemeFit, Source
 from kvq_calib.model.streamed import Stream
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import Statistics

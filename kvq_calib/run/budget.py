@@ -5,7 +5,7 @@ measure, in two rounds and without trying any setting. Where settings differ in 
 engine (`--for vllm`), they are measured one by one:
 
     round 0   fit the recipe with one setting everywhere, measure every setting in its place in every layer
-    choose    the settings with the least sum of errors within the budget (`fit/allocate.py`, exact)
+    choose    the settings with the least sum of errors within the budget (the multiple-choice knapsack, exact)
     round 1   fit the recipe with what was chosen; measure again, now above layers as they will be
     round 2   where the sum of round 1 is more than TOLERANCE off what its choice promised: choose and fit once more
 
@@ -20,19 +20,21 @@ does not, so that whoever asks for it accepts the table.
 For an engine whose layers see their own pages alone (`--for vllm`) the recipe is one after RoPE, and its settings are
 those that can be served there: the mean removed, and the widths of what rounds each head of a token by itself.
 
-Source: Shoham and Gersho, 1988 (allocation among arbitrary quantizers by measured error); Li et al., 2025 (KVTuner:
+Source: Shoham and Gersho, 1988 (allocation among arbitrary quantizers by measured error, by a Lagrangian, which reaches
+only the budgets on the convex hull); Kellerer, Pferschy and Pisinger, 2004, chapter 11; Li et al., 2025 (KVTuner:
 precision pairs of keys and values by layer, searched offline).
 Differs: KVTuner prunes and searches with NSGA-II on the model's accuracy; here errors are measured once a setting, are
 taken to add up, and the choice is exact.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from kvq_calib.fit.allocate import choose
+import torch
+
 from kvq_calib.run import checkpoint, share
 from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
@@ -182,6 +184,36 @@ def allocated(
     for layer in range(geometry.layers):
         asked = asked.with_schemes(layer, *chosen[2 * layer : 2 * layer + 2])
     return asked, promised
+
+
+def choose(costs: Sequence[Sequence[int]], errors: Sequence[Sequence[float]], budget: int) -> list[int]:
+    """The option of each place, so that the errors' sum is least and the costs' sum at most `budget`.
+
+    Exactly, by dynamic programming over what may be spent: what was measured need not fall convexly, or at all.
+
+    costs, errors   of each place's options. On equal errors the cheaper option is taken
+    """
+    least = [min(own) for own in costs]
+    room = budget - sum(least)
+    if room < 0:
+        raise ValueError(f"budget={budget}; the cheapest options cost {sum(least)}: use at least that")
+    spare = [[cost - low for cost in own] for own, low in zip(costs, least, strict=True)]
+    unit = max(1, math.gcd(*(cost for own in spare for cost in own)))
+    orders = [sorted(range(len(own)), key=own.__getitem__) for own in spare]
+    best_S = torch.zeros(room // unit + 1, dtype=torch.float64)  # least error of the places so far, by units spent
+    picks = []
+    for own, error, order in zip(spare, errors, orders, strict=True):
+        table_OS = torch.full((len(own), len(best_S)), torch.inf, dtype=torch.float64)
+        for row_S, option in zip(table_OS, order, strict=True):
+            start = own[option] // unit
+            row_S[start:] = best_S[: max(0, len(best_S) - start)] + error[option]
+        picks.append(table_OS.argmin(0))
+        best_S = table_OS.amin(0)
+    left, found = len(best_S) - 1, []
+    for own, order, pick_S in zip(reversed(spare), reversed(orders), reversed(picks), strict=True):
+        found.append(order[int(pick_S[left])])
+        left -= own[found[-1]] // unit
+    return found[::-1]
 
 
 def most_rounds(plan: Plan) -> int:

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import dead_zone, feedback, requests, rotate, vocabulary
-from kvq_calib.fit.feedback import QuerySums
-from kvq_calib.fit.requests import Asked, Source, Sums
-from kvq_calib.fit.scheme import Errors, SchemeFit, summary
-from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments
+from kvq_calib.fit import dead_zone, rotate, vocabulary
+from kvq_calib.fit.scheme import Asked, Errors, SchemeFit, Source, Sums, summary
+from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QuerySums, deviations
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget, checkpoint, gradients, one_step, passes, sensitivity, share
 from kvq_calib.run.passes import RecipeWork
@@ -201,7 +199,7 @@ def _fit_recipe(
     measures: dict = {}
     for role, moments in zip(ROLES, collected.moments[recipe.window.sinks], strict=True):
         fit = SchemeFit(recipe, layer, role, plan.geometry, Statistics(moments.mean_C.float(), seed=plan.seed))
-        requests.fit(fit, _source(work, role, collected.queries))
+        fit.fit(_source(work, role, collected.queries))
         errors = Errors()
         decoded = run.executor(passes.decode, passes.Pass(work, fit), range(len(plan.chunks)))
         for index, of_chunk in enumerate(decoded):
@@ -212,8 +210,8 @@ def _fit_recipe(
         tensors |= {f"layers.{layer}.{role}.{name}": tensor.cpu() for name, tensor in fit.tensors.items()}
         measures[role] = summary(errors)
         if fit.scheme.feedback is not None and collected.queries is not None and collected.held is not None:
-            deviations = feedback.deviations(fit.scheme.feedback, collected.queries, collected.held)
-            measures[role]["query_deviation"] = deviations
+            found = deviations(fit.scheme.feedback, collected.queries, collected.held)
+            measures[role]["query_deviation"] = found
     return tensors, measures, work
 
 

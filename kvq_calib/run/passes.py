@@ -13,10 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.feedback import QuerySums
-from kvq_calib.fit.requests import Asked, Sums, summed
-from kvq_calib.fit.scheme import Blocks, Chunk, Errors, SchemeFit, blocks
-from kvq_calib.fit.statistics import Moments, QueryMoments
+from kvq_calib.fit.scheme import Asked, Blocks, Chunk, Errors, SchemeFit, Sums, blocks, summed
+from kvq_calib.fit.statistics import Moments, QueryMoments, QuerySums
 from kvq_calib.model.streamed import Layer, Projected, Stream, joined
 from kvq_calib.run import checkpoint, gradients
 from kvq_calib.run.device import settle

@@ -21,8 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.requests import Source, collected
-from kvq_calib.fit.scheme import SchemeFit
+from kvq_calib.fit.scheme import SchemeFit, Source
 from kvq_calib.model import attention
 from kvq_calib.model.attention import AttentionInputs, apply_rope
 from kvq_calib.run.passes import RecipeWork
@@ -82,10 +81,10 @@ def attention_errors(
 def _fits(work: RecipeWork, role: Role, options: Sequence[Scheme], source: Source) -> list[SchemeFit]:
     """The recipe's own fit, and one of each option; what several ask for is collected once."""
     own = work.fits[role]
-    moment_CC, rows_NC = collected(own, source, (ResidualMoment(), Residuals(ROWS))).values()
+    moment_CC, rows_NC = own.collect(source, (ResidualMoment(), Residuals(ROWS))).values()
     found = {ResidualMoment(): moment_CC, Residuals(): rows_NC}
     shared = Statistics(own.statistics.mean_C, found, own.statistics.seed)
-    return [own, *(own.with_rounding(scheme, shared, partial(collected, own, source)) for scheme in options)]
+    return [own, *(own.with_rounding(scheme, shared, partial(own.collect, source)) for scheme in options)]
 
 
 def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor, position: str) -> tuple[Tensor, Tensor]:

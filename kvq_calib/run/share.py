@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.allocate import water_fill
+from kvq_calib.fit.mixed import water_fill
 from kvq_calib.fit.statistics import LayerQueries
 from kvq_calib.run import one_step
 from kvq_calib.run.plan import Plan

@@ -1,7 +1,7 @@
 """The statistics that stages are fitted to: of a calibration's chunks, or of one row of a cache.
 
 A stage's fit module requests them (`requests`) as objects that say what they are: frozen dataclasses, of which equal
-ones are collected once, whoever asks. Here are those that a row has, too; `kvq_calib/fit/requests.py` has the others.
+ones are collected once, whoever asks. Here are those that a row has, too; `kvq_calib/fit/scheme.py` has the others.
 """
 
 from collections.abc import Callable

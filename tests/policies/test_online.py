@@ -11,7 +11,7 @@ from tiers import some
 from torch import Tensor
 from written import EVERY
 
-from kvq_calib.fit import clusters, requests
+from kvq_calib.fit import clusters
 from kvq_calib.fit.scheme import Blocks, SchemeFit
 from kvq_calib.fit.statistics import LayerQueries, Moments, QueryMoments
 from kvq_runtime.cache import BlockCache
@@ -77,7 +77,7 @@ def offline(recipe: Recipe, x_LKBTC: Tensor) -> dict[str, Tensor]:
     queries = LayerQueries(*total.value(), k_NTC.shape[1], tables)
     mask = (torch.arange(k_NTC.shape[1]) >= sinks)[None]
     data = Blocks(k_NTC, mask, tables, torch.zeros(1, dtype=torch.long))
-    requests.fit(fit, chunks([(data, Context())], queries))
+    fit.fit(chunks([(data, Context())], queries))
     return fit.tensors
 
 

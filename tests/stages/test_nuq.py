@@ -8,7 +8,7 @@ import torch
 from scheme_fit import blocks, chunks
 from torch import Tensor
 
-from kvq_calib.fit import clusters, requests
+from kvq_calib.fit import clusters
 from kvq_calib.fit import nuq as fits
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.fit.statistics import Moments
@@ -44,7 +44,7 @@ def fitted(scheme: Scheme, x_NTC: Tensor, half="key") -> Codec:
     recipe = Recipe("test", scheme, scheme, "pre").check(GEOMETRY)
     fit = SchemeFit(recipe, 0, half, GEOMETRY, Statistics(moments.value().mean_C.float()))
     cut = len(x_NTC) // 2
-    requests.fit(fit, chunks([(blocks(x_NTC[:cut], 0), NOWHERE), (blocks(x_NTC[cut:], cut), NOWHERE)]))
+    fit.fit(chunks([(blocks(x_NTC[:cut], 0), NOWHERE), (blocks(x_NTC[cut:], cut), NOWHERE)]))
     return fit.codec
 
 

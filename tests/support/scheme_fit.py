@@ -5,9 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import requests
-from kvq_calib.fit.requests import Asked, Source, Sums, summed
-from kvq_calib.fit.scheme import Blocks, Chunk, SchemeFit
+from kvq_calib.fit.scheme import Asked, Blocks, Chunk, SchemeFit, Source, Sums, summed
 from kvq_calib.fit.statistics import LayerQueries, Moments
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit.statistics import Statistics
@@ -39,7 +37,7 @@ def fitted(
     cut = len(x_NTC) // 2
     halves = [(blocks(x_NTC[:cut], 0), NOWHERE), (blocks(x_NTC[cut:], cut), NOWHERE)]
     queries = None if moment_HDD is None else LayerQueries(moment_HDD, moment_HDD, 1.0, (moment_HDD, moment_HDD))
-    requests.fit(fit, chunks(halves, queries, weight_EQ))
+    fit.fit(chunks(halves, queries, weight_EQ))
     return fit
 
 

@@ -6,7 +6,6 @@ import torch
 from scheme_fit import GEOMETRY, WIDTH, blocks, chunks
 from torch import Tensor
 
-from kvq_calib.fit import requests
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.fit.statistics import Moments
 from kvq_runtime.codec.codec import Context
@@ -32,7 +31,7 @@ def fit_of(predict: Linear, role, x: Tensor, context: Context) -> SchemeFit:
     scheme = Scheme(Grid(), predict=predict)
     statistics = Statistics(moments.value().mean_C.float())
     fit = SchemeFit(Recipe("test", scheme, scheme, "pre"), 1, role, GEOMETRY, statistics)
-    requests.fit(fit, chunks([(blocks(x, 0), context)]))
+    fit.fit(chunks([(blocks(x, 0), context)]))
     return fit
 
 

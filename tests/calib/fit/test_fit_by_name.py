@@ -3,8 +3,7 @@
 import pytest
 from written import EVERY
 
-from kvq_calib.fit.requests import way
-from kvq_calib.fit.scheme import SchemeFit
+from kvq_calib.fit.scheme import SchemeFit, way
 from kvq_runtime.fit.fitting import Fitting, fit_module
 from kvq_runtime.fit.statistics import Statistic
 from kvq_runtime.recipe import ROLES, Recipe, Scheme, presets

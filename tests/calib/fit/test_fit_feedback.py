@@ -8,8 +8,7 @@ import torch
 from feeding import rotary
 from torch import Tensor
 
-from kvq_calib.fit.feedback import QuerySums, deviations
-from kvq_calib.fit.statistics import LayerQueries, QueryMoments
+from kvq_calib.fit.statistics import LayerQueries, QueryMoments, QuerySums, deviations
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import calibrate as runs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.fit import predict
-from kvq_calib.fit.mlp import fit_mlp, fit_mlp_to_all
+from kvq_calib.fit.predict import fit_mlp, fit_mlp_to_all
 from kvq_calib.fit.statistics import Centred, CrossMoments
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec.codec import all_specs

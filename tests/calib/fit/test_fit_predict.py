@@ -9,7 +9,7 @@ from sklearn.linear_model import Ridge
 from torch import Tensor
 
 from kvq_calib.fit import predict
-from kvq_calib.fit.mlp import fit_mlp
+from kvq_calib.fit.predict import fit_mlp
 from kvq_calib.fit.statistics import Centred
 from kvq_runtime.ops import pack, rtn
 from kvq_runtime.stages.predict import MLP, Linear, LowRank

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from kvq_calib.fit.allocate import choose
 from kvq_calib.run import budget
+from kvq_calib.run.budget import choose
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.store.memory import asymptotic_bits
