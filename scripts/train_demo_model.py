@@ -5,7 +5,7 @@
     python -m scripts.train_demo_model --out build/narrow --heads 8 --head-size 32 --start-from artifacts/demo-model
 
 The text is the fit part of each corpus, as `kvq_calib.text.split` divides it; the perplexity at the end is on held-
-out documents that repeat next to nothing of it (`kvq_calib.text.overlap`), which are those that evaluations use. The
+out documents that repeat next to nothing of it (`kvq_calib.text.split`), which are those that evaluations use. The
 model in artifacts/ was trained on these fit parts, before such documents were left out: on those its perplexity is
 too good.
 """
@@ -24,8 +24,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from kvq_calib.text import corpus
-from kvq_calib.text.overlap import Unseen
-from kvq_calib.text.split import part
+from kvq_calib.text.split import Unseen, part
 from scripts.training import add_settings, save
 
 END = "<|endoftext|>"

@@ -13,7 +13,7 @@ from kvq_calib.run import budget, gradients, sensitivity, share
 from kvq_calib.run.device import settle
 from kvq_calib.run.plan import Plan, set_arithmetic
 from kvq_calib.run.run import Run
-from kvq_calib.text import others
+from kvq_calib.text import corpus
 
 
 def record(asked: Job, work: Run) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _evaluation(asked: Job, work: Run) -> dict[str, Any]:
     return {
         "windows": evaluation.eval_windows or held_out.windows(plan, plan.seq_len),
         "windows_are": "asked for" if evaluation.eval_windows else "at most",
-        "also": list(others.parse(asked.beside(work.files))),
+        "also": list(corpus.others(asked.beside(work.files))),
         "baselines": list(evaluation.baselines),
         "bounds": dict(evaluation.bounds.given),
     }

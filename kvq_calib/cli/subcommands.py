@@ -21,7 +21,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from kvq_calib.model import find as models
     from kvq_calib.report import plots
     from kvq_calib.report.tables import about_texts, named, table
-    from kvq_calib.text import corpus, others
+    from kvq_calib.text import corpus
     from kvq_runtime.artifact import recipe_text
     from kvq_runtime.registry.measured import TextRecord
     from kvq_runtime.registry.sound import read
@@ -44,7 +44,7 @@ def evaluate(args: argparse.Namespace) -> int:
     source = args.corpus or files.entry.corpus
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
     also = files.entry.beside(args.corpus) if args.also is None else args.also
-    beside = others.choose(also, source, files.path, args.windows, length, args.seed)
+    beside = corpus.select_others(also, source, files.path, args.windows, length, args.seed)
     protocol = protocol_of(args, args.rows)
     with progress_bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
         device = device_of(args.device)
@@ -113,7 +113,7 @@ def compare(args: argparse.Namespace) -> int:
     from kvq_calib.model import find as models
     from kvq_calib.report import plots, points, tables
     from kvq_calib.run import budget
-    from kvq_calib.text import corpus, others
+    from kvq_calib.text import corpus
     from kvq_runtime.artifact import recipe_text
     from kvq_runtime.registry.measured import TextRecord
     from kvq_runtime.registry.reference import home
@@ -129,7 +129,7 @@ def compare(args: argparse.Namespace) -> int:
     source, device = corpus.pin(args.corpus or files.entry.corpus), device_of(args.device)
     batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
     also = files.entry.beside(args.corpus) if args.also is None else args.also
-    beside = others.choose(also, source, files.path, args.windows, length, args.seed)
+    beside = corpus.select_others(also, source, files.path, args.windows, length, args.seed)
     subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
     asked_as = {recipe_text.read(text).name: text for text in texts if recipe_text.written(text)}
     fitted = tuple(asked_as.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted)

@@ -17,7 +17,7 @@ from kvq_calib.evaluate.record import Protocol
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
-from kvq_calib.text import corpus, others
+from kvq_calib.text import corpus
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
@@ -49,8 +49,8 @@ def choose(run: Run, asked: int | None = None) -> Batch:
 
 
 def choose_others(run: Run, also: Sequence[str], asked: int | None = None) -> dict[str, Batch]:
-    """The texts of other kinds to measure on, by name, kept likewise; `also` as `others.parse` takes it."""
-    if not others.parse(also):
+    """The texts of other kinds to measure on, by name, kept likewise; `also` as `corpus.others` takes it."""
+    if not corpus.others(also):
         return {}
     plan, ledger = run.plan, Ledger(run.folder / "evaluated")
     length = min(plan.seq_len, run.files.context)
@@ -58,7 +58,7 @@ def choose_others(run: Run, also: Sequence[str], asked: int | None = None) -> di
     unit = {"texts": [list(also), plan.corpus, run.files.id, count, length, plan.seed]}
     kept = ledger.read(**unit)
     if kept is None:
-        found = others.choose(also, plan.corpus, run.files.path, count, length, plan.seed)
+        found = corpus.select_others(also, plan.corpus, run.files.path, count, length, plan.seed)
         kept = {name: _kept(batch) for name, batch in found.items()}
         ledger.write(kept, **unit)
     return {name: _batch(one) for name, one in kept.items()}

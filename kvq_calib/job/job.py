@@ -84,7 +84,7 @@ class Evaluation:
     evaluate       whether they are measured on held-out text
     eval_windows   of it; None: few, for a small part of the run
     baselines      measured beside: recipes that need no fit, or artifacts
-    also           texts of other kinds to measure on too (`text/others.py`); bounds are not judged on them. None: the
+    also           texts of other kinds to measure on too (`text/corpus.py`); bounds are not judged on them. None: the
                    model's; ("none",): none
     max_...        what an artifact may cost at the most, else it is not published
     """

@@ -22,7 +22,7 @@ from kvq_calib.run.activations import EVERY, InFiles, InMemory
 from kvq_calib.run.device import cores, free_on
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import Listener, Run, silent
-from kvq_calib.text import corpus, others
+from kvq_calib.text import corpus
 from kvq_calib.text.documents import EMBEDDED
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.artifact import recipe_text
@@ -66,7 +66,7 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
         recipes.append(budget.recipe(bits, files.geometry, tokens, what.engine))
         budgets[recipes[-1].name] = bits
         vocabularies |= {recipes[-1].name: tokens} if tokens else {}
-    if text.transfer not in (None, others.NONE) and not budgets:
+    if text.transfer not in (None, corpus.NONE) and not budgets:
         raise ValueError(
             f"--transfer {text.transfer} is a text to measure settings on, for --recipe auto-vocab or --for vllm, "
             "with --bits; give these, or leave it out"
@@ -96,7 +96,7 @@ def _activations(machine: Machine, plan: Plan, files: ModelFiles) -> InFiles:
 
 def _transfer(text: Text, files: ModelFiles) -> str | None:
     """The text of another kind that settings are measured on."""
-    if text.transfer == others.NONE:
+    if text.transfer == corpus.NONE:
         return None
     return text.transfer or next((one for one in files.entry.beside(text.corpus) if one in EMBEDDED), None)
 
@@ -127,7 +127,7 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
         job.artifact_name(files, recipe.name)
     if job.publication.version is not None:
         check_version(job.publication.version)
-    others.parse(job.beside(files))
+    corpus.others(job.beside(files))
     if evaluation.bounds.given and not evaluation.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
     if job.what.reuse is not None:
@@ -197,7 +197,7 @@ def rehearse(job: Job, work: Run) -> list[str]:
     Returns notes: texts of the Hub are not downloaded for this. Raises as `corpus.select` does.
     """
     plan, files, asked = work.plan, work.files, job.evaluation
-    given = [plan.corpus, *(others.parse(job.beside(files)).values() if asked.evaluate else ())]
+    given = [plan.corpus, *(corpus.others(job.beside(files)).values() if asked.evaluate else ())]
     remote = [source for source in given if corpus.is_remote(source)]
     if plan.corpus in remote:
         Encoder(files.path)

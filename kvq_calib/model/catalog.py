@@ -24,7 +24,7 @@ class Entry:
 
     hub    its id on the Hub; None: an embedded model
     package   (module, GGUF file in it): where the model is, too, if no Hub is reached
-    also   texts of other kinds that are measured on beside its own corpus, as `text/others.py` takes them
+    also   texts of other kinds that are measured on beside its own corpus, as `text/corpus.py` takes them
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Choose calibration sequences from a corpus: the same ones on every machine, whatever the number of workers.
 
 Documents belong to the held-out part by a hash of their content, whatever the seed; of those, the ones that repeat runs
-of the fit part are passed over (`overlap.py`), and what the chosen sequences still share with it is measured. Inside a
+of the fit part are passed over (`split.py`), and what the chosen sequences still share with it is measured. Inside a
 part documents are ranked by sha256(seed, id) and read in that order:
 
     crop    from each document of at least L tokens one run of L, at an offset from the same hash: from the middle of
@@ -9,21 +9,37 @@ part documents are ranked by sha256(seed, id) and read in that order:
     pack    documents after each other, each with the tokenizer's BOS or else followed by EOS, cut every L tokens
     auto    crop if the part has enough long documents, else pack
 
-The test set of WikiText-2, `wikitext-2` (`wikitext.py`), is read whole and in order instead, and never fitted on.
-
 A mixture, `demo + demo-code`, is several corpora with as many sequences of each, in turns: the held-out ones, which are
 the last, are of all of them too.
 
-Besides what `sources` reads, a corpus may be a dataset of the Hub, `org/name[:config][@revision]`, split `train`,
+Besides what `documents.py` reads, a corpus may be a dataset of the Hub, `org/name[:config][@revision]`, split `train`,
 column `text`. Its revision is pinned to a commit before it is read; the dataset is downloaded in full, since a rank
 needs every document.
+
+The test set of WikiText-2 is read whole and in order instead, as the field measures perplexity on it, and never fitted
+on: `wikitext-2`, the test split of Salesforce/wikitext on the Hub, or `wikitext-2:FILE`, a .parquet of that, or a .txt,
+line by line. The rows, an empty one for a blank line, are joined by two line ends, tokenized as one text, with what the
+tokenizer itself puts at its beginning, and cut every L tokens; the rest is left out. Nothing is chosen by a hash, and
+nothing is left out for what it shares with other text: these are the windows of published figures.
+
+Source: of the last, the evaluation of Frantar et al., 2022 (GPTQ), which later papers follow.
+Differs: perplexity is over the L - 1 tokens of a window that have one before them; some implementations divide by L.
+
+Texts of other kinds are measured on beside the corpus: what a fit is worth where it was not made.
+
+    NAME=SOURCE      NAME is what tables call it; SOURCE a corpus
+    demo-code        an embedded corpus by its own name alone, and so the test set: wikitext-2, or wikitext-2:FILE
+    none             alone: no text of another kind
+
+Of each the held-out part is read, as of the corpus itself: the same windows, whichever of the two was fitted on. What
+is measured on where nothing is asked for is the model's (`model/catalog.py`).
 """
 
 import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -34,18 +50,20 @@ import torch
 from torch import Tensor
 
 from kvq_calib.text import documents as sources
-from kvq_calib.text import overlap, wikitext
 from kvq_calib.text.documents import Documents
-from kvq_calib.text.overlap import Unseen
-from kvq_calib.text.split import Split, mark, part
+from kvq_calib.text.split import LIMIT, RUN, Split, Unseen, mark, part
 from kvq_calib.text.tokenizer import Encoder
 
 BATCH = 32  # documents given to the tokenizer at a time
 MIX = " + "  # between the corpora of a mixture
+TEST_SET = "wikitext-2"
+NONE = "none"  # no text of another kind
+LEAST = 2  # windows of a text of another kind: fewer give no standard error
 
 Mode = Literal["auto", "crop", "pack"]
 _HUB = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_NAMED = re.compile(r"([\w.+-]+)=(.+)")
 
 
 class TooLittle(ValueError):
@@ -94,15 +112,15 @@ def select(
         raise ValueError(f"samples={samples}, seq_len={seq_len}; use at least 1 sequence of at least 2 tokens")
     if len(sources_of(source)) > 1:
         return _mixed(source, tokenizer, samples, seq_len, seed, split, mode, beside)
-    corpus, whole = load(source), wikitext.is_named(source)
+    corpus, whole = load(source), _is_test_set(source)
     if whole and split == "fit":
         raise ValueError(f"{source} is a test set; fit on another corpus, and measure on it with --also {source}")
-    chosen = part(corpus, "all" if whole else split)
+    chosen = corpus if whole else part(corpus, split)
     encoder = Encoder(Path(tokenizer))
     fits = _fits(source, beside) if split == "held-out" else []
     unseen, used = Unseen(chosen.texts, fits), "contiguous" if whole else "crop"
     if whole:
-        rows = _contiguous(corpus, encoder, wanted, seq_len)
+        rows = _cut(encoder.whole(corpus.texts[0]), seq_len)[:wanted]
     else:
         rows = _crop(chosen, unseen, encoder, wanted, seq_len, seed) if mode != "pack" else []
     if len(rows) < wanted and mode != "crop" and not whole:
@@ -184,6 +202,41 @@ def _mixed(
     return Batch(tokens_BT, digest, description)
 
 
+def others(given: Sequence[str]) -> dict[str, str]:
+    """Sources of texts of other kinds by name. Raises ValueError for what names none, or two alike."""
+    found: dict[str, str] = {}
+    if NONE in given and len(given) > 1:
+        raise ValueError(f"texts {' '.join(given)}; give {NONE} alone, or leave it out")
+    for one in given if list(given) != [NONE] else ():
+        named = _NAMED.fullmatch(one)
+        name, source = named.groups() if named else (TEST_SET if _is_test_set(one) else one, one)
+        if not named and one not in sources.EMBEDDED and not _is_test_set(one):
+            known = ", ".join((*sources.EMBEDDED, TEST_SET, NONE))
+            raise ValueError(f"text {one!r} has no name; give NAME=SOURCE, or one of {known}")
+        if name in found:
+            raise ValueError(f"text {name} is given twice; use another name for one of them")
+        found[name] = source
+    return found
+
+
+def select_others(
+    given: Sequence[str], fitted: str, tokenizer: Path, windows: int | None, seq_len: int, seed: int = 0
+) -> dict[str, Batch]:
+    """Windows of each text of another kind by name, as many as there are where there are fewer, but `LEAST`.
+
+    fitted   the corpus whose fit part recipes are fitted on
+    """
+    found = {}
+    for name, source in others(given).items():
+        try:
+            found[name] = select(source, tokenizer, windows, seq_len, seed, "held-out", beside=[fitted])
+        except TooLittle as error:
+            if error.found < LEAST:
+                raise ValueError(f"text {name}: {error}") from None
+            found[name] = select(source, tokenizer, error.found, seq_len, seed, "held-out", beside=[fitted])
+    return found
+
+
 def pin(source: str) -> str:
     """Write the commit of a Hub dataset into its name; the embedded corpus and files stay as they are."""
     corpora = sources_of(source)
@@ -211,34 +264,39 @@ def is_remote(source: str) -> bool:
         return False
     if len(corpora := sources_of(source)) > 1:
         return any(map(is_remote, corpora))
-    return wikitext.file_of(source) is None if wikitext.is_named(source) else _hub(source) is not None
+    return source == TEST_SET or (not _is_test_set(source) and _hub(source) is not None)
 
 
 def load(source: str) -> Documents:
     """All documents of a corpus."""
     if source in sources.EMBEDDED:
         return sources.embedded(source)
-    if wikitext.is_named(source):
-        return _wikitext(source)
+    if _is_test_set(source):
+        return _test_set(source)
     source = pin(source)
     found = _hub(source)
     return sources.local(Path(source)) if found is None else sources.of(source, _dataset(source, found))
 
 
-def _wikitext(source: str) -> Documents:
+def _is_test_set(source: str) -> bool:
+    return source == TEST_SET or source.startswith(f"{TEST_SET}:")
+
+
+def _test_set(source: str) -> Documents:
     """The test set as one document."""
-    path = wikitext.file_of(source)
-    if path is not None:
-        return sources.of(f"{wikitext.NAME}:{path.name}", [wikitext.joined(wikitext.local(path))])
-    pinned = pin(wikitext.DATASET)
-    return sources.of(pinned, [wikitext.joined(list(_dataset(pinned, _hub(pinned) or {}, "test")))])
+    if source == TEST_SET:
+        name = pin("Salesforce/wikitext:wikitext-2-raw-v1")
+        rows = _dataset(name, _hub(name) or {}, "test")
+    else:
+        path = Path(source[len(TEST_SET) + 1 :])
+        name, rows = f"{TEST_SET}:{path.name}", sources.rows(path, TEST_SET)
+    return sources.of(name, ["\n\n".join(row if row.strip() else "" for row in rows)])
 
 
 def _fits(source: str, beside: Sequence[str]) -> list[Documents]:
     """The parts that are fitted on, of a corpus and of others beside it; of a test set there is none."""
     names = [one for name in (source, *beside) for one in sources_of(name)]
-    names = [name for name in dict.fromkeys(names) if not wikitext.is_named(name)]
-    return [part(load(name), "fit") for name in names]
+    return [part(load(name), "fit") for name in dict.fromkeys(names) if not _is_test_set(name)]
 
 
 def _hub(source: str) -> dict[str, Any] | None:
@@ -275,16 +333,12 @@ def _overlap(unseen: Unseen, encoder: Encoder, rows: list[list[int]]) -> dict[st
     """
     return {
         "against": [fit.name for fit in unseen.fits],
-        "run_bytes": overlap.RUN,
-        "limit": overlap.LIMIT,
+        "run_bytes": RUN,
+        "limit": LIMIT,
         "dropped_documents": len(unseen.dropped),
         "dropped_tokens": sum(map(len, encoder.plain([unseen.texts[place] for place in unseen.dropped]))),
         "left": unseen.left(encoder.text(rows)),
     }
-
-
-def _ranked(chosen: Documents, seed: int) -> list[int]:
-    return sorted(range(len(chosen.ids)), key=lambda place: mark(str(seed), chosen.ids[place]))
 
 
 def _crop(
@@ -293,13 +347,12 @@ def _crop(
     rows: list[list[int]] = []
     # a token is at least a byte, but for one that a normalizer may put in front
     long = (place for place in _ranked(chosen, seed) if len(chosen.texts[place].encode()) + 1 >= seq_len)
-    for places in _batches(unseen.among(long)):
+    left = unseen.among(long)
+    while len(rows) < samples and (places := list(islice(left, BATCH))):
         for place, ids in zip(places, encoder.plain([chosen.texts[p] for p in places]), strict=True):
             if len(ids) >= seq_len and len(rows) < samples:
                 start = mark(str(seed), chosen.ids[place], "offset") % (len(ids) - seq_len + 1)
                 rows.append(ids[start : start + seq_len])
-        if len(rows) == samples:
-            break
     return rows
 
 
@@ -307,21 +360,16 @@ def _pack(
     chosen: Documents, unseen: Unseen, encoder: Encoder, samples: int, seq_len: int, seed: int
 ) -> list[list[int]]:
     stream: list[int] = []
-    for places in _batches(unseen.among(_ranked(chosen, seed))):
+    left = unseen.among(_ranked(chosen, seed))
+    while len(stream) < samples * seq_len and (places := list(islice(left, BATCH))):
         for ids in encoder.bounded([chosen.texts[p] for p in places]):
             stream += ids
-        if len(stream) >= samples * seq_len:
-            break
-    count = min(samples, len(stream) // seq_len)
-    return [stream[i * seq_len : (i + 1) * seq_len] for i in range(count)]
+    return _cut(stream, seq_len)[:samples]
 
 
-def _contiguous(corpus: Documents, encoder: Encoder, samples: int, seq_len: int) -> list[list[int]]:
-    ids = encoder.whole(corpus.texts[0])
-    return [ids[start : start + seq_len] for start in range(0, len(ids) - seq_len + 1, seq_len)][:samples]
+def _ranked(chosen: Documents, seed: int) -> list[int]:
+    return sorted(range(len(chosen.ids)), key=lambda place: mark(str(seed), chosen.ids[place]))
 
 
-def _batches(places: Iterable[int]) -> Iterator[list[int]]:
-    remaining = iter(places)
-    while batch := list(islice(remaining, BATCH)):
-        yield batch
+def _cut(ids: list[int], seq_len: int) -> list[list[int]]:
+    return [ids[start : start + seq_len] for start in range(0, len(ids) - seq_len + 1, seq_len)]

@@ -1,52 +1,41 @@
-"""Read the documents of a corpus: the embedded text, a local file, or a dataset of the Hub handed in by corpus.py.
+"""Read the documents of a corpus: embedded text, a local file, or a dataset of the Hub handed in by corpus.py.
 
-demo              the standard library's documentation
-demo-code         its code, without docstrings
+demo              the standard library's documentation: one topic of the reference (`pydoc_data.topics`), or all
+                  docstrings of one module in source order, each
+demo-code         its code: the source of one module, each, without its docstrings: another kind of text
 recall            the recall model's tasks, written out in its symbols
 FILE.txt          documents separated by <|endoftext|>, else the whole file as one document
 FILE.jsonl        one JSON object a line, key `text`; also .jsonl.gz and .jsonl.zst
 FILE.parquet      column `text`
+
+The first two are parsed from sources, no module is imported. They depend on the Python version; a batch's digest
+records what they were.
 """
 
+import ast
 import gzip
 import hashlib
 import json
+import os
 import sys
+import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from io import TextIOBase
 from pathlib import Path
 from typing import Any
 
 from kvq_calib.tasks import symbols, synthetic
-from kvq_calib.text import stdlib as stdlib_text
 from kvq_runtime.errors import NotFound
 
 SEPARATOR = "<|endoftext|>"
 RECALL = 400, 1280, 1 << 31  # texts, tokens of each, first seed: evaluations count from 0, training from 1 << 32
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-
-
-@lru_cache(maxsize=1)
-def recall() -> list[tuple[str, str]]:
-    """The recall model's texts as (name, text): every task in turn, with its answers, at depths that are spread.
-
-    An evaluation asks none of them.
-    """
-    words, tasks, (texts, length, first) = symbols.words(), list(synthetic.TASKS), RECALL
-    found = []
-    for number in range(texts):
-        task = tasks[number % len(tasks)]
-        made = synthetic.TASKS[task](first + number, length, (number + 0.5) / texts)
-        # the tokenizer itself begins a text
-        found.append((f"{task}/{number}", " ".join(words[token] for token in made.tokens[1:])))
-    return found
-
-
-EMBEDDED = {"demo": stdlib_text.documents, "demo-code": stdlib_text.code, "recall": recall}
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip",
+           "encodings", "pydoc_data", "__pycache__"}  # fmt: skip
+SHORTEST = 200  # characters; less is a header line, not a text
+_Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
@@ -73,9 +62,100 @@ def of(name: str, texts: Sequence[str]) -> Documents:
     return Documents(name, texts, [hashlib.sha256((text or "").encode()).hexdigest() for text in texts])
 
 
+@lru_cache(maxsize=1)
+def documentation() -> list[tuple[str, str]]:
+    """The standard library's documentation as (name, text), in a fixed order.
+
+    Raises RuntimeError under `python -OO`, and where the standard library has no source files.
+    """
+    if sys.flags.optimize >= 2:
+        raise RuntimeError(
+            "python -OO drops docstrings, which are the demo's corpus; run without -OO, or pass --corpus FILE"
+        )
+    from pydoc_data.topics import topics
+
+    found = [(f"topics/{name}", text) for name, text in sorted(topics.items())]
+    found += [(name, _docstrings(path)) for name, path in _modules()]
+    return [(name, text) for name, text in found if len(text) >= SHORTEST]
+
+
+@lru_cache(maxsize=1)
+def code() -> list[tuple[str, str]]:
+    """The library's modules as (name, source without docstrings), in a fixed order; comments stay."""
+    found = [(name, _without_docstrings(path)) for name, path in _modules()]
+    return [(name, text) for name, text in found if len(text) >= SHORTEST]
+
+
+@lru_cache(maxsize=1)
+def recall() -> list[tuple[str, str]]:
+    """The recall model's texts as (name, text): every task in turn, with its answers, at depths that are spread.
+
+    An evaluation asks none of them.
+    """
+    words, tasks, (texts, length, first) = symbols.words(), list(synthetic.TASKS), RECALL
+    found = []
+    for number in range(texts):
+        task = tasks[number % len(tasks)]
+        made = synthetic.TASKS[task](first + number, length, (number + 0.5) / texts)
+        # the tokenizer itself begins a text
+        found.append((f"{task}/{number}", " ".join(words[token] for token in made.tokens[1:])))
+    return found
+
+
+EMBEDDED = {"demo": documentation, "demo-code": code, "recall": recall}
+
+
 def embedded(name: str) -> Documents:
     """An embedded corpus."""
     return of(name, [text for _, text in EMBEDDED[name]()])
+
+
+def _modules() -> list[tuple[str, Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    kept: dict[str, Path] = {}
+    for folder, inner, files in os.walk(root):
+        inner[:] = set(inner) - SKIPPED
+        paths = (Path(folder, file) for file in files if file.endswith(".py"))
+        kept |= {path.relative_to(root).as_posix(): path for path in paths}
+    if "argparse.py" not in kept:
+        raise RuntimeError(f"the standard library at {root} has no source files (zipped or stripped), and its "
+                           "docstrings are the demo's corpus; pass --corpus FILE")  # fmt: skip
+    return sorted(kept.items())
+
+
+def _docstrings(path: Path) -> str:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # templates and deliberately broken files
+        return ""
+    texts = [(node, ast.get_docstring(node)) for node in _documented(tree)]
+    return "\n\n".join(text if isinstance(node, ast.Module) else f"{node.name}\n{text}" for node, text in texts if text)
+
+
+def _without_docstrings(path: Path) -> str:
+    """A module's source less the lines of its docstrings; "" for what is no module of Python in UTF-8."""
+    try:
+        source = path.read_bytes().decode("utf-8")
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""
+    lines = source.splitlines(keepends=True)
+    for node in _documented(tree):
+        if ast.get_docstring(node, clean=False) is not None:
+            first = node.body[0]
+            assert first.end_lineno is not None, "what was parsed has places"
+            lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
+    return "".join(lines)
+
+
+def _documented(node: ast.AST) -> Iterator[Any]:
+    """What may have a docstring under a statement, in source order; expressions, most of a tree, are not looked at."""
+    if isinstance(node, _Documented):
+        yield node
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        inner = getattr(node, field, ())
+        for child in inner if isinstance(inner, list) else ():
+            yield from _documented(child)
 
 
 def local(path: Path) -> Documents:
@@ -85,11 +165,11 @@ def local(path: Path) -> Documents:
         kind = ValueError if path.exists() else NotFound
         raise kind(f"corpus {path} is not a file; give one of {', '.join(SUFFIXES)}")
     if name.endswith(".txt"):
-        texts = utf8(path).split(SEPARATOR)
+        texts = _utf8(path).split(SEPARATOR)
     elif name.endswith(SUFFIXES[1:4]):
         texts = list(_lines(path))
     elif name.endswith(".parquet"):
-        texts = parquet(path)
+        texts = _parquet(path)
     else:
         raise ValueError(f"corpus {path.name} has no known suffix; use {', '.join(SUFFIXES)}")
     texts = [text for text in texts if text.strip()]
@@ -98,8 +178,22 @@ def local(path: Path) -> Documents:
     return of(path.name, texts)
 
 
-def utf8(path: Path) -> str:
-    """A text file. Raises ValueError for one in another encoding."""
+def rows(path: Path, named: str) -> list[str]:
+    """The rows of a file of a test set. Raises NotFound, or ValueError for one of another kind, or that cannot be read.
+
+    named   what the file was asked for by
+    """
+    if not path.is_file():
+        kind = ValueError if path.exists() else NotFound
+        raise kind(f"{named}:{path} is not a file; give a .parquet with a column text, or a .txt")
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    if path.suffix in (".txt", ".raw"):
+        return _utf8(path).splitlines(keepends=True)
+    raise ValueError(f"{named}:{path.name} has no known suffix; give a .parquet with a column text, or a .txt")
+
+
+def _utf8(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -107,50 +201,40 @@ def utf8(path: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    with _sound(path), _unpacked(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"corpus {path.name}, line {number}: not JSON ({error.msg})") from error
-            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                keys = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
-                raise ValueError(
-                    f"corpus {path.name}, line {number}: found {keys}; a document is a string under 'text'"
-                )
-            yield row["text"].encode("utf-8", "replace").decode()  # JSON may hold half a surrogate pair
-
-
-@contextmanager
-def _sound(path: Path) -> Iterator[None]:
-    """Name the file in what a reader of compressed files raises for a damaged one."""
+    opened, damaged = _unpacked(path)
     try:
-        yield
-    except (OSError, EOFError, zlib.error, *_zstd_errors()) as error:
+        with opened(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _text_of(line, f"corpus {path.name}, line {number}")
+    except damaged as error:
         raise ValueError(f"corpus {path.name} cannot be unpacked ({error}); make or download it again") from error
 
 
-def _zstd_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that the library of .zst raises, if it has been imported."""
-    library = sys.modules.get("zstandard")
-    return (library.ZstdError,) if library else ()
+def _text_of(line: str, place: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not JSON ({error.msg})") from error
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        keys = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"{place}: found {keys}; a document is a string under 'text'")
+    return row["text"].encode("utf-8", "replace").decode()  # JSON may hold half a surrogate pair
 
 
-def _unpacked(path: Path) -> TextIOBase:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
+def _unpacked(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
+    """What opens a file that may be compressed, and the errors of a damaged one."""
+    damaged = (OSError, EOFError, zlib.error)
     if path.suffix == ".zst":
         try:
             import zstandard
         except ModuleNotFoundError as error:
             raise ValueError(f"{path.name} needs the package zstandard: pip install zstandard") from error
-        return zstandard.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
+        return zstandard.open, (*damaged, zstandard.ZstdError)
+    return gzip.open if path.suffix == ".gz" else open, damaged
 
 
-def parquet(path: Path) -> list[str]:
+def _parquet(path: Path) -> list[str]:
     """The column `text` of a file. Raises ValueError for one without."""
     from pyarrow import parquet
 

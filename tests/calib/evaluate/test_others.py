@@ -15,7 +15,7 @@ from kvq_calib.job.job import Evaluation, Job, Text, What
 from kvq_calib.job.run import run
 from kvq_calib.model import find as models
 from kvq_calib.report import tables
-from kvq_calib.text import corpus, others, stdlib
+from kvq_calib.text import corpus, documents
 from kvq_calib.text.documents import EMBEDDED
 from kvq_runtime.registry.sound import read
 
@@ -31,30 +31,30 @@ def model(tmp_path_factory) -> Path:
 
 
 def test_names_and_sources():
-    assert others.parse(["a=b.txt", "demo-code", "c=x=y.jsonl"]) == {
+    assert corpus.others(["a=b.txt", "demo-code", "c=x=y.jsonl"]) == {
         "a": "b.txt",
         "demo-code": "demo-code",
         "c": "x=y.jsonl",
     }
     with pytest.raises(ValueError, match="has no name; give NAME=SOURCE, or one of demo, demo-code"):
-        others.parse(["book.txt"])
-    assert others.parse(["none"]) == others.parse([]) == {}
+        corpus.others(["book.txt"])
+    assert corpus.others(["none"]) == corpus.others([]) == {}
     with pytest.raises(ValueError, match="texts demo-code none; give none alone, or leave it out"):
-        others.parse(["demo-code", "none"])
+        corpus.others(["demo-code", "none"])
     with pytest.raises(ValueError, match="text a is given twice"):
-        others.parse(["a=b.txt", "a=c.txt"])
+        corpus.others(["a=b.txt", "a=c.txt"])
 
 
 def test_windows_do_not_depend_on_what_is_fitted_on(model: Path):
     one, two = str(model / "corpus.txt"), str(model / "other.txt")
     own = corpus.select(one, model, 3, 200, split="held-out")
-    beside = others.choose([f"x={one}"], two, model, 3, 200)["x"]
+    beside = corpus.select_others([f"x={one}"], two, model, 3, 200)["x"]
     assert beside.digest == own.digest
     assert beside.description["overlap"]["against"] == ["corpus.txt", "other.txt"]
-    few = others.choose([f"x={two}"], one, model, 50, 200)["x"]
+    few = corpus.select_others([f"x={two}"], one, model, 50, 200)["x"]
     assert 2 <= len(few.tokens_BT) < 50
     with pytest.raises(ValueError, match="text x: the held-out part of other.txt gives 0 sequences"):
-        others.choose([f"x={two}"], one, model, 2, 5000)
+        corpus.select_others([f"x={two}"], one, model, 2, 5000)
 
 
 def test_figures_of_a_text_beside_are_those_it_has_alone(model: Path):
@@ -93,7 +93,7 @@ def test_a_model_has_its_other_texts():
     assert demo.beside("demo-code") == folder.beside("demo-code") == ("demo",)
     assert listed.beside() == ("wikitext-2", "demo-code")
     for entry in models.CATALOG.values():
-        others.parse(entry.beside())
+        corpus.others(entry.beside())
         assert set(entry.beside("mine.txt")) <= set(EMBEDDED), "nothing that is downloaded beside a file"
 
 
@@ -103,7 +103,7 @@ def test_a_job_measures_on_its_model_s_other_text_unless_it_says_otherwise():
     assert Job(What("demo"), Text("demo-code")).beside(files) == ("demo",)
     assert Job(What("demo"), evaluation=Evaluation(also=("none",))).beside(files) == ("none",)
     asked = Job.from_settings(model="demo", also=["none"], **given)
-    assert others.choose(asked.beside(files), "demo", files.path, 2, 256) == {}
+    assert corpus.select_others(asked.beside(files), "demo", files.path, 2, 256) == {}
 
 
 def test_eval_prints_each_text(model: Path, capsys):
@@ -130,8 +130,8 @@ def test_a_calibration_measures_on_other_texts_and_its_card_says_so(model: Path,
 
 
 def test_the_library_s_code_is_no_documentation():
-    code, documents = dict(stdlib.code()), dict(stdlib.documents())
+    code, told = dict(documents.code()), dict(documents.documentation())
     assert set(EMBEDDED) == {"demo", "demo-code", "recall"} and len(code) > 300
     assert "class ArgumentParser(" in code["argparse.py"] and "Command-line parsing library" not in code["argparse.py"]
     for name in ("argparse.py", "difflib.py", "json/decoder.py"):
-        assert not [line for line in documents[name].splitlines() if len(line) > 60 and line in code[name]], name
+        assert not [line for line in told[name].splitlines() if len(line) > 60 and line in code[name]], name

@@ -19,7 +19,7 @@ import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from kvq_calib.text import corpus
-from kvq_calib.text import stdlib as stdlib_text
+from kvq_calib.text import documents as sources
 from kvq_calib.text.documents import SEPARATOR, of
 from kvq_calib.text.split import part
 
@@ -220,7 +220,7 @@ def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyP
 
 
 def test_the_embedded_corpus_is_large_enough_and_clean():
-    documents = dict(stdlib_text.documents())
+    documents = dict(sources.documentation())
     assert len(documents) > 300 and sum(map(len, documents.values())) > 1_500_000
     assert "Command-line parsing library" in documents["argparse.py"]
     assert not any("site-packages" in name or "/test/" in name for name in documents)
@@ -231,16 +231,16 @@ def test_docstrings_are_those_that_python_has():
     import difflib
     import inspect
 
-    found = dict(stdlib_text.documents())["difflib.py"]
+    found = dict(sources.documentation())["difflib.py"]
     for thing in (difflib, difflib.SequenceMatcher, difflib.SequenceMatcher.ratio, difflib.ndiff):
         assert inspect.cleandoc(thing.__doc__) in found, thing
 
 
 def test_without_docstrings_or_sources_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    code = "from kvq_calib.text import stdlib; stdlib.documents()"
+    code = "from kvq_calib.text import documents; documents.documentation()"
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "run without -OO" in done.stderr.splitlines()[-1]
-    monkeypatch.setattr(stdlib_text.sysconfig, "get_path", lambda _: str(tmp_path))
-    stdlib_text.documents.cache_clear()
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda _: str(tmp_path))
+    sources.documentation.cache_clear()
     with pytest.raises(RuntimeError, match="has no source files"):
-        stdlib_text.documents()
+        sources.documentation()

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from kvq_calib.text import corpus, others
+from kvq_calib.text import corpus
 
 LINES = [" \n", " = A b = \n", " \n", " a b c . \n", " b b a . \n"]
 # an empty line is row "", and others keep their line end: ids by the word list below, [BOS] first
@@ -74,7 +74,7 @@ def test_a_parquet_file_and_the_hub_say_the_same(tokenizer: Path, tmp_path: Path
 def test_it_is_measured_on_beside_a_corpus_and_never_fitted_on(tokenizer: Path, tmp_path: Path):
     source, line = _text(tmp_path), "a b c . " * 20
     (tmp_path / "c.txt").write_text("<|endoftext|>".join(f"{line}{'a ' * n}" for n in range(12)))
-    found = others.choose([source], str(tmp_path / "c.txt"), tokenizer, 3, 5)
+    found = corpus.select_others([source], str(tmp_path / "c.txt"), tokenizer, 3, 5)
     assert found["wikitext-2"].tokens_BT.flatten().tolist() == IDS[:15]
     assert found["wikitext-2"].description["overlap"]["against"] == ["c.txt"]
     assert found["wikitext-2"].description["overlap"]["dropped_documents"] == 0

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from kvq_calib.text import corpus, overlap
+from kvq_calib.text import corpus, split
 from kvq_calib.text.documents import of
-from kvq_calib.text.overlap import LIMIT, RUN, Unseen
-from kvq_calib.text.split import part
+from kvq_calib.text.split import LIMIT, RUN, Unseen, part
 
 
 def _words(draw: random.Random, count: int) -> str:
@@ -30,19 +29,19 @@ def _by_hand(text: str, others: list[str]) -> float:
 
 @pytest.mark.parametrize("piece", [1 << 20, 50, 1])
 def test_shares_are_those_of_sets(piece: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(overlap, "PIECE", piece)
+    monkeypatch.setattr(split, "PIECE", piece)
     draw = random.Random(1)
     others = [_words(draw, count) for count in (0, 3, 60, 90)]
     own = _words(draw, 50)
     texts = [own, others[2], own[:100] + others[3][30:200] + own[100:], others[2].replace(" ", "\n\t "), "short", "",
              others[3][:RUN], others[3][: RUN - 20], own + " " + others[2] + own]  # fmt: skip
-    found = overlap.shares(texts, iter(others))
+    found = split.shares(texts, iter(others))
     assert found == pytest.approx([_by_hand(text, others) for text in texts], abs=0)
     assert found[:2] == [0, 1] and 0.1 < found[2] < 0.9 and found[3] == 1 and found[4:8] == [0, 0, 1, 0]
 
 
 def test_nothing_is_shared_with_nothing():
-    assert overlap.shares(["a" * 200, ""], []) == [0, 0] and overlap.shares([], ["a" * 200]) == []
+    assert split.shares(["a" * 200, ""], []) == [0, 0] and split.shares([], ["a" * 200]) == []
 
 
 def _corpus(tmp_path: Path, planted: float) -> tuple[str, list[str], str, str]:
@@ -90,9 +89,9 @@ def test_the_fit_part_is_as_it_was_and_groups_do_not_matter(
     fit = corpus.select(source, demo_model, 8, 64)
     held = corpus.select(source, demo_model, None, 64, split="held-out")
     assert "overlap" not in fit.description
-    monkeypatch.setattr(overlap, "GROUP", 1)
+    monkeypatch.setattr(split, "GROUP", 1)
     assert corpus.select(source, demo_model, None, 64, split="held-out").description == held.description
-    monkeypatch.setattr(overlap, "LIMIT", 1.0)
+    monkeypatch.setattr(split, "LIMIT", 1.0)
     assert corpus.select(source, demo_model, 8, 64).digest == fit.digest
     everything = corpus.select(source, demo_model, None, 64, split="held-out")
     assert everything.description["overlap"]["dropped_documents"] == 0 and len(everything.tokens_BT) > len(
