@@ -23,10 +23,10 @@ from torch import Tensor
 
 from kvq_runtime.artifact import fingerprint, header
 from kvq_runtime.artifact.fingerprint import Fingerprint
-from kvq_runtime.artifact.stated import CHECKS as CHECKS
-from kvq_runtime.artifact.stated import SCHEMA as SCHEMA
-from kvq_runtime.artifact.stated import about_of
-from kvq_runtime.artifact.stated import describe as describe
+from kvq_runtime.artifact.header import CHECKS as CHECKS
+from kvq_runtime.artifact.header import SCHEMA as SCHEMA
+from kvq_runtime.artifact.header import about_of
+from kvq_runtime.artifact.header import describe as describe
 from kvq_runtime.codec import codec
 from kvq_runtime.codec.shared import Fitted
 from kvq_runtime.disk import files, strict_json

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.artifact import ARTIFACT_FILE, artifact, stated
+from kvq_runtime.artifact import ARTIFACT_FILE, artifact, header
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files
 from kvq_runtime.store.held import Sizes
@@ -79,7 +79,7 @@ def card(made: Artifact, place: str) -> str:
     """The text of README.md, from the file alone; results of evaluations are on cards of a registry."""
     from huggingface_hub import ModelCardData
 
-    about = stated.summary({"recipe": {"name": made.recipe.name}, "provenance": made.provenance})
+    about = header.summary({"recipe": {"name": made.recipe.name}, "provenance": made.provenance})
     counted, recipe = sizes(made), made.recipe
     start = counted["smaller_than_16bit_from"]
     about = {name: value and _plain(value) for name, value in about.items()}

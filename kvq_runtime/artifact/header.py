@@ -1,4 +1,4 @@
-"""Check a safetensors header before safetensors parses the file.
+"""Check the header of an artifact's file before safetensors parses it, and read what it states, without torch.
 
     8 bytes n, little endian | n bytes of JSON, padded with spaces | data
 
@@ -9,15 +9,19 @@ shape and dtype ask for, and end with the file.
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from kvq_runtime.disk import strict_json
+from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError
 
 if TYPE_CHECKING:  # kvq list reads headers, and should not wait for torch
     import torch
 
+SCHEMA = 1
+CHECKS = ("header", "size", "sha256", "schema", "content", "recipe", "fingerprint", "tensors", "finite")
 LIMIT = 1 << 20
 DTYPES = {  # {dtype: (its bytes, its name in torch)}
     **{"BF16": (2, "bfloat16"), "F16": (2, "float16"), "F32": (4, "float32")},
@@ -114,3 +118,39 @@ def _range(name: str, entry: Any) -> tuple[int, int]:
 def _sizes(value: Any) -> bool:
     """True if a value is a list of whole numbers that can be sizes in bytes."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
+
+
+# ---- what it states -------------------------------------------------------------------------------------------------
+
+
+def describe(path: Path | str) -> dict[str, Any]:
+    """The metadata of a file: schema, recipe, fingerprint, provenance, fit and content. Only the header is checked."""
+    with files.opened(Path(path)) as (file, size):
+        return about_of(read(file, size))
+
+
+def about_of(head: Header) -> dict[str, Any]:
+    """The metadata under the key `kvq` of a header."""
+    about = strict_json.loads(head.kvq, "header: kvq")
+    schema = about.get("schema") if isinstance(about, dict) else None
+    if type(schema) is not int or schema != SCHEMA:
+        raise ArtifactError(
+            f"schema: the file has {schema!r:.40}, this version reads {SCHEMA}; install another version of kvq-runtime"
+        )
+    names = {"schema", "recipe", "fingerprint", "provenance", "fit", "content"}
+    strict_json.keys(about, names, "schema: kvq")
+    if not isinstance(about["provenance"], dict) or not isinstance(about["fit"], dict):
+        raise ArtifactError("schema: provenance and fit must be objects")
+    return about
+
+
+def summary(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Recipe, model and corpus from the metadata of an artifact's header: what `kvq search` compares."""
+    provenance = about["provenance"]
+    model, text = provenance.get("model"), provenance.get("corpus")
+    model = model if isinstance(model, Mapping) else {"id": model, "revision": provenance.get("revision")}
+    text = text if isinstance(text, Mapping) else {"source": text}
+    recipe = about["recipe"].get("name") if isinstance(about["recipe"], Mapping) else None
+    fields = {"recipe": recipe, "model": model.get("id"), "revision": model.get("revision")}
+    fields |= {"corpus": text.get("source"), "corpus_digest": text.get("corpus_digest")}
+    return {name: value if value is None else str(value)[:200] for name, value in fields.items()}

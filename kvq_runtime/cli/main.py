@@ -20,7 +20,6 @@ from kvq_runtime.cli.exit_codes import EXIT_CODES
 from kvq_runtime.cli.options import EXPLAINED, Parser, add_settings, count, seconds
 from kvq_runtime.errors import extra
 from kvq_runtime.registry import search
-from kvq_runtime.registry.place import GRACE
 from kvq_runtime.registry.reference import PRODUCTION
 
 EPILOG = f"""\
@@ -256,7 +255,7 @@ def parser() -> argparse.ArgumentParser:
     command = add("gc", text, "kvq gc --grace 7d --dry-run")
     _where(command)
     command.add_argument(
-        "--grace", type=seconds, default=GRACE, metavar="TIME", help="minimum age, as in 90m, 24h (default) or 7d"
+        "--grace", type=seconds, default="24h", metavar="TIME", help="minimum age, as in 90m, 24h (default) or 7d"
     )
     command.add_argument("--dry-run", action="store_true", help="print what would be removed")
     _where(add("doctor", "check a registry, and say what to do about faults", "kvq doctor"))

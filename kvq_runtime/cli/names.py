@@ -2,8 +2,6 @@
 
 import dataclasses
 from argparse import Namespace
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from kvq_runtime.cli.exit_codes import say
@@ -11,7 +9,7 @@ from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import reference, search, verdict
 from kvq_runtime.registry.events import State
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.reference import Reference
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.resolve import choose, open_registry
@@ -120,25 +118,19 @@ def target(args: Namespace, command: str) -> tuple[Registry, str, str]:
 
 def gc(args: Namespace) -> int:
     """Remove temporary files, and blobs or files that no event names."""
-    registry, upkeep = _with_upkeep(args)
+    registry = open_registry(args.where or args.registry)
     start = f"{registry.root}/" if isinstance(registry, LocalRegistry) else ""
-    removed = [str(path).removeprefix(start) for path in upkeep.collect(registry, args.grace, args.dry_run)]
+    removed = [path.removeprefix(start) for path in registry.collect(args.grace, args.dry_run)]
     print_table([{"removed": not args.dry_run, "path": path} for path in removed], args.json)
     return 0
 
 
 def doctor(args: Namespace) -> int:
     """Print everything that is wrong with the registry; 1 if any of it is a fault."""
-    registry, upkeep = _with_upkeep(args)
-    findings = upkeep.examine(registry)
+    registry = open_registry(args.where or args.registry)
+    findings = registry.examine()
     if findings or args.json:
         print_table([dataclasses.asdict(finding) for finding in findings], args.json)
     else:
         print(f"nothing is wrong with {registry.url}")
     return int(any(finding.level == "fault" for finding in findings))
-
-
-def _with_upkeep(args: Namespace) -> tuple[Registry, ModuleType]:
-    """The registry that is asked for, and what keeps one in its place."""
-    registry = open_registry(args.where or args.registry)
-    return registry, import_module(f"{type(registry).__module__.rpartition('.')[0]}.upkeep")  # beside it

@@ -1,31 +1,167 @@
-"""Decide what events and files of a name mean, in the same way for every place that keeps them."""
+"""State what a registry is: what events and files of a name mean, and what a place must do that keeps them.
 
+Places are a folder (`local`), a bucket (`bucket`) and repositories of a Hub (`hub`). A place reads what stands there,
+gives and adds files, and writes an event only on top of the events that were read; all else is the same for every one.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256 as hash_of
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvq_runtime.artifact import stated
+from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import evaluations, events, reference, verdict, webhook
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
-from kvq_runtime.registry.place import Place
+from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE, PRODUCTION
 
 if TYPE_CHECKING:  # kvq list and promote should not wait for torch
     from kvq_runtime.artifact.artifact import Artifact
 
 TRIES = 200
+GRACE = 24 * 3600.0  # seconds: `kvq gc` leaves younger files alone, since a publish may be about to name them
+FIRST = "1.0.0"
+_NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
 Kind = Literal["evaluations", "signatures"]
 
 
-class Registry(Place):
-    """Named, versioned artifacts in a place: a folder (`local`) or an organization on a Hub (`hub`).
+@dataclass(frozen=True)
+class Finding:
+    """One line of `kvq doctor`: a `path`, of a file or a repository, what is wrong there, and what to do.
 
+    level    "fault", or "note" for what is harmless
+    """
+
+    level: str
+    what: str
+    path: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Head:
+    """What was read of a name; without its events, nothing was published under it.
+
+    about    {version: summary of its artifact}, where the place keeps that beside the events
+    commit   in which it was read; None: there is no repository, or the place has no commits
+    """
+
+    state: State
+    about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    commit: str | None = None
+
+
+class Registry(ABC):
+    """Named, versioned artifacts in a place.
+
+    moves_again   whether a promote or rollback is decided again after another change came first, or ends in a Conflict
     Methods that take a name raise ValueError for an invalid one, and ArtifactError for a damaged registry.
     """
+
+    moves_again = True
+
+    # ---- what a place does
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Its address."""
+
+    def check_name(self, name: str) -> str:
+        """The name, if an artifact may have it here; else a ValueError."""
+        return reference.check_name(name)
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Every name with at least one event."""
+
+    @abstractmethod
+    def look(self, name: str) -> Head:
+        """What stands there now, never from a cache; empty if it is not visible."""
+
+    def read(self, name: str, commit: str = "") -> Head:
+        """What stands there, from a cache where the place does not answer, or stood there at a commit.
+
+        Raises ValueError for a commit if the place has none, as here.
+        """
+        if commit:
+            raise ValueError(f"{self.url} has no commits, and {commit} is one; use a version, as in {name}@1.2.0")
+        return self.look(name)
+
+    @abstractmethod
+    def write(
+        self, head: Head, after: State, content: Mapping[str, bytes], about: Mapping[str, Any], unanswered: list[Event]
+    ) -> Head | None:
+        """Write the last event of `after` on top of the head that was read; returns what stands there then.
+
+        content      of a publish: its files by name
+        about        of a publish: the summary of its artifact
+        unanswered   gets the event if it is not known whether it was written
+        Returns None if another change came first, if a repository had to be made, or if it is not known.
+        """
+
+    def store(self, name: str, content: Mapping[str, bytes]) -> None:
+        """Store files that the next event will name, in a place where that is a step of its own."""
+        return None
+
+    def finish(self, name: str, version: Version | None = None, content: Mapping[str, bytes] | None = None) -> None:
+        """Do what an interrupted change, or publish of a version, may have left undone; content: its files."""
+        return None
+
+    @abstractmethod
+    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """A file of a version; whoever reads it checks its digest."""
+
+    def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """`fetch`; a file from a cache is compared with the digest, and downloaded again if it is damaged."""
+        return self.fetch(name, version, file)
+
+    @abstractmethod
+    def about(self, name: str, version: Version) -> dict[str, Any]:
+        """Recipe, model and corpus of a version, as `header.summary`, without fetching the whole file."""
+
+    @abstractmethod
+    def add(self, name: str, path: str, data: bytes) -> None:
+        """Add a file that never changes; one that is there is the same."""
+
+    @abstractmethod
+    def listed(self, name: str, folder: str) -> list[tuple[PurePath, bytes]]:
+        """(path, content) of every .json file of a folder, by path."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raise the OSError or RuntimeError that a publish would end in; nothing is written."""
+
+    def pinned_file(self, lock: Lock) -> Path | None:
+        """The file that a lock pins if it is at hand, without a request; else None."""
+        return None
+
+    def last_commit(self, name: str) -> str:
+        """The commit in which a name was last read; "" for a place without commits."""
+        return ""
+
+    def hint(self, name: str) -> str:
+        """Return the end of the message about a missing name."""
+        names = self.names()
+        return f"there are {', '.join(names[:8])}" if names else "it is empty; kvq-calibrate publishes artifacts"
+
+    @abstractmethod
+    def collect(self, grace: float = GRACE, dry_run: bool = False) -> list[str]:
+        """Remove files that no event names, and drafts of killed processes, that are older than `grace` seconds.
+
+        dry_run   remove nothing
+        Returns what was removed, or would be. Raises ArtifactError, and removes nothing, if an event is damaged: it may
+        name any file.
+        """
+
+    @abstractmethod
+    def examine(self) -> list[Finding]:
+        """Everything wrong with events, files and records; unfinished and unnamed files as notes."""
 
     # ---- reading
 
@@ -150,7 +286,7 @@ class Registry(Place):
             return Publish(version or self.next_version(state, new), sha256, len(data), entries)
 
         self.store(name, content)
-        about = stated.summary({"recipe": {"name": new.recipe.name}, "provenance": new.provenance})
+        about = header.summary({"recipe": {"name": new.recipe.name}, "provenance": new.provenance})
         published = self.change(name, decide, content, about).with_digest(sha256)
         assert published is not None, "the change that was written is in the state"
         self.finish(name, published, content)
@@ -159,17 +295,16 @@ class Registry(Place):
     def next_version(self, state: State, new: "Artifact") -> str:
         """The number of the next version of a name; fetches the highest version to compare it with `new`."""
         from kvq_runtime.artifact import artifact
-        from kvq_runtime.registry import versions
 
-        highest = versions.highest(state)
-        if highest is None:
-            return versions.FIRST
+        highest = max(state.versions.values(), key=lambda version: reference.order(version.version), default=None)
+        if highest is None:  # yanked or not: numbers are never reused
+            return FIRST
         try:
             old = artifact.load(self.fetch(state.name, highest), highest.sha256, highest.size)
         except ArtifactError as error:
             text = f"{error}; it is needed to choose the number after {highest.version}: give one, --artifact-version"
             raise ArtifactError(text) from None
-        return versions.following(highest.version, old, new)
+        return following(highest.version, old, new)
 
     def promote(
         self, name: str, version: str, alias: str = PRODUCTION, expect: str | None = None, force: bool = False
@@ -230,3 +365,29 @@ def _check_unmoved(state: State, alias: str, before: str | None) -> None:
             f"{state.name}@{alias} points to {now or 'none'}, expected {before or 'none'}: somebody moved it; "
             f"look at kvq history {state.name}, then retry with --expect {now or 'none'}"
         )
+
+
+def following(version: str, old: "Artifact", new: "Artifact") -> str:
+    """The number of `new`, which follows `version`, the number of `old`."""
+    major, minor, patch = reference.order(version)
+    following = {"major": (major + 1, 0, 0), "minor": (major, minor + 1, 0), "patch": (major, minor, patch + 1)}
+    return ".".join(map(str, following[changed(old, new)]))
+
+
+def changed(old: "Artifact", new: "Artifact") -> Literal["major", "minor", "patch"]:
+    """Return the part of the version that changes from `old` to `new`.
+
+    patch   a recalibration: the same recipe and provenance, except for model id, revision and environment
+    minor   another setting, or another corpus or choice of it
+    major   another schema, or a model with another fingerprint
+    """
+    from kvq_runtime.artifact import fingerprint
+
+    distances = fingerprint.distances(old.fingerprint, new.fingerprint).values()
+    other_model = fingerprint.mismatches(old.fingerprint, new.fingerprint) or any(
+        distance > fingerprint.TOLERANCE for distance in distances
+    )
+    if old.schema != new.schema or other_model:
+        return "major"
+    settings = [{k: v for k, v in artifact.provenance.items() if k not in _NOT_SETTINGS} for artifact in (old, new)]
+    return "minor" if old.recipe != new.recipe or settings[0] != settings[1] else "patch"

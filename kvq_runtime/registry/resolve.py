@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import signing
-from kvq_runtime.registry.bucket.registry import BucketRegistry
+from kvq_runtime.registry.bucket import BucketRegistry
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.hub.client import Access, using
 from kvq_runtime.registry.hub.registry import HubRegistry
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import Lock, read_lock
 from kvq_runtime.registry.reference import (
     ARTIFACT_FILE,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.recipe import Recipe, presets
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.resolve import load_artifact
 
 ROOT = Path(__file__).parents[2]

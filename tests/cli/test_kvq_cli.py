@@ -15,7 +15,7 @@ from kvq_calib.cli import subcommands
 from kvq_runtime.cli import main, names, table
 from kvq_runtime.geometry import MODELS
 from kvq_runtime.registry import resolve
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 
 NAME = "tiny-2bit"
 

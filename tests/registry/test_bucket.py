@@ -16,11 +16,10 @@ from moto.server import ThreadedMotoServer
 from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import main as cli
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+from kvq_runtime.registry import bucket as module
 from kvq_runtime.registry import events, mirror, resolve
-from kvq_runtime.registry.bucket import registry as module
-from kvq_runtime.registry.bucket import upkeep
-from kvq_runtime.registry.bucket.registry import BucketRegistry
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.bucket import BucketRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.reference import Reference, parse
 
 NAME, URL = "tiny-2bit", "s3://models/kvq"
@@ -115,7 +114,7 @@ def test_publishers_at_once_each_have_a_version(store: BucketRegistry, monkeypat
 def test_a_lost_answer_is_no_second_event(store: BucketRegistry, monkeypatch):
     """The event was written, and the answer lost: the library sends it again, and is told that it is there."""
     store.publish(NAME, tiny.data(0))
-    monkeypatch.setattr(store, "_claim", lambda key, data, claim=store._claim: claim(key, data) and False)
+    monkeypatch.setattr(store, "claim", lambda key, data, claim=store.claim: claim(key, data) and False)
     store.yank(NAME, "1.0.0", "bad")
     assert [event.change.kind for event in store.state(NAME).events] == ["publish", "yank"]
 
@@ -139,10 +138,10 @@ def test_a_damaged_blob_is_refused_and_nothing_of_it_kept(damage, store: BucketR
     with pytest.raises(ArtifactError, match="sha256: the store sent"):
         resolve.resolve(NAME, URL)
     assert not [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
-    (finding,) = upkeep.examine(store)
+    (finding,) = store.examine()
     assert finding.level == "fault" and "the store sent" in finding.what
     system.pipe_file(store.blob(version.sha256), data)
-    assert resolve.resolve(NAME, URL).path.read_bytes() == data and upkeep.examine(store) == []
+    assert resolve.resolve(NAME, URL).path.read_bytes() == data and store.examine() == []
 
 
 def test_a_damaged_cache_is_fetched_again_by_the_digest(store: BucketRegistry):
@@ -165,9 +164,9 @@ def test_damaged_events_are_named(store: BucketRegistry, system):
     system.rm_file(first)
     with pytest.raises(ArtifactError, match="missing, though later ones"):
         store.state(NAME)
-    assert [one.level for one in upkeep.examine(store)] == ["fault"]
+    assert [one.what for one in store.examine() if one.level == "fault"] == ["event 1 of 2 is missing"]
     with pytest.raises(ArtifactError):
-        upkeep.collect(store, 0)
+        store.collect(0)
     system.pipe_file(first, kept)
     assert list(store.state(NAME).versions) == ["1.0.0", "1.0.1"]
 
@@ -179,12 +178,13 @@ def test_a_publish_that_dies_before_its_event_leaves_the_old_state_and_gc_its_bl
         with pytest.raises(KeyboardInterrupt):
             store.publish(NAME, tiny.data(1))
     assert list(store.state(NAME).versions) == ["1.0.0"]
-    store._put(f"{store.root}/blobs/sha256/README", b"not ours")
-    foreign, note = upkeep.examine(store)
-    assert (foreign.what, note.level, note.what) == ("not a blob", "note", "no event names it")
-    store.remove(f"{store.root}/blobs/sha256/README")
-    assert upkeep.collect(store, 3600) == [] and upkeep.collect(store, -1, dry_run=True) == [note.path]
-    assert upkeep.collect(store, -1) == [note.path] and upkeep.examine(store) == []
+    store.put("blobs/sha256/README", b"not ours")
+    found = {one.what: one for one in store.examine()}
+    note = found.pop("no event names it")
+    assert note.level == "note" and [*found] == ["not a blob"]
+    store.remove("blobs/sha256/README")
+    assert store.collect(3600) == [] and store.collect(-1, dry_run=True) == [note.path]
+    assert store.collect(-1) == [note.path] and store.examine() == []
     assert store.publish(NAME, tiny.data(1)).version == "1.0.1"
 
 

@@ -10,8 +10,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import events, resolve
-from kvq_runtime.registry.local import upkeep
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import Lock, write_lock
 
 
@@ -96,8 +95,8 @@ def test_a_strange_event_is_refused_and_named(given, message, store):
         with pytest.raises(ArtifactError, match=f"{path}: event: .*{message}"):
             action()
     with pytest.raises(ArtifactError, match=str(path)):  # what it names is not known: nothing may be removed
-        upkeep.collect(store, grace=0)
-    faults = [finding for finding in upkeep.examine(store) if finding.level == "fault"]
+        store.collect(grace=0)
+    faults = [finding for finding in store.examine() if finding.level == "fault"]
     assert faults and all(finding.advice for finding in faults)
 
 

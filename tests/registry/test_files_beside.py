@@ -9,7 +9,7 @@ from local_store import NAME
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import events
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import read_lock
 
 CARD = {"README.md": b"# card\n", "error.png": b"png", "kvq_config.json": b"{}"}

@@ -14,7 +14,7 @@ from kvq_runtime.cli.main import main
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import reference, resolve
 from kvq_runtime.registry.hub.registry import HubRegistry
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from huggingface_hub import HfApi
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.registry import resolve
-from kvq_runtime.registry.hub import upkeep as hub_upkeep
 from kvq_runtime.registry.hub.registry import HubRegistry
 
 
@@ -92,7 +91,7 @@ def test_eight_processes_publish_at_once(seeds, count, hub, store):
     assert {(v.version, v.sha256) for v in state.versions.values()} == set(published)
     assert len(hub.repos[REPO].log("main")) == 1 + count
     assert set(hub.repos[REPO].tags) == {f"v{version}" for version in state.versions}
-    assert hub_upkeep.examine(store) == []
+    assert store.examine() == []
 
 
 # ---- aliases
@@ -139,4 +138,4 @@ def test_evaluations_are_beside_the_artifact(hub, store):
     assert store.evaluations(digest, NAME) == []
     assert store.add_evaluation(record, NAME) == store.add_evaluation(record, NAME)
     assert store.evaluations(digest, NAME) == [record]
-    assert hub_upkeep.examine(store) == [] and hub_upkeep.collect(store, grace=0) == []
+    assert store.examine() == [] and store.collect(grace=0) == []

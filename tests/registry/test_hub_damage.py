@@ -12,7 +12,6 @@ from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import resolve
 from kvq_runtime.registry.hub import index as hub_index
-from kvq_runtime.registry.hub import upkeep as hub_upkeep
 from kvq_runtime.registry.hub.registry import HubRegistry
 
 
@@ -26,13 +25,13 @@ def test_a_missing_tag_is_made_again_and_a_moved_one_is_an_error(hub, store):
     made = hub.repos[REPO].tags.pop("v1.0.0")
     store.publish(NAME, tiny.data(1))
     store.promote(NAME, "1.0.1")
-    assert [finding.what for finding in hub_upkeep.examine(store)] == ["tag v1.0.0 is missing"]
+    assert [finding.what for finding in store.examine()] == ["tag v1.0.0 is missing"]
     store.publish(NAME, tiny.data(0))
     assert hub.repos[REPO].tags["v1.0.0"] == made
     hub.repos[REPO].tags["v1.0.0"] = hub.repos[REPO].branches["main"]
     with pytest.raises(Conflict, match=r"tag v1\.0\.0 was moved"):
         store.publish(NAME, tiny.data(0))
-    assert [finding.level for finding in hub_upkeep.examine(store)] == ["fault"]
+    assert [finding.level for finding in store.examine()] == ["fault"]
     assert resolve.resolve(f"hf://org/{NAME}@1.0.0").sha256 == sha256(tiny.data(0)).hexdigest()
 
 
@@ -84,7 +83,7 @@ def test_an_index_that_was_edited_by_hand_is_refused(change, message, hub, store
     for action in (lambda: resolve.resolve(f"hf://org/{NAME}"), lambda: store.publish(NAME, tiny.data(5))):
         with pytest.raises(ArtifactError, match=f"{REPO} at .*kvq.json: .*{message}"):
             action()
-    assert "fault" in [finding.level for finding in hub_upkeep.examine(store)]
+    assert "fault" in [finding.level for finding in store.examine()]
 
 
 def test_a_repository_of_something_else_is_left_alone(hub, store):
@@ -108,7 +107,7 @@ def test_a_file_that_was_replaced_by_hand_is_refused_and_found(hub, store, monke
     clear(monkeypatch, tmp_path)
     with pytest.raises(ArtifactError, match="sha256: the Hub sent .* twice; .*nothing was kept"):
         resolve.resolve(f"hf://org/{NAME}")
-    assert [finding.what for finding in hub_upkeep.examine(store)] == ["file is not the one that was published"]
+    assert [finding.what for finding in store.examine()] == ["file is not the one that was published"]
 
 
 def test_gc_removes_only_what_is_old_and_unnamed(hub, store):
@@ -119,10 +118,10 @@ def test_gc_removes_only_what_is_old_and_unnamed(hub, store):
             {"versions/9.0.0/kvq.safetensors": repo.blob(b"x"), "notes.md": repo.blob(b"n")}
         ),
     )
-    assert [finding.what for finding in hub_upkeep.examine(store)] == ["no event names it"]
-    assert hub_upkeep.collect(store) == []
+    assert [finding.what for finding in store.examine()] == ["no event names it"]
+    assert store.collect() == []
     unnamed = [f"{REPO}/versions/9.0.0/kvq.safetensors"]
-    assert hub_upkeep.collect(store, grace=0, dry_run=True) == unnamed
-    assert hub_upkeep.collect(store, grace=0) == unnamed
+    assert store.collect(grace=0, dry_run=True) == unnamed
+    assert store.collect(grace=0) == unnamed
     assert tidy(hub) == ["1.0.0"] and "notes.md" in hub.repos[REPO].at("main").tree
-    assert hub_upkeep.collect(store, grace=0) == []
+    assert store.collect(grace=0) == []

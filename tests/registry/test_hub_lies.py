@@ -13,9 +13,9 @@ from hub_server import Hub
 from huggingface_hub import constants
 
 from kvq_runtime.registry import resolve
-from kvq_runtime.registry.hub import client, receive, records
+from kvq_runtime.registry.hub import ask, client
 from kvq_runtime.registry.hub import index as hub_index
-from kvq_runtime.registry.hub import upkeep as hub_upkeep
+from kvq_runtime.registry.hub import registry as hub_registry
 from kvq_runtime.registry.hub.registry import HubRegistry
 
 DIGEST = sha256(tiny.data()).hexdigest()
@@ -40,14 +40,14 @@ def store(hub, monkeypatch, tmp_path) -> HubRegistry:
 def everything(store: HubRegistry) -> None:
     """Ask for all that a Hub can be asked for, each by itself."""
     version = store.state(NAME).versions["1.0.0"]
-    for ask in (
+    for question in (
         lambda: store.fetch_verified(NAME, version),
         lambda: store.attachments(NAME, version),
         lambda: store.evaluations(DIGEST, NAME),
         lambda: store.names(),
-        lambda: hub_upkeep.examine(store),
+        lambda: store.examine(),
     ):
-        ask()
+        question()
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "new"])
@@ -113,35 +113,35 @@ def test_records_without_end_are_left(limit, most, hub, store, monkeypatch):
         about = {"corpus": f"{number:064}", "protocol": {}, "environment": {}, "result": {}}
         store.add_evaluation({"artifact": DIGEST, **about}, NAME)
     assert len(HubRegistry("org").evaluations(DIGEST, NAME)) == 4
-    monkeypatch.setattr(records, limit, most)
+    monkeypatch.setattr(hub_registry, limit, most)
     with pytest.raises(RuntimeError, match=f"evaluations/{DIGEST}: more than .* records or .* bytes of them"):
         HubRegistry("org").evaluations(DIGEST, NAME)
 
 
 def test_a_limit_is_of_all_pages_of_a_list(hub, store, monkeypatch):
-    sizes, read = [], receive._json
-    monkeypatch.setattr(receive, "_json", lambda *given: sizes.append((found := read(*given))[1]) or found)
+    sizes, read = [], ask._json
+    monkeypatch.setattr(ask, "_json", lambda *given: sizes.append((found := read(*given))[1]) or found)
     path = f"/api/models/{REPO}/tree/main"
-    rows = [*receive.pages(path, {"recursive": "true"})]
+    rows = [*ask.pages(path, {"recursive": "true"})]
     assert len(sizes) > 1
-    monkeypatch.setattr(receive, "ANSWER", sum(sizes))
-    assert [*receive.pages(path, {"recursive": "true"})] == rows
-    monkeypatch.setattr(receive, "ANSWER", sum(sizes[: len(sizes) // 2]) - 1)
+    monkeypatch.setattr(ask, "ANSWER", sum(sizes))
+    assert [*ask.pages(path, {"recursive": "true"})] == rows
+    monkeypatch.setattr(ask, "ANSWER", sum(sizes[: len(sizes) // 2]) - 1)
     with pytest.raises(RuntimeError, match="bytes that are expected"):
-        list(receive.pages(path, {"recursive": "true"}))
+        list(ask.pages(path, {"recursive": "true"}))
 
 
 def test_a_limit_is_of_all_tries_of_a_file(hub, store):
     """What was received before counts."""
     address = f"{hub.url}/{REPO}/resolve/main/kvq.json"
-    receive.append(address, whole := io.BytesIO(), 1 << 16)
+    ask.append(address, whole := io.BytesIO(), 1 << 16)
     size = len(whole.getvalue())
     begun = io.BytesIO()
     begun.write(whole.getvalue()[: size - 4])
     with pytest.raises(RuntimeError, match="more than the 3 bytes that are expected"):
-        receive.append(address, begun, size - 1)
+        ask.append(address, begun, size - 1)
     begun.seek(size - 4)
-    receive.append(address, begun, size)
+    ask.append(address, begun, size)
     assert begun.getvalue() == whole.getvalue()
 
 

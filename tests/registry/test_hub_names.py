@@ -10,7 +10,7 @@ from kvq_calib.cli import calibrate
 from kvq_runtime.errors import Conflict, NotFound
 from kvq_runtime.registry import reference, resolve
 from kvq_runtime.registry.hub.registry import HubRegistry
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 
 REFUSED = ["a--b", "a..b", "name-", "name.", "x.git", "x.ipynb"]
 

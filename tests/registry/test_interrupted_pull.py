@@ -8,7 +8,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.disk import faults
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import resolve
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 
 
 def test_the_lock_is_written_last_and_tells_of_a_file_that_is_newer(tmp_path, kvq, monkeypatch):

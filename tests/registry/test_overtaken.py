@@ -16,10 +16,8 @@ from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import Conflict
 from kvq_runtime.registry import resolve
 from kvq_runtime.registry.hub import client
-from kvq_runtime.registry.hub import upkeep as hub_upkeep
 from kvq_runtime.registry.hub.registry import HubRegistry
-from kvq_runtime.registry.local import upkeep
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 
 MOVED = r"points to 1\.0\.2, expected 1\.0\.1: somebody moved it"
 
@@ -88,8 +86,8 @@ def test_gc_gives_a_blob_back_that_became_young_before_it_was_moved(store, monke
     data = tiny.data(1)
     orphan = store.blob(store.put_blob(data))
     age(orphan)
-    came = overtake(monkeypatch, upkeep, "_remove_blob", lambda: store.put_blob(data))
-    assert upkeep.collect(store) == []
+    came = overtake(monkeypatch, LocalRegistry, "_remove", lambda: store.put_blob(data))
+    assert store.collect() == []
     assert came and orphan.read_bytes() == data
     assert not list((store.root / "tmp").iterdir())
 
@@ -102,14 +100,14 @@ def test_a_publish_that_stalls_beyond_the_grace_writes_again_what_gc_took(store,
         if name == "publish.blob" and len(blobs := list(store.root.glob("blobs/sha256/*"))) == 2:
             for path in blobs:
                 age(path)
-            taken.extend(upkeep.collect(store))
+            taken.extend(store.collect())
 
     monkeypatch.setattr(faults, "point", point)
     version = store.publish(NAME, data, attachments={"README.md": card})
-    assert sorted(path.name for path in taken) == sorted([version.sha256, version.files["README.md"]["sha256"]])
+    assert sorted(Path(path).name for path in taken) == sorted([version.sha256, version.files["README.md"]["sha256"]])
     assert artifact.to_bytes(resolve.load_artifact(NAME, store.url)) == data
     assert store.attachments(NAME, version) == {"README.md": card}
-    assert upkeep.examine(store) == []
+    assert store.examine() == []
 
 
 # ---- gc on a Hub
@@ -123,9 +121,9 @@ def test_gc_on_a_hub_that_is_overtaken_removes_nothing_that_a_publish_has_just_n
     repo.add("main", "by hand", tree | {"versions/1.0.1/kvq.safetensors": repo.blob(b"left by somebody")})
     came = overtake(monkeypatch, HfApi, "create_commit", lambda: HubRegistry("org").publish(NAME, data))
     with pytest.raises(Conflict, match="somebody changed it first; nothing was removed, retry"):
-        hub_upkeep.collect(store, grace=0)
+        store.collect(grace=0)
     assert came and tidy(hub) == ["1.0.0", "1.0.1"]
-    assert hub_upkeep.collect(store, grace=0) == []
+    assert store.collect(grace=0) == []
     clear(monkeypatch, tmp_path)
     assert artifact.to_bytes(resolve.load_artifact(f"hf://org/{NAME}@1.0.1")) == data
 

@@ -15,8 +15,7 @@ from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import files
 from kvq_runtime.errors import Conflict
 from kvq_runtime.registry import resolve
-from kvq_runtime.registry.local import upkeep
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 
 NAME = "tiny-2bit"
 MANY = 8
@@ -82,7 +81,7 @@ def test_eight_publish_at_once(seeds, count, store, capsys):
     for version in state.versions.values():
         artifact.load(store.fetch(NAME, version), version.sha256, version.size)
         assert files.digest(store.blob(version.files["README.md"]["sha256"]))[1] == len("card 0")
-    assert upkeep.examine(store) == []
+    assert store.examine() == []
     assert cli.main(["history", NAME, "--registry", store.url, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["number"] for row in rows] == list(range(1, count + 1))
@@ -119,7 +118,7 @@ def test_eight_that_do_everything_at_once_lose_nothing(store):
         kinds = [e.change.kind for e in state.events if version in (e.change.version, getattr(e.change, "reason", ""))]
         assert kinds == ["publish", "promote", "yank"]
         assert state.versions[version].yanked == f"by {number}" and state.at(f"alias-{number}") == "1.0.0"
-    assert upkeep.examine(store) == []
+    assert store.examine() == []
 
 
 @contextmanager
@@ -129,7 +128,7 @@ def collecting(store: LocalRegistry) -> Iterator[None]:
 
     def child() -> None:
         while not stop.is_set():
-            upkeep.collect(store)
+            store.collect()
 
     other = forked.process(child)
     other.start()
@@ -150,4 +149,4 @@ def test_gc_takes_nothing_from_publishers(store):
         at_once(publish, [(store.root, seed) for seed in range(MANY)])
     for version in store.state(NAME).versions:
         resolve.load_artifact(f"{NAME}@{version}", store.url)
-    assert [finding.what for finding in upkeep.examine(store) if finding.level == "fault"] == []
+    assert [finding.what for finding in store.examine() if finding.level == "fault"] == []

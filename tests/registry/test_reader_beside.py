@@ -15,8 +15,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import faults
 from kvq_runtime.registry import mirror, resolve
-from kvq_runtime.registry.local import upkeep
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 
 
 def read(root: Path) -> list[str]:
@@ -32,7 +31,7 @@ def read(root: Path) -> list[str]:
             store.evaluations(version.sha256)
             assert store.about(name, version)["recipe"] == "tiny"
         found += [f"{name} {version}" for version in state.versions] + [f"{a} {state.at(a)}" for a in state.aliases]
-    assert not [finding for finding in upkeep.examine(store) if finding.level == "fault"]
+    assert not [finding for finding in store.examine() if finding.level == "fault"]
     return found
 
 
@@ -68,7 +67,7 @@ WRITERS: dict[str, Callable[[LocalRegistry, LocalRegistry], object]] = {
     "gc beside what is named": lambda source, target: (
         push(source, target),
         [target.put_blob(data) for data in (b"nobody", b"names these")],
-        upkeep.collect(target, grace=0),
+        target.collect(grace=0),
     ),
 }
 

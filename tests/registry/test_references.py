@@ -7,7 +7,7 @@ from local_store import NAME, three
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import reference, resolve
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import Lock, read_lock, write_lock
 
 

@@ -12,9 +12,9 @@ from local_store import NAME, event_files, three
 from kvq_runtime.artifact import artifact
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import events, resolve, versions
-from kvq_runtime.registry.local import upkeep
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry import events, resolve
+from kvq_runtime.registry.local import LocalRegistry
+from kvq_runtime.registry.registry import changed
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_next_version_says_what_changed(store):
     assert publish(corpus="b" * 64, bits=3, model=1) == "2.0.0"
     assert publish(corpus="b" * 64, bits=3, model=1, seed=1) == "2.0.1"
     old = tiny.tiny()
-    assert versions.changed(old, artifact.Artifact(**{**vars(old), "schema": 0})) == "major"
+    assert changed(old, artifact.Artifact(**{**vars(old), "schema": 0})) == "major"
 
 
 def test_only_artifacts_are_published(store):
@@ -261,7 +261,7 @@ def test_evaluations_are_records_that_never_change(store):
     path.write_text(path.read_text().replace("12.5", "1.25"))
     with pytest.raises(ArtifactError, match="evaluation: sha256 is"):
         store.evaluations(record(store)["artifact"])
-    assert [finding.path for finding in upkeep.examine(store) if finding.level == "fault"] == [str(path)]
+    assert [finding.path for finding in store.examine() if finding.level == "fault"] == [str(path)]
 
 
 def test_an_evaluation_that_lies_with_another_artifact_is_refused(store):
@@ -275,4 +275,4 @@ def test_an_evaluation_that_lies_with_another_artifact_is_refused(store):
     path.rename(moved)
     with pytest.raises(ArtifactError, match=f"{moved}: evaluation: is about .*, but stored with another artifact"):
         store.evaluations(other)
-    assert str(moved) in [finding.path for finding in upkeep.examine(store) if finding.level == "fault"]
+    assert str(moved) in [finding.path for finding in store.examine() if finding.level == "fault"]

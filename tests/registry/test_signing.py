@@ -14,7 +14,7 @@ from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import resolve, signing
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import Lock, read_lock, write_lock
 
 pytest.importorskip("model_signing")

@@ -10,8 +10,7 @@ from local_store import NAME, event_files, three
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.registry import events, resolve
-from kvq_runtime.registry.local import upkeep
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 
 
 @pytest.fixture
@@ -32,11 +31,11 @@ def test_gc_removes_only_what_is_old_and_unnamed(store):
     torn = store.root / "tmp" / ".1-2.tmp"
     torn.write_bytes(b"half")
     age(orphan), age(torn)
-    assert upkeep.collect(store, dry_run=True) == [torn, orphan]
+    assert store.collect(dry_run=True) == [str(torn), str(orphan)]
     assert torn.exists() and orphan.exists()
-    assert upkeep.collect(store) == [torn, orphan]
+    assert store.collect() == [str(torn), str(orphan)]
     assert all(path.exists() for path in [*named, young]) and not torn.exists() and not orphan.exists()
-    assert upkeep.collect(store, grace=0) == [young]
+    assert store.collect(grace=0) == [str(young)]
     resolve.load_artifact(NAME, store.url)
 
 
@@ -66,8 +65,8 @@ def test_gc_and_doctor_leave_what_is_no_blob(store):
     (blobs / ("c" * 64)).symlink_to(blobs / "notes.txt")
     (store.root / "tmp" / ".x.tmp").mkdir()
     there = sorted(path for path in store.root.rglob("*"))
-    assert upkeep.collect(store, grace=0) == [] and sorted(store.root.rglob("*")) == there
-    found = {Path(one.path).name: one.what for one in upkeep.examine(store) if one.what == "not a blob"}
+    assert store.collect(grace=0) == [] and sorted(store.root.rglob("*")) == there
+    found = {Path(one.path).name: one.what for one in store.examine() if one.what == "not a blob"}
     assert found.keys() == {"notes.txt", "b" * 64, "c" * 64}
 
 
@@ -76,7 +75,7 @@ def test_doctor_names_missing_events_by_ranges(store, kvq):
     folder = store.events_folder(NAME)
     (folder / "99999999.json").write_bytes(b"{}")
     (folder / "00000002.json").unlink()
-    faults = [one.what for one in upkeep.examine(store) if one.level == "fault"]
+    faults = [one.what for one in store.examine() if one.level == "fault"]
     last = len(event_files(store)) - 1
     assert faults[:2] == ["event 2 of 99999999 is missing", f"events {last + 2} to 99999998 of 99999999 are missing"]
     code, out, _ = kvq("doctor", "--registry", store.url)
@@ -86,14 +85,14 @@ def test_doctor_names_missing_events_by_ranges(store, kvq):
 def test_doctor_sees_that_the_first_event_is_missing(store):
     three(store)
     event_files(store)[0].unlink()
-    assert any(one.what.startswith("event 1 of ") for one in upkeep.examine(store))
+    assert any(one.what.startswith("event 1 of ") for one in store.examine())
 
 
 def test_gc_gives_a_blob_back_that_was_named_meanwhile(store, monkeypatch):
     store.publish("other", tiny.data(0))
     data = tiny.data(1)
     orphan = age(store.blob(store.put_blob(data)))
-    real, looked = upkeep.named_blobs, []
+    real, looked = LocalRegistry.named, []
 
     def named(given):
         found = real(given)
@@ -103,8 +102,8 @@ def test_gc_gives_a_blob_back_that_was_named_meanwhile(store, monkeypatch):
             store.change(NAME, lambda state: None if state.versions else change)
         return found
 
-    monkeypatch.setattr(upkeep, "named_blobs", named)
-    assert upkeep.collect(store) == []
+    monkeypatch.setattr(LocalRegistry, "named", named)
+    assert store.collect() == []
     assert artifact.to_bytes(resolve.load_artifact(NAME, store.url)) == data
 
 
@@ -112,15 +111,15 @@ def test_gc_finishes_what_a_killed_gc_left(store):
     data = tiny.data()
     path = store.blob(store.publish(NAME, data).sha256)
     path.rename(age(path).parent.parent.parent / "tmp" / f".{path.name}.tmp")
-    upkeep.collect(store)
+    store.collect()
     assert path.read_bytes() == data
 
 
 def test_doctor_names_every_damage_and_says_what_to_do(store):
-    assert upkeep.examine(store) == []
+    assert store.examine() == []
     three(store)
     store.publish("gone", tiny.data(5))
-    assert upkeep.examine(store) == []
+    assert store.examine() == []
     blobs = {version.version: store.blob(version.sha256) for version in store.state(NAME).versions.values()}
     blobs["1.0.0"].unlink()
     blobs["1.0.1"].chmod(0o644)
@@ -129,7 +128,7 @@ def test_doctor_names_every_damage_and_says_what_to_do(store):
     (store.events_folder(NAME) / "notes.txt").write_text("x")
     (store.root / "names" / "Bad Name").mkdir()
     (store.root / "tmp" / ".torn.tmp").write_bytes(b"")
-    found = {(finding.level, Path(finding.path).name): finding for finding in upkeep.examine(store)}
+    found = {(finding.level, Path(finding.path).name): finding for finding in store.examine()}
     assert set(found) == {
         ("fault", "00000002.json"),
         ("fault", "notes.txt"),
@@ -146,4 +145,4 @@ def test_doctor_sees_a_wrong_digest(store):
     path = store.blob(store.publish(NAME, tiny.data(), attachments={"README.md": b"card"}).files["README.md"]["sha256"])
     path.chmod(0o644)
     path.write_bytes(b"CARD")
-    assert [(f.level, f.path) for f in upkeep.examine(store)] == [("fault", str(path))]
+    assert [(f.level, f.path) for f in store.examine()] == [("fault", str(path))]

@@ -9,7 +9,7 @@ import pytest
 import tiny_artifact as tiny
 from webhook import free_port, posted_to
 
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 
 NAME, SECRET = "tiny-2bit", "a secret of ours"
 

@@ -38,10 +38,8 @@ from kvq_runtime.prefix import folder as prefix_folder
 from kvq_runtime.prefix import upkeep as prefix_upkeep
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry.hub import upkeep as hub_upkeep
 from kvq_runtime.registry.hub.registry import HubRegistry
-from kvq_runtime.registry.local import upkeep
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import read_lock
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +187,7 @@ ON_A_HUB = ("push", "promote on a Hub", "pull from a Hub", "gc of a Hub")
 def observe(folder: Path) -> dict:
     """Load everything in the registry and the pulled folder; raises an error if anything is damaged."""
     registry, names = store(folder), {}
-    faulty = [finding for finding in upkeep.examine(registry) if finding.level == "fault"]
+    faulty = [finding for finding in registry.examine() if finding.level == "fault"]
     assert not faulty, faulty
     for name in registry.names():
         state = registry.state(name)
@@ -212,7 +210,7 @@ def observe(folder: Path) -> dict:
 def observe_hub(hub: Hub) -> dict:
     """Load everything on the Hub, as another machine would; raises an error if a version or a tag is wrong."""
     registry, names = HubRegistry(hub.org), {}
-    faulty = [finding for finding in hub_upkeep.examine(registry) if finding.level == "fault"]
+    faulty = [finding for finding in registry.examine() if finding.level == "fault"]
     assert not faulty, faulty
     for name in registry.names():
         state = registry.state(name)
@@ -332,9 +330,9 @@ class Case:
         assert self.observe(self.place) == self.after
         differ = names_on(self.hub) ^ self.names
         assert not differ, f"on the Hub, left or lost {sorted(differ)}"
-        upkeep.collect(store(self.place), grace=0)
+        store(self.place).collect(grace=0)
         with using(self.hub, self.cache):
-            hub_upkeep.collect(HubRegistry(self.hub.org), grace=0)
+            HubRegistry(self.hub.org).collect(grace=0)
         left, lost = tree(self.place) - self.paths, self.paths - tree(self.place)
         assert not left and not lost, f"left {sorted(left)}, lost {sorted(lost)}"
         drafts = [path for pattern in DRAFTS for path in self.cache.glob(pattern)]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import tiny_artifact as tiny
 
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 
 NAME = "tiny-2bit"
 

@@ -11,7 +11,7 @@ from typing import Any
 import tiny_artifact as tiny
 
 from kvq_runtime.registry.events import Event, Promote, Publish
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 
 MODEL = "my-org/tiny-model"
 TEXT = "a" * 64  # what the tiny artifact says that it was fitted to

@@ -1,16 +1,34 @@
-"""Ask a Hub what it has: the head of main, files of a commit, tags, commits, names; answers are checked for form."""
+"""Ask a Hub that is not trusted: the head of main, files of a commit, tags, commits, names, and the bytes of a file.
+
+Answers are checked for form, and received within limits of bytes and of time. Nothing of an answer becomes a path: an
+ETag is only compared with the digest of what was received. A redirect is followed without its body and, to another
+origin, without the token. The body of an error is not read.
+"""
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
-from urllib.parse import quote
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-from kvq_runtime.registry.hub import client, receive
+from kvq_runtime.disk import strict_json
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.registry.hub import client
 
+ANSWER = 16 << 20  # bytes of an answer of the API, all its pages together
+PAGES = 4096
+REDIRECTS = 5
+RATE = 4096  # bytes a second that a body must have come with on the whole, once it took SILENCE seconds
+
+T = TypeVar("T")
 _COMMIT = re.compile("[0-9a-f]{40}")
+_ASK = "check HF_ENDPOINT, and what stands between it and this machine"
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,7 @@ def head(repo: str) -> str:
     from huggingface_hub import constants
 
     limit = constants.HF_HUB_ETAG_TIMEOUT  # seconds; a small answer, which every other request waits for
-    found = receive.answer(f"/api/models/{repo}", {"expand": "sha"}, limit)
+    found = answer(f"/api/models/{repo}", {"expand": "sha"}, limit)
     with _formed(repo):
         return check_commit(found["sha"])
 
@@ -46,7 +64,7 @@ def tree(repo: str, commit: str, folder: str = "", times: bool = False) -> dict[
     """
     path = f"/api/models/{repo}/tree/{commit}{'/' + quote(folder) if folder else ''}"
     found = {}
-    for row in receive.pages(path, {"recursive": "true", **({"expand": "true"} if times else {})}):
+    for row in pages(path, {"recursive": "true", **({"expand": "true"} if times else {})}):
         with _formed(repo):
             if row["type"] == "file":
                 at = datetime.fromisoformat(row["lastCommit"]["date"]).timestamp() if times else 0.0
@@ -56,14 +74,14 @@ def tree(repo: str, commit: str, folder: str = "", times: bool = False) -> dict[
 
 def tags(repo: str) -> dict[str, str]:
     """{tag: the commit it points to}."""
-    found = receive.answer(f"/api/models/{repo}/refs")
+    found = answer(f"/api/models/{repo}/refs")
     with _formed(repo):
         return {str(tag["name"]): check_commit(tag["targetCommit"]) for tag in found["tags"]}
 
 
 def commits(repo: str) -> Iterator[tuple[str, str]]:
     """(commit, title) of main, the newest first."""
-    for row in receive.pages(f"/api/models/{repo}/commits/main"):
+    for row in pages(f"/api/models/{repo}/commits/main"):
         with _formed(repo):
             yield check_commit(row["id"]), str(row["title"])
 
@@ -71,7 +89,7 @@ def commits(repo: str) -> Iterator[tuple[str, str]]:
 def names(org: str) -> list[str]:
     """Every model of an organization whose card has the tag kvq, as the Hub's search lists them now."""
     found = []
-    for row in receive.pages("/api/models", {"author": org, "filter": "kvq"}):
+    for row in pages("/api/models", {"author": org, "filter": "kvq"}):
         with _formed(f"{org}/*"):
             owner, _, name = row["id"].partition("/")
             found += [name] if owner == org else []
@@ -90,7 +108,7 @@ def check_writable(org: str) -> None:
     if token is False or not (token if isinstance(token, str) else get_token()):
         raise PermissionError(f"hf://{org}: no token to write with: `hf auth login`, or set HF_TOKEN")
     with client.translate_errors(f"{org}/*"):
-        me = receive.answer("/api/whoami-v2")
+        me = answer("/api/whoami-v2")
     with _formed(org):
         role = me.get("auth", {}).get("accessToken", {}).get("role")
         owners = [me.get("name"), *(group.get("name") for group in me.get("orgs", []))]
@@ -108,3 +126,134 @@ def _formed(what: str) -> Iterator[None]:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         text = f"{what}: the Hub at {client.place()} gave an answer of another form ({client.redacted(error)})"
         raise RuntimeError(f"{text}; check HF_ENDPOINT") from None
+
+
+# ---- receiving -------------------------------------------------------------------------------------------------------
+
+
+def answer(path: str, query: Mapping[str, Any] | None = None, silence: float | None = None) -> Any:
+    """The JSON that the Hub answers at a path; transient faults are retried.
+
+    silence   seconds without a byte after which a try has failed; None is client.SILENCE
+    """
+    return client.retry(lambda: _json(_address(path, query), ANSWER, silence))[0]
+
+
+def pages(path: str, query: Mapping[str, Any] | None = None) -> Iterator[Any]:
+    """The entries of a list that the Hub gives in pages."""
+    address, left = _address(path, query), ANSWER
+    for _ in range(PAGES):
+        entries, size, address = client.retry(lambda url=address, left=left: _json(url, left))
+        if not isinstance(entries, list):
+            raise RuntimeError(f"{path}: the Hub at {client.place()} answered with something else than a list")
+        yield from entries
+        left -= size
+        if address is None:
+            return
+    raise RuntimeError(f"{path}: the Hub at {client.place()} has more than {PAGES} pages of it; {_ASK}")
+
+
+def append(address: str, file: BinaryIO, limit: int) -> str:
+    """Receive into a file what it has not yet of what is at an address; returns the ETag's text, or "".
+
+    Raises RuntimeError for more than `limit` bytes in all.
+    """
+    with _response(address, start=file.tell()) as response:
+        if response.status_code != 206:  # not the rest, but all of it
+            file.seek(0)
+            file.truncate()
+        for chunk in _body(response, limit - file.tell()):
+            file.write(chunk)
+        headers = (response.history or [response])[0].headers  # of the Hub, not of where it redirects to
+    return (headers.get("X-Linked-Etag") or headers.get("ETag") or "").removeprefix("W/").strip('"')
+
+
+def _address(path: str, query: Mapping[str, Any] | None) -> str:
+    return f"{client.endpoint()}{path}{'?' + urlencode(query) if query else ''}"
+
+
+def _json(address: str, limit: int, silence: float | None = None) -> tuple[Any, int, str | None]:
+    """Return the answer, its bytes, and the address of the next page, if there is one."""
+    with _response(address, silence=silence) as response:
+        data = b"".join(_body(response, limit))
+        following = response.links.get("next", {}).get("url")
+        if following is not None:  # the token is sent along, so the same origin, whatever is said
+            parts = urlsplit(following)
+            following = urljoin(address, f"{parts.path}?{parts.query}")
+    try:
+        return strict_json.loads(data, "answer", depth=32), len(data), following
+    except ArtifactError:
+        text = f"the Hub at {client.place()} answered with something else than JSON; {_ASK}"
+        raise RuntimeError(text) from None
+
+
+@contextmanager
+def _response(address: str, start: int = 0, silence: float | None = None) -> Iterator[Any]:
+    """An answer after its headers, from byte `start` on if the Hub has that; raises huggingface_hub's errors."""
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    client.check_online(address)
+    silence = client.SILENCE if silence is None else silence
+    headers = build_hf_headers(token=client.token(), library_name="kvq") | {"Accept-Encoding": "identity"}
+    headers |= {"Range": f"bytes={start}-"} if start else {}
+    session, history = get_session(), []
+    request = session.build_request("GET", address, headers=headers, timeout=silence)
+    while request is not None:
+        if len(history) > REDIRECTS:
+            raise RuntimeError(f"the Hub at {client.place()} redirects without end; {_ASK}")
+        response = _within(
+            2 * silence, lambda request=request: session.send(request, stream=True, follow_redirects=False)
+        )
+        history.append(response)
+        request = response.next_request
+        if request is not None or response.status_code >= 400:
+            response.close()
+    if response.status_code >= 400:
+        kept = {
+            name: value for name, value in response.headers.items() if not name.startswith(("content-", "transfer-"))
+        }
+        hf_raise_for_status(type(response)(response.status_code, headers=kept, request=response.request))
+    response.history = history[:-1]
+    try:
+        yield response
+    finally:
+        response.close()
+
+
+def _body(response: Any, limit: int) -> Iterator[bytes]:
+    """The body as it was sent, in pieces; RuntimeError for more than `limit` bytes, or if it comes too slowly."""
+    began, received = time.monotonic(), 0
+    for chunk in response.iter_raw():
+        received += len(chunk)
+        if received > limit:
+            raise RuntimeError(
+                f"the Hub at {client.place()} sends more than the {limit} bytes that are expected; {_ASK}"
+            )
+        if time.monotonic() - began > client.SILENCE + received / RATE:
+            raise RuntimeError(
+                f"the Hub at {client.place()} sends less than {RATE} bytes a second; try again later, or {_ASK}"
+            )
+        yield chunk
+
+
+def _within(seconds: float, action: Callable[[], T]) -> T:
+    """The result of an action; RuntimeError if it takes longer, and its thread is left to itself.
+
+    A limit for each read does not end headers that come one by one.
+    """
+    results: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def act() -> None:
+        try:
+            results.put((action(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    Thread(target=copy_context().run, args=(act,), daemon=True).start()
+    try:
+        result, error = results.get(timeout=seconds)
+    except Empty:
+        raise RuntimeError(f"the Hub at {client.place()} took more than {seconds:.0f} s to begin; {_ASK}") from None
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]

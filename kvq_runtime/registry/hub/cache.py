@@ -15,7 +15,7 @@ from urllib.parse import quote
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import reference
-from kvq_runtime.registry.hub import client, receive
+from kvq_runtime.registry.hub import ask, client
 from kvq_runtime.registry.hub.ask import check_commit
 
 
@@ -58,7 +58,7 @@ def download(repo: str, path: str, commit: str, limit: int, sha256: str | None =
         for _ in range(2):
             file.seek(0)
             file.truncate()
-            tag = client.retry(lambda: receive.append(address, file, limit))
+            tag = client.retry(lambda: ask.append(address, file, limit))
             file.flush()
             if agree(draft, sha256 or tag):
                 kept = blobs / files.digest(draft)[0]

@@ -12,18 +12,25 @@ answer came, main is read before anything is tried again: the event is in it or 
 convenience.
 """
 
+import random
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from kvq_runtime.disk import faults, files
-from kvq_runtime.registry import reference
-from kvq_runtime.registry.events import Event, State, Version
-from kvq_runtime.registry.hub import ask, cache, client, commit, index, records, tags
+from kvq_runtime.errors import ArtifactError, Conflict
+from kvq_runtime.registry import card, evaluations, reference
+from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
+from kvq_runtime.registry.hub import ask, cache, client, index, upkeep
 from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.place import Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE
-from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.registry import GRACE, Finding, Head, Registry
+
+MAX_RECORDS = 1 << 12  # records of an artifact, of one kind
+BYTES = 1 << 26  # of all of them
+_INITIAL_FILES = {".gitattributes", "README.md", "LICENSE"}  # the Hub's form for a new repository may create these
 
 
 class HubRegistry(Registry):
@@ -129,8 +136,8 @@ class HubRegistry(Registry):
         """(path, content) of every record of a folder on main; offline, of those in the cache."""
         repo = self.repo(name)
         if client.is_offline():
-            return records.contents(repo, folder, cache.json_files(repo, folder))
-        return records.read(repo, folder, self._commit(name))
+            return _contents(repo, folder, cache.json_files(repo, folder))
+        return _records(repo, folder, self._commit(name))
 
     # ---- changing
 
@@ -139,7 +146,7 @@ class HubRegistry(Registry):
     ) -> Head | None:
         """Commit an event, and with a publish its files and card, on top of the commit that was read."""
         repo = self.repo(after.name)
-        written = commit.write(repo, head, after, content, about, unanswered, self.private)
+        written = _write(repo, head, after, content, about, unanswered, self.private)
         if written is not None:
             self._heads[after.name] = written
         return written
@@ -150,10 +157,156 @@ class HubRegistry(Registry):
             return
         repo = self.repo(name)
         with client.translate_errors(repo):
-            tags.ensure(repo, version, self._heads[name] if content else self.look(name))
+            index.ensure_tag(repo, version, self._heads[name] if content else self.look(name))
         faults.point("hub.tagged")
 
     def add(self, name: str, path: str, data: bytes) -> None:
         """Add a record in a commit."""
-        records.add(self.repo(name), path, data)
+        _add(self.repo(name), path, data)
         self._heads.pop(name, None)  # main has moved
+
+    # ---- upkeep
+
+    def collect(self, grace: float = GRACE, dry_run: bool = False) -> list[str]:
+        """Remove files under versions/, evaluations/ and signatures/ that nothing names, older than `grace` seconds.
+
+        One commit a repository, on top of the commit that was read: if another commit came first nothing is removed
+        (Conflict). Files that killed processes left half written in this machine's cache are removed too.
+        """
+        removed: dict[str, None] = {}  # in order; a commit whose answer was lost is noticed by the retry, counted once
+        for name in self.names():
+            repo = self.repo(name)
+            with client.translate_errors(repo):
+                client.retry(lambda r=repo, n=name: upkeep.collect(r, self.look(n), grace, dry_run, removed))
+            for path in cache.unfinished(repo, older=grace):
+                removed[str(path)] = None
+                if not dry_run:
+                    path.unlink(missing_ok=True)
+        return list(removed)
+
+    def examine(self) -> list[Finding]:
+        """Everything wrong with index, files and tags of every name; unnamed files as notes."""
+        findings = []
+        for name in self.names():
+            repo = self.repo(name)
+            try:
+                head = self.look(name)
+            except ArtifactError as error:
+                advice = "restore it from an earlier commit; the artifacts are not affected"
+                findings.append(Finding("fault", str(error), f"{repo}/{index.FILE}", advice))
+                continue
+            findings += upkeep.examine(repo, head)
+        return findings
+
+
+def _write(
+    repo: str,
+    head: Head,
+    after: State,
+    content: Mapping[str, bytes],
+    about: Mapping[str, Any],
+    unanswered: list[Event],
+    private: bool | None,
+) -> Head | None:
+    """`Place.write`; `private` is of a repository that has to be created, None the Hub's default."""
+    if head.commit is None:
+        return _create(repo, private)
+    if not head.state.events:
+        _check_unused(repo, head.commit)
+    event = after.events[-1]
+    try:
+        return _commit(repo, head, after, content, about)
+    except Exception as error:
+        delay = client.retry_delay(error)
+        if client.http_status(error) in (409, 412):
+            time.sleep(random.uniform(0.05, 0.5))
+        elif delay is not None and delay <= client.MAX_WAIT and len(unanswered) < client.TRIES - 1:
+            client.back_off(len(unanswered), delay)
+            unanswered.append(event)
+        else:
+            with client.translate_errors(repo):
+                raise
+    return None
+
+
+def _create(repo: str, private: bool | None) -> None:
+    with client.translate_errors(repo):
+        client.retry(lambda: client.api().create_repo(repo, private=private, exist_ok=True))
+    faults.point("hub.created")
+
+
+def _check_unused(repo: str, commit: str) -> None:
+    """Raise Conflict for a repository without kvq.json that holds anything but a new repository's files."""
+    with client.translate_errors(repo):
+        others = sorted(ask.tree(repo, commit).keys() - _INITIAL_FILES)
+    if others:
+        raise Conflict(
+            f"{repo} has no kvq.json, but {others[0]} and {len(others) - 1} other files: it is somebody else's, or its "
+            "kvq.json was deleted; restore that, or choose another name"
+        )
+
+
+def _commit(repo: str, head: Head, after: State, content: Mapping[str, bytes], about: Mapping[str, Any]) -> Head:
+    from huggingface_hub import CommitOperationAdd
+
+    event, written = after.events[-1], replace(head, state=after)
+    added: dict[str, bytes] = {}
+    if isinstance(event.change, Publish):
+        place = index.folder(event.change.version)
+        written = replace(written, about={**head.about, event.change.version: about})
+        added |= {f"{place}/{file}": data for file, data in content.items()}
+        text = content.get("README.md", f"# {event.name}\n".encode()).decode(errors="replace")
+        added["README.md"] = card.for_repository(text, content, place).encode()
+    added[index.FILE] = index.to_bytes(written)
+    operations = [CommitOperationAdd(path, data) for path, data in added.items()]
+    alias = f"{event.change.alias} " if isinstance(event.change, (Promote, Rollback)) else ""
+    title = f"{event.change.kind} {alias}{event.change.version}"
+    api = client.api()
+    api.preupload_lfs_files(repo, operations, free_memory=False)
+    faults.point("hub.uploaded")
+    commit = api.create_commit(repo, operations, commit_message=title, parent_commit=head.commit)
+    faults.point("hub.committed")
+    return replace(written, commit=ask.check_commit(commit.oid))
+
+
+def _add(repo: str, path: str, data: bytes) -> None:
+    """Add a record in a commit. It contradicts nothing, so the commit names no parent."""
+    from huggingface_hub import CommitOperationAdd
+
+    kind, sha256, _ = path.split("/")
+    message = f"add {kind[:-1]} of {sha256[:12]}"
+
+    def commit() -> None:
+        client.api().create_commit(repo, [CommitOperationAdd(path, data)], commit_message=message)
+
+    with client.translate_errors(repo):
+        client.check_online(repo)
+        client.retry(commit)
+    faults.point("hub.recorded")
+
+
+def _records(repo: str, folder: str, commit: str) -> list[tuple[PurePath, bytes]]:
+    """(path, content) of every record in a folder at a commit; RuntimeError for too many."""
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    with client.translate_errors(repo):
+        try:
+            found = ask.tree(repo, commit, folder)
+        except RemoteEntryNotFoundError:
+            return []
+        return _contents(repo, folder, {PurePath(path).name: commit for path in found if path.endswith(".json")})
+
+
+def _contents(repo: str, folder: str, names: Mapping[str, str]) -> list[tuple[PurePath, bytes]]:
+    """Records by {file name: a commit that has it}; a file that is not named by a digest is none."""
+    found, left = [], BYTES
+    for name, commit in sorted(names.items()):
+        digest, path = name.removesuffix(".json"), f"{folder}/{name}"
+        if reference.is_sha256(digest):
+            found.append((PurePath(path), cache.content(repo, path, commit, evaluations.LIMIT, digest)))
+            left -= len(found[-1][1])
+        if left < 0 or len(found) > MAX_RECORDS:
+            raise RuntimeError(
+                f"{repo}/{folder}: more than {MAX_RECORDS} records or {BYTES} bytes of them; remove some there"
+            )
+    return found

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 
 from kvq_runtime.disk import faults
 from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.registry.hub import ask, cache, client, index, tags
+from kvq_runtime.registry.hub import ask, client, index
 from kvq_runtime.registry.hub.ask import File
 from kvq_runtime.registry.hub.index import folder
-from kvq_runtime.registry.hub.registry import HubRegistry
-from kvq_runtime.registry.place import GRACE, Finding, Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE
+from kvq_runtime.registry.registry import Finding, Head
 
 _RECORDS = ("evaluations/", "signatures/")
 
@@ -41,31 +40,10 @@ def _unnamed(tree: Mapping[str, File], head: Head) -> list[str]:
     return sorted(path for path in paths if not (path.startswith(_RECORDS) and path.split("/")[1] in artifacts))
 
 
-def collect(registry: HubRegistry, grace: float = GRACE, dry_run: bool = False) -> list[str]:
-    """Remove files under versions/, evaluations/ and signatures/ that nothing names and that are older than `grace`.
-
-    grace     seconds
-    dry_run   change nothing
-    Returns what was removed, or with `dry_run` would be. One commit a repository, on top of the commit that was read:
-    if another commit came first nothing is removed (Conflict). Files that killed processes left half written in this
-    machine's cache are removed too.
-    """
-    removed: dict[str, None] = {}  # in order; a commit whose answer was lost is noticed by the retry, and counted once
-    for name in registry.names():
-        repo = registry.repo(name)
-        with client.translate_errors(repo):
-            client.retry(lambda name=name: _collect(registry, name, grace, dry_run, removed))
-        for path in cache.unfinished(repo, older=grace):
-            removed[str(path)] = None
-            if not dry_run:
-                path.unlink(missing_ok=True)
-    return list(removed)
-
-
-def _collect(registry: HubRegistry, name: str, grace: float, dry_run: bool, removed: dict[str, None]) -> None:
+def collect(repo: str, head: Head, grace: float, dry_run: bool, removed: dict[str, None]) -> None:
+    """Remove unnamed files older than `grace` seconds, in one commit on top of the head; `removed` gets their paths."""
     from huggingface_hub import CommitOperationDelete
 
-    repo, head = registry.repo(name), registry.look(name)
     tree = _tree(repo, head)
     old = [path for path in _unnamed(tree, head) if tree[path].at <= time.time() - grace]
     removed.update(dict.fromkeys(f"{repo}/{path}" for path in old))
@@ -82,20 +60,9 @@ def _collect(registry: HubRegistry, name: str, grace: float, dry_run: bool, remo
     faults.point("hub.collected")
 
 
-def examine(registry: HubRegistry) -> list[Finding]:
-    """Everything wrong with index, files and tags of every name; unnamed files as notes."""
-    findings = []
-    for name in registry.names():
-        repo = registry.repo(name)
-        try:
-            with client.translate_errors(repo):
-                head = registry.look(name)
-        except ArtifactError as error:
-            advice = "restore it from an earlier commit; the artifacts are not affected"
-            findings.append(Finding("fault", str(error), f"{repo}/{index.FILE}", advice))
-            continue
-        findings += _check_files(repo, head) + _check_tags(repo, head)
-    return findings
+def examine(repo: str, head: Head) -> list[Finding]:
+    """Everything wrong with the files and tags of a repository; unnamed files as notes."""
+    return _check_files(repo, head) + _check_tags(repo, head)
 
 
 def _check_files(repo: str, head: Head) -> list[Finding]:
@@ -116,13 +83,13 @@ def _check_tags(repo: str, head: Head) -> list[Finding]:
     with client.translate_errors(repo):
         targets = ask.tags(repo)
     for version in head.state.versions.values():
-        tag = tags.name_of(version)
+        tag = index.tag_of(version)
         if tag not in targets:
             findings.append(Finding("note", f"tag {tag} is missing", repo, "publish the same bytes again to create it"))
             continue
         try:
             with client.translate_errors(repo):
-                tags.check(repo, version, targets[tag])
+                index.check_tag(repo, version, targets[tag])
         except ArtifactError as error:
             advice = "kvq.json on main is what kvq reads; create the tag again"
             findings.append(Finding("fault", str(error), repo, advice))

@@ -27,7 +27,7 @@ from kvq_runtime.codec import codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.sound import read
 
 LENGTH = 384

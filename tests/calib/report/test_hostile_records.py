@@ -13,7 +13,7 @@ from kvq_calib.report.page import known, version, wall, whole
 from kvq_runtime.cli import main as cli
 from kvq_runtime.registry import card, compared, shown, verdict
 from kvq_runtime.registry.card import UNMEASURED
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.measured import of_text
 from kvq_runtime.registry.sound import sound
 

@@ -16,7 +16,7 @@ from matplotlib.image import imread
 
 from kvq_calib.report.page import known, version, wall, whole
 from kvq_calib.report.page.html import environment
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.sound import read
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from many_versions import greedy
 
 from kvq_calib.report.page import known, version, wall, whole
 from kvq_calib.report.page.html import environment
-from kvq_runtime.registry.local.registry import LocalRegistry
+from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.resolve import open_registry
 from kvq_runtime.registry.sound import read as read_record
 

@@ -1,0 +1,155 @@
+"""Keep artifacts in a folder: see `tree`. Unfinished files are in its folder tmp/.
+
+A file is written to tmp/, fsynced, and gets its name by a rename, or, where the name must be new, by a hard link.
+Only temporary files and unnamed blobs are ever removed, and only if they are older than a grace period. Links are never
+followed to what is removed.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvq_runtime.artifact import header
+from kvq_runtime.disk import faults, files
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.registry.events import Version
+from kvq_runtime.registry.reference import ARTIFACT_FILE
+from kvq_runtime.registry.registry import Finding
+from kvq_runtime.registry.tree import BLOBS, TreeRegistry
+
+
+class LocalRegistry(TreeRegistry):
+    """A registry in a folder, `root`, which the first publish creates."""
+
+    def __init__(self, root: Path | str):
+        self.root = Path(root).absolute()
+        self._tmp = self.root / "tmp"
+
+    @property
+    def url(self) -> str:
+        """Its address, file:///..."""
+        return self.root.as_uri()
+
+    def at(self, path: str) -> Path:
+        """The file's own path."""
+        return self.root / path
+
+    def address(self, path: str) -> str:
+        """A path as messages name it."""
+        return str(self.root / path)
+
+    def entries(self, folder: str) -> list[str]:
+        """The names right below a folder, in order."""
+        try:
+            return sorted(os.listdir(self.root / folder))
+        except FileNotFoundError:
+            return []
+
+    def has(self, path: str) -> bool:
+        """True if a file is there."""
+        return (self.root / path).exists()
+
+    def content(self, path: str, limit: int) -> bytes:
+        """All of a file."""
+        return files.read(self.root / path, limit)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a file, replacing one that is there."""
+        files.replace(self._in_its_folder(path), data, self._tmp)
+
+    def claim(self, path: str, data: bytes) -> bool:
+        """Write a file that is not there; False, and nothing is written, if it is."""
+        return files.claim(self._in_its_folder(path), data, self._tmp)
+
+    def _in_its_folder(self, path: str) -> Path:
+        target = self.root / path
+        for folder in (target.parent, self._tmp):
+            files.make_folder(folder)
+        return target
+
+    def changed(self) -> dict[str, float]:
+        """{name: time of its last change} of the regular files among blobs."""
+        found = {name: _changed(self.root / BLOBS / name) for name in self.entries(BLOBS)}
+        return {name: at for name, at in found.items() if at is not None}
+
+    def finish(self, name: str, version: Version | None = None, content: Mapping[str, bytes] | None = None) -> None:
+        """Sync the events, whose process may have died before; write blobs again that gc took before their event."""
+        if version is None:
+            files.sync(self.events_folder(name))
+        super().finish(name, version, content)
+
+    def check_writable(self) -> None:
+        """Raise RuntimeError if the folder, or its nearest existing parent, is read-only."""
+        nearest = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
+        if not os.access(nearest, os.W_OK):
+            raise RuntimeError(f"the registry {self.root} cannot be written to; choose another with --registry")
+
+    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """The path of a file's blob."""
+        return self.blob(version.file(file)[0])
+
+    def about(self, name: str, version: Version) -> dict[str, Any]:
+        """Recipe, model and corpus of a version, from its file's header."""
+        return header.summary(header.describe(self.blob(version.sha256)))
+
+    # ---- upkeep
+
+    def remove_drafts(self, named: set[str], before: float, dry_run: bool) -> list[str]:
+        """Remove temporary files that were not changed since `before`; returns their paths."""
+        for folder in ("blobs", BLOBS, "tmp"):
+            if (self.root / folder).is_symlink():
+                text = "a link, and gc removes nothing outside the registry; put the folder itself there"
+                raise ArtifactError(f"{self.root / folder}: {text}")
+        drafts = [path for path in sorted(self._tmp.glob(".*.tmp")) if _older(path, before)]
+        for path in [] if dry_run else drafts:
+            sha256 = path.name[1 : -len(".tmp")]
+            if sha256 in named and not self.blob(sha256).exists():  # a gc was killed after moving it aside
+                path.rename(self.blob(sha256))
+            path.unlink(missing_ok=True)
+            faults.point("gc.draft")
+        return list(map(str, drafts))
+
+    def remove_blobs(self, orphans: list[str], before: float) -> list[str]:
+        """Remove these blobs, except those that were written since `before` or named meanwhile; returns the removed."""
+        return [sha256 for sha256 in orphans if _older(self.blob(sha256), before) and self._remove(sha256, before)]
+
+    def _remove(self, sha256: str, before: float) -> bool:
+        """Move a blob aside, check it again, and only then delete it.
+
+        A publish rewrites its blob before its event, so a young blob may be about to be named: restore it. An old one
+        was not written by a running publish; but if a publish that stalled past the grace period has named it, restore
+        it.
+        """
+        path, aside = self.blob(sha256), self._tmp / f".{sha256}.tmp"
+        aside.parent.mkdir(exist_ok=True)
+        path.rename(aside)
+        faults.point("gc.aside")
+        if not _older(aside, before) or sha256 in self.named():
+            aside.rename(path)
+            return False
+        aside.unlink()
+        faults.point("gc.blob")
+        return True
+
+    def examine(self) -> list[Finding]:
+        """Everything wrong with events, blobs (by content) and records; unfinished and unnamed files as notes."""
+        advice = "left by a killed process, or being written now; kvq gc removes it when it is old"
+        drafts = [Finding("note", "temporary file", str(path), advice) for path in sorted(self._tmp.glob("*"))]
+        return super().examine() + drafts
+
+
+def _changed(path: Path) -> float | None:
+    """When a regular file was last changed; None for anything else."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime if stat.S_ISREG(status.st_mode) else None
+
+
+def _older(path: Path, before: float) -> bool:
+    """True if a path is a regular file, not changed since `before`."""
+    changed = _changed(path)
+    return changed is not None and changed <= before
