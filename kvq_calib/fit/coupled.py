@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import Residuals, Statistics
-from kvq_runtime.stages.coupled import Coupled
+from kvq_runtime.stages.fitted_codebook import Coupled
 
 
 def requests(stage: Coupled) -> tuple[Residuals]:

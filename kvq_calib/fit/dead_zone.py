@@ -17,7 +17,7 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.entropy import stream
 from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistics
 from kvq_runtime.ops import ladder
-from kvq_runtime.stages.dead_zone import DeadZone
+from kvq_runtime.stages.latent import DeadZone
 
 QUIET = 0.25  # of a step: a channel whose deviation is less is not stored
 STEPS = 12  # halvings of an interval of logarithms that a step is found in

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import Residuals, Statistics
-from kvq_runtime.stages.escape import Escape
+from kvq_runtime.stages.correct import Escape
 
 BLOCK = 8  # tokens: a quantizer may take no other number than a multiple of this
 

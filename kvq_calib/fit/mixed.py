@@ -22,7 +22,7 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import mixed
 from kvq_runtime.fit.mixed import requests
 from kvq_runtime.fit.statistics import Statistics
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import Mixed
 
 __all__ = ["requests", "schedule", "solve"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvq_calib.fit import clusters
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import Residuals, Statistics
-from kvq_runtime.stages.nuq import Nuq, ends, normalized
+from kvq_runtime.stages.fitted_codebook import Nuq, ends, normalized
 
 
 def requests(stage: Nuq) -> tuple[Residuals]:

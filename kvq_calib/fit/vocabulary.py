@@ -15,8 +15,8 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.ops import rtn
 from kvq_runtime.recipe import Role
+from kvq_runtime.stages.fitted_codebook import Vocabulary
 from kvq_runtime.stages.four_bits import BITS, GROUP
-from kvq_runtime.stages.vocabulary import Vocabulary
 
 TILE = 4096  # tokens
 

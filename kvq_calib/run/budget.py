@@ -42,11 +42,11 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme, Window
 from kvq_runtime.recipes import aqua_fisher, higgs, turboquant
 from kvq_runtime.recipes.aqua_metric import GAIN
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.fitted_codebook import Vocabulary
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import Hadamard, OutputBasis, QueryBasis
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.vocabulary import Vocabulary
 from kvq_runtime.vllm import served
 
 BY_TOKEN = "auto-vocab"  # whose first layer may be stored by token

@@ -1,6 +1,6 @@
 """Fit the stages of one scheme, in the order of the pipeline, each to what the stages before it leave.
 
-A stage of `kvq_runtime/stages/NAME.py` is fitted by the module NAME of a package of fits, which offers
+A stage is fitted by the module of a package of fits that is named as its kind, or as its file; the module offers
 
     requests(stage)                      the statistics that a fit needs
     solve(stage, statistics, codec)      the stage with the settings that were found, and its tensors by name; `codec`
@@ -29,8 +29,9 @@ Collect = Callable[[Sequence[Statistic[Any]]], Mapping[Statistic[Any], Any]]
 
 
 def fit_module(stage: Stage, packages: Sequence[str]) -> ModuleType:
-    """The module that fits a stage: named as the stage's own, from the first of these packages that has one."""
-    names = [f"{package}.{type(stage).__module__.rpartition('.')[2]}" for package in packages]
+    """The module that fits a stage: named as its kind or its file, from the first of these packages that has one."""
+    named = dict.fromkeys((stage.kind, type(stage).__module__.rpartition(".")[2]))
+    names = [f"{package}.{name}" for package in packages for name in named]
     for name in names:
         if find_spec(name) is not None:
             return import_module(name)

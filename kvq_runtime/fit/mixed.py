@@ -19,7 +19,7 @@ from torch import Tensor
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistics
 from kvq_runtime.ops import latent
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import Mixed
 
 DEVIATIONS = tuple(0.7 + 0.05 * step for step in range(19))  # times the deviation
 REACHES = tuple(0.5 + 0.1 * step for step in range(36))  # ends at the sample's quantiles of so many deviations

@@ -20,7 +20,7 @@ from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import higgs, polar, quarot, rtn, svdq, turboquant
 from kvq_runtime.stages.exact import Exact
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 
 FAMILY = Family(

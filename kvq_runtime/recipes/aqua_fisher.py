@@ -26,7 +26,7 @@ from dataclasses import replace
 from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes.aqua_metric import GAIN
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import GradientBasis
 

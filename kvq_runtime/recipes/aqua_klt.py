@@ -19,8 +19,8 @@ changes divergence by -6% to +3% and perplexity by less than its standard error,
 from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.recipes.aqua import aqua
-from kvq_runtime.stages.escape import BITS, Escape
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.correct import ESCAPE_BITS, Escape
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.rotate import Basis
 
 FAMILY = Family(
@@ -40,7 +40,7 @@ WIDTHS = {"1bit": 1.0, "1.5bit": 1.5, "2bit": 2.0}
 def scheme(bits: float) -> Scheme:
     """A scheme of `bits` bits per element, of which the escape slot takes its part."""
     escape, block = Escape(), Window().block
-    return Scheme(Mixed(target=bits - escape.slots * BITS / block), rotate=Basis(), correct=escape)
+    return Scheme(Mixed(target=bits - escape.slots * ESCAPE_BITS / block), rotate=Basis(), correct=escape)
 
 
 def recipes() -> list[Recipe]:

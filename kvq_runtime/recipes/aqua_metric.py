@@ -28,10 +28,10 @@ Differs: as `aqua_klt.py`, without its escape, which the gain replaces.
 
 from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.fitted_codebook import Vocabulary
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import OutputBasis, QueryBasis
-from kvq_runtime.stages.vocabulary import Vocabulary
 
 FAMILY = Family(
     look=("green", "*"),

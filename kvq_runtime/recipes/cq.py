@@ -15,7 +15,7 @@ exact (theirs: none).
 from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import aqua
-from kvq_runtime.stages.coupled import Coupled
+from kvq_runtime.stages.fitted_codebook import Coupled
 
 FAMILY = Family(
     look=("red", "o"),

@@ -24,7 +24,7 @@ from dataclasses import replace
 from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import kivi
-from kvq_runtime.stages.low_rank import LowRank, LowRankSparse
+from kvq_runtime.stages.correct import LowRank, LowRankSparse
 
 FAMILY = Family(
     look=("wine", "P"),

@@ -12,7 +12,7 @@ Differs: signs, least-squares scales, and at least `recent` exact tokens at any 
 
 from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard
 

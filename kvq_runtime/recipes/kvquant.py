@@ -14,8 +14,8 @@ encoded 128 at a time (theirs: at once); k-means is not weighted by Fisher infor
 
 from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme, Window
-from kvq_runtime.stages.nuq import Nuq
-from kvq_runtime.stages.sparse import Sparse
+from kvq_runtime.stages.correct import Sparse
+from kvq_runtime.stages.fitted_codebook import Nuq
 
 FAMILY = Family(
     look=("sky", "p"),

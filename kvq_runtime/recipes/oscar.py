@@ -13,9 +13,8 @@ cached head: see `stages/metric_rotation.py`.
 
 from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages.clipped import Clipped
 from kvq_runtime.stages.metric_rotation import Metric, Oscar
-from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.rtn import Clipped, Rtn
 
 FAMILY = Family(
     look=("olive", "D"),

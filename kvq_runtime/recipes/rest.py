@@ -23,7 +23,7 @@ from dataclasses import replace
 from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.recipes import aqua_fisher
-from kvq_runtime.stages.dead_zone import DeadZone
+from kvq_runtime.stages.latent import DeadZone
 
 FAMILY = Family(look=("pink", "o"), golden=("rest-1bit",), compared=("rest-1bit",), combined=("rest",))
 

@@ -24,8 +24,8 @@ from kvq_runtime.family import Claim, Family
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import kivi
+from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.feedback import QueryOrthogonal
-from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.rotate import Hadamard
 
 FAMILY = Family(

@@ -31,7 +31,7 @@ from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.exact import Exact
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
 from kvq_runtime.stages.rtn import Rtn

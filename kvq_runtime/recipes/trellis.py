@@ -11,8 +11,8 @@ Differs: see `ops/trellis.py`.
 from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes import aqua, higgs
+from kvq_runtime.stages.codebook import Trellis
 from kvq_runtime.stages.rotate import Hadamard
-from kvq_runtime.stages.trellis import Trellis
 
 FAMILY = Family(
     look=("blue", "X"),

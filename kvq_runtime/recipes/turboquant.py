@@ -16,10 +16,10 @@ Differs: no residual sketch (see the stage), no extra bits for outlier channels:
 
 from kvq_runtime.family import Claim, Family
 from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages.even import Even
-from kvq_runtime.stages.lloyd import Lloyd
+from kvq_runtime.stages.codebook import Lloyd
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard, Random
+from kvq_runtime.stages.rtn import Even
 
 FAMILY = Family(
     look=("indigo", "v"),

@@ -12,7 +12,7 @@ Differs: the paper was not at hand; its formula of the transform is implemented,
 from kvq_runtime.family import Family
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.recipes.higgs import GRIDS
-from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.metric_rotation import Wush
 from kvq_runtime.stages.rtn import Rtn
 

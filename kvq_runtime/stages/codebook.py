@@ -1,26 +1,48 @@
-"""Codebook quantizers: one table lookup and one scale per group, as `grid` and `lloyd` have."""
+"""Quantize by a codebook that is known without a fit: a table lookup and one scale per group.
+
+grid      nearest points of a grid that is optimal for Gaussian vectors: HIGGS's quantizer
+lloyd     the Lloyd–Max codebook of a sphere's coordinates, element by element: TurboQuant's quantizer
+trellis   the best path through a bitshift trellis: trellis-coded quantization, QTIP's codes
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import grid, lloyd, lookup, pack, trellis
 from kvq_runtime.ops.rotation import Rotation, in_tile
 from kvq_runtime.stages import groups
 from kvq_runtime.stages.abilities import PackedCodes
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
+
+Read = Callable[[Tensor], Tensor]
+MEMORIES = (8, 10)  # bits of a trellis
 
 
-class CodebookQuantizer(Quantizer):
-    """A quantizer with fields `codes` and `scale`; how its codes are read is its own (`_reader`)."""
+class Codebook(Quantizer):
+    """A quantizer with fields `codes` and `scale`; how its codes are made and read is its own."""
 
+    bits: int
     group: str | int
 
-    def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """True if a kernel rotates, rounds and packs rows of `width` in one launch."""
-        return in_tile(rotation, groups.size(self.group, width, geometry))
+    def group_size(self, width: int, geometry: Geometry) -> int:
+        return groups.size(self.group, width, geometry)
+
+    def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
+        """Packed codes, and the scale of every group."""
+        count = width // self.group_size(width, geometry)
+        return {"codes": ((rows, *self._packed(width, count)), torch.uint8), "scale": ((rows, count), torch.float16)}
+
+    def encode(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
+        """Rotate and encode rows of any float dtype."""
+        x = x_NRW.unflatten(-1, (-1, self.group_size(x_NRW.shape[-1], geometry)))
+        return dict(zip(("codes", "scale"), self._encoded(x, rotation), strict=True))
 
     def decode(
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
@@ -30,21 +52,178 @@ class CodebookQuantizer(Quantizer):
 
     def lookup(self, fields: Fields, width: int, geometry: Geometry) -> Tensor:
         """Look codes up, bf16, without their scale."""
-        codes = fields["codes"]
-        read = self._reader(width, geometry, torch.bfloat16, codes.device)
-        return read(codes).view(*codes.shape[:-2], width)
+        read = self._reader(width, geometry, torch.bfloat16, fields["codes"].device)
+        return read(fields["codes"]).view(*fields["scale"].shape[:-1], width)
 
     def packed(self, width: int, geometry: Geometry, device: torch.device) -> PackedCodes:
         """One lookup and one scale a group, no low end."""
-        group = groups.size(self.group, width, geometry)
         read = self._reader(width, geometry, torch.float32, device)
-        return PackedCodes(group, read, lambda fields: (fields["scale"], None))
-
-    def group_size(self, width: int, geometry: Geometry) -> int:
-        return groups.size(self.group, width, geometry)
+        return PackedCodes(self.group_size(width, geometry), read, lambda fields: (fields["scale"], None))
 
     @abstractmethod
-    def _reader(
-        self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Tensor], Tensor]:
+    def _packed(self, width: int, count: int) -> tuple[int, ...]:
+        """The shape of the packed codes of a row of `count` groups."""
+
+    @abstractmethod
+    def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Codes and scales of groups [N, R, W/group, group]."""
+
+    @abstractmethod
+    def _reader(self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Read:
         """Return a function from codes to their elements without a scale, in that dtype, in stored order."""
+
+
+class Points(Codebook):
+    """A codebook of points of `dim` elements; code i of a group of n codes stands for its elements i, i + n, ..."""
+
+    dim: int
+
+    @abstractmethod
+    def points(self, size: int) -> Tensor:
+        """The points [2^bits, dim] for groups of `size` elements."""
+
+    def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
+        """True if a kernel rotates, rounds and packs rows of `width` in one launch."""
+        return in_tile(rotation, self.group_size(width, geometry))
+
+    def order(self, width: int, geometry: Geometry) -> Tensor:
+        """order[j] is the natural place, inside `width`, of the j-th decoded element."""
+        size = self.group_size(width, geometry)
+        count = size // self.dim
+        code = lookup.order(count, lookup.together(count, self.bits))
+        inside = (code[:, None] + torch.arange(self.dim) * count).flatten()
+        return (torch.arange(0, width, size)[:, None] + inside).flatten()
+
+    def _packed(self, width: int, count: int) -> tuple[int, ...]:
+        return count, pack.packed_size(width // count // self.dim, self.bits)
+
+    def _reader(self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Read:
+        """One gather gives the elements of a code, or of all codes of a byte where they fill it."""
+        size = self.group_size(width, geometry)
+        count = size // self.dim
+        read = partial(lookup.take, _table(self, size, dtype, device), dtype=dtype)
+        together = lookup.together(count, self.bits) > 1
+        return read if together else lambda codes: read(pack.unpack(codes, self.bits, count))
+
+
+@lru_cache(maxsize=64)
+def _table(quantize: Points, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of every index, rounded to bf16 whatever the dtype."""
+    points = quantize.points(size).to(device, torch.bfloat16).to(dtype)
+    if lookup.together(size // quantize.dim, quantize.bits) == 1:
+        return lookup.table(points)
+    return lookup.table(points[lookup.codes_of_bytes(quantize.bits, device)].flatten(1))
+
+
+@dataclass(frozen=True)
+class Grid(Points):
+    """Encode `dim` elements by one of `size` points, log2(size)/dim bits per element, with one scale per group.
+
+    dim, size   2 with 16, 64 or 256 (2, 3, 4 bits); 4 with 64 or 256 (1.5, 2 bits); 8 with 256 (1 bit)
+    group       "all", "head", or elements per scale
+    """
+
+    kind: ClassVar[str] = "grid"
+    papers: ClassVar[tuple[str, ...]] = ("2411.17525",)
+    kernel: ClassVar[str | None] = "grid"
+    dim: int = 2
+    size: int = 16
+    group: str | int = "all"
+
+    def __post_init__(self):
+        groups.check(self.group)
+        if (self.dim, self.size) not in grid.DIGESTS:
+            raise ValueError(f"no grid with dim={self.dim} size={self.size}; there are {sorted(grid.DIGESTS)}")
+
+    @property
+    def bits(self) -> int:  # type: ignore[override]
+        """Bits of one code."""
+        return self.size.bit_length() - 1
+
+    def group_size(self, width: int, geometry: Geometry) -> int:
+        size = super().group_size(width, geometry)
+        if size % self.dim:
+            raise ValueError(f"grid: a group of {size} elements is no multiple of dim={self.dim}")
+        return size
+
+    def points(self, size: int) -> Tensor:
+        return grid.points(self.dim, self.size)
+
+    def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        return grid.encode(x, self.dim, self.size, rotation)
+
+
+@dataclass(frozen=True)
+class Lloyd(Points):
+    """Encode to `bits` per element, with one scale per vector; to be used after a rotation of the whole vector.
+
+    bits    1, 2, 3 or 4
+    group   the vector: "head", "all", or a number of elements, at least 4
+    scale   s of x̂ = s·c, where c are the centroids and ‖x‖/√K = rms the vector's own size:
+            "plain" rms, the paper's · "norm" rms·√K/‖c‖, so that x̂ is as long as x · "least_squares" ⟨x,c⟩/⟨c,c⟩
+
+    Source: Zandieh et al., 2025 (TurboQuant), algorithm 1; scales: Vargaftik et al., 2021 and 2022 (DRIVE, EDEN).
+    Differs: no 1-bit sketch of the residual (their "prod" variant): its variance adds more error than the bias that it
+    removes.
+    """
+
+    kind: ClassVar[str] = "lloyd"
+    papers: ClassVar[tuple[str, ...]] = ("2504.19874",)
+    kernel: ClassVar[str | None] = "lloyd"
+    dim: ClassVar[int] = 1
+    bits: int = 2
+    group: str | int = "head"
+    scale: Literal["norm", "least_squares", "plain"] = "norm"
+
+    def __post_init__(self):
+        groups.check(self.group)
+        if self.bits not in lloyd.BITS:
+            raise ValueError(f"bits={self.bits}; use 1, 2, 3 or 4")
+        if self.scale not in ("norm", "least_squares", "plain"):
+            raise ValueError(f'scale={self.scale!r}; use "norm", "least_squares" or "plain"')
+
+    def group_size(self, width: int, geometry: Geometry) -> int:
+        size = super().group_size(width, geometry)
+        if size < 4:
+            raise ValueError(f"lloyd: a vector of {size} elements; use at least 4")
+        return size
+
+    def points(self, size: int) -> Tensor:
+        return lloyd.sphere(size, self.bits)[1][:, None]
+
+    def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        return lloyd.encode(x, self.bits, self.scale, rotation)
+
+
+@dataclass(frozen=True)
+class Trellis(Codebook):
+    """Encode to `bits` per element, each decoded from the last `memory` bits of its row, with one scale per group.
+
+    bits     1, 2, 3 or 4
+    memory   8 or 10: an element is one of 2^memory values; each two bits more take four times as long to encode
+    group    "head", "all", or elements per scale; one path goes through all groups of a row
+
+    No kernel encodes it: the search for a path is torch's on every device.
+    """
+
+    kind: ClassVar[str] = "trellis"
+    papers: ClassVar[tuple[str, ...]] = ("2406.11235",)
+    bits: int = 2
+    memory: int = 10
+    group: str | int = "head"
+
+    def __post_init__(self):
+        groups.check(self.group)
+        known = sorted(pair for pair in trellis.DIGESTS if pair[1] in MEMORIES)
+        if (self.bits, self.memory) not in known:
+            raise ValueError(f"no trellis with bits={self.bits} memory={self.memory}; there are {known}")
+
+    def _packed(self, width: int, count: int) -> tuple[int, ...]:
+        return (trellis.packed_size(width, self.bits),)
+
+    def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        return trellis.encode(x, self.bits, self.memory, rotation)
+
+    def _reader(self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Read:
+        """A shift gives the index, the table the elements."""
+        return partial(trellis.decode, bits=self.bits, memory=self.memory, count=width, dtype=dtype)

@@ -12,10 +12,10 @@ from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.policies.heavy_hitters import HeavyHitters
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset, presets
 from kvq_runtime.registry.reference import is_name
+from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.feedback import QueryOrthogonal
-from kvq_runtime.stages.grid import Grid
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import Hadamard
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
-from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 

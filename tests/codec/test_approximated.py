@@ -5,10 +5,10 @@ import torch
 from scheme_fit import NOWHERE, fitted, low_rank
 
 from kvq_runtime.recipe import Scheme
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.correct import Sparse
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
-from kvq_runtime.stages.sparse import Sparse
 
 PATHS = Mixed((4, 2, 1, 0), (16, 16, 16, 16), codebook="trellis")
 

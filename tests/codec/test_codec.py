@@ -17,8 +17,8 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import grid, rope, rotation
 from kvq_runtime.recipe import Recipe, Scheme, Window
+from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.exact import Exact
-from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.predict import Linear, LowRank, Mean
 from kvq_runtime.stages.rotate import Hadamard

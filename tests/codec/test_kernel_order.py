@@ -7,8 +7,7 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.kernel_order import kernel_order
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme, Window
-from kvq_runtime.stages.grid import Grid
-from kvq_runtime.stages.lloyd import Lloyd
+from kvq_runtime.stages.codebook import Grid, Lloyd
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 

@@ -9,8 +9,7 @@ from parity import error, poisoned
 from tiers import each_once, some, together
 
 from kvq_runtime.kernels.attend import host, launch
-from kvq_runtime.stages.grid import Grid
-from kvq_runtime.stages.lloyd import Lloyd
+from kvq_runtime.stages.codebook import Grid, Lloyd
 from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.rotate import Hadamard, Random
 from kvq_runtime.stages.rtn import Rtn

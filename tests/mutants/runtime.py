@@ -321,7 +321,7 @@ MUTANTS = [
     Mutant(
         "low-rank",
         "the directions with the least error are kept",
-        "kvq_runtime/stages/low_rank.py",
+        "kvq_runtime/stages/correct.py",
         "vectors_NHDD[..., -self.rank :]",
         "vectors_NHDD[..., : self.rank]",
         ("stages/test_low_rank.py",),
@@ -329,7 +329,7 @@ MUTANTS = [
     Mutant(
         "sparse-rest",
         "outliers leave zeros behind, which stretch the range",
-        "kvq_runtime/stages/sparse.py",
+        "kvq_runtime/stages/correct.py",
         "median.expand(place.shape)",
         "torch.zeros_like(median).expand(place.shape)",
         ("stages/test_sparse.py",),
@@ -337,7 +337,7 @@ MUTANTS = [
     Mutant(
         "escape-wanted",
         "tokens that found no slot are not counted",
-        "kvq_runtime/stages/escape.py",
+        "kvq_runtime/stages/correct.py",
         "wanted = wants_NT.sum(1, keepdim=True)",
         "wanted = (place >= 0).sum(1, keepdim=True)",
         ("stages/test_escape.py",),
@@ -407,7 +407,7 @@ MUTANTS = [
     Mutant(
         "zone-target",
         "more bits are asked for than codes can have",
-        "kvq_runtime/stages/dead_zone.py",
+        "kvq_runtime/stages/latent.py",
         "if not 0 <= self.target <= ladder.MOST_BITS:",
         "if not 0 <= self.target:",
         ("stages/test_dead_zone.py",),
@@ -415,7 +415,7 @@ MUTANTS = [
     Mutant(
         "zone-width",
         "a recipe that stores all channels is refused",
-        "kvq_runtime/stages/dead_zone.py",
+        "kvq_runtime/stages/latent.py",
         "if self.channels > width:",
         "if self.channels >= width:",
         ("stages/test_dead_zone.py",),
@@ -423,7 +423,7 @@ MUTANTS = [
     Mutant(
         "zone-channels",
         "a negative number of channels is admitted",
-        "kvq_runtime/stages/dead_zone.py",
+        "kvq_runtime/stages/latent.py",
         " or self.channels < 0:",
         ":",
         ("stages/test_dead_zone.py",),
@@ -463,7 +463,7 @@ MUTANTS = [
     Mutant(
         "one-bit-paths",
         "channels of one bit have a stand-in in place of paths",
-        "kvq_runtime/stages/mixed.py",
+        "kvq_runtime/stages/latent.py",
         "if self._in_paths(bits) and bits > 1:",
         "if self._in_paths(bits):",
         ("stages/test_gain.py",),

@@ -5,7 +5,7 @@ import torch
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent, latent_path
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import Mixed
 
 # Jayant and Noll, 1984, table 4.4: signal-to-noise ratios of Max quantizers for a Gaussian, in dB
 RATIOS = {1: 4.40, 2: 9.30, 3: 14.62, 4: 20.22, 5: 26.01, 6: 31.89, 7: 37.81}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvq_runtime.ops import latent, latent_path, trellis
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import Mixed
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -12,9 +12,9 @@ from scipy.integrate import quad
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import lloyd
 from kvq_runtime.recipe import Recipe, Scheme, preset
-from kvq_runtime.stages.even import Even
-from kvq_runtime.stages.lloyd import Lloyd
+from kvq_runtime.stages.codebook import Lloyd
 from kvq_runtime.stages.rotate import Hadamard, Random
+from kvq_runtime.stages.rtn import Even
 
 # the positive centroids for vectors of 128, the error of a coordinate, and the same for Gaussian numbers
 SPHERE = {1: [0.79944], 2: [0.45243, 1.5051], 3: [0.24432, 0.75306, 1.33625, 2.13114]}

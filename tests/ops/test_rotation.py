@@ -10,8 +10,8 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rotation
 from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.stages.codebook import Lloyd
 from kvq_runtime.stages.exact import Exact
-from kvq_runtime.stages.lloyd import Lloyd
 from kvq_runtime.stages.rotate import Random
 
 

@@ -77,12 +77,12 @@ def test_links_of_a_page_resolve(page):
 
 
 def test_a_wrong_path_is_found():
-    assert named_paths("see `kvq_runtime/stages/grid.py`, `K/V`, `store/`, `kvq list`") == {
-        "kvq_runtime/stages/grid.py",
+    assert named_paths("see `kvq_runtime/stages/rtn.py`, `K/V`, `store/`, `kvq list`") == {
+        "kvq_runtime/stages/rtn.py",
         "K/V",
         "store/",
     }
-    assert exists("kvq_runtime/stages/grid.py", PAGES[0]) and exists("stages/grid.py", PAGES[0])
+    assert exists("kvq_runtime/stages/rtn.py", PAGES[0]) and exists("stages/rtn.py", PAGES[0])
     assert not exists("kvq_runtime/grid.py", PAGES[0]) and not exists("grids.py", PAGES[0])
     assert anchors("# The `kvq` command, *in short*\n") == {"the-kvq-command-in-short"}
 

@@ -124,7 +124,7 @@ def test_the_tables_of_families_have_every_family_and_link_what_its_stages_come_
     assert {row[1] for row in cited[1:]} == {row[0] for row in served[1:]}
     (kvquant,) = [row for row in cited if row[1] == "`kvquant`"]
     assert kvquant[0] == "KVQuant: Hooper et al., 2024, [arXiv 2401.18079](https://arxiv.org/abs/2401.18079)"
-    assert kvquant[2] == "`recipes/kvquant.py`, `stages/nuq.py`, `stages/sparse.py`"
+    assert kvquant[2] == "`recipes/kvquant.py`, `stages/correct.py`, `stages/fitted_codebook.py`"
     (svdq,) = [row for row in served if row[0] == "`svdq`"]
     assert svdq[-3:] == ["some", "7", "no"]
     for name, one in facts().items():

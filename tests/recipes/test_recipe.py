@@ -9,8 +9,8 @@ from kvq_runtime.codec import codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.policies.evict import Evicting
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset, presets
+from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.exact import Exact
-from kvq_runtime.stages.grid import Grid
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn

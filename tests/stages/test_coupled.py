@@ -10,7 +10,7 @@ from kvq_calib.fit.coupled import centres
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages.coupled import Coupled
+from kvq_runtime.stages.fitted_codebook import Coupled
 
 
 def activations(blocks: int = 8, seed: int = 0, alike: float = 0.0) -> Tensor:

@@ -13,7 +13,7 @@ from kvq_runtime.entropy import stream
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import ladder
 from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages.dead_zone import DeadZone
+from kvq_runtime.stages.latent import DeadZone
 from kvq_runtime.stages.rotate import Basis
 
 GEOMETRY = Geometry(1, 4, 32)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages.escape import Escape
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.correct import Escape
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
 

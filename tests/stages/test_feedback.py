@@ -12,11 +12,10 @@ from kvq_runtime.fit import feedback as fit
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
 from kvq_runtime.recipe import Recipe, Scheme, preset
+from kvq_runtime.stages.codebook import Grid, Lloyd
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.feedback import QueryOrthogonal
-from kvq_runtime.stages.grid import Grid
-from kvq_runtime.stages.lloyd import Lloyd
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.rotate import Basis, Hadamard, Random
 from kvq_runtime.stages.rtn import Rtn
 

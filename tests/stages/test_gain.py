@@ -12,7 +12,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.abilities import SingleTokens
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
 

@@ -11,10 +11,9 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.recipes import kivi
-from kvq_runtime.stages.low_rank import LowRank, LowRankSparse
+from kvq_runtime.stages.correct import LowRank, LowRankSparse, Sparse
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.sparse import Sparse
 
 GEOMETRY = Geometry(1, 2, 64)
 NOWHERE = Context()

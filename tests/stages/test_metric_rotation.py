@@ -14,10 +14,9 @@ from kvq_runtime.fit.statistics import Queried, QueryMoment, ResidualMoment, Sta
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
-from kvq_runtime.stages.clipped import Clipped
-from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.metric_rotation import Oscar, Wush
-from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.rtn import Clipped, Rtn
 
 GEOMETRY = Geometry(layers=1, kv_heads=3, head_size=16)
 

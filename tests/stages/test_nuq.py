@@ -17,10 +17,10 @@ from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import Recipe, Scheme, preset
-from kvq_runtime.stages.nuq import Nuq
+from kvq_runtime.stages.correct import Sparse
+from kvq_runtime.stages.fitted_codebook import Nuq
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.sparse import Sparse
 
 GEOMETRY = Geometry(1, 2, 32)
 WIDTH = GEOMETRY.width

@@ -12,10 +12,10 @@ from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.stages.correct import Sparse
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.rotate import Random
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.sparse import Sparse
 
 GEOMETRY = Geometry(1, 2, 64)
 NOWHERE = Context()

@@ -9,8 +9,8 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import trellis
 from kvq_runtime.ops.rotation import hadamard_matrix
 from kvq_runtime.recipe import Recipe, Scheme, preset
+from kvq_runtime.stages.codebook import Trellis
 from kvq_runtime.stages.rotate import Hadamard
-from kvq_runtime.stages.trellis import Trellis
 
 GEOMETRY = Geometry(1, 2, 32)
 NOWHERE = Context()

@@ -19,12 +19,12 @@ from kvq_runtime.codec.codec import Codec, Context, build
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages import vocabulary
+from kvq_runtime.stages import fitted_codebook
+from kvq_runtime.stages.fitted_codebook import Vocabulary
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 from kvq_runtime.stages.stage import Site
-from kvq_runtime.stages.vocabulary import Vocabulary
 
 GEOMETRY = Geometry(1, 2, 8)
 
@@ -32,7 +32,7 @@ GEOMETRY = Geometry(1, 2, 8)
 @pytest.mark.parametrize("size, bits", [(3, 2), (256, 8), (1000, 10), (70_000, 17)])
 def test_the_nearest_row_is_stored_in_as_few_bits_as_number_it(size, bits, monkeypatch):
     """Against numpy's distances, over products of several parts; single tokens and whole blocks read the same rows."""
-    monkeypatch.setattr(vocabulary, "ROWS", 300)
+    monkeypatch.setattr(fitted_codebook, "ROWS", 300)
     stage, random = Vocabulary(size), torch.Generator().manual_seed(size)
     table = torch.randn(size, 16, generator=random).bfloat16()
     ids = torch.randint(size, (2, 24), generator=random)

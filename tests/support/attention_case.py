@@ -12,13 +12,11 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import SLAB, Geometry
 from kvq_runtime.ops import grid, pack, rope
 from kvq_runtime.recipe import Recipe, Role, Scheme, Window
-from kvq_runtime.stages.even import Even
-from kvq_runtime.stages.grid import Grid
-from kvq_runtime.stages.lloyd import Lloyd
+from kvq_runtime.stages.codebook import Grid, Lloyd
 from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard, Random
-from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.rtn import Even, Rtn
 
 pytest.importorskip("triton")
 from kvq_runtime.kernels.attend.host import Encoded, Exact, RopeTables, attend, block_table, layout

@@ -18,9 +18,9 @@ from kvq_runtime.fit import eigen
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops import pack, rtn
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
-from kvq_runtime.stages.escape import Escape
+from kvq_runtime.stages.correct import Escape
 from kvq_runtime.stages.four_bits import Storage
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
 from kvq_runtime.stages.rtn import Rtn

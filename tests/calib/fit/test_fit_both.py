@@ -11,7 +11,7 @@ from kvq_calib.fit.statistics import Moments
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages.grid import Grid
+from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.predict import Linear, LowRank
 
 

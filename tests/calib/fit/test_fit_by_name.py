@@ -1,4 +1,4 @@
-"""Every stage that is fitted has a module of its own module's name, in a package that fits it."""
+"""Every stage that is fitted has a module named as its kind or its file, in a package that fits it."""
 
 import pytest
 from written import EVERY

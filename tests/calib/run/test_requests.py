@@ -28,10 +28,10 @@ from kvq_runtime.fit import separable
 from kvq_runtime.fit.moments import averaged, of
 from kvq_runtime.fit.statistics import QueryMoment, ResidualMoment, Residuals, Statistic, Statistics
 from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.stages.correct import Sparse
 from kvq_runtime.stages.kinds import kinds
 from kvq_runtime.stages.predict import Linear
 from kvq_runtime.stages.separable import Separable
-from kvq_runtime.stages.sparse import Sparse
 
 SAMPLES, HELD_OUT, SEQ_LEN, SINKS = 22, 2, 256, 4
 TOKENS = (SAMPLES - HELD_OUT) * (SEQ_LEN - SINKS)  # that are fitted on: more than a fit sees unless it asks

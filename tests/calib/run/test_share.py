@@ -21,8 +21,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.prefix import rate
 from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
-from kvq_runtime.stages.dead_zone import DeadZone
-from kvq_runtime.stages.mixed import Mixed
+from kvq_runtime.stages.latent import DeadZone, Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
 from kvq_runtime.store.memory import asymptotic_bits

@@ -1,18 +1,7 @@
-"""Mixed precision over latent channels, those of a basis: the quantizer of SVDq and of `aqua-klt`.
+"""Round latent channels, those of a basis, each in as many bits as it is worth.
 
-Latent channels come in the order of their eigenvalues, so a schedule is a list of runs: so many channels of so many
-bits. Channels of 0 bits are not stored, and their columns are not in the basis. Codes are packed along the tokens of a
-block, channel by channel, so that a run may have any number of channels and no bit is lost to padding.
-
-With `gain` bits, every token has a factor of its own, on a log scale: z ≈ g ẑ, ẑ from codes of z / g. Channels keep the
-calibrated proportions of their scales; a token's own gain says how large it is as a whole, so that text of another kind
-than the calibration's, and outliers, are rounded in cells of their own size. A token costs `gain` bits more. All gains
-are tried, and the one with the least error in the latents is taken.
-
-Source: Hong et al., 2025 (SVDq), equations 2, 3 and 6 and algorithm 1.
-Differs: ranges are calibrated, so that tokens of the decode phase are encoded too (theirs are of the whole prompt, and
-later tokens stay in 16 bit), or taken from each block of tokens. Neither paper has a gain: shape-gain quantization is
-Buzo et al., 1980; Gersho and Gray, 1992, section 12.10.
+mixed       runs of channels, each of so many bits: the quantizer of SVDq and of `aqua-klt`
+dead_zone   one step for all: codes for files, where they are entropy-coded
 """
 
 from collections.abc import Iterator
@@ -23,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import latent, latent_path, pack
+from kvq_runtime.ops import ladder, latent, latent_path, pack
 from kvq_runtime.ops.rotation import Rotation, rotate
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
@@ -45,6 +34,20 @@ class Mixed(Quantizer):
     gain       bits of a token's gain, between calibrated ends, 0 to 8; 0: none
     shared     the targets of all schemes that say so are one budget, which calibration shares out among layers, keys
                and values; what is fitted has a target of its own
+
+    Latent channels come in the order of their eigenvalues, so a schedule is a list of runs: so many channels of so many
+    bits. Channels of 0 bits are not stored, and their columns are not in the basis. Codes are packed along the tokens
+    of a block, channel by channel, so that a run may have any number of channels and no bit is lost to padding.
+
+    With `gain` bits, every token has a factor of its own, on a log scale: z ≈ g ẑ, ẑ from codes of z / g. Channels keep
+    the calibrated proportions of their scales; a token's own gain says how large it is as a whole, so that text of
+    another kind than the calibration's, and outliers, are rounded in cells of their own size. A token costs `gain` bits
+    more. All gains are tried, and the one with the least error in the latents is taken.
+
+    Source: Hong et al., 2025 (SVDq), equations 2, 3 and 6 and algorithm 1.
+    Differs: ranges are calibrated, so that tokens of the decode phase are encoded too (theirs are of the whole prompt,
+    and later tokens stay in 16 bit), or taken from each block of tokens. Neither paper has a gain: shape-gain
+    quantization is Buzo et al., 1980; Gersho and Gray, 1992, section 12.10.
     """
 
     kind: ClassVar[str] = "mixed"
@@ -291,3 +294,65 @@ class Mixed(Quantizer):
 def _of_channels(tensors: Tensors) -> dict[str, Tensor]:
     """Return the tensors that scale single channels."""
     return {name: tensor for name, tensor in tensors.items() if name != "gain_ends"}
+
+
+@dataclass(frozen=True)
+class DeadZone(Quantizer):
+    """Round latent channels to multiples of a step.
+
+    target     bits per element of codes in files, which the fit finds the step for; 0: `step` is what it is
+    step       in the unit of the latents; 0: as `target` says
+    channels   of the latents that are stored, the first ones; 0: all
+    shared     the targets of all schemes that say so are one budget, of whole files, sinks and frames among it
+               (`prefix/rate.py`), met by one step in the unit of the model's loss
+
+    One step, in the unit in which errors cost alike, is the best rounding of all channels where codes take as many bits
+    as they say something: a channel that is smaller than the step becomes zeros, which cost next to nothing. That is
+    reverse water-filling, without choosing bits. A cache in memory takes a byte for each stored channel of a token,
+    whatever the target; files take the target (`kvq_runtime/entropy`).
+
+    Source: Cover and Thomas, 2006, section 10.3.3 (reverse water-filling); Gish and Pierce, 1968 (uniform steps are
+    within a quarter of a bit of all there can be); Sullivan, 1996 (dead zones).
+    """
+
+    kind: ClassVar[str] = "dead_zone"
+    fitted: ClassVar[bool] = True
+    takes_latents: ClassVar[bool] = True
+    at_rest: ClassVar[tuple[str, ...]] = ("codes",)
+    target: float = 0.0
+    step: float = 0.0
+    channels: int = 0
+    shared: bool = False
+
+    def __post_init__(self):
+        if not 0 <= self.target <= ladder.MOST_BITS:
+            raise ValueError(f"target={self.target}; use 0 to {ladder.MOST_BITS} bits")
+        if not 0 <= self.step < float("inf") or self.channels < 0:
+            raise ValueError(f"step={self.step}, channels={self.channels}; use numbers of at least 0")
+        if self.shared and not self.target:
+            raise ValueError("shared=True, but there is no target to share; give one")
+
+    def stored(self, width: int) -> int:
+        """R: how many latent channels are stored."""
+        if self.channels > width:
+            raise ValueError(f"channels={self.channels}; a token has {width}")
+        return self.channels or width
+
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """Of each stored channel the cell, the step but for loud ones, and its rung on the ladder of deviations."""
+        count = (self.stored(geometry.width),)
+        return {"cell": (count, torch.float32), "rung": (count, torch.uint8)}
+
+    def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
+        """A byte for each stored channel of each token, which comes first."""
+        return {"codes": ((rows, self.stored(width)), torch.int8)}
+
+    def encode(self, x_NTC: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
+        """Rotate rows of any float dtype to R latent channels, by a basis [C, R], and round those."""
+        return {"codes": ladder.encode(rotate(x_NTC, rotation), tensors["cell"], tensors["rung"])}
+
+    def decode(
+        self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
+    ) -> Tensor:
+        """Decode to float32 [N, T, R]."""
+        return ladder.decode(fields["codes"], tensors["cell"], tensors["rung"])
