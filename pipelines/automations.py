@@ -14,7 +14,7 @@ from prefect.events.actions import CallWebhook, ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 
 from kvq_calib.flow.flow import GATE_FAILED
-from pipelines.drift import DRIFTED
+from pipelines.flows import DRIFTED
 
 RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
 SILENCE = timedelta(hours=36)

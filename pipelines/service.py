@@ -7,7 +7,7 @@ Database, logs and the record of what was started lie in $KVQ_HOME/flows, which 
 known by its id and the moment it began, so that an id that the system has reused is left alone.
 
     auth        what every request to the server must know: made when it is started, passed to worker and commands
-    hf-token    $HF_TOKEN, which the worker does not have: see kvq_calib/flow/token.py
+    hf-token    $HF_TOKEN, which the worker does not have: see kvq_calib/flow/server.py
 """
 
 import argparse
@@ -20,7 +20,6 @@ from pathlib import Path
 import psutil
 from filelock import FileLock
 
-from kvq_calib.flow import guard, token
 from kvq_calib.flow import server as flow_server
 from kvq_runtime.disk import files
 from kvq_runtime.registry.reference import home
@@ -42,14 +41,14 @@ def up(port: int = PORT, file: Path = ROOT / "flows.yaml", webhook: str | None =
         if _running(folder / "server.json") is None:
             if _taken(port):
                 raise RuntimeError(f"port {port} is taken by another process; use another: --port, FLOWS_PORT=4300")
-            _keep(folder / "auth", guard.new_secret())
+            _keep(folder / "auth", flow_server.new_secret())
             _start("server", server_command(port), server_environment(folder, port), folder)
         if not (folder / "auth").exists():
             raise RuntimeError("the server that is running asks for no secret: make flows-down, then make flows-up")
         if not flow_server.wait(url, lambda: _running(folder / "server.json") is not None):
             raise RuntimeError(f"the server did not start: see {folder / 'server.log'}")
-        if os.environ.get(token.VARIABLES[0]):
-            _keep(folder / "hf-token", os.environ[token.VARIABLES[0]])
+        if os.environ.get(flow_server.TOKENS[0]):
+            _keep(folder / "hf-token", os.environ[flow_server.TOKENS[0]])
         environment = client_environment(folder, url)
         setup = ["-m", "pipelines.service", "deploy", "--file", str(file)]
         given = [sys.executable, *setup] + (["--webhook", webhook] if webhook else [])
@@ -113,23 +112,23 @@ def server_command(port: int) -> list[str]:
     """Return Python's arguments that run the server."""
     idle = flow_server.QUIET["PREFECT_SERVER_API_KEEPALIVE_TIMEOUT"]
     where = ["--host", "127.0.0.1", "--port", str(port), "--timeout-keep-alive", idle, "--log-level", "error"]
-    return ["-m", "uvicorn", "--factory", "kvq_calib.flow.guard:app", *where]
+    return ["-m", "uvicorn", "--factory", "kvq_calib.flow.server:app", *where]
 
 
 def server_environment(folder: Path, port: int) -> dict[str, str]:
     """The environment of the server, whose secret is in the folder; it has no token."""
-    own = guard.server_settings((folder / "auth").read_text(), port)
+    own = flow_server.server_settings((folder / "auth").read_text(), port)
     return _environment(folder, f"http://127.0.0.1:{port}/api") | own
 
 
 def client_environment(folder: Path, url: str) -> dict[str, str]:
     """The environment of worker and commands: they know the secret, and where the token is that they do not have."""
-    own = {"PREFECT_API_AUTH_STRING": (folder / "auth").read_text(), token.FILE: str(folder / "hf-token")}
+    own = {"PREFECT_API_AUTH_STRING": (folder / "auth").read_text(), flow_server.TOKEN_FILE: str(folder / "hf-token")}
     return _environment(folder, url) | own
 
 
 def _environment(folder: Path, url: str) -> dict[str, str]:
-    dropped = ("PREFECT_API", "PREFECT_SERVER_API", *token.VARIABLES)
+    dropped = ("PREFECT_API", "PREFECT_SERVER_API", *flow_server.TOKENS)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     own = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_API_URL": url, "KVQ_CHECKOUT": str(ROOT)}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

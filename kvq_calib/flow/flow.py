@@ -19,13 +19,16 @@ for _name, _value in flow_server.QUIET.items():  # read by prefect when it is im
 
 from prefect import flow, tags, task  # noqa: E402
 from prefect.cache_policies import NO_CACHE  # noqa: E402
-from prefect.client.schemas.objects import State  # noqa: E402
+from prefect.client.orchestration import SyncPrefectClient, get_client  # noqa: E402
+from prefect.client.schemas.filters import FlowRunFilter  # noqa: E402
+from prefect.client.schemas.objects import FlowRun, State  # noqa: E402
 from prefect.exceptions import FailedRun  # noqa: E402
+from prefect.runtime import flow_run  # noqa: E402
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings  # noqa: E402
-from prefect.states import Failed  # noqa: E402
+from prefect.states import Crashed, Failed  # noqa: E402
 
 from kvq_calib.evaluate.gate import Refused  # noqa: E402
-from kvq_calib.flow import display, reaper, token  # noqa: E402
+from kvq_calib.flow import display  # noqa: E402
 from kvq_calib.job import prepare as preparation  # noqa: E402
 from kvq_calib.job import run as job  # noqa: E402
 from kvq_calib.job.job import Job  # noqa: E402
@@ -35,6 +38,7 @@ from kvq_calib.run import calibrate as stages  # noqa: E402
 from kvq_calib.run.activations import InFiles  # noqa: E402
 from kvq_calib.run.run import Listener, Run, silent  # noqa: E402
 
+DIED = "Its process ended without a word; another run has taken its folder over, and goes on where it stopped."
 GATE_FAILED = "GateFailed"  # the name of the state, and so of the event prefect.flow-run.GateFailed
 
 _prepared: dict[Job, Run] = {}  # while a flow is run from this process: its tasks prepare nothing again
@@ -65,7 +69,7 @@ def _round(work: Run, number: int) -> Run | None:
     return next(islice(budget.rounds(work), number, None), None)
 
 
-@token.publishing()
+@flow_server.publishing()
 def _publish(asked: Job) -> list[Published]:
     """Publish what was fitted and evaluated. Neither is done a second time, nor is what was published before."""
     work = _work(asked)
@@ -79,7 +83,7 @@ def prepare(asked: Job, number: int) -> int | None:
     work = _round(_work(asked), number)
     if work is None:
         return None
-    with token.publishing():  # whether it may write is asked before the work, not after it
+    with flow_server.publishing():  # whether it may write is asked before the work, not after it
         preparation.preflight(asked, work)
     if number == 0:
         job.begin(asked, _work(asked))
@@ -122,7 +126,7 @@ def calibrate(asked: dict) -> Sequence[Published] | State:
     work = _work(requested)
     pinned = requested.with_settings(corpus=work.plan.corpus, revision=work.plan.revision)
     with work.claimed(), _sharing(pinned, work):
-        reaper.mark_crashed(_tag(work))
+        _mark_crashed(_tag(work))
         progress = display.create_progress(pinned.what.model)
         for number in range(budget.most_rounds(work.plan)):
             first = prepare(pinned, number)
@@ -178,3 +182,27 @@ def own_server() -> Iterator[str]:
 def _tag(work: Run) -> str:
     """Return the tag that flow runs of one run folder share, on any machine."""
     return f"run-{hashlib.sha256(str(work.folder.absolute()).encode()).hexdigest()[:16]}"
+
+
+def _mark_crashed(tag: str) -> None:
+    """Mark flow runs with this tag as crashed that Prefect believes to be running, except the present one: their
+    processes died without telling it, by kill -9, a lost machine, a full memory.
+
+    Whoever holds the lock of a run folder knows that no other process works there, since the lock ends with its
+    process. A flow run that contained a dead one died with it.
+    """
+    present = flow_run.get_id()
+    wanted = {"tags": {"all_": [tag]}, "state": {"type": {"any_": ["RUNNING"]}}}
+    running = FlowRunFilter.model_validate(wanted | ({"id": {"not_any_": [present]}} if present else {}))
+    with get_client(sync_client=True) as client:
+        for run in client.read_flow_runs(flow_run_filter=running):
+            dead = run
+            while dead is not None and dead.state is not None and dead.state.is_running():
+                client.set_flow_run_state(dead.id, Crashed(message=DIED), force=True)
+                dead = _containing(client, dead)
+
+
+def _containing(client: SyncPrefectClient, run: FlowRun) -> FlowRun | None:
+    """The flow run that a subflow is a part of."""
+    task_run = run.parent_task_run_id and client.read_task_run(run.parent_task_run_id)
+    return client.read_flow_run(task_run.flow_run_id) if task_run and task_run.flow_run_id else None

@@ -1,11 +1,20 @@
-"""Start a Prefect server for the length of a process that has none: own folder, own port, gone with the process.
+"""Start a Prefect server for the length of a process that has none; keep servers and the Hub's token from others.
 
 The server reads a pipe that only its parent can write to. Whatever way the parent ends, kill -9 included, the pipe
 closes; the server then ends and deletes its folder. Several at once share nothing.
+
+Servers answer to the names of loopback, and to whoever knows their secret. A web page that is open in a browser here
+can reach loopback too, and whoever may create a deployment runs commands through the worker, so a page must get
+nowhere: the secret (`PREFECT_SERVER_API_AUTH_STRING`) is in no cookie that a browser would add by itself, other origins
+get no answer that they can read, and a name that was pointed at 127.0.0.1 later (DNS rebinding) is refused.
+
+`make flows-up` keeps $HF_TOKEN in a file that its user alone can read, and starts the worker without it. The tasks that
+write to a registry set it for their length. Private models and artifacts are read with the token of `hf auth login`.
 """
 
 import atexit
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -13,13 +22,17 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
-from kvq_calib.flow import guard
-
+HOSTS = ("127.0.0.1", "localhost")
+TOKEN_FILE = "KVQ_HF_TOKEN_FILE"  # names the file; where it is not set, or there is none, nothing is done
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # what huggingface_hub reads
 STARTUP = 600  # seconds; the first start on a busy machine migrates an empty database in some 20
 GRACE = 5  # seconds in which a server may end by itself
 # no telemetry, no blocks that nobody uses, no word but errors, no bars in logs; and patience, in seconds, since what is
@@ -40,10 +53,50 @@ QUIET = {
 _running: list[tuple[subprocess.Popen[str], Path]] = []
 
 
+def new_secret() -> str:
+    """Make a secret for clients, in the form of Prefect: user:password."""
+    return f"kvq:{secrets.token_urlsafe(32)}"
+
+
+def server_settings(secret: str, port: int | None = None) -> dict[str, str]:
+    """The environment of a server that asks for the secret.
+
+    port   whose pages may ask; None: those of none
+    """
+    origins = [f"http://{host}:{port}" for host in HOSTS] if port else ["http://127.0.0.1"]
+    return {"PREFECT_SERVER_API_AUTH_STRING": secret, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(origins)}
+
+
+def app() -> Any:
+    """Prefect's server as an ASGI application that other names of its address do not reach."""
+    from prefect.server.api.server import create_app
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    return TrustedHostMiddleware(create_app(final=True), allowed_hosts=HOSTS, www_redirect=False)
+
+
+@contextmanager
+def publishing() -> Iterator[None]:
+    """Set $HF_TOKEN from the file that $KVQ_HF_TOKEN_FILE names, and restore what was there."""
+    path = Path(os.environ.get(TOKEN_FILE) or os.devnull)
+    token = path.read_text().strip() if path.exists() else ""
+    if not token:
+        yield
+        return
+    before = os.environ.get(TOKENS[0])
+    os.environ[TOKENS[0]] = token
+    try:
+        yield
+    finally:
+        del os.environ[TOKENS[0]]
+        if before is not None:
+            os.environ[TOKENS[0]] = before
+
+
 @cache
 def secret() -> str:
     """Make the secret that the clients of this process's server need."""
-    return guard.new_secret()
+    return new_secret()
 
 
 @cache
@@ -59,7 +112,7 @@ def address() -> str:
             [sys.executable, "-m", "kvq_calib.flow.server", str(home)],
             env=inherited
             | QUIET
-            | guard.server_settings(secret())
+            | server_settings(secret())
             | {"PREFECT_HOME": str(home), "PREFECT_UI_ENABLED": "false", "PREFECT__SERVER_EPHEMERAL": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -124,7 +177,7 @@ def main(home: Path) -> None:
     idle = int(os.environ["PREFECT_SERVER_API_KEEPALIVE_TIMEOUT"])
     server = uvicorn.Server(
         uvicorn.Config(
-            "kvq_calib.flow.guard:app",
+            app,
             factory=True,
             log_level="error",
             lifespan="on",

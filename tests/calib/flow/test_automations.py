@@ -131,7 +131,7 @@ def test_failed_gates_and_drift_are_told_and_nothing_else(server):
 
     from kvq_calib.flow.flow import GATE_FAILED
     from pipelines import automations
-    from pipelines.drift import DRIFTED
+    from pipelines.flows import DRIFTED
 
     with listening() as (address, heard):
         assert len(automations.define(address)) == 4

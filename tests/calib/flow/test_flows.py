@@ -58,9 +58,7 @@ def shown(mine):
 def test_every_parameter_is_described_and_none_is_a_secret():
     from prefect.utilities.callables import parameter_schema
 
-    from pipelines.drift import drift
-    from pipelines.nightly import nightly
-    from pipelines.on_demand import on_demand
+    from pipelines.flows import drift, nightly, on_demand
 
     for one in (on_demand, nightly, drift):
         properties = parameter_schema(one.fn).properties
@@ -69,7 +67,7 @@ def test_every_parameter_is_described_and_none_is_a_secret():
 
 
 def test_a_run_shows_progress_table_plots_and_version(model, server, shown):
-    from pipelines.on_demand import on_demand
+    from pipelines.flows import on_demand
 
     rows = on_demand(model, **small(model))
     assert registry.resolve(rows[0]["artifact"]).sha256 == rows[0]["sha256"]
@@ -81,7 +79,7 @@ def test_a_run_shows_progress_table_plots_and_version(model, server, shown):
 
 
 def test_a_failed_gate_is_in_the_state_the_record_and_the_exit_code(model, server, mine, tmp_path, monkeypatch, capsys):
-    from pipelines.on_demand import on_demand
+    from pipelines.flows import on_demand
 
     monkeypatch.setenv("PREFECT_API_URL", server)
     state = on_demand(model, **small(model, seed=1, max_kl=1e-12), return_state=True)
@@ -127,7 +125,7 @@ def test_a_failed_gate_is_known_when_an_answer_is_lost(model, server, losing, mo
 
 
 def test_what_a_run_made_is_known_when_answers_are_lost(model, server, losing):
-    from pipelines.on_demand import on_demand
+    from pipelines.flows import on_demand
 
     lost = losing("Running", "Completed")
     rows = on_demand(model, **small(model, seed=3))
@@ -136,7 +134,7 @@ def test_what_a_run_made_is_known_when_answers_are_lost(model, server, losing):
 
 
 def test_a_model_that_fails_does_not_stop_the_night(model, server, tmp_path):
-    from pipelines.nightly import nightly
+    from pipelines.flows import nightly
 
     gone = str(tmp_path / "gone")
     state = nightly([gone, model], **small(model), return_state=True)
@@ -145,8 +143,8 @@ def test_a_model_that_fails_does_not_stop_the_night(model, server, tmp_path):
 
 
 def test_drift_is_told_and_what_is_worse_is_not_promoted(model, server):
-    from pipelines.drift import drift as check
-    from pipelines.on_demand import on_demand
+    from pipelines.flows import drift as check
+    from pipelines.flows import on_demand
 
     on_demand(model, **small(model, seed=2))
     place, given = registry.open_registry(), {"model": model, "corpus": f"{model}/corpus.txt", "windows": 2}

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvq_calib.flow import token
+from kvq_calib.flow import server
 from kvq_runtime.errors import NotFound
 
 
@@ -12,21 +12,21 @@ from kvq_runtime.errors import NotFound
 def test_the_token_is_there_for_as_long_as_it_is_needed(before, tmp_path, monkeypatch):
     from huggingface_hub import get_token
 
-    for name in token.VARIABLES:
+    for name in server.TOKENS:
         monkeypatch.delenv(name, raising=False)
     if before is not None:
         monkeypatch.setenv("HF_TOKEN", before)
     (tmp_path / "hf-token").write_text("hf_canary\n")
-    monkeypatch.setenv(token.FILE, str(tmp_path / "hf-token"))
+    monkeypatch.setenv(server.TOKEN_FILE, str(tmp_path / "hf-token"))
 
-    @token.publishing()
+    @server.publishing()
     def publish() -> str | None:
         return get_token()
 
     for _ in range(2):
         assert publish() == "hf_canary"
         assert os.environ.get("HF_TOKEN") == before
-    with pytest.raises(RuntimeError, match="no answer"), token.publishing():
+    with pytest.raises(RuntimeError, match="no answer"), server.publishing():
         assert get_token() == "hf_canary"
         raise RuntimeError("no answer")
     assert os.environ.get("HF_TOKEN") == before
@@ -38,8 +38,8 @@ def test_without_a_token_to_give_the_environment_stays(kept, tmp_path, monkeypat
     if kept is not None:
         (tmp_path / "hf-token").write_text(kept)
     for path in (str(tmp_path / "hf-token"), ""):
-        monkeypatch.setenv(token.FILE, path)
-        with token.publishing():
+        monkeypatch.setenv(server.TOKEN_FILE, path)
+        with server.publishing():
             assert os.environ["HF_TOKEN"] == "hf_of_the_shell"
 
 
@@ -47,11 +47,11 @@ def test_without_a_token_to_give_the_environment_stays(kept, tmp_path, monkeypat
 @pytest.mark.xdist_group("prefect")
 def test_the_steps_that_publish_have_it_and_those_that_compute_do_not(tmp_path, monkeypatch):
     from kvq_calib.flow import flow
-    from pipelines import drift
+    from pipelines import flows
 
     seen = {}
     (tmp_path / "hf-token").write_text("hf_canary")
-    monkeypatch.setenv(token.FILE, str(tmp_path / "hf-token"))
+    monkeypatch.setenv(server.TOKEN_FILE, str(tmp_path / "hf-token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     saw = lambda name: lambda *given, **more: seen.update({name: os.environ.get("HF_TOKEN")})  # noqa: E731
     monkeypatch.setattr(flow, "_work", lambda asked: None)
@@ -62,11 +62,11 @@ def test_the_steps_that_publish_have_it_and_those_that_compute_do_not(tmp_path, 
     monkeypatch.setattr(flow.job, "publish", lambda *given: [saw("publish")()])
     for name in ("artifacts", "start", "first_unfinished"):
         monkeypatch.setattr(flow.stages, name, saw(name))
-    monkeypatch.setattr(drift.measure.models, "resolve", saw("drift"))
+    monkeypatch.setattr(flows.measure.models, "resolve", saw("drift"))
     flow.prepare.fn("asked", 0)
     flow._publish("asked")
     with pytest.raises(NotFound, match="no artifact name"):
-        drift.check.fn(["name"], "model", "text", drift.Bounds(1.05, None), 0)
+        flows.check.fn(["name"], "model", "text", flows.Bounds(1.05, None), 0)
     with_token = {"preflight", "publish", "artifacts", "evaluate", "drift"}
     assert seen == {name: "hf_canary" if name in with_token else None for name in seen}
     assert set(seen) == with_token | {"begin", "start", "first_unfinished"}
